@@ -1,0 +1,67 @@
+"""Every exception that Quire raises on purpose. A leaf: all rooms may import it.
+
+All are `ValueError`s: something that the caller gave cannot be honoured, and the message names what, where and the
+value, and what would be right. Below them stand the two checks of plain numbers that several rooms share.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+class QuireError(ValueError):
+    """Base of all of them."""
+
+
+class BadShape(QuireError):
+    """A tensor has the wrong number of dimensions or a size that does not fit the others."""
+
+
+class BadDtype(QuireError):
+    """A tensor has a dtype that this argument does not take."""
+
+
+class BadStride(QuireError):
+    """A tensor is laid out in memory in a way that cannot be read (its last dimension is not contiguous)."""
+
+
+class BadValue(QuireError):
+    """A number, or an entry of an integer tensor, is out of range."""
+
+
+class Unsupported(QuireError):
+    """The case is valid, but this backend, device or model family does not serve it."""
+
+
+class ConfigError(QuireError):
+    """An option of the engine is unknown, malformed or cannot be satisfied."""
+
+
+class RequestError(QuireError):
+    """A request or its sampling parameters are invalid, or it can never fit; it was not accepted."""
+
+
+class ModelError(QuireError):
+    """A checkpoint cannot be found, read, or understood."""
+
+
+class OutOfBlocks(QuireError):
+    """More KV blocks were asked for than are free. The scheduler asks first; a caller of BlockPool may see it."""
+
+
+def check_integer(error: type[QuireError], name: str, value: object, lower: int, upper: int | None = None) -> None:
+    """Raise `error` unless the value is an integer in lower..upper."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise error(f"{name} is {value!r}; it must be an integer")
+    if value < lower or (upper is not None and value > upper):
+        bounds = f"at least {lower}" if upper is None else f"in {lower}..{upper}"
+        raise error(f"{name} is {value}; it must be {bounds}")
+
+
+def check_number(error: type[QuireError], name: str, value: object, lower: float, upper: float = math.inf) -> None:
+    """Raise `error` unless the value is a finite number in lower..upper."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise error(f"{name} is {value!r}; it must be a number")
+    if not (math.isfinite(value) and lower <= value <= upper):
+        bounds = f"at least {lower:g}" if math.isinf(upper) else f"in {lower:g}..{upper:g}"
+        raise error(f"{name} is {value}; it must be finite and {bounds}")
