@@ -1,0 +1,62 @@
+"""The attention plan: a step's metadata, validated once and then used by every layer of a cache group."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.errors import BadValue
+from quire.ops import validate
+from quire.ops.interface import AttentionSpec
+
+
+class AttentionPlan:
+    """Sizes and integer tensors of one step. A backend whose kernels want a work list subclasses it.
+
+    The tensors are allocated once and keep their addresses over all `update`s, so that a captured graph or a
+    registered operator may hold on to them. Only their first `num_tokens` / `num_seqs` entries count.
+    """
+
+    def __init__(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> None:
+        for name, value in (("max_tokens", max_tokens), ("max_seqs", max_seqs), ("max_blocks", max_blocks)):
+            if value < 0:
+                raise BadValue(f"{name} is {value}; it must not be negative")
+        self.spec = spec
+        self.max_tokens = max_tokens
+        self.max_seqs = max_seqs
+        self.max_blocks = max_blocks
+        self.num_tokens = 0  # T of the last update
+        self.num_seqs = 0  # S of the last update
+        self.writable = False  # whether the last update gave slots
+        self.query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32)  # [max_seqs + 1]
+        self.context_lens = torch.zeros(max_seqs, dtype=torch.int32)  # [max_seqs]
+        self.block_tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32)  # [max_seqs, max_blocks]
+        self.slots = torch.zeros(max_tokens, dtype=torch.int32)  # [max_tokens]
+
+    def update(
+        self,
+        query_starts: torch.Tensor,  # int32 [S+1], host
+        context_lens: torch.Tensor,  # int32 [S], host
+        block_tables: torch.Tensor,  # int32 [S, M], host
+        slots: torch.Tensor | None = None,  # int64 [T], host
+    ) -> None:
+        """Take over the metadata of one step.
+
+        query_starts: sequence s owns the query rows query_starts[s]:query_starts[s+1].
+        context_lens: KV tokens of each sequence, this step's included.
+        block_tables: ids of each sequence's blocks; entries at or beyond ceil(context_len / B), or wholly below the
+            window, are never read and may hold anything.
+        slots: where write_kv puts each row's K and V, `block_id * B + offset`; -1 skips the row. Without slots the
+            plan is read-only.
+
+        Raises BadShape, BadDtype or BadValue, naming the argument, the sequence and the value; the plan then keeps
+        what it held before.
+        """
+        validate.check_metadata(self, query_starts, context_lens, block_tables, slots)
+        num_seqs, num_blocks = block_tables.shape
+        num_tokens = int(query_starts[-1])
+        self.query_starts[: num_seqs + 1].copy_(query_starts)
+        self.context_lens[:num_seqs].copy_(context_lens)
+        self.block_tables[:num_seqs, :num_blocks].copy_(block_tables)
+        if slots is not None:
+            self.slots[:num_tokens].copy_(slots)
+        self.num_tokens, self.num_seqs, self.writable = num_tokens, num_seqs, slots is not None

@@ -1,0 +1,318 @@
+"""Every check of the operators' arguments, for every backend.
+
+Metadata (tables, lengths, slots) is checked on the host, once a step, in one vectorised pass. Per call only shapes,
+dtypes and strides are looked at, which costs no pass over data.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from quire.errors import BadDtype, BadShape, BadStride, BadValue, Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from quire.ops.interface import AttentionSpec, Limits, PagedKV
+    from quire.ops.plan import AttentionPlan
+
+MAX_HEAD_DIM = 1024
+MAX_BLOCK_SIZE = 256
+INT32_MAX = 2**31 - 1
+
+
+# ------------------------------------------------------------------------------------------------ the spec
+
+
+def check_spec(spec: AttentionSpec) -> None:
+    """Raise BadValue or BadDtype for a field of the spec that no backend could serve."""
+    for name, upper in (
+        ("num_heads", INT32_MAX),
+        ("num_kv_heads", INT32_MAX),
+        ("head_dim", MAX_HEAD_DIM),
+        ("head_dim_v", MAX_HEAD_DIM),
+        ("block_size", MAX_BLOCK_SIZE),
+        ("num_blocks", INT32_MAX),
+        ("window", INT32_MAX),
+    ):
+        value = getattr(spec, name)
+        if value is None and name in ("head_dim_v", "window"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise BadValue(f"spec.{name} is {value!r}; it must be an integer")
+        if not 1 <= value <= upper:
+            raise BadValue(f"spec.{name} is {value}; it must lie in 1..{upper}")
+    if spec.num_heads % spec.num_kv_heads:
+        raise BadValue(f"spec.num_heads is {spec.num_heads}, no multiple of spec.num_kv_heads, {spec.num_kv_heads}")
+    if spec.num_blocks * spec.block_size > INT32_MAX:
+        raise BadValue(
+            f"spec.num_blocks * spec.block_size is {spec.num_blocks * spec.block_size}; slots are numbered in an "
+            f"int32, so at most {INT32_MAX}"
+        )
+    if spec.window is not None and not spec.causal:
+        raise BadValue(f"spec.window is {spec.window} with causal=False; a window needs causal attention")
+    for name in ("dtype", "kv_dtype"):
+        dtype = getattr(spec, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise BadDtype(f"spec.{name} is {dtype!r}; it must be a floating-point torch.dtype")
+
+
+def check_supported(spec: AttentionSpec, name: str, limits: Limits) -> None:
+    """Raise Unsupported where backend `name` does not declare that it serves the spec."""
+    if spec.dtype not in limits.kv_dtypes:
+        served = ", ".join(sorted(map(str, limits.kv_dtypes)))
+        raise Unsupported(f"backend {name!r} does not serve dtype {spec.dtype}; it serves {served}")
+    if spec.cache_dtype not in limits.kv_dtypes[spec.dtype]:
+        served = ", ".join(sorted(map(str, limits.kv_dtypes[spec.dtype])))
+        raise Unsupported(
+            f"backend {name!r} does not serve a cache of {spec.cache_dtype} for dtype {spec.dtype}; it serves {served}"
+        )
+    largest = max(spec.head_dim, spec.dim_v)
+    if largest > limits.max_head_dim:
+        raise Unsupported(
+            f"backend {name!r} serves head dimensions up to {limits.max_head_dim}; the spec has {largest}"
+        )
+
+
+# ------------------------------------------------------------------------------------------ a step's metadata
+
+
+def step_sizes(
+    query_starts: torch.Tensor,  # int32 [S+1], host
+    context_lens: torch.Tensor,  # int32 [S], host
+    block_tables: torch.Tensor,  # int32 [S, M], host
+) -> tuple[int, int, int]:
+    """T, S and M of a step whose values are still to be checked. Raises BadShape, BadDtype or BadValue."""
+    starts = _host_integers("query_starts", query_starts, 1)
+    lens = _host_integers("context_lens", context_lens, 1)
+    tables = _host_integers("block_tables", block_tables, 2)
+    return max(0, int(starts[-1])) if len(starts) else 0, len(lens), tables.shape[1]
+
+
+def check_metadata(
+    plan: AttentionPlan,
+    query_starts: torch.Tensor,  # int32 [S+1], host
+    context_lens: torch.Tensor,  # int32 [S], host
+    block_tables: torch.Tensor,  # int32 [S, M], host
+    slots: torch.Tensor | None,  # int64 [T], host
+) -> None:
+    """Check a step's metadata against the plan's spec and room. Raises BadShape, BadDtype or BadValue."""
+    starts = _host_integers("query_starts", query_starts, 1)
+    lens = _host_integers("context_lens", context_lens, 1)
+    tables = _host_integers("block_tables", block_tables, 2)
+    num_seqs = len(lens)
+    if len(starts) != num_seqs + 1:
+        raise BadShape(
+            f"query_starts has {len(starts)} entries and context_lens {num_seqs}; with S sequences they have S + 1 "
+            f"and S"
+        )
+    if len(tables) != num_seqs:
+        raise BadShape(f"block_tables has {len(tables)} rows for {num_seqs} sequences; it needs one a sequence")
+    if num_seqs > plan.max_seqs:
+        raise BadShape(f"the step has {num_seqs} sequences; the plan was made for at most {plan.max_seqs}")
+    if tables.shape[1] > plan.max_blocks:
+        raise BadShape(f"block_tables has {tables.shape[1]} columns; the plan was made for at most {plan.max_blocks}")
+    num_tokens = _check_query_starts(starts, plan.max_tokens)
+    _check_tables(plan.spec, starts, lens, tables)
+    if slots is not None:
+        _check_slots(plan.spec, _host_integers("slots", slots, 1), num_tokens)
+
+
+def _host_integers(name: str, tensor: torch.Tensor, dims: int) -> NDArray[np.integer]:
+    """The tensor as a numpy view, if it is an int32 or int64 host tensor of that many dimensions."""
+    if not isinstance(tensor, torch.Tensor):
+        raise BadDtype(f"{name} is a {type(tensor).__name__}; it must be an integer tensor on the host")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise BadDtype(f"{name} has dtype {tensor.dtype}; it must be int32 or int64")
+    if tensor.device.type != "cpu":
+        raise BadValue(f"{name} lies on {tensor.device}; metadata is read on the host, so give a CPU tensor")
+    if tensor.dim() != dims:
+        raise BadShape(f"{name} has shape {tuple(tensor.shape)}; it must have {dims} dimension(s)")
+    view: NDArray[np.integer] = tensor.numpy()
+    return view
+
+
+def _check_query_starts(starts: NDArray[np.integer], max_tokens: int) -> int:
+    if starts[0] != 0:
+        raise BadValue(f"query_starts[0] is {starts[0]}; the first sequence's rows start at 0")
+    falls = np.flatnonzero(starts[1:] < starts[:-1])
+    if falls.size:
+        s = int(falls[0])
+        raise BadValue(f"query_starts falls from {starts[s]} to {starts[s + 1]} at sequence {s}; it must never fall")
+    num_tokens = int(starts[-1])
+    if num_tokens > max_tokens:
+        raise BadShape(f"the step has {num_tokens} query tokens; the plan was made for at most {max_tokens}")
+    return num_tokens
+
+
+def _check_tables(
+    spec: AttentionSpec,
+    starts: NDArray[np.integer],
+    lens: NDArray[np.integer],
+    tables: NDArray[np.integer],
+) -> None:
+    """Lengths that the tables can hold, and a valid id in every table entry that may be read."""
+    width = tables.shape[1]
+    starts, lens = starts.astype(np.int64), lens.astype(np.int64)
+    bad = np.flatnonzero((lens < 0) | (lens > width * spec.block_size))
+    if bad.size:
+        s = int(bad[0])
+        raise BadValue(
+            f"context_lens[{s}] is {lens[s]}; sequence {s}'s table of {width} blocks of {spec.block_size} holds "
+            f"0..{width * spec.block_size} tokens"
+        )
+    end = -(-lens // spec.block_size)  # first entry that is not read
+    begin = np.zeros_like(end)  # first entry that is read
+    if spec.window is not None:
+        first_row = lens - (starts[1:] - starts[:-1])  # position of the sequence's first query row
+        begin = np.maximum(first_row - spec.window + 1, 0) // spec.block_size
+    column = np.arange(width, dtype=np.int64)
+    read = (column >= begin[:, None]) & (column < end[:, None])
+    rows, columns = np.nonzero(read & ((tables < 0) | (tables >= spec.num_blocks)))
+    if rows.size:
+        s, j = int(rows[0]), int(columns[0])
+        raise BadValue(
+            f"block_tables[{s}, {j}] is {tables[s, j]}; sequence {s} of {lens[s]} tokens reads that entry, so it "
+            f"must be a block id in 0..{spec.num_blocks - 1}"
+        )
+
+
+def _check_slots(spec: AttentionSpec, slots: NDArray[np.integer], num_tokens: int) -> None:
+    if len(slots) != num_tokens:
+        raise BadShape(f"slots has {len(slots)} entries for {num_tokens} query tokens; it needs one a token")
+    num_slots = spec.num_blocks * spec.block_size
+    bad = np.flatnonzero((slots < -1) | (slots >= num_slots))
+    if bad.size:
+        t = int(bad[0])
+        raise BadValue(f"slots[{t}] is {slots[t]}; it must be -1 (skip) or lie in 0..{num_slots - 1}")
+    written = np.sort(slots[slots >= 0])
+    twice = np.flatnonzero(written[1:] == written[:-1])
+    if twice.size:
+        slot = written[twice[0]]
+        t, u = np.flatnonzero(slots == slot)[:2]
+        raise BadValue(f"slots[{t}] and slots[{u}] are both {slot}; every row needs a slot of its own")
+
+
+# ------------------------------------------------------------------------------------------ tensors of a call
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise BadShape, BadDtype, BadStride or BadValue unless the tensor is as described, its last stride 1."""
+    if tuple(tensor.shape) != shape:
+        raise BadShape(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
+    if tensor.dtype != dtype:
+        raise BadDtype(f"{name} has dtype {tensor.dtype}; expected {dtype}")
+    if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+        raise BadValue(f"{name} lies on {tensor.device}; expected {device}")
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise BadStride(f"{name} has strides {tensor.stride()}; the last one must be 1")
+
+
+def check_kv(kv: PagedKV, spec: AttentionSpec) -> None:
+    """Check a layer's cache against the spec."""
+    lead = (spec.num_blocks, spec.num_kv_heads, spec.block_size)
+    device = _device(spec)
+    check_tensor("kv.k", kv.k, (*lead, spec.head_dim), spec.cache_dtype, device)
+    check_tensor("kv.v", kv.v, (*lead, spec.dim_v), spec.cache_dtype, device)
+
+
+def check_write(
+    k_new: torch.Tensor,  # [T, Hkv, D]
+    v_new: torch.Tensor,  # [T, Hkv, Dv]
+    kv: PagedKV,
+    plan: AttentionPlan,
+) -> None:
+    """Check the arguments of write_kv. Raises BadValue on a read-only plan."""
+    spec = plan.spec
+    if not plan.writable:
+        raise BadValue("write_kv needs a plan that was updated with slots; this one is read-only")
+    check_kv(kv, spec)
+    device = _device(spec)
+    check_tensor("k_new", k_new, (plan.num_tokens, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
+    check_tensor("v_new", v_new, (plan.num_tokens, spec.num_kv_heads, spec.dim_v), spec.dtype, device)
+
+
+def check_attention(
+    q: torch.Tensor,  # [T, Hq, D]
+    kv: PagedKV,
+    plan: AttentionPlan,
+    scale: float | None,
+    alibi_slopes: torch.Tensor | None,  # fp32 [Hq]
+    softcap: float | None,
+    sinks: torch.Tensor | None,  # fp32 [Hq]
+    out: torch.Tensor | None,  # [T, Hq, Dv]
+    return_lse: bool,
+) -> None:
+    """Check the arguments of attention."""
+    spec, device = plan.spec, _device(plan.spec)
+    check_kv(kv, spec)
+    check_tensor("q", q, (plan.num_tokens, spec.num_heads, spec.head_dim), spec.dtype, device)
+    if out is not None:
+        check_tensor("out", out, (plan.num_tokens, spec.num_heads, spec.dim_v), spec.dtype, device)
+    if alibi_slopes is not None:
+        check_tensor("alibi_slopes", alibi_slopes, (spec.num_heads,), torch.float32, device)
+    if sinks is not None:
+        check_tensor("sinks", sinks, (spec.num_heads,), torch.float32, device)
+    if scale is not None and not math.isfinite(scale):
+        raise BadValue(f"scale is {scale}; it must be finite")
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise BadValue(f"softcap is {softcap}; it must be positive and finite (None for no cap)")
+    if sinks is not None and return_lse:
+        raise BadValue(
+            "sinks close a state, so its LSE could not be merged any more: ask for the LSE without sinks, merge, "
+            "and call apply_sinks last"
+        )
+
+
+def check_states(
+    out_a: torch.Tensor,  # [T, Hq, Dv]
+    lse_a: torch.Tensor,  # fp32 [T, Hq]
+    out_b: torch.Tensor,  # [T, Hq, Dv]
+    lse_b: torch.Tensor,  # fp32 [T, Hq]
+) -> None:
+    """Check the arguments of merge_states."""
+    check_state("out_a", out_a, "lse_a", lse_a)
+    check_tensor("out_b", out_b, tuple(out_a.shape), out_a.dtype, out_a.device)
+    check_tensor("lse_b", lse_b, tuple(lse_a.shape), lse_a.dtype, out_a.device)
+
+
+def check_state(
+    out_name: str,
+    out: torch.Tensor,  # [T, Hq, Dv]
+    lse_name: str,
+    lse: torch.Tensor,  # fp32 [T, Hq]
+) -> None:
+    """Check one attention state: an output and the LSE of its rows."""
+    if out.dim() != 3:
+        raise BadShape(f"{out_name} has shape {tuple(out.shape)}; expected [T, Hq, Dv]")
+    check_tensor(out_name, out, tuple(out.shape), out.dtype, out.device)
+    lse_dtype = torch.promote_types(out.dtype, torch.float32)
+    check_tensor(lse_name, lse, tuple(out.shape[:2]), lse_dtype, out.device)
+
+
+def check_copy(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
+    """Check the arguments of copy_blocks: ids in range, no block written twice or both read and written."""
+    if len(src) != len(dst):
+        raise BadShape(f"src has {len(src)} block ids and dst {len(dst)}; they are pairs")
+    num_blocks = kv.k.shape[0]
+    for name, ids in (("src", src), ("dst", dst)):
+        for i, block in enumerate(ids):
+            if not 0 <= block < num_blocks:
+                raise BadValue(f"{name}[{i}] is {block}; it must be a block id in 0..{num_blocks - 1}")
+    if len(set(dst)) != len(dst):
+        twice = next(block for block in dst if list(dst).count(block) > 1)
+        raise BadValue(f"dst names block {twice} twice; a block can be written only once")
+    if both := set(src) & set(dst):
+        raise BadValue(f"block {min(both)} stands in src and in dst; the order of copies is not defined")
+
+
+def _device(spec: AttentionSpec) -> torch.device:
+    return torch.device(spec.device)
