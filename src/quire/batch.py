@@ -1,0 +1,84 @@
+"""Batch: a step's plan as tensors. The only thing that models and runners see of it.
+
+Letters as in `quire.ops.interface`; P is the number of prompt positions whose logprobs are asked for, K of entries in
+a sparse list. All tensors lie on the host and are views of buffers that the next step overwrites.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class GroupTables:
+    """Where one cache group's K and V lie."""
+
+    slots: torch.Tensor  # int64 [T], where each row's K and V are written
+    block_tables: torch.Tensor  # int32 [S, M]
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """How each of the R rows draws its token. Row numbers in the sparse lists ascend."""
+
+    temperature: torch.Tensor  # fp32 [R], 0 is greedy
+    top_k: torch.Tensor  # int64 [R], V or more keeps all
+    top_p: torch.Tensor  # fp32 [R]
+    min_p: torch.Tensor  # fp32 [R]
+    uniforms: torch.Tensor  # fp64 [R], in [0, 1): the rows' random numbers
+    num_logprobs: torch.Tensor  # int64 [R], -1: none asked for
+    penalty_rows: torch.Tensor  # int64 [K], row of each token that a penalty concerns
+    penalty_tokens: torch.Tensor  # int64 [K]
+    penalty_counts: torch.Tensor  # fp32 [K], how often the token was generated; 0: it stands in the prompt only
+    repetition: torch.Tensor  # fp32 [R], repetition penalty
+    presence: torch.Tensor  # fp32 [R], presence penalty
+    frequency: torch.Tensor  # fp32 [R], frequency penalty
+    banned_rows: torch.Tensor  # int64 [K], row of each token that must not be drawn
+    banned_tokens: torch.Tensor  # int64 [K]
+
+    def part(self, start: int, stop: int, device: torch.device) -> SamplingRows:
+        """Rows start:stop on that device."""
+        dense = {
+            name: getattr(self, name)[start:stop].to(device)
+            for name in (
+                *("temperature", "top_k", "top_p", "min_p", "uniforms", "num_logprobs"),
+                *("repetition", "presence", "frequency"),
+            )
+        }
+        penalised = slice(*torch.searchsorted(self.penalty_rows, torch.tensor([start, stop])).tolist())
+        banned = slice(*torch.searchsorted(self.banned_rows, torch.tensor([start, stop])).tolist())
+        return SamplingRows(
+            **dense,
+            penalty_rows=(self.penalty_rows[penalised] - start).to(device),
+            penalty_tokens=self.penalty_tokens[penalised].to(device),
+            penalty_counts=self.penalty_counts[penalised].to(device),
+            banned_rows=(self.banned_rows[banned] - start).to(device),
+            banned_tokens=self.banned_tokens[banned].to(device),
+        )
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """Prompt positions whose logprobs are asked for: the logits of a row are about the token after it."""
+
+    rows: torch.Tensor  # int64 [P], query rows
+    tokens: torch.Tensor  # int64 [P], the token after each
+    num_logprobs: torch.Tensor  # int64 [P]
+    request_ids: list[str]  # [P]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's work, flattened: all sequences' new tokens in one row of T."""
+
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    query_starts: torch.Tensor  # int32 [S+1]
+    context_lens: torch.Tensor  # int32 [S]
+    groups: tuple[GroupTables, ...]  # one a cache group
+    logit_rows: torch.Tensor  # int64 [R], query rows whose next token is drawn
+    logit_ids: list[str]  # [R], their requests
+    sampling: SamplingRows
+    prompt: PromptRows

@@ -1,0 +1,82 @@
+"""BlockPool: who owns a block."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from quire.errors import BadValue, OutOfBlocks
+
+
+class BlockPool:
+    """Reference counts of N blocks, and the order in which the free ones are given out.
+
+    The free order is the eviction order: blocks are taken from its front and come back at its end, so a freed block
+    keeps its contents for as long as possible. Every operation is O(1) a block.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.ref_counts = array("i", bytes(4 * num_blocks))  # [N], owners of each block
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without an owner."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with at least one owner."""
+        return self.num_blocks - len(self._free)
+
+    def allocate(self, count: int) -> array[int]:
+        """Take the blocks that were freed the longest ago. Raises OutOfBlocks, taking none, if there are fewer."""
+        if count > len(self._free):
+            raise OutOfBlocks(f"{count} KV blocks were asked for and {len(self._free)} of {self.num_blocks} are free")
+        blocks = array("i", (self._free.popitem(last=False)[0] for _ in range(count)))
+        for block in blocks:
+            self.ref_counts[block] = 1
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more owner for each block; a free one leaves the free order. Raises BadValue for an unknown id."""
+        for block in blocks:
+            self._check_id(block)
+            if self.ref_counts[block] == 0:
+                del self._free[block]
+            self.ref_counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One owner less for each block; one without any goes to the end of the free order.
+
+        Raises BadValue for a block that nobody owns.
+        """
+        for block in blocks:
+            self._check_id(block)
+            if self.ref_counts[block] == 0:
+                raise BadValue(f"block {block} is released, but nobody owns it")
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
+                self._free[block] = None
+
+    def audit(self, owned: Iterable[Iterable[int]]) -> None:
+        """Prove the books against all block tables there are. Raises BadValue at the first entry that is wrong."""
+        expected = array("i", bytes(4 * self.num_blocks))
+        for table in owned:
+            for block in table:
+                self._check_id(block)
+                expected[block] += 1
+        for block, (have, want) in enumerate(zip(self.ref_counts, expected, strict=True)):
+            if have != want:
+                raise BadValue(f"block {block} has a reference count of {have}, but stands in {want} tables")
+            if (have == 0) != (block in self._free):
+                raise BadValue(f"block {block} has {have} owners and is {'' if have else 'not '}in the free order")
+        if self.num_free + sum(count > 0 for count in expected) != self.num_blocks:
+            raise BadValue(f"{self.num_free} blocks are free and {self.num_used} owned, of {self.num_blocks}")
+
+    def _check_id(self, block: int) -> None:
+        # A negative index would silently count from the end of the array.
+        if not 0 <= block < self.num_blocks:
+            raise BadValue(f"{block} is no block id; the pool has 0..{self.num_blocks - 1}")

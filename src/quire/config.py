@@ -1,0 +1,83 @@
+"""The engine's options. Frozen: what a run was started with is what it runs with."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from quire.errors import ConfigError, check_integer
+
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
+         "tib": 2**40}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """How much KV cache there is and how it is cut into blocks."""
+
+    block_size: int = 16  # B, tokens a block
+    num_blocks: int | None = None  # N; None: as many as the memory holds
+    kv_cache_memory: int | float | str = 0.5  # bytes ("2GiB", 2147483648), or a share (0.5, "50%") of the free memory
+
+    def __post_init__(self) -> None:
+        check_integer(ConfigError, "block_size", self.block_size, 1, 256)
+        if self.num_blocks is not None:
+            check_integer(ConfigError, "num_blocks", self.num_blocks, 1)
+        parse_memory(self.kv_cache_memory, free=2**40)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that an engine is built from. Names and meanings are vLLM's where it has them."""
+
+    model: str | None = None  # a directory or a Hugging Face repository; None: the embedded model
+    dtype: str = "auto"  # "auto": the checkpoint's; or "float32", "bfloat16", "float16"
+    device: str = "cpu"
+    attention_backend: str = "auto"
+    max_model_len: int | None = None  # tokens of the longest sequence; None: what the model was made for
+    max_num_seqs: int = 256  # sequences that run at the same time
+    max_num_batched_tokens: int = 2048  # query tokens a step
+    seed: int = 0  # requests without a seed of their own derive one from it
+    cache: CacheConfig = field(default_factory=CacheConfig)
+
+    def __post_init__(self) -> None:
+        if self.max_model_len is not None:
+            check_integer(ConfigError, "max_model_len", self.max_model_len, 1)
+        check_integer(ConfigError, "max_num_seqs", self.max_num_seqs, 1)
+        check_integer(ConfigError, "max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_integer(ConfigError, "seed", self.seed, 0, 2**63 - 1)
+
+
+def engine_config(**options: Any) -> EngineConfig:
+    """An EngineConfig from flat options, the cache's included. Raises ConfigError for an unknown one."""
+    cache_keys = {f.name for f in fields(CacheConfig)}
+    known = cache_keys | {f.name for f in fields(EngineConfig)} - {"cache"}
+    for key in options:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(sorted(known))}"
+            raise ConfigError(f"there is no engine option {key!r}; {hint}")
+    cache = CacheConfig(**{key: value for key, value in options.items() if key in cache_keys})
+    return EngineConfig(**{key: value for key, value in options.items() if key not in cache_keys}, cache=cache)
+
+
+def parse_memory(amount: int | float | str, free: int) -> int:
+    """Bytes meant by "2GiB", "1.5 GB", 2147483648, or by a share ("50%", 0.5) of `free` bytes.
+
+    A bare number up to 1 is a share. Raises ConfigError for anything else.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)", str(amount).strip().lower())
+    if match and not isinstance(amount, bool):
+        value, unit = float(match[1]), match[2]
+        if unit == "%" or (unit == "" and value <= 1):
+            share = value / 100 if unit == "%" else value
+            if 0 < share <= 1:
+                return int(share * free)
+        elif unit in UNITS and value * UNITS[unit] >= 1:
+            return int(value * UNITS[unit])
+    raise ConfigError(
+        f"kv_cache_memory is {amount!r}; give bytes with a unit, as in '2GiB', or a share of the free memory, as in "
+        f"0.5 or '50%'"
+    )

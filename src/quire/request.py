@@ -1,0 +1,135 @@
+"""What a caller asks for and what he gets back: sampling parameters, requests, events."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from quire.errors import RequestError, check_integer, check_number
+
+MAX_N = 16_384  # samples of one prompt; a bound, so that one request cannot exhaust the host
+MAX_SEED = 2**63 - 1
+SMALLEST = 1e-6  # of what must be above zero
+
+
+class FinishReason(str, Enum):
+    """Why a request ended. The first two are OpenAI's."""
+
+    STOP = "stop"  # a stop token or stop string
+    LENGTH = "length"  # max_tokens or the longest sequence that the engine serves
+    ABORT = "abort"  # the caller took it back
+    ERROR = "error"  # a step failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens. Names and defaults are vLLM's. Validated on construction: RequestError names the field."""
+
+    n: int = 1  # samples of each prompt
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # keep the k most probable tokens; 0 or -1 keeps all
+    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability
+    min_p: float = 0.0  # drop tokens less probable than this share of the most probable one
+    repetition_penalty: float = 1.0  # divides the positive logits of seen tokens, multiplies the negative ones
+    presence_penalty: float = 0.0  # subtracted once from each generated token's logit
+    frequency_penalty: float = 0.0  # subtracted once per occurrence in the generated tokens
+    max_tokens: int | None = 16  # None: up to the longest sequence that the engine serves
+    min_tokens: int = 0  # no stop token or string ends the request before that many
+    stop: str | Sequence[str] = ()  # texts that end the request
+    stop_token_ids: Sequence[int] = ()  # tokens that end the request, besides the model's own
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False  # go on past the model's end-of-sequence tokens
+    seed: int | None = None  # None: derived from the engine's seed and the request's ordinal
+    logprobs: int | None = None  # report that many most probable tokens at each position; 0: the chosen one only
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        check_integer(RequestError, "n", self.n, 1, MAX_N)
+        check_number(RequestError, "temperature", self.temperature, 0.0)
+        check_integer(RequestError, "top_k", self.top_k, -1)
+        check_number(RequestError, "top_p", self.top_p, SMALLEST, 1.0)
+        check_number(RequestError, "min_p", self.min_p, 0.0, 1.0)
+        check_number(RequestError, "repetition_penalty", self.repetition_penalty, SMALLEST)
+        check_number(RequestError, "presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number(RequestError, "frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.max_tokens is not None:
+            check_integer(RequestError, "max_tokens", self.max_tokens, 1)
+        check_integer(RequestError, "min_tokens", self.min_tokens, 0, self.max_tokens)
+        for name in ("seed", "logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                check_integer(RequestError, name, value, 0, MAX_SEED)
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop contains {text!r}; each entry must be a text of at least one character")
+        for i, token in enumerate(self.stop_token_ids):
+            check_integer(RequestError, f"stop_token_ids[{i}]", token, 0)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as construction normalised it."""
+        return tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken without a draw."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position, from the raw logits: before penalties and temperature."""
+
+    token: int  # the token that stands there
+    logprob: float
+    rank: int  # 1: the most probable one
+    top: tuple[tuple[int, float], ...]  # the most probable tokens and their logprobs, best first
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence's progress; all else about it is derived.
+
+    `tokens` and each table in `block_ids` are array('i'), so that laying out a step is a copy of memory.
+    """
+
+    id: str
+    tokens: array[int]  # the prompt, then what was generated
+    num_prompt: int
+    sampling: SamplingParams
+    sample_index: int = 0  # which of the n samples of its prompt
+    num_computed: int = 0  # tokens whose K and V are in the cache; set by Scheduler
+    block_ids: list[array[int]] = field(default_factory=list)  # a table per cache group; set by BlockManager
+    ordinal: int = -1  # order of arrival; set by Scheduler
+    seed: int = 0  # key of its random numbers, as given or derived; set by Engine
+    stop_token_ids: frozenset[int] = frozenset()  # tokens that end it, the model's own included; set by Engine
+    num_prompt_logprobs: int = 0  # prompt positions already reported; set by Scheduler
+    finish_reason: FinishReason | None = None  # set by Scheduler, or asked for by Engine.finish
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens whose K and V are still to be computed: what every step chases."""
+        return len(self.tokens) - self.num_computed
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the engine tells about one request after a step: a token, prompt logprobs, its end, or several of them."""
+
+    request_id: str
+    token: int | None = None  # the token generated in this step
+    logprobs: TokenLogprobs | None = None  # of that token, where asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt positions computed in this step, where asked for
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None  # the stop token that ended the request, where one other than EOS did
+    error: str | None = None  # what failed, with FinishReason.ERROR
