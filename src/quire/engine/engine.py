@@ -1,0 +1,147 @@
+"""Engine: add requests, step, read events."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Protocol
+
+from quire.batch import Batch
+from quire.cache.manager import BlockManager
+from quire.cache.storage import KVCache, bytes_per_block, choose_num_blocks, free_memory
+from quire.config import EngineConfig
+from quire.engine.flatten import Buffers, flatten
+from quire.engine.runner import Runner
+from quire.engine.scheduler import Scheduler, StepOutput
+from quire.errors import RequestError
+from quire.models.decoder import Decoder
+from quire.ops import AttentionSpec, Ops
+from quire.request import MAX_SEED, Event, FinishReason, Request
+
+log = logging.getLogger("quire")
+
+
+class StepRunner(Protocol):
+    """What an engine needs of a runner."""
+
+    def run(self, batch: Batch) -> StepOutput:
+        """Compute one step."""
+
+
+class Engine:
+    """One model's requests, served step by step. Single-threaded: whoever owns it calls all of its methods."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        buffers: Buffers,
+        vocab_size: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        seed: int = 0,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.buffers = buffers
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.seed = seed
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError, queueing nothing, if it is invalid or could never run."""
+        self.check(request)
+        self.scheduler.add(request)
+        sampling = request.sampling
+        request.seed = self._derived_seed(request) if sampling.seed is None else sampling.seed
+        request.stop_token_ids = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else self.eos_token_ids
+        )
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError if `add` would."""
+        self._check_tokens(f"request {request.id}: prompt", request.tokens)
+        self._check_tokens(f"request {request.id}: stop_token_ids", request.sampling.stop_token_ids)
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(request.sampling, name)
+            if count is not None and count > self.vocab_size:
+                raise RequestError(
+                    f"request {request.id}: {name} is {count}; the vocabulary has {self.vocab_size} tokens"
+                )
+        self.scheduler.check(request)
+
+    def abort(self, request_id: str) -> None:
+        """Take a request back; the next step releases its blocks and tells. One that has ended is left alone."""
+        self.finish(request_id, FinishReason.ABORT)
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """End a request for a reason that the engine cannot see, such as a stop string; else as `abort`."""
+        self.scheduler.finish(request_id, reason)
+
+    def step(self) -> list[Event]:
+        """Compute one step for as many requests as fit it. An exception ends that step's requests, nothing else."""
+        plan = self.scheduler.plan()
+        try:
+            output = self.runner.run(flatten(plan, self.buffers)) if plan.items else StepOutput({})
+        except Exception as error:
+            log.exception("a step failed; its %d requests end with an error", len(plan.items))
+            return self.scheduler.fail(plan, error)
+        return self.scheduler.commit(plan, output)
+
+    def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
+        for i, token in enumerate(tokens):
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(f"{name}[{i}] is {token}; token ids of this model lie in 0..{self.vocab_size - 1}")
+
+    def _derived_seed(self, request: Request) -> int:
+        digest = blake2b(f"{self.seed}:{request.ordinal}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") & MAX_SEED
+
+
+def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
+    """An engine for a loaded model, its cache sized for this machine.
+
+    Raises ConfigError where the cache would not hold one sequence of the longest kind.
+    """
+    decoder, cache_config = model.config, config.cache
+    groups, block_size = decoder.groups, cache_config.block_size
+    shape = (decoder.num_kv_heads, decoder.head_dim, model.dtype)
+    num_blocks = choose_num_blocks(
+        cache_config,
+        bytes_per_block(groups, block_size, *shape),
+        model.max_model_len,
+        config.max_num_seqs,
+        free_memory(config.device),
+    )
+    spec = AttentionSpec(
+        num_heads=decoder.num_heads,
+        num_kv_heads=decoder.num_kv_heads,
+        head_dim=decoder.head_dim,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        dtype=model.dtype,
+        device=config.device,
+    )
+    scheduler = Scheduler(
+        BlockManager(groups, num_blocks, block_size),
+        max_model_len=model.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    max_blocks = -(-model.max_model_len // block_size)
+    limits = (config.max_num_batched_tokens, config.max_num_seqs, max_blocks)
+    runner = Runner(
+        model,
+        KVCache(groups, num_blocks, block_size, *shape, config.device),
+        ops,
+        [replace(spec, window=group.window) for group in groups],
+        *limits,
+    )
+    buffers = Buffers(len(groups), block_size, *limits)
+    return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, config.seed)

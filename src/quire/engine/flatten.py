@@ -1,0 +1,145 @@
+"""From a plan to a Batch, laid out in buffers that every step uses again."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quire.batch import Batch, GroupTables, PromptRows, SamplingRows
+from quire.engine.philox import uniforms
+from quire.engine.scheduler import Plan, PlanItem
+from quire.request import Request
+
+KEEP_ALL = 2**31 - 1  # a top_k that keeps every token
+
+
+class Buffers:
+    """Host memory for the largest step: the tensors of a Batch are views of it."""
+
+    def __init__(self, num_groups: int, block_size: int, max_tokens: int, max_seqs: int, max_blocks: int) -> None:
+        self.block_size = block_size
+        self.token_ids = np.zeros(max_tokens, np.int64)
+        self.positions = np.zeros(max_tokens, np.int64)
+        self.sequence = np.zeros(max_tokens, np.int64)  # which sequence owns the row
+        self.query_starts = np.zeros(max_seqs + 1, np.int32)
+        self.context_lens = np.zeros(max_seqs, np.int32)
+        self.slots = np.zeros((num_groups, max_tokens), np.int64)
+        self.block_tables = np.zeros((num_groups, max_seqs, max_blocks), np.int32)
+
+
+def flatten(plan: Plan, buffers: Buffers) -> Batch:
+    """Lay out the plan's items one after the other."""
+    t = 0
+    widest = 0
+    for s, item in enumerate(plan.items):
+        request, start, stop = item.request, item.request.num_computed, item.request.num_computed + item.num_new
+        # A view of an array('i') pins its size, so none may outlive its statement: the request appends to it later.
+        buffers.token_ids[t : t + item.num_new] = np.frombuffer(request.tokens, np.int32)[start:stop]
+        buffers.positions[t : t + item.num_new] = np.arange(start, stop)
+        buffers.sequence[t : t + item.num_new] = s
+        for g, table in enumerate(request.block_ids):
+            buffers.block_tables[g, s, : len(table)] = np.frombuffer(table, np.int32)
+            widest = max(widest, len(table))
+        t += item.num_new
+        buffers.query_starts[s + 1] = t
+        buffers.context_lens[s] = stop
+    num_seqs = len(plan.items)
+    position, sequence = buffers.positions[:t], buffers.sequence[:t]
+    for tables, slots in zip(buffers.block_tables, buffers.slots, strict=True):
+        block = tables[sequence, position // buffers.block_size]
+        slots[:t] = block.astype(np.int64) * buffers.block_size + position % buffers.block_size
+    groups = tuple(
+        GroupTables(torch.from_numpy(slots[:t]), torch.from_numpy(tables[:num_seqs, :widest]))
+        for slots, tables in zip(buffers.slots, buffers.block_tables, strict=True)
+    )
+    sampled = [(item, int(buffers.query_starts[s + 1]) - 1) for s, item in enumerate(plan.items) if item.samples]
+    return Batch(
+        token_ids=torch.from_numpy(buffers.token_ids[:t]),
+        positions=torch.from_numpy(buffers.positions[:t]),
+        query_starts=torch.from_numpy(buffers.query_starts[: num_seqs + 1]),
+        context_lens=torch.from_numpy(buffers.context_lens[:num_seqs]),
+        groups=groups,
+        logit_rows=torch.tensor([row for _, row in sampled], dtype=torch.int64),
+        logit_ids=[item.request.id for item, _ in sampled],
+        sampling=sampling_rows([item.request for item, _ in sampled]),
+        prompt=prompt_rows(plan.items),
+    )
+
+
+def sampling_rows(requests: list[Request]) -> SamplingRows:
+    """How each of these requests draws its next token."""
+    params = [request.sampling for request in requests]
+    penalties = [_penalised(row, request) for row, request in enumerate(requests) if _has_penalty(request)]
+    banned = [
+        (row, token)
+        for row, request in enumerate(requests)
+        if request.num_generated < request.sampling.min_tokens
+        for token in sorted(request.stop_token_ids)
+    ]
+    banned_rows, banned_tokens = torch.tensor(banned, dtype=torch.int64).view(-1, 2).T
+    return SamplingRows(
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        top_k=torch.tensor([p.top_k if p.top_k > 0 else KEEP_ALL for p in params], dtype=torch.int64),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
+        uniforms=torch.from_numpy(
+            uniforms(
+                np.array([request.seed for request in requests], np.uint64),
+                np.array([len(request.tokens) for request in requests], np.uint64),
+                np.array([request.sample_index for request in requests], np.uint64),
+            )
+        ),
+        num_logprobs=torch.tensor([-1 if p.logprobs is None else p.logprobs for p in params], dtype=torch.int64),
+        penalty_rows=_concatenated([rows for rows, _, _ in penalties], torch.int64),
+        penalty_tokens=_concatenated([tokens for _, tokens, _ in penalties], torch.int64),
+        penalty_counts=_concatenated([counts for _, _, counts in penalties], torch.float32),
+        repetition=torch.tensor([p.repetition_penalty for p in params], dtype=torch.float32),
+        presence=torch.tensor([p.presence_penalty for p in params], dtype=torch.float32),
+        frequency=torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32),
+        banned_rows=banned_rows,
+        banned_tokens=banned_tokens,
+    )
+
+
+def _has_penalty(request: Request) -> bool:
+    p = request.sampling
+    return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+
+
+def _penalised(row: int, request: Request) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
+    """The row's number, its distinct tokens, and how often each was generated."""
+    tokens, inverse = np.unique(np.frombuffer(request.tokens, np.int32), return_inverse=True)
+    counts = np.bincount(inverse[request.num_prompt :], minlength=len(tokens))
+    return np.full(len(tokens), row, np.int64), tokens, counts
+
+
+def _concatenated(parts: list[NDArray[np.generic]], dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(dtype) if parts else torch.empty(0, dtype=dtype)
+
+
+def prompt_rows(items: list[PlanItem]) -> PromptRows:
+    """The rows of this step whose next token stands in a prompt and is to be reported."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    num_logprobs: list[int] = []
+    request_ids: list[str] = []
+    start = 0
+    for item in items:
+        request, wanted = item.request, item.request.sampling.prompt_logprobs
+        if wanted is not None:
+            # Positions already reported are not reported again when a preempted request is recomputed.
+            first = max(request.num_computed, request.num_prompt_logprobs)
+            last = min(request.num_computed + item.num_new, request.num_prompt - 1)
+            for position in range(first, last):
+                rows.append(start + position - request.num_computed)
+                tokens.append(request.tokens[position + 1])
+                num_logprobs.append(wanted)
+                request_ids.append(request.id)
+        start += item.num_new
+    return PromptRows(
+        rows=torch.tensor(rows, dtype=torch.int64),
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        num_logprobs=torch.tensor(num_logprobs, dtype=torch.int64),
+        request_ids=request_ids,
+    )

@@ -1,0 +1,122 @@
+"""Weights to logits: finds a checkpoint, picks the family that understands it, and loads it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError, ModelError
+from quire.models.decoder import Decoder, DecoderConfig, weight_shapes
+from quire.models.rope import rope_type
+from quire.models.weights import Checkpoint, load_weights, read_json
+from quire.ops import Ops
+
+# What a config.json calls its architecture -> the module that reads it.
+FAMILIES = {
+    "LlamaForCausalLM": "quire.models.families.llama",
+    "MistralForCausalLM": "quire.models.families.llama",
+}
+
+EMBEDDED = Path(__file__).parent.parent / "embedded"
+
+DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*.json"]
+
+
+def locate(model: str | None) -> Path:
+    """The directory of a model: the embedded one (None), a local one, or a repository in the Hugging Face hub cache.
+
+    A repository that is not in the cache is downloaded, unless the hub library is set to be offline.
+    Raises ModelError where there is none of these.
+    """
+    if model is None:
+        return EMBEDDED
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download  # 0.3 s to import
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        try:
+            return Path(snapshot_download(model, allow_patterns=HUB_FILES, local_files_only=True))
+        except LocalEntryNotFoundError:
+            return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+    except HFValidationError as error:
+        raise ModelError(f"{model!r} is neither a directory nor the name of a Hugging Face repository") from error
+    except Exception as error:  # a network's ways to fail are many
+        raise ModelError(
+            f"{model!r} is no directory, it is not in the Hugging Face hub cache, and it could not be downloaded: "
+            f"{error}"
+        ) from error
+
+
+def load_model(directory: Path, config: EngineConfig, ops: Ops) -> Decoder:
+    """The model of that directory with its weights on the device.
+
+    Raises ModelError for a checkpoint that is not understood, ConfigError for options that do not suit it.
+    """
+    raw = read_json(directory / "config.json")
+    family = importlib.import_module(_family_of(raw, directory))
+    decoder: DecoderConfig = family.decoder_config(raw)
+    max_model_len = config.max_model_len or decoder.max_position_embeddings
+    longest = _longest_sequence(decoder)
+    if max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}; {directory.name} was made for sequences of up to {longest}"
+        )
+    weights = load_weights(
+        Checkpoint(directory),
+        family.weight_sources(decoder),
+        weight_shapes(decoder),
+        _dtype(config.dtype, raw),
+        config.device,
+        family.ignored_weights(decoder),
+    )
+    return Decoder(decoder, weights, ops, max_model_len, _eos_token_ids(raw, directory))
+
+
+def _family_of(raw: Mapping[str, Any], directory: Path) -> str:
+    architectures = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}, without an architecture"]
+    for architecture in architectures:
+        if architecture in FAMILIES:
+            return FAMILIES[architecture]
+    raise ModelError(
+        f"{directory} is a {', '.join(map(str, architectures))}, which is not supported; supported: "
+        f"{', '.join(FAMILIES)}"
+    )
+
+
+def _longest_sequence(decoder: DecoderConfig) -> int:
+    """What the positions were made for; yarn's scaling reaches beyond a max_position_embeddings left as it was."""
+    if rope_type(decoder.rope) != "yarn":
+        return decoder.max_position_embeddings
+    original = decoder.rope.get("original_max_position_embeddings") or decoder.max_position_embeddings
+    return max(decoder.max_position_embeddings, int(original * (decoder.rope.get("factor") or 1.0)))
+
+
+def _dtype(name: str, raw: Mapping[str, Any]) -> torch.dtype:
+    if name == "auto":
+        name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}; it must be auto or one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _eos_token_ids(raw: Mapping[str, Any], directory: Path) -> frozenset[int]:
+    """The tokens that end a text: generation_config.json's, else config.json's."""
+    generation = directory / "generation_config.json"
+    found = read_json(generation).get("eos_token_id") if generation.exists() else None
+    ids = raw.get("eos_token_id") if found is None else found
+    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])

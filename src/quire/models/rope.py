@@ -1,0 +1,119 @@
+"""Rotary position embedding: the table of angles, with the scaling variants that Llama-like checkpoints use.
+
+What a position's angles are depends on the configuration at load alone, never on the batch. So longrope's short or
+long factors are chosen by max_model_len, and dynamic NTK, whose angles change with the longest sequence, is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelError
+
+COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+# Besides the common keys: what each variant must have and may have. Another key would change the angles in a way that
+# is not written here.
+VARIANTS: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, {"original_max_position_embeddings"}),
+    "yarn": (
+        set(),
+        {"factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
+        | {"original_max_position_embeddings"},
+    ),
+    "longrope": ({"short_factor", "long_factor"}, {"factor", "attention_factor", "original_max_position_embeddings"}),
+}
+
+
+def check_rope(parameters: Mapping[str, Any]) -> None:
+    """Raise ModelError for a variant or a key that is not understood, or one that is missing."""
+    kind = rope_type(parameters)
+    if kind not in VARIANTS:
+        reason = ": its angles depend on the batch" if kind == "dynamic" else ""
+        raise ModelError(f"rope type {kind!r} is not supported{reason}; supported: {', '.join(VARIANTS)}")
+    required, optional = VARIANTS[kind]
+    given = {key for key, value in parameters.items() if value is not None}
+    if missing := required - given:
+        raise ModelError(f"rope type {kind!r} lacks {', '.join(sorted(missing))}")
+    if unknown := given - COMMON_KEYS - required - optional:
+        raise ModelError(f"rope type {kind!r} has keys that are not understood: {', '.join(sorted(unknown))}")
+    if parameters.get("partial_rotary_factor") not in (None, 1.0):
+        raise ModelError(f"partial_rotary_factor is {parameters['partial_rotary_factor']!r}; only 1.0 is supported")
+
+
+def rope_type(parameters: Mapping[str, Any]) -> str:
+    """The variant's name; older checkpoints say `type`, and call longrope "su"."""
+    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+    return "longrope" if kind == "su" else kind
+
+
+def rope_table(
+    parameters: Mapping[str, Any], dim: int, max_position_embeddings: int, max_model_len: int
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position's angles: fp32 [max_model_len, dim / 2] each.
+
+    dim: rotated dimensions of a head. max_position_embeddings: the longest sequence the checkpoint was made for.
+    """
+    check_rope(parameters)
+    kind = rope_type(parameters)
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    frequencies = 1.0 / float(parameters.get("rope_theta", 10_000.0)) ** exponents
+    attention_factor = 1.0  # multiplies q and k, so its square scales the scores
+    original = int(parameters.get("original_max_position_embeddings") or max_position_embeddings)
+    if kind == "linear":
+        frequencies = frequencies / parameters["factor"]
+    elif kind == "llama3":
+        frequencies = _llama3(frequencies, parameters, original)
+    elif kind == "yarn":
+        factor = parameters.get("factor") or max_position_embeddings / original
+        frequencies = _yarn(frequencies, parameters, factor, dim, original)
+        attention_factor = _yarn_attention_factor(parameters, factor)
+    elif kind == "longrope":
+        factor = parameters.get("factor") or max_position_embeddings / original
+        side = "long_factor" if max_model_len > original else "short_factor"
+        frequencies = frequencies / torch.tensor(parameters[side], dtype=torch.float32)
+        attention_factor = parameters.get("attention_factor") or (
+            1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+        )
+    angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
+    return angles.cos() * attention_factor, angles.sin() * attention_factor
+
+
+def _llama3(frequencies: Tensor, parameters: Mapping[str, Any], original: int) -> Tensor:
+    """Slow rotations are slowed down by `factor`, fast ones are kept, those between are blended (Llama 3.1)."""
+    factor, low, high = (float(parameters[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    turns = original * frequencies / (2 * math.pi)  # full rotations within the original context
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - keep) * frequencies / factor + keep * frequencies
+
+
+def _yarn(frequencies: Tensor, parameters: Mapping[str, Any], factor: float, dim: int, original: int) -> Tensor:
+    """Like llama3, but blended by dimension index between two numbers of rotations (Peng et al. 2023)."""
+    base = float(parameters.get("rope_theta", 10_000.0))
+
+    def dimension_of(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension_of(parameters.get("beta_fast") or 32), dimension_of(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    keep = 1 - ramp.clamp(0.0, 1.0)
+    return frequencies / factor * (1 - keep) + frequencies * keep
+
+
+def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    given, mscale, mscale_all = (parameters.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        return float(given)
+    return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)

@@ -1,0 +1,234 @@
+"""Strings: tokenizer, incremental detokenizer, and the outputs that callers see. The only room that knows text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from quire.engine.engine import Engine
+from quire.errors import ModelError
+from quire.request import Event, FinishReason, Request, SamplingParams, TokenLogprobs
+
+REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
+MAX_HELD_TOKENS = 16  # a character takes at most 4 bytes; longer runs are really broken, so they are let go
+
+
+class Tokenizer:
+    """A Hugging Face `tokenizer.json`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read it. Raises ModelError where it is unreadable."""
+        path = directory / "tokenizer.json"
+        try:
+            self._fast = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions
+            raise ModelError(f"{path} cannot be read: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """The text's tokens, with the special tokens that the model expects around a prompt."""
+        return list(self._fast.encode(text).ids)
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The tokens' text."""
+        return str(self._fast.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+
+def find_tokenizer(directory: Path) -> Tokenizer | None:
+    """The directory's tokenizer, or None where it has none: such a model takes and gives token ids."""
+    return Tokenizer(directory) if (directory / "tokenizer.json").exists() else None
+
+
+class Detokenizer:
+    """Turns one sequence's tokens into text as they come, never splitting a character.
+
+    What a token adds depends on the tokens before it (a leading space, the first bytes of a character). So each time
+    a short window is decoded, with and without the new tokens, and the difference is the new text; an incomplete
+    character at its end is held back until it is complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window = list(prompt[-MAX_HELD_TOKENS:])  # context, then tokens whose text is still held back
+        self._num_told = len(self._window)  # tokens of the window whose text was given out
+        while self._num_told and self._decode(self._num_told).endswith(REPLACEMENT):
+            self._num_told -= 1  # a prompt cut within a character: the character will be new text
+
+    def add(self, token: int) -> str:
+        """The text that is now certain."""
+        self._window.append(token)
+        text = self._new_text()
+        held = len(self._window) - self._num_told
+        if text.endswith(REPLACEMENT) and held < MAX_HELD_TOKENS:
+            return ""
+        if text:
+            self._window = self._window[self._num_told :]
+        self._window = self._window[-MAX_HELD_TOKENS:]
+        self._num_told = len(self._window)
+        return text
+
+    def finish(self) -> str:
+        """Whatever was held back."""
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        return self._decode(len(self._window))[len(self._decode(self._num_told)) :]
+
+    def _decode(self, count: int) -> str:
+        return self._tokenizer.decode(self._window[:count], self._skip)
+
+
+# ------------------------------------------------------------------------------------------------- outputs
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One candidate at a position."""
+
+    logprob: float  # natural logarithm, of the raw logits' softmax
+    rank: int  # 1: the most probable token
+    decoded_token: str | None  # None without a tokenizer
+
+
+@dataclass
+class CompletionOutput:
+    """One sample of a prompt; grows as tokens come."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None  # sum over token_ids, where logprobs were asked for
+    logprobs: list[dict[int, Logprob]] | None = None  # a position each: token id -> Logprob
+    finish_reason: str | None = None  # "stop", "length", "abort", "error"; None while it runs
+    stop_reason: int | str | None = None  # the stop token or string that ended it; what failed, after an error
+    seed: int | None = None  # key of its random numbers: give it as SamplingParams.seed to get the sample again
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """One prompt and its samples."""
+
+    request_id: str
+    prompt: str | None  # None where token ids were given
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token, which nothing precedes
+
+    @property
+    def finished(self) -> bool:
+        """Whether all samples have ended."""
+        return all(output.finished for output in self.outputs)
+
+
+@dataclass
+class _Sample:
+    """A running request's place in its output."""
+
+    request: RequestOutput
+    output: CompletionOutput
+    sampling: SamplingParams
+    detokenizer: Detokenizer | None
+    searched: int = 0  # characters of the text in which no stop string begins
+
+
+class OutputProcessor:
+    """From the engine's events to outputs with text; ends requests whose text meets a stop string."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._samples: dict[str, _Sample] = {}
+
+    def add(self, request: Request, output: RequestOutput) -> None:
+        """Gather the request's events in the output's sample of its index."""
+        sampling, sample = request.sampling, output.outputs[request.sample_index]
+        sample.seed = request.seed
+        if sampling.logprobs is not None:
+            sample.logprobs, sample.cumulative_logprob = [], 0.0
+        if sampling.prompt_logprobs is not None and request.sample_index == 0:
+            output.prompt_logprobs = [None]
+        detokenizer = (
+            Detokenizer(self._tokenizer, output.prompt_token_ids, sampling.skip_special_tokens)
+            if self._tokenizer
+            else None
+        )
+        self._samples[request.id] = _Sample(output, sample, sampling, detokenizer)
+
+    def process(self, events: Sequence[Event]) -> Iterator[RequestOutput]:
+        """Take in a step's events; each output that they change, once an event."""
+        for event in events:
+            sample = self._samples.get(event.request_id)
+            if sample is not None:  # else a stop string has ended it
+                self._process_event(sample, event)
+                if sample.output.finished:
+                    del self._samples[event.request_id]
+                yield sample.request
+
+    def _process_event(self, sample: _Sample, event: Event) -> None:
+        output = sample.output
+        if sample.request.prompt_logprobs is not None and output.index == 0:
+            sample.request.prompt_logprobs += [self._candidates(position) for position in event.prompt_logprobs]
+        if event.token is not None:
+            output.token_ids.append(event.token)
+            if event.logprobs is not None and output.logprobs is not None:
+                output.logprobs.append(self._candidates(event.logprobs))
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + event.logprobs.logprob
+        # The text of a token that ends the request is left out, like that of a stop string.
+        told = event.finish_reason is not FinishReason.STOP or sample.sampling.include_stop_str_in_output
+        if sample.detokenizer is not None:
+            if event.token is not None and told:
+                output.text += sample.detokenizer.add(event.token)
+            if event.finish_reason is not None:
+                output.text += sample.detokenizer.finish()
+        if event.finish_reason is not None:
+            output.finish_reason = event.finish_reason.value
+            output.stop_reason = event.error or event.stop_token
+        if event.token is not None:
+            self._look_for_stop(sample, event)
+
+    def _look_for_stop(self, sample: _Sample, event: Event) -> None:
+        """End the sample where its text first contains a stop string."""
+        output, sampling = sample.output, sample.sampling
+        if len(output.token_ids) <= sampling.min_tokens:
+            sample.searched = len(output.text)
+            return
+        found = [(output.text.find(stop, sample.searched), stop) for stop in sampling.stop_strings]
+        found = [(at, stop) for at, stop in found if at >= 0]
+        if found:
+            at, stop = min(found)
+            output.text = output.text[: at + len(stop) if sampling.include_stop_str_in_output else at]
+            output.finish_reason, output.stop_reason = FinishReason.STOP.value, stop
+            self._engine.finish(event.request_id, FinishReason.STOP)
+        longest = max((len(stop) for stop in sampling.stop_strings), default=1)
+        sample.searched = max(sample.searched, len(output.text) - longest + 1)
+
+    def _candidates(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
+        """The chosen token and the most probable ones: token id -> Logprob."""
+        chosen = {logprobs.token: Logprob(logprobs.logprob, logprobs.rank, self._decode(logprobs.token))}
+        top = {
+            token: Logprob(logprob, rank, self._decode(token))
+            for rank, (token, logprob) in enumerate(logprobs.top, start=1)
+        }
+        return chosen | top
+
+    def _decode(self, token: int) -> str | None:
+        return self._tokenizer.decode([token], skip_special_tokens=False) if self._tokenizer else None
+
+
+def held_back(output: CompletionOutput, sampling: SamplingParams) -> int:
+    """Characters at the end of a running sample's text that may yet turn out to begin a stop string."""
+    if output.finished:
+        return 0
+    longest = max((len(stop) for stop in sampling.stop_strings), default=1)
+    for length in range(min(longest - 1, len(output.text)), 0, -1):
+        if any(stop.startswith(output.text[-length:]) for stop in sampling.stop_strings):
+            return length
+    return 0
