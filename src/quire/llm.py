@@ -11,7 +11,7 @@ from quire import ops
 from quire.config import EngineConfig, engine_config
 from quire.engine.engine import Engine, build_engine
 from quire.errors import RequestError
-from quire.models import load_model, locate
+from quire.models import check_device, load_model, locate
 from quire.request import Request, SamplingParams
 from quire.text import CompletionOutput, OutputProcessor, RequestOutput, Tokenizer, find_tokenizer
 
@@ -32,6 +32,7 @@ class LLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config: EngineConfig = engine_config(model=model, **options)
+        check_device(self.config.device)
         directory = locate(model)
         backend = ops.load(self.config.attention_backend, self.config.device)
         decoder = load_model(directory, self.config, backend)

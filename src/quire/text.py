@@ -136,7 +136,8 @@ class _Sample:
     output: CompletionOutput
     sampling: SamplingParams
     detokenizer: Detokenizer | None
-    searched: int = 0  # characters of the text in which no stop string begins
+    text: str = ""  # all there is; callers see the part in which no stop string can have begun
+    searched: int = 0  # length of that part
 
 
 class OutputProcessor:
@@ -181,34 +182,31 @@ class OutputProcessor:
             if event.logprobs is not None and output.logprobs is not None:
                 output.logprobs.append(self._candidates(event.logprobs))
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + event.logprobs.logprob
-        # The text of a token that ends the request is left out, like that of a stop string.
-        told = event.finish_reason is not FinishReason.STOP or sample.sampling.include_stop_str_in_output
-        if sample.detokenizer is not None:
-            if event.token is not None and told:
-                output.text += sample.detokenizer.add(event.token)
-            if event.finish_reason is not None:
-                output.text += sample.detokenizer.finish()
         if event.finish_reason is not None:
             output.finish_reason = event.finish_reason.value
             output.stop_reason = event.error or event.stop_token
-        if event.token is not None:
-            self._look_for_stop(sample, event)
+        if sample.detokenizer is not None:
+            # The text of a token that ends the request is left out, like that of a stop string.
+            told = event.finish_reason is not FinishReason.STOP or sample.sampling.include_stop_str_in_output
+            if event.token is not None and told:
+                sample.text += sample.detokenizer.add(event.token)
+            if output.finished:
+                sample.text += sample.detokenizer.finish()
+            self._look_for_stop(sample, event.request_id)
+            output.text = sample.text if output.finished else sample.text[: sample.searched]
 
-    def _look_for_stop(self, sample: _Sample, event: Event) -> None:
+    def _look_for_stop(self, sample: _Sample, request_id: str) -> None:
         """End the sample where its text first contains a stop string."""
-        output, sampling = sample.output, sample.sampling
-        if len(output.token_ids) <= sampling.min_tokens:
-            sample.searched = len(output.text)
-            return
-        found = [(output.text.find(stop, sample.searched), stop) for stop in sampling.stop_strings]
-        found = [(at, stop) for at, stop in found if at >= 0]
-        if found:
-            at, stop = min(found)
-            output.text = output.text[: at + len(stop) if sampling.include_stop_str_in_output else at]
-            output.finish_reason, output.stop_reason = FinishReason.STOP.value, stop
-            self._engine.finish(event.request_id, FinishReason.STOP)
-        longest = max((len(stop) for stop in sampling.stop_strings), default=1)
-        sample.searched = max(sample.searched, len(output.text) - longest + 1)
+        output, stops = sample.output, sample.sampling.stop_strings
+        if len(output.token_ids) > sample.sampling.min_tokens:
+            found = [(at, stop) for stop in stops if (at := sample.text.find(stop, sample.searched)) >= 0]
+            if found:
+                at, stop = min(found)
+                kept = at + len(stop) if sample.sampling.include_stop_str_in_output else at
+                sample.text = sample.text[:kept]
+                output.finish_reason, output.stop_reason = FinishReason.STOP.value, stop
+                self._engine.finish(request_id, FinishReason.STOP)
+        sample.searched = len(sample.text) - _stop_begun(sample.text, stops)
 
     def _candidates(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
         """The chosen token and the most probable ones: token id -> Logprob."""
@@ -223,12 +221,7 @@ class OutputProcessor:
         return self._tokenizer.decode([token], skip_special_tokens=False) if self._tokenizer else None
 
 
-def held_back(output: CompletionOutput, sampling: SamplingParams) -> int:
-    """Characters at the end of a running sample's text that may yet turn out to begin a stop string."""
-    if output.finished:
-        return 0
-    longest = max((len(stop) for stop in sampling.stop_strings), default=1)
-    for length in range(min(longest - 1, len(output.text)), 0, -1):
-        if any(stop.startswith(output.text[-length:]) for stop in sampling.stop_strings):
-            return length
-    return 0
+def _stop_begun(text: str, stops: Sequence[str]) -> int:
+    """Characters at the end of the text with which a stop string may have begun."""
+    longest = max((len(stop) for stop in stops), default=1) - 1
+    return next((n for n in range(min(longest, len(text)), 0, -1) if text.endswith(tuple(s[:n] for s in stops))), 0)

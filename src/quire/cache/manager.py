@@ -53,13 +53,13 @@ class BlockManager:
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Give the request room for its first `num_tokens` tokens. False, with nothing taken, if blocks are short."""
-        if not request.block_ids:
-            request.block_ids = [array("i") for _ in self.groups]
-        missing = [max(0, self.blocks_for(num_tokens) - len(table)) for table in request.block_ids]
+        tables = request.block_ids or [array("i") for _ in self.groups]
+        missing = [max(0, self.blocks_for(num_tokens) - len(table)) for table in tables]
         if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
             return False
-        for count, pool, table in zip(missing, self.pools, request.block_ids, strict=True):
+        for count, pool, table in zip(missing, self.pools, tables, strict=True):
             table.extend(pool.allocate(count))
+        request.block_ids = tables
         return True
 
     def release(self, request: Request) -> None:

@@ -77,7 +77,6 @@ def sampling_rows(requests: list[Request]) -> SamplingRows:
         if request.num_generated < request.sampling.min_tokens
         for token in sorted(request.stop_token_ids)
     ]
-    banned_rows, banned_tokens = torch.tensor(banned, dtype=torch.int64).view(-1, 2).T
     return SamplingRows(
         temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
         top_k=torch.tensor([p.top_k if p.top_k > 0 else KEEP_ALL for p in params], dtype=torch.int64),
@@ -97,8 +96,8 @@ def sampling_rows(requests: list[Request]) -> SamplingRows:
         repetition=torch.tensor([p.repetition_penalty for p in params], dtype=torch.float32),
         presence=torch.tensor([p.presence_penalty for p in params], dtype=torch.float32),
         frequency=torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32),
-        banned_rows=banned_rows,
-        banned_tokens=banned_tokens,
+        banned_rows=torch.tensor([row for row, _ in banned], dtype=torch.int64),
+        banned_tokens=torch.tensor([token for _, token in banned], dtype=torch.int64),
     )
 
 

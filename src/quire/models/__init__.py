@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from quire.config import EngineConfig
-from quire.errors import ConfigError, ModelError
+from quire.errors import ConfigError, ModelError, Unsupported
 from quire.models.decoder import Decoder, DecoderConfig, weight_shapes
 from quire.models.rope import rope_type
 from quire.models.weights import Checkpoint, load_weights, read_json
@@ -62,13 +63,30 @@ def locate(model: str | None) -> Path:
         ) from error
 
 
+def check_device(device: str) -> None:
+    """Raise Unsupported unless weights can be put there."""
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise Unsupported(f"device is {device!r}; it must be cpu, or cuda or cuda:N")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count() or "no"
+        raise Unsupported(f"device is {device!r}; this machine has {count} CUDA devices")
+
+
+def read_config(directory: Path) -> tuple[DecoderConfig, torch.dtype]:
+    """What the directory's model is, and the dtype of its weights. Raises ModelError where it is not understood."""
+    raw = read_json(directory / "config.json")
+    decoder: DecoderConfig = _family_of(raw, directory).decoder_config(raw)
+    return decoder, _dtype("auto", raw)
+
+
 def load_model(directory: Path, config: EngineConfig, ops: Ops) -> Decoder:
     """The model of that directory with its weights on the device.
 
     Raises ModelError for a checkpoint that is not understood, ConfigError for options that do not suit it.
     """
     raw = read_json(directory / "config.json")
-    family = importlib.import_module(_family_of(raw, directory))
+    family = _family_of(raw, directory)
     decoder: DecoderConfig = family.decoder_config(raw)
     max_model_len = config.max_model_len or decoder.max_position_embeddings
     longest = _longest_sequence(decoder)
@@ -87,11 +105,11 @@ def load_model(directory: Path, config: EngineConfig, ops: Ops) -> Decoder:
     return Decoder(decoder, weights, ops, max_model_len, _eos_token_ids(raw, directory))
 
 
-def _family_of(raw: Mapping[str, Any], directory: Path) -> str:
+def _family_of(raw: Mapping[str, Any], directory: Path) -> ModuleType:
     architectures = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}, without an architecture"]
     for architecture in architectures:
         if architecture in FAMILIES:
-            return FAMILIES[architecture]
+            return importlib.import_module(FAMILIES[architecture])
     raise ModelError(
         f"{directory} is a {', '.join(map(str, architectures))}, which is not supported; supported: "
         f"{', '.join(FAMILIES)}"

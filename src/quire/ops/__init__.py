@@ -30,6 +30,7 @@ __all__ = [
     "load",
     "paged_decode",
     "paged_prefill",
+    "unavailable",
 ]
 
 # Name -> module, the preferred first: "auto" takes the first one that is available.
@@ -47,12 +48,21 @@ def load(name: str = "auto", device: str = "cpu") -> Ops:
         raise Unsupported(f"there is no attention backend {name!r}; there are: auto, {', '.join(BACKENDS)}")
     reasons = []
     for candidate in BACKENDS if name == "auto" else (name,):
-        backend = cast(Ops, importlib.import_module(BACKENDS[candidate]))
+        backend = _module(candidate)
         reason = backend.unavailable(device)
         if reason is None:
             return backend
         reasons.append(f"{candidate}: {reason}")
     raise Unsupported(f"no attention backend for device {device!r} ({'; '.join(reasons)})")
+
+
+def unavailable(name: str, device: str = "cpu") -> str | None:
+    """Why the backend of that name cannot serve the device on this machine, or None where it can."""
+    return _module(name).unavailable(device)
+
+
+def _module(name: str) -> Ops:
+    return cast(Ops, importlib.import_module(BACKENDS[name]))
 
 
 def paged_prefill(

@@ -278,8 +278,8 @@ def layer_norm(
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension (Ba et al. 2016)."""
     wide = _widen(x)
-    normed = (wide - wide.mean(-1, keepdim=True)) * torch.rsqrt(wide.var(-1, correction=0, keepdim=True) + eps)
-    normed = normed * weight.to(wide.dtype)
+    centred = wide - wide.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
     return (normed if bias is None else normed + bias.to(wide.dtype)).to(x.dtype)
 
 

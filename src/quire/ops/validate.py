@@ -59,7 +59,9 @@ def check_spec(spec: AttentionSpec) -> None:
         raise BadValue(f"spec.window is {spec.window} with causal=False; a window needs causal attention")
     for name in ("dtype", "kv_dtype"):
         dtype = getattr(spec, name)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        if name == "kv_dtype" and dtype is None:
+            continue
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise BadDtype(f"spec.{name} is {dtype!r}; it must be a floating-point torch.dtype")
 
 
@@ -92,7 +94,10 @@ def step_sizes(
     starts = _host_integers("query_starts", query_starts, 1)
     lens = _host_integers("context_lens", context_lens, 1)
     tables = _host_integers("block_tables", block_tables, 2)
-    return max(0, int(starts[-1])) if len(starts) else 0, len(lens), tables.shape[1]
+    num_tokens = max(0, int(starts[-1])) if len(starts) else 0
+    if num_tokens > INT32_MAX:  # before room is made for so many
+        raise BadValue(f"query_starts[{len(starts) - 1}] is {num_tokens}; rows are numbered in an int32")
+    return num_tokens, len(lens), tables.shape[1]
 
 
 def check_metadata(
@@ -159,13 +164,14 @@ def _check_tables(
 ) -> None:
     """Lengths that the tables can hold, and a valid id in every table entry that may be read."""
     width = tables.shape[1]
+    longest = min(width * spec.block_size, INT32_MAX)
     starts, lens = starts.astype(np.int64), lens.astype(np.int64)
-    bad = np.flatnonzero((lens < 0) | (lens > width * spec.block_size))
+    bad = np.flatnonzero((lens < 0) | (lens > longest))
     if bad.size:
         s = int(bad[0])
         raise BadValue(
             f"context_lens[{s}] is {lens[s]}; sequence {s}'s table of {width} blocks of {spec.block_size} holds "
-            f"0..{width * spec.block_size} tokens"
+            f"0..{longest} tokens"
         )
     end = -(-lens // spec.block_size)  # first entry that is not read
     begin = np.zeros_like(end)  # first entry that is read

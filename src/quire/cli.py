@@ -1,0 +1,175 @@
+"""The command line: `quire generate`, `quire info`.
+
+Everything heavy is imported inside the commands, so that `quire --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
+
+import typer
+
+from quire import __version__
+from quire.errors import QuireError
+
+if TYPE_CHECKING:
+    from quire import LLM, SamplingParams
+    from quire.text import RequestOutput
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Paged attention for Python: serve language models.")
+
+ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_bf16", "asimd", "bf16")
+
+
+@app.command()
+def generate(
+    prompts: Annotated[Optional[list[str]], typer.Argument(help="Texts to continue; - reads one from stdin.")] = None,  # noqa: UP045
+    file: Annotated[Optional[list[Path]], typer.Option(help="A file whose text is a prompt; may be repeated.")] = None,  # noqa: UP045
+    model: Annotated[Optional[str], typer.Option(help="Directory or hub name. Default: the embedded model.")] = None,  # noqa: UP045
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 0.7,
+    seed: Annotated[int, typer.Option(help="Of the engine; the same seed gives the same text.")] = 0,
+    attention_backend: Annotated[str, typer.Option(help="auto or a name from `quire info`.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
+    max_model_len: Annotated[Optional[int], typer.Option(help="Longest sequence in tokens.")] = None,  # noqa: UP045
+    block_size: Annotated[int, typer.Option(help="Tokens a KV block.")] = 16,
+    num_blocks: Annotated[Optional[int], typer.Option(help="KV blocks; overrides --kv-cache-memory.")] = None,  # noqa: UP045
+    kv_cache_memory: Annotated[str, typer.Option(help="Bytes (2GiB) or a share of the free memory (50%).")] = "50%",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt instead of text.")] = False,
+) -> None:
+    """Continue one or several texts. The text is printed as it comes, prompt after prompt."""
+    from quire import LLM, SamplingParams
+
+    try:
+        texts = _read_prompts(prompts or [], file or [])
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+        llm = LLM(
+            model,
+            dtype=dtype,
+            device=device,
+            attention_backend=attention_backend,
+            seed=seed,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_cache_memory=kv_cache_memory,
+        )
+        outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
+    except QuireError as error:
+        _fail(error)
+    for output in outputs:
+        if output.outputs[0].finish_reason == "error":
+            _fail(output.outputs[0].stop_reason)
+
+
+def _read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    for path in files:
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            _fail(f"{path} cannot be read as text: {error}")
+    if not texts and not sys.stdin.isatty():
+        texts = [sys.stdin.read()]
+    if not texts:
+        _fail('no prompt; give one, as in: quire generate "def fibonacci("')
+    return texts
+
+
+def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
+    outputs = llm.generate(texts, params)
+    for output in outputs:
+        sample = output.outputs[0]
+        record: dict[str, Any] = {
+            "prompt": output.prompt,
+            "text": sample.text,
+            "token_ids": sample.token_ids,
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+            "seed": sample.seed,
+        }
+        print(json.dumps(record))
+    return outputs
+
+
+def _print_text(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
+    """Print the prompts' texts in their order, each as it grows; later ones wait until those before have ended."""
+    if llm.tokenizer is None:
+        raise QuireError("this model has no tokenizer, so it cannot continue a text; use quire.LLM with token ids")
+    outputs: dict[str, RequestOutput] = {}
+    current, shown = 0, 0  # the prompt that is being printed, and how much of its text is
+    _write(texts[0])
+    for output in llm.stream(texts, params):
+        outputs[output.request_id] = output
+        while (now := outputs.get(str(current))) is not None:
+            _write(now.outputs[0].text[shown:])
+            shown = len(now.outputs[0].text)
+            if not now.finished:
+                break
+            current, shown = current + 1, 0
+            _write("\n" if current == len(texts) else f"\n\n{texts[current]}")
+    return list(outputs.values())
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@app.command()
+def info() -> None:
+    """Show the version, the CPU's features, the backends, and the memory for the cache."""
+    import platform
+
+    import torch
+
+    from quire import ops
+    from quire.cache.storage import bytes_per_block, choose_num_blocks, free_memory
+    from quire.config import EngineConfig
+    from quire.models import EMBEDDED, read_config
+
+    config = EngineConfig()
+    cache, free = config.cache, free_memory()
+    decoder, dtype = read_config(EMBEDDED)
+    block_bytes = bytes_per_block(decoder.groups, cache.block_size, decoder.num_kv_heads, decoder.head_dim, dtype)
+    blocks = choose_num_blocks(cache, block_bytes, decoder.max_position_embeddings, config.max_num_seqs, free)
+    _row("quire", f"{__version__}, Python {platform.python_version()}, torch {torch.__version__}")
+    _row("CPU", f"{torch.get_num_threads()} threads, {', '.join(_cpu_features()) or 'no vector extension known'}")
+    _row("CUDA", torch.cuda.get_device_name() if torch.cuda.is_available() else "none")
+    for name in ops.BACKENDS:
+        reason = ops.unavailable(name, "cpu")
+        _row(f"backend {name}", "available" if reason is None else f"not available: {reason}")
+    _row("backend auto", ops.load("auto").NAME)
+    _row(
+        "free memory",
+        f"{free / 2**30:.1f} GiB; the KV cache takes at most {cache.kv_cache_memory:.0%} of it by default",
+    )
+    _row(
+        "embedded model",
+        f"{blocks} KV blocks of {cache.block_size} tokens, {block_bytes / 2**10:.0f} KiB each: "
+        f"{blocks * block_bytes / 2**20:.0f} MiB",
+    )
+
+
+def _row(name: str, value: str) -> None:
+    print(f"{name:18s} {value}")
+
+
+def _cpu_features() -> list[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    return [flag for flag in ISA_FLAGS if flag in flags]
+
+
+def _fail(reason: object) -> NoReturn:
+    print(f"error: {reason}", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point of the `quire` command."""
+    app()
