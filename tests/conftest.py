@@ -1,0 +1,13 @@
+"""Settings for all tests."""
+
+import os
+
+import torch
+
+
+def pytest_configure() -> None:
+    # Workers side by side on the same cores would spend their time waiting for each other's threads.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start

@@ -1,0 +1,117 @@
+"""A runner without a model, whose memory of the past is the paged cache alone."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from quire.batch import Batch
+from quire.cache.manager import BlockManager, CacheGroup
+from quire.engine.engine import Engine
+from quire.engine.flatten import Buffers
+from quire.engine.scheduler import Scheduler, StepOutput
+from quire.request import Request, SamplingParams
+
+VOCAB = 251
+EMPTY = -1
+
+
+def next_token(context: list[int]) -> int:
+    """What the fake model says after these tokens: depends on each of them and on their order."""
+    value = 7
+    for token in context:
+        value = (value * 31 + token + 1) % 1_000_003
+    return value % VOCAB
+
+
+def continuation(prompt: list[int], count: int) -> list[int]:
+    """What a request must generate, computed without any cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    """Writes each token to its slot and reads a sequence's whole past back through its block table."""
+
+    def __init__(self, num_blocks: int, block_size: int, num_groups: int = 1) -> None:
+        self.block_size = block_size
+        self.memory = np.full((num_groups, num_blocks * block_size), EMPTY)
+        self.batches: list[Batch] = []
+        self.fail_next = False
+
+    def run(self, batch: Batch) -> StepOutput:
+        self.batches.append(batch)
+        if self.fail_next:
+            self.fail_next = False
+            self.memory[:] = EMPTY  # whoever trusts what stood there will be found out
+            raise RuntimeError("injected")
+        starts = batch.query_starts.tolist()
+        assert starts[-1] == len(batch.token_ids) == len(batch.positions)
+        contexts = []
+        for memory, group in zip(self.memory, batch.groups, strict=True):
+            slots = group.slots.numpy()
+            assert len(np.unique(slots)) == len(slots)
+            memory[slots] = batch.token_ids.numpy()
+        for s, length in enumerate(batch.context_lens.tolist()):
+            positions = batch.positions[starts[s] : starts[s + 1]].tolist()
+            assert positions == list(range(length - len(positions), length))
+            pasts = []
+            for memory, group in zip(self.memory, batch.groups, strict=True):
+                table = group.block_tables[s].numpy()
+                at = np.arange(length)
+                pasts.append(memory[table[at // self.block_size] * self.block_size + at % self.block_size].tolist())
+            assert all(past == pasts[0] for past in pasts)
+            contexts.append(pasts[0])
+        last_rows = {starts[s + 1] - 1: s for s in range(len(contexts))}
+        tokens = {
+            request_id: next_token(contexts[last_rows[row]])
+            for request_id, row in zip(batch.logit_ids, batch.logit_rows.tolist(), strict=True)
+        }
+        return StepOutput(tokens)
+
+
+def fake_engine(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    groups: tuple[CacheGroup, ...] = (CacheGroup((0,)),),
+    max_model_len: int = 200,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    eos: frozenset[int] = frozenset(),
+) -> Engine:
+    manager = BlockManager(groups, num_blocks, block_size)
+    scheduler = Scheduler(
+        manager,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    max_blocks = -(-max_model_len // block_size)
+    buffers = Buffers(len(groups), block_size, max_num_batched_tokens, max_num_seqs, max_blocks)
+    return Engine(scheduler, FakeRunner(num_blocks, block_size, len(groups)), buffers, VOCAB, eos)
+
+
+def request(name: str, prompt: list[int], **sampling: object) -> Request:
+    params = SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | sampling))
+    return Request(name, array("i", prompt), len(prompt), params)
+
+
+def run(engine: Engine, limit: int = 100_000) -> dict[str, tuple[list[int], str]]:
+    """Step until nothing is left, auditing after every step: request id -> tokens, reason."""
+    tokens: dict[str, list[int]] = {}
+    reasons: dict[str, str] = {}
+    for _ in range(limit):
+        if not engine.has_work:
+            engine.scheduler.audit()
+            return {name: (tokens.get(name, []), reason) for name, reason in reasons.items()}
+        for event in engine.step():
+            if event.token is not None:
+                tokens.setdefault(event.request_id, []).append(event.token)
+            if event.finish_reason is not None:
+                assert event.request_id not in reasons
+                reasons[event.request_id] = event.finish_reason.value
+        engine.scheduler.audit()
+    raise AssertionError(f"the engine did not come to an end in {limit} steps")

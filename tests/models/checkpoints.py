@@ -1,0 +1,93 @@
+"""Random checkpoints as transformers saves them, and the logits that Quire gives for a packed batch."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from quire.config import EngineConfig, engine_config
+from quire.engine.engine import Engine, build_engine
+from quire.models import load_model
+from quire.ops import load
+from quire.request import Request, SamplingParams
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def save(directory: Path, kind: str = "Llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Save a random model of that family; the model itself, as transformers has it."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**(TINY | changes))
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for parameter in model.parameters():  # the usual initialisation is so small that attention would hardly matter
+        parameter.data.normal_(0, 0.2) if parameter.dim() > 1 else parameter.data.normal_(1, 0.1)
+    model.to(dtype).save_pretrained(directory)
+    return model
+
+
+def engine(directory: Path, **options: Any) -> Engine:
+    config: EngineConfig = engine_config(**({"num_blocks": 64} | options))
+    ops = load(config.attention_backend)
+    return build_engine(load_model(directory, config, ops), ops, config)
+
+
+@dataclass
+class LogitsProbe:
+    """Stands in for an engine's model and keeps the logits of every row of every step."""
+
+    model: Any
+    requests: dict[str, Request] = field(default_factory=dict)
+    found: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # tokens up to a row -> its logits
+    steps: list[tuple[int, ...]] = field(default_factory=list)  # query lengths of each step
+
+    def forward(self, batch: Any, cache: Any, plans: Any) -> torch.Tensor:
+        hidden = self.model.forward(batch, cache, plans)
+        logits = self.model.logits(hidden)
+        starts = batch.query_starts.tolist()
+        self.steps.append(tuple(stop - start for start, stop in pairwise(starts)))
+        owners = {r.block_ids[0][0]: r for r in self.requests.values() if r.block_ids}  # by their first block
+        for s, (start, stop) in enumerate(pairwise(starts)):
+            tokens = owners[int(batch.groups[0].block_tables[s, 0])].tokens
+            for row in range(start, stop):
+                self.found[tuple(tokens[: int(batch.positions[row]) + 1])] = logits[row].clone()
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.logits(hidden)
+
+
+def probed_logits(
+    engine: Engine, prompts: list[list[int]], max_tokens: int
+) -> tuple[LogitsProbe, dict[str, list[int]]]:
+    """Run the prompts greedily together: logits of every row, and the tokens of each request."""
+    probe = LogitsProbe(engine.runner.model)
+    engine.runner.model = probe
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        request = Request(f"r{i}", array("i", prompt), len(prompt), params)
+        engine.add(request)
+        probe.requests[request.id] = request
+    generated: dict[str, list[int]] = {f"r{i}": [] for i in range(len(prompts))}
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None, event.error
+            if event.token is not None:
+                generated[event.request_id].append(event.token)
+    return probe, generated

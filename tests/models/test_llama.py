@@ -1,0 +1,127 @@
+"""Llama and Mistral against transformers' own forward, on random checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.checkpoints import engine, probed_logits, save
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grouped query": ("Llama", {}),
+    "multi head": ("Llama", {"num_key_value_heads": 6}),
+    "multi query, odd group": ("Llama", {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1}),
+    "head_dim derived": ("Llama", {"head_dim": None}),
+    "tied embeddings": ("Llama", {"tie_word_embeddings": True}),
+    "biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "rope theta": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "rope linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
+    "rope llama3": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 100.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "rope yarn": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+            }
+        },
+    ),
+    "mistral, sliding window": ("Mistral", {"sliding_window": 9}),
+    "mistral, no window": ("Mistral", {"sliding_window": None}),
+}
+PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 50)
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Any]:
+    kind, changes = request.param
+    return tmp_path, save(tmp_path, kind, **changes)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(2, 97, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
+
+
+@torch.no_grad()
+def test_logits_and_greedy_tokens_are_those_of_transformers(checkpoint: tuple[Path, Any]) -> None:
+    """Seven sequences, prompts in chunks of at most 24 tokens a step mixed with decoding, blocks of 4."""
+    directory, theirs = checkpoint
+    ours = engine(directory, block_size=4, num_blocks=300, max_num_batched_tokens=24, dtype="float32")
+    probe, generated = probed_logits(ours, prompts(), max_tokens=64)
+    assert any(1 in lengths and max(lengths) > 1 for lengths in probe.steps), "no step mixed prefill with decoding"
+    for i, prompt in enumerate(prompts()):
+        tokens = prompt + generated[f"r{i}"]
+        expected = theirs(torch.tensor([tokens])).logits[0]
+        for n in range(1, len(tokens)):
+            torch.testing.assert_close(probe.found[tuple(tokens[:n])], expected[n - 1], atol=1e-4, rtol=0)
+        for n in range(len(prompt), len(tokens)):  # each of our 64 tokens, given ours before it
+            best, second = expected[n - 1].topk(2).values
+            if best - second < 1e-4:
+                break
+            assert tokens[n] == expected[n - 1].argmax()
+        assert len(tokens) == len(prompt) + 64
+
+
+@torch.no_grad()
+def test_longrope_takes_its_side_from_max_model_len(tmp_path: Path) -> None:
+    """Not from the batch: a short request in an engine for long ones sees the long factors."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+        "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0],
+        "original_max_position_embeddings": 64,
+    }
+    theirs = save(tmp_path, rope_parameters=rope)
+    long = torch.arange(2, 92).tolist()
+    short = long[:20]
+    expected = theirs(torch.tensor([long])).logits[0, -1]
+    probe, _ = probed_logits(engine(tmp_path, max_model_len=128), [long, short], max_tokens=1)
+    torch.testing.assert_close(probe.found[tuple(long)], expected, atol=1e-4, rtol=0)
+    expected = theirs(torch.tensor([short])).logits[0, -1]
+    probe, _ = probed_logits(engine(tmp_path, max_model_len=64), [short], max_tokens=1)
+    torch.testing.assert_close(probe.found[tuple(short)], expected, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_checkpoints_stay_close(tmp_path: Path, dtype: torch.dtype) -> None:
+    theirs = save(tmp_path, dtype=dtype).float()
+    ours = engine(tmp_path, block_size=8)
+    assert ours.runner.model.dtype == dtype
+    prompt = torch.arange(2, 60).tolist()
+    probe, _ = probed_logits(ours, [prompt], max_tokens=2)
+    expected = theirs(torch.tensor([prompt])).logits[0, -1]
+    error = (probe.found[tuple(prompt)] - expected).abs().max() / expected.abs().max()
+    assert error < (0.05 if dtype is torch.bfloat16 else 0.01)
+
+
+def test_preemption_does_not_change_the_tokens(tmp_path: Path) -> None:
+    save(tmp_path)
+    some = [p for p in prompts() if len(p) > 10]
+    _, roomy = probed_logits(engine(tmp_path, block_size=4, num_blocks=300), some, max_tokens=40)
+    tight = engine(tmp_path, block_size=4, num_blocks=24)
+    preempted = []
+    plan = tight.scheduler.plan
+    tight.scheduler.plan = lambda: (lambda p: (preempted.extend(p.preempted), p)[1])(plan())
+    _, cramped = probed_logits(tight, some, max_tokens=40)
+    assert preempted
+    assert cramped == roomy

@@ -1,0 +1,94 @@
+"""The quire command, as a user types it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.cli import app
+from tests.models.checkpoints import save
+
+
+def quire(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quire", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False)
+
+
+HELP = """
+import sys
+sys.argv = ["quire", "--help"]
+from quire.cli import main
+try:
+    main()
+except SystemExit:
+    pass
+heavy = {"torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "transformers"}
+raise SystemExit(sorted(heavy & set(sys.modules)) or None)
+"""
+
+
+def test_help_imports_nothing_heavy() -> None:
+    result = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "generate" in result.stdout
+    assert "info" in result.stdout
+
+
+def test_generate_prints_prompt_and_text_and_loads_no_transformers() -> None:
+    result = quire("generate", "def fibonacci(", "--max-tokens", "8", "--temperature", "0")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("def fibonacci(")
+    assert len(result.stdout) > len("def fibonacci(") + 4
+    program = "import sys, quire\nquire.LLM().generate('a', quire.SamplingParams(max_tokens=1))\n"
+    program += "raise SystemExit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_several_prompts_a_file_and_json(tmp_path: Path) -> None:
+    (tmp_path / "prompt.py").write_text("import os\n")
+    arguments = ["one", "two", "--file", str(tmp_path / "prompt.py"), "--max-tokens", "5", "--seed", "3"]
+    records = [json.loads(line) for line in quire("generate", *arguments, "--json").stdout.splitlines()]
+    assert [record["prompt"] for record in records] == ["one", "two", "import os\n"]
+    assert all(len(record["token_ids"]) <= 5 and record["finish_reason"] in ("length", "stop") for record in records)
+    plain = quire("generate", *arguments).stdout
+    assert plain == "\n\n".join(record["prompt"] + record["text"] for record in records) + "\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"]])
+def test_stdin(arguments: list[str]) -> None:
+    result = quire("generate", *arguments, "--max-tokens", "3", "--json", stdin="class Stack:\n")
+    assert json.loads(result.stdout)["prompt"] == "class Stack:\n"
+
+
+def test_options_reach_the_engine(tmp_path: Path) -> None:
+    save(tmp_path)
+    for arguments, told in (
+        (["--model", str(tmp_path)], "has no tokenizer"),
+        (["--dtype", "int3"], "dtype is 'int3'"),
+        (["--device", "abacus"], "device is 'abacus'"),
+        (["--attention-backend", "warp"], "no attention backend 'warp'"),
+        (["--kv-cache-memory", "1KiB"], "the KV cache may take 0.0 MiB"),
+        (["--block-size", "300"], "block_size is 300"),
+        (["--num-blocks", "1"], "request 0-0 can never fit"),
+        (["--max-model-len", "2000"], "max_model_len is 2000"),
+        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--file", "/no/such/file"], "/no/such/file cannot be read"),
+    ):
+        result = CliRunner().invoke(app, ["generate", "x", *arguments])
+        assert result.exit_code == 1
+        assert result.stderr.startswith("error: ")
+        assert told in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_info() -> None:
+    lines = quire("info").stdout.splitlines()
+    rows = {line[:18].strip(): line[19:] for line in lines}
+    assert rows["backend reference"] == "available"
+    assert "KV blocks of 16 tokens, 20 KiB each" in rows["embedded model"]
+    assert "GiB" in rows["free memory"]
+    assert "threads" in rows["CPU"]

@@ -1,0 +1,241 @@
+"""LLM, the offline face, on the embedded model and on tiny random ones."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.engine import runner
+from quire.errors import ConfigError, ModelError, QuireError, RequestError, Unsupported
+from tests.models.checkpoints import save
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(num_blocks=256)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """A checkpoint without a tokenizer."""
+    directory = tmp_path_factory.mktemp("bare")
+    save(directory)
+    return LLM(str(directory), num_blocks=256)
+
+
+def test_the_forms_of_a_prompt_are_one(llm: LLM) -> None:
+    text = "def fibonacci("
+    tokens = llm.tokenizer.encode(text)
+    first = llm.generate(text, GREEDY)
+    assert len(first) == 1
+    expected = first[0].outputs[0]
+    assert len(expected.token_ids) == 12
+    assert expected.finish_reason == "length"
+    forms: list[Any] = [
+        [text],
+        tokens,
+        [tokens],
+        {"prompt_token_ids": tokens},
+        [{"prompt_token_ids": tokens}],
+        {"prompt": text},
+    ]
+    for form in forms:
+        [output] = llm.generate(form, GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == expected.token_ids
+        assert output.outputs[0].text == expected.text
+        assert output.prompt_token_ids == tokens
+    assert first[0].prompt == text
+    assert llm.generate(tokens, GREEDY)[0].prompt is None
+
+
+def test_results_are_in_input_order_whoever_ends_first(llm: LLM) -> None:
+    prompts = ["import os\n", "class A:\n", "x = 1\n", "# comment\n"]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (20, 3, 11, 1)]
+    outputs = llm.generate(prompts, params)
+    assert [output.prompt for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [20, 3, 11, 1]
+    alone = [llm.generate(prompt, one)[0].outputs[0].text for prompt, one in zip(prompts, params, strict=True)]
+    assert [output.outputs[0].text for output in outputs] == alone
+
+
+def test_text_is_the_tokens_text(llm: LLM) -> None:
+    for output in llm.generate(
+        ["def f(x):\n    return", '"""'], SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
+    ):
+        assert output.outputs[0].text == llm.tokenizer.decode(output.outputs[0].token_ids)
+
+
+def test_seeds(llm: LLM) -> None:
+    def texts(**sampling: Any) -> list[str]:
+        return [o.outputs[0].text for o in llm.generate(["def a"] * 3, SamplingParams(max_tokens=16, **sampling))]
+
+    given = texts(seed=7)
+    assert given[0] == given[1] == given[2] == texts(seed=7)[0]
+    assert len(set(texts())) == 3
+    [output] = llm.generate("def a", SamplingParams(max_tokens=16))
+    [again] = llm.generate("def a", SamplingParams(max_tokens=16, seed=output.outputs[0].seed))
+    assert output.outputs[0].text == again.outputs[0].text
+
+
+def test_n_samples_of_one_prompt(llm: LLM) -> None:
+    [output] = llm.generate("class ", SamplingParams(n=4, max_tokens=12, seed=3, prompt_logprobs=0, logprobs=0))
+    assert [sample.index for sample in output.outputs] == [0, 1, 2, 3]
+    assert len({tuple(sample.token_ids) for sample in output.outputs}) == 4
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert output.finished
+    [first] = llm.generate("class ", SamplingParams(max_tokens=12, seed=3))
+    assert first.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("budget", [3, 2048])
+def test_logprobs_of_prompt_and_output(tmp_path: Path, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a prompt comes in chunks, a request is preempted, and rows exceed what is computed at a time."""
+    monkeypatch.setattr(runner, "MAX_LOGIT_ROWS", 5)
+    theirs = save(tmp_path)
+    llm = LLM(str(tmp_path), num_blocks=7, block_size=4, max_num_batched_tokens=budget)
+    prompts = [[3, 4, 5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18]]
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        sample = output.outputs[0]
+        tokens = prompt + sample.token_ids
+        expected = torch.log_softmax(theirs(torch.tensor([tokens])).logits[0], -1)
+        reported = [*(output.prompt_logprobs or []), *(sample.logprobs or [])]
+        assert reported[0] is None
+        assert len(reported) == len(tokens) == len(prompt) + 12
+        for n, position in enumerate(reported[1:], start=1):
+            asked = 2 if n < len(prompt) else 3
+            top = expected[n - 1].topk(asked).indices.tolist()
+            assert set(position) == {tokens[n], *top}
+            for token, found in position.items():
+                assert found.logprob == pytest.approx(expected[n - 1, token].item(), abs=1e-3)
+                assert found.rank == 1 + (expected[n - 1] > expected[n - 1, token]).sum()
+                assert found.decoded_token is None
+        total = sum(position[token].logprob for position, token in zip(sample.logprobs, sample.token_ids, strict=True))
+        assert sample.cumulative_logprob == pytest.approx(total)
+
+
+def test_logprobs_name_their_tokens(llm: LLM) -> None:
+    [output] = llm.generate("import ", SamplingParams(temperature=0.0, max_tokens=3, logprobs=1))
+    for token, position in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+        assert position[token].rank == 1
+        assert position[token].decoded_token == llm.tokenizer.decode([token])
+
+
+def test_stop_strings_end_a_request_and_free_its_blocks(llm: LLM) -> None:
+    [free] = llm.generate("def f(", SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    text = free.outputs[0].text
+    stop = text[20:23]
+    [output] = llm.generate("def f(", SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop=[stop]))
+    sample = output.outputs[0]
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
+    assert sample.text == text[: text.find(stop)]
+    assert len(sample.token_ids) < len(free.outputs[0].token_ids)
+    assert llm.engine.scheduler.usage().used_blocks == 0
+
+
+def test_streaming_grows_and_ends_as_generate_does(llm: LLM) -> None:
+    prompts = ["def ", "class "]
+    params = SamplingParams(max_tokens=15, seed=2, stop=["\n\n"])
+    seen: dict[str, list[str]] = {}
+    for output in llm.stream(prompts, params):
+        seen.setdefault(output.request_id, []).append(output.outputs[0].text)
+    for texts, whole in zip(seen.values(), llm.generate(prompts, params), strict=True):
+        assert texts[-1] == whole.outputs[0].text
+        assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+
+
+def test_leaving_a_stream_takes_its_requests_back(llm: LLM) -> None:
+    stream = llm.stream(["def "] * 3, SamplingParams(max_tokens=100))
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_work
+    assert llm.engine.scheduler.usage().used_blocks == 0
+
+
+def test_a_failing_step_ends_its_prompts_and_the_engine_serves_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner.model, "logits", lambda hidden: 1 / 0)
+        outputs = llm.generate(["a", "b"], GREEDY)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "error"]
+    assert outputs[0].outputs[0].stop_reason == "ZeroDivisionError: division by zero"
+    assert llm.generate("a", GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_model_without_a_tokenizer_works_with_token_ids(bare: LLM) -> None:
+    [output] = bare.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0.0, max_tokens=4, logprobs=1))
+    assert len(output.outputs[0].token_ids) == 4
+    assert output.outputs[0].text == ""
+    with pytest.raises(RequestError, match="'hello' is a text, and this model has no tokenizer; give token ids"):
+        bare.generate("hello")
+    with pytest.raises(RequestError, match="without a tokenizer only stop_token_ids can end a request"):
+        bare.generate([5], SamplingParams(stop="x"))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "match"),
+    [
+        ("", GREEDY, None),  # the tokenizer puts its start token before it
+        ([[]], GREEDY, "empty prompt"),
+        ({"prompt_token_ids": []}, GREEDY, "empty prompt"),
+        ([1, 2048], GREEDY, r"prompt\[1\] is 2048; token ids of this model lie in 0\.\.2047"),
+        ([1, -1], GREEDY, "prompt token 1 is -1"),
+        ([[1, 2.5]], GREEDY, r"prompt token 1 is 2\.5"),
+        ({"text": "a"}, GREEDY, r"has the keys \['text'\]; give either 'prompt' or 'prompt_token_ids'"),
+        (["a", "b"], [GREEDY], "2 prompts were given with 1 sampling_params"),
+        ([[1] * 1024], GREEDY, "a prompt may have at most 1023"),
+        (["a", [1] * 1024], GREEDY, "a prompt may have at most 1023"),
+    ],
+)
+def test_bad_prompts_are_refused_before_anything_runs(llm: LLM, prompts: Any, params: Any, match: str | None) -> None:
+    if match is None:
+        assert len(llm.generate(prompts, params)) == 1
+        return
+    with pytest.raises(RequestError, match=match):
+        llm.generate(prompts, params)
+    assert not llm.engine.has_work
+
+
+def test_no_prompts_give_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_options_that_cannot_be_honoured() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
+        LLM(max_num_seq=3)
+    with pytest.raises(Unsupported, match="no attention backend 'warp'; there are: auto, "):
+        LLM(attention_backend="warp")
+    with pytest.raises(Unsupported, match="device is 'tpu'; it must be cpu, or cuda"):
+        LLM(device="tpu")
+    with pytest.raises(ConfigError, match=r"the KV cache may take 0\.0 MiB .* needs 1\.2 MiB"):
+        LLM(kv_cache_memory="10KiB")
+    with pytest.raises(ModelError):
+        LLM("no such model")
+    assert issubclass(Unsupported, QuireError)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, which the next test uses")
+def test_a_missing_gpu_is_an_error() -> None:
+    with pytest.raises(Unsupported, match="device is 'cuda'; this machine has no CUDA devices"):
+        LLM(device="cuda")
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device; the other tests run the same code on the CPU"
+)
+def test_a_gpu_gives_the_same_text(llm: LLM) -> None:
+    [there], [here] = (
+        LLM(device="cuda", dtype="float32").generate("def ", GREEDY),
+        LLM(dtype="float32").generate("def ", GREEDY),
+    )
+    assert there.outputs[0].token_ids == here.outputs[0].token_ids
+
+
+def test_block_size_and_budget_do_not_change_the_text(llm: LLM) -> None:
+    expected = llm.generate("import sys\n", GREEDY)[0].outputs[0].token_ids
+    for options in ({"block_size": 1, "num_blocks": 64}, {"block_size": 256}, {"max_num_batched_tokens": 1}):
+        assert LLM(**options).generate("import sys\n", GREEDY)[0].outputs[0].token_ids == expected

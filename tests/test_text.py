@@ -1,0 +1,167 @@
+"""Detokenizing as tokens come, and stop strings."""
+
+import random
+from array import array
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from quire.errors import ModelError
+from quire.request import Event, FinishReason, Request, SamplingParams
+from quire.text import CompletionOutput, Detokenizer, OutputProcessor, RequestOutput, Tokenizer, find_tokenizer
+
+TEXTS = ["plain text, two  spaces", "žluťoučký kůň", "漢字と仮名", "🙂🙃 👩‍👩‍👧‍👦 e\u0301", "a\ufffdb", "\n\t x", ""]
+
+
+def byte_level() -> FastTokenizer:
+    """One token a byte: every character above ASCII is split."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fast = FastTokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    return fast
+
+
+def byte_fallback() -> FastTokenizer:
+    """As sentencepiece has it: words with a leading mark, bytes for all else, a leading space that is dropped."""
+    vocab = {"<unk>": 0} | {f"<0x{i:02X}>": i + 1 for i in range(256)}
+    for piece in ["▁", "a", "b", "x", "▁a", "▁text", "plain", "two"]:
+        vocab[piece] = len(vocab)
+    fast = FastTokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return fast
+
+
+@pytest.fixture(params=[byte_level, byte_fallback], ids=["byte level", "byte fallback"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    request.param().save(str(tmp_path / "tokenizer.json"))
+    return Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("prompt", ["", "a", "漢"])
+def test_pieces_make_up_the_text_and_no_character_is_split(tokenizer: Tokenizer, text: str, prompt: str) -> None:
+    context = tokenizer.encode(prompt) if prompt else []
+    tokens = tokenizer.encode(prompt + text)[len(context) :]
+    detokenizer = Detokenizer(tokenizer, context, skip_special_tokens=True)
+    pieces = [detokenizer.add(token) for token in tokens] + [detokenizer.finish()]
+    assert "".join(pieces) == text
+    assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
+
+
+def test_broken_bytes_come_out_in_the_end_and_do_not_pile_up(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    broken = tokenizer.encode("é")[0]
+    detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=True)
+    pieces = [detokenizer.add(broken) for _ in range(100)]
+    assert len("".join(pieces)) >= 80
+    assert len(detokenizer._window) <= 32
+    assert "".join(pieces) + detokenizer.finish() == "\ufffd" * 100
+
+
+def test_a_prompt_cut_within_a_character_is_completed(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("a漢b")
+    at = next(i for i in range(len(tokens)) if "\ufffd" in tokenizer.decode(tokens[:i]))
+    detokenizer = Detokenizer(tokenizer, tokens[:at], skip_special_tokens=True)
+    assert "".join([detokenizer.add(token) for token in tokens[at:]]) == "漢b"
+
+
+def test_no_tokenizer_and_a_broken_one(tmp_path: Path) -> None:
+    assert find_tokenizer(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
+        find_tokenizer(tmp_path)
+
+
+class FakeEngine:
+    """Takes note of the requests that a stop string ended."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        assert reason is FinishReason.STOP
+        self.ended.append(request_id)
+
+
+def told(
+    tokenizer: Tokenizer, text: str, reason: FinishReason, **sampling: object
+) -> tuple[CompletionOutput, list[str], FakeEngine]:
+    """Feed the text's tokens one by one: the output, what a caller saw after each, and the engine."""
+    engine = FakeEngine()
+    processor = OutputProcessor(engine, tokenizer)  # type: ignore[arg-type]
+    output = RequestOutput("p", None, [], [CompletionOutput(0)])
+    processor.add(Request("r", array("i"), 0, SamplingParams(max_tokens=None, **sampling)), output)
+    tokens, seen = tokenizer.encode(text), []
+    for i, token in enumerate(tokens):
+        events = [Event("r", token, finish_reason=reason if i == len(tokens) - 1 else None)]
+        seen += [found.outputs[0].text for found in processor.process(events)]
+    return output.outputs[0], seen, engine
+
+
+@pytest.fixture
+def bytewise(tmp_path: Path) -> Tokenizer:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    return Tokenizer(tmp_path)
+
+
+def test_a_stop_string_ends_the_text_before_it(bytewise: Tokenizer) -> None:
+    output, seen, engine = told(bytewise, "one two END three", FinishReason.LENGTH, stop=["xx", "END"])
+    assert (output.text, output.finish_reason, output.stop_reason) == ("one two ", "stop", "END")
+    assert engine.ended == ["r"]
+    assert len(seen) == len("one two END")  # later events are not for us any more
+    assert all("one two ".startswith(text) for text in seen)  # nothing of it was ever shown
+
+
+def test_a_stop_string_may_be_kept(bytewise: Tokenizer) -> None:
+    output, _, _ = told(bytewise, "abcENDx", FinishReason.LENGTH, stop="END", include_stop_str_in_output=True)
+    assert output.text == "abcEND"
+
+
+def test_what_only_looks_like_a_stop_string_is_shown_after_all(bytewise: Tokenizer) -> None:
+    output, seen, _ = told(bytewise, "aEN b EEND", FinishReason.LENGTH, stop="END!")
+    assert output.text == "aEN b EEND"
+    assert seen[:5] == ["a", "a", "a", "aEN ", "aEN b"]
+    assert output.finish_reason == "length"
+
+
+def test_the_earliest_of_several_stop_strings_counts(bytewise: Tokenizer) -> None:
+    output, _, _ = told(bytewise, "abcd", FinishReason.LENGTH, stop=["cd", "bc"])
+    assert (output.text, output.stop_reason) == ("a", "bc")
+
+
+def test_no_stop_string_before_min_tokens(bytewise: Tokenizer) -> None:
+    output, _, _ = told(bytewise, "x.y.z.", FinishReason.LENGTH, stop=".", min_tokens=3)
+    assert output.text == "x.y"
+
+
+def test_a_stop_string_in_the_last_token_counts(bytewise: Tokenizer) -> None:
+    output, _, _ = told(bytewise, "ab.", FinishReason.LENGTH, stop=".")
+    assert (output.text, output.finish_reason) == ("ab", "stop")
+
+
+def test_a_stop_tokens_text_is_left_out(bytewise: Tokenizer) -> None:
+    assert told(bytewise, "ab.", FinishReason.STOP)[0].text == "ab"
+    assert told(bytewise, "ab.", FinishReason.STOP, include_stop_str_in_output=True)[0].text == "ab."
+
+
+def test_random_stop_strings_agree_with_a_plain_search(bytewise: Tokenizer) -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choice("ab") for _ in range(rng.randint(1, 15)))
+        stops = ["".join(rng.choice("ab") for _ in range(rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
+        output, seen, _ = told(bytewise, text, FinishReason.LENGTH, stop=stops)
+        ends = (
+            [min(text.find(stop) + len(stop) for stop in stops if stop in text)]
+            if any(s in text for s in stops)
+            else []
+        )
+        first = min((text.find(s) for s in stops if s in text and text.find(s) + len(s) == ends[0]), default=None)
+        assert output.text == (text if first is None else text[:first])
+        assert all(output.text.startswith(shown) for shown in seen)
