@@ -1,0 +1,53 @@
+"""Every command and every piece of Python in the documents runs."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    found = [(path.name, body) for path in DOCUMENTS for kind, body in BLOCK.findall(path.read_text()) if kind == language]
+    return [(f"{name}-{i}", body) for i, (name, body) in enumerate(found)]
+
+
+COMMANDS = [(name, line[2:]) for name, body in blocks("console") for line in body.splitlines() if line.startswith("$ ")]
+
+
+@pytest.mark.parametrize("command", [command for _, command in COMMANDS], ids=[f"{n}: {c}" for n, c in COMMANDS])
+def test_command(command: str) -> None:
+    program, arguments = command.split(" ", 1)
+    if program == "make":  # these tests run inside one of them: ask what would be done
+        if shutil.which("make") is None:
+            pytest.skip("this machine has no make")
+        command = f"make --dry-run {arguments}"
+    elif program == "quire":
+        command = f"{sys.executable} -m quire {arguments}"
+    result = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+@pytest.mark.parametrize("code", [body for _, body in blocks("python")], ids=[name for name, _ in blocks("python")])
+def test_python(code: str) -> None:
+    exec(compile(code, "document", "exec"), {"__name__": "document"})
+
+
+def test_the_readme_draws_the_tree_as_it_is() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for path in sorted((ROOT / "src" / "quire").rglob("*.py")):
+        if path.name not in ("__main__.py", "__init__.py"):
+            assert path.name in readme, f"README's tree lacks {path.relative_to(ROOT)}"
+
+
+def test_the_demo_prints_text_and_its_table() -> None:
+    result = subprocess.run([sys.executable, "examples/demo.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for row in ("tokens", "seconds", "tokens/s", "blocks used", "memory wasted", "def "):
+        assert row in result.stdout
