@@ -1,7 +1,7 @@
 """Batch: a step's plan as tensors. The only thing that models and runners see of it.
 
 Letters as in `quire.ops.interface`; P is the number of prompt positions whose logprobs are asked for, K of entries in
-a sparse list. All tensors lie on the host and are views of buffers that the next step overwrites.
+a sparse list. All tensors lie on the host; those of T and S entries are views of buffers that the next step overwrites.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from quire.errors import QuireError
 
 if TYPE_CHECKING:
     from quire import LLM, SamplingParams
+    from quire.config import EngineConfig
     from quire.text import RequestOutput
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Paged attention for Python: serve language models.")
@@ -62,8 +63,8 @@ def generate(
     except QuireError as error:
         _fail(error)
     for output in outputs:
-        if output.outputs[0].finish_reason == "error":
-            _fail(output.outputs[0].stop_reason)
+        if output.outputs[0].error is not None:
+            _fail(output.outputs[0].error)
 
 
 def _read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
@@ -75,7 +76,7 @@ def _read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
             _fail(f"{path} cannot be read as text: {error}")
     if not texts and not sys.stdin.isatty():
         texts = [sys.stdin.read()]
-    if not texts:
+    if not any(texts):
         _fail('no prompt; give one, as in: quire generate "def fibonacci("')
     return texts
 
@@ -128,15 +129,11 @@ def info() -> None:
     import torch
 
     from quire import ops
-    from quire.cache.storage import bytes_per_block, choose_num_blocks, free_memory
+    from quire.cache.storage import free_memory
     from quire.config import EngineConfig
-    from quire.models import EMBEDDED, read_config
 
     config = EngineConfig()
-    cache, free = config.cache, free_memory()
-    decoder, dtype = read_config(EMBEDDED)
-    block_bytes = bytes_per_block(decoder.groups, cache.block_size, decoder.num_kv_heads, decoder.head_dim, dtype)
-    blocks = choose_num_blocks(cache, block_bytes, decoder.max_position_embeddings, config.max_num_seqs, free)
+    free = free_memory()
     _row("quire", f"{__version__}, Python {platform.python_version()}, torch {torch.__version__}")
     _row("CPU", f"{torch.get_num_threads()} threads, {', '.join(_cpu_features()) or 'no vector extension known'}")
     _row("CUDA", torch.cuda.get_device_name() if torch.cuda.is_available() else "none")
@@ -144,14 +141,25 @@ def info() -> None:
         reason = ops.unavailable(name, "cpu")
         _row(f"backend {name}", "available" if reason is None else f"not available: {reason}")
     _row("backend auto", ops.load("auto").NAME)
-    _row(
-        "free memory",
-        f"{free / 2**30:.1f} GiB; the KV cache takes at most {cache.kv_cache_memory:.0%} of it by default",
-    )
-    _row(
-        "embedded model",
-        f"{blocks} KV blocks of {cache.block_size} tokens, {block_bytes / 2**10:.0f} KiB each: "
-        f"{blocks * block_bytes / 2**20:.0f} MiB",
+    _row("free memory", "unknown" if free is None else f"{free / 2**30:.1f} GiB")
+    _row("KV cache", _cache_size(config, free))
+
+
+def _cache_size(config: EngineConfig, free: int | None) -> str:
+    """What the KV cache of the embedded model would be with these options."""
+    from quire.cache.storage import bytes_per_block, choose_num_blocks
+    from quire.models import EMBEDDED, read_config
+
+    cache = config.cache
+    model, dtype = read_config(EMBEDDED)
+    block_bytes = bytes_per_block(model.groups, cache.block_size, model.num_kv_heads, model.head_dim, dtype)
+    try:
+        blocks = choose_num_blocks(cache, block_bytes, model.max_position_embeddings, config.max_num_seqs, free)
+    except QuireError as error:
+        return str(error)
+    return (
+        f"at most {cache.kv_cache_memory:.0%} of the free memory by default; for the embedded model {blocks} blocks of "
+        f"{cache.block_size} tokens, {block_bytes / 2**10:.0f} KiB each, {blocks * block_bytes / 2**20:.0f} MiB in all"
     )
 
 

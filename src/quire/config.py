@@ -54,6 +54,8 @@ def engine_config(**options: Any) -> EngineConfig:
     """An EngineConfig from flat options, the cache's included. Raises ConfigError for an unknown one."""
     cache_keys = {f.name for f in fields(CacheConfig)}
     known = cache_keys | {f.name for f in fields(EngineConfig)} - {"cache"}
+    if "dtype" in options:  # torch.bfloat16 is as good as "bfloat16"
+        options["dtype"] = str(options["dtype"]).removeprefix("torch.")
     for key in options:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
@@ -63,18 +65,23 @@ def engine_config(**options: Any) -> EngineConfig:
     return EngineConfig(**{key: value for key, value in options.items() if key not in cache_keys}, cache=cache)
 
 
-def parse_memory(amount: int | float | str, free: int) -> int:
+def parse_memory(amount: int | float | str, free: int | None) -> int:
     """Bytes meant by "2GiB", "1.5 GB", 2147483648, or by a share ("50%", 0.5) of `free` bytes.
 
-    A bare number up to 1 is a share. Raises ConfigError for anything else.
+    A bare number up to 1 is a share. Raises ConfigError for anything else, and for a share of an unknown amount (None).
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)", str(amount).strip().lower())
     if match and not isinstance(amount, bool):
         value, unit = float(match[1]), match[2]
         if unit == "%" or (unit == "" and value <= 1):
             share = value / 100 if unit == "%" else value
-            if 0 < share <= 1:
+            if 0 < share <= 1 and free is not None:
                 return int(share * free)
+            if free is None:
+                raise ConfigError(
+                    f"kv_cache_memory is {amount!r}, a share, and this system does not tell how much memory is free; "
+                    f"give bytes, as in '2GiB'"
+                )
         elif unit in UNITS and value * UNITS[unit] >= 1:
             return int(value * UNITS[unit])
     raise ConfigError(

@@ -7,6 +7,7 @@ value, and what would be right. Below them stand the two checks of plain numbers
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 
 
 class QuireError(ValueError):
@@ -51,17 +52,22 @@ class OutOfBlocks(QuireError):
 
 def check_integer(error: type[QuireError], name: str, value: object, lower: int, upper: int | None = None) -> None:
     """Raise `error` unless the value is an integer in lower..upper."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, Integral)):
         raise error(f"{name} is {value!r}; it must be an integer")
-    if value < lower or (upper is not None and value > upper):
+    number = int(value)
+    if number < lower or (upper is not None and number > upper):
         bounds = f"at least {lower}" if upper is None else f"in {lower}..{upper}"
         raise error(f"{name} is {value}; it must be {bounds}")
 
 
 def check_number(error: type[QuireError], name: str, value: object, lower: float, upper: float = math.inf) -> None:
     """Raise `error` unless the value is a finite number in lower..upper."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (float, Real)):
         raise error(f"{name} is {value!r}; it must be a number")
-    if not (math.isfinite(value) and lower <= value <= upper):
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf
+    if not (math.isfinite(number) and lower <= number <= upper):
         bounds = f"at least {lower:g}" if math.isinf(upper) else f"in {lower:g}..{upper:g}"
         raise error(f"{name} is {value}; it must be finite and {bounds}")

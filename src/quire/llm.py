@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, TypeAlias, cast
 
 from quire import ops
 from quire.config import EngineConfig, engine_config
 from quire.engine.engine import Engine, build_engine
-from quire.errors import RequestError
+from quire.errors import QuireError, RequestError, check_integer
 from quire.models import check_device, load_model, locate
 from quire.request import Request, SamplingParams
 from quire.text import CompletionOutput, OutputProcessor, RequestOutput, Tokenizer, find_tokenizer
@@ -33,11 +36,12 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config: EngineConfig = engine_config(model=model, **options)
         check_device(self.config.device)
-        directory = locate(model)
+        directory = locate(self.config.model)
         backend = ops.load(self.config.attention_backend, self.config.device)
         decoder = load_model(directory, self.config, backend)
         self.tokenizer: Tokenizer | None = find_tokenizer(directory)
         self.engine: Engine = build_engine(decoder, backend, self.config)
+        self._processor = OutputProcessor(self.engine, self.tokenizer)
         self._num_prompts = 0
 
     def generate(
@@ -54,13 +58,13 @@ class LLM:
         use_tqdm: show a progress bar, if standard error is a terminal.
 
         Raises RequestError for a prompt that is invalid or can never fit; then nothing was computed. A prompt whose
-        step failed has the finish_reason "error" and says why in its stop_reason; the others are not affected.
+        step failed has the finish_reason "error" and says why in its `error`; the others are not affected.
         """
         outputs: dict[str, RequestOutput] = {}
         requests = self._requests(prompts, sampling_params)
         with _progress(len({id(output) for _, output in requests}), use_tqdm) as advance:
             for output in self._run(requests):
-                if output.finished and output.request_id not in outputs:
+                if output.finished:
                     outputs[output.request_id] = output
                     advance()
         return [outputs[request_id] for request_id in dict.fromkeys(output.request_id for _, output in requests)]
@@ -77,20 +81,35 @@ class LLM:
         yield from self._run(self._requests(prompts, sampling_params))
 
     def _run(self, requests: list[tuple[Request, RequestOutput]]) -> Iterator[RequestOutput]:
-        processor = OutputProcessor(self.engine, self.tokenizer)
         for request, _ in requests:
             self.engine.check(request)
+        pending = {output.request_id: output for _, output in requests}
         try:
             for request, output in requests:
+                if request.sample_index:  # siblings share the seed of the first one; their index tells them apart
+                    request.sampling = replace(request.sampling, seed=output.outputs[0].seed)
                 self.engine.add(request)
-                processor.add(request, output)
-            while self.engine.has_work:
-                yield from processor.process(self.engine.step())
-        finally:  # after an exception, or when the caller lost interest, nothing of this call stays behind
-            if self.engine.has_work:
-                for request, _ in requests:
-                    self.engine.abort(request.id)
-                self.engine.step()
+                self._processor.add(request, output)
+            while pending:
+                if not self.engine.has_work:
+                    raise QuireError("events of this call were lost: an exception interrupted a call beside it")
+                grown = self._step()
+                yield from (output for output in grown if output.request_id in pending and not output.finished)
+                # Another stream's step may have ended one of ours, so we ask the outputs, not the events.
+                for output in [output for output in pending.values() if output.finished]:
+                    del pending[output.request_id]
+                    yield output
+        finally:
+            # After an exception, or when the caller lost interest, nothing of this call stays behind; neither does
+            # what a stop string has just marked to end.
+            for request, _ in requests:
+                self.engine.abort(request.id)
+            if any(request.id in self.engine.scheduler.requests for request, _ in requests):
+                self._step()
+
+    def _step(self) -> list[RequestOutput]:
+        """One step of the engine: the outputs that have grown, whoever asked for them."""
+        return list(self._processor.process(self.engine.step()))
 
     # ------------------------------------------------------------------------------------------- its input
 
@@ -139,41 +158,36 @@ class LLM:
             if self.tokenizer is None:
                 raise RequestError(f"{prompt[:40]!r} is a text, and this model has no tokenizer; give token ids")
             return prompt, self.tokenizer.encode(prompt)
-        tokens: list[object] = list(prompt)
-        for i, token in enumerate(tokens):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
-                raise RequestError(f"prompt token {i} is {token!r}; token ids are integers from 0 on")
-        return None, cast("list[int]", tokens)
+        if not isinstance(prompt, Sequence):
+            raise RequestError(f"a prompt is a {type(prompt).__name__}; give a text or a list of token ids")
+        for i, token in enumerate(prompt):
+            check_integer(RequestError, f"prompt token {i}", token, 0, 2**31 - 1)
+        return None, [int(token) for token in prompt]
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """The prompts as a list, also where a single one was given: a text, a mapping, or one list of token ids."""
-    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; give a text, a list of token ids, or a list of these"
+        )
+    if len(prompts) > 0 and isinstance(prompts[0], Integral):
         return [cast(Prompt, prompts)]
     return list(cast("Sequence[Prompt]", prompts))
 
 
-class _progress:
-    """A progress bar over prompts on standard error; nothing where that is no terminal."""
+@contextmanager
+def _progress(total: int, wanted: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar over prompts on standard error: a function that advances it. Nothing where that is no terminal."""
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-    def __init__(self, total: int, wanted: bool) -> None:
-        from rich.console import Console
-        from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        self._bar = Progress(
-            *Progress.get_default_columns()[:2],
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not (wanted and console.is_terminal),
-        )
-        self._task = self._bar.add_task("prompts", total=total)
-
-    def __enter__(self) -> Any:
-        self._bar.start()
-        return lambda: self._bar.advance(self._task)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("prompts", total=total)
+        yield lambda: bar.advance(task)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from quire.errors import RequestError, check_integer, check_number
 
+NoneType = type(None)
 MAX_N = 16_384  # samples of one prompt; a bound, so that one request cannot exhaust the host
 MAX_SEED = 2**63 - 1
-SMALLEST = 1e-6  # of what must be above zero
+SMALLEST, LARGEST = 1e-6, 1e6  # of factors: both far inside the range of fp32
 
 
 class FinishReason(str, Enum):
@@ -37,8 +38,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # subtracted once per occurrence in the generated tokens
     max_tokens: int | None = 16  # None: up to the longest sequence that the engine serves
     min_tokens: int = 0  # no stop token or string ends the request before that many
-    stop: str | Sequence[str] = ()  # texts that end the request
-    stop_token_ids: Sequence[int] = ()  # tokens that end the request, besides the model's own
+    stop: str | Sequence[str] | None = None  # texts that end the request
+    stop_token_ids: Sequence[int] | None = None  # tokens that end the request, besides the model's own
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False  # go on past the model's end-of-sequence tokens
     seed: int | None = None  # None: derived from the engine's seed and the request's ordinal
@@ -47,15 +48,12 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         check_integer(RequestError, "n", self.n, 1, MAX_N)
-        check_number(RequestError, "temperature", self.temperature, 0.0)
-        check_integer(RequestError, "top_k", self.top_k, -1)
+        check_number(RequestError, "temperature", self.temperature, 0.0, LARGEST)
+        check_integer(RequestError, "top_k", self.top_k, -1, 2**31 - 1)
         check_number(RequestError, "top_p", self.top_p, SMALLEST, 1.0)
         check_number(RequestError, "min_p", self.min_p, 0.0, 1.0)
-        check_number(RequestError, "repetition_penalty", self.repetition_penalty, SMALLEST)
+        check_number(RequestError, "repetition_penalty", self.repetition_penalty, SMALLEST, LARGEST)
         check_number(RequestError, "presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_number(RequestError, "frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.max_tokens is not None:
@@ -64,21 +62,24 @@ class SamplingParams:
         for name in ("seed", "logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 check_integer(RequestError, name, value, 0, MAX_SEED)
-        for text in stop:
+        for name, kind in (("stop", "texts"), ("stop_token_ids", "token ids")):
+            if not isinstance(getattr(self, name), (Iterable, NoneType)):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be a list of {kind}")
+        for text in self.stop_strings:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop contains {text!r}; each entry must be a text of at least one character")
-        for i, token in enumerate(self.stop_token_ids):
+        for i, token in enumerate(self.stop_tokens):
             check_integer(RequestError, f"stop_token_ids[{i}]", token, 0)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as construction normalised it."""
-        return tuple(self.stop)
+        """`stop` as a tuple, also where one text or None was given."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def greedy(self) -> bool:
-        """Whether the most probable token is taken without a draw."""
-        return self.temperature == 0.0
+    def stop_tokens(self) -> tuple[int, ...]:
+        """`stop_token_ids` as a tuple, also where None was given."""
+        return () if self.stop_token_ids is None else tuple(self.stop_token_ids)
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Request:
     block_ids: list[array[int]] = field(default_factory=list)  # a table per cache group; set by BlockManager
     ordinal: int = -1  # order of arrival; set by Scheduler
     seed: int = 0  # key of its random numbers, as given or derived; set by Engine
-    stop_token_ids: frozenset[int] = frozenset()  # tokens that end it, the model's own included; set by Engine
+    ending_tokens: frozenset[int] = frozenset()  # stop tokens and the model's own end tokens; set by Engine
     num_prompt_logprobs: int = 0  # prompt positions already reported; set by Scheduler
     finish_reason: FinishReason | None = None  # set by Scheduler, or asked for by Engine.finish
 

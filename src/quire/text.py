@@ -13,7 +13,8 @@ from quire.errors import ModelError
 from quire.request import Event, FinishReason, Request, SamplingParams, TokenLogprobs
 
 REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
-MAX_HELD_TOKENS = 16  # a character takes at most 4 bytes; longer runs are really broken, so they are let go
+MAX_CHARACTER_TOKENS = 4  # a character takes at most 4 bytes, and a token holds at least one
+MAX_HELD_TOKENS = 16  # longer runs without a whole character are really broken, so they are let go
 
 
 class Tokenizer:
@@ -26,6 +27,8 @@ class Tokenizer:
             self._fast = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exceptions
             raise ModelError(f"{path} cannot be read: {error}") from error
+        self._fast.no_truncation()  # a tokenizer saved after training may still cut and pad
+        self._fast.no_padding()
 
     def encode(self, text: str) -> list[int]:
         """The text's tokens, with the special tokens that the model expects around a prompt."""
@@ -52,33 +55,45 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window = list(prompt[-MAX_HELD_TOKENS:])  # context, then tokens whose text is still held back
-        self._num_told = len(self._window)  # tokens of the window whose text was given out
-        while self._num_told and self._decode(self._num_told).endswith(REPLACEMENT):
-            self._num_told -= 1  # a prompt cut within a character: the character will be new text
+        # Context, then tokens whose text is still held back. Context cut within a character would decode to rubbish,
+        # and so would all that follows it where a tokenizer decodes runs of bytes as a whole; and a prompt that ends
+        # within one has its character completed by the new tokens.
+        whole = list(prompt[-MAX_HELD_TOKENS:])
+        starts = range(MAX_CHARACTER_TOKENS if len(prompt) > len(whole) else 1)
+        cuts = [(start, end) for end in range(MAX_CHARACTER_TOKENS) for start in starts]
+        texts = ((cut, self._decode(whole[cut[0] : len(whole) - cut[1]])) for cut in cuts)
+        clean = (cut for cut, text in texts if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT))
+        start, end = next(clean, (0, 0))
+        self._window = whole[start:]
+        self._num_told = max(0, len(self._window) - end)  # tokens of the window whose text was given out
 
     def add(self, token: int) -> str:
         """The text that is now certain."""
         self._window.append(token)
-        text = self._new_text()
-        held = len(self._window) - self._num_told
-        if text.endswith(REPLACEMENT) and held < MAX_HELD_TOKENS:
-            return ""
+        text = self._new_text(len(self._window))
+        certain = len(self._window)
+        if text.endswith(REPLACEMENT):
+            if certain - self._num_told < MAX_HELD_TOKENS:
+                return ""
+            certain -= MAX_CHARACTER_TOKENS - 1  # what is broken stays broken; only these may yet become a character
+            text = self._new_text(certain)
         if text:
             self._window = self._window[self._num_told :]
-        self._window = self._window[-MAX_HELD_TOKENS:]
-        self._num_told = len(self._window)
+            certain -= self._num_told
+        self._num_told = certain
+        surplus = max(0, self._num_told - MAX_HELD_TOKENS)  # tokens without text, such as skipped special ones
+        self._window, self._num_told = self._window[surplus:], self._num_told - surplus
         return text
 
     def finish(self) -> str:
         """Whatever was held back."""
-        return self._new_text()
+        return self._new_text(len(self._window))
 
-    def _new_text(self) -> str:
-        return self._decode(len(self._window))[len(self._decode(self._num_told)) :]
+    def _new_text(self, end: int) -> str:
+        return self._decode(self._window[:end])[len(self._decode(self._window[: self._num_told])) :]
 
-    def _decode(self, count: int) -> str:
-        return self._tokenizer.decode(self._window[:count], self._skip)
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(tokens, self._skip)
 
 
 # ------------------------------------------------------------------------------------------------- outputs
@@ -103,8 +118,9 @@ class CompletionOutput:
     cumulative_logprob: float | None = None  # sum over token_ids, where logprobs were asked for
     logprobs: list[dict[int, Logprob]] | None = None  # a position each: token id -> Logprob
     finish_reason: str | None = None  # "stop", "length", "abort", "error"; None while it runs
-    stop_reason: int | str | None = None  # the stop token or string that ended it; what failed, after an error
-    seed: int | None = None  # key of its random numbers: give it as SamplingParams.seed to get the sample again
+    stop_reason: int | str | None = None  # the stop token or string that ended it
+    error: str | None = None  # what failed, where finish_reason is "error"
+    seed: int | None = None  # key of its prompt's random numbers: as SamplingParams.seed it gives the samples again
 
     @property
     def finished(self) -> bool:
@@ -184,7 +200,7 @@ class OutputProcessor:
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + event.logprobs.logprob
         if event.finish_reason is not None:
             output.finish_reason = event.finish_reason.value
-            output.stop_reason = event.error or event.stop_token
+            output.stop_reason, output.error = event.stop_token, event.error
         if sample.detokenizer is not None:
             # The text of a token that ends the request is left out, like that of a stop string.
             told = event.finish_reason is not FinishReason.STOP or sample.sampling.include_stop_str_in_output
@@ -224,4 +240,7 @@ class OutputProcessor:
 def _stop_begun(text: str, stops: Sequence[str]) -> int:
     """Characters at the end of the text with which a stop string may have begun."""
     longest = max((len(stop) for stop in stops), default=1) - 1
-    return next((n for n in range(min(longest, len(text)), 0, -1) if text.endswith(tuple(s[:n] for s in stops))), 0)
+    return next(
+        (n for n in range(min(longest, len(text)), 0, -1) if text.endswith(tuple(s[:n] for s in stops if n < len(s)))),
+        0,
+    )

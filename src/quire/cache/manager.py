@@ -62,6 +62,18 @@ class BlockManager:
         request.block_ids = tables
         return True
 
+    @property
+    def num_free(self) -> int:
+        """Blocks that every group could still give."""
+        return min(pool.num_free for pool in self.pools)
+
+    def missing_blocks(self, requests: Iterable[Request]) -> int:
+        """Blocks that these requests lack in one group to hold all of their tokens."""
+        return sum(
+            max(0, self.blocks_for(len(request.tokens)) - (len(request.block_ids[0]) if request.block_ids else 0))
+            for request in requests
+        )
+
     def release(self, request: Request) -> None:
         """Take back all blocks of the request. The last ones are freed first, so that they are reused first."""
         for pool, table in zip(self.pools, request.block_ids, strict=False):

@@ -30,8 +30,6 @@ class KVCache:
         dtype: torch.dtype,
         device: str = "cpu",
     ) -> None:
-        self.groups = tuple(groups)
-        self.num_blocks = num_blocks
         shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
         self._layers = {
             layer: torch.empty(shape, dtype=dtype, device=device) for group in groups for layer in group.layers
@@ -51,59 +49,82 @@ def bytes_per_block(
     return 2 * layers * num_kv_heads * block_size * head_dim * dtype.itemsize
 
 
-def choose_num_blocks(config: CacheConfig, block_bytes: int, max_model_len: int, max_num_seqs: int, free: int) -> int:
+def choose_num_blocks(
+    config: CacheConfig, block_bytes: int, max_model_len: int, max_num_seqs: int, free: int | None
+) -> int:
     """N: as given, or what the memory budget holds, at most what max_num_seqs sequences of full length could use.
 
-    block_bytes: `bytes_per_block`. free: bytes that a share of memory is a share of.
-    Raises ConfigError where the budget does not hold one sequence of max_model_len tokens.
+    block_bytes: `bytes_per_block`. free: `free_memory`.
+    Raises ConfigError where the budget does not hold one sequence of max_model_len tokens, or is not there.
     """
     if config.num_blocks is not None:
+        _check_free(f"num_blocks={config.num_blocks}", config.num_blocks * block_bytes, free)
         return config.num_blocks
     budget = parse_memory(config.kv_cache_memory, free)
+    _check_free(f"kv_cache_memory={config.kv_cache_memory!r}", budget, free)
     fitting = budget // block_bytes
     needed = -(-max_model_len // config.block_size)
     if fitting < needed:
+        shorter = f", or a max_model_len of at most {fitting * config.block_size:,}" if fitting else ""
         raise ConfigError(
-            f"the KV cache may take {budget / 2**20:,.1f} MiB (kv_cache_memory={config.kv_cache_memory!r}), which "
-            f"holds {fitting * config.block_size:,} tokens; one sequence of max_model_len={max_model_len:,} tokens "
-            f"needs {needed * block_bytes / 2**20:,.1f} MiB. Give more memory, or a max_model_len of at most "
-            f"{fitting * config.block_size:,}"
+            f"the KV cache may take {_mib(budget)} (kv_cache_memory={config.kv_cache_memory!r}), which holds "
+            f"{fitting * config.block_size:,} tokens; one sequence of max_model_len={max_model_len:,} tokens needs "
+            f"{_mib(needed * block_bytes)}. Give more memory{shorter}"
         )
     return min(fitting, needed * max_num_seqs)
 
 
-def free_memory(device: str = "cpu") -> int:
-    """Bytes that are really free: the GPU's, or MemAvailable held to what the control group still allows."""
+def _check_free(option: str, wanted: int, free: int | None) -> None:
+    if free is not None and wanted > free:
+        raise ConfigError(f"{option} asks for a KV cache of {_mib(wanted)}; only {_mib(free)} are free")
+
+
+def _mib(amount: int) -> str:
+    return f"{amount / 2**20:,.1f} MiB"
+
+
+def free_memory(device: str = "cpu", root: Path = Path("/")) -> int | None:
+    """Bytes that are really free: the GPU's, or MemAvailable held to what the control groups still allow.
+
+    None where the system does not tell. root: where /proc and /sys are.
+    """
     if device != "cpu":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = _meminfo_available(Path("/proc/meminfo"))
-    groups = Path("/sys/fs/cgroup")
-    for limit, usage, stat in (
-        (groups / "memory.max", groups / "memory.current", groups / "memory.stat"),
-        (
-            groups / "memory/memory.limit_in_bytes",
-            groups / "memory/memory.usage_in_bytes",
-            groups / "memory/memory.stat",
-        ),
-    ):
-        free = min(free, _cgroup_headroom(limit, usage, stat, unlimited=free))
-    return free
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        [available] = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError):
+        return None
+    return min([available, *_cgroup_headrooms(root)])
 
 
-def _meminfo_available(meminfo: Path) -> int:
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise ConfigError(f"{meminfo} does not tell the free memory; give kv_cache_memory in bytes, as in '2GiB'")
+def _cgroup_headrooms(root: Path) -> list[int]:
+    """What each control group that this process stands in, and each one above it, still allows."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    headrooms = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):  # version 2, version 1
+            top = root / "sys/fs/cgroup" / controllers
+            names = (
+                ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+            )
+            here = top / path.lstrip("/")
+            for group in (here, *here.parents):
+                if group.is_relative_to(top):
+                    headrooms += _cgroup_headroom(group / names[0], group / names[1], group / "memory.stat")
+    return headrooms
 
 
-def _cgroup_headroom(limit: Path, usage: Path, stat: Path, unlimited: int) -> int:
-    """What the control group still allows; `unlimited` where it sets no limit or there is none."""
+def _cgroup_headroom(limit: Path, usage: Path, stat: Path) -> list[int]:
+    """What one control group still allows; nothing where it sets no limit."""
     try:
         headroom = int(limit.read_text()) - int(usage.read_text())
         # File pages that the kernel drops when it needs room count as used, but are free for us.
         cached = [int(line.split()[1]) for line in stat.read_text().splitlines() if line.startswith("inactive_file ")]
     except (OSError, ValueError):  # no such group, or "max"
-        return unlimited
-    return max(0, headroom + sum(cached))
+        return []
+    return [max(0, headroom + sum(cached))]

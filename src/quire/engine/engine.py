@@ -60,14 +60,13 @@ class Engine:
         self.scheduler.add(request)
         sampling = request.sampling
         request.seed = self._derived_seed(request) if sampling.seed is None else sampling.seed
-        request.stop_token_ids = frozenset(sampling.stop_token_ids) | (
-            frozenset() if sampling.ignore_eos else self.eos_token_ids
-        )
+        own = frozenset() if sampling.ignore_eos else self.eos_token_ids
+        request.ending_tokens = own | frozenset(sampling.stop_tokens)
 
     def check(self, request: Request) -> None:
         """Raise RequestError if `add` would."""
         self._check_tokens(f"request {request.id}: prompt", request.tokens)
-        self._check_tokens(f"request {request.id}: stop_token_ids", request.sampling.stop_token_ids)
+        self._check_tokens(f"request {request.id}: stop_token_ids", request.sampling.stop_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(request.sampling, name)
             if count is not None and count > self.vocab_size:

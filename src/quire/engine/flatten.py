@@ -75,7 +75,7 @@ def sampling_rows(requests: list[Request]) -> SamplingRows:
         (row, token)
         for row, request in enumerate(requests)
         if request.num_generated < request.sampling.min_tokens
-        for token in sorted(request.stop_token_ids)
+        for token in sorted(request.ending_tokens)
     ]
     return SamplingRows(
         temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),

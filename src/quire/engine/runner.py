@@ -61,7 +61,15 @@ class Runner:
         self._report_prompt(batch, hidden, output)
         return output
 
-    def _sample(self, batch: Batch, hidden: Tensor, start: int, stop: int, output: StepOutput) -> None:
+    def _sample(
+        self,
+        batch: Batch,
+        hidden: Tensor,  # [T, H]
+        start: int,
+        stop: int,
+        output: StepOutput,
+    ) -> None:
+        """Draw tokens for the logit rows start:stop."""
         logits = self.model.logits(hidden[batch.logit_rows[start:stop].to(hidden.device)])
         rows = batch.sampling.part(start, stop, logits.device)
         reported = (rows.num_logprobs >= 0).nonzero().flatten()
@@ -73,7 +81,13 @@ class Runner:
             found = token_logprobs(raw, tokens[reported].clamp(min=0), rows.num_logprobs[reported])
             output.logprobs.update(zip((ids[i] for i in reported.tolist()), found, strict=True))
 
-    def _report_prompt(self, batch: Batch, hidden: Tensor, output: StepOutput) -> None:
+    def _report_prompt(
+        self,
+        batch: Batch,
+        hidden: Tensor,  # [T, H]
+        output: StepOutput,
+    ) -> None:
+        """Gather the logprobs of prompt tokens."""
         prompt, found = batch.prompt, defaultdict[str, list[TokenLogprobs]](list)
         for start in range(0, len(prompt.rows), MAX_LOGIT_ROWS):
             part = slice(start, start + MAX_LOGIT_ROWS)

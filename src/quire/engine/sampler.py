@@ -12,6 +12,8 @@ from quire.batch import SamplingRows
 from quire.engine.scheduler import INVALID_TOKEN
 from quire.request import TokenLogprobs
 
+MAX_DRAWN_ROWS = 16  # rows at a time that hold several float64 numbers a token: some 100 MiB for a vocabulary of 128k
+
 
 def sample(
     logits: Tensor,  # fp32 [R, V]; changed in place
@@ -26,8 +28,7 @@ def sample(
     tokens = logits.argmax(-1)  # of equal logits the first; NaN counts as the largest
     best = logits.gather(1, tokens[:, None])
     valid = torch.isfinite(best.flatten())
-    drawn = torch.nonzero(valid & (rows.temperature > 0)).flatten()
-    if len(drawn):
+    for drawn in torch.split(torch.nonzero(valid & (rows.temperature > 0)).flatten(), MAX_DRAWN_ROWS):
         # Relative to the best logit nothing overflows, however low the temperature, and min-p is a plain threshold.
         weights = torch.exp((logits[drawn] - best[drawn]).double() / rows.temperature[drawn, None])
         weights[weights < rows.min_p[drawn, None]] = 0.0
@@ -35,7 +36,10 @@ def sample(
     return tokens.masked_fill(~valid, INVALID_TOKEN)
 
 
-def _penalise(logits: Tensor, rows: SamplingRows) -> None:
+def _penalise(
+    logits: Tensor,  # fp32 [R, V]; changed in place
+    rows: SamplingRows,
+) -> None:
     row, token, count = rows.penalty_rows, rows.penalty_tokens, rows.penalty_counts
     value, factor = logits[row, token], rows.repetition[row]
     value = torch.where(value > 0, value / factor, value * factor)
@@ -81,7 +85,9 @@ def token_logprobs(
     """The logprob and rank of each row's token, and the row's most probable tokens."""
     logprobs = torch.log_softmax(logits, -1)
     chosen = logprobs.gather(1, tokens[:, None])
-    ranks = (logprobs > chosen).sum(-1) + 1
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    better = (logprobs > chosen) | ((logprobs == chosen) & (ids < tokens[:, None]))  # of equal ones the lower id
+    ranks = better.sum(-1) + 1
     return [
         TokenLogprobs(token, value, rank, _most_probable(row, count))
         for token, value, rank, row, count in zip(
@@ -90,8 +96,11 @@ def token_logprobs(
     ]
 
 
-def _most_probable(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` best (token, logprob) of one row [V], equal ones by token id, which topk alone does not promise."""
+def _most_probable(
+    logprobs: Tensor,  # fp32 [V]
+    count: int,
+) -> tuple[tuple[int, float], ...]:
+    """The `count` best (token, logprob) of one row, equal ones by token id, which topk alone does not promise."""
     if count == 0:
         return ()
     threshold = logprobs.topk(count).values[-1]

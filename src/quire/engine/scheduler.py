@@ -25,7 +25,7 @@ class PlanItem:
         return self.num_new == self.request.num_missing
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
     """A step: who computes how much, and who had to give his blocks back for it."""
 
@@ -33,7 +33,7 @@ class Plan:
     preempted: list[Request] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepOutput:
     """What the runner found, by request id."""
 
@@ -146,14 +146,22 @@ class Scheduler:
         return num_new
 
     def _admit(self, budget: int, plan: Plan) -> None:
-        """Plan waiting requests, the oldest first, until the budget, the running list or the blocks are full."""
+        """Plan waiting requests, the oldest first, until the budget, the running list or the blocks are full.
+
+        A request comes in only if there are blocks for all of its tokens beside what the running ones still need for
+        theirs. With blocks for a first piece alone it would soon be preempted again, its work lost.
+        """
         admitted = []
+        needed = self.manager.missing_blocks(self.running) if self.waiting else 0
         for request in self.waiting:
             if request.finish_reason is not None:
                 continue
-            num_new = min(request.num_missing, budget)
-            if num_new == 0 or len(self.running) == self.max_num_seqs or not self.manager.grow(request, num_new):
+            needed += self.manager.missing_blocks([request])
+            if budget == 0 or len(self.running) == self.max_num_seqs or needed > self.manager.num_free:
                 break
+            num_new = min(request.num_missing, budget)
+            self.manager.grow(request, num_new)
+            needed -= self.manager.blocks_for(num_new)
             admitted.append(request)
             self.running.append(request)
             plan.items.append(PlanItem(request, num_new))
@@ -176,17 +184,13 @@ class Scheduler:
         """End the requests of a step that raised; the others go on."""
         message = f"{type(error).__name__}: {error}"
         events = [
-            self._end(Event(item.request.id, finish_reason=FinishReason.ERROR, error=message))
-            for item in plan.items
-            if item.request.finish_reason is None
+            self._end(Event(item.request.id, finish_reason=FinishReason.ERROR, error=message)) for item in plan.items
         ]
         return events + self._end_marked()
 
     def _commit_item(self, item: PlanItem, output: StepOutput) -> Event | None:
         request, samples = item.request, item.samples
         request.num_computed += item.num_new
-        if request.finish_reason is not None:  # marked to end while the step ran; _end_marked tells
-            return None
         prompt_logprobs = output.prompt_logprobs.get(request.id, ())
         request.num_prompt_logprobs += len(prompt_logprobs)
         if not samples:
@@ -197,12 +201,12 @@ class Scheduler:
             return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=error))
         request.tokens.append(token)
         reason = self._reason_to_end(request, token)
-        stop_token = token if reason is FinishReason.STOP and token in request.sampling.stop_token_ids else None
+        stop_token = token if reason is FinishReason.STOP and token in request.sampling.stop_tokens else None
         event = Event(request.id, token, output.logprobs.get(request.id), prompt_logprobs, reason, stop_token)
         return event if reason is None else self._end(event)
 
     def _reason_to_end(self, request: Request, token: int) -> FinishReason | None:
-        if token in request.stop_token_ids:  # the sampler never draws one before min_tokens
+        if token in request.ending_tokens:  # the sampler never draws one before min_tokens
             return FinishReason.STOP
         return FinishReason.LENGTH if len(request.tokens) >= self.longest(request) else None
 

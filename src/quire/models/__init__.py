@@ -12,7 +12,7 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelError, Unsupported
-from quire.models.decoder import Decoder, DecoderConfig, weight_shapes
+from quire.models.decoder import Decoder, DecoderConfig, stacked_rows, weight_shapes
 from quire.models.rope import rope_type
 from quire.models.weights import Checkpoint, load_weights, read_json
 from quire.ops import Ops
@@ -34,6 +34,7 @@ DTYPES = {
 }
 
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*.json"]
+NOT_THESE = ["*/*", "consolidated*"]  # the same weights in other forms
 
 
 def locate(model: str | None) -> Path:
@@ -44,16 +45,19 @@ def locate(model: str | None) -> Path:
     """
     if model is None:
         return EMBEDDED
-    if Path(model).is_dir():
+    if model and Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download  # 0.3 s to import
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         try:
-            return Path(snapshot_download(model, allow_patterns=HUB_FILES, local_files_only=True))
+            cached = Path(snapshot_download(model, local_files_only=True))
+            if any(cached.glob("*.safetensors")):  # else some other program has fetched its tokenizer only
+                return cached
         except LocalEntryNotFoundError:
-            return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+            pass
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=NOT_THESE))
     except HFValidationError as error:
         raise ModelError(f"{model!r} is neither a directory nor the name of a Hugging Face repository") from error
     except Exception as error:  # a network's ways to fail are many
@@ -98,11 +102,12 @@ def load_model(directory: Path, config: EngineConfig, ops: Ops) -> Decoder:
         Checkpoint(directory),
         family.weight_sources(decoder),
         weight_shapes(decoder),
+        stacked_rows(decoder),
         _dtype(config.dtype, raw),
         config.device,
         family.ignored_weights(decoder),
     )
-    return Decoder(decoder, weights, ops, max_model_len, _eos_token_ids(raw, directory))
+    return Decoder(decoder, weights, ops, max_model_len, _eos_token_ids(raw, directory, decoder.vocab_size))
 
 
 def _family_of(raw: Mapping[str, Any], directory: Path) -> ModuleType:
@@ -132,9 +137,10 @@ def _dtype(name: str, raw: Mapping[str, Any]) -> torch.dtype:
     return DTYPES[name]
 
 
-def _eos_token_ids(raw: Mapping[str, Any], directory: Path) -> frozenset[int]:
+def _eos_token_ids(raw: Mapping[str, Any], directory: Path, vocab_size: int) -> frozenset[int]:
     """The tokens that end a text: generation_config.json's, else config.json's."""
     generation = directory / "generation_config.json"
     found = read_json(generation).get("eos_token_id") if generation.exists() else None
     ids = raw.get("eos_token_id") if found is None else found
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return frozenset(token for token in listed if 0 <= token < vocab_size)  # others can never be drawn

@@ -46,6 +46,12 @@ class DecoderConfig:
         )
 
 
+def stacked_rows(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Rows of each part of the weights that are stacked of several."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {"qkv": (q, kv, kv), "gate_up": (config.intermediate_size, config.intermediate_size)}
+
+
 def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight. q, k and v are one matrix, and so are the MLP's gate and up projections."""
     H, inner = config.hidden_size, config.intermediate_size

@@ -10,12 +10,18 @@ from quire.errors import ModelError
 # Keys that say nothing about what the model computes at inference: bookkeeping, training, generation defaults.
 IMMATERIAL = frozenset(
     """
-    _name_or_path _attn_implementation_autoset architectures attention_dropout auto_map bos_token_id
-    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id dtype embd_pdrop eos_token_id
-    finetuning_task hidden_dropout id2label initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference
-    label2id model_type output_attentions output_hidden_states output_router_logits pad_token_id prefix pretraining_tp
-    problem_type resid_pdrop return_dict sep_token_id task_specific_params tokenizer_class torch_dtype torchscript
-    transformers_version use_bfloat16 use_cache
+    _attn_implementation_autoset _name_or_path add_cross_attention architectures attention_dropout bad_words_ids
+    begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id hidden_dropout id2label initializer_range is_decoder
+    is_encoder_decoder is_llama_config keys_to_ignore_at_inference label2id length_penalty max_length min_length
+    model_type neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp
+    problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()
 )
 
@@ -40,6 +46,27 @@ class ConfigReader:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ModelError(f"config.json: {key} is {value!r}; it must be a positive integer")
         return value
+
+    def number(self, key: str, default: float) -> float:
+        """A positive number. Raises ModelError where it is something else."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ModelError(f"config.json: {key} is {value!r}; it must be a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false. Raises ModelError where it is something else."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"config.json: {key} is {value!r}; it must be true or false")
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """An object, empty where it is missing. Raises ModelError where it is something else."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise ModelError(f"config.json: {key} is {value!r}; it must be an object")
+        return dict(value)
 
     def only(self, key: str, *allowed: object) -> None:
         """Raise ModelError unless the key is missing, null, or one of these values."""

@@ -30,6 +30,10 @@ VARIANTS: dict[str, tuple[set[str], set[str]]] = {
     "longrope": ({"short_factor", "long_factor"}, {"factor", "attention_factor", "original_max_position_embeddings"}),
 }
 
+NUMBERS = {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"} | {
+    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"
+}  # fmt: skip
+
 
 def check_rope(parameters: Mapping[str, Any]) -> None:
     """Raise ModelError for a variant or a key that is not understood, or one that is missing."""
@@ -39,6 +43,10 @@ def check_rope(parameters: Mapping[str, Any]) -> None:
         raise ModelError(f"rope type {kind!r} is not supported{reason}; supported: {', '.join(VARIANTS)}")
     required, optional = VARIANTS[kind]
     given = {key for key, value in parameters.items() if value is not None}
+    for key in sorted(given & NUMBERS):
+        value = parameters[key]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ModelError(f"rope's {key} is {value!r}; it must be a positive number")
     if missing := required - given:
         raise ModelError(f"rope type {kind!r} lacks {', '.join(sorted(missing))}")
     if unknown := given - COMMON_KEYS - required - optional:
@@ -62,6 +70,8 @@ def rope_table(
     """
     check_rope(parameters)
     kind = rope_type(parameters)
+    if dim % 2:
+        raise ModelError(f"RoPE rotates pairs of dimensions, and a head has {dim}")
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     frequencies = 1.0 / float(parameters.get("rope_theta", 10_000.0)) ** exponents
     attention_factor = 1.0  # multiplies q and k, so its square scales the scores
@@ -77,6 +87,8 @@ def rope_table(
     elif kind == "longrope":
         factor = parameters.get("factor") or max_position_embeddings / original
         side = "long_factor" if max_model_len > original else "short_factor"
+        if len(parameters[side]) != dim // 2:
+            raise ModelError(f"rope's {side} has {len(parameters[side])} factors; heads of {dim} need {dim // 2}")
         frequencies = frequencies / torch.tensor(parameters[side], dtype=torch.float32)
         attention_factor = parameters.get("attention_factor") or (
             1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -85,7 +97,11 @@ def rope_table(
     return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
-def _llama3(frequencies: Tensor, parameters: Mapping[str, Any], original: int) -> Tensor:
+def _llama3(
+    frequencies: Tensor,  # fp32 [D_rot / 2]
+    parameters: Mapping[str, Any],
+    original: int,
+) -> Tensor:
     """Slow rotations are slowed down by `factor`, fast ones are kept, those between are blended (Llama 3.1)."""
     factor, low, high = (float(parameters[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     turns = original * frequencies / (2 * math.pi)  # full rotations within the original context
@@ -93,7 +109,13 @@ def _llama3(frequencies: Tensor, parameters: Mapping[str, Any], original: int) -
     return (1 - keep) * frequencies / factor + keep * frequencies
 
 
-def _yarn(frequencies: Tensor, parameters: Mapping[str, Any], factor: float, dim: int, original: int) -> Tensor:
+def _yarn(
+    frequencies: Tensor,  # fp32 [D_rot / 2]
+    parameters: Mapping[str, Any],
+    factor: float,
+    dim: int,
+    original: int,
+) -> Tensor:
     """Like llama3, but blended by dimension index between two numbers of rotations (Peng et al. 2023)."""
     base = float(parameters.get("rope_theta", 10_000.0))
 

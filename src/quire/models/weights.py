@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.errors import ModelError
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Checkpoint:
@@ -25,6 +25,8 @@ class Checkpoint:
         index = directory / INDEX
         if index.exists():
             names = sorted(set(read_json(index)["weight_map"].values()))
+        elif (directory / SINGLE).exists():  # beside it there may be the same weights in another form
+            names = [SINGLE]
         else:
             names = [path.name for path in sorted(directory.glob("*.safetensors"))]
         if not names:
@@ -66,6 +68,7 @@ def load_weights(
     checkpoint: Checkpoint,
     sources: Mapping[str, tuple[str, ...]],
     shapes: Mapping[str, tuple[int, ...]],
+    rows: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     device: str,
     ignored: frozenset[str] = frozenset(),
@@ -74,6 +77,7 @@ def load_weights(
 
     Memory of our own is aligned and stays resident; weights used straight out of a mapped file are neither.
     sources: the checkpoint's tensors that make up each weight, stacked along dimension 0 in this order.
+    rows: rows of each part of a stacked weight, by the weight's name within a layer.
     ignored: tensors of the checkpoint that are known not to be needed.
 
     Raises ModelError for a tensor that is missing, superfluous, or of a wrong shape.
@@ -89,10 +93,14 @@ def load_weights(
     weights = {}
     for name, parts in sources.items():
         tensors = [checkpoint[part] for part in parts]
-        stacked = (sum(len(tensor) for tensor in tensors), *tensors[0].shape[1:])
-        if stacked != shapes[name] or any(tensor.shape[1:] != tensors[0].shape[1:] for tensor in tensors):
-            have = ", ".join(f"{part} {tuple(tensor.shape)}" for part, tensor in zip(parts, tensors, strict=True))
-            raise ModelError(f"{checkpoint.directory}: {have} should make up a tensor of shape {shapes[name]}")
+        lengths = rows[name.split(".")[-2]] if len(parts) > 1 else shapes[name][:1]
+        for part, tensor, length in zip(parts, tensors, lengths, strict=True):
+            expected_shape = (length, *shapes[name][1:])
+            if tuple(tensor.shape) != expected_shape:
+                raise ModelError(
+                    f"{checkpoint.directory}: {part} has shape {tuple(tensor.shape)}; "
+                    f"config.json asks for {expected_shape}"
+                )
         weight = torch.empty(shapes[name], dtype=dtype, device=device)
         start = 0
         for tensor in tensors:

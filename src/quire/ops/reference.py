@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.errors import BadShape
 from quire.ops import validate
 from quire.ops.interface import AttentionSpec, Limits, PagedKV
 from quire.ops.plan import AttentionPlan
@@ -254,6 +255,7 @@ def rms_norm(
     eps: float,
 ) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight, over the last dimension (Zhang & Sennrich 2019)."""
+    validate.check_norm(x, weight=weight)
     wide = _widen(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * weight.to(wide.dtype)).to(x.dtype)
@@ -266,6 +268,8 @@ def add_rms_norm(
     eps: float,
 ) -> Tensor:
     """rms_norm of the new residual."""
+    validate.check_tensor("residual", residual, tuple(x.shape), x.dtype, x.device)
+    validate.check_norm(x, weight=weight)
     residual += x
     return rms_norm(residual, weight, eps)
 
@@ -277,6 +281,7 @@ def layer_norm(
     eps: float,
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension (Ba et al. 2016)."""
+    validate.check_norm(x, weight=weight, bias=bias)
     wide = _widen(x)
     centred = wide - wide.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
@@ -291,6 +296,7 @@ def rope(
     sin: Tensor,  # fp32 [P, D_rot / 2]
 ) -> None:
     """Rotate the pairs (i, i + D_rot/2) of the first D_rot dimensions by their position's angle (Su et al. 2021)."""
+    validate.check_rope(q, k, positions, cos, sin)
     half = cos.shape[1]
     c, s = cos[positions][:, None], sin[positions][:, None]  # [T, 1, D_rot / 2]
     for x in (q, k):
@@ -302,6 +308,10 @@ def swiglu(
     gate_up: Tensor,  # [T, 2 * I]: gates, then ups
 ) -> Tensor:
     """silu(gate) * up: [T, I] (Shazeer 2020)."""
+    if gate_up.shape[-1] % 2:
+        raise BadShape(
+            f"gate_up has shape {tuple(gate_up.shape)}; its last dimension holds gates and ups, so it is even"
+        )
     gate, up = _widen(gate_up).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 

@@ -304,13 +304,45 @@ def check_state(
     check_tensor(lse_name, lse, tuple(out.shape[:2]), lse_dtype, out.device)
 
 
+def check_norm(x: torch.Tensor, **weights: torch.Tensor | None) -> None:
+    """Check the arguments of a normalisation over the last dimension of x: weights have its size."""
+    for name, weight in weights.items():
+        if weight is not None and tuple(weight.shape) != tuple(x.shape[-1:]):
+            raise BadShape(
+                f"{name} has shape {tuple(weight.shape)}; x of shape {tuple(x.shape)} needs {tuple(x.shape[-1:])}"
+            )
+
+
+def check_rope(
+    q: torch.Tensor,  # [T, Hq, D]
+    k: torch.Tensor,  # [T, Hkv, D]
+    positions: torch.Tensor,  # int [T]
+    cos: torch.Tensor,  # fp32 [P, D_rot / 2]
+    sin: torch.Tensor,  # fp32 [P, D_rot / 2]
+) -> None:
+    """Check the shapes of rope's arguments. Positions are the caller's to keep within the table."""
+    if q.dim() != 3 or k.dim() != 3 or q.shape[::2] != k.shape[::2]:
+        raise BadShape(f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected [T, Hq, D] and [T, Hkv, D]")
+    if tuple(positions.shape) != (len(q),):
+        raise BadShape(f"positions has shape {tuple(positions.shape)}; expected ({len(q)},)")
+    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[2]:
+        raise BadShape(
+            f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; both must be [P, D_rot / 2], with D_rot at "
+            f"most {q.shape[2]}"
+        )
+
+
 def check_copy(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
     """Check the arguments of copy_blocks: ids in range, no block written twice or both read and written."""
     if len(src) != len(dst):
         raise BadShape(f"src has {len(src)} block ids and dst {len(dst)}; they are pairs")
     num_blocks = kv.k.shape[0]
+    if kv.v.shape[0] != num_blocks:
+        raise BadShape(f"kv.k has {num_blocks} blocks and kv.v {kv.v.shape[0]}; they are pairs")
     for name, ids in (("src", src), ("dst", dst)):
         for i, block in enumerate(ids):
+            if isinstance(block, bool) or not isinstance(block, int):
+                raise BadDtype(f"{name}[{i}] is {block!r}; it must be an integer on the host")
             if not 0 <= block < num_blocks:
                 raise BadValue(f"{name}[{i}] is {block}; it must be a block id in 0..{num_blocks - 1}")
     if len(set(dst)) != len(dst):

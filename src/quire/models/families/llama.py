@@ -15,29 +15,37 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config = ConfigReader(raw, "llama")
     num_heads, num_layers = config.integer("num_attention_heads"), config.integer("num_hidden_layers")
     hidden_size = config.integer("hidden_size")
-    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+    old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")
+    rope = old or new  # as transformers has it
+    for key in ("rope_theta", "partial_rotary_factor"):
         if (value := config.get(key)) is not None:
             rope.setdefault(key, value)
+    if (original := config.get("original_max_position_embeddings")) is not None:
+        rope["original_max_position_embeddings"] = original
     check_rope(rope)
     config.only("hidden_act", "silu")
-    attention_bias = bool(config.get("attention_bias", False))
+    config.only("rope_interleaved", False)
+    attention_bias = config.flag("attention_bias")
+    # Mistral's configs mean these where they say nothing; a Llama has no window, whatever its config says.
+    mistral = "MistralForCausalLM" in (raw.get("architectures") or [])
+    window = config.get("sliding_window", None if "sliding_window" in raw else 4096) if mistral else None
+    num_kv_heads = 8 if mistral else num_heads
     decoder = DecoderConfig(
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=config.integer("num_key_value_heads", num_heads),
+        num_kv_heads=config.integer("num_key_value_heads", num_kv_heads),
         head_dim=config.integer("head_dim", hidden_size // num_heads),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
         rope=rope,
         max_position_embeddings=config.integer("max_position_embeddings", 2048),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=config.flag("tie_word_embeddings"),
         qkv_bias=attention_bias,
         output_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        windows=(config.get("sliding_window"),) * num_layers,
+        mlp_bias=config.flag("mlp_bias"),
+        windows=(window,) * num_layers,
     )
     config.finish()
     return decoder
