@@ -1,0 +1,151 @@
+"""A plan is updated in place, step after step, and a refused update leaves it as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire import ops
+from quire.errors import QuireError
+from tests.ops.cases import Case, Step
+
+TENSORS = ("query_starts", "context_lens", "block_tables", "slots")
+BLOCKS = 40
+
+# (query_lens, context_lens): growing, shrinking, empty, and growing again
+STEPS = [
+    ((5, 9), (5, 9)),
+    ((1, 1, 30), (6, 10, 62)),
+    ((1,), (7,)),
+    ((), ()),
+    ((0, 2), (12, 3)),
+    ((1, 1, 1, 31), (90, 1, 8, 31)),
+    ((2, 1), (2, 129)),
+]
+
+
+def step_of(query_lens: tuple[int, ...], context_lens: tuple[int, ...], device: str, seed: int = 0, **options) -> Step:
+    """Steps with one spec: their pools are equally large."""
+    used = sum(-(-n // 8) for n in context_lens)
+    case = Case(
+        query_lens=query_lens,
+        context_lens=context_lens,
+        seed=seed,
+        spare_blocks=BLOCKS - used,
+        spare_columns=seed % 2,
+        return_lse=True,
+        **options,
+    )
+    return Step(case, device)
+
+
+def metadata(step: Step) -> tuple[torch.Tensor, ...]:
+    return step.query_starts, step.context_lens, step.block_tables, step.new_slots
+
+
+def snapshot(plan: ops.AttentionPlan) -> list[object]:
+    sizes = [plan.num_tokens, plan.num_seqs, plan.writable]
+    return sizes + [getattr(plan, name).tolist() for name in TENSORS]
+
+
+def addresses(plan: ops.AttentionPlan) -> list[int]:
+    return [getattr(plan, name).data_ptr() for name in TENSORS]
+
+
+def check(backend: ops.Ops, plan: ops.AttentionPlan, step: Step) -> None:
+    out, lse = step.attend(backend, plan)
+    if step.num_seqs:
+        step.dense().check(out, lse, step.case.dtype)
+    else:
+        assert out.shape[0] == lse.shape[0] == 0
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_plan_serves_one_step_after_the_other(backend, device, window):
+    plan = backend.make_plan(step_of((), (), device, window=window).spec, 40, 4, 20)
+    fixed = addresses(plan)
+    for seed, (query_lens, context_lens) in enumerate(STEPS * 2):
+        step = step_of(query_lens, context_lens, device, seed, window=window)
+        assert step.spec == plan.spec
+        step.write(backend)
+        plan.update(*metadata(step))
+        assert (plan.num_tokens, plan.num_seqs, plan.writable) == (step.num_tokens, step.num_seqs, True)
+        backend.write_kv(step.k_new, step.v_new, step.kv, plan)
+        step.check_cache()
+        check(backend, plan, step)
+        plan.update(*metadata(step)[:3])
+        check(backend, plan, step)
+        assert addresses(plan) == fixed
+
+
+def test_a_smaller_step_leaves_no_trace_of_a_larger_one(backend, device):
+    """Stale slots of the larger step must not be written, nor its rows attended."""
+    large, small = step_of((3, 20), (3, 20), device), step_of((1,), (4,), device, seed=1)
+    small.write(backend)
+    plan = backend.make_plan(large.spec, 23, 2, 4)
+    plan.update(*metadata(large))
+    plan.update(*metadata(small))
+    backend.write_kv(small.k_new, small.v_new, small.kv, plan)
+    small.check_cache()
+    check(backend, plan, small)
+
+
+def test_an_update_without_slots_makes_the_plan_read_only(backend, device):
+    step = step_of((3,), (20,), device)
+    plan = step.write(backend)
+    plan.update(*metadata(step)[:3])
+    assert not plan.writable
+    with pytest.raises(QuireError, match="read-only"):
+        backend.write_kv(step.k_new, step.v_new, step.kv, plan)
+    check(backend, plan, step)
+    plan.update(*metadata(step))
+    backend.write_kv(step.k_new, step.v_new, step.kv, plan)
+    step.check_cache()
+
+
+def integers(*values: object) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.tensor(value) for value in values)
+
+
+REFUSED = {
+    "starts not at 0": integers([1, 2], [1], [[0]], [0]),
+    "starts fall": integers([0, 2, 1], [2, 2], [[0], [1]], [0]),
+    "too many tokens": integers([0, 24], [24], [[0, 1, 2]], list(range(24))),
+    "too many sequences": integers([0, 1, 2, 3], [1, 1, 1], [[0], [1], [2]], [0, 8, 16]),
+    "too many blocks": integers([0, 1], [1], [[0] * 5], [0]),
+    "context beyond the table": integers([0, 1], [9], [[0]], [0]),
+    "id out of range": integers([0, 1], [9], [[0, BLOCKS]], [0]),
+    "slot out of range": integers([0, 1], [9], [[0, 1]], [BLOCKS * 8]),
+    "slots too long": integers([0, 1], [9], [[0, 1]], [0, 1]),
+    "slot twice": integers([0, 2], [9], [[0, 1]], [8, 8]),
+    "no integers": (torch.tensor([0.0, 1.0]), *integers([9], [[0, 1]], [0])),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_refused_update_leaves_the_plan_as_it_was(backend, device, reason):
+    step = step_of((3, 20), (13, 20), device)
+    step.write(backend)
+    plan = backend.make_plan(step.spec, 23, 2, 4)
+    plan.update(*metadata(step))
+    before = snapshot(plan)
+    with pytest.raises(QuireError):
+        plan.update(*REFUSED[reason])
+    assert snapshot(plan) == before
+    backend.write_kv(step.k_new, step.v_new, step.kv, plan)
+    step.check_cache()
+    check(backend, plan, step)
+
+
+def test_a_fresh_plan_is_empty(backend, device):
+    step = step_of((3,), (3,), device)
+    plan = backend.make_plan(step.spec, 10, 2, 4)
+    assert (plan.num_tokens, plan.num_seqs, plan.writable) == (0, 0, False)
+    assert backend.attention(step.q[:0], step.kv, plan).shape == (0, 6, 16)
+
+
+def test_a_plan_without_any_room(backend, device):
+    spec = step_of((), (), device).spec
+    plan = backend.make_plan(spec, 0, 0, 0)
+    plan.update(*integers([0]), torch.zeros(0, dtype=torch.int32), torch.zeros(0, 0, dtype=torch.int32))
+    assert (plan.num_tokens, plan.num_seqs) == (0, 0)

@@ -1,0 +1,243 @@
+"""The small operators of a decoder against their formulas in float64, in every dtype, on odd sizes and strided rows.
+
+Inputs are rounded to the dtype first; the result may be off by its one rounding and by 16 eps of fp32 in the sums.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import ops
+from quire.errors import BadDtype, BadShape, QuireError
+from tests.ops.dense import check_close
+
+SHAPES = [(1, 1), (3, 2), (5, 7), (2, 3, 64), (4, 129), (2, 1000), (0, 8), (33,), (70, 31)]
+
+
+def dtypes(backend: ops.Ops) -> list[torch.dtype]:
+    return sorted(backend.LIMITS.kv_dtypes, key=str)
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype, device: str, size: float = 1.0, seed: int = 0) -> Tensor:
+    """Random rows that lie strided in a wider tensor of NaN."""
+    gen = torch.Generator().manual_seed(seed + math.prod(shape))
+    home = torch.full((*shape[:-1], shape[-1] + 5), torch.nan, dtype=dtype, device=device)[..., 3:-2]
+    return home.copy_((size * torch.randn(shape, generator=gen, dtype=torch.float64)).to(dtype))
+
+
+def check_rounded(name: str, got: Tensor, want: Tensor, dtype: torch.dtype, size: Tensor | None = None) -> None:
+    """One rounding to the dtype of an fp32 result whose terms are as large as `size`."""
+    sums = torch.promote_types(dtype, torch.float32)
+    size = want.abs() if size is None else size
+    rounding = 0.51 * torch.finfo(dtype).eps * want.abs() + torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    assert got.dtype == dtype
+    assert got.shape == want.shape
+    check_close(name, got, want, rounding + 16 * torch.finfo(sums).eps * size + torch.finfo(sums).tiny)
+
+
+def exact(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", torch.float64, copy=True)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+# ---------------------------------------------------------------------------------------------------- norms
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", [1e-3, 1.0, 300.0])  # 300² is beyond fp16
+def test_rms_norm(backend, device, shape, size):
+    for dtype in dtypes(backend):
+        x, weight = draw(shape, dtype, device, size), draw(shape[-1:], dtype, device, seed=1).contiguous()
+        before = exact(x)
+        got = backend.rms_norm(x, weight, 1e-5)
+        check_rounded("rms_norm", got, rms_norm(exact(x), exact(weight), 1e-5), dtype)
+        assert torch.equal(exact(x), before)
+
+
+def test_rms_norm_of_zeros_and_of_heads_within_a_packed_qkv(backend, device):
+    for dtype in dtypes(backend):
+        weight = draw((16,), dtype, device).contiguous()
+        assert not backend.rms_norm(torch.zeros(3, 16, dtype=dtype, device=device), weight, 1e-6).any()
+        heads = draw((5, 9, 16), dtype, device)[:, 4:6]
+        check_rounded(
+            "rms_norm", backend.rms_norm(heads, weight, 1e-6), rms_norm(exact(heads), exact(weight), 1e-6), dtype
+        )
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape) == 2])
+def test_add_rms_norm(backend, device, shape):
+    for dtype in dtypes(backend):
+        x, residual = draw(shape, dtype, device), draw(shape, dtype, device, size=3.0, seed=1)
+        weight = draw(shape[-1:], dtype, device, seed=2).contiguous()
+        x_before, total = exact(x), exact(x) + exact(residual)
+        got = backend.add_rms_norm(x, residual, weight, 1e-6)
+        check_rounded("residual", residual, total, dtype)
+        check_rounded("add_rms_norm", got, rms_norm(exact(residual), exact(weight), 1e-6), dtype)
+        assert torch.equal(exact(x), x_before)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shift", [0.0, 20.0])
+def test_layer_norm(backend, device, shape, with_bias, shift):
+    for dtype in dtypes(backend):
+        x = draw(shape, dtype, device)
+        x += shift
+        weight = draw(shape[-1:], dtype, device, seed=1).contiguous()
+        bias = draw(shape[-1:], dtype, device, seed=2).contiguous() if with_bias else None
+        wide, scale = exact(x), exact(weight)
+        mean = wide.mean(-1, keepdim=True)
+        deviation = torch.sqrt((wide - mean).square().mean(-1, keepdim=True) + 1e-5)
+        offset = 0.0 if bias is None else exact(bias)
+        want = (wide - mean) / deviation * scale + offset
+        size = want.abs() + (wide.abs() + mean.abs()) / deviation * scale.abs() + abs(offset)
+        check_rounded("layer_norm", backend.layer_norm(x, weight, bias, 1e-5), want, dtype, size)
+
+
+# ----------------------------------------------------------------------------------------------------- rope
+
+
+def angles(length: int, half: int) -> tuple[Tensor, Tensor]:
+    angle = torch.arange(length)[:, None] * 10_000.0 ** (-torch.arange(half) / half)
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs (i, i + half) turned as complex numbers, the rest as it was; and the size of the terms."""
+    half = cos.shape[1]
+    turn = torch.complex(cos.double(), sin.double())[positions][:, None]
+    pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn
+    return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :]], dim=-1), 2 * x.abs().amax() + 0 * x
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(2, 2), (8, 8), (10, 6), (64, 64), (80, 32), (17, 16), (128, 2)])
+@pytest.mark.parametrize("int_dtype", [torch.int32, torch.int64])
+def test_rope_in_a_packed_qkv(backend, device, head_dim, rotary_dim, int_dtype):
+    cos, sin = angles(500, rotary_dim // 2)
+    positions = torch.tensor([0, 499, 1, 7, 7, 130], dtype=int_dtype)
+    for dtype in dtypes(backend):
+        packed = draw((6, 9, head_dim), dtype, device)
+        q, k, v = packed.split((5, 2, 2), dim=1)
+        before = exact(packed)
+        backend.rope(q, k, positions.to(device), cos.to(device), sin.to(device))
+        for name, heads, at in (("q", q, slice(0, 5)), ("k", k, slice(5, 7))):
+            want, size = rotated(before[:, at], positions.long(), cos, sin)
+            check_rounded(name, heads, want, dtype, size)
+            assert torch.equal(exact(heads[..., rotary_dim:]), before[:, at, rotary_dim:])
+        assert torch.equal(exact(v), before[:, 7:])
+        assert torch.equal(exact(packed[0]), before[0])  # position 0 turns nothing
+
+
+def test_rope_keeps_the_score_of_a_distance(backend, device):
+    """q·k of two rotated vectors depends on how far apart they stand, and on nothing else."""
+    cos, sin = (x.to(device) for x in angles(1_000, 16))
+    one = draw((1, 1, 32), torch.float32, device)
+    q, k, spare = one.repeat(3, 1, 1), one.repeat(3, 1, 1) + 1, one.repeat(3, 1, 1)
+    backend.rope(q, spare, torch.tensor([5, 105, 905], device=device), cos, sin)
+    backend.rope(spare, k, torch.tensor([0, 100, 900], device=device), cos, sin)
+    scores = exact(q * k).sum(-1).flatten()
+    check_close("score", scores, scores[:1].expand(3), 2e-4)
+
+
+def test_rope_of_no_rows(backend, device):
+    cos, sin = (x.to(device) for x in angles(4, 4))
+    rows = torch.zeros(0, 2, 8, device=device)
+    backend.rope(rows, rows[:, :1], torch.zeros(0, dtype=torch.int64, device=device), cos, sin)
+    assert rows.shape == (0, 2, 8)
+
+
+# ---------------------------------------------------------------------------------------------- activations
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 6), (5, 14), (4, 258), (2, 2000), (0, 8), (70, 62)])
+@pytest.mark.parametrize("size", [1.0, 40.0, 200.0])
+def test_swiglu(backend, device, shape, size):
+    for dtype in dtypes(backend):
+        gate_up = draw(shape, dtype, device)
+        gate_up[:, : shape[1] // 2] *= size
+        gate, up = exact(gate_up).chunk(2, dim=-1)
+        want = gate / (1 + torch.exp(-gate)) * up
+        # exp(-gate) overflows in fp32 where the result is below 1e-35
+        check_rounded("swiglu", backend.swiglu(gate_up), want, dtype, want.abs() + 1e-24)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_gelu(backend, device, shape, size):
+    for dtype in dtypes(backend):
+        x = draw(shape, dtype, device, size)
+        wide = exact(x)
+        erf = wide * 0.5 * torch.erfc(-wide / math.sqrt(2))
+        check_rounded("gelu", backend.gelu(x, "none"), erf, dtype, wide.abs())
+        tanh = 0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
+        check_rounded("gelu", backend.gelu(x, "tanh"), tanh, dtype, wide.abs())
+
+
+def test_the_two_forms_of_gelu_differ(backend, device):
+    x = torch.tensor([2.0], device=device)
+    assert (backend.gelu(x, "none") - backend.gelu(x, "tanh")).abs() > 5e-5
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+def good_calls() -> dict[str, dict[str, object]]:
+    """By operator; x, residual, q and k stand for rows that a refused call must leave as they are."""
+    x, weight = torch.ones(3, 8), torch.ones(8)
+    turn = {"cos": torch.zeros(50, 4), "sin": torch.ones(50, 4)}
+    return {
+        "rms_norm": {"x": x, "weight": weight, "eps": 1e-6},
+        "add_rms_norm": {"x": x, "residual": x.clone(), "weight": weight, "eps": 1e-6},
+        "layer_norm": {"x": x, "weight": weight, "bias": weight, "eps": 1e-6},
+        "rope": {"q": torch.ones(3, 4, 8), "k": torch.ones(3, 2, 8), "positions": torch.arange(1, 4), **turn},
+        "swiglu": {"gate_up": x},
+    }
+
+
+REFUSED: list[tuple[str, str, Tensor, type[QuireError], tuple[str, ...]]] = [
+    ("rms_norm", "weight", torch.ones(7), BadShape, ("weight", "(7,)", "(8,)")),
+    ("rms_norm", "weight", torch.ones(1), BadShape, ("weight", "(1,)", "(8,)")),
+    ("add_rms_norm", "residual", torch.ones(2, 8), BadShape, ("residual", "(2, 8)", "(3, 8)")),
+    ("add_rms_norm", "residual", torch.ones(1, 8), BadShape, ("residual", "(1, 8)", "(3, 8)")),
+    ("add_rms_norm", "residual", torch.ones(3, 8).half(), BadDtype, ("residual", "float16", "float32")),
+    ("add_rms_norm", "weight", torch.ones(3, 8), BadShape, ("weight", "(3, 8)", "(8,)")),
+    ("layer_norm", "weight", torch.ones(9), BadShape, ("weight", "(9,)", "(8,)")),
+    ("layer_norm", "bias", torch.ones(1), BadShape, ("bias", "(1,)", "(8,)")),
+    ("rope", "q", torch.ones(3, 32), BadShape, ("q", "(3, 32)", "[T, Hq, D]")),
+    ("rope", "k", torch.ones(4, 2, 8), BadShape, ("k", "(4, 2, 8)", "[T, Hkv, D]")),
+    ("rope", "k", torch.ones(3, 2, 10), BadShape, ("k", "(3, 2, 10)")),
+    ("rope", "positions", torch.arange(4), BadShape, ("positions", "(4,)", "(3,)")),
+    ("rope", "positions", torch.arange(3)[None], BadShape, ("positions", "(1, 3)", "(3,)")),
+    ("rope", "cos", torch.ones(50), BadShape, ("cos", "(50,)", "[P, D_rot / 2]")),
+    ("rope", "sin", torch.ones(50, 3), BadShape, ("sin", "(50, 3)", "(50, 4)")),
+    ("rope", "cos", torch.ones(40, 4), BadShape, ("cos", "(40, 4)", "(50, 4)")),
+    ("swiglu", "gate_up", torch.ones(3, 7), BadShape, ("gate_up", "(3, 7)", "even")),
+]
+
+
+@pytest.mark.parametrize(("operator", "name", "value", "error", "fragments"), REFUSED)
+def test_small_operators_refuse(backend, device, operator, name, value, error, fragments):
+    def call(arguments: dict[str, object]) -> dict[str, object]:
+        return {key: x.to(device) if isinstance(x, Tensor) else x for key, x in arguments.items()}
+
+    getattr(backend, operator)(**call(good_calls()[operator]))
+    arguments = call({**good_calls()[operator], name: value})
+    before = {key: x.clone() for key, x in arguments.items() if isinstance(x, Tensor)}
+    with pytest.raises(error) as raised:
+        getattr(backend, operator)(**arguments)
+    assert all(fragment in str(raised.value) for fragment in fragments), raised.value
+    assert all(torch.equal(arguments[key], x) for key, x in before.items()), "a refused call wrote"
+
+
+def test_rope_refuses_to_turn_more_than_head_dim(backend, device):
+    cos, sin = (x.to(device) for x in angles(50, 5))
+    rows = torch.ones(3, 2, 8, device=device)
+    with pytest.raises(BadShape, match=r"\(50, 5\).*at most 8"):
+        backend.rope(rows, rows.clone(), torch.arange(3, device=device), cos, sin)
