@@ -89,6 +89,6 @@ def test_info() -> None:
     lines = quire("info").stdout.splitlines()
     rows = {line[:18].strip(): line[19:] for line in lines}
     assert rows["backend reference"] == "available"
-    assert "KV blocks of 16 tokens, 20 KiB each" in rows["embedded model"]
+    assert "blocks of 16 tokens, 20 KiB each" in rows["KV cache"]
     assert "GiB" in rows["free memory"]
     assert "threads" in rows["CPU"]

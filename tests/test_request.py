@@ -1,6 +1,8 @@
 """What callers may ask for, and the errors where they may not."""
 
+import numpy as np
 import pytest
+import torch
 
 from quire.config import CacheConfig, EngineConfig, engine_config
 from quire.errors import ConfigError, QuireError, RequestError
@@ -13,11 +15,11 @@ NAN, INF = float("nan"), float("inf")
     ("field", "values"),
     [
         ("n", [0, -1, 1.5, True, "2", 10**6]),
-        ("temperature", [-0.1, NAN, INF, "1", None, True]),
-        ("top_k", [-2, 1.0, None]),
+        ("temperature", [-0.1, NAN, INF, "1", None, True, 1e300, 10**400]),
+        ("top_k", [-2, 1.0, None, 2**63]),
         ("top_p", [0, 0.0, -1, 1.1, NAN]),
         ("min_p", [-0.1, 1.1, NAN]),
-        ("repetition_penalty", [0, -1, NAN, INF]),
+        ("repetition_penalty", [0, -1, NAN, INF, 1e300]),
         ("presence_penalty", [-2.1, 2.1, NAN]),
         ("frequency_penalty", [-2.1, 2.1, NAN]),
         ("max_tokens", [0, -5, 1.0]),
@@ -25,8 +27,8 @@ NAN, INF = float("nan"), float("inf")
         ("seed", [-1, 2**63, 1.0]),
         ("logprobs", [-1, True, 1.5]),
         ("prompt_logprobs", [-1, "all"]),
-        ("stop", ["", ["a", ""], [1]]),
-        ("stop_token_ids", [[-1], [1.0], ["a"], [True]]),
+        ("stop", ["", ["a", ""], [1], 5]),
+        ("stop_token_ids", [[-1], [1.0], ["a"], [True], 5]),
     ],
 )
 def test_every_field_is_checked(field: str, values: list[object]) -> None:
@@ -42,6 +44,8 @@ def test_defaults_are_vllms_and_good_values_pass() -> None:
         temperature=0, top_k=-1, top_p=1, min_p=1, max_tokens=None, min_tokens=10**9, seed=2**63 - 1, stop="x"
     )
     assert SamplingParams(stop="ab").stop_strings == ("ab",)
+    assert SamplingParams(stop=None, stop_token_ids=None).stop_tokens == ()
+    assert SamplingParams(stop_token_ids=np.array([3, 4])).stop_tokens == (3, 4)
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
 
 
@@ -59,6 +63,7 @@ def test_unknown_options_are_errors_that_name_the_nearest() -> None:
 
 def test_options_reach_their_place() -> None:
     config = engine_config(block_size=32, max_num_seqs=3, kv_cache_memory="1GiB")
+    assert engine_config(dtype=torch.bfloat16).dtype == "bfloat16"
     assert config == EngineConfig(max_num_seqs=3, cache=CacheConfig(block_size=32, kv_cache_memory="1GiB"))
 
 

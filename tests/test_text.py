@@ -165,3 +165,41 @@ def test_random_stop_strings_agree_with_a_plain_search(bytewise: Tokenizer) -> N
         first = min((text.find(s) for s in stops if s in text and text.find(s) + len(s) == ends[0]), default=None)
         assert output.text == (text if first is None else text[:first])
         assert all(output.text.startswith(shown) for shown in seen)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_prompts_and_texts(tokenizer: Tokenizer, seed: int) -> None:
+    """Characters of one to four bytes; the context is cut anywhere, also within a run of bytes."""
+    rng = random.Random(seed)
+    prompt, text = ("".join(rng.choice("ab é漢字🙂") for _ in range(rng.randint(1, 30))) for _ in range(2))
+    prompt, text = "a" + prompt, text + "b"
+    context = tokenizer.encode(prompt)
+    tokens = tokenizer.encode(prompt + text)[len(context) :]
+    detokenizer = Detokenizer(tokenizer, context, skip_special_tokens=True)
+    assert "".join([*(detokenizer.add(token) for token in tokens), detokenizer.finish()]) == text
+
+
+def test_a_character_after_many_broken_bytes_is_whole(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    broken = tokenizer.encode("é")[0]
+    for count in range(1, 40):
+        tokens = [broken] * count + tokenizer.encode("漢字 hello")
+        detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=True)
+        pieces = [detokenizer.add(token) for token in tokens]
+        assert "".join(pieces) + detokenizer.finish() == "\ufffd" * count + "漢字 hello"
+
+
+def test_a_tokenizer_that_was_saved_to_cut_and_pad_does_neither(tmp_path: Path) -> None:
+    fast = byte_level()
+    fast.enable_truncation(4)
+    fast.enable_padding(length=12)
+    fast.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer(tmp_path).encode("hi")) == 2
+    assert len(Tokenizer(tmp_path).encode("hello world")) == 11
+
+
+def test_a_short_stop_string_within_min_tokens_does_not_end_a_longer_ones_wait(bytewise: Tokenizer) -> None:
+    output, seen, _ = told(bytewise, "x.yz.", FinishReason.LENGTH, stop=[".", "END!!"], min_tokens=2)
+    assert output.text == "x.yz"
+    assert seen == sorted(seen, key=len)

@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from quire.cache.manager import CacheGroup
-from quire.cache.storage import (
-    KVCache,
-    _cgroup_headroom,
-    _meminfo_available,
-    bytes_per_block,
-    choose_num_blocks,
-    free_memory,
-)
+from quire.cache.storage import KVCache, bytes_per_block, choose_num_blocks, free_memory
 from quire.config import CacheConfig, parse_memory
 from quire.errors import ConfigError
 
@@ -59,32 +52,67 @@ def test_bad_memory_amounts(amount: int | float | str) -> None:
 
 def test_blocks_fill_the_budget_up_to_what_can_be_used() -> None:
     config = CacheConfig(block_size=16, kv_cache_memory="1MiB")
-    assert choose_num_blocks(config, 2**14, max_model_len=160, max_num_seqs=256, free=0) == 64
-    assert choose_num_blocks(config, 2**14, max_model_len=161, max_num_seqs=2, free=0) == 22
+    assert choose_num_blocks(config, 2**14, max_model_len=160, max_num_seqs=256, free=None) == 64
+    assert choose_num_blocks(config, 2**14, max_model_len=161, max_num_seqs=2, free=2**30) == 22
     assert choose_num_blocks(CacheConfig(kv_cache_memory=0.25), 2**14, 16, 256, free=2**20) == 16
-    assert choose_num_blocks(CacheConfig(num_blocks=3), 2**14, 16_000, 256, free=0) == 3
+    assert choose_num_blocks(CacheConfig(num_blocks=3), 2**14, 16_000, 256, free=None) == 3
 
 
 def test_a_budget_too_small_for_one_sequence_says_what_would_fit() -> None:
     config = CacheConfig(block_size=16, kv_cache_memory="1MiB")
-    with pytest.raises(
-        ConfigError, match=r"1\.0 MiB .* holds 1,024 tokens; .*max_model_len=2,000 .* 2\.0 MiB.* at most 1,024"
-    ):
-        choose_num_blocks(config, 2**14, max_model_len=2000, max_num_seqs=1, free=0)
+    told = r"1\.0 MiB .* holds 1,024 tokens; .*max_model_len=2,000 .* 2\.0 MiB.* at most 1,024"
+    with pytest.raises(ConfigError, match=told):
+        choose_num_blocks(config, 2**14, max_model_len=2000, max_num_seqs=1, free=2**30)
+    with pytest.raises(ConfigError, match=r"holds 0 tokens; .* Give more memory$"):
+        choose_num_blocks(CacheConfig(kv_cache_memory="1KiB"), 2**14, 2000, 1, free=2**30)
 
 
-def test_free_memory_is_held_to_the_control_group(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  900 kB\nMemFree:  100 kB\nMemAvailable:     400 kB\n")
-    assert _meminfo_available(meminfo) == 400 * 1024
-    with pytest.raises(ConfigError, match="does not tell the free memory"):
-        _meminfo_available(tmp_path / "nothing")
-    limit, usage, stat = tmp_path / "memory.max", tmp_path / "memory.current", tmp_path / "memory.stat"
-    assert _cgroup_headroom(limit, usage, stat, unlimited=77) == 77
-    limit.write_text("max\n")
-    usage.write_text("600\n")
-    stat.write_text("anon 300\ninactive_file 250\n")
-    assert _cgroup_headroom(limit, usage, stat, unlimited=77) == 77
-    limit.write_text("1000\n")
-    assert _cgroup_headroom(limit, usage, stat, unlimited=77) == 1000 - 600 + 250
-    assert 0 < free_memory() < 2**50
+def test_more_than_there_is_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"num_blocks=100 asks for a KV cache of 1\.6 MiB; only 1\.0 MiB are free"):
+        choose_num_blocks(CacheConfig(num_blocks=100), 2**14, 16, 1, free=2**20)
+    with pytest.raises(ConfigError, match=r"kv_cache_memory='2GiB' asks for .* 2,048\.0 MiB; only 1\.0 MiB are free"):
+        choose_num_blocks(CacheConfig(kv_cache_memory="2GiB"), 2**14, 16, 1, free=2**20)
+
+
+def test_a_share_of_an_unknown_amount_is_refused() -> None:
+    with pytest.raises(ConfigError, match="does not tell how much memory is free; give bytes"):
+        choose_num_blocks(CacheConfig(), 2**14, 16, 1, free=None)
+
+
+def machine(root: Path, cgroup: str | None, files: dict[str, str]) -> Path:
+    """A /proc and a /sys to read from."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal:  9000 kB\nMemFree:  100 kB\nMemAvailable:     4000 kB\n")
+    if cgroup is not None:
+        (root / "proc/self/cgroup").write_text(cgroup)
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+V2_JOB = {"a/memory.max": "2000000", "a/memory.current": "1900000", "a/memory.stat": "anon 5\ninactive_file 800000\n"}
+V2_STEP = {"a/b/memory.max": "max", "a/b/memory.current": "3", "a/b/memory.stat": ""}
+V1 = {"memory/j/memory.limit_in_bytes": "70000", "memory/j/memory.usage_in_bytes": "60000", "memory/j/memory.stat": ""}
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        (None, {}, 4000 * 1024),
+        ("0::/\n", {}, 4000 * 1024),
+        ("0::/a/b\n", V2_JOB | V2_STEP, 2_000_000 - 1_900_000 + 800_000),  # the limit stands one group above ours
+        ("0::/a/b\n", V2_JOB | V2_STEP | {"a/memory.current": "9000000"}, 0),
+        ("4:cpu:/x\n7:memory:/j\n", V1, 10_000),
+    ],
+)
+def test_free_memory_is_held_to_the_control_groups(
+    tmp_path: Path, cgroup: str | None, files: dict[str, str], expected: int
+) -> None:
+    assert free_memory(root=machine(tmp_path, cgroup, files)) == expected
+
+
+def test_free_memory_of_this_machine_and_of_one_that_does_not_tell(tmp_path: Path) -> None:
+    assert free_memory(root=tmp_path) is None
+    assert 0 < (free_memory() or 1) < 2**50

@@ -5,6 +5,8 @@ import random
 import pytest
 
 from quire.cache.manager import CacheGroup
+from quire.engine.engine import Engine
+from quire.engine.scheduler import Plan
 from quire.errors import QuireError, RequestError
 from quire.request import FinishReason
 from tests.engine.fakes import VOCAB, continuation, fake_engine, request, run
@@ -94,16 +96,40 @@ def test_a_pool_of_one_block_serves_what_fits_it() -> None:
     assert run(engine) == {f"r{i}": (continuation([i, i], 3), "length") for i in range(5)}
 
 
+def preempted_ids(engine: Engine) -> list[str]:
+    """A list that will hold the id of every request that the engine preempts."""
+    ids: list[str] = []
+    plan = engine.scheduler.plan
+
+    def watched() -> Plan:
+        planned = plan()
+        ids.extend(r.id for r in planned.preempted)
+        return planned
+
+    engine.scheduler.plan = watched
+    return ids
+
+
 def test_the_youngest_is_preempted_and_the_oldest_goes_on() -> None:
     engine = fake_engine(num_blocks=4, block_size=4)
     for name in ("old", "young"):
         engine.add(request(name, [5, 6, 7, 8], max_tokens=9))
-    order = []
-    while engine.has_work:
-        preempted = [r.id for r in engine.scheduler.waiting]
-        order += [event.request_id for event in engine.step() if event.finish_reason]
-        assert "old" not in preempted[:0] + [r.id for r in engine.scheduler.waiting]
-    assert order == ["old", "young"]
+    preempted = preempted_ids(engine)
+    expected = continuation([5, 6, 7, 8], 9)
+    assert list(run(engine).items()) == [("old", (expected, "length")), ("young", (expected, "length"))]
+    assert preempted == ["young"]
+
+
+def test_a_request_comes_in_only_with_blocks_for_all_of_its_tokens() -> None:
+    """With blocks for its first chunk alone it would be preempted again and again, its work lost each time."""
+    engine = fake_engine(num_blocks=20, block_size=4, max_num_batched_tokens=16)
+    for name, count in (("a", 48), ("b", 40)):
+        engine.add(request(name, list(range(30)), max_tokens=count))
+    preempted = preempted_ids(engine)
+    run(engine)
+    assert preempted == ["b"]
+    computed = sum(len(batch.token_ids) for batch in engine.runner.batches)
+    assert computed < 2 * (30 + 48 + 30 + 40)
 
 
 def test_requests_are_served_in_the_order_of_arrival() -> None:

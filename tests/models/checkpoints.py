@@ -55,16 +55,18 @@ class LogitsProbe:
     model: Any
     requests: dict[str, Request] = field(default_factory=dict)
     found: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # tokens up to a row -> its logits
-    steps: list[tuple[int, ...]] = field(default_factory=list)  # query lengths of each step
+    steps: list[set[str]] = field(default_factory=list)  # what each step had: "prefill", "decode"
 
     def forward(self, batch: Any, cache: Any, plans: Any) -> torch.Tensor:
         hidden = self.model.forward(batch, cache, plans)
         logits = self.model.logits(hidden)
         starts = batch.query_starts.tolist()
-        self.steps.append(tuple(stop - start for start, stop in pairwise(starts)))
+        self.steps.append(set())
         owners = {r.block_ids[0][0]: r for r in self.requests.values() if r.block_ids}  # by their first block
         for s, (start, stop) in enumerate(pairwise(starts)):
-            tokens = owners[int(batch.groups[0].block_tables[s, 0])].tokens
+            request = owners[int(batch.groups[0].block_tables[s, 0])]
+            tokens = request.tokens
+            self.steps[-1].add("prefill" if request.num_computed < request.num_prompt else "decode")
             for row in range(start, stop):
                 self.found[tuple(tokens[: int(batch.positions[row]) + 1])] = logits[row].clone()
         return hidden

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quire import LLM, SamplingParams
 from quire.config import engine_config
@@ -16,7 +18,7 @@ from quire.errors import ConfigError, ModelError
 from quire.models import FAMILIES, load_model, locate
 from quire.models.rope import rope_table
 from quire.ops import load
-from tests.models.checkpoints import engine, probed_logits, save
+from tests.models.checkpoints import TINY, engine, probed_logits, save
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -44,12 +46,29 @@ def test_sharded_weights_are_the_same_model(tmp_path: Path) -> None:
     assert tokens(tmp_path / "many") == tokens(tmp_path / "one")
 
 
-def test_weights_are_copied_into_aligned_memory(tmp_path: Path) -> None:
-    save(tmp_path, dtype=torch.bfloat16)
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
+def test_weights_are_copied_into_aligned_memory(tmp_path: Path, saved: torch.dtype) -> None:
+    """Straight out of the file they would stand wherever the header before them ends."""
+    save(tmp_path, vocab_size=96, tie_word_embeddings=True, dtype=saved)
     model = engine(tmp_path, dtype="float32").runner.model
-    for weight in (model.embedding, model.layers[1].qkv.weight, model.layers[2].gate_up.weight, model.final_norm):
-        assert weight.dtype is torch.float32
-        assert weight.data_ptr() % 64 == 0
+    for layer in model.layers:
+        for weight in (model.embedding, model.final_norm, layer.qkv.weight, layer.down.weight, layer.input_norm):
+            assert weight.dtype is torch.float32
+            assert weight.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [(1, None, {1}), ([1, 2], None, {1, 2}), (None, None, set()), (1, 5, {5}), (1, [5, 6, 97, -1], {5, 6})],
+)
+def test_end_tokens(tmp_path: Path, config: Any, generation: Any, expected: set[int]) -> None:
+    """generation_config.json knows better than config.json; what the vocabulary lacks is passed over."""
+    save(tmp_path)
+    change_config(tmp_path, eos_token_id=config)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert engine(tmp_path).eos_token_ids == expected
 
 
 def test_the_old_forms_of_rope_and_dtype_mean_the_same(tmp_path: Path) -> None:
@@ -82,6 +101,10 @@ class TestRefused:
         change_config(tmp_path, architectures=["MambaForCausalLM"])
         refused(tmp_path, f"MambaForCausalLM, which is not supported; supported: {', '.join(FAMILIES)}")
 
+    def test_modelling_code_of_its_own(self, tmp_path: Path) -> None:
+        change_config(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
+        refused(tmp_path, "does not understand: auto_map=")
+
     def test_config_key_that_is_not_understood(self, tmp_path: Path) -> None:
         change_config(tmp_path, quantization_config={"bits": 4}, logit_scale=2.0)
         refused(tmp_path, r"does not understand: logit_scale=2\.0, quantization_config=.*It understands .*head_dim")
@@ -90,6 +113,15 @@ class TestRefused:
         ("changes", "match"),
         [
             ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; family 'llama' serves 'silu' only"),
+            ({"rope_interleaved": True}, "rope_interleaved is True; family 'llama' serves False only"),
+            ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'; it must be a positive number"),
+            ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
+            ({"rope_parameters": None, "rope_scaling": "linear"}, "rope_scaling is 'linear'; it must be an object"),
+            (
+                {"rope_parameters": None, "rope_theta": "1e4"},
+                "rope's rope_theta is '1e4'; it must",
+            ),
+            ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "rope's factor is '2'"),
             ({"hidden_size": "48"}, "hidden_size is '48'; it must be a positive integer"),
             ({"num_hidden_layers": "DELETE"}, "num_hidden_layers is None"),
             (
@@ -116,7 +148,11 @@ class TestRefused:
         save_file(weights | {"model.extra.weight": torch.ones(1)}, path)
         refused(tmp_path, r"1 tensors that this family does not use, among them model\.extra\.weight")
         save_file(weights | {norm: torch.ones(47)}, path)
-        refused(tmp_path, rf"{norm} \(47,\) should make up a tensor of shape \(48,\)")
+        refused(tmp_path, rf"{norm} has shape \(47,\); config\.json asks for \(48,\)")
+        rows = weights["model.layers.0.self_attn.q_proj.weight"], weights["model.layers.0.self_attn.k_proj.weight"]
+        swapped = {"model.layers.0.self_attn.q_proj.weight": rows[1], "model.layers.0.self_attn.k_proj.weight": rows[0]}
+        save_file(weights | swapped, path)  # the same number of rows in all
+        refused(tmp_path, r"q_proj\.weight has shape \(32, 48\); config\.json asks for \(96, 48\)")
 
     def test_files(self, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
@@ -158,6 +194,41 @@ def test_a_model_in_the_hub_cache_is_found_offline(tmp_path: Path) -> None:
     assert "'someone/else' is no directory, it is not in the Hugging Face hub cache" in result.stderr
 
 
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.3},
+    {"rope_type": "yarn", "factor": 40.0, "mscale": 1.2, "mscale_all_dim": 0.8, "beta_fast": 20, "beta_slow": 2},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False},
+    {"rope_type": "longrope", "short_factor": [1.0 + i / 9 for i in range(8)], "long_factor": [2.0] * 8,
+     "original_max_position_embeddings": 512},
+    {"rope_type": "longrope", "short_factor": [1.0 + i / 9 for i in range(8)], "long_factor": [2.0] * 8,
+     "original_max_position_embeddings": 64, "factor": 8.0},
+    {"rope_type": "longrope", "short_factor": [1.0 + i / 9 for i in range(8)], "long_factor": [2.0] * 8,
+     "original_max_position_embeddings": 512, "attention_factor": 1.1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parameters", ROPES, ids=str)
+def test_rope_variants_are_those_of_transformers(parameters: dict[str, Any]) -> None:
+    config = transformers.LlamaConfig(**(TINY | {"rope_parameters": parameters | {"rope_theta": 5000.0}}))
+    theirs = LlamaRotaryEmbedding(config)
+    cos, sin = theirs(torch.zeros(1), torch.arange(60)[None])
+    ours = rope_table(config.rope_parameters, 16, max_position_embeddings=256, max_model_len=60)
+    for expected, found in zip((cos, sin), ours, strict=True):
+        torch.testing.assert_close(found, expected[0, :, :8], atol=1e-5, rtol=1e-5)
+
+
+def test_yarn_reaches_beyond_the_position_embeddings(tmp_path: Path) -> None:
+    save(tmp_path, rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256})
+    config = engine_config(max_model_len=1024)
+    assert load_model(tmp_path, config, load()).max_model_len == 1024
+    refused(tmp_path, "max_model_len is 1025; .* up to 1024", ConfigError, max_model_len=1025)
+
+
 def test_rope_needs_no_more_than_its_theta() -> None:
     cos, sin = rope_table({}, dim=4, max_position_embeddings=8, max_model_len=3)
     angles = torch.tensor([[0.0, 0.0], [1.0, 0.01], [2.0, 0.02]])
@@ -183,7 +254,8 @@ def test_a_full_shape_runs_2k_of_context(smol135: tuple[Path, Any]) -> None:
     [output] = llm.generate({"prompt_token_ids": prompt}, SamplingParams(temperature=0.0, max_tokens=8, logprobs=2))
     ours = output.outputs[0]
     assert len(ours.token_ids) == 8
-    logprobs = torch.log_softmax(theirs(torch.tensor([prompt + ours.token_ids[:-1]])).logits[0, -8:].float(), -1)
+    tokens = torch.tensor([prompt + ours.token_ids[:-1]])
+    logprobs = torch.log_softmax(theirs(tokens, logits_to_keep=8).logits[0], -1)
     for expected, token, reported in zip(logprobs, ours.token_ids, ours.logprobs or [], strict=True):
         assert reported[token].logprob == pytest.approx(expected[token].item(), abs=2e-3)
         best, second = expected.topk(2).values
