@@ -128,3 +128,15 @@ def test_sinks_after_a_merge(backend, device):
     merged = backend.merge_states(*part(backend, step, 0, 24), *part(backend, step, 24, 60))
     out = backend.apply_sinks(*merged, whole.sinks)
     whole.dense().check(out, None, torch.float32)
+
+
+def test_what_a_state_that_saw_nothing_holds_does_not_matter(backend, device):
+    step, dense = filled(backend, device, 5, 20, causal=False)
+    whole = part(backend, step, 0, 20)
+    nothing = torch.full_like(whole[0], torch.nan), torch.full_like(whole[1], -torch.inf)
+    for left, right in ((whole, nothing), (nothing, whole)):
+        out, lse = backend.merge_states(*left, *right)
+        dense.check(out, lse, torch.float32)
+    out, lse = backend.merge_states(*nothing, *nothing)
+    assert not out.any()
+    assert (lse == -torch.inf).all()

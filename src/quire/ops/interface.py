@@ -13,7 +13,9 @@ Dimensions, used with these letters in every docstring of Quire:
 Query row r of sequence s stands at the absolute position `p = context_lens[s] - q_len[s] + r` and sees the keys
 `max(0, p - window + 1) .. p`, or all keys of its sequence when the attention is not causal. Scores are formed in the
 order `q·k * scale → softcap → + alibi_slope * (key_pos - p) → mask → softmax with the sink as one more logit`.
-Sums are in fp32 whatever the dtype. A row that sees nothing gives zeros and an LSE of -inf.
+Sums and the LSE are in fp32 whatever the dtype (float64 for float64). A row that sees nothing gives zeros and an LSE
+of -inf. Where the context is shorter than the query, the first rows stand before the sequence's start: causal ones see
+nothing. Keys below the window but in a block that is not wholly below it still belong to the sequence.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.errors import BadShape
 from quire.ops import validate
 from quire.ops.interface import AttentionSpec, Limits, PagedKV
 from quire.ops.plan import AttentionPlan
@@ -25,8 +24,11 @@ LIMITS = Limits(kv_dtypes=dict.fromkeys(_FLOATS, _FLOATS), max_head_dim=1024, ca
 
 
 def unavailable(device: str) -> str | None:
-    """None: wherever torch runs, this runs."""
-    return None
+    """None wherever torch runs: on the CPU, and on a GPU that torch sees."""
+    kind = device.partition(":")[0]
+    if kind == "cpu" or (kind == "cuda" and torch.cuda.is_available()):
+        return None
+    return f"torch has no device {device!r} here"
 
 
 # ------------------------------------------------------------------------------------------------- the plan
@@ -229,7 +231,9 @@ def merge_states(
     shift = top.masked_fill(top == -torch.inf, 0.0)
     a, b = torch.exp(lse_a - shift), torch.exp(lse_b - shift)
     total = a + b
-    mix = a[..., None] * out_a.to(a.dtype) + b[..., None] * out_b.to(b.dtype)
+    # Zero times what a state that saw nothing may hold, NaN for one, is not zero: leave it out.
+    seen_a, seen_b = (out.to(top.dtype).masked_fill((w == 0)[..., None], 0.0) for out, w in ((out_a, a), (out_b, b)))
+    mix = a[..., None] * seen_a + b[..., None] * seen_b
     out = torch.where(total[..., None] > 0, mix / total[..., None], 0.0)
     return out.to(out_a.dtype), top + torch.log(total)
 
@@ -308,10 +312,7 @@ def swiglu(
     gate_up: Tensor,  # [T, 2 * I]: gates, then ups
 ) -> Tensor:
     """silu(gate) * up: [T, I] (Shazeer 2020)."""
-    if gate_up.shape[-1] % 2:
-        raise BadShape(
-            f"gate_up has shape {tuple(gate_up.shape)}; its last dimension holds gates and ups, so it is even"
-        )
+    validate.check_swiglu(gate_up)
     gate, up = _widen(gate_up).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 

@@ -332,6 +332,14 @@ def check_rope(
         )
 
 
+def check_swiglu(
+    gate_up: torch.Tensor,  # [T, 2 * I]
+) -> None:
+    """Check the argument of swiglu."""
+    if gate_up.shape[-1] % 2:
+        raise BadShape(f"gate_up has shape {tuple(gate_up.shape)}; its last dimension, gates and ups, must be even")
+
+
 def check_copy(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
     """Check the arguments of copy_blocks: ids in range, no block written twice or both read and written."""
     if len(src) != len(dst):
