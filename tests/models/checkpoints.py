@@ -31,11 +31,17 @@ TINY = {
 }
 
 
+GPT2 = {"vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "bos_token_id": 0}
+BLOOM = {"vocab_size": 97, "hidden_size": 48, "n_layer": 3, "n_head": 6, "bos_token_id": 0, "eos_token_id": 1}
+BASES = {"GPT2": GPT2, "Bloom": BLOOM}
+
+
 def save(directory: Path, kind: str = "Llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Save a random model of that family; the model itself, as transformers has it."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**(TINY | changes))
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    config = getattr(transformers, f"{kind}Config")(**(BASES.get(kind, TINY) | changes))
+    model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config).eval()
+    config._attn_implementation = "eager"  # the one that knows about softcaps
     for parameter in model.parameters():  # the usual initialisation is so small that attention would hardly matter
         parameter.data.normal_(0, 0.2) if parameter.dim() > 1 else parameter.data.normal_(1, 0.1)
     model.to(dtype).save_pretrained(directory)

@@ -1,6 +1,7 @@
 """Checkpoints that load, and the errors of those that do not."""
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,13 @@ def test_weights_are_copied_into_aligned_memory(tmp_path: Path, saved: torch.dty
     save(tmp_path, vocab_size=96, tie_word_embeddings=True, dtype=saved)
     model = engine(tmp_path, dtype="float32").runner.model
     for layer in model.layers:
-        for weight in (model.embedding, model.final_norm, layer.qkv.weight, layer.down.weight, layer.input_norm):
+        for weight in (
+            model.embedding,
+            model.final_norm.weight,
+            layer.qkv.weight,
+            layer.mlp_out.weight,
+            layer.input_norm.weight,
+        ):
             assert weight.dtype is torch.float32
             assert weight.data_ptr() % 64 == 0
 
@@ -90,6 +97,23 @@ def test_redundant_tensors_of_old_checkpoints_are_passed_over(tmp_path: Path) ->
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(weights, tmp_path / "model.safetensors")
     assert tokens(tmp_path) == expected
+
+
+@pytest.mark.parametrize("form", ["bare", "under model", "without prefix", "with masks"])
+def test_gpt2_from_an_old_state_dict(tmp_path: Path, form: str) -> None:
+    model = save(tmp_path / "new", "GPT2")
+    save(tmp_path / "old", "GPT2")
+    (tmp_path / "old" / "model.safetensors").unlink()
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    if form == "without prefix":
+        state = {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
+    if form == "with masks":
+        for i in range(3):
+            state[f"transformer.h.{i}.attn.bias"] = torch.ones(1, 1, 256, 256).tril().bool()
+            state[f"transformer.h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+    name = "model.pt" if form == "under model" else "pytorch_model.bin"
+    torch.save({"model": state} if form == "under model" else state, tmp_path / "old" / name)
+    assert tokens(tmp_path / "old") == tokens(tmp_path / "new")
 
 
 class TestRefused:
@@ -156,9 +180,13 @@ class TestRefused:
 
     def test_files(self, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
-        refused(tmp_path, "cannot be read as safetensors")
+        refused(tmp_path, "model.safetensors cannot be read as weights")
         (tmp_path / "model.safetensors").unlink()
-        refused(tmp_path, r"holds no \*\.safetensors weights; it holds config\.json")
+        refused(tmp_path, r"holds no weights \(model\.safetensors, .*\); it holds config\.json")
+        torch.save({"a": torch.ones(1), "epoch": 3}, tmp_path / "model.pt")
+        refused(tmp_path, r"model\.pt holds no state dict")
+        (tmp_path / "model.pt").write_bytes(pickle.dumps(Path("x")))
+        refused(tmp_path, r"model\.pt cannot be read as weights")
         (tmp_path / "config.json").write_text("[1]")
         refused(tmp_path, r"config\.json holds a list")
         (tmp_path / "config.json").write_text("{")

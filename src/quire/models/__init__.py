@@ -5,22 +5,26 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelError, Unsupported
-from quire.models.decoder import Decoder, DecoderConfig, stacked_rows, weight_shapes
+from quire.models.decoder import Decoder, DecoderConfig
 from quire.models.rope import rope_type
-from quire.models.weights import Checkpoint, load_weights, read_json
+from quire.models.weights import Checkpoint, Sources, load_weights, read_json
 from quire.ops import Ops
 
 # What a config.json calls its architecture -> the module that reads it.
 FAMILIES = {
+    "BloomForCausalLM": "quire.models.families.bloom",
+    "GPT2LMHeadModel": "quire.models.families.gpt2",
+    "Gemma2ForCausalLM": "quire.models.families.gemma2",
     "LlamaForCausalLM": "quire.models.families.llama",
     "MistralForCausalLM": "quire.models.families.llama",
+    "Qwen2ForCausalLM": "quire.models.families.qwen2",
+    "Qwen3ForCausalLM": "quire.models.families.qwen3",
 }
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
@@ -35,6 +39,16 @@ DTYPES = {
 
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*.json"]
 NOT_THESE = ["*/*", "consolidated*"]  # the same weights in other forms
+
+
+class Family(Protocol):
+    """A module that reads one family's checkpoints."""
+
+    def decoder_config(self, raw: Mapping[str, Any]) -> DecoderConfig:
+        """The decoder that a config.json describes. Raises ModelError for what is not understood."""
+
+    def weight_sources(self, config: DecoderConfig, names: frozenset[str]) -> Sources:
+        """Where the decoder's weights stand in a checkpoint with tensors of these names."""
 
 
 def locate(model: str | None) -> Path:
@@ -80,7 +94,7 @@ def check_device(device: str) -> None:
 def read_config(directory: Path) -> tuple[DecoderConfig, torch.dtype]:
     """What the directory's model is, and the dtype of its weights. Raises ModelError where it is not understood."""
     raw = read_json(directory / "config.json")
-    decoder: DecoderConfig = _family_of(raw, directory).decoder_config(raw)
+    decoder = _family_of(raw, directory).decoder_config(raw)
     return decoder, _dtype("auto", raw)
 
 
@@ -91,30 +105,24 @@ def load_model(directory: Path, config: EngineConfig, ops: Ops) -> Decoder:
     """
     raw = read_json(directory / "config.json")
     family = _family_of(raw, directory)
-    decoder: DecoderConfig = family.decoder_config(raw)
+    decoder = family.decoder_config(raw)
     max_model_len = config.max_model_len or decoder.max_position_embeddings
     longest = _longest_sequence(decoder)
     if max_model_len > longest:
         raise ConfigError(
             f"max_model_len is {max_model_len}; {directory.name} was made for sequences of up to {longest}"
         )
-    weights = load_weights(
-        Checkpoint(directory),
-        family.weight_sources(decoder),
-        weight_shapes(decoder),
-        stacked_rows(decoder),
-        _dtype(config.dtype, raw),
-        config.device,
-        family.ignored_weights(decoder),
-    )
+    checkpoint = Checkpoint(directory)
+    sources = family.weight_sources(decoder, checkpoint.names)
+    weights = load_weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device)
     return Decoder(decoder, weights, ops, max_model_len, _eos_token_ids(raw, directory, decoder.vocab_size))
 
 
-def _family_of(raw: Mapping[str, Any], directory: Path) -> ModuleType:
+def _family_of(raw: Mapping[str, Any], directory: Path) -> Family:
     architectures = raw.get("architectures") or [f"model_type {raw.get('model_type')!r}, without an architecture"]
     for architecture in architectures:
         if architecture in FAMILIES:
-            return importlib.import_module(FAMILIES[architecture])
+            return cast(Family, importlib.import_module(FAMILIES[architecture]))
     raise ModelError(
         f"{directory} is a {', '.join(map(str, architectures))}, which is not supported; supported: "
         f"{', '.join(FAMILIES)}"
@@ -123,7 +131,7 @@ def _family_of(raw: Mapping[str, Any], directory: Path) -> ModuleType:
 
 def _longest_sequence(decoder: DecoderConfig) -> int:
     """What the positions were made for; yarn's scaling reaches beyond a max_position_embeddings left as it was."""
-    if rope_type(decoder.rope) != "yarn":
+    if decoder.rope is None or rope_type(decoder.rope) != "yarn":
         return decoder.max_position_embeddings
     original = decoder.rope.get("original_max_position_embeddings") or decoder.max_position_embeddings
     return max(decoder.max_position_embeddings, int(original * (decoder.rope.get("factor") or 1.0)))

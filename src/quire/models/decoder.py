@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,29 +13,46 @@ from quire.batch import Batch
 from quire.cache.manager import CacheGroup
 from quire.cache.storage import KVCache
 from quire.models.linear import Linear
+from quire.models.norm import LayerNorm, Norm, RMSNorm
 from quire.models.rope import rope_table
 from quire.ops import AttentionPlan, Ops
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The decoder's sizes and variations, in Quire's own words."""
+    """The decoder's sizes and variations, in Quire's own words. The defaults are Llama's."""
 
     vocab_size: int  # V
     hidden_size: int  # H
-    intermediate_size: int  # I, of the gated MLP
+    intermediate_size: int  # I, of the MLP
     num_layers: int  # L
     num_heads: int  # Hq
     num_kv_heads: int  # Hkv
     head_dim: int  # D
-    norm_eps: float
-    rope: Mapping[str, Any]  # the checkpoint's rope parameters, see rope.py
     max_position_embeddings: int
-    tied_embeddings: bool  # the output projection is the embedding
-    qkv_bias: bool
-    output_bias: bool  # of attention's output projection
-    mlp_bias: bool
     windows: tuple[int | None, ...]  # [L], keys that a row of the layer sees; None: all before it
+    tied_embeddings: bool  # the output projection is the embedding
+    # Positions: exactly one of the three.
+    rope: Mapping[str, Any] | None = None  # the checkpoint's rope parameters, see rope.py
+    learned_positions: bool = False  # an embedding of each position is added to the token's
+    alibi_slopes: tuple[float, ...] | None = None  # [Hq]
+    # Normalisation.
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    embedding_norm: bool = False  # the embeddings are normalised
+    qk_norm: bool = False  # each head's q and k are normalised before RoPE
+    branch_norms: bool = False  # each branch is normalised before it is added to the residual
+    # Attention and MLP.
+    qkv_bias: bool = False
+    output_bias: bool = False  # of attention's output projection
+    mlp_bias: bool = False
+    gated_mlp: bool = True  # activation(gate) * up, else activation(up)
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    attention_scale: float | None = None  # None: 1 / sqrt(D)
+    attention_softcap: float | None = None
+    # Both ends.
+    embedding_scale: float | None = None  # multiplies the embeddings
+    logit_softcap: float | None = None
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -47,48 +64,58 @@ class DecoderConfig:
 
 
 def stacked_rows(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Rows of each part of the weights that are stacked of several."""
+    """Rows of each part of the weights that may be stacked of several, by their name within a layer."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {"qkv": (q, kv, kv), "gate_up": (config.intermediate_size, config.intermediate_size)}
+    return {"qkv": (q, kv, kv), "mlp_in": (config.intermediate_size, config.intermediate_size)}
 
 
 def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every weight. q, k and v are one matrix, and so are the MLP's gate and up projections."""
-    H, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"embedding": (config.vocab_size, H), "final_norm": (H,)}
+    """Name and shape of every weight. q, k and v are one matrix, and so are the gate and up projections of an MLP."""
+    H, D = config.hidden_size, config.head_dim
+    q, kv, inner = config.num_heads * D, config.num_kv_heads * D, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (config.vocab_size, H)}
+    if config.learned_positions:
+        shapes["positions"] = (config.max_position_embeddings, H)
     if not config.tied_embeddings:
         shapes["lm_head"] = (config.vocab_size, H)
+    norms = {"final_norm": H} | ({"embedding_norm": H} if config.embedding_norm else {})
     for i in range(config.num_layers):
-        layer: dict[str, tuple[int, ...]] = {
-            "input_norm": (H,),
-            "qkv.weight": (q + 2 * kv, H),
-            "output.weight": (H, q),
-            "mlp_norm": (H,),
-            "gate_up.weight": (2 * inner, H),
-            "down.weight": (H, inner),
-        }
-        if config.qkv_bias:
-            layer["qkv.bias"] = (q + 2 * kv,)
-        if config.output_bias:
-            layer["output.bias"] = (H,)
-        if config.mlp_bias:
-            layer["gate_up.bias"] = (2 * inner,)
-            layer["down.bias"] = (H,)
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+        prefix = f"layers.{i}."
+        for name, (rows, columns), bias in (
+            ("qkv", (q + 2 * kv, H), config.qkv_bias),
+            ("output", (H, q), config.output_bias),
+            ("mlp_in", ((2 if config.gated_mlp else 1) * inner, H), config.mlp_bias),
+            ("mlp_out", (H, inner), config.mlp_bias),
+        ):
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        norms |= {f"{prefix}input_norm": H, f"{prefix}mlp_norm": H}
+        if config.qk_norm:
+            norms |= {f"{prefix}q_norm": D, f"{prefix}k_norm": D}
+        if config.branch_norms:
+            norms |= {f"{prefix}output_norm": H, f"{prefix}mlp_output_norm": H}
+    for name, size in norms.items():
+        shapes[f"{name}.weight"] = (size,)
+        if config.norm == "layer":
+            shapes[f"{name}.bias"] = (size,)
     return shapes
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's weights."""
+    """One layer's weights. The norms that a family does not have are None."""
 
-    input_norm: Tensor  # [H]
+    input_norm: Norm
     qkv: Linear  # H -> (Hq + 2 Hkv) D
+    q_norm: Norm | None
+    k_norm: Norm | None
     output: Linear  # Hq D -> H
-    mlp_norm: Tensor  # [H]
-    gate_up: Linear  # H -> 2 I
-    down: Linear  # I -> H
+    output_norm: Norm | None
+    mlp_norm: Norm
+    mlp_in: Linear  # H -> 2 I, or I without a gate
+    mlp_out: Linear  # I -> H
+    mlp_output_norm: Norm | None
 
 
 class Decoder:
@@ -109,11 +136,18 @@ class Decoder:
         self.eos_token_ids = eos_token_ids
         self.embedding = weights["embedding"]  # [V, H]
         self.lm_head = Linear(weights["embedding" if config.tied_embeddings else "lm_head"])
-        self.final_norm = weights["final_norm"]  # [H]
+        self.positions = weights.get("positions")  # [max_position_embeddings, H]
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
-        table = rope_table(config.rope, config.head_dim, config.max_position_embeddings, max_model_len)
-        self.cos, self.sin = (part.to(self.device) for part in table)  # fp32 [max_model_len, D / 2]
-        self.layers = [_layer(weights, f"layers.{i}.") for i in range(config.num_layers)]
+        self.embedding_norm = _norm(config, weights, ops, "embedding_norm")
+        self.final_norm = _required_norm(config, weights, ops, "final_norm")
+        self.layers = [_layer(config, weights, ops, f"layers.{i}.") for i in range(config.num_layers)]
+        self.alibi_slopes = (
+            None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
+        )  # fp32 [Hq]
+        self.cos_sin: tuple[Tensor, Tensor] | None = None  # fp32 [max_model_len, D / 2] each
+        if config.rope is not None:
+            cos, sin = rope_table(config.rope, config.head_dim, config.max_position_embeddings, max_model_len)
+            self.cos_sin = cos.to(self.device), sin.to(self.device)
         self._group_of_layer = {layer: g for g, group in enumerate(config.groups) for layer in group.layers}
 
     def forward(self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan]) -> Tensor:
@@ -121,22 +155,17 @@ class Decoder:
 
         plans: one a cache group, updated for this batch.
         """
-        config, ops = self.config, self.ops
         positions = batch.positions.to(self.device)
-        num_tokens = len(positions)
-        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        residual = self.embedding[batch.token_ids.to(self.device)]
-        hidden = ops.rms_norm(residual, self.layers[0].input_norm, config.norm_eps)
+        residual = self._embed(batch.token_ids.to(self.device), positions)
+        hidden = self.layers[0].input_norm(residual)
         norms_after = [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
         for i, (layer, norm_after) in enumerate(zip(self.layers, norms_after, strict=True)):
-            kv, plan = cache.layer(i), plans[self._group_of_layer[i]]
-            q, k, v = torch.split(layer.qkv(hidden).view(num_tokens, sum(heads), config.head_dim), heads, dim=1)
-            ops.rope(q, k, positions, self.cos, self.sin)
-            ops.write_kv(k, v, kv, plan)
-            attended = ops.attention(q, kv, plan)
-            hidden = ops.add_rms_norm(layer.output(attended.flatten(1)), residual, layer.mlp_norm, config.norm_eps)
-            mlp = layer.down(ops.swiglu(layer.gate_up(hidden)))
-            hidden = ops.add_rms_norm(mlp, residual, norm_after, config.norm_eps)
+            branch = self._attention(layer, i, hidden, positions, cache, plans[self._group_of_layer[i]])
+            hidden = layer.mlp_norm.of_sum(branch, residual)
+            branch = layer.mlp_out(self._activate(layer.mlp_in(hidden)))
+            if layer.mlp_output_norm is not None:
+                branch = layer.mlp_output_norm(branch)
+            hidden = norm_after.of_sum(branch, residual)
         return hidden
 
     def logits(
@@ -144,18 +173,86 @@ class Decoder:
         hidden: Tensor,  # [R, H]
     ) -> Tensor:
         """Logits over the vocabulary: fp32 [R, V]."""
-        return self.lm_head(hidden).float()
+        logits = self.lm_head(hidden).float()
+        cap = self.config.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        embedded = self.embedding[token_ids]
+        if self.config.embedding_scale is not None:  # rounded to the weights' dtype, as Gemma was trained
+            embedded = embedded * torch.tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
+        if self.positions is not None:
+            embedded = embedded + self.positions[positions]
+        return embedded if self.embedding_norm is None else self.embedding_norm(embedded)
+
+    def _attention(
+        self, layer: Layer, index: int, hidden: Tensor, positions: Tensor, cache: KVCache, plan: AttentionPlan
+    ) -> Tensor:
+        config, ops, kv = self.config, self.ops, cache.layer(index)
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        packed = layer.qkv(hidden).view(len(hidden), sum(heads), config.head_dim)
+        q, k, v = torch.split(packed, heads, dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = layer.q_norm(q), layer.k_norm(k)
+        if self.cos_sin is not None:
+            ops.rope(q, k, positions, *self.cos_sin)
+        ops.write_kv(k, v, kv, plan)
+        attended = ops.attention(
+            q,
+            kv,
+            plan,
+            scale=config.attention_scale,
+            alibi_slopes=self.alibi_slopes,
+            softcap=config.attention_softcap,
+        )
+        branch = layer.output(attended.flatten(1))
+        return branch if layer.output_norm is None else layer.output_norm(branch)
+
+    def _activate(
+        self,
+        x: Tensor,  # [T, 2 I], or [T, I] without a gate
+    ) -> Tensor:
+        """The MLP's activation: [T, I]."""
+        activation = self.config.activation
+        if activation == "silu":  # no family has it without a gate
+            return self.ops.swiglu(x)
+        approximate: Literal["none", "tanh"] = "none" if activation == "gelu" else "tanh"
+        if not self.config.gated_mlp:
+            return self.ops.gelu(x, approximate)
+        gate, up = x.chunk(2, dim=-1)
+        return self.ops.gelu(gate, approximate) * up
 
 
-def _layer(weights: Mapping[str, Tensor], prefix: str) -> Layer:
+def _norm(config: DecoderConfig, weights: Mapping[str, Tensor], ops: Ops, name: str) -> Norm | None:
+    """The norm of that name, if the family has it."""
+    return _required_norm(config, weights, ops, name) if f"{name}.weight" in weights else None
+
+
+def _required_norm(config: DecoderConfig, weights: Mapping[str, Tensor], ops: Ops, name: str) -> Norm:
+    if config.norm == "rms":
+        return RMSNorm(weights[f"{name}.weight"], config.norm_eps, ops)
+    return LayerNorm(weights[f"{name}.weight"], weights[f"{name}.bias"], config.norm_eps, ops)
+
+
+def _layer(config: DecoderConfig, weights: Mapping[str, Tensor], ops: Ops, prefix: str) -> Layer:
     def linear(name: str) -> Linear:
         return Linear(weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias"))
 
+    def norm(name: str) -> Norm:
+        return _required_norm(config, weights, ops, prefix + name)
+
+    def optional_norm(name: str) -> Norm | None:
+        return _norm(config, weights, ops, prefix + name)
+
     return Layer(
-        input_norm=weights[f"{prefix}input_norm"],
+        input_norm=norm("input_norm"),
         qkv=linear("qkv"),
+        q_norm=optional_norm("q_norm"),
+        k_norm=optional_norm("k_norm"),
         output=linear("output"),
-        mlp_norm=weights[f"{prefix}mlp_norm"],
-        gate_up=linear("gate_up"),
-        down=linear("down"),
+        output_norm=optional_norm("output_norm"),
+        mlp_norm=norm("mlp_norm"),
+        mlp_in=linear("mlp_in"),
+        mlp_out=linear("mlp_out"),
+        mlp_output_norm=optional_norm("mlp_output_norm"),
     )

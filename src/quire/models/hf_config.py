@@ -68,6 +68,16 @@ class ConfigReader:
             raise ModelError(f"config.json: {key} is {value!r}; it must be an object")
         return dict(value)
 
+    def windows(self, layer_types: list[str], window: int | None, num_layers: int) -> tuple[int | None, ...]:
+        """Each layer's window, by the names that transformers gives the kinds of layers."""
+        kinds = {"full_attention": None, "sliding_attention": window}
+        if len(layer_types) != num_layers or not set(layer_types) <= set(kinds):
+            raise ModelError(
+                f"config.json: layer_types is {layer_types!r}; it must name one of {', '.join(kinds)} for each of "
+                f"{num_layers} layers"
+            )
+        return tuple(kinds[kind] for kind in layer_types)
+
     def only(self, key: str, *allowed: object) -> None:
         """Raise ModelError unless the key is missing, null, or one of these values."""
         value = self.get(key)

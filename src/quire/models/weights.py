@@ -1,9 +1,12 @@
-"""From a directory of safetensors to aligned tensors of our own."""
+"""From a checkpoint's files to aligned tensors of our own."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +15,61 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.errors import ModelError
+from quire.models.decoder import DecoderConfig, stacked_rows, weight_shapes
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt")
 
 
 class Checkpoint:
-    """The named tensors of a directory, in one safetensors file or several."""
+    """The named tensors of a directory: safetensors, in one file or several, or an old state dict."""
 
     def __init__(self, directory: Path) -> None:
-        """Open the files; no tensor is read yet. Raises ModelError where there are none, or one is unreadable."""
+        """Open the files. Raises ModelError where there are none, or one is unreadable."""
         self.directory = directory
-        index = directory / INDEX
-        if index.exists():
-            names = sorted(set(read_json(index)["weight_map"].values()))
-        elif (directory / SINGLE).exists():  # beside it there may be the same weights in another form
-            names = [SINGLE]
-        else:
-            names = [path.name for path in sorted(directory.glob("*.safetensors"))]
-        if not names:
-            others = sorted(path.name for path in directory.iterdir())
-            raise ModelError(
-                f"{directory} holds no *.safetensors weights; it holds {', '.join(others) or 'nothing'}. Convert the "
-                f"checkpoint with transformers' save_pretrained"
-            )
-        self._file_of: dict[str, Any] = {}
-        for name in names:
+        self._reader_of: dict[str, Callable[[str], Tensor]] = {}
+        for path in _weight_files(directory):
             try:
-                file = safe_open(directory / name, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"{directory / name} cannot be read as safetensors: {error}") from error
-            self._file_of |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
+                if path.suffix == ".safetensors":
+                    file = safe_open(path, framework="pt")
+                    self._reader_of |= dict.fromkeys(file.keys(), file.get_tensor)  # type: ignore[no-untyped-call]
+                else:
+                    tensors = _state_dict(path)
+                    self._reader_of |= dict.fromkeys(tensors, tensors.__getitem__)
+            except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
+                raise ModelError(f"{path} cannot be read as weights: {error}") from error
 
     @property
     def names(self) -> frozenset[str]:
         """All tensors there are."""
-        return frozenset(self._file_of)
+        return frozenset(self._reader_of)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._file_of[name].get_tensor(name)
-        return tensor
+        return self._reader_of[name](name)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights; of several forms of the same weights the first of SINGLE_FILES."""
+    if (directory / INDEX).exists():
+        return [directory / name for name in sorted(set(read_json(directory / INDEX)["weight_map"].values()))]
+    for pattern in SINGLE_FILES:
+        if found := sorted(directory.glob(pattern)):
+            return found
+    others = sorted(path.name for path in directory.iterdir())
+    raise ModelError(
+        f"{directory} holds no weights ({', '.join(SINGLE_FILES)}); it holds {', '.join(others) or 'nothing'}"
+    )
+
+
+def _state_dict(path: Path) -> dict[str, Tensor]:
+    """A pickled state dict, bare or under "model" or "state_dict". Only tensors are unpickled, never code."""
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    for key in ("model", "state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ModelError(f"{path} holds no state dict: its entries are not all tensors")
+    return content
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -64,48 +83,61 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+@dataclass(frozen=True)
+class Sources:
+    """Where a family's checkpoints keep the decoder's weights."""
+
+    ends: Mapping[str, str]  # ours -> theirs, outside the layers
+    layer_prefix: str  # of their tensors of layer {}
+    layer: Mapping[str, tuple[str, ...]]  # ours -> theirs within a layer; several are stacked in this order
+    ignored: re.Pattern[str] | None = None  # their tensors that are known not to be needed
+    adapt: Callable[[str, Tensor], Tensor] | None = None  # our name, their tensor -> our form of it
+
+    def of(self, name: str) -> tuple[str, ...]:
+        """The checkpoint's tensors that make up our weight of that name, as in `weight_shapes`."""
+        if name in self.ends:
+            return (self.ends[name],)
+        _, layer, part, kind = name.split(".")
+        return tuple(f"{self.layer_prefix.format(layer)}{theirs}.{kind}" for theirs in self.layer[part])
+
+
 def load_weights(
-    checkpoint: Checkpoint,
-    sources: Mapping[str, tuple[str, ...]],
-    shapes: Mapping[str, tuple[int, ...]],
-    rows: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    device: str,
-    ignored: frozenset[str] = frozenset(),
+    checkpoint: Checkpoint, sources: Sources, config: DecoderConfig, dtype: torch.dtype, device: str
 ) -> dict[str, Tensor]:
-    """Copy every weight into memory of its own, stacking its parts: name -> tensor of that dtype.
+    """Copy every weight of `weight_shapes` into memory of its own, stacking its parts: name -> tensor of that dtype.
 
     Memory of our own is aligned and stays resident; weights used straight out of a mapped file are neither.
-    sources: the checkpoint's tensors that make up each weight, stacked along dimension 0 in this order.
-    rows: rows of each part of a stacked weight, by the weight's name within a layer.
-    ignored: tensors of the checkpoint that are known not to be needed.
-
     Raises ModelError for a tensor that is missing, superfluous, or of a wrong shape.
     """
-    expected = {part for parts in sources.values() for part in parts}
+    shapes, rows = weight_shapes(config), stacked_rows(config)
+    expected = {part for name in shapes for part in sources.of(name)}
     if missing := expected - checkpoint.names:
         raise ModelError(f"{checkpoint.directory} lacks {len(missing)} tensors, among them {_first(missing)}")
-    if superfluous := checkpoint.names - expected - ignored:
+    superfluous = set(checkpoint.names - expected)
+    if config.tied_embeddings:
+        superfluous -= {sources.ends["lm_head"]}
+    if sources.ignored is not None:
+        superfluous = {name for name in superfluous if not sources.ignored.fullmatch(name)}
+    if superfluous:
         raise ModelError(
             f"{checkpoint.directory} has {len(superfluous)} tensors that this family does not use, among them "
             f"{_first(superfluous)}; running without them would be a different model"
         )
     weights = {}
-    for name, parts in sources.items():
-        tensors = [checkpoint[part] for part in parts]
-        lengths = rows[name.split(".")[-2]] if len(parts) > 1 else shapes[name][:1]
-        for part, tensor, length in zip(parts, tensors, lengths, strict=True):
-            expected_shape = (length, *shapes[name][1:])
-            if tuple(tensor.shape) != expected_shape:
+    for name, shape in shapes.items():
+        parts = sources.of(name)
+        lengths = rows[name.split(".")[2]] if len(parts) > 1 else shape[:1]
+        weight = torch.empty(shape, dtype=dtype, device=device)
+        for part, home in zip(parts, torch.split(weight, list(lengths)), strict=True):
+            tensor = checkpoint[part]
+            if sources.adapt is not None:
+                tensor = sources.adapt(name, tensor)
+            if tensor.shape != home.shape:
                 raise ModelError(
-                    f"{checkpoint.directory}: {part} has shape {tuple(tensor.shape)}; "
-                    f"config.json asks for {expected_shape}"
+                    f"{checkpoint.directory}: {part} has shape {tuple(checkpoint[part].shape)}; config.json asks for "
+                    f"{tuple(home.shape)}"
                 )
-        weight = torch.empty(shapes[name], dtype=dtype, device=device)
-        start = 0
-        for tensor in tensors:
-            weight[start : start + len(tensor)].copy_(tensor)
-            start += len(tensor)
+            home.copy_(tensor)
         weights[name] = weight
     return weights
 

@@ -1,4 +1,4 @@
-"""Llama and Mistral against transformers' own forward, on random checkpoints."""
+"""Every family against transformers' own forward, on random checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral, sliding window": ("Mistral", {"sliding_window": 9}),
     "mistral, no window": ("Mistral", {"sliding_window": None}),
+    "gpt2": ("GPT2", {}),
+    "gpt2, inner size and exact gelu": ("GPT2", {"n_inner": 100, "activation_function": "gelu"}),
+    "bloom": ("Bloom", {}),
+    "bloom, eight heads": ("Bloom", {"n_head": 8}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2, windows in upper layers": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {}),
+    "qwen3, biases": ("Qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", {"sliding_window": 9, "query_pre_attn_scalar": 24}),
+    "gemma2, other caps": (
+        "Gemma2",
+        {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": None, "num_hidden_layers": 4},
+    ),
 }
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 50)
 

@@ -1,0 +1,84 @@
+"""BLOOM: ALiBi instead of position embeddings, normalised embeddings, QKV interleaved by head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from quire.models.decoder import DecoderConfig
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+LAYER = {
+    "input_norm": ("input_layernorm",),
+    "qkv": ("self_attention.query_key_value",),
+    "output": ("self_attention.dense",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp_in": ("mlp.dense_h_to_4h",),
+    "mlp_out": ("mlp.dense_4h_to_h",),
+}
+LONGEST = 2048  # what the released models were trained on; ALiBi itself sets no limit
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader(raw, "bloom")
+    hidden_size = config.integer("hidden_size", config.get("n_embed"))
+    num_heads, num_layers = config.integer("n_head", config.get("num_attention_heads")), config.integer("n_layer")
+    config.only("apply_residual_connection_post_layernorm", False)
+    for key in ("slow_but_exact", "masked_softmax_fusion", "bias_dropout_fusion", "offset_alibi", "skip_bias_add",
+                "skip_bias_add_qkv", "attention_softmax_in_fp32", "unk_token_id"):  # fmt: skip
+        config.get(key)  # how the original was computed, not what
+    decoder = DecoderConfig(
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=config.integer("seq_length", LONGEST),
+        windows=(None,) * num_layers,
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+        alibi_slopes=alibi_slopes(num_heads),
+        norm="layer",
+        norm_eps=config.number("layer_norm_epsilon", 1e-5),
+        embedding_norm=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        gated_mlp=False,
+        activation="gelu_tanh",
+    )
+    config.finish()
+    return decoder
+
+
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """A slope for each head (Press et al. 2022): powers of 2^(-8/n); between them where n is no power of two."""
+    n = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
+    between = [2.0 ** (-4.0 * (i + 1) / n) for i in range(0, 2 * (num_heads - n), 2)]
+    return tuple(slopes + between)
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    prefix = "transformer." if any(name.startswith("transformer.") for name in names) else ""
+    ends = {"embedding": f"{prefix}word_embeddings.weight", "lm_head": "lm_head.weight"}
+    for kind in ("weight", "bias"):
+        ends[f"embedding_norm.{kind}"] = f"{prefix}word_embeddings_layernorm.{kind}"
+        ends[f"final_norm.{kind}"] = f"{prefix}ln_f.{kind}"
+    return Sources(ends, f"{prefix}h.{{}}.", LAYER, adapt=partial(_adapt, config))
+
+
+def _adapt(config: DecoderConfig, name: str, tensor: Tensor) -> Tensor:
+    """From q, k and v of one head after the other to all of q, all of k, all of v."""
+    if ".qkv." not in name:
+        return tensor
+    heads = tensor.view(config.num_heads, 3, config.head_dim, *tensor.shape[1:])
+    return heads.transpose(0, 1).reshape(tensor.shape)

@@ -1,0 +1,65 @@
+"""Gemma 2: capped scores and logits, windows in every other layer, norms around each branch, a GELU gate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from quire.models.decoder import DecoderConfig
+from quire.models.families import llama
+from quire.models.families.llama import common_fields
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+LAYER = {
+    "output_norm": ("post_attention_layernorm",),
+    "mlp_norm": ("pre_feedforward_layernorm",),
+    "mlp_output_norm": ("post_feedforward_layernorm",),
+}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader(raw, "gemma2")
+    sizes = common_fields(config, num_kv_heads=4, head_dim=256, tied=True)
+    num_layers = sizes["num_layers"]
+    config.only("hidden_act", "gelu_pytorch_tanh")  # older configs carry it beside hidden_activation
+    config.only("hidden_activation", "gelu_pytorch_tanh")
+    config.only("use_bidirectional_attention", False)
+    alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
+    window = config.integer("sliding_window", 4096)
+    attention_bias = config.flag("attention_bias")
+    decoder = DecoderConfig(
+        **sizes,
+        windows=config.windows(config.get("layer_types", alternating), window, num_layers),
+        branch_norms=True,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        activation="gelu_tanh",
+        attention_scale=1.0 / math.sqrt(config.number("query_pre_attn_scalar", 256)),
+        attention_softcap=_cap(config, raw, "attn_logit_softcapping", 50.0),
+        logit_softcap=_cap(config, raw, "final_logit_softcapping", 30.0),
+        embedding_scale=math.sqrt(sizes["hidden_size"]),
+    )
+    config.finish()
+    return decoder
+
+
+def _cap(config: ConfigReader, raw: Mapping[str, Any], key: str, default: float) -> float | None:
+    """The cap; a null is no cap, a missing key Gemma's default."""
+    return None if key in raw and raw[key] is None else config.number(key, default)
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = llama.weight_sources(config, names)
+    return replace(theirs, layer={**theirs.layer, **LAYER}, adapt=_adapt)
+
+
+def _adapt(name: str, tensor: Tensor) -> Tensor:
+    """Gemma's norms multiply by 1 + weight."""
+    return tensor.float() + 1.0 if "norm." in name else tensor

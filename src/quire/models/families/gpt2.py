@@ -1,0 +1,86 @@
+"""GPT-2: learned positions, LayerNorm, one fused QKV projection, a plain GELU MLP."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+
+from quire.models.decoder import DecoderConfig
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+LAYER = {
+    "input_norm": ("ln_1",),
+    "qkv": ("attn.c_attn",),
+    "output": ("attn.c_proj",),
+    "mlp_norm": ("ln_2",),
+    "mlp_in": ("mlp.c_fc",),
+    "mlp_out": ("mlp.c_proj",),
+}
+ACTIVATIONS: dict[str, Literal["gelu", "gelu_tanh"]] = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader(raw, "gpt2")
+    hidden_size, num_heads = config.integer("n_embd"), config.integer("n_head")
+    num_layers = config.integer("n_layer")
+    activation = config.get("activation_function", "gelu_new")
+    config.only("activation_function", *ACTIVATIONS)
+    config.only("scale_attn_weights", True)
+    config.only("scale_attn_by_inverse_layer_idx", False)
+    config.only("add_cross_attention", False)
+    for key in ("n_ctx", "attn_pdrop", "reorder_and_upcast_attn"):  # n_positions again, training, how to round
+        config.get(key)
+    for key in raw:
+        if key.startswith("summary_"):  # a classifier's head
+            config.get(key)
+    decoder = DecoderConfig(
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("n_inner", 4 * hidden_size),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=config.integer("n_positions", 1024),
+        windows=(None,) * num_layers,
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+        learned_positions=True,
+        norm="layer",
+        norm_eps=config.number("layer_norm_epsilon", 1e-5),
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        gated_mlp=False,
+        activation=ACTIVATIONS[activation],
+    )
+    config.finish()
+    return decoder
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    # OpenAI's own checkpoints name the tensors of the bare transformer.
+    prefix = "transformer." if any(name.startswith("transformer.") for name in names) else ""
+    ends = {
+        "embedding": f"{prefix}wte.weight",
+        "positions": f"{prefix}wpe.weight",
+        "final_norm.weight": f"{prefix}ln_f.weight",
+        "final_norm.bias": f"{prefix}ln_f.bias",
+        "lm_head": "lm_head.weight",
+    }
+    masks = re.compile(rf"{re.escape(prefix)}h\.\d+\.attn\.(masked_)?bias")
+    return Sources(ends, f"{prefix}h.{{}}.", LAYER, masks, _adapt)
+
+
+def _adapt(name: str, tensor: Tensor) -> Tensor:
+    """GPT-2 stores its projections as [in, out]."""
+    return tensor.T if tensor.dim() == 2 and name.startswith("layers.") else tensor

@@ -1,0 +1,32 @@
+"""Qwen2: Llama with biases on q, k and v, and with windows in its upper layers where asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.models.decoder import DecoderConfig
+from quire.models.families.llama import common_fields, weight_sources
+from quire.models.hf_config import ConfigReader
+
+__all__ = ["decoder_config", "weight_sources"]
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader(raw, "qwen2")
+    sizes = common_fields(config, num_kv_heads=32)
+    config.only("hidden_act", "silu")
+    decoder = DecoderConfig(**sizes, windows=windows(config, sizes["num_layers"]), qkv_bias=True)
+    config.finish()
+    return decoder
+
+
+def windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's window: by `layer_types`, or from `max_window_layers` on, and only with `use_sliding_window`."""
+    window = config.get("sliding_window", 4096)
+    if not config.flag("use_sliding_window"):
+        window = None
+    first = config.get("max_window_layers", 28)
+    older = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
+    return config.windows(config.get("layer_types", older), window, num_layers)

@@ -1,0 +1,37 @@
+"""Qwen3: Llama with normalised q and k."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.models.decoder import DecoderConfig
+from quire.models.families import llama
+from quire.models.families.llama import common_fields
+from quire.models.families.qwen2 import windows
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader(raw, "qwen3")
+    sizes = common_fields(config, num_kv_heads=32, head_dim=128)
+    config.only("hidden_act", "silu")
+    attention_bias = config.flag("attention_bias")
+    decoder = DecoderConfig(
+        **sizes,
+        windows=windows(config, sizes["num_layers"]),
+        qk_norm=True,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+    )
+    config.finish()
+    return decoder
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = llama.weight_sources(config, names)
+    return replace(theirs, layer={**theirs.layer, "q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)})
