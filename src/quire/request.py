@@ -106,6 +106,7 @@ class Request:
     sample_index: int = 0  # which of the n samples of its prompt
     num_computed: int = 0  # tokens whose K and V are in the cache; set by Scheduler
     block_ids: list[array[int]] = field(default_factory=list)  # a table per cache group; set by BlockManager
+    num_given_back: list[int] = field(default_factory=list)  # blocks at the front of each table; set by BlockManager
     ordinal: int = -1  # order of arrival; set by Scheduler
     seed: int = 0  # key of its random numbers, as given or derived; set by Engine
     ending_tokens: frozenset[int] = frozenset()  # stop tokens and the model's own end tokens; set by Engine

@@ -25,20 +25,21 @@ def next_token(context: list[int]) -> int:
     return value % VOCAB
 
 
-def continuation(prompt: list[int], count: int) -> list[int]:
-    """What a request must generate, computed without any cache."""
+def continuation(prompt: list[int], count: int, window: int = 0) -> list[int]:
+    """What a request must generate, computed without any cache; with a window the model sees the last tokens only."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens[-window:]))
     return tokens[len(prompt) :]
 
 
 class FakeRunner:
     """Writes each token to its slot and reads a sequence's whole past back through its block table."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_groups: int = 1) -> None:
+    def __init__(self, num_blocks: int, block_size: int, groups: tuple[CacheGroup, ...]) -> None:
         self.block_size = block_size
-        self.memory = np.full((num_groups, num_blocks * block_size), EMPTY)
+        self.windows = [group.window for group in groups]
+        self.memory = np.full((len(groups), num_blocks * block_size), EMPTY)
         self.batches: list[Batch] = []
         self.fail_next = False
 
@@ -59,12 +60,13 @@ class FakeRunner:
             positions = batch.positions[starts[s] : starts[s + 1]].tolist()
             assert positions == list(range(length - len(positions), length))
             pasts = []
-            for memory, group in zip(self.memory, batch.groups, strict=True):
+            for memory, group, window in zip(self.memory, batch.groups, self.windows, strict=True):
                 table = group.block_tables[s].numpy()
-                at = np.arange(length)
+                at = np.arange(0 if window is None else max(0, positions[0] - window + 1), length)  # all that is seen
                 pasts.append(memory[table[at // self.block_size] * self.block_size + at % self.block_size].tolist())
-            assert all(past == pasts[0] for past in pasts)
-            contexts.append(pasts[0])
+            longest = max(pasts, key=len)
+            assert all(longest[len(longest) - len(past) :] == past for past in pasts)
+            contexts.append(longest if None in self.windows else longest[-max(self.windows) :])
         last_rows = {starts[s + 1] - 1: s for s in range(len(contexts))}
         tokens = {
             request_id: next_token(contexts[last_rows[row]])
@@ -82,7 +84,7 @@ def fake_engine(
     max_num_batched_tokens: int = 32,
     eos: frozenset[int] = frozenset(),
 ) -> Engine:
-    manager = BlockManager(groups, num_blocks, block_size)
+    manager = BlockManager(groups, num_blocks, block_size, max_num_batched_tokens)
     scheduler = Scheduler(
         manager,
         max_model_len=max_model_len,
@@ -91,7 +93,7 @@ def fake_engine(
     )
     max_blocks = -(-max_model_len // block_size)
     buffers = Buffers(len(groups), block_size, max_num_batched_tokens, max_num_seqs, max_blocks)
-    return Engine(scheduler, FakeRunner(num_blocks, block_size, len(groups)), buffers, VOCAB, eos)
+    return Engine(scheduler, FakeRunner(num_blocks, block_size, groups), buffers, VOCAB, eos)
 
 
 def request(name: str, prompt: list[int], **sampling: object) -> Request:

@@ -11,14 +11,18 @@ from quire.errors import QuireError, RequestError
 from quire.request import FinishReason
 from tests.engine.fakes import VOCAB, continuation, fake_engine, request, run
 
-TWO_GROUPS = (CacheGroup((0,)), CacheGroup((1,), window=8))
+GROUPS = {
+    "one group": (CacheGroup((0,)),),
+    "two groups": (CacheGroup((0,)), CacheGroup((1,), window=8)),
+    "a window only": (CacheGroup((0,), window=5),),
+}
 
 
 def prompts(rng: random.Random, count: int, longest: int = 40) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("groups", [(CacheGroup((0,)),), TWO_GROUPS], ids=["one group", "two groups"])
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("seed", range(40))
 def test_every_request_gets_its_own_tokens(seed: int, groups: tuple[CacheGroup, ...]) -> None:
     """Random pools, block sizes, budgets and limits; preemption included, wherever blocks run short."""
@@ -35,7 +39,8 @@ def test_every_request_gets_its_own_tokens(seed: int, groups: tuple[CacheGroup, 
     for name, (prompt, count) in asked.items():
         engine.add(request(name, prompt, max_tokens=count))
     results = run(engine)
-    assert results == {name: (continuation(prompt, count), "length") for name, (prompt, count) in asked.items()}
+    window = 0 if groups[0].window is None else groups[0].window
+    assert results == {name: (continuation(prompt, count, window), "length") for name, (prompt, count) in asked.items()}
     assert engine.scheduler.usage().used_blocks == 0
 
 
@@ -87,6 +92,14 @@ def test_a_lone_request_may_fill_the_whole_pool() -> None:
     engine = fake_engine(num_blocks=4, block_size=4)
     engine.add(request("r", list(range(13)), max_tokens=4))
     assert run(engine) == {"r": (continuation(list(range(13)), 4), "length")}
+
+
+def test_with_a_window_a_request_may_outgrow_the_pool() -> None:
+    """100 tokens through 4 blocks of 4: what lies below the window is given back as it goes."""
+    engine = fake_engine(num_blocks=4, block_size=4, groups=GROUPS["a window only"], max_num_batched_tokens=8)
+    prompt = list(range(50))
+    engine.add(request("r", prompt, max_tokens=50))
+    assert run(engine) == {"r": (continuation(prompt, 50, window=5), "length")}
 
 
 def test_a_pool_of_one_block_serves_what_fits_it() -> None:

@@ -128,7 +128,7 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         device=config.device,
     )
     scheduler = Scheduler(
-        BlockManager(groups, num_blocks, block_size),
+        BlockManager(groups, num_blocks, block_size, config.max_num_batched_tokens),
         max_model_len=model.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

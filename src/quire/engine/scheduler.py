@@ -88,7 +88,8 @@ class Scheduler:
                 f"{self.max_model_len} a prompt may have at most {self.max_model_len - 1}"
             )
         # The last token is drawn, but never computed: it takes no slot.
-        needed, existing = self.manager.blocks_for(limit - 1), self.manager.num_blocks
+        needed = max(self.manager.most_blocks(limit - 1, group) for group in self.manager.groups)
+        existing = self.manager.num_blocks
         if needed > existing:
             raise RequestError(
                 f"request {request.id} can never fit: {request.num_prompt} prompt tokens and up to "
@@ -152,16 +153,16 @@ class Scheduler:
         theirs. With blocks for a first piece alone it would soon be preempted again, its work lost.
         """
         admitted = []
-        needed = self.manager.missing_blocks(self.running) if self.waiting else 0
+        needed = self.manager.missing_blocks(self.running if self.waiting else [])
         for request in self.waiting:
             if request.finish_reason is not None:
                 continue
-            needed += self.manager.missing_blocks([request])
-            if budget == 0 or len(self.running) == self.max_num_seqs or needed > self.manager.num_free:
+            with_it = [a + b for a, b in zip(needed, self.manager.missing_blocks([request]), strict=True)]
+            if budget == 0 or len(self.running) == self.max_num_seqs or not self.manager.has_free(with_it):
                 break
             num_new = min(request.num_missing, budget)
             self.manager.grow(request, num_new)
-            needed -= self.manager.blocks_for(num_new)
+            needed = [a + b for a, b in zip(needed, self.manager.missing_blocks([request]), strict=True)]
             admitted.append(request)
             self.running.append(request)
             plan.items.append(PlanItem(request, num_new))
@@ -191,6 +192,7 @@ class Scheduler:
     def _commit_item(self, item: PlanItem, output: StepOutput) -> Event | None:
         request, samples = item.request, item.samples
         request.num_computed += item.num_new
+        self.manager.trim(request)
         prompt_logprobs = output.prompt_logprobs.get(request.id, ())
         request.num_prompt_logprobs += len(prompt_logprobs)
         if not samples:
