@@ -90,7 +90,5 @@ def test_audit_sees_blocks_given_back_too_early() -> None:
     manager.audit([r])
     manager.pools[0].release(r.block_ids[0][2:3])
     r.num_given_back = [3]
-    with pytest.raises(
-        BadValue, match="gave 3 blocks of 2 back .* sees the keys from 5 on"
-    ):
+    with pytest.raises(BadValue, match=r"gave 3 blocks of 2 back .* sees the keys from 5 on"):
         manager.audit([r])

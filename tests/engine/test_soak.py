@@ -1,0 +1,141 @@
+"""The real engine with a fake model and a byte tokenizer through 100,000 random events, audited after each step."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from quire.batch import Batch
+from quire.cache.manager import CacheGroup
+from quire.engine.scheduler import StepOutput
+from quire.errors import RequestError
+from quire.request import Request, SamplingParams
+from quire.text import CompletionOutput, OutputProcessor, RequestOutput, Tokenizer
+from tests.engine.fakes import VOCAB, FakeRunner, continuation, fake_engine
+from tests.test_text import byte_level
+
+EVENTS = 100_000
+SHARDS = 10  # each with its own pool, budget and groups
+
+GROUPS = (
+    (CacheGroup((0,)),),
+    (CacheGroup((0,)), CacheGroup((1,), window=6)),
+    (CacheGroup((0,), window=9),),
+)
+
+
+class FailingRunner(FakeRunner):
+    """Raises in every k-th step, and then has forgotten what the failed requests had stored."""
+
+    every, steps = 1, 0
+
+    def run(self, batch: Batch) -> StepOutput:
+        self.steps += 1
+        self.fail_next = self.steps % self.every == 0
+        self.batches.clear()
+        return super().run(batch)
+
+
+@dataclass
+class Soak:
+    """One engine under abuse, and what is known of each request."""
+
+    seed: int
+    rng: random.Random = field(init=False)
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    outputs: dict[str, RequestOutput] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    events: int = 0
+    refused: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+
+
+def soak(seed: int, tokenizer: Tokenizer, events: int) -> Soak:
+    state = Soak(seed)
+    rng = state.rng
+    block_size = rng.choice([1, 2, 4, 16])
+    num_blocks = (1, 2, 3, 5, 8, 13, 21, 40, 80, 200)[seed % SHARDS]  # from one block up
+    groups = GROUPS[seed % len(GROUPS)]
+    engine = fake_engine(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        groups=groups,
+        max_model_len=60,
+        max_num_seqs=rng.choice([1, 3, 8]),
+        max_num_batched_tokens=rng.choice([1, 4, 16, 64]),
+        eos=frozenset({rng.randrange(VOCAB)}),
+    )
+    runner = FailingRunner(num_blocks, block_size, groups)
+    runner.every = rng.choice([5, 7, 23])
+    engine.runner = runner
+    processor = OutputProcessor(engine, tokenizer)
+    while state.events < events or engine.has_work:
+        arrivals = rng.randrange(3) if state.events < events and len(engine.scheduler.requests) < 30 else 0
+        for _ in range(arrivals):
+            add(state, engine, processor)
+        if engine.scheduler.requests and rng.random() < 0.1:
+            engine.abort(rng.choice(list(engine.scheduler.requests)))
+            state.events += 1
+        for output in processor.process(engine.step()):
+            state.events += 1
+            sample = output.outputs[0]
+            if sample.finished:
+                assert output.request_id not in state.reasons
+                state.reasons[output.request_id] = sample.finish_reason or ""
+        engine.scheduler.audit()
+    assert engine.scheduler.usage().used_blocks == 0
+    assert all(pool.num_free == num_blocks for pool in engine.scheduler.manager.pools)
+    check_tokens(state, groups)
+    return state
+
+
+def add(state: Soak, engine, processor: OutputProcessor) -> None:
+    rng = state.rng
+    name = str(len(state.prompts) + state.refused)
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))]
+    sampling = SamplingParams(
+        max_tokens=rng.choice([None, 1, 5, 30]),
+        stop=rng.choice([None, "a", ["zq", "~"]]),
+        stop_token_ids=rng.choice([None, [rng.randrange(VOCAB)]]),
+        ignore_eos=rng.random() < 0.5,
+        include_stop_str_in_output=rng.random() < 0.5,
+    )
+    request = Request(name, array("i", prompt), len(prompt), sampling)
+    try:
+        engine.add(request)
+    except RequestError:  # it can never fit
+        state.refused += 1
+        return
+    state.events += 1
+    state.prompts[name] = prompt
+    state.outputs[name] = RequestOutput(name, None, prompt, [CompletionOutput(0)])
+    processor.add(request, state.outputs[name])
+
+
+def check_tokens(state: Soak, groups: tuple[CacheGroup, ...]) -> None:
+    """Every request ended with a reason, and what it got until then is what it would have got alone."""
+    assert state.reasons.keys() == state.prompts.keys()
+    window = 0 if groups[0].window is None else groups[0].window
+    for name, prompt in state.prompts.items():
+        tokens = state.outputs[name].outputs[0].token_ids
+        assert tokens == continuation(prompt, len(tokens), window)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory: Path = tmp_path_factory.mktemp("bytes")
+    byte_level().save(str(directory / "tokenizer.json"))
+    return Tokenizer(directory)
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_soak(shard: int, tokenizer: Tokenizer) -> None:
+    state = soak(shard, tokenizer, EVENTS // SHARDS)
+    assert state.events >= EVENTS // SHARDS
+    assert {"stop", "length", "abort", "error"} <= set(state.reasons.values())
