@@ -36,6 +36,7 @@ __all__ = [
 # Name -> module, the preferred first: "auto" takes the first one that is available.
 BACKENDS = {
     "reference": "quire.ops.reference",
+    "gather": "quire.ops.gather",
 }
 
 
