@@ -18,7 +18,10 @@ check: $(INSTALLED)  ## style, types, and the rules of the house
 	$(BIN)/python -m pytest tests/test_architecture.py
 
 bench: $(INSTALLED)  ## speed on this machine
-	$(BIN)/python bench/startup.py
+	$(BIN)/quire bench startup
+	$(BIN)/quire bench throughput decode single rose
+	$(BIN)/quire bench throughput rose --attention gather
+	$(BIN)/quire bench memory
 
 clean:
 	rm -rf .venv build dist

@@ -47,9 +47,3 @@ def test_the_readme_draws_the_tree_as_it_is() -> None:
     for path in sorted((ROOT / "src" / "quire").rglob("*.py")):
         if path.name not in ("__main__.py", "__init__.py"):
             assert path.name in readme, f"README's tree lacks {path.relative_to(ROOT)}"
-
-
-def test_the_demo_prints_text_and_its_table() -> None:
-    result = subprocess.run([sys.executable, "examples/demo.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for row in ("tokens", "seconds", "tokens/s", "blocks used", "memory wasted", "def "):
-        assert row in result.stdout

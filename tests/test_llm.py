@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from quire import LLM, SamplingParams
 from quire.engine import runner
@@ -259,6 +260,21 @@ def test_a_gpu_gives_the_same_text(llm: LLM) -> None:
         LLM(dtype="float32").generate("def ", GREEDY),
     )
     assert there.outputs[0].token_ids == here.outputs[0].token_ids
+
+
+def test_gathered_attention_gives_the_same_text(llm: LLM) -> None:
+    prompts = ["import sys\n", "def f(", "class A:\n    def b(self"]
+    gathered = LLM(dtype="float32", num_blocks=256, attention_backend="gather").generate(prompts, GREEDY)
+    for ours, theirs in zip(llm.generate(prompts, GREEDY), gathered, strict=True):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+
+
+def test_gathering_has_its_own_span_in_a_profile() -> None:
+    gathering = LLM(attention_backend="gather", num_blocks=64)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        gathering.generate("import sys\n", SamplingParams(max_tokens=2, ignore_eos=True))
+    spans = [event.name for event in recorded.events()]
+    assert spans.count("quire::gather") == 2 * gathering.engine.runner.model.config.num_layers
 
 
 def test_block_size_and_budget_do_not_change_the_text(llm: LLM) -> None:

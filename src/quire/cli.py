@@ -1,4 +1,4 @@
-"""The command line: `quire generate`, `quire info`.
+"""The command line: `quire generate`, `quire bench`, `quire info`.
 
 Everything heavy is imported inside the commands, so that `quire --help` answers at once.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Optional
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from quire import __version__
 from quire.errors import QuireError
+from quire.progress import progress_bar
 
 if TYPE_CHECKING:
     from quire import LLM, SamplingParams
@@ -25,22 +26,33 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="Paged attent
 ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_bf16", "asimd", "bf16")
 
 
+Model = Annotated[str | None, typer.Option(help="Directory or hub name. Default: the embedded model.")]
+Backend = Annotated[str, typer.Option("--attention-backend", "--attention", help="auto or a name from `quire info`.")]
+Device = Annotated[str, typer.Option(help="cpu, or cuda.")]
+Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence in tokens.")]
+BlockSize = Annotated[int, typer.Option(help="Tokens a KV block.")]
+NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; overrides --kv-cache-memory.")]
+CacheMemory = Annotated[str, typer.Option(help="Bytes (2GiB) or a share of the free memory (50%).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
 @app.command()
 def generate(
-    prompts: Annotated[Optional[list[str]], typer.Argument(help="Texts to continue; - reads one from stdin.")] = None,  # noqa: UP045
-    file: Annotated[Optional[list[Path]], typer.Option(help="A file whose text is a prompt; may be repeated.")] = None,  # noqa: UP045
-    model: Annotated[Optional[str], typer.Option(help="Directory or hub name. Default: the embedded model.")] = None,  # noqa: UP045
+    prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue; - reads one from stdin.")] = None,
+    file: Annotated[list[Path] | None, typer.Option(help="A file whose text is a prompt; may be repeated.")] = None,
+    model: Model = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 0.7,
     seed: Annotated[int, typer.Option(help="Of the engine; the same seed gives the same text.")] = 0,
-    attention_backend: Annotated[str, typer.Option(help="auto or a name from `quire info`.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
-    max_model_len: Annotated[Optional[int], typer.Option(help="Longest sequence in tokens.")] = None,  # noqa: UP045
-    block_size: Annotated[int, typer.Option(help="Tokens a KV block.")] = 16,
-    num_blocks: Annotated[Optional[int], typer.Option(help="KV blocks; overrides --kv-cache-memory.")] = None,  # noqa: UP045
-    kv_cache_memory: Annotated[str, typer.Option(help="Bytes (2GiB) or a share of the free memory (50%).")] = "50%",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt instead of text.")] = False,
+    attention_backend: Backend = "auto",
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    max_model_len: MaxModelLen = None,
+    block_size: BlockSize = 16,
+    num_blocks: NumBlocks = None,
+    kv_cache_memory: CacheMemory = "50%",
+    as_json: AsJson = False,
 ) -> None:
     """Continue one or several texts. The text is printed as it comes, prompt after prompt."""
     from quire import LLM, SamplingParams
@@ -119,6 +131,105 @@ def _print_text(llm: LLM, texts: list[str], params: SamplingParams) -> list[Requ
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+bench = typer.Typer(no_args_is_help=True, help="Measure speed, start-up and memory on this machine.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command()
+def throughput(
+    workloads: Annotated[
+        list[str] | None, typer.Argument(help="rose, rose_shared, mixed, decode, single, prefix.")
+    ] = None,
+    model: Model = None,
+    attention_backend: Backend = "auto",
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at the same time.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Query tokens a step.")] = 2048,
+    block_size: BlockSize = 16,
+    num_blocks: NumBlocks = None,
+    kv_cache_memory: CacheMemory = "50%",
+    warmup: Annotated[int, typer.Option(min=0, help="Runs before those that count.")] = 1,
+    runs: Annotated[int, typer.Option(min=1, help="Runs that count; their median is told.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Tokens a second of whole workloads, greedily, without stopping early. Default: decode."""
+    from quire import LLM
+    from quire.bench.throughput import measure
+    from quire.bench.workloads import workload
+
+    try:
+        chosen = [workload(name) for name in workloads or ["decode"]]
+        llm = LLM(
+            model,
+            dtype=dtype,
+            device=device,
+            attention_backend=attention_backend,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_cache_memory=kv_cache_memory,
+        )
+        for work in chosen:
+            with progress_bar(work.name, work.num_new_tokens * (warmup + runs)) as advance:
+                figures = measure(llm, work, warmup, runs, advance).as_dict()
+            if as_json:
+                print(json.dumps(figures))
+            else:
+                new, total = figures["new_tokens_per_second"], figures["total_tokens_per_second"]
+                told = f"{new:10.1f} new tok/s {total:10.1f} total tok/s {figures['most_blocks']:7d} blocks"
+                print(f"{work.name:12s} {figures['median_seconds']:9.2f} s {told}", flush=True)
+    except QuireError as error:
+        _fail(error)
+
+
+@bench.command()
+def startup(
+    model: Model = None,
+    runs: Annotated[int, typer.Option(min=1, help="Fresh processes; their median is told.")] = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Seconds from the start of a process to the first token, with a warm page cache."""
+    from quire.bench.startup import measure, median
+
+    figures = measure(model, runs)
+    if as_json:
+        print(json.dumps(figures))
+        return
+    for name, seconds in figures.items():
+        print(f"{name:36s} {median(seconds):6.2f} s   ({seconds[0]:.2f} to {seconds[-1]:.2f})")
+
+
+@bench.command()
+def memory(
+    model: Model = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences side by side.")] = 32,
+    mean_length: Annotated[int, typer.Option(min=2, help="Mean of their final lengths, in tokens.")] = 256,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each of them generates.")] = 32,
+    block_size: BlockSize = 16,
+    num_blocks: NumBlocks = None,
+    as_json: AsJson = False,
+) -> None:
+    """KV slots that are reserved, used and wasted over a run."""
+    from quire import LLM
+    from quire.bench.memory import measure
+    from quire.bench.memory import sequences as workload
+
+    try:
+        llm = LLM(model, block_size=block_size, num_blocks=num_blocks, max_num_seqs=sequences)
+        figures = measure(llm, workload(sequences, mean_length, new_tokens)).as_dict()
+    except QuireError as error:
+        _fail(error)
+    if as_json:
+        print(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        _row(name.replace("_", " "), f"{value:.2%}" if name == "waste" else f"{value:,.0f}")
 
 
 @app.command()

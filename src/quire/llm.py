@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, TypeAlias, cast
@@ -15,6 +14,7 @@ from quire.config import EngineConfig, engine_config
 from quire.engine.engine import Engine, build_engine
 from quire.errors import QuireError, RequestError, check_integer
 from quire.models import check_device, load_model, locate
+from quire.progress import progress_bar
 from quire.request import Request, SamplingParams
 from quire.text import CompletionOutput, OutputProcessor, RequestOutput, Tokenizer, find_tokenizer
 
@@ -62,7 +62,8 @@ class LLM:
         """
         outputs: dict[str, RequestOutput] = {}
         requests = self._requests(prompts, sampling_params)
-        with _progress(len({id(output) for _, output in requests}), use_tqdm) as advance:
+        total = len({output.request_id for _, output in requests})
+        with progress_bar("prompts", total) if use_tqdm else nullcontext(lambda: None) as advance:
             for output in self._run(requests):
                 if output.finished:
                     outputs[output.request_id] = output
@@ -73,7 +74,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Like `generate`, but yields an output whenever it has grown. It is the same object each time.
 
         Closing the iterator early takes the prompts back.
@@ -176,18 +177,3 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if len(prompts) > 0 and isinstance(prompts[0], Integral):
         return [cast(Prompt, prompts)]
     return list(cast("Sequence[Prompt]", prompts))
-
-
-@contextmanager
-def _progress(total: int, wanted: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar over prompts on standard error: a function that advances it. Nothing where that is no terminal."""
-    if not (wanted and sys.stderr.isatty()):
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("prompts", total=total)
-        yield lambda: bar.advance(task)

@@ -1,0 +1,69 @@
+"""Tokens a second on a workload: whole runs through the engine, after warm-up runs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.bench.workloads import Workload
+from quire.errors import QuireError
+from quire.llm import LLM
+from quire.request import SamplingParams
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What one workload took: the measured runs, in order."""
+
+    workload: Workload
+    seconds: tuple[float, ...]
+    most_blocks: int  # KV blocks used at the fullest moment
+
+    @property
+    def median(self) -> float:
+        """The median run, in seconds."""
+        return statistics.median(self.seconds)
+
+    def as_dict(self) -> dict[str, object]:
+        """The figures, for JSON."""
+        new, prompt = self.workload.num_new_tokens, self.workload.num_prompt_tokens
+        return {
+            "workload": self.workload.name,
+            "requests": len(self.workload.prompts),
+            "prompt_tokens": prompt,
+            "new_tokens": new,
+            "seconds": list(self.seconds),
+            "median_seconds": self.median,
+            "new_tokens_per_second": new / self.median,
+            "total_tokens_per_second": (new + prompt) / self.median,
+            "most_blocks": self.most_blocks,
+        }
+
+
+def measure(
+    llm: LLM, workload: Workload, warmup: int, runs: int, advance: Callable[[], None] = lambda: None
+) -> Throughput:
+    """Run the workload `warmup` times, then `runs` times against the clock. `advance` is called at each new token.
+
+    Greedy, without stopping at the model's end tokens, so that every run does the same work.
+    Raises QuireError where a request fails or ends early.
+    """
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in workload.new_tokens]
+    prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
+    seconds, most_blocks = [], 0
+    for run in range(warmup + runs):
+        start, num_new = time.perf_counter(), 0
+        for output in llm.stream(prompts, params):
+            advance()
+            if output.finished:
+                if output.outputs[0].error is not None:
+                    raise QuireError(f"workload {workload.name}: {output.outputs[0].error}")
+                num_new += len(output.outputs[0].token_ids)
+            most_blocks = max(most_blocks, llm.engine.scheduler.usage().used_blocks)
+        if num_new != workload.num_new_tokens:
+            raise QuireError(f"workload {workload.name}: {num_new} new tokens; expected {workload.num_new_tokens}")
+        if run >= warmup:
+            seconds.append(time.perf_counter() - start)
+    return Throughput(workload, tuple(seconds), most_blocks)

@@ -1,0 +1,92 @@
+"""quire bench: the figures describe the run, and the workloads are what they say."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from quire import LLM
+from quire.bench import memory, throughput
+from quire.bench.workloads import WORKLOADS, Workload, workload
+from quire.cli import app
+from quire.errors import ConfigError, QuireError
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "prompt_tokens", "new_tokens"),
+    [
+        ("rose", 64, 64 * 856, 64 * 16),
+        ("rose_shared", 64, 64 * 856, 64 * 16),
+        ("mixed", 48, 13_424, 3_956),
+        ("decode", 32, 32 * 16, 32 * 128),
+        ("single", 1, 16, 128),
+        ("prefix", 32, 32 * 1088, 32 * 32),
+    ],
+)
+def test_workloads(name: str, requests: int, prompt_tokens: int, new_tokens: int) -> None:
+    work = workload(name)
+    assert (len(work.prompts), work.num_prompt_tokens, work.num_new_tokens) == (requests, prompt_tokens, new_tokens)
+    assert all(2 <= token < 2000 for prompt in work.prompts for token in prompt)
+    assert work == workload(name)
+
+
+def test_shared_prompts() -> None:
+    assert len({tuple(prompt) for prompt in workload("rose").prompts}) == 64
+    assert len({tuple(prompt) for prompt in workload("rose_shared").prompts}) == 1
+    prefix = workload("prefix").prompts
+    assert len({tuple(prompt[:1024]) for prompt in prefix}) == 1
+    assert len({tuple(prompt) for prompt in prefix}) == 32
+
+
+def test_an_unknown_workload_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=f"no workload 'nope'; there are {', '.join(WORKLOADS)}"):
+        workload("nope")
+
+
+def test_throughput_counts_what_was_done() -> None:
+    work = Workload("tiny", [[5, 6, 7], [8] * 20], [4, 9])
+    ticks = []
+    found = throughput.measure(LLM(num_blocks=8), work, warmup=1, runs=2, advance=lambda: ticks.append(1))
+    figures = found.as_dict()
+    assert len(figures["seconds"]) == 2
+    assert (figures["prompt_tokens"], figures["new_tokens"]) == (23, 13)
+    assert figures["new_tokens_per_second"] == pytest.approx(13 / found.median)
+    assert figures["total_tokens_per_second"] == pytest.approx(36 / found.median)
+    assert figures["most_blocks"] == 3  # one of 7 tokens, one of 29
+    assert len(ticks) == 3 * 13
+
+
+def test_a_run_that_does_less_than_it_should_is_an_error() -> None:
+    with pytest.raises(QuireError, match="workload tiny: 4 new tokens; expected 9"):
+        throughput.measure(LLM(max_model_len=24), Workload("tiny", [[8] * 20], [9]), warmup=0, runs=1)
+
+
+def test_waste_at_block_size_16_is_below_4_percent() -> None:
+    """32 sequences of a mean length of 256."""
+    work = memory.sequences(32, 256, 32)
+    lengths = [len(prompt) + 32 for prompt in work.prompts]
+    assert 240 <= sum(lengths) / 32 <= 272
+    figures = memory.measure(LLM(num_blocks=2000), work).as_dict()
+    assert 0 < figures["waste"] < 0.04
+    assert figures["reserved_slots"] == 32_000
+    assert figures["most_used_slots"] == sum(-(-(n - 1) // 16) * 16 for n in lengths)
+    assert figures["filled_slots_then"] + figures["wasted_slots_then"] == figures["most_used_slots"]
+
+
+def test_commands() -> None:
+    def run(arguments: str) -> str:
+        result = CliRunner().invoke(app, ["bench", *arguments.split()])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    assert "new tok/s" in run("throughput single --warmup 0 --runs 1")
+    gathered = json.loads(run("throughput single --warmup 0 --runs 1 --json --attention gather"))
+    assert gathered["new_tokens"] == 128
+    assert "waste" in json.loads(run("memory --sequences 3 --mean-length 40 --new-tokens 5 --json"))
+    assert "wasted slots then" in run("memory --sequences 2 --mean-length 20 --new-tokens 5")
+    seconds = json.loads(run("startup --runs 1 --json"))
+    assert len(seconds["first token"]) == 1
+    assert "first token" in run("startup --runs 1")
+    refused = CliRunner().invoke(app, ["bench", "throughput", "prefix"])  # longer than the embedded model serves
+    assert refused.exit_code == 1
+    assert "a prompt may have at most 1023" in refused.stderr
