@@ -38,22 +38,77 @@ MISTRAL = """{"architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_t
 "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": false,
 "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": true, "vocab_size": 32000}"""
 
+GPT2 = """{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+"bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+"layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12,
+"n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": null, "summary_first_dropout": 0.1,
+"summary_proj_to_labels": true, "summary_type": "cls_index", "summary_use_proj": true,
+"task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}, "vocab_size": 50257}"""
+
+DISTILGPT2 = """{"_num_labels": 1, "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"],
+"attn_pdrop": 0.1, "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "id2label": {"0": "LABEL_0"},
+"initializer_range": 0.02, "label2id": {"LABEL_0": 0}, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
+"n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 6, "n_positions": 1024, "resid_pdrop": 0.1,
+"summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels": true, "summary_type": "cls_index",
+"summary_use_proj": true, "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}},
+"vocab_size": 50257}"""
+
+BLOOM = """{"apply_residual_connection_post_layernorm": false, "architectures": ["BloomForCausalLM"],
+"attention_dropout": 0.0, "attention_softmax_in_fp32": true, "bias_dropout_fusion": true, "bos_token_id": 1,
+"eos_token_id": 2, "hidden_dropout": 0.0, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+"masked_softmax_fusion": true, "model_type": "bloom", "n_embed": 1024, "n_inner": null, "n_layer": 24,
+"num_attention_heads": 16, "offset_alibi": 100, "pad_token_id": 3, "pretraining_tp": 1, "seq_length": 2048,
+"skip_bias_add": true, "skip_bias_add_qkv": false, "transformers_version": "4.20.0", "unk_token_id": 0,
+"use_cache": true, "vocab_size": 250880}"""
+
+QWEN2_5 = """{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+"eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+"intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2",
+"num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+"rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+"transformers_version": "4.40.1", "use_cache": true, "use_mrope": false, "use_sliding_window": false,
+"vocab_size": 151936}"""
+
+QWEN3 = """{"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+"initializer_range": 0.02, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
+"model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+"rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
+"tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
+"use_sliding_window": false, "vocab_size": 151936}"""
+
+GEMMA2 = """{"architectures": ["Gemma2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+"final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+"hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "initializer_range": 0.02, "intermediate_size": 9216,
+"max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 8, "num_hidden_layers": 26,
+"num_key_value_heads": 4, "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+"rope_theta": 10000.0, "sliding_window": 4096, "torch_dtype": "float32", "transformers_version": "4.42.4",
+"use_cache": true, "vocab_size": 256000}"""
+
+F32, BF16 = torch.float32, torch.bfloat16
 PUBLISHED = {
-    "SmolLM": (SMOLLM, (3, 64, 10_000.0, 2048, None)),
-    "SmolLM2": (SMOLLM2, (3, 64, 100_000, 8192, None)),
-    "Llama 3.2": (LLAMA_3_2, (8, 64, 500_000.0, 131_072, None)),
-    "Mistral": (MISTRAL, (8, 128, 10_000.0, 32_768, 4096)),
+    "SmolLM": (SMOLLM, (3, 64, 10_000.0, 2048, None), BF16),
+    "SmolLM2": (SMOLLM2, (3, 64, 100_000, 8192, None), BF16),
+    "Llama 3.2": (LLAMA_3_2, (8, 64, 500_000.0, 131_072, None), BF16),
+    "Mistral": (MISTRAL, (8, 128, 10_000.0, 32_768, 4096), BF16),
+    "GPT-2": (GPT2, (12, 64, None, 1024, None), F32),
+    "DistilGPT2": (DISTILGPT2, (12, 64, None, 1024, None), F32),
+    "BLOOM": (BLOOM, (16, 64, None, 2048, None), F32),
+    "Qwen 2.5": (QWEN2_5, (2, 64, 1_000_000.0, 32_768, None), BF16),
+    "Qwen3": (QWEN3, (8, 128, 1_000_000, 40_960, None), BF16),
+    "Gemma 2": (GEMMA2, (4, 256, 10_000.0, 8192, 4096), F32),
 }
 
 
-@pytest.mark.parametrize(("text", "expected"), PUBLISHED.values(), ids=PUBLISHED)
-def test_published(tmp_path: Path, text: str, expected: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(("text", "expected", "dtype"), PUBLISHED.values(), ids=PUBLISHED)
+def test_published(tmp_path: Path, text: str, expected: tuple[object, ...], dtype: torch.dtype) -> None:
     (tmp_path / "config.json").write_text(text)
-    decoder, dtype = read_config(tmp_path)
-    rope = decoder.rope["rope_theta"]
+    decoder, found_dtype = read_config(tmp_path)
+    rope = decoder.rope["rope_theta"] if decoder.rope else None
     found = (decoder.num_kv_heads, decoder.head_dim, rope, decoder.max_position_embeddings, decoder.windows[0])
     assert found == expected
-    assert dtype is torch.bfloat16
+    assert found_dtype is dtype
     assert len(decoder.windows) == decoder.num_layers
 
 

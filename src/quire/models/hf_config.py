@@ -10,18 +10,19 @@ from quire.errors import ModelError
 # Keys that say nothing about what the model computes at inference: bookkeeping, training, generation defaults.
 IMMATERIAL = frozenset(
     """
-    _attn_implementation_autoset _name_or_path add_cross_attention architectures attention_dropout bad_words_ids
-    begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size
-    decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop
-    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    _attn_implementation_autoset _name_or_path _num_labels add_cross_attention architectures attention_dropout
+    bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    embd_pdrop encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
     forced_bos_token_id forced_eos_token_id hidden_dropout id2label initializer_range is_decoder
     is_encoder_decoder is_llama_config keys_to_ignore_at_inference label2id length_penalty max_length min_length
-    model_type neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
-    output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp
-    problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+    model_type neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences output_attentions output_hidden_states output_past output_router_logits output_scores
+    pad_token_id predict_special_tokens prefix pretraining_tp problem_type pruned_heads remove_invalid_values
+    repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id suppress_tokens
+    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
+    torchscript transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version
+    use_bfloat16 use_cache
     """.split()
 )
 

@@ -27,11 +27,11 @@ LONGEST = 2048  # what the released models were trained on; ALiBi itself sets no
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
     config = ConfigReader(raw, "bloom")
-    hidden_size = config.integer("hidden_size", config.get("n_embed"))
+    hidden_size = config.integer("n_embed", config.get("hidden_size"))
     num_heads, num_layers = config.integer("n_head", config.get("num_attention_heads")), config.integer("n_layer")
     config.only("apply_residual_connection_post_layernorm", False)
     for key in ("slow_but_exact", "masked_softmax_fusion", "bias_dropout_fusion", "offset_alibi", "skip_bias_add",
-                "skip_bias_add_qkv", "attention_softmax_in_fp32", "unk_token_id"):  # fmt: skip
+                "skip_bias_add_qkv", "attention_softmax_in_fp32"):  # fmt: skip
         config.get(key)  # how the original was computed, not what
     decoder = DecoderConfig(
         vocab_size=config.integer("vocab_size"),

@@ -37,6 +37,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config.only("scale_attn_weights", True)
     config.only("scale_attn_by_inverse_layer_idx", False)
     config.only("add_cross_attention", False)
+    config.only("n_special", 0)
     for key in ("n_ctx", "attn_pdrop", "reorder_and_upcast_attn"):  # n_positions again, training, how to round
         config.get(key)
     for key in raw:

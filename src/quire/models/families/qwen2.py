@@ -17,6 +17,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config = ConfigReader(raw, "qwen2")
     sizes = common_fields(config, num_kv_heads=32)
     config.only("hidden_act", "silu")
+    config.only("use_mrope", False)
     decoder = DecoderConfig(**sizes, windows=windows(config, sizes["num_layers"]), qkv_bias=True)
     config.finish()
     return decoder
