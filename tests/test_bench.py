@@ -1,5 +1,6 @@
 """quire bench: the figures describe the run, and the workloads are what they say."""
 
+import hashlib
 import json
 
 import pytest
@@ -30,6 +31,23 @@ def test_workloads(name: str, requests: int, prompt_tokens: int, new_tokens: int
     assert work == workload(name)
 
 
+# Figures stand beside those of other engines on the same tokens, so the tokens must never change.
+DIGESTS = {
+    "rose": "ceb08bb850b2a35e",
+    "rose_shared": "bd2ce5780745a40d",
+    "mixed": "2f559a964df5fe18",
+    "decode": "18d57884a9de2a0c",
+    "single": "ed4f14df7c8ed760",
+    "prefix": "e6430e9e615346b9",
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_tokens_of_a_workload_never_change(name: str) -> None:
+    content = repr((workload(name).prompts, workload(name).new_tokens))
+    assert hashlib.sha256(content.encode()).hexdigest()[:16] == DIGESTS[name]
+
+
 def test_shared_prompts() -> None:
     assert len({tuple(prompt) for prompt in workload("rose").prompts}) == 64
     assert len({tuple(prompt) for prompt in workload("rose_shared").prompts}) == 1
@@ -53,6 +71,7 @@ def test_throughput_counts_what_was_done() -> None:
     assert figures["new_tokens_per_second"] == pytest.approx(13 / found.median)
     assert figures["total_tokens_per_second"] == pytest.approx(36 / found.median)
     assert figures["most_blocks"] == 3  # one of 7 tokens, one of 29
+    assert throughput.measure(LLM(num_blocks=8), work, warmup=0, runs=1).most_blocks is None
     assert len(ticks) == 3 * 13
 
 
@@ -70,6 +89,7 @@ def test_waste_at_block_size_16_is_below_4_percent() -> None:
     assert 0 < figures["waste"] < 0.04
     assert figures["reserved_slots"] == 32_000
     assert 0.9 * sum(lengths) < figures["most_used_slots"] <= sum(-(-(n - 1) // 16) * 16 for n in lengths)
+    assert figures["steps"] >= 32
     assert figures["filled_slots_then"] + figures["wasted_slots_then"] == figures["most_used_slots"]
 
 
@@ -84,9 +104,15 @@ def test_commands() -> None:
     assert gathered["new_tokens"] == 128
     assert "waste" in json.loads(run("memory --sequences 3 --mean-length 40 --new-tokens 5 --json"))
     assert "wasted slots then" in run("memory --sequences 2 --mean-length 20 --new-tokens 5")
-    seconds = json.loads(run("startup --runs 1 --json"))
-    assert len(seconds["first token"]) == 1
+    seconds = [json.loads(line) for line in run("startup --runs 1 --json").splitlines()]
+    assert [one["what"] for one in seconds][:2] == ["first token", "quire --help"]
+    assert all(len(one["seconds"]) == 1 and one["median_seconds"] > 0 for one in seconds)
     assert "first token" in run("startup --runs 1")
     refused = CliRunner().invoke(app, ["bench", "throughput", "prefix"])  # longer than the embedded model serves
     assert refused.exit_code == 1
     assert "a prompt may have at most 1023" in refused.stderr
+    refused = CliRunner().invoke(app, ["bench", "startup", "--model", "no such model", "--runs", "1"])
+    assert refused.exit_code == 1
+    assert "is neither a directory nor the name of a Hugging Face repository" in refused.stderr
+    refused = CliRunner().invoke(app, ["bench", "memory", "--mean-length", "40", "--new-tokens", "20"])
+    assert "new_tokens is 20; with a mean length of 40 at most 19" in refused.stderr

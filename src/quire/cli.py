@@ -6,6 +6,7 @@ Everything heavy is imported inside the commands, so that `quire --help` answers
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from quire import __version__
+from quire.bench.workloads import WORKLOADS
 from quire.errors import QuireError
 from quire.progress import progress_bar
 
@@ -139,9 +141,7 @@ app.add_typer(bench, name="bench")
 
 @bench.command()
 def throughput(
-    workloads: Annotated[
-        list[str] | None, typer.Argument(help="rose, rose_shared, mixed, decode, single, prefix.")
-    ] = None,
+    workloads: Annotated[list[str] | None, typer.Argument(help=f"{', '.join(WORKLOADS)}.")] = None,
     model: Model = None,
     attention_backend: Backend = "auto",
     device: Device = "cpu",
@@ -182,7 +182,7 @@ def throughput(
                 print(json.dumps(figures))
             else:
                 new, total = figures["new_tokens_per_second"], figures["total_tokens_per_second"]
-                told = f"{new:10.1f} new tok/s {total:10.1f} total tok/s {figures['most_blocks']:7d} blocks"
+                told = f"{new:10.1f} new tok/s {total:10.1f} total tok/s {figures['most_blocks'] or '?':>7} blocks"
                 print(f"{work.name:12s} {figures['median_seconds']:9.2f} s {told}", flush=True)
     except QuireError as error:
         _fail(error)
@@ -197,12 +197,15 @@ def startup(
     """Seconds from the start of a process to the first token, with a warm page cache."""
     from quire.bench.startup import measure, median
 
-    figures = measure(model, runs)
-    if as_json:
-        print(json.dumps(figures))
-        return
+    try:
+        figures = measure(model, runs)
+    except subprocess.CalledProcessError as error:
+        _fail(error.stderr.strip().splitlines()[-1])
     for name, seconds in figures.items():
-        print(f"{name:36s} {median(seconds):6.2f} s   ({seconds[0]:.2f} to {seconds[-1]:.2f})")
+        if as_json:
+            print(json.dumps({"what": name, "seconds": seconds, "median_seconds": median(seconds)}))
+        else:
+            print(f"{name:36s} {median(seconds):6.2f} s   ({seconds[0]:.2f} to {seconds[-1]:.2f})")
 
 
 @bench.command()

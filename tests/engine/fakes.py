@@ -101,6 +101,13 @@ def request(name: str, prompt: list[int], **sampling: object) -> Request:
     return Request(name, array("i", prompt), len(prompt), params)
 
 
+def forget_free_blocks(engine: Engine) -> None:
+    """Empty every slot that nobody owns: who reads one is found out, whether or not it was given to another."""
+    for memory, pool in zip(engine.runner.memory, engine.scheduler.manager.pools, strict=True):
+        free = np.array(pool.ref_counts) == 0
+        memory.reshape(pool.num_blocks, -1)[free] = EMPTY
+
+
 def run(engine: Engine, limit: int = 100_000) -> dict[str, tuple[list[int], str]]:
     """Step until nothing is left, auditing after every step: request id -> tokens, reason."""
     tokens: dict[str, list[int]] = {}
@@ -113,7 +120,9 @@ def run(engine: Engine, limit: int = 100_000) -> dict[str, tuple[list[int], str]
             if event.token is not None:
                 tokens.setdefault(event.request_id, []).append(event.token)
             if event.finish_reason is not None:
+                assert event.error in (None, "RuntimeError: injected"), event.error
                 assert event.request_id not in reasons
                 reasons[event.request_id] = event.finish_reason.value
         engine.scheduler.audit()
+        forget_free_blocks(engine)
     raise AssertionError(f"the engine did not come to an end in {limit} steps")

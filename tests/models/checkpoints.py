@@ -59,8 +59,9 @@ class LogitsProbe:
     """Stands in for an engine's model and keeps the logits of every row of every step."""
 
     model: Any
-    requests: dict[str, Request] = field(default_factory=dict)
+    plan: Any = None  # of the step that runs
     found: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # tokens up to a row -> its logits
+    preempted: list[str] = field(default_factory=list)
     steps: list[set[str]] = field(default_factory=list)  # what each step had: "prefill", "decode"
 
     def forward(self, batch: Any, cache: Any, plans: Any) -> torch.Tensor:
@@ -68,10 +69,8 @@ class LogitsProbe:
         logits = self.model.logits(hidden)
         starts = batch.query_starts.tolist()
         self.steps.append(set())
-        owners = {r.block_ids[0][0]: r for r in self.requests.values() if r.block_ids}  # by their first block
-        for s, (start, stop) in enumerate(pairwise(starts)):
-            request = owners[int(batch.groups[0].block_tables[s, 0])]
-            tokens = request.tokens
+        for item, (start, stop) in zip(self.plan.items, pairwise(starts), strict=True):
+            request, tokens = item.request, item.request.tokens
             self.steps[-1].add("prefill" if request.num_computed < request.num_prompt else "decode")
             for row in range(start, stop):
                 self.found[tuple(tokens[: int(batch.positions[row]) + 1])] = logits[row].clone()
@@ -87,11 +86,18 @@ def probed_logits(
     """Run the prompts greedily together: logits of every row, and the tokens of each request."""
     probe = LogitsProbe(engine.runner.model)
     engine.runner.model = probe
+    plan = engine.scheduler.plan
+
+    def watched() -> Any:
+        probe.plan = plan()
+        probe.preempted += [request.id for request in probe.plan.preempted]
+        return probe.plan
+
+    engine.scheduler.plan = watched
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         request = Request(f"r{i}", array("i", prompt), len(prompt), params)
         engine.add(request)
-        probe.requests[request.id] = request
     generated: dict[str, list[int]] = {f"r{i}": [] for i in range(len(prompts))}
     while engine.has_work:
         for event in engine.step():

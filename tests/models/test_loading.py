@@ -99,7 +99,7 @@ def test_redundant_tensors_of_old_checkpoints_are_passed_over(tmp_path: Path) ->
     assert tokens(tmp_path) == expected
 
 
-@pytest.mark.parametrize("form", ["bare", "under model", "without prefix", "with masks"])
+@pytest.mark.parametrize("form", ["bare", "under model", "without prefix", "with masks", "of 2019"])
 def test_gpt2_from_an_old_state_dict(tmp_path: Path, form: str) -> None:
     model = save(tmp_path / "new", "GPT2")
     save(tmp_path / "old", "GPT2")
@@ -112,7 +112,8 @@ def test_gpt2_from_an_old_state_dict(tmp_path: Path, form: str) -> None:
             state[f"transformer.h.{i}.attn.bias"] = torch.ones(1, 1, 256, 256).tril().bool()
             state[f"transformer.h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
     name = "model.pt" if form == "under model" else "pytorch_model.bin"
-    torch.save({"model": state} if form == "under model" else state, tmp_path / "old" / name)
+    content = {"model": state} if form == "under model" else state
+    torch.save(content, tmp_path / "old" / name, _use_new_zipfile_serialization=form != "of 2019")
     assert tokens(tmp_path / "old") == tokens(tmp_path / "new")
 
 
@@ -185,6 +186,8 @@ class TestRefused:
         refused(tmp_path, r"holds no weights \(model\.safetensors, .*\); it holds config\.json")
         torch.save({"a": torch.ones(1), "epoch": 3}, tmp_path / "model.pt")
         refused(tmp_path, r"model\.pt holds no state dict")
+        (tmp_path / "model.pt").write_bytes(b"")
+        refused(tmp_path, r"model\.pt cannot be read as weights")
         (tmp_path / "model.pt").write_bytes(pickle.dumps(Path("x")))
         refused(tmp_path, r"model\.pt cannot be read as weights")
         (tmp_path / "config.json").write_text("[1]")
@@ -195,6 +198,23 @@ class TestRefused:
     def test_options(self, tmp_path: Path) -> None:
         refused(tmp_path, "max_model_len is 257; .* up to 256", ConfigError, max_model_len=257)
         refused(tmp_path, "dtype is 'int8'; it must be auto or one of float32", ConfigError, dtype="int8")
+
+
+def test_a_misshapen_bloom_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, "Bloom")
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "transformer.h.1.self_attention.query_key_value.weight"
+    save_file(weights | {name: torch.ones(100, 48)}, tmp_path / "model.safetensors")
+    refused(tmp_path, rf"{name} has shape \(100, 48\); config\.json asks for \(144, 48\)")
+    change_config(tmp_path, n_head=7)
+    refused(tmp_path, "n_head is 7, which does not divide the hidden size 48")
+
+
+@pytest.mark.parametrize("window", ["x", 0, -1, True])
+def test_a_window_is_a_positive_integer(tmp_path: Path, window: Any) -> None:
+    save(tmp_path, "Mistral")
+    change_config(tmp_path, sliding_window=window)
+    refused(tmp_path, f"sliding_window is {window!r}; it must be a positive integer")
 
 
 def test_names_that_are_no_model() -> None:

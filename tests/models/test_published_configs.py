@@ -86,6 +86,9 @@ GEMMA2 = """{"architectures": ["Gemma2ForCausalLM"], "attention_bias": false, "a
 "rope_theta": 10000.0, "sliding_window": 4096, "torch_dtype": "float32", "transformers_version": "4.42.4",
 "use_cache": true, "vocab_size": 256000}"""
 
+GEMMA2_9B = json.dumps(json.loads(GEMMA2) | {"head_dim": 256, "hidden_size": 3584, "sliding_window_size": 4096,
+"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 42, "intermediate_size": 14336})  # fmt: skip
+
 F32, BF16 = torch.float32, torch.bfloat16
 PUBLISHED = {
     "SmolLM": (SMOLLM, (3, 64, 10_000.0, 2048, None), BF16),
@@ -97,6 +100,7 @@ PUBLISHED = {
     "BLOOM": (BLOOM, (16, 64, None, 2048, None), F32),
     "Qwen 2.5": (QWEN2_5, (2, 64, 1_000_000.0, 32_768, None), BF16),
     "Qwen3": (QWEN3, (8, 128, 1_000_000, 40_960, None), BF16),
+    "Gemma 2 9B": (GEMMA2_9B, (8, 256, 10_000.0, 8192, 4096), F32),
     "Gemma 2": (GEMMA2, (4, 256, 10_000.0, 8192, 4096), F32),
 }
 

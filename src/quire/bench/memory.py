@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from quire.bench.watch import watch_steps
 from quire.bench.workloads import FIRST_TOKEN, VOCABULARY, Workload
 from quire.cache.manager import CacheUsage
+from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.request import SamplingParams
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The cache's use after each step of a run."""
+    """The cache's use in each step of a run."""
 
     block_size: int
     usages: tuple[CacheUsage, ...]
@@ -36,22 +38,24 @@ class MemoryUse:
 
 
 def sequences(count: int, mean_length: int, new_tokens: int) -> Workload:
-    """That many requests whose final lengths spread evenly from half to one and a half times the mean."""
+    """That many requests whose final lengths spread evenly from half to one and a half times the mean.
+
+    Raises ConfigError where the new tokens alone would make some of them longer.
+    """
+    if new_tokens >= mean_length // 2:
+        raise ConfigError(
+            f"new_tokens is {new_tokens}; with a mean length of {mean_length} at most {mean_length // 2 - 1}"
+        )
     rng = random.Random(0)
     lengths = [rng.randint(mean_length // 2, mean_length * 3 // 2) for _ in range(count)]
-    prompts = [
-        [rng.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(max(1, length - new_tokens))] for length in lengths
-    ]
+    prompts = [[rng.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(length - new_tokens)] for length in lengths]
     return Workload("memory", prompts, [new_tokens] * count)
 
 
 def measure(llm: LLM, workload: Workload) -> MemoryUse:
-    """Run the workload and look at the cache whenever a token has come."""
+    """Run the workload and look at the cache in every step."""
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in workload.new_tokens]
-    scheduler = llm.engine.scheduler
     usages: list[CacheUsage] = []
-    for _ in llm.stream([{"prompt_token_ids": prompt} for prompt in workload.prompts], params):
-        usage = scheduler.usage()
-        if usage.used_slots and (not usages or usage != usages[-1]):
-            usages.append(usage)
-    return MemoryUse(scheduler.manager.block_size, tuple(usages))
+    with watch_steps(llm.engine, usages.append):
+        llm.generate([{"prompt_token_ids": prompt} for prompt in workload.prompts], params)
+    return MemoryUse(llm.engine.scheduler.manager.block_size, tuple(usages))

@@ -28,7 +28,7 @@ def commands(model: str | None) -> dict[str, list[str]]:
 def seconds(command: list[str]) -> float:
     """Wall time of one fresh process."""
     start = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, capture_output=True, text=True)
     return time.perf_counter() - start
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire.bench.watch import watch_steps
 from quire.bench.workloads import Workload
 from quire.errors import QuireError
 from quire.llm import LLM
@@ -19,7 +20,7 @@ class Throughput:
 
     workload: Workload
     seconds: tuple[float, ...]
-    most_blocks: int  # KV blocks used at the fullest moment
+    most_blocks: int | None  # KV blocks used at the fullest moment of the warm-up, if there was one
 
     @property
     def median(self) -> float:
@@ -52,8 +53,9 @@ def measure(
     """
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in workload.new_tokens]
     prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
-    seconds, most_blocks = [], 0
-    for run in range(warmup + runs):
+    used: list[int] = []
+
+    def run() -> float:
         start, num_new = time.perf_counter(), 0
         for output in llm.stream(prompts, params):
             advance()
@@ -61,9 +63,12 @@ def measure(
                 if output.outputs[0].error is not None:
                     raise QuireError(f"workload {workload.name}: {output.outputs[0].error}")
                 num_new += len(output.outputs[0].token_ids)
-            most_blocks = max(most_blocks, llm.engine.scheduler.usage().used_blocks)
         if num_new != workload.num_new_tokens:
             raise QuireError(f"workload {workload.name}: {num_new} new tokens; expected {workload.num_new_tokens}")
-        if run >= warmup:
-            seconds.append(time.perf_counter() - start)
-    return Throughput(workload, tuple(seconds), most_blocks)
+        return time.perf_counter() - start
+
+    with watch_steps(llm.engine, lambda usage: used.append(usage.used_blocks)):
+        for _ in range(warmup):
+            run()
+    seconds = tuple(run() for _ in range(runs))
+    return Throughput(workload, seconds, max(used, default=None))

@@ -34,6 +34,15 @@ class CacheUsage:
         return self.used_slots - self.filled_slots
 
 
+def most_blocks(num_tokens: int, growth: int, window: int | None, block_size: int) -> int:
+    """Blocks that a request owns at most in a group of that window, on its way to num_tokens, `growth` at a time."""
+    whole = -(-num_tokens // block_size)
+    if window is None:
+        return whole
+    # What the first row of a step sees before itself, then the step's tokens; both ends may cut a block.
+    return min(whole, -(-(window - 1 + growth) // block_size) + 1)
+
+
 class BlockManager:
     """Hands blocks to requests as they grow and takes them back. Knows ids and counts, no tensors.
 
@@ -54,12 +63,9 @@ class BlockManager:
         """Blocks that this many tokens take in one group."""
         return -(-num_tokens // self.block_size)
 
-    def most_blocks(self, num_tokens: int, group: CacheGroup) -> int:
-        """Blocks of the group that a request owns at the most on its way to this many tokens."""
-        if group.window is None:
-            return self.blocks_for(num_tokens)
-        # What the first row of a step sees before itself, then the step's tokens; both ends may cut a block.
-        return min(self.blocks_for(num_tokens), self.blocks_for(group.window - 1 + self.max_growth) + 1)
+    def most_blocks(self, num_tokens: int, growth: int, group: CacheGroup) -> int:
+        """Blocks of the group that a request owns at most on its way to this many tokens, `growth` at a time."""
+        return most_blocks(num_tokens, min(growth, self.max_growth), group.window, self.block_size)
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Give the request room for its first `num_tokens` tokens. False, with nothing taken, if blocks are short."""
@@ -82,12 +88,12 @@ class BlockManager:
                 request.num_given_back[g] = max(unseen, request.num_given_back[g])
 
     def missing_blocks(self, requests: Iterable[Request]) -> list[int]:
-        """Blocks of each group that these requests lack for all of their tokens."""
+        """Blocks of each group that these requests still lack to compute all tokens that they have."""
         missing = [0] * len(self.groups)
         for request in requests:
             for g, group in enumerate(self.groups):
                 owned = len(self.owned(request, g)) if request.block_ids else 0
-                missing[g] += max(0, self.most_blocks(len(request.tokens), group) - owned)
+                missing[g] += max(0, self.most_blocks(len(request.tokens), request.num_missing, group) - owned)
         return missing
 
     def has_free(self, counts: Sequence[int]) -> bool:
@@ -126,8 +132,8 @@ class BlockManager:
                         f"{len(request.block_ids[g])} blocks of {self.block_size} in cache group {g}"
                     )
                 seen = 0 if group.window is None else max(0, request.num_computed - group.window + 1)
-                if request.num_given_back[g] * self.block_size > seen:
+                if request.num_given_back[g] != seen // self.block_size:
                     raise BadValue(
                         f"request {request.id} gave {request.num_given_back[g]} blocks of {self.block_size} back in "
-                        f"cache group {g}, but its next row sees the keys from {seen} on"
+                        f"cache group {g}; its next row sees the keys from {seen} on"
                     )

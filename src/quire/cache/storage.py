@@ -50,11 +50,17 @@ def bytes_per_block(
 
 
 def choose_num_blocks(
-    config: CacheConfig, block_bytes: int, max_model_len: int, max_num_seqs: int, free: int | None
+    config: CacheConfig,
+    block_bytes: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    free: int | None,
+    blocks_a_sequence: int | None = None,
 ) -> int:
     """N: as given, or what the memory budget holds, at most what max_num_seqs sequences of full length could use.
 
-    block_bytes: `bytes_per_block`. free: `free_memory`.
+    block_bytes: `bytes_per_block`. free: `free_memory`. blocks_a_sequence: what a sequence of max_model_len tokens owns
+    at most, where windows make that less than all of its tokens.
     Raises ConfigError where the budget does not hold one sequence of max_model_len tokens, or is not there.
     """
     if config.num_blocks is not None:
@@ -63,7 +69,7 @@ def choose_num_blocks(
     budget = parse_memory(config.kv_cache_memory, free)
     _check_free(f"kv_cache_memory={config.kv_cache_memory!r}", budget, free)
     fitting = budget // block_bytes
-    needed = -(-max_model_len // config.block_size)
+    needed = blocks_a_sequence or -(-max_model_len // config.block_size)
     if fitting < needed:
         shorter = f", or a max_model_len of at most {fitting * config.block_size:,}" if fitting else ""
         raise ConfigError(

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 from quire.batch import Batch
-from quire.cache.manager import BlockManager
+from quire.cache.manager import BlockManager, most_blocks
 from quire.cache.storage import KVCache, bytes_per_block, choose_num_blocks, free_memory
 from quire.config import EngineConfig
 from quire.engine.flatten import Buffers, flatten
@@ -117,6 +117,10 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         model.max_model_len,
         config.max_num_seqs,
         free_memory(config.device),
+        max(
+            most_blocks(model.max_model_len, config.max_num_batched_tokens, group.window, block_size)
+            for group in groups
+        ),
     )
     spec = AttentionSpec(
         num_heads=decoder.num_heads,

@@ -88,13 +88,14 @@ class Scheduler:
                 f"{self.max_model_len} a prompt may have at most {self.max_model_len - 1}"
             )
         # The last token is drawn, but never computed: it takes no slot.
-        needed = max(self.manager.most_blocks(limit - 1, group) for group in self.manager.groups)
+        needed = max(self.manager.most_blocks(limit - 1, limit - 1, group) for group in self.manager.groups)
         existing = self.manager.num_blocks
         if needed > existing:
             raise RequestError(
                 f"request {request.id} can never fit: {request.num_prompt} prompt tokens and up to "
                 f"{limit - request.num_prompt} new ones need {needed} KV blocks of {self.manager.block_size} tokens, "
                 f"and the cache has {existing}; lower max_tokens or give the cache more blocks"
+                + (", or lower max_num_batched_tokens" if any(g.window for g in self.manager.groups) else "")
             )
 
     def longest(self, request: Request) -> int:

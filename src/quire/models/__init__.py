@@ -67,7 +67,9 @@ def locate(model: str | None) -> Path:
     try:
         try:
             cached = Path(snapshot_download(model, local_files_only=True))
-            if any(cached.glob("*.safetensors")):  # else some other program has fetched its tokenizer only
+            if any(cached.glob("*.safetensors")) or any(
+                cached.glob("pytorch_model*.bin")
+            ):  # else some other program has fetched its tokenizer only
                 return cached
         except LocalEntryNotFoundError:
             pass

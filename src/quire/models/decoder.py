@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.batch import Batch
 from quire.cache.manager import CacheGroup
 from quire.cache.storage import KVCache
+from quire.errors import ModelError
 from quire.models.linear import Linear
 from quire.models.norm import LayerNorm, Norm, RMSNorm
 from quire.models.rope import rope_table
@@ -53,6 +54,15 @@ class DecoderConfig:
     # Both ends.
     embedding_scale: float | None = None  # multiplies the embeddings
     logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        positions = [self.rope is not None, self.learned_positions, self.alibi_slopes is not None]
+        if sum(positions) != 1:
+            raise ModelError(f"a decoder knows positions in exactly one way; this one in {sum(positions)}")
+        if self.activation == "silu" and not self.gated_mlp:
+            raise ModelError("an MLP with silu and without a gate is not served")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -129,7 +139,7 @@ class Decoder:
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """Take the weights of `weight_shapes`, all of one dtype and on one device, as they are."""
+        """Take the weights of `weight_shapes` as they are: norms in fp32, the others of one dtype, on one device."""
         self.config = config
         self.ops = ops
         self.max_model_len = max_model_len
@@ -214,7 +224,7 @@ class Decoder:
     ) -> Tensor:
         """The MLP's activation: [T, I]."""
         activation = self.config.activation
-        if activation == "silu":  # no family has it without a gate
+        if activation == "silu":
             return self.ops.swiglu(x)
         approximate: Literal["none", "tanh"] = "none" if activation == "gelu" else "tanh"
         if not self.config.gated_mlp:

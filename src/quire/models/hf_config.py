@@ -14,9 +14,9 @@ IMMATERIAL = frozenset(
     bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
     cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping
     embd_pdrop encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id hidden_dropout id2label initializer_range is_decoder
-    is_encoder_decoder is_llama_config keys_to_ignore_at_inference label2id length_penalty max_length min_length
-    model_type neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_labels
+    forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout id2label initializer_range
+    is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference label2id length_penalty max_length
+    min_length model_type neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_labels
     num_return_sequences output_attentions output_hidden_states output_past output_router_logits output_scores
     pad_token_id predict_special_tokens prefix pretraining_tp problem_type pruned_heads remove_invalid_values
     repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id suppress_tokens
@@ -48,6 +48,13 @@ class ConfigReader:
             raise ModelError(f"config.json: {key} is {value!r}; it must be a positive integer")
         return value
 
+    def count(self, key: str, default: int) -> int:
+        """An integer from 0 on. Raises ModelError where it is something else."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ModelError(f"config.json: {key} is {value!r}; it must be an integer from 0 on")
+        return value
+
     def number(self, key: str, default: float) -> float:
         """A positive number. Raises ModelError where it is something else."""
         value = self.get(key, default)
@@ -69,10 +76,24 @@ class ConfigReader:
             raise ModelError(f"config.json: {key} is {value!r}; it must be an object")
         return dict(value)
 
+    def window(self, key: str, default: int | None = None) -> int | None:
+        """A positive integer; None where the key is null. A missing key means the default."""
+        if self.get(key) is None:
+            return None if key in self._raw else default
+        return self.integer(key)
+
+    def heads(self, key: str, hidden_size: int) -> int:
+        """A number of heads that divides hidden_size."""
+        num_heads = self.integer(key)
+        if hidden_size % num_heads:
+            raise ModelError(f"config.json: {key} is {num_heads}, which does not divide the hidden size {hidden_size}")
+        return num_heads
+
     def windows(self, layer_types: list[str], window: int | None, num_layers: int) -> tuple[int | None, ...]:
         """Each layer's window, by the names that transformers gives the kinds of layers."""
         kinds = {"full_attention": None, "sliding_attention": window}
-        if len(layer_types) != num_layers or not set(layer_types) <= set(kinds):
+        named = isinstance(layer_types, list) and all(isinstance(kind, str) and kind in kinds for kind in layer_types)
+        if not named or len(layer_types) != num_layers:
             raise ModelError(
                 f"config.json: layer_types is {layer_types!r}; it must name one of {', '.join(kinds)} for each of "
                 f"{num_layers} layers"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from quire.errors import ModelError
 from quire.models.decoder import DecoderConfig, stacked_rows, weight_shapes
 
 INDEX = "model.safetensors.index.json"
-SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt")
+SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "model.pt", "*.pt")
 
 
 class Checkpoint:
@@ -36,7 +37,7 @@ class Checkpoint:
                 else:
                     tensors = _state_dict(path)
                     self._reader_of |= dict.fromkeys(tensors, tensors.__getitem__)
-            except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as error:
+            except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 raise ModelError(f"{path} cannot be read as weights: {error}") from error
 
     @property
@@ -63,7 +64,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
     """A pickled state dict, bare or under "model" or "state_dict". Only tensors are unpickled, never code."""
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     for key in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -104,7 +105,7 @@ class Sources:
 def load_weights(
     checkpoint: Checkpoint, sources: Sources, config: DecoderConfig, dtype: torch.dtype, device: str
 ) -> dict[str, Tensor]:
-    """Copy every weight of `weight_shapes` into memory of its own, stacking its parts: name -> tensor of that dtype.
+    """Copy every weight of `weight_shapes` into memory of its own: name -> tensor of that dtype, norms in fp32.
 
     Memory of our own is aligned and stays resident; weights used straight out of a mapped file are neither.
     Raises ModelError for a tensor that is missing, superfluous, or of a wrong shape.
@@ -127,17 +128,19 @@ def load_weights(
     for name, shape in shapes.items():
         parts = sources.of(name)
         lengths = rows[name.split(".")[2]] if len(parts) > 1 else shape[:1]
-        weight = torch.empty(shape, dtype=dtype, device=device)
+        # Norms are small, and their weights multiply everything: they stay as exact as they came.
+        weight = torch.empty(shape, dtype=torch.float32 if "norm." in name else dtype, device=device)
         for part, home in zip(parts, torch.split(weight, list(lengths)), strict=True):
             tensor = checkpoint[part]
-            if sources.adapt is not None:
-                tensor = sources.adapt(name, tensor)
-            if tensor.shape != home.shape:
+            ours = tensor
+            if sources.adapt is not None and tensor.numel() == home.numel():
+                ours = sources.adapt(name, tensor)
+            if ours.shape != home.shape:
                 raise ModelError(
-                    f"{checkpoint.directory}: {part} has shape {tuple(checkpoint[part].shape)}; config.json asks for "
+                    f"{checkpoint.directory}: {part} has shape {tuple(tensor.shape)}; config.json asks for "
                     f"{tuple(home.shape)}"
                 )
-            home.copy_(tensor)
+            home.copy_(ours)
         weights[name] = weight
     return weights
 

@@ -1,7 +1,8 @@
 """The baseline that paging replaces: every call copies each sequence's K and V together and attends densely.
 
 What is copied is [S, Hkv, longest context, D], padded to the longest sequence, and it is copied again in every layer of
-every step. It serves the whole contract, so that paged and gathered attention can be compared in one command.
+every step. Then PyTorch's own attention runs over it: for all sequences with a single row together, for each prompt by
+itself. It serves the whole contract, so that one flag turns a paged run into a gathered one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.profiler import record_function
 
 from quire.ops import reference, validate
-from quire.ops.interface import AttentionSpec, Limits, PagedKV
+from quire.ops.interface import Limits, PagedKV
 from quire.ops.plan import AttentionPlan
 from quire.ops.reference import (
     add_rms_norm,
@@ -22,7 +23,9 @@ from quire.ops.reference import (
     copy_blocks,
     gelu,
     layer_norm,
+    make_plan,
     merge_states,
+    plan,
     rms_norm,
     rope,
     swiglu,
@@ -49,25 +52,6 @@ __all__ = [
 
 NAME = "gather"
 LIMITS = Limits(kv_dtypes=reference.LIMITS.kv_dtypes, max_head_dim=reference.LIMITS.max_head_dim, case_budget=600)
-
-
-def make_plan(spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> AttentionPlan:
-    """An empty plan with room for that many query tokens, sequences and blocks a sequence."""
-    validate.check_supported(spec, NAME, LIMITS)
-    return AttentionPlan(spec, max_tokens, max_seqs, max_blocks)
-
-
-def plan(
-    spec: AttentionSpec,
-    query_starts: Tensor,  # int32 [S+1], host
-    context_lens: Tensor,  # int32 [S], host
-    block_tables: Tensor,  # int32 [S, M], host
-    slots: Tensor | None = None,  # int64 [T], host
-) -> AttentionPlan:
-    """A plan for exactly this step."""
-    plan = make_plan(spec, *validate.step_sizes(query_starts, context_lens, block_tables))
-    plan.update(query_starts, context_lens, block_tables, slots)
-    return plan
 
 
 @overload
@@ -110,48 +94,53 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As `reference.attention`, over copies of the keys and values."""
     validate.check_attention(q, kv, plan, scale, alibi_slopes, softcap, sinks, out, return_lse)
-    spec, device = plan.spec, q.device
+    spec = plan.spec
     scale = spec.default_scale if scale is None else scale
-    lens = plan.context_lens[: plan.num_seqs].long().to(device)
-    starts = plan.query_starts[: plan.num_seqs + 1].long().to(device)
-    rows = starts.diff()
-    longest, most_rows = (int(x.max()) if len(x) else 0 for x in (lens, rows))
+    wide = torch.promote_types(spec.dtype, torch.float32)
+    result = torch.zeros(plan.num_tokens, spec.num_heads, spec.dim_v, dtype=wide, device=q.device)
+    lse = torch.full((plan.num_tokens, spec.num_heads), -torch.inf, dtype=wide, device=q.device)
     with record_function("quire::gather"):
-        k, v = gather(kv, plan, longest, q.dtype)  # [S, Hkv, longest, D or Dv]
-    at = (starts[:-1, None] + torch.arange(most_rows, device=device)).clamp(max=max(0, len(q) - 1))
-    real = torch.arange(most_rows, device=device) < rows[:, None]  # [S, most_rows]: which are rows, not padding
-    padded = q[at].transpose(1, 2) if len(q) else q.new_zeros(plan.num_seqs, spec.num_heads, 0, spec.head_dim)
-    position = (lens - rows)[:, None] + torch.arange(most_rows, device=device)  # [S, most_rows]
-    key = torch.arange(longest, device=device)
-    visible = (key < lens[:, None])[:, None].expand(-1, most_rows, -1)  # [S, most_rows, longest]
-    if spec.causal:
-        visible = visible & (key <= position[..., None])
-    if spec.window is not None:
-        visible = visible & (key > position[..., None] - spec.window)
-    if alibi_slopes is None and softcap is None and sinks is None and not return_lse:
-        result, lse = _fused(padded, k, v, visible, scale), None
-    else:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        slopes = torch.zeros(spec.num_heads, device=device) if alibi_slopes is None else alibi_slopes
-        bias = slopes.to(wide).view(-1, 1, 1) * (key - position[..., None])[:, None]  # [S, Hq, most_rows, longest]
-        result, lse = _plain(padded, k, v, visible, bias, scale, softcap)
-    result = result.transpose(1, 2)[real]  # [T, Hq, Dv]
-    lse = None if lse is None else lse.transpose(1, 2)[real]  # [T, Hq]
-    if sinks is not None and lse is not None:
+        k, v = gather(kv, plan, q.dtype)  # [S, Hkv, longest, D or Dv]
+    starts = plan.query_starts[: plan.num_seqs + 1].long()
+    rows, lens = starts.diff(), plan.context_lens[: plan.num_seqs].long()
+    decoding = torch.nonzero((rows == 1) & (lens > 0)).flatten()  # side by side; the others one by one, unpadded
+    others = torch.nonzero((rows > 1) & (lens > 0)).flatten()
+    for s in [decoding, *others[:, None]] if len(decoding) else list(others[:, None]):
+        count, longest = int(rows[s[0]]), int(lens[s].max())
+        at = (starts[s, None] + torch.arange(count)).to(q.device)  # [s, count]
+        position = (lens - rows)[s, None, None] + torch.arange(count)[:, None]  # [s, count, 1]
+        key = torch.arange(longest)
+        visible = (key < lens[s, None, None]).expand(-1, count, -1)  # [s, count, longest]
+        if spec.causal:
+            visible = visible & (key <= position)
+        if spec.window is not None:
+            visible = visible & (key > position - spec.window)
+        bias = None
+        if alibi_slopes is not None:
+            bias = alibi_slopes.to(wide).view(-1, 1, 1) * (key - position)[:, None].to(
+                q.device
+            )  # [s, Hq, count, longest]
+        parts = q[at].transpose(1, 2), k[s.to(q.device), :, :longest], v[s.to(q.device), :, :longest]
+        if bias is None and softcap is None and sinks is None and not return_lse:
+            result[at] = _fused(*parts, visible.to(q.device), scale).transpose(1, 2).to(wide)
+        else:
+            part, part_lse = _plain(*parts, visible.to(q.device), bias, scale, softcap)
+            result[at], lse[at] = part.transpose(1, 2), part_lse.transpose(1, 2)
+    if sinks is not None:
         result = apply_sinks(result, lse, sinks)
     out = result.to(spec.dtype) if out is None else out.copy_(result)
-    return (out, lse) if return_lse and lse is not None else out
+    return (out, lse) if return_lse else out
 
 
-def gather(kv: PagedKV, plan: AttentionPlan, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def gather(kv: PagedKV, plan: AttentionPlan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Each sequence's K and V in a row: [S, Hkv, longest, D] and [S, Hkv, longest, Dv], zero where there is none."""
     spec, device = plan.spec, kv.k.device
-    lens = plan.context_lens[: plan.num_seqs, None]
-    first_row = lens - plan.query_starts[: plan.num_seqs + 1].diff()[:, None]
-    position = torch.arange(longest)
+    lens = plan.context_lens[: plan.num_seqs, None].long()
+    first_row = lens - plan.query_starts[: plan.num_seqs + 1].long().diff()[:, None]
+    position = torch.arange(int(lens.max()) if plan.num_seqs else 0)
     held = position < lens
     if spec.window is not None:  # blocks wholly below the window may belong to others by now
-        first = (first_row.long() - spec.window + 1).clamp(min=0) // spec.block_size * spec.block_size
+        first = (first_row - spec.window + 1).clamp(min=0) // spec.block_size * spec.block_size
         held = held & (position >= first)
     table = plan.block_tables[: plan.num_seqs]
     block = torch.where(held, table[:, position // spec.block_size], 0).long().to(device)
@@ -178,18 +167,19 @@ def _plain(
     k: Tensor,  # [S, Hkv, longest, D]
     v: Tensor,  # [S, Hkv, longest, Dv]
     visible: Tensor,  # bool [S, rows, longest]
-    bias: Tensor,  # fp32 [S, Hq, rows, longest], ALiBi's
+    bias: Tensor | None,  # fp32 [S, Hq, rows, longest], ALiBi's
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """What the fused form lacks, ALiBi as exact as scores, softcap, LSE: [S, Hq, rows, Dv], [S, Hq, rows]."""
-    groups = q.shape[1] // k.shape[1]
-    q, k, v = q.to(bias.dtype), k.to(bias.dtype), v.to(bias.dtype)
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    score = (q @ k.mT) * scale
+    wide, groups = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
+    k, v = k.to(wide).repeat_interleave(groups, 1), v.to(wide).repeat_interleave(groups, 1)
+    score = (q.to(wide) @ k.mT) * scale
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
-    score = (score + bias).masked_fill(~visible[:, None], -torch.inf)
+    if bias is not None:
+        score = score + bias
+    score = score.masked_fill(~visible[:, None], -torch.inf)
     lse = torch.logsumexp(score, -1)
     weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     return weight @ v, lse

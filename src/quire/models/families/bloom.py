@@ -28,7 +28,8 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
     config = ConfigReader(raw, "bloom")
     hidden_size = config.integer("n_embed", config.get("hidden_size"))
-    num_heads, num_layers = config.integer("n_head", config.get("num_attention_heads")), config.integer("n_layer")
+    num_heads = config.heads("n_head" if "n_head" in raw else "num_attention_heads", hidden_size)
+    num_layers = config.integer("n_layer")
     config.only("apply_residual_connection_post_layernorm", False)
     for key in ("slow_but_exact", "masked_softmax_fusion", "bias_dropout_fusion", "offset_alibi", "skip_bias_add",
                 "skip_bias_add_qkv", "attention_softmax_in_fp32"):  # fmt: skip

@@ -31,7 +31,8 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config.only("hidden_activation", "gelu_pytorch_tanh")
     config.only("use_bidirectional_attention", False)
     alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
-    window = config.integer("sliding_window", 4096)
+    window = config.window("sliding_window", 4096)
+    config.only("sliding_window_size", window)  # the same again, in some configs
     attention_bias = config.flag("attention_bias")
     decoder = DecoderConfig(
         **sizes,

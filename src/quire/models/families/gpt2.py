@@ -30,7 +30,8 @@ ACTIVATIONS: dict[str, Literal["gelu", "gelu_tanh"]] = {
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
     config = ConfigReader(raw, "gpt2")
-    hidden_size, num_heads = config.integer("n_embd"), config.integer("n_head")
+    hidden_size = config.integer("n_embd")
+    num_heads = config.heads("n_head", hidden_size)
     num_layers = config.integer("n_layer")
     activation = config.get("activation_function", "gelu_new")
     config.only("activation_function", *ACTIVATIONS)

@@ -33,7 +33,9 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config = ConfigReader(raw, "llama")
     # Mistral's configs mean these where they say nothing; a Llama has no window, whatever its config says.
     mistral = "MistralForCausalLM" in (raw.get("architectures") or [])
-    window = config.get("sliding_window", None if "sliding_window" in raw else 4096) if mistral else None
+    window = config.window("sliding_window", 4096)
+    if not mistral:
+        window = None
     sizes = common_fields(config, num_kv_heads=8 if mistral else None)
     config.only("hidden_act", "silu")
     config.only("rope_interleaved", False)

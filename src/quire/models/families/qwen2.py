@@ -25,9 +25,9 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 def windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
     """Each layer's window: by `layer_types`, or from `max_window_layers` on, and only with `use_sliding_window`."""
-    window = config.get("sliding_window", 4096)
+    window = config.window("sliding_window", 4096)
     if not config.flag("use_sliding_window"):
         window = None
-    first = config.get("max_window_layers", 28)
+    first = config.count("max_window_layers", 28)
     older = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
     return config.windows(config.get("layer_types", older), window, num_layers)
