@@ -188,7 +188,7 @@ class TestRefused:
         refused(tmp_path, r"model\.pt holds no state dict")
         (tmp_path / "model.pt").write_bytes(b"")
         refused(tmp_path, r"model\.pt cannot be read as weights")
-        (tmp_path / "model.pt").write_bytes(pickle.dumps(Path("x")))
+        (tmp_path / "model.pt").write_bytes(pickle.dumps(Path("x"), protocol=2))
         refused(tmp_path, r"model\.pt cannot be read as weights")
         (tmp_path / "config.json").write_text("[1]")
         refused(tmp_path, r"config\.json holds a list")
