@@ -103,9 +103,11 @@ def attention(
         k, v = gather(kv, plan, q.dtype)  # [S, Hkv, longest, D or Dv]
     starts = plan.query_starts[: plan.num_seqs + 1].long()
     rows, lens = starts.diff(), plan.context_lens[: plan.num_seqs].long()
-    decoding = torch.nonzero((rows == 1) & (lens > 0)).flatten()  # side by side; the others one by one, unpadded
-    others = torch.nonzero((rows > 1) & (lens > 0)).flatten()
-    for s in [decoding, *others[:, None]] if len(decoding) else list(others[:, None]):
+    decoding = torch.nonzero((rows == 1) & (lens > 0)).flatten()
+    prompts = torch.nonzero((rows > 1) & (lens > 0)).flatten()
+    for s in (decoding, *prompts[:, None]):  # [s]: sequences with equally many rows, so that no row is padding
+        if len(s) == 0:
+            continue
         count, longest = int(rows[s[0]]), int(lens[s].max())
         at = (starts[s, None] + torch.arange(count)).to(q.device)  # [s, count]
         position = (lens - rows)[s, None, None] + torch.arange(count)[:, None]  # [s, count, 1]
@@ -117,9 +119,8 @@ def attention(
             visible = visible & (key > position - spec.window)
         bias = None
         if alibi_slopes is not None:
-            bias = alibi_slopes.to(wide).view(-1, 1, 1) * (key - position)[:, None].to(
-                q.device
-            )  # [s, Hq, count, longest]
+            distance = (key - position)[:, None].to(q.device)
+            bias = alibi_slopes.to(wide).view(-1, 1, 1) * distance  # [s, Hq, count, longest]
         parts = q[at].transpose(1, 2), k[s.to(q.device), :, :longest], v[s.to(q.device), :, :longest]
         if bias is None and softcap is None and sinks is None and not return_lse:
             result[at] = _fused(*parts, visible.to(q.device), scale).transpose(1, 2).to(wide)
