@@ -26,7 +26,7 @@ bench: $(INSTALLED)  ## speed on this machine
 clean:
 	rm -rf .venv build dist
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/quire/ops/cpu/csrc/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire import ops
+from quire.ops.cpu import native
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
@@ -21,13 +22,21 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=list(ops.BACKENDS))
-def backend(request: pytest.FixtureRequest) -> ops.Ops:
+# The cpu backend runs the best instruction set of a machine; the others it is told to.
+OTHER_ISAS = [] if native.unavailable() else native.runnable(native.library_path())[1:]
+
+
+@pytest.fixture(params=[*ops.BACKENDS, *(f"cpu on {isa}" for isa in OTHER_ISAS)])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Ops:
     """Every backend in turn; one that cannot run on this machine is skipped, with its own reason."""
-    reasons = [ops.unavailable(request.param, device) for device in DEVICES]
+    name, _, isa = request.param.partition(" on ")
+    reasons = [ops.unavailable(name, device) for device in DEVICES]
     if None not in reasons:
         pytest.skip("; ".join(filter(None, reasons)))
-    return ops.load(request.param, DEVICES[reasons.index(None)])
+    if isa:
+        library = native.load(isa)
+        monkeypatch.setattr(native, "default", lambda: library)
+    return ops.load(name, DEVICES[reasons.index(None)])
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ __all__ = [
 
 # Name -> module, the preferred first: "auto" takes the first one that is available.
 BACKENDS = {
+    "cpu": "quire.ops.cpu",
     "reference": "quire.ops.reference",
     "gather": "quire.ops.gather",
 }

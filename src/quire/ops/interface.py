@@ -224,3 +224,16 @@ class Ops(Protocol):
         approximate: Literal["none", "tanh"],
     ) -> torch.Tensor:
         """GELU in its exact (erf) or its tanh form (Hendrycks & Gimpel 2016)."""
+
+    def logsumexp(
+        self,
+        logits: torch.Tensor,  # fp32 [R, V]
+    ) -> torch.Tensor:
+        """log(sum(exp(logits))) of each row: fp32 [R]."""
+
+    def top_k(
+        self,
+        logits: torch.Tensor,  # fp32 [R, V], no NaN
+        k: int,
+    ) -> torch.Tensor:
+        """The ids of the k largest logits of each row, the largest first, of equal ones the lower id: int64 [R, k]."""

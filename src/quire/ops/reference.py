@@ -325,5 +325,25 @@ def gelu(
     return F.gelu(_widen(x), approximate=approximate).to(x.dtype)
 
 
+# ----------------------------------------------------------------------------------------------- for a sampler
+
+
+def logsumexp(
+    logits: Tensor,  # fp32 [R, V]
+) -> Tensor:
+    """log(sum(exp(logits))) of each row: fp32 [R]."""
+    validate.check_logits(logits)
+    return torch.logsumexp(logits, -1)
+
+
+def top_k(
+    logits: Tensor,  # fp32 [R, V], no NaN
+    k: int,
+) -> Tensor:
+    """The ids of the k largest logits of each row, the largest first, of equal ones the lower id: int64 [R, k]."""
+    validate.check_logits(logits, k)
+    return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
 def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))

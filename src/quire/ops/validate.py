@@ -340,6 +340,18 @@ def check_swiglu(
         raise BadShape(f"gate_up has shape {tuple(gate_up.shape)}; its last dimension, gates and ups, must be even")
 
 
+def check_logits(
+    logits: torch.Tensor,  # fp32 [R, V]
+    k: int = 0,
+) -> None:
+    """Check the arguments of the sampler's operators."""
+    if logits.dim() != 2:
+        raise BadShape(f"logits has shape {tuple(logits.shape)}; expected [R, V]")
+    check_tensor("logits", logits, tuple(logits.shape), torch.float32, logits.device)
+    if not 0 <= k <= logits.shape[1]:
+        raise BadValue(f"k is {k}; it must lie in 0..{logits.shape[1]}, the size of the vocabulary")
+
+
 def check_copy(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
     """Check the arguments of copy_blocks: ids in range, no block written twice or both read and written."""
     if len(src) != len(dst):

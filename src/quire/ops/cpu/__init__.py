@@ -1,0 +1,355 @@
+"""Attention and the small operators on an ordinary CPU, native, at the speed of its memory and its vector units.
+
+The kernels are a C++ library without torch (csrc/), one source compiled for each instruction set; this module checks
+the arguments and hands over addresses. They run on torch's own threads. Results depend on the instruction set, and on
+nothing else: not on the threads, the batch, or the chunk that a row came in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import byref
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadStride, BadValue, Unsupported
+from quire.ops import validate
+from quire.ops.cpu import native
+from quire.ops.cpu.plan import CpuPlan
+from quire.ops.interface import AttentionSpec, Limits, PagedKV
+from quire.ops.plan import AttentionPlan
+
+NAME = "cpu"
+LIMITS = Limits(
+    kv_dtypes={dtype: frozenset((dtype,)) for dtype in native.DTYPES},
+    max_head_dim=1024,
+    case_budget=2_000,
+)
+
+
+def unavailable(device: str) -> str | None:
+    """Why this backend cannot serve that device on this machine, or None where it can."""
+    return native.unavailable() if device == "cpu" else f"it serves the device 'cpu', not {device!r}"
+
+
+# ------------------------------------------------------------------------------------------------- the plan
+
+
+def make_plan(spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> CpuPlan:
+    """An empty plan with room for that many query tokens, sequences and blocks a sequence."""
+    validate.check_supported(spec, NAME, LIMITS)
+    return CpuPlan(spec, max_tokens, max_seqs, max_blocks, native.default())
+
+
+def plan(
+    spec: AttentionSpec,
+    query_starts: Tensor,  # int32 [S+1], host
+    context_lens: Tensor,  # int32 [S], host
+    block_tables: Tensor,  # int32 [S, M], host
+    slots: Tensor | None = None,  # int64 [T], host
+) -> CpuPlan:
+    """A plan for exactly this step."""
+    plan = make_plan(spec, *validate.step_sizes(query_starts, context_lens, block_tables))
+    plan.update(query_starts, context_lens, block_tables, slots)
+    return plan
+
+
+def _own(plan: AttentionPlan) -> CpuPlan:
+    if not isinstance(plan, CpuPlan):
+        raise BadValue(f"the plan is a {type(plan).__name__} of another backend; make it with the cpu backend's plan")
+    return plan
+
+
+# ---------------------------------------------------------------------------------------------- the cache
+
+
+def write_kv(
+    k_new: Tensor,  # [T, Hkv, D]
+    v_new: Tensor,  # [T, Hkv, Dv]
+    kv: PagedKV,
+    plan: AttentionPlan,
+) -> None:
+    """Store row t's K and V at slot plan.slots[t], that is at offset slot % B of block slot // B; -1 skips it."""
+    validate.check_write(k_new, v_new, kv, plan)
+    plan = _own(plan)
+    p = plan.write_params
+    p.k_new, p.v_new, p.k, p.v = k_new.data_ptr(), v_new.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr()
+    p.k_new_token, p.k_new_head, _ = k_new.stride()
+    p.v_new_token, p.v_new_head, _ = v_new.stride()
+    p.k_block, p.k_head, p.k_slot, _ = kv.k.stride()
+    p.v_block, p.v_head, p.v_slot, _ = kv.v.stride()
+    plan.library.write_kv(plan.library.parallel_for, plan.view, byref(p))
+
+
+def copy_blocks(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
+    """Copy block src[i] to block dst[i]: what copy-on-write does when a shared block is about to be written."""
+    validate.check_copy(kv, src, dst)
+    library = native.default()
+    sources, targets = torch.tensor(src, dtype=torch.int64), torch.tensor(dst, dtype=torch.int64)
+    for x in (kv.k, kv.v):
+        size = x.element_size()
+        block, head, slot, _ = (stride * size for stride in x.stride())
+        _, heads, slots, dim = x.shape
+        library.copy_blocks(
+            library.parallel_for,
+            *(x.data_ptr(), block, head, slot, heads, slots, dim * size),
+            *(sources.data_ptr(), targets.data_ptr(), len(src)),
+        )
+
+
+# --------------------------------------------------------------------------------------------- attention
+
+
+@overload
+def attention(
+    q: Tensor,  # [T, Hq, D]
+    kv: PagedKV,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,  # [T, Hq, D]
+    kv: PagedKV,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    q: Tensor,  # [T, Hq, D]
+    kv: PagedKV,
+    plan: AttentionPlan,
+    *,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # fp32 [Hq]
+    out: Tensor | None = None,  # [T, Hq, Dv]
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As `reference.attention`, every sum formed in fp32.
+
+    Where the CPU multiplies bf16, the softmax weights over a bf16 cache are rounded to bf16.
+    """
+    validate.check_attention(q, kv, plan, scale, alibi_slopes, softcap, sinks, out, return_lse)
+    plan = _own(plan)
+    spec, p, k, v = plan.spec, plan.attention_params, kv.k, kv.v
+    if out is None:
+        out = torch.empty(plan.num_tokens, spec.num_heads, spec.dim_v, dtype=spec.dtype)
+    lse = torch.empty(plan.num_tokens, spec.num_heads, dtype=torch.float32) if return_lse else None
+    p.q, p.k, p.v, p.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+    p.lse = None if lse is None else lse.data_ptr()
+    p.alibi_slopes = None if alibi_slopes is None else alibi_slopes.data_ptr()
+    p.sinks = None if sinks is None else sinks.data_ptr()
+    p.q_token, p.q_head, _ = q.stride()
+    p.k_block, p.k_head, p.k_slot, _ = k.stride()
+    p.v_block, p.v_head, p.v_slot, _ = v.stride()
+    p.out_token, p.out_head, _ = out.stride()
+    p.scale = spec.default_scale if scale is None else scale
+    p.softcap = softcap or 0.0
+    plan.library("attention", plan.view, byref(p))
+    return out if lse is None else (out, lse)
+
+
+# ------------------------------------------------------------------------------------- states of attention
+
+
+def merge_states(
+    out_a: Tensor,  # [T, Hq, Dv]
+    lse_a: Tensor,  # fp32 [T, Hq]
+    out_b: Tensor,  # [T, Hq, Dv]
+    lse_b: Tensor,  # fp32 [T, Hq]
+) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys from attention over each: out [T, Hq, Dv], LSE fp32 [T, Hq]."""
+    validate.check_states(out_a, lse_a, out_b, lse_b)
+    dtype = _dtype("out_a", out_a)
+    out_a, lse_a, out_b, lse_b = (x.contiguous() for x in (out_a, lse_a, out_b, lse_b))
+    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+    states = (x.data_ptr() for x in (out_a, lse_a, out_b, lse_b, out, lse))
+    native.default()("merge_states", *states, lse.numel(), out.shape[-1], dtype)
+    return out, lse
+
+
+def apply_sinks(
+    out: Tensor,  # [T, Hq, Dv]
+    lse: Tensor,  # fp32 [T, Hq]
+    sinks: Tensor,  # fp32 [Hq]
+) -> Tensor:
+    """Close a state with one more logit a head that carries no value: out · e^lse / (e^lse + e^sink)."""
+    validate.check_state("out", out, "lse", lse)
+    validate.check_tensor("sinks", sinks, (out.shape[1],), torch.float32, out.device)
+    dtype = _dtype("out", out)
+    out, lse = out.contiguous(), lse.contiguous()
+    closed = torch.empty_like(out)
+    addresses = (x.data_ptr() for x in (out, lse, sinks, closed))
+    native.default()("apply_sinks", *addresses, lse.numel(), out.shape[1], out.shape[2], dtype)
+    return closed
+
+
+# ---------------------------------------------------------------------------- small operators of a decoder
+
+
+def rms_norm(
+    x: Tensor,  # [..., H]
+    weight: Tensor,  # [H]
+    eps: float,
+) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight, over the last dimension (Zhang & Sennrich 2019)."""
+    validate.check_norm(x, weight=weight)
+    dtype, x, weight = _dtype("x", x), _rows(x), weight.float().contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    native.default()(
+        "rms_norm", *_layout(x), None, 0, weight.data_ptr(), out.data_ptr(), _count(x), x.shape[-1], eps, dtype
+    )
+    return out
+
+
+def add_rms_norm(
+    x: Tensor,  # [T, H]
+    residual: Tensor,  # [T, H], becomes x + residual in place
+    weight: Tensor,  # [H]
+    eps: float,
+) -> Tensor:
+    """rms_norm of the new residual."""
+    validate.check_tensor("residual", residual, tuple(x.shape), x.dtype, x.device)
+    validate.check_norm(x, weight=weight)
+    dtype, x, weight = _dtype("x", x), _rows(x), weight.float().contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    native.default()(
+        *("rms_norm", *_layout(x), residual.data_ptr(), residual.stride(0), weight.data_ptr(), out.data_ptr()),
+        *(_count(x), x.shape[-1], eps, dtype),
+    )
+    return out
+
+
+def layer_norm(
+    x: Tensor,  # [..., H]
+    weight: Tensor,  # [H]
+    bias: Tensor | None,  # [H]
+    eps: float,
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension (Ba et al. 2016)."""
+    validate.check_norm(x, weight=weight, bias=bias)
+    dtype, x, weight = _dtype("x", x), _rows(x), weight.float().contiguous()
+    bias = None if bias is None else bias.float().contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    native.default()(
+        *("layer_norm", *_layout(x), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
+        *(_count(x), x.shape[-1], eps, dtype),
+    )
+    return out
+
+
+def rope(
+    q: Tensor,  # [T, Hq, D], rotated in place
+    k: Tensor,  # [T, Hkv, D], rotated in place
+    positions: Tensor,  # int [T]
+    cos: Tensor,  # fp32 [P, D_rot / 2]
+    sin: Tensor,  # fp32 [P, D_rot / 2]
+) -> None:
+    """Rotate the pairs (i, i + D_rot/2) of the first D_rot dimensions by their position's angle (Su et al. 2021)."""
+    validate.check_rope(q, k, positions, cos, sin)
+    for name, x in (("q", q), ("k", k)):
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise BadStride(f"{name} has strides {x.stride()}; the last one must be 1")
+    dtype, positions = _dtype("q", q), positions.to(torch.int64).contiguous()
+    _dtype("k", k)
+    cos, sin = cos.float().contiguous(), sin.float().contiguous()
+    beyond = native.default()(
+        *("rope", q.data_ptr(), q.stride(0), q.shape[1], q.stride(1), k.data_ptr(), k.stride(0), k.shape[1]),
+        *(k.stride(1), positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), len(q), *cos.shape, dtype),
+    )
+    if beyond >= 0:
+        raise BadValue(f"positions[{beyond}] is {positions[beyond]}; cos and sin hold the positions 0..{len(cos) - 1}")
+
+
+def swiglu(
+    gate_up: Tensor,  # [T, 2 * I]: gates, then ups
+) -> Tensor:
+    """silu(gate) * up: [T, I] (Shazeer 2020)."""
+    validate.check_swiglu(gate_up)
+    dtype, size = _dtype("gate_up", gate_up), gate_up.shape[-1] // 2
+    rows = gate_up.reshape(-1, 2 * size) if gate_up.dim() != 2 or gate_up.stride(1) != 1 else gate_up
+    out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype)
+    native.default()("swiglu", rows.data_ptr(), rows.stride(0), out.data_ptr(), len(rows), size, dtype)
+    return out
+
+
+def gelu(
+    x: Tensor,  # [..., I]
+    approximate: Literal["none", "tanh"],
+) -> Tensor:
+    """GELU in its exact (erf) or its tanh form (Hendrycks & Gimpel 2016)."""
+    dtype, x = _dtype("x", x), _rows(x)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    native.default()("gelu", *_layout(x), out.data_ptr(), _count(x), x.shape[-1], approximate == "tanh", dtype)
+    return out
+
+
+# ----------------------------------------------------------------------------------------------- for a sampler
+
+
+def logsumexp(
+    logits: Tensor,  # fp32 [R, V]
+) -> Tensor:
+    """log(sum(exp(logits))) of each row: fp32 [R]."""
+    validate.check_logits(logits)
+    out = torch.empty(len(logits), dtype=torch.float32)
+    native.default()("logsumexp", logits.data_ptr(), logits.stride(0), out.data_ptr(), *logits.shape)
+    return out
+
+
+def top_k(
+    logits: Tensor,  # fp32 [R, V], no NaN
+    k: int,
+) -> Tensor:
+    """The ids of the k largest logits of each row, the largest first, of equal ones the lower id: int64 [R, k]."""
+    validate.check_logits(logits, k)
+    ids = torch.empty(len(logits), k, dtype=torch.int64)
+    heaps = torch.empty(len(logits), k, dtype=torch.int64)
+    native.default()("top_k", logits.data_ptr(), logits.stride(0), heaps.data_ptr(), ids.data_ptr(), *logits.shape, k)
+    return ids
+
+
+# -------------------------------------------------------------------------------------------------- layouts
+
+
+def _dtype(name: str, x: Tensor) -> int:
+    """The number that the kernels know the dtype by."""
+    if x.dtype not in native.DTYPES or x.device.type != "cpu":
+        served = ", ".join(map(str, native.DTYPES))
+        raise Unsupported(f"{name} is {x.dtype} on {x.device}; the cpu backend serves {served} on the CPU")
+    return native.DTYPES[x.dtype]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x itself if its strides can be told as those of [outer, inner, H], else a contiguous copy."""
+    strided = x.dim() in (1, 2, 3) and (x.stride(-1) == 1 or x.shape[-1] == 1)
+    return x if strided else x.contiguous()
+
+
+def _layout(x: Tensor) -> tuple[int, int, int, int]:
+    """Address, outer stride, inner size, inner stride of a tensor from `_rows`."""
+    if x.dim() == 3:
+        return x.data_ptr(), x.stride(0), x.shape[1], x.stride(1)
+    if x.dim() > 3:  # contiguous
+        return x.data_ptr(), x.shape[-1], 1, 0
+    return x.data_ptr(), x.stride(0), 1, 0
+
+
+def _count(x: Tensor) -> int:
+    """Rows of x: the product of all sizes but the last."""
+    return x.shape[:-1].numel()

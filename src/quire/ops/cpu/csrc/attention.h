@@ -1,0 +1,330 @@
+// Attention over paged keys: each worker drains the plan's items and walks through their tiles.
+#pragma once
+
+#include "parallel.h"
+#include "softmax.h"
+
+namespace {
+
+QUIRE_INLINE int least(int a, int b) { return a < b ? a : b; }
+QUIRE_INLINE int most(int a, int b) { return a > b ? a : b; }
+
+// Where a worker stands: one tile of one item, and the addresses of its keys and values.
+template <class T>
+struct Place {
+    const Item* item;
+    int head;            // KV head
+    int tile;            // position of the tile's first key
+    int begin, end;      // keys to compute, relative to the tile: multiples of SUBTILE
+    const T* keys[TILE];
+    const T* values[TILE];
+};
+
+// What all workers of a call share.
+struct Call {
+    const Plan* plan;
+    const AttentionParams* params;
+    int64_t next;  // item and head that nobody has taken yet
+};
+
+alignas(64) const float NOTHING[1024] = {};  // the key and the value of slots that do not belong to the item
+
+template <class K>
+struct Worker {
+    using T = typename K::E::T;
+    using Step = Place<T>;
+
+    Call& call;
+    const Plan& plan;
+    const SpecParams& spec;
+    const AttentionParams& params;
+    const int group, lanes, lda_weights;
+    const int64_t panel_stride;
+    const int panels, wide;  // of the values
+    ScoreRule rule;
+    bool bent;
+    float *query, *keys, *values, *scores, *weights, *sums, *total_sums;
+    float *top, *total, *whole_top, *whole_total;
+    int *low, *high;
+
+    Worker(Call& call, int64_t thread)
+        : call(call), plan(*call.plan), spec(plan.spec), params(*call.params), group(spec.num_heads / spec.num_kv_heads),
+          lanes(operand_lanes<K>(spec.head_dim)), lda_weights(TILE / K::PAIR), panel_stride((int64_t)TILE / K::PAIR * PANEL),
+          panels((spec.head_dim_v + PANEL - 1) / PANEL), wide(panels * PANEL) {
+        const float unit = LOG2E;
+        bent = params.softcap != 0.0f || params.alibi_slopes;
+        rule = {params.scale * unit, params.softcap * unit, params.softcap != 0.0f ? 1.0f / (params.softcap * unit) : 0.0f};
+        const Scratch sizes = scratch_sizes(spec);
+        float* at = (float*)(plan.scratch + thread * plan.scratch_stride);
+        auto take = [&](int64_t size) { float* p = at; at += size; return p; };
+        query = take(sizes.query), keys = take(sizes.keys), values = take(sizes.values), scores = take(sizes.scores);
+        weights = take(sizes.weights), sums = take(sizes.sums), total_sums = take(sizes.sums);
+        top = take(sizes.row), total = take(sizes.row), whole_top = take(sizes.row), whole_total = take(sizes.row);
+        low = (int*)take(sizes.row), high = (int*)take(sizes.row);
+        if (K::PAIR == 1) weights = scores;
+    }
+
+    // ---------------------------------------------------------------------------------------- walking
+
+    bool take_item(Step& step) {
+        const int64_t index = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED);
+        if (index >= plan.num_items * spec.num_kv_heads) return false;
+        step.item = plan.items + index / spec.num_kv_heads;
+        step.head = (int)(index % spec.num_kv_heads);
+        locate(step, step.item->begin / TILE * TILE);
+        return true;
+    }
+
+    // The tile after this one: of the same item, or the first of the next.
+    bool next(const Step& step, Step& after) {
+        if (step.tile + TILE >= step.item->end) return take_item(after);
+        after.item = step.item;
+        after.head = step.head;
+        locate(after, step.tile + TILE);
+        return true;
+    }
+
+    void locate(Step& step, int tile) {
+        const Item& item = *step.item;
+        const int first = most(item.begin - tile, 0), stop = least(item.end - tile, TILE);
+        step.tile = tile;
+        step.begin = first / SUBTILE * SUBTILE;
+        step.end = stop > first ? (stop + SUBTILE - 1) / SUBTILE * SUBTILE : step.begin;
+        const int32_t* table = plan.step.block_tables + item.table * plan.step.table_stride;
+        const T *k = (const T*)params.k + step.head * params.k_head, *v = (const T*)params.v + step.head * params.v_head;
+        for (int t = step.begin; t < first; t++) step.keys[t] = step.values[t] = (const T*)NOTHING;
+        const int size = spec.block_size;
+        int column = (tile + first) / size, offset = (tile + first) % size;
+        for (int t = first; t < stop; column++, offset = 0) {
+            const int64_t block = table[column];
+            const T *key = k + block * params.k_block + offset * params.k_slot;
+            const T *value = v + block * params.v_block + offset * params.v_slot;
+            for (const int until = least(stop, t + size - offset); t < until; t++) {
+                step.keys[t] = key, step.values[t] = value;
+                key += params.k_slot, value += params.v_slot;
+            }
+        }
+        for (int t = most(stop, step.begin); t < step.end; t++) step.keys[t] = step.values[t] = (const T*)NOTHING;
+    }
+
+    static void prefetch(const T* const* rows, int count, int bytes) {
+        for (int t = 0; t < count; t++)
+            for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char*)rows[t] + at, 0, 2);
+    }
+
+    // ------------------------------------------------------------------------------------------- rows
+
+    int row_of(const Item& item, int i) const { return (item.first + i) / group; }
+    int head_of(const Step& step, int i) const { return step.head * group + (step.item->first + i) % group; }
+
+    void start_item(const Step& step) {
+        const Item& item = *step.item;
+        for (int i = 0; i < item.count; i++) {
+            const int row = row_of(item, i), position = plan.row_positions[row];
+            const T* q = (const T*)params.q + plan.row_tokens[row] * params.q_token + head_of(step, i) * params.q_head;
+            pack_query<K>(q, spec.head_dim, query + (int64_t)i * lanes);
+            const int64_t from = (int64_t)position - spec.window + 1;
+            low[i] = spec.window && from > 0 ? (int)from : 0;
+            high[i] = spec.causal ? least(position + 1, item.end) : item.end;
+            whole_total[i] = 0.0f;
+            whole_top[i] = -INF;
+        }
+    }
+
+    void start_split(int count) {
+        for (int i = 0; i < count; i++) top[i] = -INF, total[i] = 0.0f;
+        memset(sums, 0, sizeof(float) * (size_t)count * wide);
+    }
+
+    // ------------------------------------------------------------------------------------------- a tile
+
+    void compute(const Step& step, const Step* after) {
+        const int count = step.item->count;
+        const RowBlocks blocks(count);
+        const int key_bytes = spec.head_dim * (int)sizeof(T), value_bytes = spec.head_dim_v * (int)sizeof(T);
+        for (int at = step.begin; at < step.end; at += PANEL) {
+            if (after) prefetch(after->keys + most(at, after->begin), least(PANEL, after->end - most(at, after->begin)), key_bytes);
+            pack_keys<K>(step.keys + at, spec.head_dim, keys);
+            for (int b = 0; b < blocks.blocks; b++) {
+                const int first = blocks.first(b), rows = blocks.rows(b);
+                if (!sees(step.tile + at, PANEL, first, rows)) continue;
+                block_times_panel<typename K::M, false>(
+                    rows, COLUMNS, query + (int64_t)first * lanes, lanes, keys, scores + (int64_t)first * TILE + at, TILE, 0, lanes);
+            }
+        }
+        for (int i = 0; i < count; i++) weigh(step, i);
+        if (after && after->end > after->begin) prefetch(after->values + after->begin, after->end - after->begin, value_bytes);
+        pack_values<K>(step.values + step.begin, step.end - step.begin, spec.head_dim_v, values, panel_stride);
+        for (int p = 0; p < panels; p++) {
+            const int vectors = least(COLUMNS, (spec.head_dim_v - p * PANEL + W - 1) / W);
+            for (int b = 0; b < blocks.blocks; b++) {
+                const int first = blocks.first(b), rows = blocks.rows(b);
+                int begin = TILE, end = 0;
+                for (int i = first; i < first + rows; i++) {
+                    const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
+                    if (from < to) begin = least(begin, from), end = most(end, to);
+                }
+                if (begin >= end) continue;
+                block_times_panel<typename K::M, true>(
+                    rows, vectors, weights + (int64_t)first * lda_weights + step.begin / K::PAIR, lda_weights,
+                    values + p * panel_stride, sums + (int64_t)first * wide + p * PANEL, wide,
+                    (begin - step.begin) / K::PAIR, (end - step.begin + K::PAIR - 1) / K::PAIR);
+            }
+        }
+    }
+
+    bool sees(int position, int keys, int first, int rows) const {
+        for (int i = first; i < first + rows; i++)
+            if (low[i] < position + keys && high[i] > position) return true;
+        return false;
+    }
+
+    // Scores of row i to weights, its sums brought to the new maximum.
+    void weigh(const Step& step, int i) {
+        float* s = scores + (int64_t)i * TILE;
+        float* w = weights + (int64_t)i * lda_weights;
+        const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
+        float highest = top[i];
+        if (from < to) {
+            float found;
+            if (bent) {
+                const float slope = params.alibi_slopes ? params.alibi_slopes[head_of(step, i)] * LOG2E : 0.0f;
+                const int position = plan.row_positions[row_of(*step.item, i)];
+                found = score_row<true>(s, from, to, rule, slope, (float)(step.tile - position));
+            } else {
+                found = score_row<false>(s, from, to, rule, 0.0f, 0.0f);
+            }
+            if (found > highest) highest = found;
+        }
+        if (from >= to || (highest == -INF && !unordered(s, from, to))) {
+            memset(w + step.begin / K::PAIR, 0, sizeof(float) * (size_t)(step.end - step.begin) / K::PAIR);
+            return;
+        }
+        const float added = weigh_row<K>(s, w, from, to, step.begin, step.end, highest == -INF ? 0.0f : highest);
+        if (highest != top[i]) {
+            if (total[i] != 0.0f) {
+                const float factor = exp2_scalar(top[i] - highest);
+                total[i] *= factor;
+                for (int c = 0; c < wide; c += W) store(sums + (int64_t)i * wide + c, load(sums + (int64_t)i * wide + c) * factor);
+            }
+            top[i] = highest;
+        }
+        total[i] += added;
+    }
+
+    // Whether a score is NaN, which the maximum passes over.
+    static bool unordered(const float* s, int from, int to) {
+        for (int t = from; t < to; t++)
+            if (s[t] != s[t]) return true;
+        return false;
+    }
+
+    // --------------------------------------------------------------------------------------- its end
+
+    void end_split(const Step& step) {
+        const Item& item = *step.item;
+        const int split = step.tile / SPLIT;
+        for (int i = 0; i < item.count; i++) {
+            const float* from = sums + (int64_t)i * wide;
+            if (!item.partial) {
+                fold(total_sums + (int64_t)i * wide, whole_top[i], whole_total[i], from, top[i], total[i], wide);
+                continue;
+            }
+            const int token = plan.row_tokens[row_of(item, i)], index = split - plan.first_split[token];
+            if (index < 0 || index >= plan.num_splits[token]) continue;  // another row of the item sees it
+            float* state = state_of(plan, plan.first_state[token] + index, head_of(step, i));
+            memcpy(state, from, sizeof(float) * (size_t)spec.head_dim_v);
+            state[spec.head_dim_v] = top[i];
+            state[spec.head_dim_v + 1] = total[i];
+        }
+    }
+
+    // Add a state to what the splits before it amount to.
+    static void fold(float* sums, float& top, float& total, const float* more, float more_top, float more_total, int dim) {
+        if (more_total == 0.0f) return;
+        if (total == 0.0f) {
+            memcpy(sums, more, sizeof(float) * (size_t)dim);
+            top = more_top, total = more_total;
+            return;
+        }
+        const float highest = more_top > top ? more_top : top;
+        const float a = exp2_scalar(top - highest), b = exp2_scalar(more_top - highest);
+        int c = 0;
+        for (; c + W <= dim; c += W) store(sums + c, fma(load(more + c), splat(b), load(sums + c) * a));
+        if (c < dim) put_part<F32>(sums + c, fma(get_part<F32>(more + c, dim - c), splat(b), get_part<F32>(sums + c, dim - c) * a), dim - c);
+        top = highest;
+        total = __builtin_fmaf(more_total, b, total * a);
+    }
+
+    // The sums of a row, all splits folded, to its output and LSE.
+    void finish_row(const float* sums, float top, float total, int token, int head) {
+        T* out = (T*)params.out + token * params.out_token + head * params.out_head;
+        float factor = total != 0.0f ? 1.0f / total : 0.0f;
+        if (params.sinks && total != 0.0f) {
+            // In double: a sink far above all scores leaves outputs that fp32 holds and its exponential would not.
+            const double sink = (double)params.sinks[head] * LOG2E, highest = sink > top ? sink : top;
+            const double share = __builtin_exp2(top - highest);
+            factor = (float)(share / (total * share + __builtin_exp2(sink - highest)));
+        }
+        const int dim = spec.head_dim_v;
+        if (total == 0.0f) {
+            memset(out, 0, (size_t)dim * sizeof(T));
+        } else {
+            for (int c = 0; c < dim; c += W)
+                put_part<typename K::E>(out + c, get_part<F32>(sums + c, dim - c) * factor, dim - c);
+        }
+        if (params.lse) {
+            const float lse = total != 0.0f ? (top + __builtin_log2f(total)) * LN2 : -INF;
+            params.lse[(int64_t)token * spec.num_heads + head] = lse;
+        }
+    }
+
+    void end_item(const Step& step) {
+        const Item& item = *step.item;
+        if (item.partial) return;
+        for (int i = 0; i < item.count; i++)
+            finish_row(total_sums + (int64_t)i * wide, whole_top[i], whole_total[i], plan.row_tokens[row_of(item, i)], head_of(step, i));
+    }
+
+    void drain() {
+        Step steps[2];
+        int at = 0;
+        for (bool more = take_item(steps[0]); more; at ^= 1) {
+            Step &step = steps[at], &after = steps[at ^ 1];
+            more = next(step, after);
+            const bool first = step.tile <= step.item->begin;
+            if (first) start_item(step);
+            if (first || step.tile % SPLIT == 0) start_split(step.item->count);
+            compute(step, more ? &after : nullptr);
+            const bool last = step.tile + TILE >= step.item->end;
+            if (last || (step.tile + TILE) % SPLIT == 0) end_split(step);
+            if (last) end_item(step);
+        }
+    }
+
+    // Rows that several items computed: their states, in ascending order.
+    void merge(int64_t index) {
+        const int token = plan.split_tokens[index / spec.num_heads], head = (int)(index % spec.num_heads);
+        float top = -INF, total = 0.0f;
+        for (int split = 0; split < plan.num_splits[token]; split++) {
+            const float* state = state_of(plan, plan.first_state[token] + split, head);
+            fold(total_sums, top, total, state, state[spec.head_dim_v], state[spec.head_dim_v + 1], spec.head_dim_v);
+        }
+        finish_row(total_sums, top, total, token, head);
+    }
+};
+
+template <class K>
+static void attend(ParallelFor parallel_for, const Plan* plan, const AttentionParams* params) {
+    const int64_t threads = plan->step.num_threads;
+    Call call{plan, params, 0};
+    parallel(parallel_for, threads, 1, [&](int64_t thread) { Worker<K>(call, thread).drain(); });
+    const int64_t merges = plan->num_split_tokens * plan->spec.num_heads;
+    if (!merges) return;
+    parallel(parallel_for, threads, 1, [&](int64_t thread) {
+        Worker<K> worker(call, thread);
+        for (int64_t i = merges * thread / threads; i < merges * (thread + 1) / threads; i++) worker.merge(i);
+    });
+}
+
+}  // namespace

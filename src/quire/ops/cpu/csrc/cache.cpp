@@ -1,0 +1,63 @@
+// What enters and moves within the cache: plain copies, the same on every ISA.
+
+#include <cstring>
+
+#include "parallel.h"
+#include "plan.h"
+
+namespace {
+
+constexpr int64_t BYTES_A_THREAD = 1 << 17;
+
+}  // namespace
+
+extern "C" {
+
+// Row t's K and V to its slot; -1 skips it.
+QUIRE_EXPORT void quire_write_kv(ParallelFor parallel_for, const Plan* plan, const WriteParams* p) {
+    const SpecParams& spec = plan->spec;
+    const int64_t tokens = plan->step.query_starts[plan->step.num_seqs], bytes = spec.dtype == DTYPE_F32 ? 4 : 2;
+    const int64_t key_bytes = spec.head_dim * bytes, value_bytes = spec.head_dim_v * bytes;
+    const int64_t token_bytes = spec.num_kv_heads * (key_bytes + value_bytes);
+    parallel(parallel_for, tokens, BYTES_A_THREAD / token_bytes + 1, [&](int64_t t) {
+        const int64_t slot = plan->step.slots[t];
+        if (slot < 0) return;
+        const int64_t block = slot / spec.block_size, offset = slot % spec.block_size;
+        for (int64_t h = 0; h < spec.num_kv_heads; h++) {
+            memcpy((char*)p->k + (block * p->k_block + h * p->k_head + offset * p->k_slot) * bytes,
+                   (const char*)p->k_new + (t * p->k_new_token + h * p->k_new_head) * bytes, (size_t)key_bytes);
+            memcpy((char*)p->v + (block * p->v_block + h * p->v_head + offset * p->v_slot) * bytes,
+                   (const char*)p->v_new + (t * p->v_new_token + h * p->v_new_head) * bytes, (size_t)value_bytes);
+        }
+    });
+}
+
+// Block src[i] of a tensor [N, heads, size, dim] to block dst[i]; strides in bytes.
+QUIRE_EXPORT void quire_copy_blocks(
+    ParallelFor parallel_for, char* data, int64_t block_stride, int64_t head_stride, int64_t slot_stride, int64_t heads,
+    int64_t size, int64_t row_bytes, const int64_t* src, const int64_t* dst, int64_t count) {
+    const int64_t block_bytes = heads * size * row_bytes;
+    parallel(parallel_for, count, BYTES_A_THREAD / block_bytes + 1, [&](int64_t i) {
+        for (int64_t h = 0; h < heads; h++) {
+            const char* from = data + src[i] * block_stride + h * head_stride;
+            char* to = data + dst[i] * block_stride + h * head_stride;
+            if (slot_stride == row_bytes) {
+                memcpy(to, from, (size_t)(size * row_bytes));
+                continue;
+            }
+            for (int64_t s = 0; s < size; s++) memcpy(to + s * slot_stride, from + s * slot_stride, (size_t)row_bytes);
+        }
+    });
+}
+
+// Whether this CPU and its operating system run that ISA.
+QUIRE_EXPORT int32_t quire_runs_avx2(void) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+QUIRE_EXPORT int32_t quire_runs_avx512(void) {
+    return quire_runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
+}
+QUIRE_EXPORT int32_t quire_runs_avx512_bf16(void) { return quire_runs_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+}  // extern "C"

@@ -1,0 +1,53 @@
+// The dtypes of tensors: how W numbers of each are read as fp32 and written back, rounded to nearest even.
+#pragma once
+
+#include "simd.h"
+
+namespace {
+
+struct F32 {
+    using T = float;
+    QUIRE_INLINE V get(const T* p) { return load(p); }
+    QUIRE_INLINE void put(T* p, V v) { store(p, v); }
+};
+
+struct F16 {
+    using T = uint16_t;
+    QUIRE_INLINE V get(const T* p) { return widen_fp16(p); }
+    QUIRE_INLINE void put(T* p, V v) { narrow_fp16(p, v); }
+    // Of lanes that hold two numbers each: the first ones, the second ones.
+    QUIRE_INLINE V lower(V lanes) { return lower_fp16(lanes); }
+    QUIRE_INLINE V upper(V lanes) { return upper_fp16(lanes); }
+};
+
+struct BF16 {
+    using T = uint16_t;
+    QUIRE_INLINE V get(const T* p) { return widen_bf16(p); }
+    QUIRE_INLINE void put(T* p, V v) {
+        U bits = (U)v;
+        U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        U quiet = (bits >> 16) | 0x40u;  // adding could turn a NaN into an infinity
+        narrow_32_to_16(p, (U)(v != v) ? quiet : rounded);
+    }
+    QUIRE_INLINE V lower(V lanes) { return (V)((U)lanes << 16); }
+    QUIRE_INLINE V upper(V lanes) { return (V)((U)lanes & 0xffff0000u); }
+};
+
+// The first n (1..W) numbers only: nothing behind them is touched.
+template <class E>
+QUIRE_INLINE V get_part(const typename E::T* p, int n) {
+    if (n >= W) return E::get(p);
+    typename E::T few[W] = {};
+    memcpy(few, p, (size_t)n * sizeof *p);
+    return E::get(few);
+}
+
+template <class E>
+QUIRE_INLINE void put_part(typename E::T* p, V v, int n) {
+    if (n >= W) return E::put(p, v);
+    typename E::T few[W];
+    E::put(few, v);
+    memcpy(p, few, (size_t)n * sizeof *p);
+}
+
+}  // namespace

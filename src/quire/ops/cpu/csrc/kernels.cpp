@@ -1,0 +1,161 @@
+// The entry points of one ISA. This file is compiled once for each, with QUIRE_ISA set to its name; all that it includes
+// has internal linkage, so that no function of one ISA can stand in for another's.
+
+#include "attention.h"
+#include "small.h"
+
+#define QUIRE_NAME_(name, isa) quire_##name##_##isa
+#define QUIRE_NAME(name, isa) QUIRE_NAME_(name, isa)
+#define ENTRY(name) extern "C" QUIRE_EXPORT void QUIRE_NAME(name, QUIRE_ISA)
+
+namespace {
+
+template <class F>
+static void with_element(int32_t dtype, const F& f) {
+    if (dtype == DTYPE_F32) f(F32{});
+    else if (dtype == DTYPE_F16) f(F16{});
+    else f(BF16{});
+}
+
+static int64_t rows_a_thread(int64_t dim) { return dim >= GRAIN ? 1 : (GRAIN + dim - 1) / (dim ? dim : 1); }
+
+}  // namespace
+
+ENTRY(attention)(ParallelFor parallel_for, const Plan* plan, const AttentionParams* params) {
+    const int32_t dtype = plan->spec.dtype;
+    if (dtype == DTYPE_F32) attend<Fp32>(parallel_for, plan, params);
+    else if (dtype == DTYPE_F16) attend<Widened<F16>>(parallel_for, plan, params);
+#ifdef QUIRE_BF16_DOT
+    else attend<Pairs>(parallel_for, plan, params);
+#else
+    else attend<Widened<BF16>>(parallel_for, plan, params);
+#endif
+}
+
+// out = (e^lse_a * out_a + e^lse_b * out_b) / (e^lse_a + e^lse_b); rows [rows, dim], LSEs [rows], all contiguous.
+ENTRY(merge_states)(
+    ParallelFor parallel_for, const void* out_a, const float* lse_a, const void* out_b, const float* lse_b, void* out,
+    float* lse, int64_t rows, int64_t dim, int32_t dtype) {
+    with_element(dtype, [&](auto element) {
+        using E = decltype(element);
+        using T = typename E::T;
+        parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) {
+            const float highest = lse_b[i] > lse_a[i] ? lse_b[i] : lse_a[i];
+            const float a = lse_a[i] == -INF ? 0.0f : exp2_scalar((lse_a[i] - highest) * LOG2E);
+            const float b = lse_b[i] == -INF ? 0.0f : exp2_scalar((lse_b[i] - highest) * LOG2E);
+            const float total = a + b, factor_a = a / total, factor_b = b / total;
+            lse[i] = total == 0.0f ? -INF : highest + __builtin_logf(total);
+            for (int64_t c = 0; c < dim; c += W) {
+                const int n = part(dim, c);
+                V mixed = {};  // what a state that weighs nothing holds may be NaN: it is left out
+                if (a != 0.0f) mixed = get_part<E>((const T*)out_a + i * dim + c, n) * factor_a;
+                if (b != 0.0f) mixed = fma(get_part<E>((const T*)out_b + i * dim + c, n), splat(factor_b), mixed);
+                put_part<E>((T*)out + i * dim + c, mixed, n);
+            }
+        });
+    });
+}
+
+// out = state * e^lse / (e^lse + e^sink); rows [tokens * heads, dim], contiguous.
+ENTRY(apply_sinks)(
+    ParallelFor parallel_for, const void* state, const float* lse, const float* sinks, void* out, int64_t rows,
+    int64_t heads, int64_t dim, int32_t dtype) {
+    with_element(dtype, [&](auto element) {
+        using E = decltype(element);
+        using T = typename E::T;
+        parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) {
+            const float share = lse[i] == -INF ? 0.0f : 1.0f / (1.0f + exp_any(splat(sinks[i % heads] - lse[i]))[0]);
+            for (int64_t c = 0; c < dim; c += W) {
+                const int n = part(dim, c);
+                put_part<E>((T*)out + i * dim + c, get_part<E>((const T*)state + i * dim + c, n) * share, n);
+            }
+        });
+    });
+}
+
+// residual, where there is one, takes in x and is what is normalised.
+ENTRY(rms_norm)(
+    ParallelFor parallel_for, const void* x, int64_t outer_stride, int64_t inner, int64_t inner_stride, void* residual,
+    int64_t residual_stride, const float* weight, void* out, int64_t rows, int64_t dim, float eps, int32_t dtype) {
+    with_element(dtype, [&](auto element) {
+        using E = decltype(element);
+        using T = typename E::T;
+        const Rows<const T> from{(const T*)x, outer_stride, inner, inner_stride};
+        parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) {
+            const T* row = from[i];
+            if (residual) {
+                T* total = (T*)residual + i * residual_stride;
+                add_row<E>(row, total, dim);
+                row = total;
+            }
+            rms_norm_row<E>(row, weight, (T*)out + i * dim, dim, eps);
+        });
+    });
+}
+
+ENTRY(layer_norm)(
+    ParallelFor parallel_for, const void* x, int64_t outer_stride, int64_t inner, int64_t inner_stride,
+    const float* weight, const float* bias, void* out, int64_t rows, int64_t dim, float eps, int32_t dtype) {
+    with_element(dtype, [&](auto element) {
+        using E = decltype(element);
+        using T = typename E::T;
+        const Rows<const T> from{(const T*)x, outer_stride, inner, inner_stride};
+        parallel(parallel_for, rows, rows_a_thread(dim),
+                 [&](int64_t i) { layer_norm_row<E>(from[i], weight, bias, (T*)out + i * dim, dim, eps); });
+    });
+}
+
+// Rotates nothing and returns a place in `positions` that the tables of `length` rows do not hold, or -1.
+extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(rope, QUIRE_ISA)(
+    ParallelFor parallel_for, void* q, int64_t q_token, int64_t q_heads, int64_t q_head, void* k, int64_t k_token,
+    int64_t k_heads, int64_t k_head, const int64_t* positions, const float* cos, const float* sin, int64_t tokens,
+    int64_t length, int64_t half, int32_t dtype) {
+    for (int64_t t = 0; t < tokens; t++)
+        if (positions[t] < 0 || positions[t] >= length) return t;
+    with_element(dtype, [&](auto element) {
+        using E = decltype(element);
+        using T = typename E::T;
+        const int64_t heads = q_heads + k_heads;
+        parallel(parallel_for, tokens, rows_a_thread(2 * half * heads), [&](int64_t t) {
+            const float *c = cos + positions[t] * half, *s = sin + positions[t] * half;
+            for (int64_t h = 0; h < q_heads; h++) rope_row<E>((T*)q + t * q_token + h * q_head, c, s, half);
+            for (int64_t h = 0; h < k_heads; h++) rope_row<E>((T*)k + t * k_token + h * k_head, c, s, half);
+        });
+    });
+    return -1;
+}
+
+ENTRY(swiglu)(ParallelFor parallel_for, const void* x, int64_t stride, void* out, int64_t rows, int64_t dim, int32_t dtype) {
+    with_element(dtype, [&](auto element) {
+        using E = decltype(element);
+        using T = typename E::T;
+        parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) {
+            const T* row = (const T*)x + i * stride;
+            swiglu_row<E>(row, row + dim, (T*)out + i * dim, dim);
+        });
+    });
+}
+
+ENTRY(gelu)(
+    ParallelFor parallel_for, const void* x, int64_t outer_stride, int64_t inner, int64_t inner_stride, void* out,
+    int64_t rows, int64_t dim, int32_t tanh, int32_t dtype) {
+    with_element(dtype, [&](auto element) {
+        using E = decltype(element);
+        using T = typename E::T;
+        const Rows<const T> from{(const T*)x, outer_stride, inner, inner_stride};
+        parallel(parallel_for, rows, rows_a_thread(dim),
+                 [&](int64_t i) { gelu_row<E>(from[i], (T*)out + i * dim, dim, tanh != 0); });
+    });
+}
+
+ENTRY(logsumexp)(ParallelFor parallel_for, const float* x, int64_t stride, float* out, int64_t rows, int64_t dim) {
+    parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) { out[i] = logsumexp_row(x + i * stride, dim); });
+}
+
+// heaps: [rows, k] of scratch.
+ENTRY(top_k)(
+    ParallelFor parallel_for, const float* x, int64_t stride, uint64_t* heaps, int64_t* places, int64_t rows, int64_t dim,
+    int64_t k) {
+    parallel(parallel_for, rows, rows_a_thread(dim),
+             [&](int64_t i) { top_k_row(x + i * stride, dim, k, heaps + i * k, places + i * k); });
+}

@@ -1,0 +1,74 @@
+// C[rows, columns] (+)= A[rows, lanes] * B[lanes, columns], B packed in panels, in steps of 32-bit lanes.
+//
+// A lane is an fp32 number, or a pair of bf16 numbers whose products are added together. Every element of C is one chain
+// of multiply-adds in ascending order of lanes, so its bits depend neither on the other rows nor on how they are blocked.
+#pragma once
+
+#include "simd.h"
+
+namespace {
+
+struct Multiply {
+    QUIRE_INLINE V mac(V acc, V a, V b) { return fma(a, b, acc); }
+};
+
+#ifdef QUIRE_BF16_DOT
+struct MultiplyPairs {
+    QUIRE_INLINE V mac(V acc, V a, V b) { return dot_bf16(acc, a, b); }
+};
+#endif
+
+template <class M, int R, int N, bool ADD>
+static void micro_kernel(const float* a, int64_t lda, const float* b, float* c, int64_t ldc, int begin, int end) {
+    V sum[R][N];
+    for (int i = 0; i < R; i++)
+        for (int j = 0; j < N; j++) sum[i][j] = ADD ? load(c + i * ldc + j * W) : V{};
+    for (int k = begin; k < end; k++) {
+        V column[N];
+        for (int j = 0; j < N; j++) column[j] = load(b + (int64_t)k * PANEL + j * W);
+        for (int i = 0; i < R; i++) {
+            V row = broadcast(a + i * lda + k);
+            for (int j = 0; j < N; j++) sum[i][j] = M::mac(sum[i][j], row, column[j]);
+        }
+    }
+    for (int i = 0; i < R; i++)
+        for (int j = 0; j < N; j++) store(c + i * ldc + j * W, sum[i][j]);
+}
+
+template <class M, int N, bool ADD>
+static void row_block(int rows, const float* a, int64_t lda, const float* b, float* c, int64_t ldc, int begin, int end) {
+    switch (rows) {
+        case 1: return micro_kernel<M, 1, N, ADD>(a, lda, b, c, ldc, begin, end);
+        case 2: return micro_kernel<M, 2, N, ADD>(a, lda, b, c, ldc, begin, end);
+        case 3: return micro_kernel<M, 3, N, ADD>(a, lda, b, c, ldc, begin, end);
+        case 4: return micro_kernel<M, 4, N, ADD>(a, lda, b, c, ldc, begin, end);
+        case 5: return micro_kernel<M, 5, N, ADD>(a, lda, b, c, ldc, begin, end);
+        default: return micro_kernel<M, 6, N, ADD>(a, lda, b, c, ldc, begin, end);
+    }
+}
+
+// One block of up to ROWS rows times one panel, of which the first `vectors` vectors are wanted.
+template <class M, bool ADD>
+static void block_times_panel(
+    int rows, int vectors, const float* a, int64_t lda, const float* b, float* c, int64_t ldc, int begin, int end) {
+    static_assert(ROWS == 6);
+    if constexpr (COLUMNS >= 4) {
+        if (vectors >= 4) return row_block<M, 4, ADD>(rows, a, lda, b, c, ldc, begin, end);
+        if (vectors == 3) return row_block<M, 3, ADD>(rows, a, lda, b, c, ldc, begin, end);
+    }
+    if (vectors >= 2) return row_block<M, 2, ADD>(rows, a, lda, b, c, ldc, begin, end);
+    return row_block<M, 1, ADD>(rows, a, lda, b, c, ldc, begin, end);
+}
+
+// Rows `first`.. of a split of `total` rows into blocks of nearly equal height.
+struct RowBlocks {
+    int blocks, height, taller;
+    explicit RowBlocks(int total) : blocks((total + ROWS - 1) / ROWS) {
+        height = blocks ? total / blocks : 0;
+        taller = blocks ? total % blocks : 0;
+    }
+    int first(int block) const { return block * height + (block < taller ? block : taller); }
+    int rows(int block) const { return height + (block < taller ? 1 : 0); }
+};
+
+}  // namespace

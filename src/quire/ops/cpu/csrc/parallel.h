@@ -1,0 +1,23 @@
+// Threads: torch's own pool, through the function that Python looked up in libtorch.
+#pragma once
+
+#include <cstdint>
+
+typedef void (*ParallelBody)(int64_t begin, int64_t end, void* context);
+typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, ParallelBody body, void* context);
+
+// Call body(i) for i in 0..count - 1, on as many threads as torch uses. The bodies must not wait for each other: where
+// the pool is busy they run one after the other.
+template <class Body>
+static inline void parallel(ParallelFor parallel_for, int64_t count, int64_t grain, const Body& body) {
+    if (count <= grain) {
+        for (int64_t i = 0; i < count; i++) body(i);
+        return;
+    }
+    parallel_for(
+        0, count, grain,
+        [](int64_t begin, int64_t end, void* context) {
+            for (int64_t i = begin; i < end; i++) (*static_cast<const Body*>(context))(i);
+        },
+        const_cast<void*>(static_cast<const void*>(&body)));
+}

@@ -1,0 +1,56 @@
+// The work list of one step, made once and drained by every layer of a cache group.
+#pragma once
+
+#include "params.h"
+
+constexpr int TILE = 256;      // keys that share a softmax pass; tiles lie at multiples of it
+constexpr int SPLIT = 1024;    // keys whose sums are merged as one state; splits lie at multiples of it
+constexpr int SUBTILE = 64;    // keys that are scored, or skipped, together
+constexpr int MAX_ROWS = 128;  // rows of an item
+
+// Some rows over a range of one table's keys, for one KV head at a time. Row i is query head i % G of the token
+// row_tokens[i / G]; the rows may belong to several sequences whose tables agree over the range.
+struct Item {
+    int32_t table;       // row of block_tables
+    int32_t first;       // first row, counted in query heads
+    int32_t count;       // rows
+    int32_t begin, end;  // keys; begin lies at or after the first key that any of the rows sees
+    int32_t partial;     // 1: the state of each split is stored; 0: the item finishes its rows
+};
+
+// A state is what attention over one split leaves of a row: Dv sums, the maximum, the total.
+struct Plan {
+    SpecParams spec;
+    StepParams step;
+    const Item* items;  // the most expensive first
+    int64_t num_items;
+    const int32_t* row_tokens;     // query token of each row
+    const int32_t* row_positions;  // its absolute position
+    const int32_t* split_tokens;   // tokens whose rows were computed in parts
+    int64_t num_split_tokens;
+    const int32_t* first_state;  // [T]: index of the token's first state; only of split tokens
+    const int32_t* first_split;  // [T]: the split that it belongs to
+    const int32_t* num_splits;   // [T]
+    float* states;
+    int64_t state_stride;
+    char* scratch;  // a piece for each thread
+    int64_t scratch_stride;
+};
+
+static inline float* state_of(const Plan& plan, int64_t index, int head) {
+    return plan.states + (index * plan.spec.num_heads + head) * plan.state_stride;
+}
+
+// Sizes of one thread's scratch, in fp32 numbers: enough for every ISA and dtype.
+struct Scratch {
+    int64_t query, keys, values, scores, weights, sums, row;
+    int64_t total() const { return query + keys + values + scores + weights + 2 * sums + 8 * row; }
+};
+
+static inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+static inline Scratch scratch_sizes(const SpecParams& spec) {
+    int64_t lanes = round_up(spec.head_dim, 2), wide = round_up(spec.head_dim_v, 64);
+    return {MAX_ROWS * lanes, SUBTILE * lanes,        TILE * wide, MAX_ROWS * TILE, MAX_ROWS * TILE / 2,
+            MAX_ROWS * wide,  round_up(MAX_ROWS, 16)};
+}

@@ -1,0 +1,49 @@
+// x86-64-v3 with F16C: 8 lanes, 16 registers.
+#pragma once
+
+#include <immintrin.h>
+
+namespace {
+
+constexpr int W = 8;        // fp32 lanes of a vector
+constexpr int ROWS = 6;     // the micro-kernel holds ROWS x COLUMNS vectors of sums
+constexpr int COLUMNS = 2;
+
+typedef float V __attribute__((vector_size(32)));
+typedef int32_t I __attribute__((vector_size(32)));
+typedef uint32_t U __attribute__((vector_size(32)));
+
+QUIRE_INLINE V fma(V a, V b, V c) { return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+QUIRE_INLINE V round_to_even(V x) { return (V)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+QUIRE_INLINE V square_root(V x) { return (V)_mm256_sqrt_ps((__m256)x); }
+
+// The first `bytes` of a vector, and nothing of the memory behind them; the rest is zero.
+QUIRE_INLINE V load_lanes(const void* p, int bytes) {
+    V v = {};
+    if (bytes >= 32) memcpy(&v, p, 32);
+    else memcpy(&v, p, (size_t)bytes);
+    return v;
+}
+
+QUIRE_INLINE V widen_bf16(const uint16_t* p) {
+    return (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+}
+QUIRE_INLINE V widen_fp16(const uint16_t* p) { return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+
+QUIRE_INLINE void narrow_fp16(uint16_t* p, V v) {
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+QUIRE_INLINE __m128i low_halves(__m256i lanes) {  // the lower 16 bits of each lane
+    __m256i packed = _mm256_packus_epi32(_mm256_and_si256(lanes, _mm256_set1_epi32(0xffff)), _mm256_setzero_si256());
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+}
+QUIRE_INLINE void narrow_32_to_16(uint16_t* p, U v) { _mm_storeu_si128((__m128i*)p, low_halves((__m256i)v)); }
+
+// Each lane holds two fp16 numbers: the lower ones and the upper ones, widened.
+QUIRE_INLINE V lower_fp16(V lanes) { return (V)_mm256_cvtph_ps(low_halves((__m256i)lanes)); }
+QUIRE_INLINE V upper_fp16(V lanes) {
+    return (V)_mm256_cvtph_ps(low_halves(_mm256_srli_epi32((__m256i)lanes, 16)));
+}
+
+}  // namespace

@@ -1,0 +1,63 @@
+// x86-64-v4: 16 lanes, 32 registers; with AVX512_BF16 also the dot product of bf16 pairs.
+#pragma once
+
+#include <immintrin.h>
+
+namespace {
+
+constexpr int W = 16;       // fp32 lanes of a vector
+constexpr int ROWS = 6;     // the micro-kernel holds ROWS x COLUMNS vectors of sums
+constexpr int COLUMNS = 4;
+
+typedef float V __attribute__((vector_size(64)));
+typedef int32_t I __attribute__((vector_size(64)));
+typedef uint32_t U __attribute__((vector_size(64)));
+
+QUIRE_INLINE V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+QUIRE_INLINE V round_to_even(V x) { return (V)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+QUIRE_INLINE V square_root(V x) { return (V)_mm512_sqrt_ps((__m512)x); }
+
+// The first `count` (1..16) of 16 lanes, and nothing of the memory behind them; the rest is zero.
+QUIRE_INLINE V load_lanes(const void* p, int bytes) {
+    if (bytes >= 64) return (V)_mm512_loadu_ps(p);
+    return (V)_mm512_maskz_loadu_epi8(~0ull >> (64 - bytes), p);
+}
+
+QUIRE_INLINE V widen_bf16(const uint16_t* p) {
+    return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+}
+QUIRE_INLINE V widen_fp16(const uint16_t* p) { return (V)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+
+QUIRE_INLINE void narrow_fp16(uint16_t* p, V v) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+QUIRE_INLINE void narrow_32_to_16(uint16_t* p, U v) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v));
+}
+
+// Each lane holds two fp16 numbers: the lower ones and the upper ones, widened.
+QUIRE_INLINE V lower_fp16(V lanes) { return (V)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)lanes)); }
+QUIRE_INLINE V upper_fp16(V lanes) {
+    return (V)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)lanes, 16)));
+}
+
+#if defined(__AVX512BF16__)
+#define QUIRE_BF16_DOT 1
+
+// acc + a.low * b.low + a.high * b.high, each lane a pair of bf16.
+QUIRE_INLINE V dot_bf16(V acc, V a, V b) { return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
+
+// 32 numbers rounded to bf16, in order.
+QUIRE_INLINE V pair_bf16(V first, V second) { return (V)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first); }
+
+// Two rows of 32 bf16 numbers to 32 lanes of pairs, in order.
+QUIRE_INLINE void interleave_bf16(V x, V y, V* low, V* high) {
+    const __m512i first = _mm512_set_epi16(
+        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+    *low = (V)_mm512_permutex2var_epi16((__m512i)x, first, (__m512i)y);
+    *high = (V)_mm512_permutex2var_epi16((__m512i)x, second, (__m512i)y);
+}
+#endif
+
+}  // namespace

@@ -1,0 +1,180 @@
+// The small operators of a decoder. Rows are computed one by one, in fp32, in an order that only their length decides.
+#pragma once
+
+#include "elements.h"
+#include "parallel.h"
+#include "params.h"
+#include "vmath.h"
+
+namespace {
+
+constexpr int64_t GRAIN = 32768;  // numbers that are worth a thread
+
+// Rows of a tensor [outer, inner, dim] with a unit last stride.
+template <class T>
+struct Rows {
+    T* data;
+    int64_t outer_stride, inner, inner_stride;
+    T* operator[](int64_t i) const { return data + i / inner * outer_stride + i % inner * inner_stride; }
+};
+
+// Sum of f(vector index) over a row: four sums in turn, added pairwise.
+template <class F>
+QUIRE_INLINE float sum_over(int64_t dim, const F& f) {
+    V sum[4] = {};
+    int lane = 0;
+    for (int64_t c = 0; c < dim; c += W, lane = (lane + 1) & 3) sum[lane] = sum[lane] + f(c);
+    return reduce_add((sum[0] + sum[2]) + (sum[1] + sum[3]));
+}
+
+QUIRE_INLINE int part(int64_t dim, int64_t at) { return dim - at < W ? (int)(dim - at) : W; }
+
+// Zero in the lanes behind the row's end.
+QUIRE_INLINE V only(V x, int lanes) { return iota() < (float)lanes ? x : V{}; }
+
+template <class E>
+static void add_row(const typename E::T* x, typename E::T* residual, int64_t dim) {
+    for (int64_t c = 0; c < dim; c += W) {
+        const int n = part(dim, c);
+        put_part<E>(residual + c, get_part<E>(residual + c, n) + get_part<E>(x + c, n), n);
+    }
+}
+
+template <class E>
+static void rms_norm_row(const typename E::T* x, const float* weight, typename E::T* out, int64_t dim, float eps) {
+    const float squares = sum_over(dim, [&](int64_t c) { V v = get_part<E>(x + c, part(dim, c)); return v * v; });
+    const float factor = 1.0f / __builtin_sqrtf(squares / (float)dim + eps);
+    for (int64_t c = 0; c < dim; c += W) {
+        const int n = part(dim, c);
+        put_part<E>(out + c, get_part<E>(x + c, n) * factor * get_part<F32>(weight + c, n), n);
+    }
+}
+
+template <class E>
+static void layer_norm_row(const typename E::T* x, const float* weight, const float* bias, typename E::T* out, int64_t dim, float eps) {
+    const float mean = sum_over(dim, [&](int64_t c) { return get_part<E>(x + c, part(dim, c)); }) / (float)dim;
+    const float squares = sum_over(dim, [&](int64_t c) {
+        const int n = part(dim, c);
+        V v = only(get_part<E>(x + c, n) - mean, n);
+        return v * v;
+    });
+    const float factor = 1.0f / __builtin_sqrtf(squares / (float)dim + eps);
+    for (int64_t c = 0; c < dim; c += W) {
+        const int n = part(dim, c);
+        V v = (get_part<E>(x + c, n) - mean) * factor * get_part<F32>(weight + c, n);
+        put_part<E>(out + c, bias ? v + get_part<F32>(bias + c, n) : v, n);
+    }
+}
+
+// Pairs (i, i + half) turned by their angle.
+template <class E>
+static void rope_row(typename E::T* x, const float* cos, const float* sin, int64_t half) {
+    for (int64_t c = 0; c < half; c += W) {
+        const int n = part(half, c);
+        const V a = get_part<E>(x + c, n), b = get_part<E>(x + half + c, n);
+        const V cosine = get_part<F32>(cos + c, n), sine = get_part<F32>(sin + c, n);
+        put_part<E>(x + c, a * cosine - b * sine, n);
+        put_part<E>(x + half + c, b * cosine + a * sine, n);
+    }
+}
+
+// x / (1 + e^-x). The exponential may overflow: the quotient is then 0, as it should be.
+QUIRE_INLINE V silu(V x) { return x / (1.0f + exp_any(-x)); }
+
+// x * Phi(x) with the tail of the normal distribution after Abramowitz & Stegun 7.1.26.
+QUIRE_INLINE V gelu_erf(V x) {
+    V z = magnitude(x) * 0.70710678118654752f;
+    V t = 1.0f / (1.0f + 0.3275911f * z);
+    V p = splat(1.061405429f);
+    p = fma(p, t, splat(-1.453152027f));
+    p = fma(p, t, splat(1.421413741f));
+    p = fma(p, t, splat(-0.284496736f));
+    p = fma(p, t, splat(0.254829592f));
+    V tail = 0.5f * p * t * exp2_negative(z * z * -LOG2E);
+    return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
+QUIRE_INLINE V gelu_tanh(V x) {
+    V inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
+    return 0.5f * x * (1.0f + tanh_any(inner));
+}
+
+template <class E>
+static void swiglu_row(const typename E::T* gate, const typename E::T* up, typename E::T* out, int64_t dim) {
+    for (int64_t c = 0; c < dim; c += W) {
+        const int n = part(dim, c);
+        put_part<E>(out + c, silu(get_part<E>(gate + c, n)) * get_part<E>(up + c, n), n);
+    }
+}
+
+template <class E>
+static void gelu_row(const typename E::T* x, typename E::T* out, int64_t dim, bool tanh) {
+    for (int64_t c = 0; c < dim; c += W) {
+        const int n = part(dim, c);
+        V v = get_part<E>(x + c, n);
+        put_part<E>(out + c, tanh ? gelu_tanh(v) : gelu_erf(v), n);
+    }
+}
+
+// --------------------------------------------------------------------------------------------- for the sampler
+
+static float logsumexp_row(const float* x, int64_t dim) {
+    V top = splat(-INF);
+    for (int64_t c = 0; c < dim; c += W) {
+        const int n = part(dim, c);
+        V v = get_part<F32>(x + c, n);
+        top = larger(iota() < (float)n ? v : splat(-INF), top);
+    }
+    const float highest = reduce_max(top);
+    if (highest == -INF || highest == INF) return highest;
+    const float sum = sum_over(dim, [&](int64_t c) {
+        const int n = part(dim, c);
+        return only(exp2_negative((get_part<F32>(x + c, n) - highest) * LOG2E), n);
+    });
+    return highest + __builtin_logf(sum);
+}
+
+// Numbers and their places as integers in the order of preference: larger numbers first, of equal ones the lower place.
+QUIRE_INLINE uint64_t rank_of(float x, int64_t place) {
+    int32_t bits;
+    x = x + 0.0f;  // -0 is 0
+    memcpy(&bits, &x, sizeof bits);
+    const uint32_t ordered = (uint32_t)bits ^ (bits < 0 ? 0xffffffffu : 0x80000000u);
+    return (uint64_t)ordered << 32 | (0xffffffffu - (uint32_t)place);
+}
+
+static void sift_down(uint64_t* heap, int64_t size, int64_t at) {  // the least stands first
+    const uint64_t moved = heap[at];
+    for (int64_t child; (child = 2 * at + 1) < size; at = child) {
+        if (child + 1 < size && heap[child + 1] < heap[child]) child++;
+        if (heap[child] >= moved) break;
+        heap[at] = heap[child];
+    }
+    heap[at] = moved;
+}
+
+// The places of the k largest numbers, the largest first. heap: room for k.
+static void top_k_row(const float* x, int64_t dim, int64_t k, uint64_t* heap, int64_t* places) {
+    if (k == 0) return;
+    for (int64_t i = 0; i < k; i++) heap[i] = rank_of(x[i], i);
+    for (int64_t i = k / 2; i-- > 0;) sift_down(heap, k, i);
+    auto offer = [&](int64_t c) {
+        const uint64_t rank = rank_of(x[c], c);
+        if (rank > heap[0]) heap[0] = rank, sift_down(heap, k, 0);
+    };
+    int64_t c = k;
+    for (; c < dim && c % W; c++) offer(c);
+    for (; c + W <= dim; c += W) {
+        const float bar = x[0xffffffffu - (uint32_t)heap[0]];
+        if (reduce_max((V)(load(x + c) > bar ? splat(1.0f) : V{})) == 0.0f) continue;
+        for (int64_t i = c; i < c + W; i++) offer(i);
+    }
+    for (; c < dim; c++) offer(c);
+    for (int64_t size = k; size > 0; size--) {
+        places[size - 1] = (int64_t)(0xffffffffu - (uint32_t)heap[0]);
+        heap[0] = heap[size - 1];
+        sift_down(heap, size - 1, 0);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,193 @@
+"""The native library: where it lies, which of its instruction sets this machine runs, and its C entry points.
+
+The structures below are those of csrc/params.h, field by field.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.errors import Unsupported
+
+ISAS = ("avx512_bf16", "avx512", "avx2")  # the best first
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class SpecParams(Structure):
+    """What stays the same from step to step."""
+
+    _fields_ = [
+        (name, c_int32)
+        for name in "num_heads num_kv_heads head_dim head_dim_v block_size causal window dtype".split()
+    ]  # fmt: skip
+
+
+class StepParams(Structure):
+    """One step's metadata."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "query_starts context_lens block_tables slots".split()),
+        ("table_stride", c_int64),
+        ("num_seqs", c_int32),
+        ("num_threads", c_int32),
+    ]
+
+
+class AttentionParams(Structure):
+    """One call of attention: addresses, strides in elements, and the rule of the scores."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "q k v out lse alibi_slopes sinks".split()),
+        *(
+            (name, c_int64)
+            for name in "q_token q_head k_block k_head k_slot v_block v_head v_slot out_token out_head".split()
+        ),
+        ("scale", c_float),
+        ("softcap", c_float),
+    ]
+
+
+class WriteParams(Structure):
+    """One call of write_kv: addresses, and strides in elements."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "k_new v_new k v".split()),
+        *(
+            (name, c_int64)
+            for name in (
+                "k_new_token k_new_head v_new_token v_new_head k_block k_head k_slot v_block v_head v_slot".split()
+            )
+        ),
+    ]
+
+
+# Entry points of every instruction set: result, arguments behind the address of torch's parallel_for.
+_P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
+KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "attention": (None, (_P, POINTER(AttentionParams))),
+    "merge_states": (None, (_P, _P, _P, _P, _P, _P, _L, _L, _I)),
+    "apply_sinks": (None, (_P, _P, _P, _P, _L, _L, _L, _I)),
+    "rms_norm": (None, (_P, _L, _L, _L, _P, _L, _P, _P, _L, _L, _F, _I)),
+    "layer_norm": (None, (_P, _L, _L, _L, _P, _P, _P, _L, _L, _F, _I)),
+    "rope": (_L, (_P, _L, _L, _L, _P, _L, _L, _L, _P, _P, _P, _L, _L, _L, _I)),
+    "swiglu": (None, (_P, _L, _P, _L, _L, _I)),
+    "gelu": (None, (_P, _L, _L, _L, _P, _L, _L, _I, _I)),
+    "logsumexp": (None, (_P, _L, _P, _L, _L)),
+    "top_k": (None, (_P, _L, _P, _P, _L, _L, _L)),
+}
+
+
+@dataclass(frozen=True)
+class Library:
+    """The library as loaded, with the kernels of one instruction set."""
+
+    path: Path
+    isa: str
+    parallel_for: int  # address of torch's function
+    kernels: dict[str, Callable[..., Any]]
+    plan_new: Callable[..., int]
+    plan_free: Callable[..., None]
+    plan_update: Callable[..., int]
+    plan_view: Callable[..., int]
+    num_items: Callable[..., int]
+    num_parts: Callable[..., int]
+    write_kv: Callable[..., None]
+    copy_blocks: Callable[..., None]
+
+    def __call__(self, kernel: str, *arguments: object) -> Any:
+        """Run a kernel on torch's threads."""
+        return self.kernels[kernel](self.parallel_for, *arguments)
+
+
+def library_path() -> Path:
+    """Where the build puts the library: beside this file."""
+    return Path(__file__).parent / "libquire_cpu.so"
+
+
+def unavailable() -> str | None:
+    """Why the native kernels cannot run on this machine, or None where they can."""
+    path = library_path()
+    if not path.exists():
+        return f"the native library {path.name} was not built for this platform"
+    if not runnable(path):
+        return "this CPU lacks AVX2, which the native kernels need"
+    if not hasattr(_torch_library(), "torch_parallel_for"):
+        return f"torch {torch.__version__} does not export its thread pool; torch 2.10 or later does"
+    return None
+
+
+def runnable(path: Path) -> list[str]:
+    """The instruction sets that this machine runs, the best first."""
+    library = ctypes.CDLL(str(path))
+    return [isa for isa in ISAS if hasattr(library, f"quire_runs_{isa}") and getattr(library, f"quire_runs_{isa}")()]
+
+
+def load(isa: str | None = None, path: Path | None = None) -> Library:
+    """The library with the kernels of that instruction set, by default of the best that this machine runs.
+
+    Raises Unsupported where there is none.
+    """
+    if reason := unavailable():
+        raise Unsupported(reason)
+    path = path or library_path()
+    served = runnable(path)
+    isa = isa or served[0]
+    if isa not in served:
+        raise Unsupported(f"this machine does not run the kernels for {isa!r}; it runs {', '.join(served)}")
+    native = ctypes.CDLL(str(path))
+
+    def entry(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+        function = getattr(native, f"quire_{name}")
+        function.restype, function.argtypes = result, arguments
+        return function  # type: ignore[no-any-return]
+
+    address = ctypes.cast(_torch_library().torch_parallel_for, c_void_p).value
+    return Library(
+        path=path,
+        isa=isa,
+        parallel_for=address or 0,
+        kernels={
+            name: entry(f"{name}_{isa}", result, c_void_p, *arguments) for name, (result, arguments) in KERNELS.items()
+        },
+        plan_new=entry("plan_new", c_void_p, POINTER(SpecParams)),
+        plan_free=entry("plan_free", None, c_void_p),
+        plan_update=entry("plan_update", c_int32, c_void_p, POINTER(StepParams)),
+        plan_view=entry("plan_view", c_void_p, c_void_p),
+        num_items=entry("num_items", c_int32, c_void_p),
+        num_parts=entry("num_parts", c_int32, c_void_p),
+        write_kv=entry("write_kv", None, c_void_p, c_void_p, POINTER(WriteParams)),
+        copy_blocks=entry("copy_blocks", None, _P, _P, _L, _L, _L, _L, _L, _L, _P, _P, _L),
+    )
+
+
+@cache
+def default() -> Library:
+    """The library as this machine runs it best, loaded once."""
+    return load()
+
+
+@cache
+def _torch_library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
+__all__ = [
+    "DTYPES",
+    "AttentionParams",
+    "Library",
+    "SpecParams",
+    "StepParams",
+    "WriteParams",
+    "byref",
+    "default",
+    "load",
+    "unavailable",
+]
