@@ -39,8 +39,7 @@ struct Worker {
     const SpecParams& spec;
     const AttentionParams& params;
     const int group, lanes, lda_weights;
-    const int64_t panel_stride;
-    const int panels, wide;  // of the values
+    const int wide;  // columns of the sums
     ScoreRule rule;
     bool bent;
     float *query, *keys, *values, *scores, *weights, *sums, *total_sums;
@@ -49,8 +48,8 @@ struct Worker {
 
     Worker(Call& call, int64_t thread)
         : call(call), plan(*call.plan), spec(plan.spec), params(*call.params), group(spec.num_heads / spec.num_kv_heads),
-          lanes(operand_lanes<K>(spec.head_dim)), lda_weights(TILE / K::PAIR), panel_stride((int64_t)TILE / K::PAIR * PANEL),
-          panels((spec.head_dim_v + PANEL - 1) / PANEL), wide(panels * PANEL) {
+          lanes(operand_lanes<K>(spec.head_dim)), lda_weights(TILE / K::PAIR), 
+          wide((spec.head_dim_v + PANEL - 1) / PANEL * PANEL) {
         const float unit = LOG2E;
         bent = params.softcap != 0.0f || params.alibi_slopes;
         rule = {params.scale * unit, params.softcap * unit, params.softcap != 0.0f ? 1.0f / (params.softcap * unit) : 0.0f};
@@ -92,7 +91,7 @@ struct Worker {
         step.end = stop > first ? (stop + SUBTILE - 1) / SUBTILE * SUBTILE : step.begin;
         const int32_t* table = plan.step.block_tables + item.table * plan.step.table_stride;
         const T *k = (const T*)params.k + step.head * params.k_head, *v = (const T*)params.v + step.head * params.v_head;
-        for (int t = step.begin; t < first; t++) step.keys[t] = step.values[t] = (const T*)NOTHING;
+        for (int t = 0; t < first; t++) step.keys[t] = step.values[t] = (const T*)NOTHING;
         const int size = spec.block_size;
         int column = (tile + first) / size, offset = (tile + first) % size;
         for (int t = first; t < stop; column++, offset = 0) {
@@ -104,12 +103,7 @@ struct Worker {
                 key += params.k_slot, value += params.v_slot;
             }
         }
-        for (int t = most(stop, step.begin); t < step.end; t++) step.keys[t] = step.values[t] = (const T*)NOTHING;
-    }
-
-    static void prefetch(const T* const* rows, int count, int bytes) {
-        for (int t = 0; t < count; t++)
-            for (int at = 0; at < bytes; at += 64) __builtin_prefetch((const char*)rows[t] + at, 0, 2);
+        for (int t = most(stop, first); t < TILE; t++) step.keys[t] = step.values[t] = (const T*)NOTHING;
     }
 
     // ------------------------------------------------------------------------------------------- rows
@@ -138,38 +132,60 @@ struct Worker {
 
     // ------------------------------------------------------------------------------------------- a tile
 
-    void compute(const Step& step, const Step* after) {
-        const int count = step.item->count;
-        const RowBlocks blocks(count);
-        const int key_bytes = spec.head_dim * (int)sizeof(T), value_bytes = spec.head_dim_v * (int)sizeof(T);
+    void compute(const Step& step, const Step& after) {
+        const RowBlocks blocks(step.item->count);
         for (int at = step.begin; at < step.end; at += PANEL) {
-            if (after) prefetch(after->keys + most(at, after->begin), least(PANEL, after->end - most(at, after->begin)), key_bytes);
-            pack_keys<K>(step.keys + at, spec.head_dim, keys);
+            pack_keys<K>(step.keys + at, after.keys + at, spec.head_dim, keys);
             for (int b = 0; b < blocks.blocks; b++) {
                 const int first = blocks.first(b), rows = blocks.rows(b);
                 if (!sees(step.tile + at, PANEL, first, rows)) continue;
-                block_times_panel<typename K::M, false>(
-                    rows, COLUMNS, query + (int64_t)first * lanes, lanes, keys, scores + (int64_t)first * TILE + at, TILE, 0, lanes);
+                with_rows(rows, [&]<int R>() {
+                    micro_kernel<typename K::M, R, COLUMNS, false>(
+                        query + (int64_t)first * lanes, lanes, keys, scores + (int64_t)first * TILE + at, TILE, 0, lanes);
+                });
             }
         }
-        for (int i = 0; i < count; i++) weigh(step, i);
-        if (after && after->end > after->begin) prefetch(after->values + after->begin, after->end - after->begin, value_bytes);
-        pack_values<K>(step.values + step.begin, step.end - step.begin, spec.head_dim_v, values, panel_stride);
-        for (int p = 0; p < panels; p++) {
-            const int vectors = least(COLUMNS, (spec.head_dim_v - p * PANEL + W - 1) / W);
-            for (int b = 0; b < blocks.blocks; b++) {
-                const int first = blocks.first(b), rows = blocks.rows(b);
-                int begin = TILE, end = 0;
-                for (int i = first; i < first + rows; i++) {
-                    const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
-                    if (from < to) begin = least(begin, from), end = most(end, to);
-                }
-                if (begin >= end) continue;
-                block_times_panel<typename K::M, true>(
-                    rows, vectors, weights + (int64_t)first * lda_weights + step.begin / K::PAIR, lda_weights,
-                    values + p * panel_stride, sums + (int64_t)first * wide + p * PANEL, wide,
-                    (begin - step.begin) / K::PAIR, (end - step.begin + K::PAIR - 1) / K::PAIR);
+        fetch_rest(after.keys, step.begin, step.end, spec.head_dim);
+        for (int i = 0; i < step.item->count; i++) weigh(step, i);
+        for (int column = 0; column < spec.head_dim_v; column += PANEL) add_values(step, after, blocks, column);
+        fetch_rest(after.values, step.begin, step.end, spec.head_dim_v);
+    }
+
+    // One panel of columns of the product of weights and values, added to the sums.
+    void add_values(const Step& step, const Step& after, const RowBlocks& blocks, int column) {
+        const int left = spec.head_dim_v - column;
+        const T* const* rows = step.values + step.begin;
+        const T* const* ahead = after.values + step.begin;
+        const bool packed = blocks.blocks > 1;
+        with_width(left, [&]<int N, bool WHOLE>() {
+            if (packed) pack_panel<K, N, WHOLE>(rows, ahead, step.end - step.begin, column, left, values);
+        });
+        for (int b = 0; b < blocks.blocks; b++) {
+            const int first = blocks.first(b), count = blocks.rows(b);
+            int begin = TILE, end = 0;
+            for (int i = first; i < first + count; i++) {
+                const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
+                if (from < to) begin = least(begin, from), end = most(end, to);
             }
+            if (begin >= end) continue;
+            begin = (begin - step.begin) / K::PAIR, end = (end - step.begin + K::PAIR - 1) / K::PAIR;
+            const float* w = weights + (int64_t)first * lda_weights + step.begin / K::PAIR;
+            float* to = sums + (int64_t)first * wide + column;
+            with_width(left, [&]<int N, bool WHOLE>() {
+                with_rows(count, [&]<int R>() {
+                    if (packed) micro_kernel<typename K::M, R, N, true>(w, lda_weights, values, to, wide, begin, end);
+                    else weigh_panel<K, R, N, WHOLE>(w, lda_weights, rows, ahead, begin, end, column, left, to, wide);
+                });
+            });
+        }
+    }
+
+    // What the loops over this tile's keys did not fetch of the next one's.
+    static void fetch_rest(const T* const* rows, int begin, int end, int dim) {
+        for (int t = 0; t < TILE; t++) {
+            if (t == begin) t = end;
+            if (t < TILE)
+                for (int c = 0; c < dim; c += 64 / (int)sizeof(T)) fetch(rows[t] + c);
         }
     }
 
@@ -295,7 +311,7 @@ struct Worker {
             const bool first = step.tile <= step.item->begin;
             if (first) start_item(step);
             if (first || step.tile % SPLIT == 0) start_split(step.item->count);
-            compute(step, more ? &after : nullptr);
+            compute(step, more ? after : step);
             const bool last = step.tile + TILE >= step.item->end;
             if (last || (step.tile + TILE) % SPLIT == 0) end_split(step);
             if (last) end_item(step);

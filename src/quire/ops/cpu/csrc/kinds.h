@@ -56,19 +56,26 @@ static void pack_query(const typename K::E::T* row, int dim, float* to) {
     }
 }
 
-// PANEL keys, transposed: to[lane][key].
-template <class K>
-static void pack_keys(const typename K::E::T* const* rows, int dim, float* to) {
+// Bring the line of a number that will be read soon into the cache.
+template <class T>
+QUIRE_INLINE void fetch(const T* p) {
+    __builtin_prefetch(p, 0, 3);
+}
+
+// PANEL keys, transposed: to[lane][key]. Those at `ahead`, the next to be packed, are fetched meanwhile.
+template <class K, class T = typename K::E::T>
+static void pack_keys(const T* const* rows, const T* const* ahead, int dim, float* to) {
     constexpr int step = W * K::PER_LANE;  // numbers of a key in one vector
     constexpr int lanes_of_step = K::PAIR == 2 ? W : step;
     for (int t = 0; t < PANEL; t += W) {
         for (int c = 0; c < dim; c += step) {
             V lanes[W];
             const int left = dim - c;
+            for (int i = 0; i < W; i++) fetch(ahead[t + i] + c);
             if (left >= step) {
                 for (int i = 0; i < W; i++) lanes[i] = load((const float*)(rows[t + i] + c));
             } else {
-                for (int i = 0; i < W; i++) lanes[i] = load_lanes(rows[t + i] + c, left * (int)sizeof(typename K::E::T));
+                for (int i = 0; i < W; i++) lanes[i] = load_lanes(rows[t + i] + c, left * (int)sizeof(T));
             }
             transpose(lanes);
             float* at = to + (int64_t)(c / step) * lanes_of_step * PANEL + t;
@@ -78,27 +85,69 @@ static void pack_keys(const typename K::E::T* const* rows, int dim, float* to) {
     }
 }
 
-// The values of `count` keys (even where lanes are pairs), in panels of PANEL columns: to[panel][lane][column].
-template <class K>
-static void pack_values(const typename K::E::T* const* rows, int count, int dim, float* to, int64_t panel_stride) {
+// N vectors of the operand that the values of K::PAIR keys make, from a column on; `left` numbers stand there.
+template <class K, int N, bool WHOLE, class T = typename K::E::T>
+QUIRE_INLINE void get_values(const T* const* rows, int column, int left, V* to) {
     if constexpr (K::PAIR == 2) {
 #ifdef QUIRE_BF16_DOT
-        for (int t = 0; t < count; t += 2) {
-            for (int c = 0; c < dim; c += 2 * W) {
-                V low, high;
-                interleave_bf16(load_lanes(rows[t] + c, (dim - c) * 2), load_lanes(rows[t + 1] + c, (dim - c) * 2), &low, &high);
-                float* at = to + c / PANEL * panel_stride + (int64_t)(t / 2) * PANEL + c % PANEL;
-                store(at, low);
-                store(at + W, high);
-            }
+        for (int j = 0; j < N; j += 2) {
+            const int at = column + j * W, bytes = WHOLE ? 64 : (left - j * W) * 2;
+            V high;
+            interleave_bf16(load_lanes(rows[0] + at, bytes), load_lanes(rows[1] + at, bytes), to + j, j + 1 < N ? to + j + 1 : &high);
         }
 #endif
     } else {
-        for (int t = 0; t < count; t++)
-            for (int c = 0; c < dim; c += W)
-                store(to + c / PANEL * panel_stride + (int64_t)t * PANEL + c % PANEL,
-                      get_part<typename K::E>(rows[t] + c, dim - c));
+        for (int j = 0; j < N; j++)
+            to[j] = WHOLE ? K::E::get(rows[0] + column + j * W) : get_part<typename K::E>(rows[0] + column + j * W, left - j * W);
     }
+}
+
+// The values of `count` keys (even where lanes are pairs) of one panel of columns, as an operand: to[lane][column].
+template <class K, int N, bool WHOLE, class T = typename K::E::T>
+static void pack_panel(const T* const* rows, const T* const* ahead, int count, int column, int left, float* to) {
+    for (int t = 0; t < count; t += K::PAIR, to += PANEL) {
+        V values[N];
+        get_values<K, N, WHOLE>(rows + t, column, left, values);
+        for (int i = 0; i < K::PAIR; i++)
+            for (int at = 0; at < N * W; at += 64 / (int)sizeof(T)) fetch(ahead[t + i] + column + at);
+        for (int j = 0; j < N; j++) store(to + j * W, values[j]);
+    }
+}
+
+// Sums of R rows over one panel of columns, the values taken from where they lie: what packing them and multiplying would
+// give, bit for bit, and faster for few rows.
+template <class K, int R, int N, bool WHOLE, class T = typename K::E::T>
+static void weigh_panel(
+    const float* weights, int64_t stride, const T* const* rows, const T* const* ahead, int begin, int end, int column, int left,
+    float* sums, int64_t sums_stride) {
+    V sum[R][N];
+    for (int i = 0; i < R; i++)
+        for (int j = 0; j < N; j++) sum[i][j] = load(sums + i * sums_stride + j * W);
+    for (int k = begin; k < end; k++) {
+        V values[N];
+        get_values<K, N, WHOLE>(rows + k * K::PAIR, column, left, values);
+        for (int i = 0; i < K::PAIR; i++)
+            for (int at = 0; at < N * W; at += 64 / (int)sizeof(T)) fetch(ahead[k * K::PAIR + i] + column + at);
+        for (int i = 0; i < R; i++) {
+            const V weight = broadcast(weights + i * stride + k);
+            for (int j = 0; j < N; j++) sum[i][j] = K::M::mac(sum[i][j], weight, values[j]);
+        }
+    }
+    for (int i = 0; i < R; i++)
+        for (int j = 0; j < N; j++) store(sums + i * sums_stride + j * W, sum[i][j]);
+}
+
+// Call f.template operator()<N, WHOLE>() for a panel with `left` columns.
+template <class F>
+QUIRE_INLINE void with_width(int left, const F& f) {
+    if (left >= PANEL) return f.template operator()<COLUMNS, true>();
+    const int vectors = (left + W - 1) / W;
+    if constexpr (COLUMNS >= 4) {
+        if (vectors == 4) return f.template operator()<4, false>();
+        if (vectors == 3) return f.template operator()<3, false>();
+    }
+    if (vectors == 2) return f.template operator()<2, false>();
+    return f.template operator()<1, false>();
 }
 
 }  // namespace

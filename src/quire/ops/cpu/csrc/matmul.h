@@ -35,29 +35,18 @@ static void micro_kernel(const float* a, int64_t lda, const float* b, float* c, 
         for (int j = 0; j < N; j++) store(c + i * ldc + j * W, sum[i][j]);
 }
 
-template <class M, int N, bool ADD>
-static void row_block(int rows, const float* a, int64_t lda, const float* b, float* c, int64_t ldc, int begin, int end) {
-    switch (rows) {
-        case 1: return micro_kernel<M, 1, N, ADD>(a, lda, b, c, ldc, begin, end);
-        case 2: return micro_kernel<M, 2, N, ADD>(a, lda, b, c, ldc, begin, end);
-        case 3: return micro_kernel<M, 3, N, ADD>(a, lda, b, c, ldc, begin, end);
-        case 4: return micro_kernel<M, 4, N, ADD>(a, lda, b, c, ldc, begin, end);
-        case 5: return micro_kernel<M, 5, N, ADD>(a, lda, b, c, ldc, begin, end);
-        default: return micro_kernel<M, 6, N, ADD>(a, lda, b, c, ldc, begin, end);
-    }
-}
-
-// One block of up to ROWS rows times one panel, of which the first `vectors` vectors are wanted.
-template <class M, bool ADD>
-static void block_times_panel(
-    int rows, int vectors, const float* a, int64_t lda, const float* b, float* c, int64_t ldc, int begin, int end) {
+// Call f.template operator()<R>() for a block of that many rows.
+template <class F>
+QUIRE_INLINE void with_rows(int rows, const F& f) {
     static_assert(ROWS == 6);
-    if constexpr (COLUMNS >= 4) {
-        if (vectors >= 4) return row_block<M, 4, ADD>(rows, a, lda, b, c, ldc, begin, end);
-        if (vectors == 3) return row_block<M, 3, ADD>(rows, a, lda, b, c, ldc, begin, end);
+    switch (rows) {
+        case 1: return f.template operator()<1>();
+        case 2: return f.template operator()<2>();
+        case 3: return f.template operator()<3>();
+        case 4: return f.template operator()<4>();
+        case 5: return f.template operator()<5>();
+        default: return f.template operator()<6>();
     }
-    if (vectors >= 2) return row_block<M, 2, ADD>(rows, a, lda, b, c, ldc, begin, end);
-    return row_block<M, 1, ADD>(rows, a, lda, b, c, ldc, begin, end);
 }
 
 // Rows `first`.. of a split of `total` rows into blocks of nearly equal height.

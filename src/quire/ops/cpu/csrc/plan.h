@@ -51,6 +51,6 @@ static inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to
 
 static inline Scratch scratch_sizes(const SpecParams& spec) {
     int64_t lanes = round_up(spec.head_dim, 2), wide = round_up(spec.head_dim_v, 64);
-    return {MAX_ROWS * lanes, SUBTILE * lanes,        TILE * wide, MAX_ROWS * TILE, MAX_ROWS * TILE / 2,
+    return {MAX_ROWS * lanes, SUBTILE * lanes,        TILE * SUBTILE, MAX_ROWS * TILE, MAX_ROWS * TILE / 2,
             MAX_ROWS * wide,  round_up(MAX_ROWS, 16)};
 }
