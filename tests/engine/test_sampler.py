@@ -7,11 +7,14 @@ from collections import Counter
 import pytest
 import torch
 
+from quire import ops
+from quire.engine import sampler
 from quire.engine.flatten import sampling_rows
 from quire.engine.sampler import sample, token_logprobs
 from quire.request import Request, SamplingParams
 
 V = 50
+OPS = ops.load()
 
 
 def request(
@@ -51,7 +54,7 @@ def allowed_probabilities(row: torch.Tensor, params: SamplingParams) -> dict[int
 def test_draws_follow_the_distribution(sampling: dict[str, float]) -> None:
     n, row = 20_000, logits(V)
     requests = [request((0,) * (i % 100 + 1), seed=i // 100, **sampling) for i in range(n)]
-    drawn = Counter(sample(row.repeat(n, 1), sampling_rows(requests)).tolist())
+    drawn = Counter(sample(row.repeat(n, 1), sampling_rows(requests), OPS).tolist())
     expected = allowed_probabilities(row, requests[0].sampling)
     assert set(drawn) <= set(expected)
     for token, p in expected.items():
@@ -62,12 +65,12 @@ def test_greedy_takes_the_lowest_of_equal_logits() -> None:
     row = torch.zeros(3, V)
     row[0, [7, 30]] = 2.0
     row[2] = -5.0
-    assert sample(row, sampling_rows([request(temperature=0.0)] * 3)).tolist() == [7, 0, 0]
+    assert sample(row, sampling_rows([request(temperature=0.0)] * 3), OPS).tolist() == [7, 0, 0]
 
 
 def test_ties_in_a_cut_go_to_the_lowest_ids() -> None:
     requests = [request(seed=i, top_k=3) for i in range(200)]
-    assert set(sample(torch.zeros(200, V), sampling_rows(requests)).tolist()) == {0, 1, 2}
+    assert set(sample(torch.zeros(200, V), sampling_rows(requests), OPS).tolist()) == {0, 1, 2}
 
 
 def test_a_row_is_the_same_alone_and_among_others() -> None:
@@ -75,20 +78,20 @@ def test_a_row_is_the_same_alone_and_among_others() -> None:
                 {"min_tokens": 9, "stop_token_ids": [3]}]  # fmt: skip
     requests = [request((i, 5, i), 1, seed=i, **variants[i % len(variants)]) for i in range(21)]
     rows = logits(21, V)
-    together = sample(rows.clone(), sampling_rows(requests)).tolist()
-    alone = [sample(rows[i : i + 1].clone(), sampling_rows([requests[i]])).item() for i in range(21)]
+    together = sample(rows.clone(), sampling_rows(requests), OPS).tolist()
+    alone = [sample(rows[i : i + 1].clone(), sampling_rows([requests[i]]), OPS).item() for i in range(21)]
     assert together == alone
     parts = sampling_rows(requests)
     cpu = torch.device("cpu")
-    cut = [sample(rows[a:b].clone(), parts.part(a, b, cpu)).tolist() for a, b in ((0, 4), (4, 5), (5, 99))]
+    cut = [sample(rows[a:b].clone(), parts.part(a, b, cpu), OPS).tolist() for a, b in ((0, 4), (4, 5), (5, 99))]
     assert [token for part in cut for token in part] == together
 
 
 def test_the_same_seed_and_position_draw_the_same_token() -> None:
     row = logits(1, V)
-    [first, again] = [sample(row.clone(), sampling_rows([request(seed=3)])).item() for _ in range(2)]
+    [first, again] = [sample(row.clone(), sampling_rows([request(seed=3)]), OPS).item() for _ in range(2)]
     assert first == again
-    others = {sample(row.clone(), sampling_rows([request((1,) * k, seed=3)])).item() for k in range(1, 40)}
+    others = {sample(row.clone(), sampling_rows([request((1,) * k, seed=3)]), OPS).item() for k in range(1, 40)}
     assert len(others) > 2
 
 
@@ -100,7 +103,7 @@ def test_penalties() -> None:
         tokens, num_prompt, temperature=0.0, repetition_penalty=1.7, presence_penalty=0.9, frequency_penalty=0.4
     )
     changed = torch.tensor([row])
-    sample(changed, sampling_rows([r]))
+    sample(changed, sampling_rows([r]), OPS)
     for token in range(V):
         expected = row[token]
         if token in tokens:
@@ -116,7 +119,7 @@ def test_stop_tokens_are_forbidden_before_min_tokens() -> None:
     sampling = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": [3]}
     for generated, expected in ((0, 8), (1, 8), (2, 3)):
         r = request((1,) * (1 + generated), 1, **sampling)
-        assert sample(row.clone(), sampling_rows([r])).item() == expected
+        assert sample(row.clone(), sampling_rows([r]), OPS).item() == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0, 1e6])
@@ -126,7 +129,7 @@ def test_rows_without_a_finite_logit_are_told_apart(temperature: float) -> None:
     rows[2, :] = -torch.inf
     rows[3, 7] = torch.inf
     rows[4, 1:] = -torch.inf
-    tokens = sample(rows, sampling_rows([request(seed=i, temperature=temperature) for i in range(5)])).tolist()
+    tokens = sample(rows, sampling_rows([request(seed=i, temperature=temperature) for i in range(5)]), OPS).tolist()
     assert 0 <= tokens[0] < V
     assert tokens[1:] == [-1, -1, -1, 0]
 
@@ -136,7 +139,7 @@ def test_extreme_random_numbers_stay_inside_the_kept_tokens() -> None:
     rows[:, 10:13] = torch.tensor([0.0, 1.0, 2.0])
     batch = sampling_rows([request(seed=i, top_k=k) for i, k in enumerate((0, 0, 2, 2))])
     batch.uniforms[:] = torch.tensor([0.0, 1 - 2**-53, 0.0, 1 - 2**-53], dtype=torch.float64)
-    assert sample(rows, batch).tolist() == [10, 12, 12, 11]
+    assert sample(rows, batch, OPS).tolist() == [10, 12, 12, 11]
 
 
 def test_logprobs_rank_and_most_probable() -> None:
@@ -144,7 +147,7 @@ def test_logprobs_rank_and_most_probable() -> None:
     rows[1, :] = 0.0  # all equal: the lowest ids are named
     rows[2, [5, 6, 7]] = 20.0
     tokens = torch.tensor([0, 49, 6, rows[3].argmax().item()])
-    found = token_logprobs(rows, tokens, torch.tensor([0, 3, 4, V]))
+    found = token_logprobs(rows, tokens, torch.tensor([0, 3, 4, V]), OPS)
     expected = torch.log_softmax(rows.double(), -1)
     for i, one in enumerate(found):
         assert one.token == tokens[i]
@@ -156,3 +159,20 @@ def test_logprobs_rank_and_most_probable() -> None:
     assert [len(one.top) for one in found] == [0, 3, 4, V]
     assert [token for token, _ in found[1].top] == [0, 1, 2]
     assert [token for token, _ in found[2].top][:3] == [5, 6, 7]
+
+
+def test_the_number_of_candidates_ranked_at_first_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flat rows, whose nucleus is most of the vocabulary, and steep ones; top-k below and above the candidates."""
+    rows = torch.cat([logits(40, 5_000) * 0.1, logits(40, 5_000, seed=1)])
+    cuts = [{"top_p": 0.9}, {"top_p": 0.05}, {"top_k": 40}, {"top_k": 3_000, "top_p": 0.99}]
+    requests = [request(seed=i, **cuts[i % 4]) for i in range(80)]
+    drawn = []
+    for candidates in (5_000, 1, 7, 60, 1_024):
+        monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+        drawn.append(sample(rows.clone(), sampling_rows(requests), OPS).tolist())
+    assert drawn == [drawn[0]] * 5
+    for token, row, r in zip(drawn[0], rows, requests, strict=True):
+        p = torch.softmax(row.double(), -1)
+        if r.sampling.top_k > 0:
+            assert (p > p[token]).sum() < r.sampling.top_k
+        assert p[p > p[token]].sum() < r.sampling.top_p + 1e-6

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,12 +16,15 @@ from quire.config import CacheConfig, parse_memory
 from quire.errors import ConfigError
 from quire.ops import PagedKV
 
+HUGE_PAGE = 2 * 2**20  # bytes
+
 
 class KVCache:
     """The K and V of every layer, one pool of blocks for each cache group.
 
     A layer's memory is [N, 2, Hkv, B, D]: HND, a block's K and V side by side, so that copying or swapping a block
-    of a layer moves one piece of memory. Nobody else knows this layout. The memory is not initialised.
+    of a layer moves one piece of memory. Nobody else knows this layout. On a CPU it lies in huge pages where the system
+    offers them, and is there from the start: no step waits for the system to find a page.
     """
 
     def __init__(
@@ -31,14 +38,27 @@ class KVCache:
         device: str = "cpu",
     ) -> None:
         shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
-        self._layers = {
-            layer: torch.empty(shape, dtype=dtype, device=device) for group in groups for layer in group.layers
-        }
+        make = _resident if device == "cpu" else partial(torch.empty, device=device)
+        self._layers = {layer: make(shape, dtype=dtype) for group in groups for layer in group.layers}
 
     def layer(self, index: int) -> PagedKV:
         """The layer's K and V: two views [N, Hkv, B, D]."""
         memory = self._layers[index]
         return PagedKV(memory[:, 0], memory[:, 1])
+
+
+def _resident(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory of zeros that starts at a huge page."""
+    size = math.prod(shape) * dtype.itemsize
+    if size == 0:
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size + HUGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
+    start = -whole.data_ptr() % HUGE_PAGE
+    return whole[start : start + size].view(dtype).view(shape).zero_()
 
 
 def bytes_per_block(

@@ -47,6 +47,7 @@ class Runner:
     ) -> None:
         self.model = model
         self.cache = cache
+        self.ops = ops
         self.plans = tuple(ops.make_plan(spec, max_tokens, max_seqs, max_blocks) for spec in specs)
 
     @torch.inference_mode()
@@ -74,11 +75,11 @@ class Runner:
         rows = batch.sampling.part(start, stop, logits.device)
         reported = (rows.num_logprobs >= 0).nonzero().flatten()
         raw = logits[reported]  # a copy: sampling changes the logits
-        tokens = sample(logits, rows)
+        tokens = sample(logits, rows, self.ops)
         ids = batch.logit_ids[start:stop]
         output.tokens.update(zip(ids, tokens.tolist(), strict=True))
         if len(reported):
-            found = token_logprobs(raw, tokens[reported].clamp(min=0), rows.num_logprobs[reported])
+            found = token_logprobs(raw, tokens[reported].clamp(min=0), rows.num_logprobs[reported], self.ops)
             output.logprobs.update(zip((ids[i] for i in reported.tolist()), found, strict=True))
 
     def _report_prompt(
@@ -94,7 +95,7 @@ class Runner:
             logits = self.model.logits(hidden[prompt.rows[part].to(hidden.device)])
             tokens, counts = prompt.tokens[part].to(logits.device), prompt.num_logprobs[part]
             for request_id, logprobs in zip(
-                prompt.request_ids[part], token_logprobs(logits, tokens, counts), strict=True
+                prompt.request_ids[part], token_logprobs(logits, tokens, counts, self.ops), strict=True
             ):
                 found[request_id].append(logprobs)
         output.prompt_logprobs.update((request_id, tuple(logprobs)) for request_id, logprobs in found.items())

@@ -1,6 +1,7 @@
 """From logits to token ids and log-probabilities.
 
-A row's draw depends on its own logits, parameters and random number only, and ties go to the lowest token id.
+A row's draw depends on its own logits, parameters and random number only, and ties go to the lowest token id. So sums
+over the vocabulary are cumulative ones, which are formed in order: a plain sum may be split among threads.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from torch import Tensor
 
 from quire.batch import SamplingRows
 from quire.engine.scheduler import INVALID_TOKEN
+from quire.ops import Ops
 from quire.request import TokenLogprobs
 
+CANDIDATES = 1_024  # tokens of a row that are ranked at first; more if they do not hold its nucleus
 MAX_DRAWN_ROWS = 16  # rows at a time that hold several float64 numbers a token: some 100 MiB for a vocabulary of 128k
 
 
 def sample(
     logits: Tensor,  # fp32 [R, V]; changed in place
     rows: SamplingRows,
+    ops: Ops,
 ) -> Tensor:
     """One token a row: int64 [R], INVALID_TOKEN where no logit is finite.
 
@@ -32,7 +36,7 @@ def sample(
         # Relative to the best logit nothing overflows, however low the temperature, and min-p is a plain threshold.
         weights = torch.exp((logits[drawn] - best[drawn]).double() / rows.temperature[drawn, None])
         weights[weights < rows.min_p[drawn, None]] = 0.0
-        tokens[drawn] = _draw(weights, rows.top_k[drawn], rows.top_p[drawn], rows.uniforms[drawn])
+        tokens[drawn] = _draw(logits[drawn], weights, rows.top_k[drawn], rows.top_p[drawn], rows.uniforms[drawn], ops)
     return tokens.masked_fill(~valid, INVALID_TOKEN)
 
 
@@ -47,22 +51,34 @@ def _penalise(
 
 
 def _draw(
-    weights: Tensor,  # fp64 [R, V], unnormalised probabilities; changed in place
+    logits: Tensor,  # fp32 [R, V]
+    weights: Tensor,  # fp64 [R, V], unnormalised probabilities
     top_k: Tensor,  # int64 [R]
     top_p: Tensor,  # fp32 [R]
     uniforms: Tensor,  # fp64 [R]
+    ops: Ops,
 ) -> Tensor:
     """A token a row: int64 [R], by the inverse of the cumulative distribution."""
     cut = (top_k < weights.shape[1]) | (top_p < 1.0)
     tokens = torch.empty(len(weights), dtype=torch.int64, device=weights.device)
     if not cut.all():
         tokens[~cut] = _invert(weights[~cut], uniforms[~cut])
-    if cut.any():
-        ranked, order = weights[cut].sort(dim=-1, descending=True, stable=True)
-        ranked[torch.arange(ranked.shape[1], device=ranked.device) >= top_k[cut, None]] = 0.0
-        before = ranked.cumsum(-1) - ranked  # probability of all better tokens
-        ranked[before >= top_p[cut, None] * ranked.sum(-1, keepdim=True)] = 0.0
-        tokens[cut] = order.gather(1, _invert(ranked, uniforms[cut])[:, None]).flatten()
+    count, pending = CANDIDATES, torch.nonzero(cut).flatten()
+    while len(pending):
+        count = min(count, weights.shape[1])
+        ids = ops.top_k(logits[pending], count)  # [P, count]
+        ranked, limit = weights[pending].gather(1, ids), top_k[pending, None]
+        ranked[torch.arange(count, device=ranked.device) >= limit] = 0.0
+        cumulative = ranked.cumsum(-1)
+        among_all = limit.flatten() >= weights.shape[1]  # the nucleus is a share of the whole vocabulary
+        total = torch.where(among_all, weights[pending].cumsum(-1)[:, -1], cumulative[:, -1])[:, None]
+        share = top_p[pending, None] * total
+        complete = (limit.flatten() <= count) | (count == weights.shape[1])
+        held = complete | (among_all & (cumulative[:, -1:] >= share).flatten())
+        ranked[cumulative - ranked >= share] = 0.0  # better tokens hold the share already
+        drawn = ids.gather(1, _invert(ranked, uniforms[pending])[:, None]).flatten()
+        tokens[pending[held]] = drawn[held]
+        count, pending = 8 * count, pending[~held]
     return tokens
 
 
@@ -81,29 +97,25 @@ def token_logprobs(
     logits: Tensor,  # fp32 [R, V]
     tokens: Tensor,  # int64 [R]
     num_logprobs: Tensor,  # int64 [R]
+    ops: Ops,
 ) -> list[TokenLogprobs]:
-    """The logprob and rank of each row's token, and the row's most probable tokens."""
-    logprobs = torch.log_softmax(logits, -1)
+    """The logprob and rank of each row's token, and its most probable tokens, of equal ones the lower id first."""
+    logprobs = logits - ops.logsumexp(logits)[:, None]
     chosen = logprobs.gather(1, tokens[:, None])
     ids = torch.arange(logits.shape[1], device=logits.device)
     better = (logprobs > chosen) | ((logprobs == chosen) & (ids < tokens[:, None]))  # of equal ones the lower id
     ranks = better.sum(-1) + 1
+    best = ops.top_k(logits, int(num_logprobs.max())) if len(logits) else tokens[:, None]  # [R, most]
+    values = logprobs.gather(1, best)
     return [
-        TokenLogprobs(token, value, rank, _most_probable(row, count))
-        for token, value, rank, row, count in zip(
-            tokens.tolist(), chosen.flatten().tolist(), ranks.tolist(), logprobs, num_logprobs.tolist(), strict=True
+        TokenLogprobs(token, value, rank, tuple(zip(row_best[:count], row_values[:count], strict=True)))
+        for token, value, rank, row_best, row_values, count in zip(
+            tokens.tolist(),
+            chosen.flatten().tolist(),
+            ranks.tolist(),
+            best.tolist(),
+            values.tolist(),
+            num_logprobs.tolist(),
+            strict=True,
         )
     ]
-
-
-def _most_probable(
-    logprobs: Tensor,  # fp32 [V]
-    count: int,
-) -> tuple[tuple[int, float], ...]:
-    """The `count` best (token, logprob) of one row, equal ones by token id, which topk alone does not promise."""
-    if count == 0:
-        return ()
-    threshold = logprobs.topk(count).values[-1]
-    candidates = torch.nonzero(logprobs >= threshold).flatten()  # ascending ids
-    values, order = logprobs[candidates].sort(descending=True, stable=True)
-    return tuple(zip(candidates[order[:count]].tolist(), values[:count].tolist(), strict=True))

@@ -13,7 +13,7 @@ from quire.batch import Batch
 from quire.cache.manager import CacheGroup
 from quire.cache.storage import KVCache
 from quire.errors import ModelError
-from quire.models.linear import Linear
+from quire.models.linear import Linear, LinearFactory
 from quire.models.norm import LayerNorm, Norm, RMSNorm
 from quire.models.rope import rope_table
 from quire.ops import AttentionPlan, Ops
@@ -145,12 +145,13 @@ class Decoder:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.embedding = weights["embedding"]  # [V, H]
-        self.lm_head = Linear(weights["embedding" if config.tied_embeddings else "lm_head"])
+        make_linear = LinearFactory()
+        self.lm_head = make_linear(weights["embedding" if config.tied_embeddings else "lm_head"])
         self.positions = weights.get("positions")  # [max_position_embeddings, H]
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
         self.embedding_norm = _norm(config, weights, ops, "embedding_norm")
         self.final_norm = _required_norm(config, weights, ops, "final_norm")
-        self.layers = [_layer(config, weights, ops, f"layers.{i}.") for i in range(config.num_layers)]
+        self.layers = [_layer(config, weights, ops, make_linear, f"layers.{i}.") for i in range(config.num_layers)]
         self.alibi_slopes = (
             None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
         )  # fp32 [Hq]
@@ -244,9 +245,11 @@ def _required_norm(config: DecoderConfig, weights: Mapping[str, Tensor], ops: Op
     return LayerNorm(weights[f"{name}.weight"], weights[f"{name}.bias"], config.norm_eps, ops)
 
 
-def _layer(config: DecoderConfig, weights: Mapping[str, Tensor], ops: Ops, prefix: str) -> Layer:
+def _layer(
+    config: DecoderConfig, weights: Mapping[str, Tensor], ops: Ops, make_linear: LinearFactory, prefix: str
+) -> Layer:
     def linear(name: str) -> Linear:
-        return Linear(weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias"))
+        return make_linear(weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias"))
 
     def norm(name: str) -> Norm:
         return _required_norm(config, weights, ops, prefix + name)

@@ -1,23 +1,130 @@
-"""Linear layers behind one function."""
+"""Linear layers whose rows have the same bits whatever stands beside them.
+
+On a CPU the weight is packed once, for oneDNN's kernels. Their order of summation is known to be the same for all
+numbers of rows but one, which is padded to two; whether it really is, is tried out at load for every shape of weight.
+Where it is not, rows are multiplied one by one: slow, and still reproducible.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+PROBED_ROWS = (2, 3, 16, 17, 64, 512)
+PROBE_NUMBERS = 2**24  # of an output: the probe of a large vocabulary has fewer rows
 
-@dataclass(frozen=True)
-class Linear:
+
+class Linear(Protocol):
     """x @ weight.T + bias. Several projections of the same input are one Linear, their weights stacked."""
-
-    weight: Tensor  # [out, in]
-    bias: Tensor | None = None  # [out]
 
     def __call__(
         self,
         x: Tensor,  # [T, in]
     ) -> Tensor:
         """The projection: [T, out]."""
+
+
+@dataclass(frozen=True)
+class PlainLinear:
+    """The framework's own product: on a GPU."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None  # [out]
+
+    def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class RowLinear:
+    """One row at a time."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None  # [out]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty(len(x), len(self.weight))
+        for i in range(len(x)):
+            out[i] = F.linear(x[i : i + 1], self.weight, self.bias)[0]
+        return out
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """oneDNN's product with a weight in its own layout, computed in the weight's dtype."""
+
+    packed: Tensor
+    bias: Tensor | None  # [out]
+    dtype: torch.dtype  # that products are formed in
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(x) == 0:
+            return x.new_empty(0, self.packed.shape[0])
+        # A single row takes another kernel, with another order of summation.
+        rows = x.to(self.dtype) if len(x) > 1 else x.to(self.dtype).expand(2, -1)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+        return out[: len(x)].to(x.dtype)
+
+
+class LinearFactory:
+    """Makes the linears of one model, and remembers which shapes of weight were proved reproducible."""
+
+    def __init__(self) -> None:
+        self._proved: dict[tuple[object, ...], bool] = {}
+
+    def __call__(
+        self,
+        weight: Tensor,  # [out, in]
+        bias: Tensor | None = None,  # [out]
+    ) -> Linear:
+        """The linear of that weight, the fastest that is reproducible on its device."""
+        if weight.device.type != "cpu":
+            return PlainLinear(weight, bias)
+        dtype = product_dtype(weight.dtype)
+        if dtype is None:
+            return RowLinear(weight, bias)
+        packed = PackedLinear(
+            torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), PROBED_ROWS[-1]),
+            None if bias is None else bias.to(dtype),
+            dtype,
+        )
+        out_size, in_size = weight.shape
+        key = (out_size, in_size, weight.dtype, bias is None)
+        if key not in self._proved:
+            self._proved[key] = rows_are_independent(packed, out_size, in_size, weight.dtype)
+        return packed if self._proved[key] else RowLinear(weight, bias)
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype that oneDNN forms products of such numbers in here; None where it forms none.
+
+    Half types that the CPU does not multiply are widened to fp32, which takes twice the memory and is many times as
+    fast as their emulation.
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    native = {
+        torch.float32: True,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    }
+    if dtype not in native:
+        return None
+    return dtype if native[dtype] else torch.float32
+
+
+def rows_are_independent(linear: Linear, out_size: int, in_size: int, dtype: torch.dtype) -> bool:
+    """Whether a row's bits are the same alone and among any number of others, at the number of threads in use."""
+    generator = torch.Generator().manual_seed(0)
+    most = max(2, min(PROBED_ROWS[-1], PROBE_NUMBERS // out_size))
+    x = torch.randn(most, in_size, generator=generator).to(dtype)
+    together = linear(x)
+    for rows in (1, *(n for n in PROBED_ROWS if n < most)):
+        for first in (0, most - rows):
+            if not torch.equal(linear(x[first : first + rows]), together[first : first + rows]):
+                return False
+    return True
