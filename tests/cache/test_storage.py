@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.cache import storage
 from quire.cache.manager import CacheGroup
 from quire.cache.storage import KVCache, bytes_per_block, choose_num_blocks, free_memory
 from quire.config import CacheConfig, parse_memory
@@ -24,6 +25,18 @@ def test_layers_are_separate_views_with_k_and_v_side_by_side() -> None:
     for layer in range(3):
         assert (cache.layer(layer).k == layer).all()
         assert (cache.layer(layer).v == -layer - 1).all()
+
+
+def test_memory_on_a_cpu_starts_at_a_huge_page_and_holds_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    for resident in (0, 2**20, 2**40):
+        monkeypatch.setattr(storage, "RESIDENT", resident)
+        cache = KVCache(GROUP, num_blocks=300, block_size=16, num_kv_heads=4, head_dim=64, dtype=torch.float16)
+        for layer in range(3):
+            kv = cache.layer(layer)
+            assert kv.k.data_ptr() % storage.HUGE_PAGE == 0
+            assert not kv.k.any()
+            assert not kv.v.any()
+            assert cache.layer(layer) is kv
 
 
 def test_bytes_of_a_block() -> None:

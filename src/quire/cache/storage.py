@@ -17,6 +17,7 @@ from quire.errors import ConfigError
 from quire.ops import PagedKV
 
 HUGE_PAGE = 2 * 2**20  # bytes
+RESIDENT = 512 * 2**20  # bytes that are there from the start; more would be seconds before the first request
 
 
 class KVCache:
@@ -24,7 +25,7 @@ class KVCache:
 
     A layer's memory is [N, 2, Hkv, B, D]: HND, a block's K and V side by side, so that copying or swapping a block
     of a layer moves one piece of memory. Nobody else knows this layout. On a CPU it lies in huge pages where the system
-    offers them, and is there from the start: no step waits for the system to find a page.
+    offers them, and its first blocks are there from the start: no step waits for the system to find a page for them.
     """
 
     def __init__(
@@ -38,17 +39,22 @@ class KVCache:
         device: str = "cpu",
     ) -> None:
         shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
-        make = _resident if device == "cpu" else partial(torch.empty, device=device)
-        self._layers = {layer: make(shape, dtype=dtype) for group in groups for layer in group.layers}
+        layers = [layer for group in groups for layer in group.layers]
+        make = partial(_in_huge_pages, touched=RESIDENT // max(1, len(layers)))
+        if device != "cpu":
+            make = partial(torch.empty, device=device)
+        self._layers = {}
+        for layer in layers:
+            memory = make(shape, dtype=dtype)
+            self._layers[layer] = PagedKV(memory[:, 0], memory[:, 1])
 
     def layer(self, index: int) -> PagedKV:
-        """The layer's K and V: two views [N, Hkv, B, D]."""
-        memory = self._layers[index]
-        return PagedKV(memory[:, 0], memory[:, 1])
+        """The layer's K and V: two views [N, Hkv, B, D], the same object at each call."""
+        return self._layers[index]
 
 
-def _resident(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory of zeros that starts at a huge page."""
+def _in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype, touched: int) -> torch.Tensor:
+    """Memory of zeros that starts at a huge page, its first `touched` bytes already given by the system."""
     size = math.prod(shape) * dtype.itemsize
     if size == 0:
         return torch.zeros(shape, dtype=dtype)
@@ -58,7 +64,8 @@ def _resident(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
     start = -whole.data_ptr() % HUGE_PAGE
-    return whole[start : start + size].view(dtype).view(shape).zero_()
+    whole[start : start + min(size, touched)].zero_()
+    return whole[start : start + size].view(dtype).view(shape)
 
 
 def bytes_per_block(

@@ -212,11 +212,12 @@ def check_tensor(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise BadShape, BadDtype, BadStride or BadValue unless the tensor is as described, its last stride 1."""
-    if tuple(tensor.shape) != shape:
+    if tensor.shape != shape:
         raise BadShape(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
     if tensor.dtype != dtype:
         raise BadDtype(f"{name} has dtype {tensor.dtype}; expected {dtype}")
-    if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
+    here = tensor.device
+    if here != device and (here.type != device.type or device.index is not None):
         raise BadValue(f"{name} lies on {tensor.device}; expected {device}")
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise BadStride(f"{name} has strides {tensor.stride()}; the last one must be 1")
@@ -307,7 +308,7 @@ def check_state(
 def check_norm(x: torch.Tensor, **weights: torch.Tensor | None) -> None:
     """Check the arguments of a normalisation over the last dimension of x: weights have its size."""
     for name, weight in weights.items():
-        if weight is not None and tuple(weight.shape) != tuple(x.shape[-1:]):
+        if weight is not None and weight.shape != x.shape[-1:]:
             raise BadShape(
                 f"{name} has shape {tuple(weight.shape)}; x of shape {tuple(x.shape)} needs {tuple(x.shape[-1:])}"
             )

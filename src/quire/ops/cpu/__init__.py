@@ -72,14 +72,14 @@ def write_kv(
     plan: AttentionPlan,
 ) -> None:
     """Store row t's K and V at slot plan.slots[t], that is at offset slot % B of block slot // B; -1 skips it."""
-    validate.check_write(k_new, v_new, kv, plan)
     plan = _own(plan)
-    p = plan.write_params
-    p.k_new, p.v_new, p.k, p.v = k_new.data_ptr(), v_new.data_ptr(), kv.k.data_ptr(), kv.v.data_ptr()
+    cache = plan.cache(kv)
+    if not (plan.writable and _fits(k_new, plan.k_shape, plan) and _fits(v_new, plan.v_shape, plan)):
+        validate.check_write(k_new, v_new, kv, plan)
+    p = cache.write
+    p.k_new, p.v_new = k_new.data_ptr(), v_new.data_ptr()
     p.k_new_token, p.k_new_head, _ = k_new.stride()
     p.v_new_token, p.v_new_head, _ = v_new.stride()
-    p.k_block, p.k_head, p.k_slot, _ = kv.k.stride()
-    p.v_block, p.v_head, p.v_slot, _ = kv.v.stride()
     plan.library.write_kv(plan.library.parallel_for, plan.view, byref(p))
 
 
@@ -144,24 +144,29 @@ def attention(
 
     Where the CPU multiplies bf16, the softmax weights over a bf16 cache are rounded to bf16.
     """
-    validate.check_attention(q, kv, plan, scale, alibi_slopes, softcap, sinks, out, return_lse)
     plan = _own(plan)
-    spec, p, k, v = plan.spec, plan.attention_params, kv.k, kv.v
+    cache = plan.cache(kv)
+    plain = scale is None and alibi_slopes is None and softcap is None and sinks is None
+    if not (plain and _fits(q, plan.q_shape, plan) and (out is None or _fits(out, plan.out_shape, plan))):
+        validate.check_attention(q, kv, plan, scale, alibi_slopes, softcap, sinks, out, return_lse)
     if out is None:
-        out = torch.empty(plan.num_tokens, spec.num_heads, spec.dim_v, dtype=spec.dtype)
-    lse = torch.empty(plan.num_tokens, spec.num_heads, dtype=torch.float32) if return_lse else None
-    p.q, p.k, p.v, p.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-    p.lse = None if lse is None else lse.data_ptr()
+        out = torch.empty(plan.out_shape, dtype=plan.spec.dtype)
+    lse = torch.empty(plan.out_shape[:2], dtype=torch.float32) if return_lse else None
+    p = cache.attention
+    p.q, p.out, p.lse = q.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
     p.alibi_slopes = None if alibi_slopes is None else alibi_slopes.data_ptr()
     p.sinks = None if sinks is None else sinks.data_ptr()
     p.q_token, p.q_head, _ = q.stride()
-    p.k_block, p.k_head, p.k_slot, _ = k.stride()
-    p.v_block, p.v_head, p.v_slot, _ = v.stride()
     p.out_token, p.out_head, _ = out.stride()
-    p.scale = spec.default_scale if scale is None else scale
+    p.scale = plan.spec.default_scale if scale is None else scale
     p.softcap = softcap or 0.0
     plan.library("attention", plan.view, byref(p))
     return out if lse is None else (out, lse)
+
+
+def _fits(x: Tensor, shape: tuple[int, ...], plan: CpuPlan) -> bool:
+    """Whether a tensor is as it should be, told at a glance; where it is not, the full check names what is wrong."""
+    return x.shape == shape and x.dtype is plan.spec.dtype and x.is_cpu and x.stride(2) == 1
 
 
 # ------------------------------------------------------------------------------------- states of attention
@@ -209,7 +214,7 @@ def rms_norm(
 ) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight, over the last dimension (Zhang & Sennrich 2019)."""
     validate.check_norm(x, weight=weight)
-    dtype, x, weight = _dtype("x", x), _rows(x), weight.float().contiguous()
+    dtype, x, weight = _dtype("x", x), _rows(x), _fp32(weight)
     out = torch.empty(x.shape, dtype=x.dtype)
     native.default()(
         "rms_norm", *_layout(x), None, 0, weight.data_ptr(), out.data_ptr(), _count(x), x.shape[-1], eps, dtype
@@ -226,7 +231,7 @@ def add_rms_norm(
     """rms_norm of the new residual."""
     validate.check_tensor("residual", residual, tuple(x.shape), x.dtype, x.device)
     validate.check_norm(x, weight=weight)
-    dtype, x, weight = _dtype("x", x), _rows(x), weight.float().contiguous()
+    dtype, x, weight = _dtype("x", x), _rows(x), _fp32(weight)
     out = torch.empty(x.shape, dtype=x.dtype)
     native.default()(
         *("rms_norm", *_layout(x), residual.data_ptr(), residual.stride(0), weight.data_ptr(), out.data_ptr()),
@@ -243,8 +248,8 @@ def layer_norm(
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension (Ba et al. 2016)."""
     validate.check_norm(x, weight=weight, bias=bias)
-    dtype, x, weight = _dtype("x", x), _rows(x), weight.float().contiguous()
-    bias = None if bias is None else bias.float().contiguous()
+    dtype, x, weight = _dtype("x", x), _rows(x), _fp32(weight)
+    bias = None if bias is None else _fp32(bias)
     out = torch.empty(x.shape, dtype=x.dtype)
     native.default()(
         *("layer_norm", *_layout(x), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
@@ -265,9 +270,9 @@ def rope(
     for name, x in (("q", q), ("k", k)):
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise BadStride(f"{name} has strides {x.stride()}; the last one must be 1")
-    dtype, positions = _dtype("q", q), positions.to(torch.int64).contiguous()
+    dtype, positions = _dtype("q", q), positions.long().contiguous()
     _dtype("k", k)
-    cos, sin = cos.float().contiguous(), sin.float().contiguous()
+    cos, sin = _fp32(cos), _fp32(sin)
     beyond = native.default()(
         *("rope", q.data_ptr(), q.stride(0), q.shape[1], q.stride(1), k.data_ptr(), k.stride(0), k.shape[1]),
         *(k.stride(1), positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), len(q), *cos.shape, dtype),
@@ -329,15 +334,21 @@ def top_k(
 
 def _dtype(name: str, x: Tensor) -> int:
     """The number that the kernels know the dtype by."""
-    if x.dtype not in native.DTYPES or x.device.type != "cpu":
+    number = native.DTYPES.get(x.dtype)
+    if number is None or not x.is_cpu:
         served = ", ".join(map(str, native.DTYPES))
         raise Unsupported(f"{name} is {x.dtype} on {x.device}; the cpu backend serves {served} on the CPU")
-    return native.DTYPES[x.dtype]
+    return number
+
+
+def _fp32(x: Tensor) -> Tensor:
+    """x itself where it is as the kernels take it."""
+    return x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:
     """x itself if its strides can be told as those of [outer, inner, H], else a contiguous copy."""
-    strided = x.dim() in (1, 2, 3) and (x.stride(-1) == 1 or x.shape[-1] == 1)
+    strided = x.dim() <= 3 and (x.stride(-1) == 1 or x.shape[-1] == 1)
     return x if strided else x.contiguous()
 
 

@@ -8,9 +8,24 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
+from quire.ops import validate
 from quire.ops.cpu import native
-from quire.ops.interface import AttentionSpec
+from quire.ops.interface import AttentionSpec, PagedKV
 from quire.ops.plan import AttentionPlan
+
+MAX_CACHES = 1_024  # that a plan remembers
+
+
+class Cache:
+    """A layer's cache as the kernels take it: structures whose addresses and strides of K and V are filled in."""
+
+    def __init__(self, kv: PagedKV) -> None:
+        self.kv = kv
+        self.attention = native.AttentionParams(k=kv.k.data_ptr(), v=kv.v.data_ptr())
+        self.write = native.WriteParams(k=kv.k.data_ptr(), v=kv.v.data_ptr())
+        for params in (self.attention, self.write):
+            params.k_block, params.k_head, params.k_slot, _ = kv.k.stride()
+            params.v_block, params.v_head, params.v_slot, _ = kv.v.stride()
 
 
 class CpuPlan(AttentionPlan):
@@ -42,8 +57,8 @@ class CpuPlan(AttentionPlan):
         self._handle = handle
         weakref.finalize(self, library.plan_free, handle)
         self.view = library.plan_view(handle)  # what the kernels take
-        self.attention_params = native.AttentionParams()
-        self.write_params = native.WriteParams()
+        self._set_shapes()
+        self._caches: dict[int, Cache] = {}  # by the identity of the PagedKV, which each entry holds on to
 
     def update(
         self,
@@ -63,8 +78,26 @@ class CpuPlan(AttentionPlan):
             num_seqs=self.num_seqs,
             num_threads=torch.get_num_threads(),
         )
+        self._set_shapes()
         if self.library.plan_update(self._handle, byref(step)):
             raise MemoryError(f"no memory for the work list of {self.num_tokens} query tokens")
+
+    def _set_shapes(self) -> None:
+        spec, tokens = self.spec, self.num_tokens
+        self.q_shape = (tokens, spec.num_heads, spec.head_dim)
+        self.out_shape = (tokens, spec.num_heads, spec.dim_v)
+        self.k_shape = (tokens, spec.num_kv_heads, spec.head_dim)
+        self.v_shape = (tokens, spec.num_kv_heads, spec.dim_v)
+
+    def cache(self, kv: PagedKV) -> Cache:
+        """The native view of a layer's cache, checked when it is seen for the first time."""
+        found = self._caches.get(id(kv))
+        if found is None:
+            validate.check_kv(kv, self.spec)
+            if len(self._caches) >= MAX_CACHES:
+                self._caches.clear()
+            found = self._caches[id(kv)] = Cache(kv)
+        return found
 
     @property
     def num_items(self) -> int:
