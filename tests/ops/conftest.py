@@ -24,12 +24,12 @@ def _one_thread() -> Iterator[None]:
 
 # The cpu backend runs the best instruction set of a machine; the others it is told to.
 OTHER_ISAS = [] if native.unavailable() else native.runnable(native.library_path())[1:]
+NATIVE = ["cpu", *(f"cpu on {isa}" for isa in OTHER_ISAS)]
 
 
-@pytest.fixture(params=[*ops.BACKENDS, *(f"cpu on {isa}" for isa in OTHER_ISAS)])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Ops:
-    """Every backend in turn; one that cannot run on this machine is skipped, with its own reason."""
-    name, _, isa = request.param.partition(" on ")
+def choose(param: str, monkeypatch: pytest.MonkeyPatch) -> ops.Ops:
+    """The backend of that name; one that cannot run on this machine is skipped, with its own reason."""
+    name, _, isa = param.partition(" on ")
     reasons = [ops.unavailable(name, device) for device in DEVICES]
     if None not in reasons:
         pytest.skip("; ".join(filter(None, reasons)))
@@ -37,6 +37,12 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         library = native.load(isa)
         monkeypatch.setattr(native, "default", lambda: library)
     return ops.load(name, DEVICES[reasons.index(None)])
+
+
+@pytest.fixture(params=[*(name for name in ops.BACKENDS if name != "cpu"), *NATIVE])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Ops:
+    """Every backend in turn."""
+    return choose(request.param, monkeypatch)
 
 
 @pytest.fixture

@@ -1,0 +1,151 @@
+"""The same request gets the same bits, whatever runs beside it and however it is cut into steps.
+
+What is compared are tokens and logprobs as they come out, without any tolerance. Six requests are watched: short and
+long ones, greedy and sampled; one of them is longer than a split of the keys (1,024 tokens).
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import ops
+from quire.engine.engine import Engine
+from quire.ops.cpu import native
+from quire.request import Request, SamplingParams
+from tests.models.checkpoints import engine, save
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
+
+VOCABULARY = 1_003
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, groups of 3": (
+        "Llama",
+        {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, "head_dim": 64, "num_hidden_layers": 2,
+         "max_position_embeddings": 1_536},
+    ),
+    "gpt2": ("GPT2", {"n_embd": 160, "n_layer": 2, "n_head": 4, "n_positions": 1_536}),
+    "gemma2, windows and softcaps": (
+        "Gemma2",
+        {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 24, "sliding_window": 50,
+         "max_position_embeddings": 1_536, "query_pre_attn_scalar": 24},
+    ),
+    "bloom, alibi": ("Bloom", {"hidden_size": 80, "n_layer": 2, "n_head": 5}),
+}  # fmt: skip
+Bits = list[tuple[int, float, tuple[tuple[int, float], ...]]]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def watched() -> list[Request]:
+    rng = random.Random(1)
+    sampling = (
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 1.2, "top_k": 20, "min_p": 0.01},
+        {"temperature": 1.0},
+        {"temperature": 0.0, "repetition_penalty": 1.2},
+        {"temperature": 0.7, "top_k": 50, "top_p": 0.8},
+    )
+    requests = []
+    for i, (length, options) in enumerate(zip((1, 16, 33, 100, 257, 1_060), sampling, strict=True)):
+        params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=3, prompt_logprobs=1, seed=i, **options)
+        tokens = array("i", [rng.randrange(VOCABULARY) for _ in range(length)])
+        requests.append(Request(f"watched {i}", tokens, length, params))
+    return requests
+
+
+def others(count: int) -> list[Request]:
+    rng = random.Random(2)
+    requests = []
+    for i in range(count):
+        length = rng.randint(1, 60)
+        params = SamplingParams(max_tokens=rng.randint(1, 20), ignore_eos=True)
+        tokens = array("i", [rng.randrange(VOCABULARY) for _ in range(length)])
+        requests.append(Request(f"other {i}", tokens, length, params))
+    return requests
+
+
+def bits(engine: Engine, requests: list[Request]) -> tuple[dict[str, Bits], int]:
+    """Tokens and logprobs, the prompts' too, of the watched requests; and how often a request was preempted."""
+    found: dict[str, Bits] = {request.id: [] for request in requests if request.id.startswith("watched")}
+    preempted, plan = [], engine.scheduler.plan
+
+    def counted() -> Any:
+        step = plan()
+        preempted.extend(step.preempted)
+        return step
+
+    engine.scheduler.plan = counted  # type: ignore[method-assign]
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None, event.error
+            if event.request_id in found:
+                for one in (*event.prompt_logprobs, event.logprobs):
+                    if one is not None:
+                        found[event.request_id].append((one.token, one.logprob, one.top))
+    return found, len(preempted)
+
+
+def alone(directory: Path, dtype: str) -> dict[str, Bits]:
+    found: dict[str, Bits] = {}
+    for request in watched():
+        found |= bits(engine(directory, dtype=dtype, num_blocks=200), [request])[0]
+    return found
+
+
+def shuffled(requests: list[Request]) -> list[Request]:
+    random.Random(3).shuffle(requests)
+    return requests
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_bits_of_a_request(tmp_path: Path, shape: str, dtype: str) -> None:
+    assert ops.load().NAME == "cpu"
+    kind, changes = SHAPES[shape]
+    save(tmp_path, kind, vocab_size=VOCABULARY, **changes)
+    torch.set_num_threads(1)
+    expected = alone(tmp_path, dtype)
+    assert all(len(found) >= 12 for found in expected.values())
+
+    def run(count: int = 0, threads: int = 1, **options: Any) -> int:
+        torch.set_num_threads(threads)
+        found, preempted = bits(
+            engine(tmp_path, dtype=dtype, **({"num_blocks": 700} | options)), shuffled(watched() + others(count))
+        )
+        for name, one in expected.items():
+            differing = [i for i, (a, b) in enumerate(zip(one, found[name], strict=True)) if a != b]
+            assert not differing, f"{name} with {options}, {threads} threads: entries {differing} differ"
+        return preempted
+
+    run(count=58)
+    run(max_num_batched_tokens=7)
+    run(count=10, max_num_batched_tokens=33)
+    assert run(count=12, num_blocks=76, max_num_batched_tokens=100) > 0
+    run(count=10, threads=2, max_num_batched_tokens=300)
+    run(count=10, block_size=64, num_blocks=200)
+
+
+@pytest.mark.skipif(torch.get_num_threads() < 16, reason="needs 16 threads; the test above runs with 1 and 2")
+def test_the_bits_with_16_threads(tmp_path: Path) -> None:
+    kind, changes = SHAPES["llama, groups of 3"]
+    save(tmp_path, kind, vocab_size=VOCABULARY, **changes)
+    torch.set_num_threads(1)
+    expected = alone(tmp_path, "bfloat16")
+    torch.set_num_threads(16)
+    found, _ = bits(engine(tmp_path, dtype="bfloat16", num_blocks=700), watched() + others(40))
+    assert found == expected

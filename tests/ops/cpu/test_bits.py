@@ -1,0 +1,144 @@
+"""How the native kernels cut their work never shows in the result: bits are compared, on every instruction set here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from quire import ops
+from tests.ops.cases import Case, Step
+
+OPTIONS: list[dict[str, Any]] = [
+    {"return_lse": True},
+    {"window": 700, "return_lse": True},
+    {"alibi": True, "sinks": True},
+    {"softcap": 3.0, "size": 5.0, "return_lse": True},
+    {"causal": False, "return_lse": True},
+]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def attend(backend: ops.Ops, step: Step, threads: int = 1) -> tuple[list[torch.Tensor], ops.AttentionPlan]:
+    """Output and LSE as integers, so that -0 is not 0, and the plan."""
+    torch.set_num_threads(threads)
+    plan = step.write(backend)
+    return [as_bits(x) for x in step.attend(backend, plan) if x is not None], plan
+
+
+def as_bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_contexts_over_many_threads(backend, dtype, options):
+    case = Case(query_lens=(1, 5, 0, 2), context_lens=(3_500, 1_030, 9, 2_048), dtype=dtype, block_size=32, **options)
+    step = Step(case)
+    whole, plan = attend(backend, step)
+    assert plan.num_parts == 0
+    for threads in (2, 7, 16):
+        parts, plan = attend(backend, step, threads)
+        assert plan.num_parts > 0 or threads == 2
+        assert same(whole, parts), f"{threads} threads"
+    if options.get("return_lse"):
+        step.dense().check(*step.attend(backend, plan), dtype)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [16, 100])
+def test_blocks_that_sequences_share_are_read_for_all_of_them(backend, dtype, options, block_size):
+    """Each sequence alone has no one to share with; 3 and 5 have other lengths than the rest."""
+    case = Case(
+        query_lens=(1, 3, 1, 1, 2, 1),
+        context_lens=(2_300, 2_290, 2_110, 1_500, 2_200, 900),
+        shared_prefix=True,
+        num_kv_heads=1,
+        dtype=dtype,
+        block_size=block_size,
+        **options,
+    )
+    step = Step(case)
+    together, plan = attend(backend, step)
+    assert (plan.num_parts > 0) == ("window" not in options)
+    for s, (begin, end) in enumerate(itertools.pairwise(step.query_starts.tolist())):
+        alone = backend.plan(
+            step.spec, torch.tensor([0, end - begin]), step.context_lens[s : s + 1], step.block_tables[s : s + 1]
+        )
+        assert alone.num_parts == 0
+        result = backend.attention(
+            step.q[begin:end], step.kv, alone, scale=case.scale, alibi_slopes=step.alibi_slopes,
+            softcap=case.softcap, sinks=step.sinks, return_lse=case.return_lse,
+        )  # fmt: skip
+        result = result if isinstance(result, tuple) else (result,)
+        assert same([as_bits(x) for x in result], [x[begin:end] for x in together]), f"sequence {s}"
+
+
+@pytest.mark.parametrize("options", OPTIONS[:-1], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("group_size", "head_dim"), [(1, 64), (3, 80), (8, 128), (71, 20)])
+def test_a_row_alone_and_in_chunks(backend, dtype, options, group_size, head_dim):
+    """Decoding token after token, prefill at once, and anything between."""
+    length = 300
+    case = Case(
+        query_lens=(length,), context_lens=(length,), num_kv_heads=1, group_size=group_size, head_dim=head_dim,
+        dtype=dtype, block_size=16, **options,
+    )  # fmt: skip
+    step = Step(replace(case, history_first=False))
+    whole, _ = attend(backend, step)
+    for chunk in (1, 7, 64, 130):
+        for begin in range(0, length, chunk) if chunk > 1 else (0, 1, 63, 64, 127, 255, 256, 257, 299):
+            end = min(length, begin + chunk)
+            plan = backend.plan(step.spec, torch.tensor([0, end - begin]), torch.tensor([end]), step.block_tables)
+            result = backend.attention(
+                step.q[begin:end], step.kv, plan, alibi_slopes=step.alibi_slopes, softcap=case.softcap,
+                sinks=step.sinks, return_lse=case.return_lse,
+            )  # fmt: skip
+            result = result if isinstance(result, tuple) else (result,)
+            assert same([as_bits(x) for x in result], [x[begin:end] for x in whole]), f"rows {begin}..{end - 1}"
+
+
+def test_the_layout_of_the_cache_does_not_show(backend):
+    for dtype in DTYPES:
+        case = Case(query_lens=(1, 40), context_lens=(300, 77), dtype=dtype, return_lse=True)
+        first, _ = attend(backend, Step(case))
+        for changes in ({"layout": "NHD"}, {"layout": "padded"}, {"row_strides": "head-major"}):
+            other, _ = attend(backend, Step(replace(case, **changes)))
+            assert same(first, other), f"{dtype}, {changes}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_small_operators_row_by_row(backend, dtype):
+    gen = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(300, 576, generator=gen).to(dtype) for _ in range(2))
+    weight, bias = torch.randn(576, generator=gen), torch.randn(576, generator=gen)
+    operators = {
+        "rms_norm": lambda rows: backend.rms_norm(x[rows], weight, 1e-6),
+        "add_rms_norm": lambda rows: backend.add_rms_norm(x[rows], residual[rows].clone(), weight, 1e-6),
+        "layer_norm": lambda rows: backend.layer_norm(x[rows], weight, bias, 1e-6),
+        "swiglu": lambda rows: backend.swiglu(x[rows]),
+        "gelu": lambda rows: backend.gelu(x[rows], "none"),
+        "gelu_tanh": lambda rows: backend.gelu(x[rows], "tanh"),
+    }
+    for name, operator in operators.items():
+        torch.set_num_threads(1)
+        whole = operator(slice(None))
+        for threads, rows in ((2, slice(None)), (1, slice(5, 6)), (2, slice(100, 290))):
+            torch.set_num_threads(threads)
+            assert torch.equal(as_bits(operator(rows)), as_bits(whole[rows])), f"{name}, {threads} threads, {rows}"
