@@ -20,6 +20,10 @@ struct Place {
     const T* values[TILE];
 };
 
+#ifndef FEW_BLOCKS
+#define FEW_BLOCKS 2
+#endif
+
 // What all workers of a call share.
 struct Call {
     const Plan* plan;
@@ -50,9 +54,8 @@ struct Worker {
         : call(call), plan(*call.plan), spec(plan.spec), params(*call.params), group(spec.num_heads / spec.num_kv_heads),
           lanes(operand_lanes<K>(spec.head_dim)), lda_weights(TILE / K::PAIR), 
           wide((spec.head_dim_v + PANEL - 1) / PANEL * PANEL) {
-        const float unit = LOG2E;
-        bent = params.softcap != 0.0f || params.alibi_slopes;
-        rule = {params.scale * unit, params.softcap * unit, params.softcap != 0.0f ? 1.0f / (params.softcap * unit) : 0.0f};
+        bent = params.softcap != 0.0f || params.alibi_slopes || !(params.scale > 0.0f);
+        rule = {params.scale * LOG2E, params.softcap * LOG2E, params.softcap != 0.0f ? 1.0f / (params.softcap * LOG2E) : 0.0f};
         const Scratch sizes = scratch_sizes(spec);
         float* at = (float*)(plan.scratch + thread * plan.scratch_stride);
         auto take = [&](int64_t size) { float* p = at; at += size; return p; };
@@ -91,7 +94,7 @@ struct Worker {
         step.end = stop > first ? (stop + SUBTILE - 1) / SUBTILE * SUBTILE : step.begin;
         const int32_t* table = plan.step.block_tables + item.table * plan.step.table_stride;
         const T *k = (const T*)params.k + step.head * params.k_head, *v = (const T*)params.v + step.head * params.v_head;
-        for (int t = 0; t < first; t++) step.keys[t] = step.values[t] = (const T*)NOTHING;
+        for (int t = step.begin; t < first; t++) step.keys[t] = step.values[t] = (const T*)NOTHING;
         const int size = spec.block_size;
         int column = (tile + first) / size, offset = (tile + first) % size;
         for (int t = first; t < stop; column++, offset = 0) {
@@ -103,7 +106,7 @@ struct Worker {
                 key += params.k_slot, value += params.v_slot;
             }
         }
-        for (int t = most(stop, first); t < TILE; t++) step.keys[t] = step.values[t] = (const T*)NOTHING;
+        for (int t = most(stop, first); t < step.end; t++) step.keys[t] = step.values[t] = (const T*)NOTHING;
     }
 
     // ------------------------------------------------------------------------------------------- rows
@@ -132,33 +135,39 @@ struct Worker {
 
     // ------------------------------------------------------------------------------------------- a tile
 
-    void compute(const Step& step, const Step& after) {
+    void compute(const Step& step, const Step& after, bool more) {
         const RowBlocks blocks(step.item->count);
+        const bool few = blocks.blocks <= FEW_BLOCKS;
+        Fetcher<T> fetcher{after.keys + after.begin, after.keys + after.end, after.values + after.begin,
+                           spec.head_dim * (int)sizeof(T), spec.head_dim_v * (int)sizeof(T), after.end - after.begin};
+        if (!more) fetcher.row = fetcher.end, fetcher.values = nullptr;
         for (int at = step.begin; at < step.end; at += PANEL) {
-            pack_keys<K>(step.keys + at, after.keys + at, spec.head_dim, keys);
+            pack_keys<K>(step.keys + at, spec.head_dim, keys, fetcher);
             for (int b = 0; b < blocks.blocks; b++) {
                 const int first = blocks.first(b), rows = blocks.rows(b);
                 if (!sees(step.tile + at, PANEL, first, rows)) continue;
+                const float* q = query + (int64_t)first * lanes;
+                float* s = scores + (int64_t)first * TILE + at;
                 with_rows(rows, [&]<int R>() {
-                    micro_kernel<typename K::M, R, COLUMNS, false>(
-                        query + (int64_t)first * lanes, lanes, keys, scores + (int64_t)first * TILE + at, TILE, 0, lanes);
+                    auto idle = [] {};
+                    auto fetching = [&] { fetcher.fetch(FETCH_SCORE); };
+                    if (few) micro_kernel<typename K::M, R, COLUMNS, false>(q, lanes, keys, s, TILE, 0, lanes, fetching);
+                    else micro_kernel<typename K::M, R, COLUMNS, false>(q, lanes, keys, s, TILE, 0, lanes, idle);
                 });
             }
         }
-        fetch_rest(after.keys, step.begin, step.end, spec.head_dim);
         for (int i = 0; i < step.item->count; i++) weigh(step, i);
-        for (int column = 0; column < spec.head_dim_v; column += PANEL) add_values(step, after, blocks, column);
-        fetch_rest(after.values, step.begin, step.end, spec.head_dim_v);
+        for (int column = 0; column < spec.head_dim_v; column += PANEL) add_values(step, blocks, column, fetcher);
+        fetcher.fetch(4 * TILE * (int)sizeof(T) * 1024 / 64);
     }
 
     // One panel of columns of the product of weights and values, added to the sums.
-    void add_values(const Step& step, const Step& after, const RowBlocks& blocks, int column) {
+    void add_values(const Step& step, const RowBlocks& blocks, int column, Fetcher<T>& fetcher) {
         const int left = spec.head_dim_v - column;
         const T* const* rows = step.values + step.begin;
-        const T* const* ahead = after.values + step.begin;
-        const bool packed = blocks.blocks > 1;
+        const bool packed = blocks.blocks > FEW_BLOCKS;
         with_width(left, [&]<int N, bool WHOLE>() {
-            if (packed) pack_panel<K, N, WHOLE>(rows, ahead, step.end - step.begin, column, left, values);
+            if (packed) pack_panel<K, N, WHOLE>(rows, step.end - step.begin, column, left, values, fetcher);
         });
         for (int b = 0; b < blocks.blocks; b++) {
             const int first = blocks.first(b), count = blocks.rows(b);
@@ -173,19 +182,10 @@ struct Worker {
             float* to = sums + (int64_t)first * wide + column;
             with_width(left, [&]<int N, bool WHOLE>() {
                 with_rows(count, [&]<int R>() {
-                    if (packed) micro_kernel<typename K::M, R, N, true>(w, lda_weights, values, to, wide, begin, end);
-                    else weigh_panel<K, R, N, WHOLE>(w, lda_weights, rows, ahead, begin, end, column, left, to, wide);
+                    if (packed) micro_kernel<typename K::M, R, N, true>(w, lda_weights, values, to, wide, begin, end, [] {});
+                    else weigh_panel<K, R, N, WHOLE>(w, lda_weights, rows, begin, end, column, left, to, wide, fetcher);
                 });
             });
-        }
-    }
-
-    // What the loops over this tile's keys did not fetch of the next one's.
-    static void fetch_rest(const T* const* rows, int begin, int end, int dim) {
-        for (int t = 0; t < TILE; t++) {
-            if (t == begin) t = end;
-            if (t < TILE)
-                for (int c = 0; c < dim; c += 64 / (int)sizeof(T)) fetch(rows[t] + c);
         }
     }
 
@@ -206,9 +206,9 @@ struct Worker {
             if (bent) {
                 const float slope = params.alibi_slopes ? params.alibi_slopes[head_of(step, i)] * LOG2E : 0.0f;
                 const int position = plan.row_positions[row_of(*step.item, i)];
-                found = score_row<true>(s, from, to, rule, slope, (float)(step.tile - position));
+                found = bend_row(s, from, to, rule, slope, (float)(step.tile - position));
             } else {
-                found = score_row<false>(s, from, to, rule, 0.0f, 0.0f);
+                found = top_score(s, from, to) * rule.scale;
             }
             if (found > highest) highest = found;
         }
@@ -216,7 +216,8 @@ struct Worker {
             memset(w + step.begin / K::PAIR, 0, sizeof(float) * (size_t)(step.end - step.begin) / K::PAIR);
             return;
         }
-        const float added = weigh_row<K>(s, w, from, to, step.begin, step.end, highest == -INF ? 0.0f : highest);
+        const float shift = highest == -INF ? 0.0f : highest;
+        const float added = weigh_row<K>(s, w, from, to, step.begin, step.end, bent ? 1.0f : rule.scale, shift);
         if (highest != top[i]) {
             if (total[i] != 0.0f) {
                 const float factor = exp2_scalar(top[i] - highest);
@@ -311,7 +312,7 @@ struct Worker {
             const bool first = step.tile <= step.item->begin;
             if (first) start_item(step);
             if (first || step.tile % SPLIT == 0) start_split(step.item->count);
-            compute(step, more ? after : step);
+            compute(step, after, more);
             const bool last = step.tile + TILE >= step.item->end;
             if (last || (step.tile + TILE) % SPLIT == 0) end_split(step);
             if (last) end_item(step);

@@ -9,6 +9,13 @@
 
 namespace {
 
+// Lines to fetch at a time, about as long as it takes until the next call. Together they are all lines of a tile.
+#ifndef FETCH_PACK
+#define FETCH_PACK 12
+#define FETCH_SCORE 2
+#define FETCH_WEIGH 2
+#endif
+
 struct Fp32 {
     using E = F32;
     using M = Multiply;
@@ -56,22 +63,35 @@ static void pack_query(const typename K::E::T* row, int dim, float* to) {
     }
 }
 
-// Bring the line of a number that will be read soon into the cache.
+// Brings the keys and then the values of the next tile into the cache, line after line as they lie in memory, a few at a
+// time wherever the work on the current tile leaves the memory idle.
 template <class T>
-QUIRE_INLINE void fetch(const T* p) {
-    __builtin_prefetch(p, 0, 3);
-}
+struct Fetcher {
+    const T* const* row;
+    const T* const* end;
+    const T* const* values;  // comes after the keys; null once it is the values' turn
+    int bytes, value_bytes, count, at = 0;
 
-// PANEL keys, transposed: to[lane][key]. Those at `ahead`, the next to be packed, are fetched meanwhile.
+    __attribute__((always_inline)) void fetch(int lines) {
+        for (int i = 0; i < lines && row != end; i++) {
+            __builtin_prefetch((const char*)*row + at, 0, 3);
+            if ((at += 64) < bytes) continue;
+            at = 0;
+            if (++row == end && values) row = values, end = row + count, bytes = value_bytes, values = nullptr;
+        }
+    }
+};
+
+// PANEL keys, transposed: to[lane][key].
 template <class K, class T = typename K::E::T>
-static void pack_keys(const T* const* rows, const T* const* ahead, int dim, float* to) {
+static void pack_keys(const T* const* rows, int dim, float* to, Fetcher<T>& fetcher) {
     constexpr int step = W * K::PER_LANE;  // numbers of a key in one vector
     constexpr int lanes_of_step = K::PAIR == 2 ? W : step;
     for (int t = 0; t < PANEL; t += W) {
         for (int c = 0; c < dim; c += step) {
             V lanes[W];
             const int left = dim - c;
-            for (int i = 0; i < W; i++) fetch(ahead[t + i] + c);
+            fetcher.fetch(FETCH_PACK);
             if (left >= step) {
                 for (int i = 0; i < W; i++) lanes[i] = load((const float*)(rows[t + i] + c));
             } else {
@@ -104,12 +124,11 @@ QUIRE_INLINE void get_values(const T* const* rows, int column, int left, V* to) 
 
 // The values of `count` keys (even where lanes are pairs) of one panel of columns, as an operand: to[lane][column].
 template <class K, int N, bool WHOLE, class T = typename K::E::T>
-static void pack_panel(const T* const* rows, const T* const* ahead, int count, int column, int left, float* to) {
+static void pack_panel(const T* const* rows, int count, int column, int left, float* to, Fetcher<T>& fetcher) {
     for (int t = 0; t < count; t += K::PAIR, to += PANEL) {
         V values[N];
         get_values<K, N, WHOLE>(rows + t, column, left, values);
-        for (int i = 0; i < K::PAIR; i++)
-            for (int at = 0; at < N * W; at += 64 / (int)sizeof(T)) fetch(ahead[t + i] + column + at);
+        fetcher.fetch(FETCH_WEIGH);
         for (int j = 0; j < N; j++) store(to + j * W, values[j]);
     }
 }
@@ -118,16 +137,15 @@ static void pack_panel(const T* const* rows, const T* const* ahead, int count, i
 // give, bit for bit, and faster for few rows.
 template <class K, int R, int N, bool WHOLE, class T = typename K::E::T>
 static void weigh_panel(
-    const float* weights, int64_t stride, const T* const* rows, const T* const* ahead, int begin, int end, int column, int left,
-    float* sums, int64_t sums_stride) {
+    const float* weights, int64_t stride, const T* const* rows, int begin, int end, int column, int left, float* sums,
+    int64_t sums_stride, Fetcher<T>& fetcher) {
     V sum[R][N];
     for (int i = 0; i < R; i++)
         for (int j = 0; j < N; j++) sum[i][j] = load(sums + i * sums_stride + j * W);
     for (int k = begin; k < end; k++) {
         V values[N];
         get_values<K, N, WHOLE>(rows + k * K::PAIR, column, left, values);
-        for (int i = 0; i < K::PAIR; i++)
-            for (int at = 0; at < N * W; at += 64 / (int)sizeof(T)) fetch(ahead[k * K::PAIR + i] + column + at);
+        fetcher.fetch(FETCH_WEIGH);
         for (int i = 0; i < R; i++) {
             const V weight = broadcast(weights + i * stride + k);
             for (int j = 0; j < N; j++) sum[i][j] = K::M::mac(sum[i][j], weight, values[j]);

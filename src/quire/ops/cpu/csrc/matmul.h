@@ -18,8 +18,10 @@ struct MultiplyPairs {
 };
 #endif
 
-template <class M, int R, int N, bool ADD>
-static void micro_kernel(const float* a, int64_t lda, const float* b, float* c, int64_t ldc, int begin, int end) {
+// `pause` is called after each step: a place to do something else meanwhile.
+template <class M, int R, int N, bool ADD, class F>
+static void micro_kernel(
+    const float* a, int64_t lda, const float* b, float* c, int64_t ldc, int begin, int end, const F& pause) {
     V sum[R][N];
     for (int i = 0; i < R; i++)
         for (int j = 0; j < N; j++) sum[i][j] = ADD ? load(c + i * ldc + j * W) : V{};
@@ -30,6 +32,7 @@ static void micro_kernel(const float* a, int64_t lda, const float* b, float* c, 
             V row = broadcast(a + i * lda + k);
             for (int j = 0; j < N; j++) sum[i][j] = M::mac(sum[i][j], row, column[j]);
         }
+        pause();
     }
     for (int i = 0; i < R; i++)
         for (int j = 0; j < N; j++) store(c + i * ldc + j * W, sum[i][j]);

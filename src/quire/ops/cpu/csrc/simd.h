@@ -42,26 +42,21 @@ QUIRE_INLINE V iota() {
     return v;
 }
 
-// Of two equal or unordered numbers the second, so that a NaN score does not become the maximum.
-QUIRE_INLINE V larger(V a, V b) { return a > b ? a : b; }
+// All lanes combined, in a fixed order: halves, quarters, ...
+template <class F>
+QUIRE_INLINE float combine_lanes(V v, const F& f) {
+    if constexpr (W == 16) v = f(v, swap_lanes<8>(v));
+    if constexpr (W >= 8) v = f(v, swap_lanes<4>(v));
+    v = f(v, swap_lanes<2>(v));
+    return f(v, swap_lanes<1>(v))[0];
+}
 
-// The order of the lanes' combination is fixed: halves, quarters, ...
 QUIRE_INLINE float reduce_max(V v) {
-    for (int step = W / 2; step; step /= 2) {
-        I other;
-        for (int i = 0; i < W; i++) other[i] = i ^ step;
-        v = larger(v, __builtin_shuffle(v, other));
-    }
-    return v[0];
+    return combine_lanes(v, [](V a, V b) __attribute__((always_inline)) { return larger(a, b); });
 }
 
 QUIRE_INLINE float reduce_add(V v) {
-    for (int step = W / 2; step; step /= 2) {
-        I other;
-        for (int i = 0; i < W; i++) other[i] = i ^ step;
-        v = v + __builtin_shuffle(v, other);
-    }
-    return v[0];
+    return combine_lanes(v, [](V a, V b) __attribute__((always_inline)) { return a + b; });
 }
 
 // Exchange the elements between rows i and i + STEP whose index differs in that bit: one stage of a transposition.

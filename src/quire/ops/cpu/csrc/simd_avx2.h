@@ -15,6 +15,20 @@ typedef uint32_t U __attribute__((vector_size(32)));
 
 QUIRE_INLINE V fma(V a, V b, V c) { return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 QUIRE_INLINE V round_to_even(V x) { return (V)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// The larger of two; where one is NaN, the second.
+QUIRE_INLINE V larger(V a, V b) { return (V)_mm256_max_ps((__m256)a, (__m256)b); }
+// Lane i gets lane i ^ STEP.
+template <int STEP>
+QUIRE_INLINE V swap_lanes(V v) {
+    if constexpr (STEP == 4) return (V)_mm256_permute2f128_ps((__m256)v, (__m256)v, 1);
+    else return (V)_mm256_permute_ps((__m256)v, STEP == 2 ? 0x4e : 0xb1);
+}
+QUIRE_INLINE V fraction(V x) { return x - (V)_mm256_floor_ps((__m256)x); }
+// p * 2^floor(x) for p in 1..2 and x >= -200: below 2^-126 it is 0.
+QUIRE_INLINE V scale_by_power(V p, V x) {
+    V scaled = (V)((I)p + ((I)_mm256_cvtps_epi32(_mm256_floor_ps((__m256)x)) << 23));
+    return x < -126.0f ? V{} : scaled;
+}
 QUIRE_INLINE V square_root(V x) { return (V)_mm256_sqrt_ps((__m256)x); }
 
 // The first `bytes` of a vector, and nothing of the memory behind them; the rest is zero.

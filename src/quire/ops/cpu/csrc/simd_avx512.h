@@ -15,6 +15,18 @@ typedef uint32_t U __attribute__((vector_size(64)));
 
 QUIRE_INLINE V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 QUIRE_INLINE V round_to_even(V x) { return (V)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// The larger of two; where one is NaN, the second.
+QUIRE_INLINE V larger(V a, V b) { return (V)_mm512_max_ps((__m512)a, (__m512)b); }
+// Lane i gets lane i ^ STEP.
+template <int STEP>
+QUIRE_INLINE V swap_lanes(V v) {
+    if constexpr (STEP == 8) return (V)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0x4e);
+    else if constexpr (STEP == 4) return (V)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0xb1);
+    else return (V)_mm512_permute_ps((__m512)v, STEP == 2 ? 0x4e : 0xb1);
+}
+QUIRE_INLINE V fraction(V x) { return (V)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+// p * 2^floor(x) for p in 1..2 and x >= -200: below the smallest number it is 0.
+QUIRE_INLINE V scale_by_power(V p, V x) { return (V)_mm512_scalef_ps((__m512)p, (__m512)x); }
 QUIRE_INLINE V square_root(V x) { return (V)_mm512_sqrt_ps((__m512)x); }
 
 // The first `count` (1..16) of 16 lanes, and nothing of the memory behind them; the rest is zero.

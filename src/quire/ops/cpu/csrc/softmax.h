@@ -16,53 +16,74 @@ struct ScoreRule {
 
 constexpr int VECTORS = SUBTILE / W;
 
-// The final scores of a row's visible keys low..high - 1, -inf beside them, within the subtiles that these touch.
-// distance: position of the tile's first key minus that of the row. Returns the largest.
-template <bool BENT>
-QUIRE_INLINE float score_row(float* s, int low, int high, const ScoreRule& rule, float slope, float distance) {
-    V top[VECTORS];
-    for (int i = 0; i < VECTORS; i++) top[i] = splat(-INF);
-    for (int at = low / SUBTILE * SUBTILE; at < high; at += SUBTILE) {
-        const bool edge = at < low || at + SUBTILE > high;
-        for (int i = 0; i < VECTORS; i++) {
-            V x = load(s + at + i * W) * rule.scale;
-            V key = iota() + (float)(at + i * W);
-            if constexpr (BENT) {
-                if (rule.softcap != 0.0f) x = rule.softcap * tanh_any(x * rule.inverse_softcap);
-                x = fma(splat(slope), key + distance, x);
-            }
-            if (edge) x = (key >= splat((float)low)) & (key < splat((float)high)) ? x : splat(-INF);
-            store(s + at + i * W, x);
-            top[i] = larger(x, top[i]);
-        }
-    }
+QUIRE_INLINE V within(V key, int low, int high, V inside, V outside) {
+    return (key >= splat((float)low)) & (key < splat((float)high)) ? inside : outside;
+}
+
+QUIRE_INLINE float largest(V* top) {
     for (int step = VECTORS / 2; step; step /= 2)
         for (int i = 0; i < step; i++) top[i] = larger(top[i], top[i + step]);
     return reduce_max(top[0]);
 }
 
-// The weights 2^(score - top) of a scored row, written as the operand of the product with the values; returns their sum.
-// Where the row sees nothing between begin and end the weights are 0.
+// The largest q·k of a row's visible keys low..high - 1.
+QUIRE_INLINE float top_score(const float* s, int low, int high) {
+    V top[VECTORS];
+    for (int i = 0; i < VECTORS; i++) top[i] = splat(-INF);
+    for (int at = low / SUBTILE * SUBTILE; at < high; at += SUBTILE) {
+        const bool edge = at < low || at + SUBTILE > high;
+        for (int i = 0; i < VECTORS; i++) {
+            V x = load(s + at + i * W);
+            if (edge) x = within(iota() + (float)(at + i * W), low, high, x, splat(-INF));
+            top[i] = larger(x, top[i]);
+        }
+    }
+    return largest(top);
+}
+
+// The same where scores are more than a positive multiple of q·k: they are worked out in place, -inf beside the visible
+// keys within the subtiles that these touch. distance: position of the tile's first key minus that of the row.
+static float bend_row(float* s, int low, int high, const ScoreRule& rule, float slope, float distance) {
+    V top[VECTORS];
+    for (int i = 0; i < VECTORS; i++) top[i] = splat(-INF);
+    for (int at = low / SUBTILE * SUBTILE; at < high; at += SUBTILE) {
+        for (int i = 0; i < VECTORS; i++) {
+            V x = load(s + at + i * W) * rule.scale, key = iota() + (float)(at + i * W);
+            if (rule.softcap != 0.0f) x = rule.softcap * tanh_any(x * rule.inverse_softcap);
+            x = within(key, low, high, fma(splat(slope), key + distance, x), splat(-INF));
+            store(s + at + i * W, x);
+            top[i] = larger(x, top[i]);
+        }
+    }
+    return largest(top);
+}
+
+// The weights 2^(score * scale - top) of a row, written as the operand of the product with the values; returns their sum.
+// Keys that the row does not see, between begin and end, weigh 0.
 template <class K>
-QUIRE_INLINE float weigh_row(const float* s, float* weights, int low, int high, int begin, int end, float top) {
+QUIRE_INLINE float weigh_row(const float* s, float* weights, int low, int high, int begin, int end, float scale, float top) {
     V sum[VECTORS] = {};
     for (int at = begin; at < end; at += SUBTILE) {
-        const bool seen = at < high && at + SUBTILE > low;
+        if (at >= high || at + SUBTILE <= low) {
+            memset(weights + at / K::PAIR, 0, sizeof(float) * SUBTILE / K::PAIR);
+            continue;
+        }
+        const bool edge = at < low || at + SUBTILE > high;
+        V w[VECTORS];
+        for (int i = 0; i < VECTORS; i++) {
+            w[i] = exp2_negative(fma(load(s + at + i * W), splat(scale), splat(-top)));
+            if (edge) w[i] = within(iota() + (float)(at + i * W), low, high, w[i], V{});
+            sum[i] = sum[i] + w[i];
+        }
         for (int i = 0; i < VECTORS; i += K::PAIR) {
-            V w[2] = {};
-            for (int j = 0; j < K::PAIR; j++) {
-                if (!seen) continue;
-                w[j] = exp2_negative(load(s + at + (i + j) * W) - top);
-                sum[i + j] = sum[i + j] + w[j];
-            }
             float* to = weights + (at + i * W) / K::PAIR;
 #ifdef QUIRE_BF16_DOT
             if constexpr (K::PAIR == 2) {
-                store(to, pair_bf16(w[0], w[1]));
+                store(to, pair_bf16(w[i], w[i + 1]));
                 continue;
             }
 #endif
-            store(to, w[0]);
+            store(to, w[i]);
         }
     }
     for (int step = VECTORS / 2; step; step /= 2)

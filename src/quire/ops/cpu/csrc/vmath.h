@@ -9,19 +9,18 @@ constexpr float LOG2E = 1.44269504088896341f;
 constexpr float LN2 = 0.693147180559945309f;
 constexpr float INF = __builtin_inff();
 
-// 2^x for x <= 0 (a little above is fine too): 0 below -126, NaN stays. Relative error 2e-7: a minimax polynomial on [-1/2, 1/2].
+// 2^x for x <= 0 (a little above is fine too): 0 from about -126 on, NaN stays. Relative error 1e-7: a minimax polynomial
+// of 2^r on 0..1 that is 1 at 0.
 QUIRE_INLINE V exp2_negative(V x) {
-    V bounded = x < -127.0f ? splat(-127.0f) : x;
-    V whole = round_to_even(bounded);
-    V r = bounded - whole;
-    V p = splat(0.00132647239f);
-    p = fma(p, r, splat(0.00967151287f));
-    p = fma(p, r, splat(0.0555073375f));
-    p = fma(p, r, splat(0.240222421f));
-    p = fma(p, r, splat(0.693146978f));
+    x = larger(splat(-200.0f), x);
+    V r = fraction(x);
+    V p = splat(0.00186713011f);
+    p = fma(p, r, splat(0.00901703022f));
+    p = fma(p, r, splat(0.0557999132f));
+    p = fma(p, r, splat(0.24016445f));
+    p = fma(p, r, splat(0.693151312f));
     p = fma(p, r, splat(1.0f));
-    V scaled = (V)((I)p + (__builtin_convertvector(whole, I) << 23));
-    return x < -126.0f ? V{} : scaled;
+    return scale_by_power(p, x);
 }
 
 // e^x of any x, infinity included; below 2^-126 it is 0. The reduction is exact to twice fp32's precision (Cody & Waite),
