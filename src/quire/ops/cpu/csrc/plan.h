@@ -6,7 +6,7 @@
 constexpr int TILE = 256;      // keys that share a softmax pass; tiles lie at multiples of it
 constexpr int SPLIT = 1024;    // keys whose sums are merged as one state; splits lie at multiples of it
 constexpr int SUBTILE = 64;    // keys that are scored, or skipped, together
-constexpr int MAX_ROWS = 128;  // rows of an item
+constexpr int MAX_ROWS = 192;  // rows of an item
 
 // Some rows over a range of one table's keys, for one KV head at a time. Row i is query head i % G of the token
 // row_tokens[i / G]; the rows may belong to several sequences whose tables agree over the range.
