@@ -189,6 +189,51 @@ def throughput(
 
 
 @bench.command()
+def attention(
+    sets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="peers, groups, dims, blocks, scatter, contexts, batches, long, dtypes, or all. Default: peers."
+        ),
+    ] = None,
+    attention_backend: Backend = "auto",
+    isa: Annotated[str | None, typer.Option(help="Of the native kernels, as in avx2. Default: the best here.")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Calls that count; their median is told.")] = 9,
+    sdpa_runs: Annotated[int, typer.Option(min=0, help="Calls of torch's attention to compare with.")] = 2,
+    plot: Annotated[Path | None, typer.Option(help="Draw the shares of the ceilings into this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Attention alone: GB/s of KV or GFLOP/s, and the share of what the machine reads or multiplies meanwhile."""
+    from quire import ops
+    from quire.bench import attention as bench_attention
+
+    try:
+        shapes = bench_attention.chosen(sets or ["peers"])
+        figures = []
+        with bench_attention.instruction_set(isa) as name:
+            backend = ops.load(attention_backend)
+            for shape in shapes:
+                figure = bench_attention.measure(backend, shape, runs, sdpa_runs)
+                figures.append(figure)
+                if as_json:
+                    print(json.dumps({"backend": backend.NAME, "isa": name} | figure.as_dict()), flush=True)
+                else:
+                    unit = "GB/s" if shape.query_len == 1 else "GFLOP/s"
+                    told = "" if figure.speedup is None else f"{figure.speedup:7.1f} x torch SDPA"
+                    print(f"{shape.name:52s} {figure.rate:7.1f} {unit:7s} {figure.fraction:5.0%}{told}", flush=True)
+            beside = bench_attention.overhead(backend)
+        if as_json:
+            print(json.dumps({"backend": backend.NAME, "isa": name, "name": "smallest call", "seconds": beside}))
+        else:
+            _row("kernels", f"{backend.NAME}, {name}")
+            _row("smallest call", f"{1e6 * beside:.1f} us on one thread")
+        if plot is not None:
+            bench_attention.plot(figures, plot)
+    except QuireError as error:
+        _fail(error)
+
+
+@bench.command()
 def startup(
     model: Model = None,
     runs: Annotated[int, typer.Option(min=1, help="Fresh processes; their median is told.")] = 5,
@@ -245,11 +290,14 @@ def info() -> None:
     from quire import ops
     from quire.cache.storage import free_memory
     from quire.config import EngineConfig
+    from quire.ops.cpu import native
 
     config = EngineConfig()
     free = free_memory()
     _row("quire", f"{__version__}, Python {platform.python_version()}, torch {torch.__version__}")
     _row("CPU", f"{torch.get_num_threads()} threads, {', '.join(_cpu_features()) or 'no vector extension known'}")
+    if native.unavailable() is None:
+        _row("native kernels", f"{native.default().isa}, of {', '.join(native.runnable(native.library_path()))}")
     _row("CUDA", torch.cuda.get_device_name() if torch.cuda.is_available() else "none")
     for name in ops.BACKENDS:
         reason = ops.unavailable(name, "cpu")

@@ -82,6 +82,8 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gelu": (None, (_P, _L, _L, _L, _P, _L, _L, _I, _I)),
     "logsumexp": (None, (_P, _L, _P, _L, _L)),
     "top_k": (None, (_P, _L, _P, _P, _L, _L, _L)),
+    "read": (None, (_P, _L, _P, _L)),
+    "multiply": (_L, (_L, _P, _L)),
 }
 
 

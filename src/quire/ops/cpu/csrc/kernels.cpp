@@ -2,6 +2,7 @@
 // has internal linkage, so that no function of one ISA can stand in for another's.
 
 #include "attention.h"
+#include "ceilings.h"
 #include "small.h"
 
 #define QUIRE_NAME_(name, isa) quire_##name##_##isa
@@ -158,4 +159,19 @@ ENTRY(top_k)(
     int64_t k) {
     parallel(parallel_for, rows, rows_a_thread(dim),
              [&](int64_t i) { top_k_row(x + i * stride, dim, k, heaps + i * k, places + i * k); });
+}
+
+// results: [threads], so that nothing is left out.
+ENTRY(read)(ParallelFor parallel_for, const char* data, int64_t bytes, float* results, int64_t threads) {
+    parallel(parallel_for, threads, 1, [&](int64_t i) {
+        const int64_t stretch = bytes / threads / 64 * 64;
+        results[i] = read_all(data + i * stretch, stretch);
+    });
+}
+
+// Each thread multiplies and adds 2 * ROWS vectors `rounds` times; returns the operations of one thread, two an element.
+extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(multiply, QUIRE_ISA)(
+    ParallelFor parallel_for, int64_t rounds, float* results, int64_t threads) {
+    parallel(parallel_for, threads, 1, [&](int64_t i) { results[i] = multiply_all(rounds); });
+    return rounds * 2 * ROWS * W * 2;
 }
