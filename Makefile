@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench wheel sanitize clean
 
 demo: $(INSTALLED)  ## generate text with the embedded model and show what it cost
 	$(BIN)/python examples/demo.py
@@ -22,6 +22,19 @@ bench: $(INSTALLED)  ## speed on this machine
 	$(BIN)/quire bench throughput decode single rose
 	$(BIN)/quire bench throughput rose --attention gather
 	$(BIN)/quire bench memory
+
+wheel: $(INSTALLED)  ## one wheel for every Python: dist/*.whl
+	rm -rf dist
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist/plain .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/plain/*.whl
+	rm -rf dist/plain
+
+sanitize: $(INSTALLED)  ## the operators' tests with the native kernels under AddressSanitizer and UBSan
+	cmake -S . -B build/sanitize -D QUIRE_SANITIZE=ON
+	cmake --build build/sanitize --parallel
+	OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	$(BIN)/python -m pytest tests/ops -k cpu --numprocesses auto --native-library build/sanitize/libquire_cpu.so
 
 clean:
 	rm -rf .venv build dist

@@ -1,8 +1,16 @@
 """Settings for all tests."""
 
 import os
+from pathlib import Path
 
+import pytest
 import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--native-library", type=Path, default=None, help="Test this build of the native kernels, a sanitized one say."
+    )
 
 
 def pytest_configure() -> None:

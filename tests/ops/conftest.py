@@ -27,14 +27,15 @@ OTHER_ISAS = [] if native.unavailable() else native.runnable(native.library_path
 NATIVE = ["cpu", *(f"cpu on {isa}" for isa in OTHER_ISAS)]
 
 
-def choose(param: str, monkeypatch: pytest.MonkeyPatch) -> ops.Ops:
+def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Ops:
     """The backend of that name; one that cannot run on this machine is skipped, with its own reason."""
-    name, _, isa = param.partition(" on ")
+    name, _, isa = request.param.partition(" on ")
+    path = request.config.getoption("native_library")
     reasons = [ops.unavailable(name, device) for device in DEVICES]
     if None not in reasons:
         pytest.skip("; ".join(filter(None, reasons)))
-    if isa:
-        library = native.load(isa)
+    if isa or path:
+        library = native.load(isa or None, path)
         monkeypatch.setattr(native, "default", lambda: library)
     return ops.load(name, DEVICES[reasons.index(None)])
 
@@ -42,7 +43,7 @@ def choose(param: str, monkeypatch: pytest.MonkeyPatch) -> ops.Ops:
 @pytest.fixture(params=[*(name for name in ops.BACKENDS if name != "cpu"), *NATIVE])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Ops:
     """Every backend in turn."""
-    return choose(request.param, monkeypatch)
+    return choose(request, monkeypatch)
 
 
 @pytest.fixture

@@ -10,4 +10,4 @@ from tests.ops.conftest import NATIVE, choose
 
 @pytest.fixture(params=NATIVE)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Ops:
-    return choose(request.param, monkeypatch)
+    return choose(request, monkeypatch)

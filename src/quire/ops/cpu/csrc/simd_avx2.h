@@ -26,7 +26,7 @@ QUIRE_INLINE V swap_lanes(V v) {
 QUIRE_INLINE V fraction(V x) { return x - (V)_mm256_floor_ps((__m256)x); }
 // p * 2^floor(x) for p in 1..2 and x >= -200: below 2^-126 it is 0.
 QUIRE_INLINE V scale_by_power(V p, V x) {
-    V scaled = (V)((I)p + ((I)_mm256_cvtps_epi32(_mm256_floor_ps((__m256)x)) << 23));
+    V scaled = (V)((U)p + ((U)_mm256_cvtps_epi32(_mm256_floor_ps((__m256)x)) << 23));
     return x < -126.0f ? V{} : scaled;
 }
 QUIRE_INLINE V square_root(V x) { return (V)_mm256_sqrt_ps((__m256)x); }

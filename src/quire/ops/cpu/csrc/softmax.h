@@ -71,7 +71,8 @@ QUIRE_INLINE float weigh_row(const float* s, float* weights, int low, int high, 
         const bool edge = at < low || at + SUBTILE > high;
         V w[VECTORS];
         for (int i = 0; i < VECTORS; i++) {
-            w[i] = exp2_negative(fma(load(s + at + i * W), splat(scale), splat(-top)));
+            // Rounded like the maximum, so that nothing lies above it: a fused product of huge scores would.
+            w[i] = exp2_negative(load(s + at + i * W) * scale - top);
             if (edge) w[i] = within(iota() + (float)(at + i * W), low, high, w[i], V{});
             sum[i] = sum[i] + w[i];
         }

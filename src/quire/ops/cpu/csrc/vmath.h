@@ -9,7 +9,7 @@ constexpr float LOG2E = 1.44269504088896341f;
 constexpr float LN2 = 0.693147180559945309f;
 constexpr float INF = __builtin_inff();
 
-// 2^x for x <= 0 (a little above is fine too): 0 from about -126 on, NaN stays. Relative error 1e-7: a minimax polynomial
+// 2^x for x <= 0: 0 from about -126 on, NaN stays. Relative error 1e-7: a minimax polynomial
 // of 2^r on 0..1 that is 1 at 0.
 QUIRE_INLINE V exp2_negative(V x) {
     x = larger(splat(-200.0f), x);
@@ -39,7 +39,7 @@ QUIRE_INLINE V exp_any(V x) {
     p = fma(p, r, splat(0.240226479f));
     p = fma(p, r, splat(0.693147203f));
     p = fma(p, r, splat(1.0f));
-    V root = (V)((I)p + (__builtin_convertvector(whole, I) << 23));
+    V root = (V)((U)p + ((U)__builtin_convertvector(whole, I) << 23));
     return x < -87.3f ? V{} : root * root;
 }
 
