@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire import ops
+from quire.cache.manager import CacheGroup
+from quire.cache.storage import KVCache
 from quire.errors import ConfigError
 from quire.ops.cpu import native
 
@@ -225,8 +227,10 @@ def _paged(backend: ops.Ops, shape: Shape, copies: int | None = None) -> Callabl
         num_blocks=copies * blocks,
         dtype=dtype,
     )
-    memory = _random(copies * blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim, dtype=dtype)
-    kv = ops.PagedKV(memory[:, 0], memory[:, 1])
+    sizes = copies * blocks, shape.block_size, shape.num_kv_heads, shape.head_dim
+    kv = KVCache((CacheGroup((0,)),), *sizes, dtype).layer(0)  # where the engine's lies: in huge pages if there are any
+    piece = _random(*kv.k.shape[1:], dtype=dtype)
+    kv.k[:], kv.v[:] = piece, piece.flip(0)
     order = torch.randperm(copies * blocks) if shape.scattered else torch.arange(copies * blocks)
     tables = order.view(copies, shape.batch, -1).int()
     starts = torch.arange(0, shape.batch * shape.query_len + 1, shape.query_len, dtype=torch.int32)

@@ -20,9 +20,8 @@ struct Place {
     const T* values[TILE];
 };
 
-#ifndef FEW_BLOCKS
-#define FEW_BLOCKS 2
-#endif
+// Up to as many blocks of rows, values are read where they lie: packing them first costs more than reading them twice.
+constexpr int FEW_BLOCKS = 2;
 
 // What all workers of a call share.
 struct Call {
@@ -156,7 +155,10 @@ struct Worker {
                 });
             }
         }
-        for (int i = 0; i < step.item->count; i++) weigh(step, i);
+        for (int i = 0; i < step.item->count; i++) {
+            if (few) fetcher.fetch(FETCH_ROW);
+            weigh(step, i);
+        }
         for (int column = 0; column < spec.head_dim_v; column += PANEL) add_values(step, blocks, column, fetcher);
         fetcher.fetch(4 * TILE * (int)sizeof(T) * 1024 / 64);
     }

@@ -9,12 +9,12 @@
 
 namespace {
 
-// Lines to fetch at a time, about as long as it takes until the next call. Together they are all lines of a tile.
-#ifndef FETCH_PACK
-#define FETCH_PACK 12
-#define FETCH_SCORE 2
-#define FETCH_WEIGH 2
-#endif
+// Lines to fetch at a time, about as many as the memory brings until the next call. Together they are nearly all lines of
+// a tile, whatever the dtype and the head_dim.
+constexpr int FETCH_PACK = 12;   // while W keys are packed, for each vector of a key
+constexpr int FETCH_SCORE = 2;   // for each lane of a key's operand, while PANEL keys are scored
+constexpr int FETCH_ROW = 32;    // for each row that is weighed
+constexpr int FETCH_WEIGH = 2;   // for each lane of the values' operand
 
 struct Fp32 {
     using E = F32;
