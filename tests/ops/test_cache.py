@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire import ops
-from quire.errors import BadDtype, BadShape, BadValue
+from quire.errors import BadDtype, BadShape, BadStride, BadValue
 from tests.ops.cases import LAYOUTS, Case, Step
 
 
@@ -111,3 +111,11 @@ def test_copy_blocks_refuses_k_and_v_of_different_pools(backend, device):
     kv = ops.PagedKV(torch.zeros(6, 2, 8, 16, device=device), torch.zeros(5, 2, 8, 16, device=device))
     with pytest.raises(BadShape, match=r"kv\.k has 6 blocks and kv\.v 5"):
         backend.copy_blocks(kv, [0], [5])
+
+
+def test_copy_blocks_refuses_what_is_no_cache(backend, device):
+    flat, turned = torch.zeros(6, 8, 16, device=device), torch.zeros(6, 2, 16, 8, device=device).mT
+    with pytest.raises(BadShape, match=r"kv\.k has shape \(6, 8, 16\)"):
+        backend.copy_blocks(ops.PagedKV(flat, flat), [0], [5])
+    with pytest.raises(BadStride, match=r"kv\.v has strides"):
+        backend.copy_blocks(ops.PagedKV(torch.zeros(6, 2, 8, 16, device=device), turned), [0], [5])

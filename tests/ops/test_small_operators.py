@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.errors import BadDtype, BadShape, QuireError
+from quire.errors import BadDtype, BadShape, BadValue, QuireError
 from tests.ops.dense import check_close
 
 SHAPES = [(1, 1), (3, 2), (5, 7), (2, 3, 64), (4, 129), (2, 1000), (0, 8), (33,), (70, 31)]
@@ -241,3 +241,20 @@ def test_rope_refuses_to_turn_more_than_head_dim(backend, device):
     rows = torch.ones(3, 2, 8, device=device)
     with pytest.raises(BadShape, match=r"\(50, 5\).*at most 8"):
         backend.rope(rows, rows.clone(), torch.arange(3, device=device), cos, sin)
+
+
+def test_rows_to_add_are_two_dimensional_and_heads_of_one_dtype(backend, device):
+    x = torch.ones(2, 3, 8, device=device)
+    with pytest.raises(BadShape, match=r"x has shape \(2, 3, 8\)"):
+        backend.add_rms_norm(x, x.clone(), torch.ones(8, device=device), 1e-6)
+    cos, sin = (t.to(device) for t in angles(50, 4))
+    rows = torch.ones(3, 2, 8, device=device)
+    with pytest.raises(BadDtype, match=r"k has dtype torch\.bfloat16 and q torch\.float32"):
+        backend.rope(rows, rows.bfloat16(), torch.arange(3, device=device), cos, sin)
+
+
+def test_rope_never_reads_beyond_its_tables(backend, device):
+    cos, sin = (t.to(device) for t in angles(50, 4))
+    rows = torch.ones(3, 2, 8, device=device)
+    with pytest.raises((BadValue, IndexError)):
+        backend.rope(rows, rows.clone(), torch.tensor([0, 50, 1], device=device), cos, sin)

@@ -62,12 +62,13 @@ class PackedLinear:
     dtype: torch.dtype  # that products are formed in
 
     def __call__(self, x: Tensor) -> Tensor:
-        if len(x) == 0:
+        count = x.shape[0]
+        if count == 0:
             return x.new_empty(0, self.packed.shape[0])
         # A single row takes another kernel, with another order of summation.
-        rows = x.to(self.dtype) if len(x) > 1 else x.to(self.dtype).expand(2, -1)
+        rows = x.to(self.dtype) if count > 1 else x.to(self.dtype).expand(2, -1)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
-        return out[: len(x)].to(x.dtype)
+        return (out if count > 1 else out[:1]).to(x.dtype)
 
 
 class LinearFactory:

@@ -272,7 +272,7 @@ def add_rms_norm(
     eps: float,
 ) -> Tensor:
     """rms_norm of the new residual."""
-    validate.check_tensor("residual", residual, tuple(x.shape), x.dtype, x.device)
+    validate.check_residual(x, residual)
     validate.check_norm(x, weight=weight)
     residual += x
     return rms_norm(residual, weight, eps)

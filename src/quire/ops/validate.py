@@ -305,6 +305,16 @@ def check_state(
     check_tensor(lse_name, lse, tuple(out.shape[:2]), lse_dtype, out.device)
 
 
+def check_residual(
+    x: torch.Tensor,  # [T, H]
+    residual: torch.Tensor,  # [T, H]
+) -> None:
+    """Check what is added up before a norm."""
+    if x.dim() != 2:
+        raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, H]")
+    check_tensor("residual", residual, tuple(x.shape), x.dtype, x.device)
+
+
 def check_norm(x: torch.Tensor, **weights: torch.Tensor | None) -> None:
     """Check the arguments of a normalisation over the last dimension of x: weights have its size."""
     for name, weight in weights.items():
@@ -324,6 +334,8 @@ def check_rope(
     """Check the shapes of rope's arguments. Positions are the caller's to keep within the table."""
     if q.dim() != 3 or k.dim() != 3 or q.shape[::2] != k.shape[::2]:
         raise BadShape(f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected [T, Hq, D] and [T, Hkv, D]")
+    if k.dtype != q.dtype:
+        raise BadDtype(f"k has dtype {k.dtype} and q {q.dtype}; they must be the same")
     if tuple(positions.shape) != (len(q),):
         raise BadShape(f"positions has shape {tuple(positions.shape)}; expected ({len(q)},)")
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[2]:
@@ -355,6 +367,10 @@ def check_logits(
 
 def check_copy(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
     """Check the arguments of copy_blocks: ids in range, no block written twice or both read and written."""
+    for name, tensor in (("kv.k", kv.k), ("kv.v", kv.v)):
+        if tensor.dim() != 4:
+            raise BadShape(f"{name} has shape {tuple(tensor.shape)}; expected [N, Hkv, B, D]")
+        check_tensor(name, tensor, tuple(tensor.shape), tensor.dtype, tensor.device)
     if len(src) != len(dst):
         raise BadShape(f"src has {len(src)} block ids and dst {len(dst)}; they are pairs")
     num_blocks = kv.k.shape[0]

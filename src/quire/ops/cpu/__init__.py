@@ -86,6 +86,8 @@ def write_kv(
 def copy_blocks(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
     """Copy block src[i] to block dst[i]: what copy-on-write does when a shared block is about to be written."""
     validate.check_copy(kv, src, dst)
+    if not (kv.k.is_cpu and kv.v.is_cpu):
+        raise Unsupported(f"the cache lies on {kv.k.device} and {kv.v.device}; the cpu backend copies on the CPU")
     library = native.default()
     sources, targets = torch.tensor(src, dtype=torch.int64), torch.tensor(dst, dtype=torch.int64)
     for x in (kv.k, kv.v):
@@ -229,7 +231,7 @@ def add_rms_norm(
     eps: float,
 ) -> Tensor:
     """rms_norm of the new residual."""
-    validate.check_tensor("residual", residual, tuple(x.shape), x.dtype, x.device)
+    validate.check_residual(x, residual)
     validate.check_norm(x, weight=weight)
     dtype, x, weight = _dtype("x", x), _rows(x), _fp32(weight)
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -270,7 +272,7 @@ def rope(
     for name, x in (("q", q), ("k", k)):
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise BadStride(f"{name} has strides {x.stride()}; the last one must be 1")
-    dtype, positions = _dtype("q", q), positions.long().contiguous()
+    dtype, positions = _dtype("q", q), positions.to("cpu", torch.int64).contiguous()
     _dtype("k", k)
     cos, sin = _fp32(cos), _fp32(sin)
     beyond = native.default()(
@@ -312,6 +314,7 @@ def logsumexp(
 ) -> Tensor:
     """log(sum(exp(logits))) of each row: fp32 [R]."""
     validate.check_logits(logits)
+    _dtype("logits", logits)
     out = torch.empty(len(logits), dtype=torch.float32)
     native.default()("logsumexp", logits.data_ptr(), logits.stride(0), out.data_ptr(), *logits.shape)
     return out
@@ -323,6 +326,7 @@ def top_k(
 ) -> Tensor:
     """The ids of the k largest logits of each row, the largest first, of equal ones the lower id: int64 [R, k]."""
     validate.check_logits(logits, k)
+    _dtype("logits", logits)
     ids = torch.empty(len(logits), k, dtype=torch.int64)
     heaps = torch.empty(len(logits), k, dtype=torch.int64)
     native.default()("top_k", logits.data_ptr(), logits.stride(0), heaps.data_ptr(), ids.data_ptr(), *logits.shape, k)
@@ -343,6 +347,8 @@ def _dtype(name: str, x: Tensor) -> int:
 
 def _fp32(x: Tensor) -> Tensor:
     """x itself where it is as the kernels take it."""
+    if not x.is_cpu:
+        raise BadValue(f"a weight or table lies on {x.device}; the cpu backend reads memory of the CPU")
     return x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()
 
 
