@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.errors import BadStride, BadValue, Unsupported
 from quire.ops import validate
 from quire.ops.cpu import native
-from quire.ops.cpu.plan import CpuPlan
+from quire.ops.cpu.worklist import CpuPlan
 from quire.ops.interface import AttentionSpec, Limits, PagedKV
 from quire.ops.plan import AttentionPlan
 
@@ -58,7 +58,7 @@ def plan(
 
 def _own(plan: AttentionPlan) -> CpuPlan:
     if not isinstance(plan, CpuPlan):
-        raise BadValue(f"the plan is a {type(plan).__name__} of another backend; make it with the cpu backend's plan")
+        raise BadValue(f"the plan is of another backend (a {type(plan).__name__}); make it with the cpu backend's plan")
     return plan
 
 

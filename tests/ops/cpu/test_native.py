@@ -1,0 +1,66 @@
+"""Which kernels run here, and what is said where none do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from quire import ops
+from quire.cli import app
+from quire.errors import BadValue, Unsupported
+from quire.ops import reference
+from quire.ops.cpu import native
+from tests.ops.cases import Case, Step
+
+
+def test_auto_takes_the_native_kernels_and_their_best_instruction_set(backend):
+    served = native.runnable(native.library_path())
+    assert ops.load("auto").NAME == "cpu"
+    assert served
+    assert served == [isa for isa in native.ISAS if isa in served]
+    assert native.load().isa == served[0]
+    assert served[-1] == "avx2"
+
+
+def test_a_cpu_without_avx2_gets_the_reference_and_one_line_that_says_so(backend, monkeypatch):
+    monkeypatch.setattr(native, "runnable", lambda path: [])
+    assert ops.load("auto").NAME == "reference"
+    with pytest.raises(Unsupported, match="cpu: this CPU lacks AVX2"):
+        ops.load("cpu")
+    told = CliRunner().invoke(app, ["info"]).output.splitlines()
+    assert [line.split() for line in told if "AVX2" in line] == [
+        "backend cpu not available: this CPU lacks AVX2, which the native kernels need".split()
+    ]
+    assert "backend auto       reference" in told
+
+
+def test_an_installation_without_the_library_says_so(backend, monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libquire_cpu.so")
+    assert ops.load("auto").NAME == "reference"
+    assert "was not built for this platform" in str(ops.unavailable("cpu"))
+
+
+def test_it_serves_no_gpu(backend):
+    assert "not 'cuda'" in str(ops.unavailable("cpu", "cuda"))
+
+
+def test_a_plan_of_another_backend_is_refused(backend):
+    step = Step(Case(query_lens=(2,), context_lens=(5,)))
+    plan = step.write(reference)
+    with pytest.raises(BadValue, match=r"the plan is of another backend \(a AttentionPlan\)"):
+        backend.attention(step.q, step.kv, plan)
+    with pytest.raises(BadValue, match="of another backend"):
+        backend.write_kv(step.k_new, step.v_new, step.kv, plan)
+
+
+def test_a_plan_remembers_caches_but_not_without_end(backend, monkeypatch):
+    monkeypatch.setattr("quire.ops.cpu.worklist.MAX_CACHES", 3)
+    step = Step(Case(query_lens=(2,), context_lens=(5,)))
+    plan = step.write(backend)
+    expected = backend.attention(step.q, step.kv, plan)
+    for _ in range(10):
+        other = ops.PagedKV(step.kv.k.clone(), step.kv.v.clone())
+        assert backend.attention(step.q, other, plan).equal(expected)
+        assert len(plan._caches) <= 3
