@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -179,17 +179,3 @@ def default() -> Library:
 @cache
 def _torch_library() -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-
-
-__all__ = [
-    "DTYPES",
-    "AttentionParams",
-    "Library",
-    "SpecParams",
-    "StepParams",
-    "WriteParams",
-    "byref",
-    "default",
-    "load",
-    "unavailable",
-]

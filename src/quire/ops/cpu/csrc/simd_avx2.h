@@ -29,7 +29,6 @@ QUIRE_INLINE V scale_by_power(V p, V x) {
     V scaled = (V)((U)p + ((U)_mm256_cvtps_epi32(_mm256_floor_ps((__m256)x)) << 23));
     return x < -126.0f ? V{} : scaled;
 }
-QUIRE_INLINE V square_root(V x) { return (V)_mm256_sqrt_ps((__m256)x); }
 
 // The first `bytes` of a vector, and nothing of the memory behind them; the rest is zero.
 QUIRE_INLINE V load_lanes(const void* p, int bytes) {

@@ -27,7 +27,6 @@ QUIRE_INLINE V swap_lanes(V v) {
 QUIRE_INLINE V fraction(V x) { return (V)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 // p * 2^floor(x) for p in 1..2 and x >= -200: below the smallest number it is 0.
 QUIRE_INLINE V scale_by_power(V p, V x) { return (V)_mm512_scalef_ps((__m512)p, (__m512)x); }
-QUIRE_INLINE V square_root(V x) { return (V)_mm512_sqrt_ps((__m512)x); }
 
 // The first `count` (1..16) of 16 lanes, and nothing of the memory behind them; the rest is zero.
 QUIRE_INLINE V load_lanes(const void* p, int bytes) {
