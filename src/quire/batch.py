@@ -7,15 +7,26 @@ a sparse list. All tensors lie on the host; those of T and S entries are views o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
+class Pairs(NamedTuple):
+    """Block ids: the contents of src[i] go to dst[i]. No block stands in both."""
+
+    src: list[int]
+    dst: list[int]
+
+
 @dataclass(frozen=True)
 class GroupTables:
-    """Where one cache group's K and V lie."""
+    """Where one cache group's K and V lie, and which of its blocks move before the step, in the order of the fields."""
 
-    slots: torch.Tensor  # int64 [T], where each row's K and V are written
+    swap_out: Pairs  # from the device to the host
+    swap_in: Pairs  # from the host to the device
+    copies: list[Pairs]  # on the device, one list after the other
+    slots: torch.Tensor  # int64 [T], where each row's K and V are written; -1: they stand there already
     block_tables: torch.Tensor  # int32 [S, M]
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from quire.errors import ConfigError, check_integer
 
+PREEMPTION = ("recompute", "swap")
+POLICIES = ("fcfs", "priority", "shortest")
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
          "tib": 2**40}  # fmt: skip
 
@@ -20,12 +22,20 @@ class CacheConfig:
     block_size: int = 16  # B, tokens a block
     num_blocks: int | None = None  # N; None: as many as the memory holds
     kv_cache_memory: int | float | str = 0.5  # bytes ("2GiB", 2147483648), or a share (0.5, "50%") of the free memory
+    enable_prefix_caching: bool = True  # reuse the blocks of equal prefixes; without it only samples of a prompt share
+    preemption: str = "recompute"  # when blocks run out, the last request's are dropped, or moved to the host ("swap")
+    swap_space: int | float | str = "4GiB"  # on the host, for preemption="swap"; taken when it is used
 
     def __post_init__(self) -> None:
         check_integer(ConfigError, "block_size", self.block_size, 1, 256)
         if self.num_blocks is not None:
             check_integer(ConfigError, "num_blocks", self.num_blocks, 1)
         parse_memory(self.kv_cache_memory, free=2**40)
+        parse_memory(self.swap_space, free=2**40, name="swap_space")
+        if self.preemption not in PREEMPTION:
+            raise ConfigError(f"preemption is {self.preemption!r}; it must be {' or '.join(map(repr, PREEMPTION))}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching is {self.enable_prefix_caching!r}; it must be True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +49,7 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens of the longest sequence; None: what the model was made for
     max_num_seqs: int = 256  # sequences that run at the same time
     max_num_batched_tokens: int = 2048  # query tokens a step
+    scheduling_policy: str = "fcfs"  # who comes first: "fcfs", "priority" (lower first) or "shortest" (prompt)
     seed: int = 0  # requests without a seed of their own derive one from it
     cache: CacheConfig = field(default_factory=CacheConfig)
 
@@ -48,6 +59,9 @@ class EngineConfig:
         check_integer(ConfigError, "max_num_seqs", self.max_num_seqs, 1)
         check_integer(ConfigError, "max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_integer(ConfigError, "seed", self.seed, 0, 2**63 - 1)
+        if self.scheduling_policy not in POLICIES:
+            known = ", ".join(map(repr, POLICIES))
+            raise ConfigError(f"scheduling_policy is {self.scheduling_policy!r}; the policies are {known}")
 
 
 def engine_config(**options: Any) -> EngineConfig:
@@ -65,10 +79,11 @@ def engine_config(**options: Any) -> EngineConfig:
     return EngineConfig(**{key: value for key, value in options.items() if key not in cache_keys}, cache=cache)
 
 
-def parse_memory(amount: int | float | str, free: int | None) -> int:
+def parse_memory(amount: int | float | str, free: int | None, name: str = "kv_cache_memory") -> int:
     """Bytes meant by "2GiB", "1.5 GB", 2147483648, or by a share ("50%", 0.5) of `free` bytes.
 
-    A bare number up to 1 is a share. Raises ConfigError for anything else, and for a share of an unknown amount (None).
+    A bare number up to 1 is a share. Raises ConfigError, which calls the option `name`, for anything else, and for a
+    share of an unknown amount (None).
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)", str(amount).strip().lower())
     if match and not isinstance(amount, bool):
@@ -79,12 +94,11 @@ def parse_memory(amount: int | float | str, free: int | None) -> int:
                 return int(share * free)
             if free is None:
                 raise ConfigError(
-                    f"kv_cache_memory is {amount!r}, a share, and this system does not tell how much memory is free; "
+                    f"{name} is {amount!r}, a share, and this system does not tell how much memory is free; "
                     f"give bytes, as in '2GiB'"
                 )
         elif unit in UNITS and value * UNITS[unit] >= 1:
             return int(value * UNITS[unit])
     raise ConfigError(
-        f"kv_cache_memory is {amount!r}; give bytes with a unit, as in '2GiB', or a share of the free memory, as in "
-        f"0.5 or '50%'"
+        f"{name} is {amount!r}; give bytes with a unit, as in '2GiB', or a share of the free memory, as in 0.5 or '50%'"
     )

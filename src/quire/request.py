@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from quire.errors import RequestError, check_integer, check_number
 
@@ -92,6 +93,57 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # the most probable tokens and their logprobs, best first
 
 
+class Miss(str, Enum):
+    """Why a prompt, or the rest of it, was not found in the prefix cache."""
+
+    SHORT = "short"  # it is shorter than a block, and only full blocks are shared
+    UNSEEN = "unseen"  # no cached sequence goes on from here
+    DIFFERS = "differs"  # the nearest cached sequence goes on with another token
+    EVICTED = "evicted"  # it was there, and its memory was needed
+    SALT = "salt"  # it is there, under another cache_salt
+    PROMPT_LOGPROBS = "prompt_logprobs"  # these need every position computed
+    DISABLED = "disabled"  # there is no prefix cache
+
+
+@dataclass(frozen=True)
+class PrefixReport:
+    """What the prefix cache had for a request when it first ran, and why not more."""
+
+    num_prompt: int  # tokens of the prompt
+    num_cached: int  # of these, tokens whose K and V were there
+    block_size: int
+    miss: Miss | None = None  # None: all full blocks of the prompt were there
+    first_difference: int | None = None  # DIFFERS: position of the first token that the nearest sequence has not
+    seconds_ago: float | None = None  # EVICTED: since when
+
+    def __str__(self) -> str:
+        full = self.num_prompt // self.block_size * self.block_size
+        told = f"{self.num_cached} of {self.num_prompt} prompt tokens were cached"
+        if self.miss is None:
+            return f"{told}: every full block"
+        reason = {
+            Miss.SHORT: f"the prompt is shorter than a block of {self.block_size} tokens",
+            Miss.UNSEEN: f"no cached sequence goes on behind token {self.num_cached}",
+            Miss.DIFFERS: f"the nearest cached sequence differs from token {self.first_difference} on",
+            Miss.EVICTED: f"the block of tokens {self.num_cached}..{self.num_cached + self.block_size - 1} was evicted "
+            f"{self.seconds_ago or 0:.1f} s before",
+            Miss.SALT: "its first block is cached under another cache_salt",
+            Miss.PROMPT_LOGPROBS: "prompt_logprobs need every position computed",
+            Miss.DISABLED: "the prefix cache is off",
+        }[self.miss]
+        return f"{told}, of {full} in full blocks: {reason}"
+
+
+@dataclass(eq=False)
+class Group:
+    """The requests that began as one prompt: the n samples of a prompt, or the beams of a search.
+
+    They share the prompt's blocks: the first one computes it, the others fork from it.
+    """
+
+    members: list[Request] = field(default_factory=list)
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence's progress; all else about it is derived.
@@ -104,10 +156,20 @@ class Request:
     num_prompt: int
     sampling: SamplingParams
     sample_index: int = 0  # which of the n samples of its prompt
-    num_computed: int = 0  # tokens whose K and V are in the cache; set by Scheduler
+    priority: int = 0  # lower comes first, where the scheduling policy asks for it
+    cache_salt: str = ""  # only requests with the same one share blocks: a tenant's secret
+    group: Group | None = None  # its siblings and itself
+    steered: bool = False  # a driver chooses its tokens: the engine reports logprobs, and waits for Engine.extend
+    num_computed: int = 0  # tokens that need not be computed any more; set by BlockManager
+    num_cached: int = 0  # tokens whose K and V it found in the cache, and must not write; set by BlockManager
     block_ids: list[array[int]] = field(default_factory=list)  # a table per cache group; set by BlockManager
     num_given_back: list[int] = field(default_factory=list)  # blocks at the front of each table; set by BlockManager
+    host_block_ids: list[array[int]] = field(default_factory=list)  # while it is swapped out; set by BlockManager
+    digests: list[bytes] = field(default_factory=list)  # its root's, then its full blocks'; set by BlockManager
+    num_published: int = 0  # full blocks that were offered for reuse; set by BlockManager
+    prefix_report: PrefixReport | None = None  # what the prefix cache had for it; set by BlockManager
     ordinal: int = -1  # order of arrival; set by Scheduler
+    place: tuple[float, int, int] = (0, -1, -1)  # in the order of service, siblings side by side; set by Scheduler
     seed: int = 0  # key of its random numbers, as given or derived; set by Engine
     ending_tokens: frozenset[int] = frozenset()  # stop tokens and the model's own end tokens; set by Engine
     num_prompt_logprobs: int = 0  # prompt positions already reported; set by Scheduler
@@ -124,8 +186,7 @@ class Request:
         return len(self.tokens) - self.num_computed
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """What the engine tells about one request after a step: a token, prompt logprobs, its end, or several of them."""
 
     request_id: str

@@ -10,8 +10,9 @@ from quire.batch import Batch
 from quire.cache.manager import BlockManager, CacheGroup
 from quire.engine.engine import Engine
 from quire.engine.flatten import Buffers
+from quire.engine.order import Order, first_come_first_served
 from quire.engine.scheduler import Scheduler, StepOutput
-from quire.request import Request, SamplingParams
+from quire.request import Group, Request, SamplingParams
 
 VOCAB = 251
 EMPTY = -1
@@ -36,10 +37,13 @@ def continuation(prompt: list[int], count: int, window: int = 0) -> list[int]:
 class FakeRunner:
     """Writes each token to its slot and reads a sequence's whole past back through its block table."""
 
-    def __init__(self, num_blocks: int, block_size: int, groups: tuple[CacheGroup, ...]) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, groups: tuple[CacheGroup, ...], num_host_blocks: int = 0
+    ) -> None:
         self.block_size = block_size
         self.windows = [group.window for group in groups]
         self.memory = np.full((len(groups), num_blocks * block_size), EMPTY)
+        self.host = np.full((len(groups), num_host_blocks * block_size), EMPTY)
         self.batches: list[Batch] = []
         self.fail_next = False
 
@@ -47,15 +51,18 @@ class FakeRunner:
         self.batches.append(batch)
         if self.fail_next:
             self.fail_next = False
-            self.memory[:] = EMPTY  # whoever trusts what stood there will be found out
+            for memory, group in zip(self.memory, batch.groups, strict=True):
+                memory[group.slots.numpy()[group.slots.numpy() >= 0]] = EMPTY  # who trusts these will be found out
             raise RuntimeError("injected")
+        self.move(batch)
         starts = batch.query_starts.tolist()
         assert starts[-1] == len(batch.token_ids) == len(batch.positions)
         contexts = []
         for memory, group in zip(self.memory, batch.groups, strict=True):
-            slots = group.slots.numpy()
-            assert len(np.unique(slots)) == len(slots)
-            memory[slots] = batch.token_ids.numpy()
+            slots, token_ids = group.slots.numpy(), batch.token_ids.numpy()
+            written = slots >= 0
+            assert len(np.unique(slots[written])) == written.sum()
+            memory[slots[written]] = token_ids[written]
         for s, length in enumerate(batch.context_lens.tolist()):
             positions = batch.positions[starts[s] : starts[s + 1]].tolist()
             assert positions == list(range(length - len(positions), length))
@@ -74,6 +81,18 @@ class FakeRunner:
         }
         return StepOutput(tokens)
 
+    def move(self, batch: Batch) -> None:
+        """Swap out, swap in, copy."""
+        size = self.block_size
+        for memory, host, group in zip(self.memory, self.host, batch.groups, strict=True):
+            blocks, host_blocks = memory.reshape(-1, size), host.reshape(-1, size)
+            host_blocks[group.swap_out.dst] = blocks[group.swap_out.src]
+            blocks[group.swap_in.dst] = host_blocks[group.swap_in.src]
+            for copied in group.copies:
+                assert not set(copied.src) & set(copied.dst)
+                assert len(set(copied.dst)) == len(copied.dst)
+                blocks[copied.dst] = blocks[copied.src]
+
 
 def fake_engine(
     num_blocks: int = 64,
@@ -83,17 +102,28 @@ def fake_engine(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 32,
     eos: frozenset[int] = frozenset(),
+    num_host_blocks: int = 0,
+    enable_prefix_caching: bool = True,
+    order: Order = first_come_first_served,
 ) -> Engine:
-    manager = BlockManager(groups, num_blocks, block_size, max_num_batched_tokens)
+    manager = BlockManager(
+        groups,
+        num_blocks,
+        block_size,
+        max_num_batched_tokens,
+        num_host_blocks=num_host_blocks,
+        enable_prefix_caching=enable_prefix_caching,
+    )
     scheduler = Scheduler(
         manager,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        order=order,
     )
     max_blocks = -(-max_model_len // block_size)
     buffers = Buffers(len(groups), block_size, max_num_batched_tokens, max_num_seqs, max_blocks)
-    return Engine(scheduler, FakeRunner(num_blocks, block_size, groups), buffers, VOCAB, eos)
+    return Engine(scheduler, FakeRunner(num_blocks, block_size, groups, num_host_blocks), buffers, VOCAB, eos)
 
 
 def request(name: str, prompt: list[int], **sampling: object) -> Request:
@@ -101,11 +131,24 @@ def request(name: str, prompt: list[int], **sampling: object) -> Request:
     return Request(name, array("i", prompt), len(prompt), params)
 
 
+def siblings(name: str, prompt: list[int], count: int, **sampling: object) -> list[Request]:
+    """The samples of one prompt."""
+    group = Group()
+    group.members = [request(f"{name}-{i}", prompt, **sampling) for i in range(count)]
+    for i, member in enumerate(group.members):
+        member.group, member.sample_index = group, i
+    return group.members
+
+
 def forget_free_blocks(engine: Engine) -> None:
-    """Empty every slot that nobody owns: who reads one is found out, whether or not it was given to another."""
-    for memory, pool in zip(engine.runner.memory, engine.scheduler.manager.pools, strict=True):
+    """Empty every slot that nobody owns or may reuse: who reads one is found out, even if it was given to nobody."""
+    manager, runner = engine.scheduler.manager, engine.runner
+    for memory, pool, index in zip(runner.memory, manager.pools, manager.indexes, strict=True):
         free = np.array(pool.ref_counts) == 0
+        free[list(index.by_block)] = False
         memory.reshape(pool.num_blocks, -1)[free] = EMPTY
+    for host, pool in zip(runner.host, manager.host_pools, strict=True):
+        host.reshape(pool.num_blocks, runner.block_size)[np.array(pool.ref_counts) == 0] = EMPTY
 
 
 def run(engine: Engine, limit: int = 100_000) -> dict[str, tuple[list[int], str]]:

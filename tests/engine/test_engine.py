@@ -135,7 +135,7 @@ def test_the_youngest_is_preempted_and_the_oldest_goes_on() -> None:
 
 def test_a_request_comes_in_only_with_blocks_for_all_of_its_tokens() -> None:
     """With blocks for its first chunk alone it would be preempted again and again, its work lost each time."""
-    engine = fake_engine(num_blocks=20, block_size=4, max_num_batched_tokens=16)
+    engine = fake_engine(num_blocks=20, block_size=4, max_num_batched_tokens=16, enable_prefix_caching=False)
     for name, count in (("a", 48), ("b", 40)):
         engine.add(request(name, list(range(30)), max_tokens=count))
     preempted = preempted_ids(engine)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quire.bench.watch import watch_steps
 from quire.bench.workloads import FIRST_TOKEN, VOCABULARY, Workload
-from quire.cache.manager import CacheUsage
+from quire.cache.usage import CacheUsage
 from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.request import SamplingParams

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from quire.batch import Batch
-from quire.cache.manager import CacheUsage
+from quire.cache.usage import CacheUsage
 from quire.engine.engine import Engine
 from quire.engine.scheduler import StepOutput
 
@@ -20,7 +20,7 @@ class _Watched:
 
     def run(self, batch: Batch) -> StepOutput:
         usage = self._engine.scheduler.usage()
-        coming = len(batch.token_ids) * len(batch.groups)  # this step fills these slots
+        coming = sum(int((group.slots >= 0).sum()) for group in batch.groups)  # this step fills these slots
         self._look(replace(usage, filled_slots=usage.filled_slots + coming))
         return self._runner.run(batch)
 

@@ -6,9 +6,12 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from quire.cache import events
+from quire.cache.events import CacheEvent, Listener
 from quire.cache.pool import BlockPool
-from quire.errors import BadValue
-from quire.request import Request
+from quire.cache.prefix import PrefixIndex, block_digest, root_digest
+from quire.cache.usage import CacheUsage, HitCounts
+from quire.request import Miss, PrefixReport, Request
 
 
 @dataclass(frozen=True)
@@ -20,18 +23,21 @@ class CacheGroup:
 
 
 @dataclass(frozen=True)
-class CacheUsage:
-    """How the blocks of all groups are used at one moment."""
+class Match:
+    """The blocks in which a waiting request would find the beginning of its tokens."""
 
-    num_blocks: int  # in the pools
-    used_blocks: int  # owned by a request
-    used_slots: int  # slots of the owned blocks
-    filled_slots: int  # of these, slots that hold a token
+    num_blocks: int  # full blocks that it need not compute
+    first: list[int]  # of each group, the first of them that a later row can see
+    blocks: list[array[int]]  # of each group, blocks first..num_blocks
 
-    @property
-    def wasted_slots(self) -> int:
-        """Owned slots that hold nothing: the open ends of partly filled blocks."""
-        return self.used_slots - self.filled_slots
+
+@dataclass(frozen=True)
+class Move:
+    """One block's contents go from src to dst, both in pools of that group."""
+
+    group: int
+    src: int
+    dst: int
 
 
 def most_blocks(num_tokens: int, growth: int, window: int | None, block_size: int) -> int:
@@ -44,20 +50,51 @@ def most_blocks(num_tokens: int, growth: int, window: int | None, block_size: in
 
 
 class BlockManager:
-    """Hands blocks to requests as they grow and takes them back. Knows ids and counts, no tensors.
+    """Hands blocks to requests as they grow and takes them back. Knows ids, counts and tokens, no tensors.
 
-    A request owns, in every group, exactly the blocks that its computed and planned tokens need, so at most one of
-    them is partly filled. In a group with a window it gives back the blocks that no later row can see; their entries
-    stay at the front of its table, where nobody reads them.
+    A request owns, in every group, the blocks that its computed and planned tokens need; full ones may be shared with
+    any request that begins with the same tokens, the last one only with siblings, until one of them writes into it.
+    In a group with a window a request gives back the blocks that no later row can see; their entries stay at the
+    front of its table, where nobody reads them.
+
+    Whatever raises here (OutOfBlocks) has taken nothing.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], num_blocks: int, block_size: int, max_growth: int) -> None:
-        """num_blocks: N of each group. max_growth: tokens that a request grows by in one step at most."""
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        num_blocks: int,
+        block_size: int,
+        max_growth: int,
+        *,
+        num_host_blocks: int = 0,
+        enable_prefix_caching: bool = True,
+        salt: str = "",
+    ) -> None:
+        """num_blocks: N of each group; num_host_blocks: the same on the host, for requests that are swapped out.
+
+        max_growth: tokens that a request grows by in one step at most. enable_prefix_caching: without it only siblings
+        share. salt: what, besides a request's own salt, makes K and V of the same tokens differ, such as their dtype.
+        """
         self.groups = tuple(groups)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_growth = max_growth
+        self.enable_prefix_caching = enable_prefix_caching
+        self.salt = salt
         self.pools = tuple(BlockPool(num_blocks) for _ in groups)
+        self.host_pools = tuple(BlockPool(num_host_blocks) for _ in groups)
+        self.indexes = tuple(PrefixIndex(num_blocks) for _ in groups)
+        self.hits = HitCounts()
+        self.now = 0.0  # seconds; set by Scheduler at the start of a step
+        self.listeners: list[Listener] = []
+        self._has_windows = any(group.window is not None for group in groups)
+
+    def _tell(self, event: CacheEvent) -> None:
+        for listener in self.listeners:
+            listener(event)
+
+    # --------------------------------------------------------------------------------------------- counting
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that this many tokens take in one group."""
@@ -67,73 +104,389 @@ class BlockManager:
         """Blocks of the group that a request owns at most on its way to this many tokens, `growth` at a time."""
         return most_blocks(num_tokens, min(growth, self.max_growth), group.window, self.block_size)
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
-        """Give the request room for its first `num_tokens` tokens. False, with nothing taken, if blocks are short."""
-        tables = request.block_ids or [array("i") for _ in self.groups]
-        missing = [max(0, self.blocks_for(num_tokens) - len(table)) for table in tables]
-        if any(count > pool.num_free for count, pool in zip(missing, self.pools, strict=True)):
-            return False
-        for count, pool, table in zip(missing, self.pools, tables, strict=True):
-            table.extend(pool.allocate(count))
-        if not request.block_ids:
-            request.block_ids, request.num_given_back = tables, [0] * len(tables)
-        return True
-
-    def trim(self, request: Request) -> None:
-        """Take back what lies wholly below the window of the request's next row."""
-        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
-            if group.window is not None:
-                unseen = max(0, request.num_computed - group.window + 1) // self.block_size
-                pool.release(request.block_ids[g][request.num_given_back[g] : unseen])
-                request.num_given_back[g] = max(unseen, request.num_given_back[g])
-
-    def missing_blocks(self, requests: Iterable[Request]) -> list[int]:
-        """Blocks of each group that these requests still lack to compute all tokens that they have."""
-        missing = [0] * len(self.groups)
-        for request in requests:
-            for g, group in enumerate(self.groups):
-                owned = len(self.owned(request, g)) if request.block_ids else 0
-                missing[g] += max(0, self.most_blocks(len(request.tokens), request.num_missing, group) - owned)
-        return missing
-
     def has_free(self, counts: Sequence[int]) -> bool:
         """Whether each group has that many free blocks."""
         return all(count <= pool.num_free for count, pool in zip(counts, self.pools, strict=True))
+
+    def lacking(self, request: Request) -> list[int]:
+        """Blocks of each group that a running request still lacks to compute all tokens that it has."""
+        return [
+            max(0, self.most_blocks(len(request.tokens), request.num_missing, group) - len(self.owned(request, g)))
+            for g, group in enumerate(self.groups)
+        ]
 
     def owned(self, request: Request, group: int) -> array[int]:
         """The blocks that the request owns in the group of that index."""
         return request.block_ids[group][request.num_given_back[group] :]
 
+    # ------------------------------------------------------------------------------------------ prefix cache
+
+    def digest(self, request: Request, index: int) -> bytes:
+        """The digest of the request's full block of that index."""
+        self._know_digests(request, index + 1)
+        return request.digests[index + 1]
+
+    def _know_digests(self, request: Request, count: int) -> None:
+        """Extend the request's digests to its first `count` blocks."""
+        digests, size = request.digests, self.block_size
+        if not digests:
+            salt = f"{self.salt}\0{request.cache_salt}"
+            if not self.enable_prefix_caching:  # a salt that nobody but its siblings has
+                salt += f"\0{request.place[1]}"
+            digests.append(root_digest(salt))
+        for i in range(len(digests) - 1, count):
+            digests.append(block_digest(digests[i], request.tokens[i * size : (i + 1) * size].tobytes()))
+
+    def shares(self, request: Request) -> bool:
+        """Whether others, or without a prefix cache its siblings, may use the request's full blocks, and it theirs."""
+        return self.enable_prefix_caching or request.group is not None
+
+    def num_reusable(self, request: Request) -> int:
+        """Full blocks of the request that may be taken from the cache."""
+        if not self.shares(request):
+            return 0
+        usable = len(request.tokens)
+        if request.sampling.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt - 1:
+            usable = request.num_prompt_logprobs
+        return usable // self.block_size
+
+    def _first_seen(self, num_tokens: int, window: int | None) -> int:
+        """The first block that the row behind num_tokens tokens sees."""
+        return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
+
+    def match(self, request: Request) -> Match:
+        """Find the longest prefix of the request's tokens of which every block that is needed stands in every group."""
+        count = self.num_reusable(request)
+        self._know_digests(request, count)
+        found: list[list[int | None]] = [[] for _ in self.groups]
+        for g in sorted(range(len(self.groups)), key=lambda g: self.groups[g].window is not None):
+            for i in range(count):
+                block = self._find(request, g, i)
+                if block is None and self.groups[g].window is None:
+                    count = i
+                    break
+                found[g].append(block)
+        first = [0] * len(self.groups)
+        while count > 0:
+            next_row = min(count * self.block_size, len(request.tokens) - 1)
+            first = [self._first_seen(next_row, group.window) for group in self.groups]
+            gaps = [i for g in range(len(found)) for i in range(first[g], count) if found[g][i] is None]
+            if not gaps:
+                break
+            count = max(gaps)  # no longer prefix does without that block
+        if count == 0:
+            first = [0] * len(self.groups)
+        blocks = [array("i", (b for b in found[g][first[g] : count] if b is not None)) for g in range(len(found))]
+        return Match(count, first, blocks)
+
+    def _find(self, request: Request, group: int, index: int) -> int | None:
+        tokens = request.tokens[index * self.block_size : (index + 1) * self.block_size].tobytes()
+        return self.indexes[group].find(request.digests[index + 1], request.digests[index], tokens)
+
+    def needed(self, request: Request, match: Match) -> list[int]:
+        """Free blocks of each group that a waiting request takes to compute all of its tokens."""
+        growth = len(request.tokens) - match.num_blocks * self.block_size
+        counts = []
+        for group, pool, blocks in zip(self.groups, self.pools, match.blocks, strict=True):
+            idle = sum(pool.ref_counts[block] == 0 for block in blocks)  # leave the free order
+            most = self.most_blocks(len(request.tokens), growth, group)
+            counts.append(max(0, most - len(blocks)) + idle)
+        return counts
+
+    def admit(self, request: Request, match: Match) -> None:
+        """Give a waiting request the blocks that it was found to share. Its last token is always computed."""
+        if request.prefix_report is None:
+            request.prefix_report = self._explain(request, match)
+            self.hits.count(request.prefix_report)
+        request.block_ids = [
+            array("i", bytes(4 * first)) + blocks for first, blocks in zip(match.first, match.blocks, strict=True)
+        ]
+        request.num_given_back = list(match.first)
+        request.num_cached = match.num_blocks * self.block_size
+        request.num_computed = min(request.num_cached, len(request.tokens) - 1)
+        request.num_published = match.num_blocks
+        for g, (pool, blocks) in enumerate(zip(self.pools, match.blocks, strict=True)):
+            pool.share(blocks)
+            if self.listeners and blocks:
+                self._tell(events.BlocksShared(self.now, g, request.id, blocks.tolist()))
+
+    def _explain(self, request: Request, match: Match) -> PrefixReport:
+        size, at = self.block_size, match.num_blocks
+        full = request.num_prompt // size
+        told = PrefixReport(request.num_prompt, min(at, full) * size, size)
+        reason, first_difference, seconds_ago = None, None, None
+        if at >= full:
+            reason = Miss.SHORT if full == 0 else None
+        elif not self.enable_prefix_caching:
+            reason = Miss.DISABLED
+        elif at >= self.num_reusable(request):
+            reason = Miss.PROMPT_LOGPROBS
+        else:
+            tokens = request.tokens[at * size : (at + 1) * size].tobytes()
+            parent, digest = request.digests[at], request.digests[at + 1]
+            index = next((index for index in self.indexes if digest not in index), self.indexes[0])
+            evicted_at, common = index.evicted_at(digest), index.nearest(parent, tokens)
+            if evicted_at is not None:
+                reason, seconds_ago = Miss.EVICTED, self.now - evicted_at
+            elif at == 0 and index.known_under_another_root(tokens, parent):
+                reason = Miss.SALT
+            elif common is None or at == common == 0:
+                reason = Miss.UNSEEN
+            elif common < size:
+                reason, first_difference = Miss.DIFFERS, at * size + common
+            else:  # the block is there, but a windowed group lost one before it
+                reason, seconds_ago = Miss.EVICTED, 0.0
+        return PrefixReport(told.num_prompt, told.num_cached, size, reason, first_difference, seconds_ago)
+
+    def _publish(self, request: Request) -> None:
+        """Offer the request's full blocks for reuse, those of them that were not offered before."""
+        size, full = self.block_size, request.num_computed // self.block_size
+        self._know_digests(request, full)
+        for i in range(request.num_published, full):
+            tokens = request.tokens[i * size : (i + 1) * size]
+            parent, digest = request.digests[i], request.digests[i + 1]
+            for g, index in enumerate(self.indexes):
+                block = request.block_ids[g][i]
+                if i >= request.num_given_back[g] and block not in index.by_block:
+                    new = index.publish(block, digest, parent, tokens.tobytes(), first=i == 0)
+                    if new and self.listeners:
+                        told = events.BlockStored(self.now, g, request.id, block, digest, parent, tokens.tolist())
+                        self._tell(told)
+        request.num_published = full
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all reusable blocks. Running requests keep theirs."""
+        for g, (pool, index) in enumerate(zip(self.pools, self.indexes, strict=True)):
+            pool.drop([block for block in index.by_block if pool.ref_counts[block] == 0])
+            index.clear()
+            if self.listeners:
+                self._tell(events.AllBlocksCleared(self.now, g))
+
+    # ---------------------------------------------------------------------------------------------- growing
+
+    def grow(self, request: Request, num_tokens: int, copies: list[Move]) -> bool:
+        """Give a running request room for its first num_tokens tokens. False, with nothing taken, if blocks are short.
+
+        If the first of them falls into a block that others share, it gets a copy of its own: the copy is added to
+        `copies`, to be made before anything is written.
+        """
+        tables, size = request.block_ids, self.block_size
+        count = -(-num_tokens // size) - len(tables[0])
+        written = request.num_computed if request.num_computed > request.num_cached else request.num_cached
+        at = written // size  # the block that is written first, if it is partly filled
+        is_shared = False
+        if written % size and written < num_tokens:
+            for pool, table in zip(self.pools, tables, strict=True):
+                is_shared = is_shared or pool.ref_counts[table[at]] > 1
+        if count <= 0 and not is_shared:
+            return True
+        copied = [is_shared and pool.ref_counts[t[at]] > 1 for pool, t in zip(self.pools, tables, strict=True)]
+        wanted = [max(0, count) + own for own in copied]
+        if not self.has_free(wanted):
+            return False
+        for g, blocks in enumerate(self._take(wanted)):
+            if copied[g]:
+                move = Move(g, tables[g][at], blocks.pop())
+                tables[g][at] = move.dst
+                self.pools[g].release([move.src])  # it has other owners
+                copies.append(move)
+                if self.listeners:
+                    self._tell(events.BlockCopied(self.now, g, request.id, move.src, move.dst))
+            tables[g].extend(blocks)
+            if self.listeners and blocks:
+                self._tell(events.BlocksAllocated(self.now, g, request.id, blocks.tolist()))
+        return True
+
+    def _take(self, counts: Sequence[int]) -> list[array[int]]:
+        """Free blocks of each group; what they held is evicted."""
+        taken: list[array[int]] = []
+        try:
+            for count, pool in zip(counts, self.pools, strict=True):
+                taken.append(pool.allocate(count))
+        except BaseException:
+            for g, blocks in enumerate(taken):
+                self.pools[g].release(blocks, self.indexes[g].by_block)
+            raise
+        for g, (index, blocks) in enumerate(zip(self.indexes, taken, strict=True)):
+            for block in blocks:
+                if block in index.by_block:
+                    cached = index.evict(block, self.now)
+                    if self.listeners:
+                        self._tell(events.BlockRemoved(self.now, g, block, cached.digest))
+        return taken
+
+    def advance(self, request: Request, num_new: int) -> None:
+        """The request's next `num_new` tokens are computed: full blocks are published, unseen ones given back."""
+        request.num_computed += num_new
+        full = request.num_computed // self.block_size
+        if full > request.num_published and self.shares(request):
+            self._publish(request)
+        if self._has_windows:
+            self._trim(request)
+
+    def _trim(self, request: Request) -> None:
+        """Take back what lies wholly below the window of the request's next row."""
+        for g, group in enumerate(self.groups):
+            unseen = self._first_seen(request.num_computed, group.window)
+            self._free(request, g, request.block_ids[g][request.num_given_back[g] : unseen])
+            request.num_given_back[g] = max(unseen, request.num_given_back[g])
+
+    def _free(self, request: Request, group: int, blocks: Sequence[int]) -> None:
+        """Take these blocks back; the last ones are freed first, so that tails are evicted before heads."""
+        if blocks:
+            self.pools[group].release(reversed(blocks), self.indexes[group].by_block)
+            if self.listeners:
+                self._tell(events.BlocksFreed(self.now, group, request.id, list(blocks)))
+
     def release(self, request: Request) -> None:
-        """Take back all blocks of the request. The last ones are freed first, so that they are reused first."""
+        """Take back all blocks of the request, on the host too. What it had computed is forgotten."""
         for g in range(len(request.block_ids)):
-            self.pools[g].release(reversed(self.owned(request, g)))
-        request.block_ids, request.num_given_back = [], []
+            self._free(request, g, self.owned(request, g))
+        for g, hosts in enumerate(request.host_block_ids):
+            self.host_pools[g].release(hosts)
+            if self.listeners and hosts:
+                self._tell(events.HostBlocksFreed(self.now, g, request.id, hosts.tolist()))
+        request.block_ids, request.host_block_ids, request.num_given_back = [], [], []
+        request.num_computed = request.num_cached = request.num_published = 0
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Let the child, which owns nothing, share the parent's blocks. Its tokens begin with those of the parent.
+
+        Nothing is copied until one of them writes.
+        """
+        child.block_ids = [array("i", table) for table in parent.block_ids]
+        child.num_given_back = list(parent.num_given_back)
+        child.num_cached = min(len(parent.tokens), len(child.tokens))
+        child.num_computed = min(child.num_cached, len(child.tokens) - 1)
+        child.digests = parent.digests[: child.num_cached // self.block_size + 1]
+        child.num_published = min(parent.num_published, child.num_cached // self.block_size)
+        for g, pool in enumerate(self.pools):
+            blocks = self.owned(parent, g)
+            pool.share(blocks)
+            if self.listeners and blocks:
+                self._tell(events.BlocksForked(self.now, g, parent.id, child.id, blocks.tolist()))
+        self._trim(child)
+
+    # --------------------------------------------------------------------------------------------- swapping
+
+    def swap_out(self, requests: Sequence[Request]) -> list[Move] | None:
+        """Move the requests' blocks to the host; what they share stays shared. None, with nothing done, if it is full.
+
+        The moves are to be made before anything is written to the blocks.
+        """
+        distinct = [dict.fromkeys(b for r in requests for b in self.owned(r, g)) for g in range(len(self.groups))]
+        if any(len(those) > pool.num_free for those, pool in zip(distinct, self.host_pools, strict=True)):
+            return None
+        hosts: list[dict[int, int]] = []
+        try:
+            for those, pool in zip(distinct, self.host_pools, strict=True):
+                hosts.append(dict(zip(those, pool.allocate(len(those)), strict=True)))
+        except BaseException:
+            for g, taken in enumerate(hosts):
+                self.host_pools[g].release(taken.values())
+            raise
+        seen: set[tuple[int, int]] = set()
+        for request in requests:
+            request.host_block_ids = []
+            for g, host_of in enumerate(hosts):
+                blocks = self.owned(request, g)
+                own = array("i", (host_of[block] for block in blocks))
+                self.host_pools[g].share(host for host in own if (g, host) in seen)  # the first owner has it already
+                seen.update((g, host) for host in own)
+                request.host_block_ids.append(own)
+                self.pools[g].release(reversed(blocks), self.indexes[g].by_block)
+                if self.listeners:
+                    told = events.BlocksSwappedOut(self.now, g, request.id, blocks.tolist(), own.tolist())
+                    self._tell(told)
+            request.block_ids = []
+        return [Move(g, block, host) for g, host_of in enumerate(hosts) for block, host in host_of.items()]
+
+    def needed_to_swap_in(self, requests: Sequence[Request]) -> list[int]:
+        """Free blocks of each group that these swapped requests take to come back and compute all of their tokens."""
+        counts = []
+        for g, pool in enumerate(self.pools):
+            still = self._still_cached(requests, g)
+            back = len({host for request in requests for host in request.host_block_ids[g]})
+            in_use = sum(pool.ref_counts[block] > 0 for block in still.values())
+            growth = sum(
+                max(
+                    0,
+                    self.most_blocks(len(r.tokens), r.num_missing, self.groups[g]) - len(r.host_block_ids[g]),
+                    # whoever writes into a block that he shares takes one more
+                    int(r.num_missing > 0 and r.num_computed % self.block_size > 0 and len(requests) > 1),
+                )
+                for r in requests
+            )
+            counts.append(back - in_use + growth)
+        return counts
+
+    def _still_cached(self, requests: Sequence[Request], group: int) -> dict[int, int]:
+        """Host blocks whose contents still stand in the prefix cache: host block -> block."""
+        found = {}
+        for request in requests:
+            start = request.num_given_back[group]
+            for i, host in enumerate(request.host_block_ids[group], start):
+                if i < request.num_published and host not in found:
+                    block = self._find(request, group, i)
+                    if block is not None:
+                        found[host] = block
+        return found
+
+    def swap_in(self, requests: Sequence[Request]) -> list[Move]:
+        """Bring swapped requests back. Blocks that still stand in the prefix cache are shared; the others are moved."""
+        still = [self._still_cached(requests, g) for g in range(len(self.groups))]
+        missing = [
+            list(dict.fromkeys(h for r in requests for h in r.host_block_ids[g] if h not in still[g]))
+            for g in range(len(self.groups))
+        ]
+        for pool, found in zip(self.pools, still, strict=True):
+            pool.share(found.values())  # before anything is taken, so that it is not evicted
+        try:
+            taken = self._take([len(hosts) for hosts in missing])
+        except BaseException:
+            for g, (pool, found) in enumerate(zip(self.pools, still, strict=True)):
+                pool.release(reversed(found.values()), self.indexes[g].by_block)
+            raise
+        block_of = [
+            found | dict(zip(hosts, blocks, strict=True))
+            for found, hosts, blocks in zip(still, missing, taken, strict=True)
+        ]
+        seen: set[tuple[int, int]] = set()
+        for request in requests:
+            request.block_ids = []
+            for g, hosts in enumerate(request.host_block_ids):
+                blocks = array("i", (block_of[g][host] for host in hosts))
+                self.pools[g].share(block_of[g][host] for host in hosts if (g, host) in seen)
+                seen.update((g, host) for host in hosts)
+                request.block_ids.append(array("i", bytes(4 * request.num_given_back[g])) + blocks)
+                self.host_pools[g].release(hosts)
+                if self.listeners:
+                    told = events.BlocksSwappedIn(self.now, g, request.id, blocks.tolist(), hosts.tolist())
+                    self._tell(told)
+            request.host_block_ids = []
+            request.num_published = 0  # what was moved may be offered again
+        return [Move(g, host, block_of[g][host]) for g, hosts in enumerate(missing) for host in hosts]
+
+    # -------------------------------------------------------------------------------------------- the books
 
     def usage(self, requests: Iterable[Request]) -> CacheUsage:
-        """How the blocks are used, given all requests that own some."""
+        """How the blocks are used, given all requests."""
+        size, logical, empty = self.block_size, 0, 0
+        listed = [request for request in requests if request.block_ids]
+        for g in range(len(self.groups)):
+            filled: dict[int, int] = {}  # of the blocks that are not full for every owner
+            for request in listed:
+                logical += len(request.block_ids[g]) - request.num_given_back[g]
+                stored = max(request.num_computed, request.num_cached)
+                for i in range(stored // size, len(request.block_ids[g])):
+                    block = request.block_ids[g][i]
+                    filled[block] = max(filled.get(block, 0), min(size, stored - i * size), 0)
+            empty += sum(size - count for count in filled.values())
         used = sum(pool.num_used for pool in self.pools)
-        filled = sum(
-            request.num_computed - given_back * self.block_size
-            for request in requests
-            for given_back in request.num_given_back
+        cached = sum(
+            len(index) - sum(pool.ref_counts[block] > 0 for block in index.by_block)
+            for pool, index in zip(self.pools, self.indexes, strict=True)
         )
-        return CacheUsage(self.num_blocks * len(self.pools), used, used * self.block_size, filled)
-
-    def audit(self, requests: Sequence[Request]) -> None:
-        """Prove free + owned = total and every reference count, given all requests. Raises BadValue otherwise."""
-        for g, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
-            owners = [request for request in requests if request.block_ids]
-            pool.audit(self.owned(request, g) for request in owners)
-            for request in owners:
-                if len(request.block_ids[g]) < self.blocks_for(request.num_computed):
-                    raise BadValue(
-                        f"request {request.id} has computed {request.num_computed} tokens, but owns "
-                        f"{len(request.block_ids[g])} blocks of {self.block_size} in cache group {g}"
-                    )
-                seen = 0 if group.window is None else max(0, request.num_computed - group.window + 1)
-                if request.num_given_back[g] != seen // self.block_size:
-                    raise BadValue(
-                        f"request {request.id} gave {request.num_given_back[g]} blocks of {self.block_size} back in "
-                        f"cache group {g}; its next row sees the keys from {seen} on"
-                    )
+        host = sum(pool.num_used for pool in self.host_pools)
+        reserved = self.num_blocks * len(self.pools)
+        return CacheUsage(size, reserved, used, logical, cached, used * size - empty, host)

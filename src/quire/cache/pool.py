@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from quire.errors import BadValue, OutOfBlocks
 
@@ -12,8 +12,8 @@ from quire.errors import BadValue, OutOfBlocks
 class BlockPool:
     """Reference counts of N blocks, and the order in which the free ones are given out.
 
-    The free order is the eviction order: blocks are taken from its front and come back at its end, so a freed block
-    keeps its contents for as long as possible. Every operation is O(1) a block.
+    The free order is the eviction order: blocks are taken from its front, and one whose contents can be reused comes
+    back at its end, so that it keeps them for as long as possible. Every operation is O(1) a block.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -32,7 +32,10 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def allocate(self, count: int) -> array[int]:
-        """Take the blocks that were freed the longest ago. Raises OutOfBlocks, taking none, if there are fewer."""
+        """Take free blocks: empty ones, then those that were freed the longest ago.
+
+        Raises OutOfBlocks, taking none, if there are fewer.
+        """
         if count > len(self._free):
             raise OutOfBlocks(f"{count} KV blocks were asked for and {len(self._free)} of {self.num_blocks} are free")
         blocks = array("i", (self._free.popitem(last=False)[0] for _ in range(count)))
@@ -48,8 +51,9 @@ class BlockPool:
                 del self._free[block]
             self.ref_counts[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """One owner less for each block; one without any goes to the end of the free order.
+    def release(self, blocks: Iterable[int], keep: Container[int] = ()) -> None:
+        """One owner less for each block. One without any is free: at the end of the order if it stands in `keep`, as
+        its contents can be reused, else at the front.
 
         Raises BadValue for a block that nobody owns.
         """
@@ -60,11 +64,19 @@ class BlockPool:
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 self._free[block] = None
+                if block not in keep:
+                    self._free.move_to_end(block, last=False)
 
-    def audit(self, owned: Iterable[Iterable[int]]) -> None:
-        """Prove the books against all block tables there are: every block is free or owned, each owner counted.
+    def drop(self, blocks: Iterable[int]) -> None:
+        """Nobody will reuse the contents of these free blocks: they go to the front of the order."""
+        for block in blocks:
+            self._free.move_to_end(block, last=False)
 
-        Raises BadValue at the first block that is not.
+    def audit(self, owned: Iterable[Iterable[int]], keep: Container[int] = ()) -> None:
+        """Prove the books against all block tables there are: every block is free or owned, each owner counted, and of
+        the free ones those in `keep` stand behind all others.
+
+        Raises BadValue at the first block of which that is not true.
         """
         expected = array("i", bytes(4 * self.num_blocks))
         for table in owned:
@@ -76,6 +88,10 @@ class BlockPool:
                 raise BadValue(f"block {block} has a reference count of {have}, but stands in {want} tables")
             if (have == 0) != (block in self._free):
                 raise BadValue(f"block {block} has {have} owners and is {'' if have else 'not '}in the free order")
+
+        kept = [block in keep for block in self._free]
+        if kept != sorted(kept):
+            raise BadValue("a free block whose contents can be reused stands before an empty one")
 
     def _check_id(self, block: int) -> None:
         # A negative index would silently count from the end of the array.

@@ -37,20 +37,44 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: str = "cpu",
+        num_host_blocks: int = 0,
     ) -> None:
+        """num_host_blocks: room on the host for requests that are swapped out; it takes memory when it is used."""
         shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
+        self._groups = tuple(groups)
         layers = [layer for group in groups for layer in group.layers]
         make = partial(_in_huge_pages, touched=RESIDENT // max(1, len(layers)))
         if device != "cpu":
             make = partial(torch.empty, device=device)
-        self._layers = {}
-        for layer in layers:
-            memory = make(shape, dtype=dtype)
-            self._layers[layer] = PagedKV(memory[:, 0], memory[:, 1])
+        self._memory = {layer: make(shape, dtype=dtype) for layer in layers}
+        host_shape = (num_host_blocks, *shape[1:])
+        self._host = {layer: _in_huge_pages(host_shape, dtype, touched=0) for layer in layers}
+        self._layers = {layer: PagedKV(memory[:, 0], memory[:, 1]) for layer, memory in self._memory.items()}
 
     def layer(self, index: int) -> PagedKV:
         """The layer's K and V: two views [N, Hkv, B, D], the same object at each call."""
         return self._layers[index]
+
+    def layers(self, group: int) -> list[PagedKV]:
+        """K and V of the layers of the cache group of that index."""
+        return [self._layers[layer] for layer in self._groups[group].layers]
+
+    def swap_out(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copy the blocks `src` of the group's layers to the blocks `dst` on the host."""
+        for layer in self._groups[group].layers:
+            _copy(self._memory[layer], src, self._host[layer], dst)
+
+    def swap_in(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copy the blocks `src` on the host to the blocks `dst` of the group's layers."""
+        for layer in self._groups[group].layers:
+            _copy(self._host[layer], src, self._memory[layer], dst)
+
+
+def _copy(source: torch.Tensor, src: Sequence[int], target: torch.Tensor, dst: Sequence[int]) -> None:
+    """Copy rows of one tensor to rows of another, which may lie on another device."""
+    if src:
+        rows = source[torch.tensor(src, device=source.device)]
+        target[torch.tensor(dst, device=target.device)] = rows.to(target.device)
 
 
 def _in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype, touched: int) -> torch.Tensor:
@@ -107,9 +131,27 @@ def choose_num_blocks(
     return min(fitting, needed * max_num_seqs)
 
 
+def choose_num_host_blocks(config: CacheConfig, block_bytes: int, most: int, free: int | None) -> int:
+    """Blocks on the host for swapped requests: what swap_space holds, at most `most`; none where nothing is swapped.
+
+    Raises ConfigError where it holds not one block, or is not there.
+    """
+    if config.preemption != "swap":
+        return 0
+    space = parse_memory(config.swap_space, free, name="swap_space")
+    fitting = min(space // block_bytes, most)
+    if fitting == 0:
+        raise ConfigError(
+            f"swap_space is {config.swap_space!r}, {space:,} bytes; one block takes {block_bytes:,}. Give a unit, as "
+            f"in '4GiB'"
+        )
+    _check_free(f"swap_space={config.swap_space!r}", fitting * block_bytes, free)
+    return fitting
+
+
 def _check_free(option: str, wanted: int, free: int | None) -> None:
     if free is not None and wanted > free:
-        raise ConfigError(f"{option} asks for a KV cache of {_mib(wanted)}; only {_mib(free)} are free")
+        raise ConfigError(f"{option} asks for {_mib(wanted)}; only {_mib(free)} are free")
 
 
 def _mib(amount: int) -> str:

@@ -9,10 +9,12 @@ from hashlib import blake2b
 from typing import Protocol
 
 from quire.batch import Batch
+from quire.cache.events import Listener
 from quire.cache.manager import BlockManager, most_blocks
-from quire.cache.storage import KVCache, bytes_per_block, choose_num_blocks, free_memory
+from quire.cache.storage import KVCache, bytes_per_block, choose_num_blocks, choose_num_host_blocks, free_memory
 from quire.config import EngineConfig
 from quire.engine.flatten import Buffers, flatten
+from quire.engine.order import ORDERS
 from quire.engine.runner import Runner
 from quire.engine.scheduler import Scheduler, StepOutput
 from quire.errors import RequestError
@@ -83,11 +85,30 @@ class Engine:
         """End a request for a reason that the engine cannot see, such as a stop string; else as `abort`."""
         self.scheduler.finish(request_id, reason)
 
+    def extend(self, request: Request, token: int) -> None:
+        """Give a steered request its next token."""
+        self.scheduler.extend(request, token)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Let the steered child, new or a sibling that gives up what it had, go on from the parent.
+
+        The child's tokens begin with the parent's. They share all blocks until one of them writes.
+        """
+        self.scheduler.fork(parent, child)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all reusable blocks; running requests keep theirs."""
+        self.scheduler.manager.reset_prefix_cache()
+
+    def listen(self, listener: Listener) -> None:
+        """Tell this function of everything that happens to blocks, from now on."""
+        self.scheduler.manager.listeners.append(listener)
+
     def step(self) -> list[Event]:
         """Compute one step for as many requests as fit it. An exception ends that step's requests, nothing else."""
         plan = self.scheduler.plan()
         try:
-            output = self.runner.run(flatten(plan, self.buffers)) if plan.items else StepOutput({})
+            output = StepOutput({}) if plan.is_empty else self.runner.run(flatten(plan, self.buffers))
         except Exception as error:
             log.exception("a step failed; its %d requests end with an error", len(plan.items))
             return self.scheduler.fail(plan, error)
@@ -111,16 +132,20 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
     decoder, cache_config = model.config, config.cache
     groups, block_size = decoder.groups, cache_config.block_size
     shape = (decoder.num_kv_heads, decoder.head_dim, model.dtype)
+    block_bytes = bytes_per_block(groups, block_size, *shape)
+    blocks_a_sequence = max(
+        most_blocks(model.max_model_len, config.max_num_batched_tokens, group.window, block_size) for group in groups
+    )
     num_blocks = choose_num_blocks(
         cache_config,
-        bytes_per_block(groups, block_size, *shape),
+        block_bytes,
         model.max_model_len,
         config.max_num_seqs,
         free_memory(config.device),
-        max(
-            most_blocks(model.max_model_len, config.max_num_batched_tokens, group.window, block_size)
-            for group in groups
-        ),
+        blocks_a_sequence,
+    )
+    num_host_blocks = choose_num_host_blocks(
+        cache_config, block_bytes, blocks_a_sequence * config.max_num_seqs, free_memory()
     )
     spec = AttentionSpec(
         num_heads=decoder.num_heads,
@@ -132,16 +157,25 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         device=config.device,
     )
     scheduler = Scheduler(
-        BlockManager(groups, num_blocks, block_size, config.max_num_batched_tokens),
+        BlockManager(
+            groups,
+            num_blocks,
+            block_size,
+            config.max_num_batched_tokens,
+            num_host_blocks=num_host_blocks,
+            enable_prefix_caching=cache_config.enable_prefix_caching,
+            salt=str(model.dtype),
+        ),
         max_model_len=model.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        order=ORDERS[config.scheduling_policy],
     )
     max_blocks = -(-model.max_model_len // block_size)
     limits = (config.max_num_batched_tokens, config.max_num_seqs, max_blocks)
     runner = Runner(
         model,
-        KVCache(groups, num_blocks, block_size, *shape, config.device),
+        KVCache(groups, num_blocks, block_size, *shape, config.device, num_host_blocks),
         ops,
         [replace(spec, window=group.window) for group in groups],
         *limits,

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.batch import Batch, GroupTables, PromptRows, SamplingRows
+from quire.batch import Batch, GroupTables, Pairs, PromptRows, SamplingRows
+from quire.cache.manager import Move
 from quire.engine.philox import uniforms
 from quire.engine.scheduler import Plan, PlanItem
 from quire.request import Request
@@ -32,6 +33,7 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
     """Lay out the plan's items one after the other."""
     t = 0
     widest = 0
+    known: list[int] = []  # rows whose K and V stand in the cache: blocks that others share are never written
     for s, item in enumerate(plan.items):
         request, start, stop = item.request, item.request.num_computed, item.request.num_computed + item.num_new
         # A view of an array('i') pins its size, so none may outlive its statement: the request appends to it later.
@@ -41,6 +43,8 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         for g, table in enumerate(request.block_ids):
             buffers.block_tables[g, s, : len(table)] = np.frombuffer(table, np.int32)
             widest = max(widest, len(table))
+        if start < request.num_cached:
+            known += range(t, t + min(request.num_cached - start, item.num_new))
         t += item.num_new
         buffers.query_starts[s + 1] = t
         buffers.context_lens[s] = stop
@@ -49,9 +53,16 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
     for tables, slots in zip(buffers.block_tables, buffers.slots, strict=True):
         block = tables[sequence, position // buffers.block_size]
         slots[:t] = block.astype(np.int64) * buffers.block_size + position % buffers.block_size
+        slots[known] = -1
     groups = tuple(
-        GroupTables(torch.from_numpy(slots[:t]), torch.from_numpy(tables[:num_seqs, :widest]))
-        for slots, tables in zip(buffers.slots, buffers.block_tables, strict=True)
+        GroupTables(
+            swap_out=_pairs(plan.swap_out, g),
+            swap_in=_pairs(plan.swap_in, g),
+            copies=_in_turns([move for move in plan.copies if move.group == g]),
+            slots=torch.from_numpy(slots[:t]),
+            block_tables=torch.from_numpy(tables[:num_seqs, :widest]),
+        )
+        for g, (slots, tables) in enumerate(zip(buffers.slots, buffers.block_tables, strict=True))
     )
     sampled = [(item, int(buffers.query_starts[s + 1]) - 1) for s, item in enumerate(plan.items) if item.samples]
     return Batch(
@@ -65,6 +76,27 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         sampling=sampling_rows([item.request for item, _ in sampled]),
         prompt=prompt_rows(plan.items),
     )
+
+
+def _pairs(moves: list[Move], group: int) -> Pairs:
+    own = [move for move in moves if move.group == group]
+    return Pairs([move.src for move in own], [move.dst for move in own])
+
+
+def _in_turns(moves: list[Move]) -> list[Pairs]:
+    """The copies in their order, cut where one would write what an earlier one reads or read what it writes."""
+    turns: list[Pairs] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for move in moves:
+        if not turns or move.dst in read or move.dst in written or move.src in written:
+            turns.append(Pairs([], []))
+            read, written = set(), set()
+        turns[-1].src.append(move.src)
+        turns[-1].dst.append(move.dst)
+        read.add(move.src)
+        written.add(move.dst)
+    return turns
 
 
 def sampling_rows(requests: list[Request]) -> SamplingRows:

@@ -52,7 +52,15 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
-        """Compute the batch's tokens, draw the next ones, and gather the logprobs that were asked for."""
+        """Move blocks, compute the batch's tokens, draw the next ones, and gather the logprobs that were asked for."""
+        for g, group in enumerate(batch.groups):
+            self.cache.swap_out(g, *group.swap_out)
+            self.cache.swap_in(g, *group.swap_in)
+            for copied in group.copies:
+                for kv in self.cache.layers(g):
+                    self.ops.copy_blocks(kv, copied.src, copied.dst)
+        if len(batch.token_ids) == 0:
+            return StepOutput({})
         for plan, group in zip(self.plans, batch.groups, strict=True):
             plan.update(batch.query_starts, batch.context_lens, group.block_tables, group.slots)
         hidden = self.model.forward(batch, self.cache, self.plans)

@@ -1,19 +1,27 @@
-"""Scheduler: who computes how many tokens in each step."""
+"""Scheduler: who computes how many tokens in each step, and who must give his blocks back."""
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
 
-from quire.cache.manager import BlockManager, CacheUsage
-from quire.errors import RequestError
+from quire.cache.audit import audit
+from quire.cache.manager import BlockManager, Move
+from quire.cache.usage import CacheUsage
+from quire.engine.order import Order, first_come_first_served
+from quire.errors import OutOfBlocks, RequestError
 from quire.request import Event, FinishReason, Request, TokenLogprobs
 
 INVALID_TOKEN = -1  # what the sampler returns for a row without a finite logit
+PLACE = attrgetter("place")
 
 
-@dataclass(frozen=True)
-class PlanItem:
+class PlanItem(NamedTuple):
     """One request's part of a step: its next `num_new` tokens."""
 
     request: Request
@@ -27,10 +35,26 @@ class PlanItem:
 
 @dataclass
 class Plan:
-    """A step: who computes how much, and who had to give his blocks back for it."""
+    """A step: who computes how much, and what moves in memory before, in the order of these fields."""
 
     items: list[PlanItem] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
+    swap_out: list[Move] = field(default_factory=list)  # from the device to the host
+    swap_in: list[Move] = field(default_factory=list)  # from the host to the device
+    copies: list[Move] = field(default_factory=list)  # each after the one before it
+    preempted: list[Request] = field(default_factory=list)  # what they had is forgotten, or among swap_out
+    resumed: list[Request] = field(default_factory=list)  # came back from the host
+    failed: list[tuple[Request, Exception]] = field(default_factory=list)  # could not be planned
+    num_tokens: int = 0  # of all items
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing for a runner to do."""
+        return not (self.items or self.swap_out or self.swap_in or self.copies)
+
+    def add(self, request: Request, num_new: int) -> None:
+        """Plan the request's next tokens."""
+        self.items.append(PlanItem(request, num_new))
+        self.num_tokens += num_new
 
 
 @dataclass
@@ -45,22 +69,34 @@ class StepOutput:
 class Scheduler:
     """Continuous batching by one rule: num_computed chases len(tokens), under a budget of tokens a step.
 
-    A prompt, a piece of one, a single decoded token and the recomputation of a preempted request are all the same
-    subtraction. Requests are served in the order of their arrival; when blocks run out, the youngest running request
-    gives all of its own back and is computed again later.
+    A prompt, a piece of one, a single decoded token, what a prefix hit leaves and the recomputation of a preempted
+    request are all the same subtraction. A request waits, runs (it owns blocks), or is swapped out (it owns blocks on
+    the host). All are served in the order of their places, the last running ones give their blocks back when these
+    run out, and what gave way comes back first: the first of all is never held up by anybody, so everyone ends.
     """
 
     def __init__(
-        self, manager: BlockManager, *, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        manager: BlockManager,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        order: Order = first_come_first_served,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        # Both by ordinal, and every running request is older than every waiting one. Waiting ones own no blocks.
-        self.running: list[Request] = []
-        self.waiting: deque[Request] = deque()
-        self.requests: dict[str, Request] = {}  # running and waiting, by id
+        self.order = order
+        self.clock = clock
+        self.running: list[Request] = []  # by place
+        self.swapped: list[Request] = []  # by place
+        self.waiting: dict[int, Request] = {}  # by ordinal
+        self.requests: dict[str, Request] = {}  # all of these, by id
+        self.num_preemptions = 0
+        self._queue: list[tuple[float, int, int]] = []  # a heap of places; some belong to nobody who still waits
         self._marked: list[Request] = []  # to be ended by the next commit
         self._num_added = 0
 
@@ -75,7 +111,7 @@ class Scheduler:
 
     def audit(self) -> None:
         """Prove the books of the cache against the requests. Raises BadValue where they differ."""
-        self.manager.audit(list(self.requests.values()))
+        audit(self.manager, list(self.requests.values()))
 
     def check(self, request: Request) -> None:
         """Raise RequestError if the request could never run here, with the numbers."""
@@ -89,6 +125,12 @@ class Scheduler:
             )
         # The last token is drawn, but never computed: it takes no slot.
         needed = max(self.manager.most_blocks(limit - 1, limit - 1, group) for group in self.manager.groups)
+        if request.steered and request.group is not None:  # its siblings go on side by side, or not at all
+            width, shared = len(request.group.members), request.num_prompt // self.manager.block_size
+            if width > self.max_num_seqs:
+                raise RequestError(f"request {request.id} has {width} beams; max_num_seqs={self.max_num_seqs}")
+            windowed = any(group.window is not None for group in self.manager.groups)
+            needed = width * needed if windowed else shared + width * (needed - shared)
         existing = self.manager.num_blocks
         if needed > existing:
             raise RequestError(
@@ -104,14 +146,28 @@ class Scheduler:
         return self.max_model_len if asked is None else min(self.max_model_len, request.num_prompt + asked)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError, queueing nothing, if it could never run or its id is taken."""
+        """Queue a request. Raises RequestError, queueing nothing, if it could never run or its id is taken.
+
+        Siblings are added one after the other.
+        """
         self.check(request)
+        self._register(request)
+        self._wait(request)
+
+    def _register(self, request: Request) -> None:
         if request.id in self.requests:
             raise RequestError(f"request id {request.id!r} is taken by a request that has not ended")
         request.ordinal = self._num_added
         self._num_added += 1
+        first = request.group.members[0] if request.group else request
+        request.place = (self.order(request), request.ordinal, request.ordinal)
+        if first is not request:  # siblings stand side by side
+            request.place = (*first.place[:2], request.ordinal)
         self.requests[request.id] = request
-        self.waiting.append(request)
+
+    def _wait(self, request: Request) -> None:
+        self.waiting[request.ordinal] = request
+        heapq.heappush(self._queue, request.place)
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """Mark a request to be ended by the next commit; one that is unknown or has ended is left alone."""
@@ -120,80 +176,251 @@ class Scheduler:
             request.finish_reason = reason
             self._marked.append(request)
 
+    # --------------------------------------------------------------------------- requests whose tokens a driver chooses
+
+    def extend(self, request: Request, token: int) -> None:
+        """Give a steered request its next token."""
+        request.tokens.append(token)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Let the child, new or a sibling that gives up what it had, go on from the parent, whose tokens it has.
+
+        All of the parent's tokens are computed, or it was preempted since; then the child is computed anew, too.
+        """
+        if child.id not in self.requests:
+            self._register(child)
+        seated = bool(child.block_ids)
+        self._leave(child)
+        child.digests = []
+        if parent.block_ids and (seated or len(self.running) < self.max_num_seqs):
+            self.manager.fork(parent, child)
+            insort(self.running, child, key=PLACE)
+        else:
+            self._wait(child)
+
     # ------------------------------------------------------------------------------------------------- a step
 
     def plan(self) -> Plan:
-        """Share out the next step: running requests first, then waiting ones, oldest first."""
+        """Share out the next step: running requests first, then those that were preempted, then new ones."""
         plan = Plan()
-        budget = self.max_num_batched_tokens
-        for request in list(self.running):
-            if budget == 0:
-                break
-            if request.block_ids and request.finish_reason is None:  # not preempted above, nor marked to end
-                budget -= self._plan_running(request, budget, plan)
-        if not plan.preempted:
-            self._admit(budget, plan)
+        self.manager.now = self.clock()
+        lacking = self._plan_running(plan)
+        # What was freed for one request is not given to another in the same step.
+        if not plan.preempted and self._bring_back(plan, lacking):
+            self._admit(plan, lacking)
+        if self.running and plan.is_empty and not (plan.preempted or plan.failed or self._marked):
+            # Nobody can go on: siblings that wait for one another hold what the next one in the queue needs.
+            self._preempt(self._last_unit(), plan)
         return plan
 
-    def _plan_running(self, request: Request, budget: int, plan: Plan) -> int:
-        """Plan the request's next tokens, preempting the youngest ones while blocks are short. Tokens planned."""
-        num_new = min(request.num_missing, budget)
-        while not self.manager.grow(request, request.num_computed + num_new):
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            plan.preempted.append(youngest)
-            if youngest is request:
-                return 0
-        plan.items.append(PlanItem(request, num_new))
-        return num_new
+    def _plan_running(self, plan: Plan) -> list[int]:
+        """Plan what runs. Returns the blocks of each group that these requests will still need for their tokens.
 
-    def _admit(self, budget: int, plan: Plan) -> None:
-        """Plan waiting requests, the oldest first, until the budget, the running list or the blocks are full.
+        Every request that needs a single token gets it before a long prompt takes the rest of the budget.
+        """
+        budget = self.max_num_batched_tokens
+        singles = sum([len(request.tokens) - request.num_computed == 1 for request in self.running])
+        lacking = [0] * len(self.manager.groups)
+        at = 0
+        while at < len(self.running) and budget > 0:  # the list may lose its tail on the way
+            request = self.running[at]
+            at += 1
+            missing = len(request.tokens) - request.num_computed
+            num_new = 1 if missing == 1 else min(missing, budget - singles)
+            singles -= missing == 1
+            if missing == 0 or request.finish_reason is not None:
+                continue
+            if num_new <= 0:
+                lacking = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
+                continue
+            try:
+                has_room = self._make_room(request, request.num_computed + num_new, plan)
+            except Exception as error:
+                plan.failed.append((request, error))
+                continue
+            if has_room:
+                plan.items.append(PlanItem(request, num_new))
+                budget -= num_new
+                if num_new < missing:
+                    lacking = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
+        plan.num_tokens = self.max_num_batched_tokens - budget
+        return lacking
+
+    def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
+        """Let a running request grow, preempting the last ones while blocks are short. False: it was the last."""
+        while not self.manager.grow(request, num_tokens, plan.copies):
+            last = self.running[-1]
+            # Siblings give way together, but not to one another: then the last of them alone.
+            unit = [last] if last is request or last.group is request.group is not None else self._last_unit()
+            self._preempt(unit, plan)
+            if last is request:
+                return False
+        return True
+
+    def _last_unit(self) -> list[Request]:
+        """The last running request and its running siblings."""
+        last = self.running[-1]
+        return [last] if last.group is None else [member for member in last.group.members if member.block_ids]
+
+    def _preempt(self, unit: list[Request], plan: Plan) -> None:
+        """Take all blocks of these requests: to the host if it has room, else to be computed again."""
+        moves = self.manager.swap_out(unit)
+        for request in unit:
+            self._remove(self.running, request)
+            if moves is None:
+                self._restart(request)
+            else:
+                insort(self.swapped, request, key=PLACE)
+        plan.swap_out += moves or []
+        plan.preempted += unit
+        self.num_preemptions += len(unit)
+
+    def _restart(self, request: Request) -> None:
+        self.manager.release(request)
+        self._wait(request)
+
+    def _bring_back(self, plan: Plan, lacking: list[int]) -> bool:
+        """Bring in what was swapped out, the first ones first. Whether nobody is left outside.
+
+        Siblings come together, and only with blocks for all of their tokens beside what the running ones lack.
+        """
+        while self.swapped:
+            first = self.swapped[0]
+            unit = [first] if first.group is None else [m for m in first.group.members if m.host_block_ids]
+            missing = sum(request.num_missing > 0 for request in unit)
+            budget = self.max_num_batched_tokens - plan.num_tokens
+            if budget < max(1, missing) or len(self.running) + len(unit) > self.max_num_seqs:
+                return False
+            needed = self.manager.needed_to_swap_in(unit)
+            if not self.manager.has_free([a + b for a, b in zip(needed, lacking, strict=True)]):
+                if self.running:
+                    return False
+                for request in unit:  # together they are too many for the whole pool: one by one
+                    self._remove(self.swapped, request)
+                    self._restart(request)
+                continue
+            try:
+                plan.swap_in += self.manager.swap_in(unit)
+            except Exception as error:
+                plan.failed.append((first, error))
+                return False
+            plan.resumed += unit
+            for request in unit:
+                self._remove(self.swapped, request)
+                insort(self.running, request, key=PLACE)
+            for request in unit:
+                if request.num_missing and request.finish_reason is None:
+                    missing -= 1
+                    self._start(request, self.max_num_batched_tokens - plan.num_tokens - missing, plan, lacking)
+        return True
+
+    def _admit(self, plan: Plan, lacking: list[int]) -> None:
+        """Plan waiting requests, the first ones first, until the budget, the seats or the blocks are taken.
 
         A request comes in only if there are blocks for all of its tokens beside what the running ones still need for
-        theirs. With blocks for a first piece alone it would soon be preempted again, its work lost.
+        theirs. With blocks for a first piece alone it would soon be preempted again, its work lost. One whose next
+        block is just being computed by another request waits for it, and those behind it may pass.
         """
-        admitted = []
-        needed = self.manager.missing_blocks(self.running if self.waiting else [])
-        for request in self.waiting:
-            if request.finish_reason is not None:
-                continue
-            with_it = [a + b for a, b in zip(needed, self.manager.missing_blocks([request]), strict=True)]
-            if budget == 0 or len(self.running) == self.max_num_seqs or not self.manager.has_free(with_it):
+        if not self.waiting:
+            return
+        coming = self._coming_blocks(self.running)
+        passed: list[tuple[float, int, int]] = []
+        while self._queue and plan.num_tokens < self.max_num_batched_tokens:
+            if len(self.running) + len(passed) >= self.max_num_seqs:
                 break
-            num_new = min(request.num_missing, budget)
-            self.manager.grow(request, num_new)
-            needed = [a + b for a, b in zip(needed, self.manager.missing_blocks([request]), strict=True)]
-            admitted.append(request)
-            self.running.append(request)
-            plan.items.append(PlanItem(request, num_new))
-            budget -= num_new
-        for request in admitted:
-            self.waiting.remove(request)  # at the front, or near it
+            request = self.waiting.get(self._queue[0][-1])
+            if request is None or request.finish_reason is not None:
+                heapq.heappop(self._queue)  # it waits no longer, or will be ended by commit
+                continue
+            if self._awaits_another(request, coming):
+                passed.append(heapq.heappop(self._queue))
+                continue
+            try:
+                if not self._seat(request, plan, lacking):
+                    break
+            except Exception as error:
+                plan.failed.append((request, error))
+            heapq.heappop(self._queue)
+            for index, digests in self._coming_blocks([request]).items():
+                coming.setdefault(index, set()).update(digests)
+        for place in passed:
+            heapq.heappush(self._queue, place)
 
-    def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
-        self.manager.release(request)
-        request.num_computed = 0
-        self.waiting.appendleft(request)
+    def _seat(self, request: Request, plan: Plan, lacking: list[int]) -> bool:
+        """Let a waiting request run, if there are blocks for it and for its siblings' first tokens."""
+        match = self.manager.match(request)
+        forks = min(len(self._unborn(request)), self.max_num_seqs - len(self.running) - 1)
+        needed = [a + b + forks for a, b in zip(self.manager.needed(request, match), lacking, strict=True)]
+        if not self.manager.has_free(needed) and (forks == 0 or self.running or plan.items):
+            return False
+        self.manager.admit(request, match)
+        del self.waiting[request.ordinal]
+        insort(self.running, request, key=PLACE)
+        lacking[:] = [a + forks for a in lacking]
+        self._start(request, self.max_num_batched_tokens - plan.num_tokens, plan, lacking)
+        return True
+
+    def _start(self, request: Request, budget: int, plan: Plan, lacking: list[int]) -> None:
+        """Plan the first tokens of a request that was just given its blocks."""
+        num_new = min(request.num_missing, budget)
+        if not self.manager.grow(request, request.num_computed + num_new, plan.copies):
+            raise OutOfBlocks(f"request {request.id} was let in with too few free blocks")
+        plan.add(request, num_new)
+        if num_new < request.num_missing:
+            lacking[:] = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
+
+    def _coming_blocks(self, requests: Sequence[Request]) -> dict[int, set[bytes]]:
+        """Of each request, the digest of the block that it fills next, by the block's index. Found anew in each step.
+
+        Left out are blocks that the cache has already, and open ones, whose tokens are not all known.
+        """
+        coming: dict[int, set[bytes]] = {}
+        size = self.manager.block_size
+        for request in requests:
+            index = request.num_computed // size
+            if request.block_ids and (index + 1) * size <= len(request.tokens) and self.manager.shares(request):
+                digest = self.manager.digest(request, index)
+                if any(digest not in known for known in self.manager.indexes):
+                    coming.setdefault(index, set()).add(digest)
+        return coming
+
+    def _awaits_another(self, request: Request, coming: dict[int, set[bytes]]) -> bool:
+        """Whether a running request is just computing what the waiting one could then share."""
+        siblings = request.group.members if request.group is not None and not request.steered else []
+        if request.num_generated == 0 and any(s.block_ids and s.num_generated == 0 for s in siblings):
+            return True  # it will be forked from that one
+        reusable = self.manager.num_reusable(request)
+        return any(
+            index < reusable and self.manager.digest(request, index) in digests for index, digests in coming.items()
+        )
+
+    # ---------------------------------------------------------------------------------------------- its results
 
     def commit(self, plan: Plan, output: StepOutput) -> list[Event]:
-        """Take over what a step computed, and end the requests that are done or marked to end."""
-        events = [event for item in plan.items if (event := self._commit_item(item, output)) is not None]
-        return events + self._end_marked()
+        """Take over what a step computed. End the requests that are done, marked to end, or could not be planned."""
+        events = [self._end_failed(request, error) for request, error in plan.failed]
+        for item in plan.items:
+            event = self._commit_item(item, output)
+            if event is not None:
+                events.append(event)
+        return events + self._end_marked() if self._marked else events
 
     def fail(self, plan: Plan, error: Exception) -> list[Event]:
         """End the requests of a step that raised; the others go on."""
-        message = f"{type(error).__name__}: {error}"
-        events = [
-            self._end(Event(item.request.id, finish_reason=FinishReason.ERROR, error=message)) for item in plan.items
-        ]
+        events = [self._end_failed(request, why) for request, why in plan.failed]
+        events += [self._end_failed(item.request, error) for item in plan.items]
+        for request in (*plan.preempted, *plan.resumed):  # their blocks may not have moved
+            if self.requests.get(request.id) is request and (request.block_ids or request.host_block_ids):
+                self._leave(request)
+                self._wait(request)
         return events + self._end_marked()
 
     def _commit_item(self, item: PlanItem, output: StepOutput) -> Event | None:
-        request, samples = item.request, item.samples
-        request.num_computed += item.num_new
-        self.manager.trim(request)
+        request, num_new = item
+        samples = item.samples
+        if samples and request.group is not None and request.num_generated == 0:
+            self._fork_unborn(request)
+        self.manager.advance(request, num_new)
         prompt_logprobs = output.prompt_logprobs.get(request.id, ())
         request.num_prompt_logprobs += len(prompt_logprobs)
         if not samples:
@@ -202,28 +429,65 @@ class Scheduler:
         if token == INVALID_TOKEN:
             error = f"the model gave no finite logit at position {len(request.tokens)}"
             return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=error))
+        logprobs = output.logprobs.get(request.id)
+        if request.steered:
+            return Event(request.id, None, logprobs, prompt_logprobs)
         request.tokens.append(token)
         reason = self._reason_to_end(request, token)
+        if reason is None:
+            return Event(request.id, token, logprobs, prompt_logprobs)
         stop_token = token if reason is FinishReason.STOP and token in request.sampling.stop_tokens else None
-        event = Event(request.id, token, output.logprobs.get(request.id), prompt_logprobs, reason, stop_token)
-        return event if reason is None else self._end(event)
+        return self._end(Event(request.id, token, logprobs, prompt_logprobs, reason, stop_token))
+
+    def _unborn(self, request: Request) -> list[Request]:
+        """The siblings that wait to be forked from a request whose prompt is being computed."""
+        if request.group is None or request.steered or request.num_generated > 0:
+            return []
+        waiting = [m for m in request.group.members if m.ordinal in self.waiting and m.num_generated == 0]
+        return [member for member in waiting if member is not request and member.finish_reason is None]
+
+    def _fork_unborn(self, request: Request) -> None:
+        """Let the siblings begin with the prompt's blocks, as seats allow. Each of them computes the last row anew."""
+        for sibling in self._unborn(request)[: self.max_num_seqs - len(self.running)]:
+            del self.waiting[sibling.ordinal]
+            self.manager.fork(request, sibling)
+            insort(self.running, sibling, key=PLACE)
 
     def _reason_to_end(self, request: Request, token: int) -> FinishReason | None:
         if token in request.ending_tokens:  # the sampler never draws one before min_tokens
             return FinishReason.STOP
         return FinishReason.LENGTH if len(request.tokens) >= self.longest(request) else None
 
+    def _end_failed(self, request: Request, error: Exception) -> Event:
+        message = f"{type(error).__name__}: {error}"
+        return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=message))
+
     def _end_marked(self) -> list[Event]:
         marked, self._marked = self._marked, []
-        return [self._end(Event(request.id, finish_reason=request.finish_reason)) for request in marked]
+        return [
+            self._end(Event(request.id, finish_reason=request.finish_reason))
+            for request in marked
+            if self.requests.get(request.id) is request
+        ]
 
     def _end(self, event: Event) -> Event:
         """Take the event's request out of the books and give its blocks back."""
         request = self.requests.pop(event.request_id)
         request.finish_reason = event.finish_reason
-        self.manager.release(request)
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
+        self._leave(request)
         return event
+
+    def _leave(self, request: Request) -> None:
+        """Take the request out of its list, and all of its blocks back."""
+        if request.block_ids:
+            self._remove(self.running, request)
+        elif request.host_block_ids:
+            self._remove(self.swapped, request)
+        else:
+            self.waiting.pop(request.ordinal, None)
+        self.manager.release(request)
+
+    @staticmethod
+    def _remove(listed: list[Request], request: Request) -> None:
+        """Take the request out of a list that is sorted by place."""
+        del listed[bisect_left(listed, request.place, key=PLACE)]

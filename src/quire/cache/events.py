@@ -1,0 +1,143 @@
+"""What happens to blocks, as one typed stream: metrics, the inspector and the simulator read it.
+
+From an empty pool on, the events alone rebuild every reference count and every request's blocks. Names and fields are
+those of vLLM's KV events where it has them. `time` is the scheduler's clock, in seconds, at the step's start; `group`
+is the index of the cache group whose pool the block ids belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksAllocated:
+    """Free blocks went to a request: one owner each."""
+
+    time: float
+    group: int
+    request_id: str
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksShared:
+    """A request found a part of its prefix in these blocks: one owner more each."""
+
+    time: float
+    group: int
+    request_id: str
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksForked:
+    """A request began as a copy of its parent and shares these blocks with it: one owner more each."""
+
+    time: float
+    group: int
+    parent_id: str
+    request_id: str
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopied:
+    """A request is about to write into a block that others share, and gets a free one with the same contents."""
+
+    time: float
+    group: int
+    request_id: str
+    src: int  # loses this owner
+    dst: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksFreed:
+    """A request gave these blocks back: one owner less each."""
+
+    time: float
+    group: int
+    request_id: str
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksSwappedOut:
+    """A preempted request's blocks moved to the host: one owner less each, one more for the host block beside it."""
+
+    time: float
+    group: int
+    request_id: str
+    blocks: list[int]
+    host_blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksSwappedIn:
+    """A request came back from the host: one owner more for each block, one less for the host block beside it."""
+
+    time: float
+    group: int
+    request_id: str
+    blocks: list[int]
+    host_blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlocksFreed:
+    """A request that had been swapped out ended, or starts anew: one owner less for each host block."""
+
+    time: float
+    group: int
+    request_id: str
+    host_blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """A full block can be reused from now on by every request that begins with the same tokens under the same salt."""
+
+    time: float
+    group: int
+    request_id: str
+    block: int
+    block_hash: bytes
+    parent_block_hash: bytes
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """A reusable block was evicted, because its memory was needed."""
+
+    time: float
+    group: int
+    block: int
+    block_hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """No block of the group can be reused any more."""
+
+    time: float
+    group: int
+
+
+CacheEvent: TypeAlias = (
+    BlocksAllocated
+    | BlocksShared
+    | BlocksForked
+    | BlockCopied
+    | BlocksFreed
+    | BlocksSwappedOut
+    | BlocksSwappedIn
+    | HostBlocksFreed
+    | BlockStored
+    | BlockRemoved
+    | AllBlocksCleared
+)
+Listener: TypeAlias = Callable[[CacheEvent], None]

@@ -1,0 +1,134 @@
+"""PrefixIndex: which full blocks can be reused, and why one could not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+
+from quire.errors import BadValue
+
+DIGEST_SIZE = 16  # bytes
+TOKEN_SIZE = 4  # bytes
+MAX_COMPARED = 32  # siblings that are looked at to find the first differing token
+
+
+def root_digest(salt: str) -> bytes:
+    """What stands before the first block. Another salt gives another root, so nothing is shared between salts."""
+    return blake2b(salt.encode(), digest_size=DIGEST_SIZE, person=b"quire root").digest()
+
+
+def block_digest(parent: bytes, tokens: bytes) -> bytes:
+    """A block's name: its own tokens and, by the parent's name, all those before it."""
+    return blake2b(parent + tokens, digest_size=DIGEST_SIZE).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """A full block whose K and V can be reused."""
+
+    block: int
+    digest: bytes
+    parent: bytes  # digest of the block before it
+    tokens: bytes  # its B token ids, int32
+
+
+class PrefixIndex:
+    """The reusable blocks of one pool, by digest and by id.
+
+    A digest finds a block, but is not believed: the tokens are compared too. The index also remembers what it lost,
+    as many digests as it can hold blocks, so that a miss can be explained.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.by_block: dict[int, CachedBlock] = {}
+        self._by_digest: dict[bytes, CachedBlock] = {}
+        self._children: dict[bytes, dict[bytes, None]] = {}  # digest -> those of the blocks after it, oldest first
+        self._roots: dict[bytes, set[bytes]] = {}  # a first block's tokens -> its parents, one for each salt
+        self._evicted: dict[bytes, float] = {}  # digest -> when, oldest first
+        self._num_remembered = num_blocks
+
+    def __len__(self) -> int:
+        return len(self.by_block)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._by_digest
+
+    def find(self, digest: bytes, parent: bytes, tokens: bytes) -> int | None:
+        """The block with these tokens behind that parent."""
+        found = self._by_digest.get(digest)
+        return found.block if found is not None and found.tokens == tokens and found.parent == parent else None
+
+    def publish(self, block: int, digest: bytes, parent: bytes, tokens: bytes, *, first: bool) -> bool:
+        """Offer a full block for reuse. False, and nothing changes, where another one has that digest."""
+        if digest in self._by_digest:
+            return False
+        if block in self.by_block:
+            raise BadValue(f"block {block} is published twice, with different tokens")
+        cached = CachedBlock(block, digest, parent, tokens)
+        self._by_digest[digest] = self.by_block[block] = cached
+        self._children.setdefault(parent, {})[digest] = None
+        if first:
+            self._roots.setdefault(tokens, set()).add(parent)
+        self._evicted.pop(digest, None)
+        return True
+
+    def evict(self, block: int, now: float) -> CachedBlock:
+        """Forget a block whose memory is needed."""
+        cached = self.by_block.pop(block)
+        del self._by_digest[cached.digest]
+        siblings = self._children[cached.parent]
+        del siblings[cached.digest]
+        if not siblings:
+            del self._children[cached.parent]
+        roots = self._roots.get(cached.tokens, set())
+        roots.discard(cached.parent)
+        if not roots:
+            self._roots.pop(cached.tokens, None)
+        if len(self._evicted) >= self._num_remembered:
+            del self._evicted[next(iter(self._evicted))]
+        self._evicted[cached.digest] = now
+        return cached
+
+    def clear(self) -> None:
+        """Forget everything, also what was lost."""
+        for table in (self.by_block, self._by_digest, self._children, self._roots, self._evicted):
+            table.clear()
+
+    # --------------------------------------------------------------------------------------- why there is no block
+
+    def evicted_at(self, digest: bytes) -> float | None:
+        """When the block of that digest was evicted, if that is remembered."""
+        return self._evicted.get(digest)
+
+    def known_under_another_root(self, tokens: bytes, parent: bytes) -> bool:
+        """Whether these first tokens are cached, but under another salt."""
+        return any(root != parent for root in self._roots.get(tokens, ()))
+
+    def nearest(self, parent: bytes, tokens: bytes) -> int | None:
+        """How many tokens the blocks behind that parent have in common with these at most; None: there are none.
+
+        Only the latest blocks are looked at, so that no prompt is expensive to explain.
+        """
+        latest = islice(reversed(self._children.get(parent, {})), MAX_COMPARED)
+        return max((_common_tokens(self._by_digest[digest].tokens, tokens) for digest in latest), default=None)
+
+    def audit(self) -> None:
+        """Prove that all tables say the same. Raises BadValue where they do not."""
+        if self.by_block.keys() != {cached.block for cached in self._by_digest.values()}:
+            raise BadValue("the prefix index knows other blocks by id than by digest")
+        for block, cached in self.by_block.items():
+            if cached.block != block or self._by_digest.get(cached.digest) is not cached:
+                raise BadValue(f"block {block} stands in the prefix index under another id or digest")
+            if cached.digest not in self._children.get(cached.parent, ()):
+                raise BadValue(f"block {block} is not among the blocks after its parent")
+        if sum(map(len, self._children.values())) != len(self.by_block):
+            raise BadValue("the prefix index has children that are no blocks")
+
+
+def _common_tokens(a: bytes, b: bytes) -> int:
+    """Tokens before the first difference of two blocks of the same size."""
+    different = int.from_bytes(a, "little") ^ int.from_bytes(b, "little")
+    if different == 0:
+        return len(a) // TOKEN_SIZE
+    return ((different & -different).bit_length() - 1) // (8 * TOKEN_SIZE)

@@ -1,0 +1,123 @@
+"""quire generate: continue texts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire.cli.options import (
+    AsJson,
+    Backend,
+    BlockSize,
+    CacheMemory,
+    Device,
+    Dtype,
+    MaxModelLen,
+    Model,
+    NumBlocks,
+    fail,
+)
+from quire.errors import QuireError
+
+if TYPE_CHECKING:
+    from quire import LLM, SamplingParams
+    from quire.text import RequestOutput
+
+
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue; - reads one from stdin.")] = None,
+    file: Annotated[list[Path] | None, typer.Option(help="A file whose text is a prompt; may be repeated.")] = None,
+    model: Model = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 0.7,
+    seed: Annotated[int, typer.Option(help="Of the engine; the same seed gives the same text.")] = 0,
+    attention_backend: Backend = "auto",
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    max_model_len: MaxModelLen = None,
+    block_size: BlockSize = 16,
+    num_blocks: NumBlocks = None,
+    kv_cache_memory: CacheMemory = "50%",
+    as_json: AsJson = False,
+) -> None:
+    """Continue one or several texts. The text is printed as it comes, prompt after prompt."""
+    from quire import LLM, SamplingParams
+
+    try:
+        texts = _read_prompts(prompts or [], file or [])
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+        llm = LLM(
+            model,
+            dtype=dtype,
+            device=device,
+            attention_backend=attention_backend,
+            seed=seed,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_cache_memory=kv_cache_memory,
+        )
+        outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
+    except QuireError as error:
+        fail(error)
+    for output in outputs:
+        if output.outputs[0].error is not None:
+            fail(output.outputs[0].error)
+
+
+def _read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    for path in files:
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            fail(f"{path} cannot be read as text: {error}")
+    if not texts and not sys.stdin.isatty():
+        texts = [sys.stdin.read()]
+    if not any(texts):
+        fail('no prompt; give one, as in: quire generate "def fibonacci("')
+    return texts
+
+
+def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
+    outputs = llm.generate(texts, params)
+    for output in outputs:
+        sample = output.outputs[0]
+        record: dict[str, Any] = {
+            "prompt": output.prompt,
+            "text": sample.text,
+            "token_ids": sample.token_ids,
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+            "seed": sample.seed,
+        }
+        print(json.dumps(record))
+    return outputs
+
+
+def _print_text(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
+    """Print the prompts' texts in their order, each as it grows; later ones wait until those before have ended."""
+    if llm.tokenizer is None:
+        raise QuireError("this model has no tokenizer, so it cannot continue a text; use quire.LLM with token ids")
+    outputs: dict[str, RequestOutput] = {}
+    current, shown = 0, 0  # the prompt that is being printed, and how much of its text is
+    _write(texts[0])
+    for output in llm.stream(texts, params):
+        outputs[output.request_id] = output
+        while (now := outputs.get(str(current))) is not None:
+            _write(now.outputs[0].text[shown:])
+            shown = len(now.outputs[0].text)
+            if not now.finished:
+                break
+            current, shown = current + 1, 0
+            _write("\n" if current == len(texts) else f"\n\n{texts[current]}")
+    return list(outputs.values())
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,65 @@
+"""quire info: what this machine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire import __version__
+from quire.cli.options import row
+from quire.errors import QuireError
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig
+
+ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_bf16", "asimd", "bf16")
+
+
+def info() -> None:
+    """Show the version, the CPU's features, the backends, and the memory for the cache."""
+    import platform
+
+    import torch
+
+    from quire import ops
+    from quire.cache.storage import free_memory
+    from quire.config import EngineConfig
+    from quire.ops.cpu import native
+
+    config = EngineConfig()
+    free = free_memory()
+    row("quire", f"{__version__}, Python {platform.python_version()}, torch {torch.__version__}")
+    row("CPU", f"{torch.get_num_threads()} threads, {', '.join(_cpu_features()) or 'no vector extension known'}")
+    if native.unavailable() is None:
+        row("native kernels", f"{native.default().isa}, of {', '.join(native.runnable(native.library_path()))}")
+    row("CUDA", torch.cuda.get_device_name() if torch.cuda.is_available() else "none")
+    for name in ops.BACKENDS:
+        reason = ops.unavailable(name, "cpu")
+        row(f"backend {name}", "available" if reason is None else f"not available: {reason}")
+    row("backend auto", ops.load("auto").NAME)
+    row("free memory", "unknown" if free is None else f"{free / 2**30:.1f} GiB")
+    row("KV cache", _cache_size(config, free))
+
+
+def _cache_size(config: EngineConfig, free: int | None) -> str:
+    """What the KV cache of the embedded model would be with these options."""
+    from quire.cache.storage import bytes_per_block, choose_num_blocks
+    from quire.models import EMBEDDED, read_config
+
+    cache = config.cache
+    model, dtype = read_config(EMBEDDED)
+    block_bytes = bytes_per_block(model.groups, cache.block_size, model.num_kv_heads, model.head_dim, dtype)
+    try:
+        blocks = choose_num_blocks(cache, block_bytes, model.max_position_embeddings, config.max_num_seqs, free)
+    except QuireError as error:
+        return str(error)
+    return (
+        f"at most {cache.kv_cache_memory:.0%} of the free memory by default; for the embedded model {blocks} blocks of "
+        f"{cache.block_size} tokens, {block_bytes / 2**10:.0f} KiB each, {blocks * block_bytes / 2**20:.0f} MiB in all"
+    )
+
+
+def _cpu_features() -> list[str]:
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
+    return [flag for flag in ISA_FLAGS if flag in flags]

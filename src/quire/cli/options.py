@@ -1,0 +1,29 @@
+"""What several commands share: their options, and how they print."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+Model = Annotated[str | None, typer.Option(help="Directory or hub name. Default: the embedded model.")]
+Backend = Annotated[str, typer.Option("--attention-backend", "--attention", help="auto or a name from `quire info`.")]
+Device = Annotated[str, typer.Option(help="cpu, or cuda.")]
+Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence in tokens.")]
+BlockSize = Annotated[int, typer.Option(help="Tokens a KV block.")]
+NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; overrides --kv-cache-memory.")]
+CacheMemory = Annotated[str, typer.Option(help="Bytes (2GiB) or a share of the free memory (50%).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def row(name: str, value: str) -> None:
+    """Print one line of a table."""
+    print(f"{name:18s} {value}")
+
+
+def fail(reason: object) -> NoReturn:
+    """Say what is wrong and end with status 1."""
+    print(f"error: {reason}", file=sys.stderr)
+    raise typer.Exit(1)

@@ -1,0 +1,150 @@
+"""Beam search over one prompt: which beams live on, and which hypotheses are done.
+
+Tokens and scores only: whoever drives it computes the log-probabilities and forks the cache. The rules are those of
+transformers' `generate(num_beams=W, num_return_sequences=W, do_sample=False, early_stopping=False)`. The idea is
+Lowerre's (The HARPY Speech Recognition System, 1976); the length penalty is a power of the length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.errors import BadValue, RequestError, check_integer, check_number
+from quire.request import FinishReason
+
+MAX_BEAM_WIDTH = (
+    256  # a step ranks 2 * width**2 candidates or more; a bound, so that one request cannot stall the others
+)
+MAX_LENGTH_PENALTY = 10.0  # its power of any length stays far inside the range of floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """How to search. Names and defaults are vLLM's. Validated on construction: RequestError names the field."""
+
+    beam_width: int  # beams that live at a time, and hypotheses that are kept
+    max_tokens: int = 16
+    ignore_eos: bool = False  # go on past the model's end-of-sequence tokens
+    length_penalty: float = 1.0  # score = cumulative logprob / length**length_penalty: above 0 favours long hypotheses
+
+    def __post_init__(self) -> None:
+        check_integer(RequestError, "beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        check_integer(RequestError, "max_tokens", self.max_tokens, 1)
+        check_number(RequestError, "length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+
+
+@dataclass(frozen=True)
+class Beam:
+    """A continuation of the prompt that may still grow."""
+
+    tokens: tuple[int, ...]  # the generated ones
+    cumulative_logprob: float  # natural log, the sum over them
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A continuation of the prompt that has ended."""
+
+    tokens: tuple[int, ...]  # the generated ones, with the end-of-sequence token where that ended it
+    cumulative_logprob: float  # natural log, the sum over them
+    score: float  # cumulative_logprob / len(tokens)**length_penalty
+    finish_reason: FinishReason  # STOP or LENGTH
+
+
+class BeamSearch:
+    """The search for one prompt: `advance` it with each step's candidates until it is `done`.
+
+    Each step ranks all continuations of all live beams by cumulative logprob. Of the `num_candidates` best ones, those
+    that end become hypotheses if they are among the first beam_width, and the first beam_width of the others live on.
+    The beam_width hypotheses of the highest score are kept. The search is done at max_tokens, or once that many are
+    kept and the best live beam, scored at the length it has now, does not beat the worst of them.
+    """
+
+    def __init__(self, params: BeamSearchParams, max_tokens: int, eos: frozenset[int]) -> None:
+        """Start with one empty beam.
+
+        Args:
+            params: What the user asked for; its max_tokens is not looked at.
+            max_tokens: Tokens to generate at most: the user's wish, or fewer if the engine serves no longer sequence.
+            eos: The tokens that end a hypothesis, unless params say to ignore them.
+        """
+        check_integer(RequestError, "max_tokens", max_tokens, 1)
+        self.beams = [Beam((), 0.0)]  # the live ones, best first
+        self._width = params.beam_width
+        self._length_penalty = params.length_penalty
+        self._max_tokens = max_tokens
+        self._eos = frozenset() if params.ignore_eos else eos
+        self._hypotheses: list[Hypothesis] = []  # best first
+
+    @property
+    def num_candidates(self) -> int:
+        """Next tokens wanted of each live beam: enough for beam_width to go on even if every beam's EOS tokens lead."""
+        return max(2, 1 + len(self._eos)) * self._width
+
+    @property
+    def done(self) -> bool:
+        """Whether no beam lives any more."""
+        return not self.beams
+
+    def results(self) -> list[Hypothesis]:
+        """The hypotheses that ended so far, best first; at most beam_width."""
+        return list(self._hypotheses)
+
+    def advance(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, int]]:
+        """Extend the live beams by one token.
+
+        Equal continuations rank by token, then by beam; of equal hypotheses the earlier one ranks first.
+
+        Args:
+            candidates: For each live beam its `num_candidates` most probable next tokens with their natural
+                log-probabilities, or all tokens if there are fewer; those of -inf are impossible and left out.
+
+        Returns:
+            For each new live beam, best first: the index of its parent among the old ones, and its token. Fewer than
+            beam_width if there are no more possible tokens; none when done.
+
+        Raises:
+            BadValue: Not one entry for each live beam, or a log-probability is NaN.
+        """
+        if len(candidates) != len(self.beams):
+            raise BadValue(f"candidates has {len(candidates)} entries; {len(self.beams)} beams are live")
+        live: list[tuple[int, int]] = []
+        beams: list[Beam] = []
+        for rank, (parent, token, total) in enumerate(self._best(candidates)):
+            tokens = (*self.beams[parent].tokens, token)
+            if token in self._eos or len(tokens) == self._max_tokens:
+                if rank < self._width:
+                    reason = FinishReason.STOP if token in self._eos else FinishReason.LENGTH
+                    score = self._score(total, len(tokens))
+                    self._hypotheses.append(Hypothesis(tokens, total, score, reason))
+            elif len(beams) < self._width:
+                live.append((parent, token))
+                beams.append(Beam(tokens, total))
+        self._hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
+        del self._hypotheses[self._width :]
+        if beams and not self._can_improve(beams[0]):
+            live, beams = [], []
+        self.beams = beams
+        return live
+
+    def _best(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, int, float]]:
+        """The `num_candidates` best continuations of all beams: parent, token, cumulative logprob."""
+        continuations = []
+        for parent, (beam, pairs) in enumerate(zip(self.beams, candidates, strict=True)):
+            for token, logprob in pairs:
+                if math.isnan(logprob):
+                    raise BadValue(f"candidates[{parent}] has NaN as the log-probability of token {token}")
+                if logprob > -math.inf:
+                    continuations.append((parent, token, beam.cumulative_logprob + logprob))
+        return sorted(continuations, key=lambda c: (-c[2], c[1], c[0]))[: self.num_candidates]
+
+    def _can_improve(self, best: Beam) -> bool:
+        """Whether the best live beam, scored as it is now, would be among the results."""
+        if len(self._hypotheses) < self._width:
+            return True
+        return self._score(best.cumulative_logprob, len(best.tokens)) > self._hypotheses[-1].score
+
+    def _score(self, cumulative_logprob: float, length: int) -> float:
+        return cumulative_logprob / math.pow(length, self._length_penalty)
