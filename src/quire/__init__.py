@@ -1,6 +1,6 @@
 """Quire: paged attention for Python.
 
-    from quire import LLM, SamplingParams, ops
+    from quire import LLM, BeamSearchParams, SamplingParams, ops
 
 Names are imported when they are first used, so that `import quire` costs nothing.
 """
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire import ops
+    from quire.engine.beam import BeamSearchParams
     from quire.llm import LLM
     from quire.request import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__", "ops"]
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "__version__", "ops"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from quire.llm import LLM
 
         return LLM
+    if name == "BeamSearchParams":
+        from quire.engine.beam import BeamSearchParams
+
+        return BeamSearchParams
     if name == "SamplingParams":
         from quire.request import SamplingParams
 

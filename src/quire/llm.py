@@ -11,14 +11,24 @@ from typing import Any, TypeAlias, cast
 
 from quire import ops
 from quire.config import EngineConfig, engine_config
+from quire.engine.beam import BeamSearchParams
+from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine, build_engine
 from quire.errors import QuireError, RequestError, check_integer
 from quire.models import check_device, load_model, locate
 from quire.progress import progress_bar
-from quire.request import Request, SamplingParams
-from quire.text import CompletionOutput, OutputProcessor, RequestOutput, Tokenizer, find_tokenizer
+from quire.request import MAX_PRIORITY, Group, Request, SamplingParams
+from quire.text import (
+    BeamSearchOutput,
+    CompletionOutput,
+    OutputProcessor,
+    RequestOutput,
+    Tokenizer,
+    beam_sequences,
+    find_tokenizer,
+)
 
-# A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as vLLM has it.
+# A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as vLLM has it, both with a "cache_salt" if wanted.
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -50,18 +60,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; the results are in the prompts' order.
 
         prompts: one or a list of texts, lists of token ids, or {"prompt_token_ids": [...]}.
         sampling_params: one for all prompts or one each; None is SamplingParams().
         use_tqdm: show a progress bar, if standard error is a terminal.
+        priority: one for each prompt, the lower the sooner; for scheduling_policy="priority".
 
         Raises RequestError for a prompt that is invalid or can never fit; then nothing was computed. A prompt whose
         step failed has the finish_reason "error" and says why in its `error`; the others are not affected.
         """
         outputs: dict[str, RequestOutput] = {}
-        requests = self._requests(prompts, sampling_params)
+        requests = self._requests(prompts, sampling_params, priority)
         total = len({output.request_id for _, output in requests})
         with progress_bar("prompts", total) if use_tqdm else nullcontext(lambda: None) as advance:
             for output in self._run(requests):
@@ -74,12 +86,52 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Like `generate`, but yields an output whenever it has grown. It is the same object each time.
 
         Closing the iterator early takes the prompts back.
         """
-        yield from self._run(self._requests(prompts, sampling_params))
+        yield from self._run(self._requests(prompts, sampling_params, priority))
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Search each prompt for its most probable continuations; the results are in the prompts' order.
+
+        The sequences are those of transformers' `generate` with as many beams, best first. Beams share the blocks that
+        they have in common.
+
+        Raises RequestError for a prompt that is invalid or can never fit; then nothing was computed.
+        """
+        searches = []
+        for prompt in _listed(prompts):
+            text, tokens, salt = self._encoded(prompt)
+            driver = BeamDriver(self.engine, self._next_name(), tokens, params, salt)
+            driver.check()
+            searches.append((text, tokens, driver))
+        takers = {request_id: driver for _, _, driver in searches for request_id in driver.request_ids}
+        try:
+            for _, _, driver in searches:
+                driver.start()
+            while not all(driver.done for _, _, driver in searches):
+                events = self.engine.step()
+                list(self._processor.process(events))  # those of streams beside this call
+                for event in events:
+                    if event.request_id in takers:
+                        takers[event.request_id].take(event)
+        finally:
+            for _, _, driver in searches:
+                driver.stop()
+            if takers.keys() & self.engine.scheduler.requests.keys():
+                self._step()
+        return [
+            BeamSearchOutput(text, tokens, beam_sequences(tokens, driver.results(), self.tokenizer), driver.error)
+            for text, tokens, driver in searches
+        ]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all blocks that later prompts could reuse."""
+        self.engine.reset_prefix_cache()
 
     def _run(self, requests: list[tuple[Request, RequestOutput]]) -> Iterator[RequestOutput]:
         for request, _ in requests:
@@ -118,9 +170,15 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
     ) -> list[tuple[Request, RequestOutput]]:
         """A request for each sample of each prompt, with the output that it belongs to."""
         listed = _listed(prompts)
+        priorities = [0] * len(listed) if priority is None else list(priority)
+        if len(priorities) != len(listed):
+            raise RequestError(f"{len(listed)} prompts were given with {len(priorities)} priorities; give one each")
+        for i, value in enumerate(priorities):
+            check_integer(RequestError, f"priority[{i}]", value, -MAX_PRIORITY, MAX_PRIORITY)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             each = [sampling_params or SamplingParams()] * len(listed)
         else:
@@ -130,25 +188,35 @@ class LLM:
                 f"{len(listed)} prompts were given with {len(each)} sampling_params; give one for all, or one each"
             )
         requests = []
-        for prompt, sampling in zip(listed, each, strict=True):
-            text, tokens = self._encoded(prompt)
+        for prompt, sampling, place in zip(listed, each, priorities, strict=True):
+            text, tokens, salt = self._encoded(prompt)
             if sampling.stop_strings and self.tokenizer is None:
                 raise RequestError(
                     f"stop is {sampling.stop!r}; without a tokenizer only stop_token_ids can end a request"
                 )
-            name = str(self._num_prompts)
-            self._num_prompts += 1
+            name = self._next_name()
             output = RequestOutput(name, text, tokens, [CompletionOutput(i) for i in range(sampling.n)])
+            group = Group() if sampling.n > 1 else None
             for i in range(sampling.n):
                 own = sampling if i == 0 else replace(sampling, prompt_logprobs=None)  # the prompt is reported once
-                request = Request(f"{name}-{i}", array("i", tokens), len(tokens), own, sample_index=i)
+                request = Request(f"{name}-{i}", array("i", tokens), len(tokens), own, i, place, salt, group)
                 requests.append((request, output))
+                if group is not None:
+                    group.members.append(request)
         return requests
 
-    def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The prompt's text, if it has one, and its tokens."""
+    def _next_name(self) -> str:
+        self._num_prompts += 1
+        return str(self._num_prompts - 1)
+
+    def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+        """The prompt's text, if it has one, its tokens and its cache_salt."""
+        salt = ""
         if isinstance(prompt, Mapping):
-            keys = set(prompt)
+            salt = prompt.get("cache_salt", "")
+            if not isinstance(salt, str):
+                raise RequestError(f"cache_salt is {salt!r}; it must be a text")
+            keys = set(prompt) - {"cache_salt"}
             if keys == {"prompt_token_ids"}:
                 prompt = prompt["prompt_token_ids"]
             elif keys == {"prompt"}:
@@ -158,12 +226,12 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(f"{prompt[:40]!r} is a text, and this model has no tokenizer; give token ids")
-            return prompt, self.tokenizer.encode(prompt)
+            return prompt, self.tokenizer.encode(prompt), salt
         if not isinstance(prompt, Sequence):
             raise RequestError(f"a prompt is a {type(prompt).__name__}; give a text or a list of token ids")
         for i, token in enumerate(prompt):
             check_integer(RequestError, f"prompt token {i}", token, 0, 2**31 - 1)
-        return None, [int(token) for token in prompt]
+        return None, [int(token) for token in prompt], salt
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -13,6 +13,7 @@ from quire.errors import RequestError, check_integer, check_number
 NoneType = type(None)
 MAX_N = 16_384  # samples of one prompt; a bound, so that one request cannot exhaust the host
 MAX_SEED = 2**63 - 1
+MAX_PRIORITY = 2**31 - 1
 SMALLEST, LARGEST = 1e-6, 1e6  # of factors: both far inside the range of fp32
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from quire.engine.beam import Hypothesis
 from quire.engine.engine import Engine
 from quire.errors import ModelError
-from quire.request import Event, FinishReason, Request, SamplingParams, TokenLogprobs
+from quire.request import Event, FinishReason, PrefixReport, Request, SamplingParams, TokenLogprobs
 
 REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
 MAX_CHARACTER_TOKENS = 4  # a character takes at most 4 bytes, and a token holds at least one
@@ -137,6 +138,12 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token, which nothing precedes
+    prefix_report: PrefixReport | None = None  # what the prefix cache had; None until it runs
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens whose K and V were in the prefix cache; None until the prompt runs."""
+        return None if self.prefix_report is None else self.prefix_report.num_cached
 
     @property
     def finished(self) -> bool:
@@ -144,10 +151,48 @@ class RequestOutput:
         return all(output.finished for output in self.outputs)
 
 
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """One sequence that a beam search found."""
+
+    tokens: list[int]  # prompt included
+    text: str | None  # of all of these; None without a tokenizer
+    cum_logprob: float  # of the generated tokens
+    score: float  # cum_logprob / number of generated tokens ** length_penalty
+    finish_reason: str  # "stop" or "length"
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """One prompt and what a beam search found, best first."""
+
+    prompt: str | None  # None where token ids were given
+    prompt_token_ids: list[int]
+    sequences: list[BeamSearchSequence]
+    error: str | None = None  # what failed; then there may be no sequence
+
+
+def beam_sequences(
+    prompt: Sequence[int], found: Sequence[Hypothesis], tokenizer: Tokenizer | None
+) -> list[BeamSearchSequence]:
+    """The hypotheses behind their prompt, with text."""
+    return [
+        BeamSearchSequence(
+            tokens := [*prompt, *hypothesis.tokens],
+            None if tokenizer is None else tokenizer.decode(tokens),
+            hypothesis.cumulative_logprob,
+            hypothesis.score,
+            hypothesis.finish_reason.value,
+        )
+        for hypothesis in found
+    ]
+
+
 @dataclass
 class _Sample:
     """A running request's place in its output."""
 
+    source: Request
     request: RequestOutput
     output: CompletionOutput
     sampling: SamplingParams
@@ -177,13 +222,15 @@ class OutputProcessor:
             if self._tokenizer
             else None
         )
-        self._samples[request.id] = _Sample(output, sample, sampling, detokenizer)
+        self._samples[request.id] = _Sample(request, output, sample, sampling, detokenizer)
 
     def process(self, events: Sequence[Event]) -> Iterator[RequestOutput]:
         """Take in a step's events; each output that they change, once an event."""
         for event in events:
             sample = self._samples.get(event.request_id)
             if sample is not None:  # else a stop string has ended it
+                if sample.request.prefix_report is None:
+                    sample.request.prefix_report = sample.source.prefix_report
                 self._process_event(sample, event)
                 if sample.output.finished:
                     del self._samples[event.request_id]

@@ -1,76 +1,283 @@
-"""BlockManager: growth on demand, several groups, usage and audit."""
+"""BlockManager: growth on demand, sharing, copies on write, swapping, usage and audit."""
 
 from array import array
 
 import pytest
 
-from quire.cache.manager import BlockManager, CacheGroup
-from quire.errors import BadValue
-from quire.request import Request, SamplingParams
+from quire.cache.audit import audit
+from quire.cache.manager import BlockManager, CacheGroup, Move
+from quire.errors import BadValue, OutOfBlocks
+from quire.request import Group, Request, SamplingParams
 
 GROUPS = {"one group": (CacheGroup((0, 1)),), "two groups": (CacheGroup((0,)), CacheGroup((1,), window=8))}
+ONE = GROUPS["one group"]
 
 
-def request(name: str = "r") -> Request:
-    return Request(name, array("i", [1]), 1, SamplingParams())
+def started(manager: BlockManager, tokens: list[int], name: str = "r") -> Request:
+    """A request that has what the cache gave it, and nothing else yet."""
+    request = Request(name, array("i", tokens), len(tokens), SamplingParams())
+    request.group = Group([request])
+    manager.admit(request, manager.match(request))
+    return request
+
+
+def computed(manager: BlockManager, tokens: list[int], name: str = "r", copies: list[Move] | None = None) -> Request:
+    """A request all of whose tokens are computed."""
+    request = started(manager, tokens, name)
+    compute(manager, request, copies)
+    return request
+
+
+def compute(manager: BlockManager, request: Request, copies: list[Move] | None = None) -> None:
+    assert manager.grow(request, len(request.tokens), [] if copies is None else copies)
+    manager.advance(request, request.num_missing)
+
+
+def forked(manager: BlockManager, parent: Request, token: int, name: str) -> Request:
+    child = Request(name, parent.tokens + array("i", [token]), parent.num_prompt, SamplingParams(), group=parent.group)
+    parent.group.members.append(child)
+    manager.fork(parent, child)
+    return child
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_a_request_owns_exactly_the_blocks_it_needs(groups: tuple[CacheGroup, ...], block_size: int) -> None:
-    manager, r = BlockManager(groups, 40, block_size, 8), request()
+    manager = BlockManager(groups, 40, block_size, 8)
+    r = started(manager, [1] * 40)
     for num_tokens in range(1, 40):
-        assert manager.grow(r, num_tokens)
-        r.num_computed = num_tokens
-        manager.trim(r)
+        assert manager.grow(r, num_tokens, [])
+        manager.advance(r, 1)
         assert [len(table) for table in r.block_ids] == [-(-num_tokens // block_size)] * len(groups)
         usage = manager.usage([r])
         given_back = sum(r.num_given_back) * block_size
         assert usage.filled_slots == num_tokens * len(groups) - given_back
         assert 0 <= usage.wasted_slots < block_size * len(groups)  # at most one partly filled block a group
-        manager.audit([r])
+        audit(manager, [r])
     manager.release(r)
     assert manager.usage([]).used_blocks == 0
-    manager.audit([r])
+    audit(manager, [r])
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_growth_that_does_not_fit_takes_nothing(groups: tuple[CacheGroup, ...]) -> None:
-    manager, a, b = BlockManager(groups, 4, 2, 8), request("a"), request("b")
-    assert manager.grow(a, 5)
-    assert not manager.grow(b, 3)
-    assert b.block_ids == []
-    assert manager.usage([a]).used_blocks == 3 * len(groups)
-    assert manager.grow(b, 2)
-    manager.audit([a, b])
+    manager = BlockManager(groups, 4, 2, 8)
+    a, b = started(manager, [1] * 5, "a"), started(manager, [2] * 3, "b")
+    assert manager.grow(a, 5, [])
+    assert not manager.grow(b, 3, [])
+    assert [len(table) for table in b.block_ids] == [0] * len(groups)
+    assert manager.usage([a, b]).used_blocks == 3 * len(groups)
+    assert manager.grow(b, 2, [])
+    audit(manager, [a, b])
 
 
 def test_the_seeds_block_counts() -> None:
     """150, 500 and 2,000 tokens in blocks of 16."""
-    manager = BlockManager(GROUPS["one group"], 1, 16, 8)
+    manager = BlockManager(ONE, 1, 16, 8)
     assert [manager.blocks_for(n) for n in (0, 1, 15, 16, 17, 150, 500, 2000)] == [0, 1, 1, 1, 2, 10, 32, 125]
 
 
+class TestForks:
+    def test_the_seeds_three_beams_take_6_blocks_and_not_12(self) -> None:
+        manager = BlockManager(ONE, 12, 4, 99)
+        copies: list[Move] = []
+        beams = [computed(manager, list(range(12)), "beam 1")]
+        beams += [forked(manager, beams[0], token, f"beam {token}") for token in (2, 3)]
+        beams[0].tokens.append(1)
+        usage = manager.usage(beams)
+        assert (usage.used_blocks, usage.logical_blocks) == (3, 9)
+        for beam in beams:
+            compute(manager, beam, copies)
+        usage = manager.usage(beams)
+        assert (usage.used_blocks, usage.logical_blocks) == (6, 12)
+        assert usage.shared_slots == 6 * 4
+        assert usage.wasted_slots == 3 * 3
+        assert copies == []  # the shared blocks are full: nobody writes into them
+        assert [manager.pools[0].ref_counts[b] for b in beams[0].block_ids[0]] == [3, 3, 3, 1]
+        audit(manager, beams)
+
+    def test_a_partly_filled_last_block_is_copied_for_each_beam_but_the_last(self) -> None:
+        manager = BlockManager(ONE, 12, 4, 99)
+        copies: list[Move] = []
+        beams = [computed(manager, list(range(10)), "beam 1")]
+        beams += [forked(manager, beams[0], token, f"beam {token}") for token in (2, 3)]
+        beams[0].tokens.append(1)
+        open_block = beams[0].block_ids[0][2]
+        for beam in beams:
+            compute(manager, beam, copies)
+        assert copies == [Move(0, open_block, beams[0].block_ids[0][2]), Move(0, open_block, beams[1].block_ids[0][2])]
+        assert beams[2].block_ids[0][2] == open_block  # nobody else has it any more
+        assert manager.usage(beams).used_blocks == 2 + 3
+        compute_again = len(copies)
+        for beam in beams:
+            beam.tokens.append(7)
+            compute(manager, beam, copies)
+        assert len(copies) == compute_again
+        audit(manager, beams)
+
+    def test_blocks_return_when_their_last_owner_ends(self) -> None:
+        manager = BlockManager(ONE, 12, 4, 99)
+        parent = computed(manager, list(range(10)), "parent")
+        child = forked(manager, parent, 5, "child")
+        manager.release(parent)
+        assert manager.usage([child]).used_blocks == 3
+        audit(manager, [child])
+        manager.release(child)
+        assert manager.pools[0].num_free == 12
+
+    def test_a_copy_needs_a_free_block(self) -> None:
+        manager = BlockManager(ONE, 3, 4, 99)
+        copies: list[Move] = []
+        parent = computed(manager, list(range(10)), "parent")
+        child = forked(manager, parent, 5, "child")
+        assert not manager.grow(child, 11, copies)
+        assert copies == []
+        manager.release(parent)
+        assert manager.grow(child, 11, copies)
+        assert copies == []
+
+    def test_a_child_that_begins_with_the_prompt_computes_its_last_row_and_writes_nothing(self) -> None:
+        manager = BlockManager(GROUPS["two groups"], 12, 4, 99)
+        parent = started(manager, list(range(10)), "parent")
+        assert manager.grow(parent, 10, [])
+        child = Request("child", array("i", range(10)), 10, SamplingParams(), group=parent.group)
+        manager.fork(parent, child)
+        manager.advance(parent, 10)
+        assert (child.num_computed, child.num_cached) == (9, 10)
+        copies: list[Move] = []
+        assert manager.grow(child, 10, copies)
+        assert copies == []
+        manager.advance(child, 1)
+        audit(manager, [parent, child])
+
+
+class TestSwapping:
+    def test_siblings_share_on_the_host_what_they_share_on_the_device(self) -> None:
+        manager = BlockManager(ONE, 12, 4, 99, num_host_blocks=5)
+        beams = [computed(manager, list(range(10)), "beam 1")]
+        beams.append(forked(manager, beams[0], 2, "beam 2"))
+        compute(manager, beams[1])
+        moves = manager.swap_out(beams)
+        assert moves is not None
+        assert len(moves) == 4
+        assert manager.pools[0].num_free == 12
+        assert manager.host_pools[0].num_free == 1
+        assert manager.usage(beams).host_blocks == 4
+        audit(manager, beams)
+        [other] = [started(manager, list(range(100, 148)), "other")]  # takes all blocks, so that nothing stays cached
+        assert manager.grow(other, 48, [])
+        manager.release(other)
+        moves = manager.swap_in(beams)
+        assert len(moves) == 4
+        assert manager.usage(beams).used_blocks == 4
+        assert manager.host_pools[0].num_free == 5
+        audit(manager, beams)
+
+    def test_what_still_stands_in_the_cache_is_shared_and_not_moved(self) -> None:
+        manager = BlockManager(ONE, 12, 4, 99, num_host_blocks=5)
+        r = computed(manager, list(range(10)))
+        assert manager.swap_out([r]) is not None
+        before = manager.needed_to_swap_in([r])
+        other = computed(manager, list(range(9)), "other")
+        assert manager.needed_to_swap_in([r]) == [before[0] - 2]  # the other holds them
+        assert [(move.src, move.dst) for move in manager.swap_in([r])] == [(2, r.block_ids[0][2])]
+        assert r.block_ids[0][:2] == other.block_ids[0][:2]
+        audit(manager, [r, other])
+
+    def test_a_full_host_does_nothing(self) -> None:
+        manager = BlockManager(ONE, 12, 4, 99, num_host_blocks=2)
+        r = computed(manager, list(range(10)))
+        assert manager.swap_out([r]) is None
+        assert manager.host_pools[0].num_free == 2
+        audit(manager, [r])
+
+    def test_release_gives_host_blocks_back(self) -> None:
+        manager = BlockManager(GROUPS["two groups"], 12, 4, 99, num_host_blocks=9)
+        r = computed(manager, list(range(20)))
+        manager.swap_out([r])
+        manager.release(r)
+        assert all(pool.num_used == 0 for pool in (*manager.pools, *manager.host_pools))
+        assert (r.num_computed, r.host_block_ids) == (0, [])
+
+    def test_the_last_release_of_a_shared_host_block_counts(self) -> None:
+        manager = BlockManager(ONE, 12, 4, 99, num_host_blocks=9)
+        a = computed(manager, list(range(10)), "a")
+        b = forked(manager, a, 2, "b")
+        manager.swap_out([a, b])
+        manager.release(a)
+        assert manager.host_pools[0].num_used == 3
+        audit(manager, [a, b])
+        manager.release(b)
+        assert manager.host_pools[0].num_used == 0
+
+
+@pytest.mark.parametrize("which", ["pools", "host_pools"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_allocation_that_fails_has_taken_nothing(which: str, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In either of two groups, while growing, swapping out and swapping in."""
+    manager = BlockManager(GROUPS["two groups"], 12, 4, 99, num_host_blocks=9)
+    r = computed(manager, list(range(10)))
+
+    def broken(count: int) -> array:  # type: ignore[type-arg]
+        raise OutOfBlocks("injected")
+
+    r.tokens.extend(range(20))
+    monkeypatch.setattr(getattr(manager, which)[failing], "allocate", broken)
+    if which == "host_pools":
+        with pytest.raises(OutOfBlocks, match="injected"):
+            manager.swap_out([r])
+    else:
+        with pytest.raises(OutOfBlocks, match="injected"):
+            manager.grow(r, 30, [])
+        audit(manager, [r])
+        assert manager.swap_out([r]) is not None
+        with pytest.raises(OutOfBlocks, match="injected"):
+            manager.swap_in([r])
+    audit(manager, [r])
+    monkeypatch.undo()
+    if r.host_block_ids:
+        manager.swap_in([r])
+    assert manager.grow(r, 30, [])
+    audit(manager, [r])
+
+
 def test_audit_sees_a_request_with_too_few_blocks() -> None:
-    manager, r = BlockManager(GROUPS["one group"], 4, 2, 8), request()
-    manager.grow(r, 2)
+    manager = BlockManager(ONE, 4, 2, 8)
+    r = computed(manager, [1, 2])
     r.num_computed = 3
     with pytest.raises(BadValue, match="request r has computed 3 tokens, but owns 1 blocks of 2 in cache group 0"):
-        manager.audit([r])
+        audit(manager, [r])
+
+
+def test_audit_sees_a_reusable_block_with_other_tokens() -> None:
+    manager = BlockManager(ONE, 4, 2, 8)
+    r = computed(manager, [1, 2])
+    r.tokens[0] = 5
+    with pytest.raises(BadValue, match="block 0 is reusable for other tokens than those of its owner, request r"):
+        audit(manager, [r])
+
+
+def test_audit_sees_an_open_block_that_strangers_share() -> None:
+    manager = BlockManager(ONE, 4, 4, 8)
+    a = computed(manager, [1, 2], "a")
+    b = forked(manager, a, 3, "b")
+    a.group = None
+    with pytest.raises(BadValue, match="block 0 of request a is shared, but neither full nor a sibling's"):
+        audit(manager, [a, b])
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 8, 16])
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 40])
 def test_a_windowed_group_gives_back_what_no_later_row_sees(block_size: int, window: int) -> None:
     groups = (CacheGroup((0,)), CacheGroup((1,), window))
-    manager, r = BlockManager(groups, 100, block_size, max_growth=5), request()
+    manager = BlockManager(groups, 100, block_size, max_growth=5)
+    r = started(manager, [1] * 100)
     while r.num_computed < 90:
         step = 1 + r.num_computed % 5
-        assert manager.grow(r, r.num_computed + step)
+        assert manager.grow(r, r.num_computed + step, [])
         assert len(manager.owned(r, 1)) <= manager.most_blocks(90 + 5, 5, groups[1])
-        r.num_computed += step
-        manager.trim(r)
-        manager.audit([r])
+        manager.advance(r, step)
+        audit(manager, [r])
         first_key = max(0, r.num_computed - window + 1)  # that the next row sees
         assert r.num_given_back == [0, first_key // block_size]
         assert len(manager.owned(r, 0)) == -(-r.num_computed // block_size)
@@ -84,13 +291,11 @@ def test_a_windowed_group_gives_back_what_no_later_row_sees(block_size: int, win
 
 
 def test_audit_sees_blocks_given_back_too_early() -> None:
-    manager, r = BlockManager((CacheGroup((0,), window=4),), 9, 2, 8), request()
-    manager.grow(r, 10)
-    r.num_computed = 8
-    manager.trim(r)
+    manager = BlockManager((CacheGroup((0,), window=4),), 9, 2, 8)
+    r = computed(manager, list(range(8)))
     assert r.num_given_back == [2]
-    manager.audit([r])
-    manager.pools[0].release(r.block_ids[0][2:3])
+    audit(manager, [r])
+    manager.pools[0].release(r.block_ids[0][2:3], manager.indexes[0].by_block)
     r.num_given_back = [3]
     with pytest.raises(BadValue, match=r"gave 3 blocks of 2 back .* sees the keys from 5 on"):
-        manager.audit([r])
+        audit(manager, [r])

@@ -11,12 +11,26 @@ from quire.cache.pool import BlockPool
 from quire.errors import BadValue, OutOfBlocks
 
 
-def test_blocks_come_in_the_order_in_which_they_were_freed() -> None:
-    pool = BlockPool(4)
-    assert pool.allocate(3).tolist() == [0, 1, 2]
-    pool.release([2])
-    pool.release([0, 1])
-    assert pool.allocate(4).tolist() == [3, 2, 0, 1]
+def test_blocks_worth_keeping_are_reused_last_and_in_the_order_in_which_they_were_freed() -> None:
+    pool = BlockPool(6)
+    assert pool.allocate(5).tolist() == [0, 1, 2, 3, 4]
+    pool.release([2, 3], keep={2})
+    pool.release([0, 1], keep={0, 1})
+    assert pool.allocate(5).tolist() == [3, 5, 2, 0, 1]
+
+
+def test_what_nobody_will_reuse_goes_first() -> None:
+    pool = BlockPool(3)
+    pool.release(pool.allocate(3), keep={0, 1, 2})
+    pool.drop([1])
+    assert pool.allocate(3).tolist() == [1, 0, 2]
+
+
+def test_audit_sees_an_empty_block_behind_one_worth_keeping() -> None:
+    pool = BlockPool(2)
+    pool.audit([], keep={1})
+    with pytest.raises(BadValue, match="can be reused stands before an empty one"):
+        pool.audit([], keep={0})
 
 
 def test_a_shared_block_is_free_only_after_its_last_owner() -> None:
@@ -69,7 +83,9 @@ def test_audit_finds_every_kind_of_wrong_book() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random allocations, shares and releases against a plain list as the model."""
+    """Random allocations, shares and releases against a plain list as the model. The odd blocks are worth keeping."""
+
+    KEEP = frozenset({1, 3, 5})
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,9 +114,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         block = self.owned.pop(data.draw(st.integers(0, len(self.owned) - 1)))
-        self.pool.release([block])
+        self.pool.release([block], self.KEEP)
         if block not in self.owned:
-            self.free.append(block)
+            self.free.insert(len(self.free) if block in self.KEEP else 0, block)
 
     @invariant()
     def agrees(self) -> None:

@@ -185,14 +185,14 @@ class Scheduler:
     def fork(self, parent: Request, child: Request) -> None:
         """Let the child, new or a sibling that gives up what it had, go on from the parent, whose tokens it has.
 
-        All of the parent's tokens are computed, or it was preempted since; then the child is computed anew, too.
+        Where the parent's tokens are not all in the cache, as it was preempted, the child is computed anew, too.
         """
         if child.id not in self.requests:
             self._register(child)
         seated = bool(child.block_ids)
         self._leave(child)
         child.digests = []
-        if parent.block_ids and (seated or len(self.running) < self.max_num_seqs):
+        if parent.block_ids and parent.num_missing == 0 and (seated or len(self.running) < self.max_num_seqs):
             self.manager.fork(parent, child)
             insort(self.running, child, key=PLACE)
         else:

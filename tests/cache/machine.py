@@ -1,0 +1,218 @@
+"""Random operations on a BlockManager beside a memory that holds, in every slot, the token that was written there.
+
+Whatever the manager does, each request must read its own tokens through its tables. The memory follows the manager's
+moves and nothing else, so a block that is given out too early, shared while it is written, or found under the wrong
+tokens shows at once.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+from quire.cache.audit import audit
+from quire.cache.manager import BlockManager, CacheGroup, Move
+from quire.request import Group, Request, SamplingParams
+
+GROUPS = (
+    (CacheGroup((0,)),),
+    (CacheGroup((0,)), CacheGroup((1,), window=6)),
+    (CacheGroup((0,), window=9),),
+)
+EMPTY = -1
+PARAMS = SamplingParams()
+
+
+class Machine:
+    """A manager, the requests there are, and the memory."""
+
+    def __init__(
+        self, groups: tuple[CacheGroup, ...], num_blocks: int, block_size: int, num_host_blocks: int, caching: bool
+    ) -> None:
+        self.manager = BlockManager(
+            groups, num_blocks, block_size, 8, num_host_blocks=num_host_blocks, enable_prefix_caching=caching
+        )
+        self.size = block_size
+        self.memory = [[[EMPTY] * block_size for _ in range(num_blocks)] for _ in groups]
+        self.host = [[[EMPTY] * block_size for _ in range(num_host_blocks)] for _ in groups]
+        self.running: list[Request] = []
+        self.swapped: list[list[Request]] = []  # units
+        self.count = 0
+        self.seen: dict[str, int] = {}  # how often each thing happened
+
+    @property
+    def requests(self) -> list[Request]:
+        return self.running + [request for unit in self.swapped for request in unit]
+
+    def happened(self, what: str, times: int = 1) -> None:
+        self.seen[what] = self.seen.get(what, 0) + times
+
+    # ------------------------------------------------------------------------------------------- operations
+
+    def add(self, family: int, length: int, salt: str = "") -> None:
+        """A request whose tokens begin as those of its family do, if there is room for it."""
+        rng = random.Random(family)
+        tokens = array("i", (rng.randrange(4) for _ in range(length)))
+        request = Request(f"r{self.count}", tokens, length, PARAMS, cache_salt=salt)
+        request.group = Group([request])
+        request.place = (self.count, self.count, self.count)
+        self.count += 1
+        match = self.manager.match(request)
+        if self.manager.has_free(self.manager.needed(request, match)):
+            self.manager.admit(request, match)
+            self.happened("hit", match.num_blocks > 0)
+            self.running.append(request)
+            self.compute(request, 8)
+
+    def append(self, request: Request, token: int) -> None:
+        request.tokens.append(token)
+
+    def compute(self, request: Request, most: int) -> None:
+        """Compute up to that many of the request's tokens, if there is room for them."""
+        num_new = min(request.num_missing, most)
+        copies: list[Move] = []
+        if num_new == 0 or not self.manager.grow(request, request.num_computed + num_new, copies):
+            self.happened("short", num_new > 0)
+            return
+        for move in copies:
+            self.memory[move.group][move.dst] = list(self.memory[move.group][move.src])
+        self.happened("copied", len(copies))
+        for g, table in enumerate(request.block_ids):
+            memory, pool = self.memory[g], self.manager.pools[g]
+            for at in range(max(request.num_computed, request.num_cached), request.num_computed + num_new):
+                block = table[at // self.size]
+                if pool.ref_counts[block] != 1:
+                    raise AssertionError(f"block {block} is written, and {pool.ref_counts[block]} own it")
+                memory[block][at % self.size] = request.tokens[at]
+        self.manager.advance(request, num_new)
+        self.check(request)
+
+    def fork(self, parent: Request) -> None:
+        """A sibling that goes on from here, if all of the parent's tokens are computed."""
+        if parent.num_missing == 0:
+            child = Request(f"r{self.count}", parent.tokens + array("i", [self.count % 4]), 1, PARAMS)
+            child.group, child.cache_salt, child.place = parent.group, parent.cache_salt, parent.place
+            self.count += 1
+            parent.group.members.append(child)
+            self.manager.fork(parent, child)
+            self.running.append(child)
+            self.happened("forked")
+            self.check(child)
+
+    def release(self, request: Request) -> None:
+        self.manager.release(request)
+        self.running.remove(request)
+        request.group.members.remove(request)
+
+    def swap_out(self, request: Request) -> None:
+        """Move the request and its running siblings to the host, if they fit there."""
+        unit = [member for member in request.group.members if member.block_ids]
+        moves = self.manager.swap_out(unit)
+        self.happened("host full", moves is None)
+        if moves is not None:
+            for move in moves:
+                self.host[move.group][move.dst] = list(self.memory[move.group][move.src])
+            self.running = [request for request in self.running if request not in unit]
+            self.swapped.append(unit)
+            self.happened("swapped out")
+
+    def swap_in(self, at: int) -> None:
+        """Bring a unit back, if there is room."""
+        unit = self.swapped[at]
+        if self.manager.has_free(self.manager.needed_to_swap_in(unit)):
+            hosts = sum(len({h for r in unit for h in r.host_block_ids[g]}) for g in range(len(self.memory)))
+            moves = self.manager.swap_in(unit)
+            for move in moves:
+                self.memory[move.group][move.dst] = list(self.host[move.group][move.src])
+            del self.swapped[at]
+            self.running += unit
+            self.happened("swapped in")
+            self.happened("found again", hosts - len(moves))
+            for request in unit:
+                self.check(request)
+
+    def drop(self, at: int) -> None:
+        """End a swapped unit."""
+        for request in self.swapped.pop(at):
+            self.manager.release(request)
+            request.group.members.remove(request)
+
+    # ----------------------------------------------------------------------------------------------- checks
+
+    def check(self, request: Request) -> None:
+        """The request reads its own tokens, as far back as its next row sees."""
+        stored = max(request.num_computed, request.num_cached)
+        for g, (group, table) in enumerate(zip(self.manager.groups, request.block_ids, strict=True)):
+            memory = self.memory[g]
+            first = 0 if group.window is None else max(0, request.num_computed - group.window + 1)
+            for at in range(first, stored):
+                if memory[table[at // self.size]][at % self.size] != request.tokens[at]:
+                    raise AssertionError(f"{request.id} reads a wrong token at {at} in group {g}")
+
+    def audit(self) -> None:
+        audit(self.manager, self.requests)
+        for request in self.running:
+            self.check(request)
+
+    def step(self, rng: random.Random) -> None:
+        """One random operation."""
+        kind, running = rng.random(), self.running
+        if not running or kind < 0.12:
+            self.add(rng.randrange(6), rng.randint(1, 30), rng.choice(("", "", "", "other")))
+        elif kind < 0.70:
+            request = running[int(rng.random() * len(running))]
+            if request.num_missing == 0:
+                request.tokens.append(int(rng.random() * 4))
+            self.compute(request, 1 + int(rng.random() * 8))
+        elif kind < 0.78:
+            self.fork(rng.choice(running))
+        elif kind < 0.90:
+            self.release(rng.choice(running))
+        elif kind < 0.95 and not self.swapped:
+            self.swap_out(rng.choice(running))
+        elif self.swapped:
+            (self.swap_in if rng.random() < 0.8 else self.drop)(rng.randrange(len(self.swapped)))
+        elif kind > 0.9995:
+            self.manager.reset_prefix_cache()
+            self.happened("reset")
+
+    def end(self) -> None:
+        """Give everything back: the pools are as full as they were."""
+        while self.swapped:
+            self.drop(0)
+        while self.running:
+            self.release(self.running[-1])
+        self.audit()
+        for pool in (*self.manager.pools, *self.manager.host_pools):
+            assert pool.num_free == pool.num_blocks
+
+
+def machine(seed: int) -> Machine:
+    """A machine with random sizes; its pool is short of blocks most of the time."""
+    rng = random.Random(seed)
+    num_blocks, block_size = rng.choice([5, 12, 30, 60]), rng.choice([1, 2, 4, 5])
+    return Machine(GROUPS[seed % 3], num_blocks, block_size, rng.choice([3, 10, 60]), rng.random() < 0.8)
+
+
+def operate(seed: int, steps: int, audit_every: int) -> Machine:
+    """That many random operations, with an audit now and then and at the end."""
+    state, rng = machine(seed), random.Random(seed)
+    for i in range(steps):
+        state.step(rng)
+        if i % audit_every == 0:
+            state.audit()
+    state.end()
+    return state
+
+
+if __name__ == "__main__":  # python -m tests.cache.machine FIRST_SEED SEEDS STEPS
+    import sys
+    import time
+
+    first, seeds, steps = map(int, sys.argv[1:])
+    started = time.perf_counter()
+    totals: dict[str, int] = {}
+    for seed in range(first, first + seeds):
+        for what, times in operate(seed, steps, 5_000).seen.items():
+            totals[what] = totals.get(what, 0) + times
+    print(f"{seeds * steps:,} operations, 0 violations, {time.perf_counter() - started:.0f} s: {totals}")

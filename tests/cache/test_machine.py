@@ -1,0 +1,92 @@
+"""The block manager under random operations: every request always reads its own tokens, and every audit holds."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.cache.machine import GROUPS, Machine, operate
+
+SEEDS, STEPS = 40, 25_000  # a million operations
+
+PICK = st.integers(0, 10_000)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """The same operations, chosen and shrunk by hypothesis, with an audit after each."""
+
+    @initialize(
+        groups=st.sampled_from(GROUPS),
+        num_blocks=st.integers(1, 24),
+        block_size=st.integers(1, 5),
+        num_host_blocks=st.integers(0, 12),
+        caching=st.booleans(),
+    )
+    def start(self, groups, num_blocks: int, block_size: int, num_host_blocks: int, caching: bool) -> None:
+        self.state = Machine(groups, num_blocks, block_size, num_host_blocks, caching)
+
+    @rule(family=st.integers(0, 3), length=st.integers(1, 20), salt=st.sampled_from(["", "other"]))
+    def add(self, family: int, length: int, salt: str) -> None:
+        self.state.add(family, length, salt)
+
+    @precondition(lambda self: self.state.running)
+    @rule(pick=PICK, token=st.integers(0, 3))
+    def append(self, pick: int, token: int) -> None:
+        self.state.append(self.state.running[pick % len(self.state.running)], token)
+
+    @precondition(lambda self: self.state.running)
+    @rule(pick=PICK, most=st.integers(1, 8))
+    def compute(self, pick: int, most: int) -> None:
+        self.state.compute(self.state.running[pick % len(self.state.running)], most)
+
+    @precondition(lambda self: self.state.running)
+    @rule(pick=PICK)
+    def fork(self, pick: int) -> None:
+        self.state.fork(self.state.running[pick % len(self.state.running)])
+
+    @precondition(lambda self: self.state.running)
+    @rule(pick=PICK)
+    def release(self, pick: int) -> None:
+        self.state.release(self.state.running[pick % len(self.state.running)])
+
+    @precondition(lambda self: self.state.running)
+    @rule(pick=PICK)
+    def swap_out(self, pick: int) -> None:
+        self.state.swap_out(self.state.running[pick % len(self.state.running)])
+
+    @precondition(lambda self: self.state.swapped)
+    @rule(pick=PICK)
+    def swap_in(self, pick: int) -> None:
+        self.state.swap_in(pick % len(self.state.swapped))
+
+    @precondition(lambda self: self.state.swapped)
+    @rule(pick=PICK)
+    def drop(self, pick: int) -> None:
+        self.state.drop(pick % len(self.state.swapped))
+
+    @rule()
+    def reset(self) -> None:
+        self.state.manager.reset_prefix_cache()
+
+    @invariant()
+    def audit(self) -> None:
+        if hasattr(self, "state"):
+            self.state.audit()
+
+    def teardown(self) -> None:
+        if hasattr(self, "state"):
+            self.state.end()
+
+
+ManagerMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+TestManagerMachine = ManagerMachine.TestCase
+
+
+@pytest.mark.parametrize("shard", range(4))
+def test_a_million_operations(shard: int) -> None:
+    seen: dict[str, int] = {}
+    for seed in range(shard, SEEDS, 4):
+        for what, times in operate(seed, STEPS, audit_every=1_000).seen.items():
+            seen[what] = seen.get(what, 0) + times
+    for what in ("hit", "copied", "forked", "short", "swapped out", "host full", "swapped in", "found again", "reset"):
+        assert seen[what] > 10, what

@@ -1,0 +1,302 @@
+"""The prefix cache: what is found, what is evicted first, why there was a miss, and that digests are not believed."""
+
+import random
+from array import array
+
+import pytest
+
+from quire.cache import manager as manager_module
+from quire.cache.audit import audit
+from quire.cache.manager import BlockManager, CacheGroup
+from quire.cache.prefix import MAX_COMPARED, PrefixIndex, block_digest, root_digest
+from quire.errors import BadValue
+from quire.request import Miss, Request, SamplingParams
+from tests.cache.test_manager import ONE, compute, computed, started
+
+PROMPT = list(range(100, 111))  # two full blocks of 4, and three tokens
+
+
+def manager_of(num_blocks: int = 20, groups: tuple[CacheGroup, ...] = ONE, **options: object) -> BlockManager:
+    return BlockManager(groups, num_blocks, 4, 99, **options)  # type: ignore[arg-type]
+
+
+def report_of(manager: BlockManager, tokens: list[int], **sampling: object):
+    request = Request("asking", array("i", tokens), len(tokens), SamplingParams(**sampling))  # type: ignore[arg-type]
+    manager.admit(request, manager.match(request))
+    manager.release(request)
+    return request.prefix_report
+
+
+class TestWhatIsFound:
+    def test_full_blocks_of_ended_and_of_running_requests(self) -> None:
+        manager = manager_of()
+        a = computed(manager, PROMPT, "a")
+        b = started(manager, PROMPT, "b")
+        assert b.block_ids[0] == a.block_ids[0][:2]
+        assert (b.num_computed, b.num_cached) == (8, 8)
+        audit(manager, [a, b])
+        manager.release(a)
+        manager.release(b)
+        assert manager.pools[0].num_free == 20
+        c = started(manager, PROMPT[:9], "c")
+        assert c.num_cached == 8
+
+    def test_generated_tokens_are_reused_too(self) -> None:
+        manager = manager_of()
+        r = computed(manager, PROMPT)
+        r.tokens.extend([1, 2])
+        compute(manager, r)
+        assert started(manager, [*PROMPT, 1, 9], "next").num_cached == 12
+
+    def test_a_full_hit_computes_its_last_token_and_does_not_write_it(self) -> None:
+        manager = manager_of()
+        a = computed(manager, PROMPT[:8], "a")
+        b = started(manager, PROMPT[:8], "b")
+        assert (b.num_computed, b.num_cached) == (7, 8)
+        assert manager.grow(b, 8, copies := [])
+        assert (b.block_ids[0], copies) == (a.block_ids[0], [])
+        manager.advance(b, 1)
+        b.tokens.append(5)
+        compute(manager, b)
+        assert b.block_ids[0][:2] == a.block_ids[0]
+        audit(manager, [a, b])
+
+    def test_a_partial_hit_ends_before_the_first_other_block(self) -> None:
+        manager = manager_of()
+        computed(manager, PROMPT, "a")
+        assert started(manager, [*PROMPT[:6], 1, 1, 1], "b").num_cached == 4
+
+    def test_nothing_under_another_salt(self) -> None:
+        manager = manager_of()
+        a = computed(manager, PROMPT, "a")
+        b = Request("b", array("i", PROMPT), len(PROMPT), SamplingParams(), cache_salt="tenant")
+        assert manager.match(b).num_blocks == 0
+        assert BlockManager(ONE, 20, 4, 99, salt="fp8").digest(a, 0) is a.digests[1]  # known already
+        other = Request("c", array("i", PROMPT), len(PROMPT), SamplingParams())
+        assert BlockManager(ONE, 20, 4, 99, salt="fp8").digest(other, 0) != a.digests[1]
+
+    def test_nothing_where_it_is_off(self) -> None:
+        manager = manager_of(enable_prefix_caching=False)
+        r = Request("r", array("i", PROMPT), len(PROMPT), SamplingParams())
+        manager.admit(r, manager.match(r))
+        compute(manager, r)
+        assert len(manager.indexes[0]) == 0
+        again = Request("s", array("i", PROMPT), len(PROMPT), SamplingParams())
+        assert manager.match(again).num_blocks == 0
+
+    def test_after_a_reset_nothing_is_found_and_running_requests_go_on(self) -> None:
+        manager = manager_of()
+        a, b = computed(manager, PROMPT, "a"), computed(manager, PROMPT[::-1], "b")
+        manager.release(b)
+        manager.reset_prefix_cache()
+        audit(manager, [a])
+        assert started(manager, PROMPT, "c").num_cached == 0
+        a.tokens.extend([1, 2])
+        compute(manager, a)
+        audit(manager, [a])
+
+    @pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 9, 100])
+    def test_a_window_needs_only_the_blocks_that_the_next_row_sees(self, window: int) -> None:
+        groups = (CacheGroup((0,)), CacheGroup((1,), window))
+        manager = manager_of(groups=groups)
+        a = computed(manager, PROMPT, "a")
+        manager.release(a)
+        b = started(manager, PROMPT, "b")
+        assert b.num_cached == 8
+        assert b.num_given_back == [0, max(0, 8 - window + 1) // 4]
+        audit(manager, [b])
+        compute(manager, b)
+        audit(manager, [b])
+
+    def test_a_hit_is_the_longest_prefix_that_stands_in_every_group(self) -> None:
+        groups = (CacheGroup((0,)), CacheGroup((1,), window=5))
+        manager = manager_of(groups=groups)
+        tokens = list(range(24))
+        manager.release(computed(manager, tokens, "a"))
+        blocks = {cached.tokens: block for block, cached in manager.indexes[1].by_block.items()}
+        for lost, found in ((5, 20), (4, 16), (3, 12), (2, 8), (1, 4), (0, 0)):
+            block = blocks[array("i", tokens[4 * lost : 4 * lost + 4]).tobytes()]
+            manager.indexes[1].evict(block, 0.0)
+            manager.pools[1].drop([block])
+            again = Request("b", array("i", [*tokens, 99]), 25, SamplingParams())
+            assert manager.match(again).num_blocks * 4 == found
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_the_longest_prefix_is_found_whatever_is_lost(self, seed: int) -> None:
+        """Against trying every length, with random gaps in two windowed groups and none in the full one."""
+        rng = random.Random(seed)
+        groups = (CacheGroup((0,)), CacheGroup((1,), rng.randint(1, 20)), CacheGroup((2,), rng.randint(1, 20)))
+        manager = manager_of(groups=groups)
+        tokens = [rng.randrange(3) for _ in range(40)]
+        manager.release(computed(manager, tokens, "a"))
+        for g in (1, 2):
+            for block in rng.sample(list(manager.indexes[g].by_block), rng.randint(0, 4)):
+                manager.indexes[g].evict(block, 0.0)
+                manager.pools[g].drop([block])
+        again = Request("b", array("i", tokens), 40, SamplingParams())
+        match = manager.match(again)
+
+        def stands(count: int) -> bool:
+            row = min(4 * count, 39)
+            needed = [range(max(0, row - (g.window or 99) + 1) // 4, count) for g in groups]
+            return all(again.digests[i + 1] in manager.indexes[g] for g, blocks in enumerate(needed) for i in blocks)
+
+        assert match.num_blocks == max(count for count in range(11) if stands(count))
+
+
+class TestEviction:
+    def test_the_oldest_last_use_goes_first_and_tails_before_heads(self) -> None:
+        manager = manager_of(num_blocks=6)
+        old, young = computed(manager, [1] * 8, "old"), computed(manager, [2] * 8, "young")
+        old_blocks, young_blocks = old.block_ids[0].tolist(), young.block_ids[0].tolist()
+        manager.release(old)
+        manager.release(young)
+        manager.release(started(manager, [1] * 8, "again"))  # old is young now
+        taken = started(manager, list(range(50, 74)), "taker")
+        assert manager.grow(taken, 24, [])
+        order = taken.block_ids[0].tolist()
+        assert order[2:] == [young_blocks[1], young_blocks[0], old_blocks[1], old_blocks[0]]
+
+    def test_empty_blocks_are_used_before_anything_is_evicted(self) -> None:
+        manager = manager_of(num_blocks=4)
+        manager.release(computed(manager, [1] * 6, "a"))  # one full block, one open
+        r = started(manager, list(range(12)), "b")
+        assert manager.grow(r, 12, [])
+        assert len(manager.indexes[0]) == 1
+        assert manager.grow(r, 13, [])
+        assert len(manager.indexes[0]) == 0
+
+    def test_a_block_in_use_is_never_evicted(self) -> None:
+        manager = manager_of(num_blocks=4)
+        a = computed(manager, [1] * 8, "a")
+        b = started(manager, [2] * 12, "b")
+        assert not manager.grow(b, 12, [])
+        assert manager.grow(b, 8, [])
+        assert len(manager.indexes[0]) == 2
+        audit(manager, [a, b])
+
+
+class TestWhyNot:
+    def test_hit(self) -> None:
+        manager = manager_of()
+        computed(manager, PROMPT)
+        report = report_of(manager, PROMPT)
+        assert (report.num_cached, report.miss) == (8, None)
+        assert str(report) == "8 of 11 prompt tokens were cached: every full block"
+
+    def test_shorter_than_a_block(self) -> None:
+        report = report_of(manager_of(), [1, 2, 3])
+        assert report.miss is Miss.SHORT
+        assert "shorter than a block of 4 tokens" in str(report)
+
+    def test_never_seen(self) -> None:
+        manager = manager_of()
+        computed(manager, PROMPT)
+        assert report_of(manager, [7] * 9).miss is Miss.UNSEEN
+        report = report_of(manager, [*PROMPT[:8], 1, 2, 3, 4])
+        assert (report.num_cached, report.miss) == (8, Miss.UNSEEN)
+        assert "no cached sequence goes on behind token 8" in str(report)
+
+    @pytest.mark.parametrize(("at", "cached"), [(1, 0), (3, 0), (4, 4), (6, 4), (7, 4)])
+    def test_first_differing_token(self, at: int, cached: int) -> None:
+        manager = manager_of()
+        computed(manager, PROMPT)
+        tokens = list(PROMPT)
+        tokens[at] = 0
+        report = report_of(manager, tokens)
+        assert (report.num_cached, report.miss, report.first_difference) == (cached, Miss.DIFFERS, at)
+        assert f"differs from token {at} on" in str(report)
+
+    def test_the_nearest_of_several_is_told(self) -> None:
+        manager = manager_of(num_blocks=200)
+        for i in range(MAX_COMPARED):
+            computed(manager, [*PROMPT[: i % 4], 0, 0, 0, i], f"r{i}")
+        assert report_of(manager, [*PROMPT[:3], 9]).first_difference == 3
+
+    def test_evicted_and_when(self) -> None:
+        manager = manager_of(num_blocks=4)
+        manager.now = 10.0
+        manager.release(computed(manager, [1] * 12, "a"))
+        manager.now = 12.5
+        manager.release(computed(manager, [2] * 12, "b"))
+        manager.now = 20.0
+        report = report_of(manager, [1] * 12)
+        assert (report.num_cached, report.miss, report.seconds_ago) == (4, Miss.EVICTED, 7.5)
+        assert "the block of tokens 4..7 was evicted 7.5 s before" in str(report)
+
+    def test_other_salt(self) -> None:
+        manager = manager_of()
+        r = Request("r", array("i", PROMPT), len(PROMPT), SamplingParams(), cache_salt="tenant")
+        manager.admit(r, manager.match(r))
+        compute(manager, r)
+        assert report_of(manager, PROMPT).miss is Miss.SALT
+
+    def test_prompt_logprobs(self) -> None:
+        manager = manager_of()
+        computed(manager, PROMPT)
+        report = report_of(manager, PROMPT, prompt_logprobs=1)
+        assert (report.num_cached, report.miss) == (0, Miss.PROMPT_LOGPROBS)
+
+    def test_off(self) -> None:
+        manager = manager_of(enable_prefix_caching=False)
+        assert report_of(manager, PROMPT).miss is Miss.DISABLED
+
+    def test_hits_partial_hits_and_misses_are_counted_once_a_request(self) -> None:
+        manager = manager_of()
+        r = computed(manager, PROMPT)
+        manager.release(r)
+        manager.admit(r, manager.match(r))  # resumed
+        report_of(manager, PROMPT)
+        report_of(manager, [*PROMPT[:4], 0, 0, 0, 0])
+        counts = manager.hits
+        assert (counts.hits, counts.partial_hits, counts.misses) == (1, 1, 1)
+        assert (counts.prompt_tokens, counts.cached_tokens) == (11 + 11 + 8, 8 + 4)
+        assert counts.rate == 12 / 30
+
+
+class TestDigestsAreNotBelieved:
+    def test_equal_digests_of_different_tokens_share_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With a digest of two values nearly all blocks collide; each request still has its own tokens or nothing."""
+        monkeypatch.setattr(manager_module, "block_digest", lambda parent, tokens: bytes([sum(tokens) % 2]))
+        manager = manager_of(num_blocks=500)
+        rng = random.Random(0)
+        requests = [computed(manager, [rng.randrange(50) for _ in range(12)], f"r{i}") for i in range(40)]
+        audit(manager, requests)  # compares the tokens of every reusable block with those of all its owners
+        assert len({request.block_ids[0][1] for request in requests}) == 40
+        assert len(manager.indexes[0]) == 2
+
+    def test_a_digest_depends_on_all_tokens_before_and_on_the_salt(self) -> None:
+        root, block = root_digest(""), array("i", [1, 2]).tobytes()
+        names = {
+            block_digest(root, block),
+            block_digest(block_digest(root, block), block),
+            block_digest(root_digest("a"), block),
+            block_digest(root, array("i", [2, 1]).tobytes()),
+        }
+        assert len(names) == 4
+        assert block_digest(root, block) == block_digest(root_digest(""), block)
+
+
+class TestIndex:
+    def test_a_block_is_published_once(self) -> None:
+        index = PrefixIndex(4)
+        assert index.publish(0, b"d", b"p", b"aaaa", first=True)
+        assert not index.publish(1, b"d", b"p", b"aaaa", first=True)
+        with pytest.raises(BadValue, match="block 0 is published twice"):
+            index.publish(0, b"e", b"p", b"bbbb", first=True)
+
+    def test_it_remembers_as_many_losses_as_it_has_blocks(self) -> None:
+        index = PrefixIndex(2)
+        for i in range(3):
+            index.publish(i, bytes([i]), b"p", bytes(4), first=False)
+            index.evict(i, float(i))
+        assert [index.evicted_at(bytes([i])) for i in range(3)] == [None, 1.0, 2.0]
+        index.audit()
+
+    def test_audit_sees_tables_that_disagree(self) -> None:
+        index = PrefixIndex(4)
+        index.publish(0, b"d", b"p", b"aaaa", first=True)
+        index.audit()
+        index._children.clear()
+        with pytest.raises(BadValue, match="block 0 is not among the blocks after its parent"):
+            index.audit()
