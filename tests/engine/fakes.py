@@ -11,7 +11,8 @@ from quire.cache.manager import BlockManager, CacheGroup
 from quire.engine.engine import Engine
 from quire.engine.flatten import Buffers
 from quire.engine.order import Order, first_come_first_served
-from quire.engine.scheduler import Scheduler, StepOutput
+from quire.engine.plan import StepOutput
+from quire.engine.scheduler import Scheduler
 from quire.request import Group, Request, SamplingParams
 
 VOCAB = 251

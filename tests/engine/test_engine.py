@@ -6,7 +6,7 @@ import pytest
 
 from quire.cache.manager import CacheGroup
 from quire.engine.engine import Engine
-from quire.engine.scheduler import Plan
+from quire.engine.plan import Plan
 from quire.errors import QuireError, RequestError
 from quire.request import FinishReason
 from tests.engine.fakes import VOCAB, continuation, fake_engine, request, run

@@ -11,7 +11,7 @@ import pytest
 
 from quire.batch import Batch
 from quire.cache.manager import CacheGroup
-from quire.engine.scheduler import StepOutput
+from quire.engine.plan import StepOutput
 from quire.errors import RequestError
 from quire.request import Request, SamplingParams
 from quire.text import CompletionOutput, OutputProcessor, RequestOutput, Tokenizer

@@ -9,7 +9,7 @@ from dataclasses import replace
 from quire.batch import Batch
 from quire.cache.usage import CacheUsage
 from quire.engine.engine import Engine
-from quire.engine.scheduler import StepOutput
+from quire.engine.plan import StepOutput
 
 
 class _Watched:

@@ -15,8 +15,9 @@ from quire.cache.storage import KVCache, bytes_per_block, choose_num_blocks, cho
 from quire.config import EngineConfig
 from quire.engine.flatten import Buffers, flatten
 from quire.engine.order import ORDERS
+from quire.engine.plan import StepOutput
 from quire.engine.runner import Runner
-from quire.engine.scheduler import Scheduler, StepOutput
+from quire.engine.scheduler import Scheduler
 from quire.errors import RequestError
 from quire.models.decoder import Decoder
 from quire.ops import AttentionSpec, Ops

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from quire.batch import Batch, GroupTables, Pairs, PromptRows, SamplingRows
 from quire.cache.manager import Move
 from quire.engine.philox import uniforms
-from quire.engine.scheduler import Plan, PlanItem
+from quire.engine.plan import Plan, PlanItem
 from quire.request import Request
 
 KEEP_ALL = 2**31 - 1  # a top_k that keeps every token

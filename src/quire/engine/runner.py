@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quire.batch import Batch
 from quire.cache.storage import KVCache
+from quire.engine.plan import StepOutput
 from quire.engine.sampler import sample, token_logprobs
-from quire.engine.scheduler import StepOutput
 from quire.ops import AttentionPlan, AttentionSpec, Ops
 from quire.request import TokenLogprobs
 

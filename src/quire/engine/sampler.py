@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.batch import SamplingRows
-from quire.engine.scheduler import INVALID_TOKEN
+from quire.engine.plan import INVALID_TOKEN
 from quire.ops import Ops
 from quire.request import TokenLogprobs
 

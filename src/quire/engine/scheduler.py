@@ -3,67 +3,23 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
 
 from quire.cache.audit import audit
-from quire.cache.manager import BlockManager, Move
+from quire.cache.manager import BlockManager
 from quire.cache.usage import CacheUsage
 from quire.engine.order import Order, first_come_first_served
+from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.errors import OutOfBlocks, RequestError
-from quire.request import Event, FinishReason, Request, TokenLogprobs
+from quire.request import Event, FinishReason, Request
 
-INVALID_TOKEN = -1  # what the sampler returns for a row without a finite logit
+log = logging.getLogger("quire")
+
 PLACE = attrgetter("place")
-
-
-class PlanItem(NamedTuple):
-    """One request's part of a step: its next `num_new` tokens."""
-
-    request: Request
-    num_new: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the last of these tokens is the request's last, so that the next one is drawn."""
-        return self.num_new == self.request.num_missing
-
-
-@dataclass
-class Plan:
-    """A step: who computes how much, and what moves in memory before, in the order of these fields."""
-
-    items: list[PlanItem] = field(default_factory=list)
-    swap_out: list[Move] = field(default_factory=list)  # from the device to the host
-    swap_in: list[Move] = field(default_factory=list)  # from the host to the device
-    copies: list[Move] = field(default_factory=list)  # each after the one before it
-    preempted: list[Request] = field(default_factory=list)  # what they had is forgotten, or among swap_out
-    resumed: list[Request] = field(default_factory=list)  # came back from the host
-    failed: list[tuple[Request, Exception]] = field(default_factory=list)  # could not be planned
-    num_tokens: int = 0  # of all items
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing for a runner to do."""
-        return not (self.items or self.swap_out or self.swap_in or self.copies)
-
-    def add(self, request: Request, num_new: int) -> None:
-        """Plan the request's next tokens."""
-        self.items.append(PlanItem(request, num_new))
-        self.num_tokens += num_new
-
-
-@dataclass
-class StepOutput:
-    """What the runner found, by request id."""
-
-    tokens: dict[str, int]  # the token drawn for each request that samples; INVALID_TOKEN where no logit was finite
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)  # of these tokens, where asked for
-    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -264,7 +220,11 @@ class Scheduler:
 
     def _preempt(self, unit: list[Request], plan: Plan) -> None:
         """Take all blocks of these requests: to the host if it has room, else to be computed again."""
-        moves = self.manager.swap_out(unit)
+        try:
+            moves = self.manager.swap_out(unit)
+        except Exception:
+            log.exception("swapping out failed; %s will be computed again", ", ".join(request.id for request in unit))
+            moves = None
         for request in unit:
             self._remove(self.running, request)
             if moves is None:
@@ -363,8 +323,12 @@ class Scheduler:
     def _start(self, request: Request, budget: int, plan: Plan, lacking: list[int]) -> None:
         """Plan the first tokens of a request that was just given its blocks."""
         num_new = min(request.num_missing, budget)
-        if not self.manager.grow(request, request.num_computed + num_new, plan.copies):
-            raise OutOfBlocks(f"request {request.id} was let in with too few free blocks")
+        try:
+            if not self.manager.grow(request, request.num_computed + num_new, plan.copies):
+                raise OutOfBlocks(f"request {request.id} was let in with too few free blocks")
+        except Exception as error:
+            plan.failed.append((request, error))
+            return
         plan.add(request, num_new)
         if num_new < request.num_missing:
             lacking[:] = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]

@@ -1,0 +1,56 @@
+"""What a step is to do, and what it found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from quire.cache.manager import Move
+from quire.request import Request, TokenLogprobs
+
+INVALID_TOKEN = -1  # what the sampler returns for a row without a finite logit
+
+
+class PlanItem(NamedTuple):
+    """One request's part of a step: its next `num_new` tokens."""
+
+    request: Request
+    num_new: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last of these tokens is the request's last, so that the next one is drawn."""
+        return self.num_new == self.request.num_missing
+
+
+@dataclass
+class Plan:
+    """A step: who computes how much, and what moves in memory before, in the order of these fields."""
+
+    items: list[PlanItem] = field(default_factory=list)
+    swap_out: list[Move] = field(default_factory=list)  # from the device to the host
+    swap_in: list[Move] = field(default_factory=list)  # from the host to the device
+    copies: list[Move] = field(default_factory=list)  # each after the one before it
+    preempted: list[Request] = field(default_factory=list)  # what they had is forgotten, or among swap_out
+    resumed: list[Request] = field(default_factory=list)  # came back from the host
+    failed: list[tuple[Request, Exception]] = field(default_factory=list)  # could not be planned
+    num_tokens: int = 0  # of all items
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing for a runner to do."""
+        return not (self.items or self.swap_out or self.swap_in or self.copies)
+
+    def add(self, request: Request, num_new: int) -> None:
+        """Plan the request's next tokens."""
+        self.items.append(PlanItem(request, num_new))
+        self.num_tokens += num_new
+
+
+@dataclass
+class StepOutput:
+    """What the runner found, by request id."""
+
+    tokens: dict[str, int]  # the token drawn for each request that samples; INVALID_TOKEN where no logit was finite
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)  # of these tokens, where asked for
+    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

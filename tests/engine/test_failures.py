@@ -1,0 +1,142 @@
+"""Whatever fails: an allocation, a copy, a swap. Nothing leaks, nothing hangs, the others get their tokens."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from quire.batch import Batch
+from quire.engine.engine import Engine
+from quire.request import FinishReason, Request
+from tests.engine.fakes import VOCAB, FakeRunner, continuation, fake_engine, forget_free_blocks, request, siblings
+
+LIMIT = 20_000  # steps
+
+
+class Faults:
+    """Raises in every k-th call that goes through it."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self.calls, self.raised = every, 0, 0
+
+    def wrap(self, call: Callable) -> Callable:  # type: ignore[type-arg]
+        def wrapped(*arguments: object) -> object:
+            self.calls += 1
+            if self.calls % self.every == 0:
+                self.raised += 1
+                raise MemoryError("injected")
+            return call(*arguments)
+
+        return wrapped
+
+
+def busy_engine(rng: random.Random) -> Engine:
+    return fake_engine(
+        num_blocks=24, block_size=4, num_host_blocks=rng.choice([0, 12, 40]), max_num_batched_tokens=16, max_num_seqs=6
+    )
+
+
+def load(engine: Engine, rng: random.Random) -> list[Request]:
+    """Prompts with common stems, some with siblings; more than the pool holds at a time."""
+    stems = [[rng.randrange(VOCAB) for _ in range(14)] for _ in range(3)]
+    requests = []
+    for i in range(14):
+        prompt = [*rng.choice(stems)[: rng.randint(1, 14)], *(rng.randrange(9) for _ in range(rng.randint(0, 6)))]
+        count = rng.choice([1, 1, 3])
+        requests += (
+            siblings(f"r{i}", prompt, count, max_tokens=18) if count > 1 else [request(f"r{i}", prompt, max_tokens=18)]
+        )
+    for r in requests:
+        engine.add(r)
+    return requests
+
+
+def drain(engine: Engine, requests: list[Request]) -> int:
+    """Run to the end. How many requests ended with an error; the others have all of their tokens."""
+    for _ in range(LIMIT):
+        if not engine.has_work:
+            break
+        engine.step()
+        engine.scheduler.audit()
+        forget_free_blocks(engine)
+    assert not engine.has_work
+    manager = engine.scheduler.manager
+    assert all(pool.num_free == pool.num_blocks for pool in (*manager.pools, *manager.host_pools))
+    for r in requests:
+        tokens = r.tokens.tolist()
+        assert tokens[r.num_prompt :] == continuation(tokens[: r.num_prompt], r.num_generated)
+        assert r.finish_reason is FinishReason.ERROR or r.num_generated == 18
+    return sum(r.finish_reason is FinishReason.ERROR for r in requests)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 7, 11, 23, 50])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("what", ["allocate", "host allocate", "match", "grow", "swap_out", "swap_in"])
+def test_planning(what: str, every: int, seed: int) -> None:
+    """A request that cannot be planned ends with an error, one that cannot be swapped is computed again."""
+    rng, faults = random.Random(seed), Faults(every)
+    engine = busy_engine(rng)
+    requests = load(engine, rng)
+    manager = engine.scheduler.manager
+    if what.endswith("allocate"):
+        for pool in manager.host_pools if what.startswith("host") else manager.pools:
+            pool.allocate = faults.wrap(pool.allocate)
+    else:
+        setattr(manager, what, faults.wrap(getattr(manager, what)))
+    failed = drain(engine, requests)
+    assert failed <= faults.raised
+    if what in ("host allocate", "swap_out"):
+        assert failed == 0  # it is computed again instead
+    else:
+        assert (failed > 0) == (faults.raised > 0)
+    assert faults.raised > 0 or every > 20 or what in ("host allocate", "swap_in", "swap_out")
+    if every == 1 and what in ("allocate", "match"):
+        assert failed == len(requests)
+
+
+class FaultyRunner(FakeRunner):
+    """Fails in every k-th step that swaps or copies, before, between or after the moves."""
+
+    faults = Faults(1)
+    moved = 0
+
+    def move(self, batch: Batch) -> None:
+        moves = any(group.swap_out.src or group.swap_in.src or group.copies for group in batch.groups)
+        if not moves:
+            return
+        self.moved += 1
+        if self.moved % 2:
+            super().move(batch)
+        self.faults.wrap(super().move)(batch)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 11])
+@pytest.mark.parametrize("seed", range(12))
+def test_moving(every: int, seed: int) -> None:
+    """What a failed step should have moved is not trusted: preempted requests are computed again."""
+    rng = random.Random(seed)
+    engine = busy_engine(rng)
+    runner = FaultyRunner(24, 4, engine.scheduler.manager.groups, engine.scheduler.manager.host_pools[0].num_blocks)
+    runner.faults = Faults(every)
+    engine.runner = runner
+    requests = load(engine, rng)
+    failed = drain(engine, requests)
+    assert (failed > 0) == (runner.faults.raised > 0)
+    assert runner.faults.raised > 0 or every > 2
+
+
+def test_a_step_that_cannot_swap_out_loses_nothing_of_the_one_that_gave_way() -> None:
+    engine = fake_engine(num_blocks=4, block_size=4, num_host_blocks=4)
+    old, young = request("old", [5, 6, 7, 8], max_tokens=9), request("young", [1, 2, 3, 4], max_tokens=9)
+    runner = FaultyRunner(4, 4, engine.scheduler.manager.groups, 4)
+    engine.runner = runner
+    for r in (old, young):
+        engine.add(r)
+    drained = 0
+    while engine.has_work:
+        engine.step()
+        drained += 1
+        assert drained < 100
+    assert runner.faults.raised == 1
+    assert (old.finish_reason, young.finish_reason) == (FinishReason.ERROR, FinishReason.LENGTH)
+    assert young.tokens.tolist()[4:] == continuation([1, 2, 3, 4], 9)
