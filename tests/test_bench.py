@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire import LLM
-from quire.bench import memory, throughput
+from quire.bench import throughput
 from quire.bench.workloads import WORKLOADS, Workload, workload
 from quire.cli import app
 from quire.errors import ConfigError, QuireError
@@ -80,19 +80,6 @@ def test_a_run_that_does_less_than_it_should_is_an_error() -> None:
         throughput.measure(LLM(max_model_len=24), Workload("tiny", [[8] * 20], [9]), warmup=0, runs=1)
 
 
-def test_waste_at_block_size_16_is_below_4_percent() -> None:
-    """32 sequences of a mean length of 256."""
-    work = memory.sequences(32, 256, 32)
-    lengths = [len(prompt) + 32 for prompt in work.prompts]
-    assert 240 <= sum(lengths) / 32 <= 272
-    figures = memory.measure(LLM(num_blocks=2000), work).as_dict()
-    assert 0 < figures["waste"] < 0.04
-    assert figures["reserved_slots"] == 32_000
-    assert 0.9 * sum(lengths) < figures["most_used_slots"] <= sum(-(-(n - 1) // 16) * 16 for n in lengths)
-    assert figures["steps"] >= 32
-    assert figures["filled_slots_then"] + figures["wasted_slots_then"] == figures["most_used_slots"]
-
-
 def test_commands() -> None:
     def run(arguments: str) -> str:
         result = CliRunner().invoke(app, ["bench", *arguments.split()])
@@ -102,8 +89,6 @@ def test_commands() -> None:
     assert "new tok/s" in run("throughput single --warmup 0 --runs 1")
     gathered = json.loads(run("throughput single --warmup 0 --runs 1 --json --attention gather"))
     assert gathered["new_tokens"] == 128
-    assert "waste" in json.loads(run("memory --sequences 3 --mean-length 40 --new-tokens 5 --json"))
-    assert "wasted slots then" in run("memory --sequences 2 --mean-length 20 --new-tokens 5")
     seconds = [json.loads(line) for line in run("startup --runs 1 --json").splitlines()]
     assert [one["what"] for one in seconds][:2] == ["first token", "quire --help"]
     assert all(len(one["seconds"]) == 1 and one["median_seconds"] > 0 for one in seconds)
@@ -114,5 +99,3 @@ def test_commands() -> None:
     refused = CliRunner().invoke(app, ["bench", "startup", "--model", "no such model", "--runs", "1"])
     assert refused.exit_code == 1
     assert "is neither a directory nor the name of a Hugging Face repository" in refused.stderr
-    refused = CliRunner().invoke(app, ["bench", "memory", "--mean-length", "40", "--new-tokens", "20"])
-    assert "new_tokens is 20; with a mean length of 40 at most 19" in refused.stderr

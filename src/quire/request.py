@@ -182,6 +182,11 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def is_new(self) -> bool:
+        """Whether it never owned a block."""
+        return self.prefix_report is None and self.num_generated == 0
+
+    @property
     def num_missing(self) -> int:
         """Tokens whose K and V are still to be computed: what every step chases."""
         return len(self.tokens) - self.num_computed

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.bench.watch import watch_steps
 from quire.bench.workloads import Workload
+from quire.cache.events import CacheEvent
 from quire.errors import QuireError
 from quire.llm import LLM
 from quire.request import SamplingParams
@@ -48,14 +48,20 @@ def measure(
 ) -> Throughput:
     """Run the workload `warmup` times, then `runs` times against the clock. `advance` is called at each new token.
 
-    Greedy, without stopping at the model's end tokens, so that every run does the same work.
+    Greedy, without stopping at the model's end tokens, and with an empty prefix cache, so that every run does the same
+    work.
     Raises QuireError where a request fails or ends early.
     """
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in workload.new_tokens]
     prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
+    manager = llm.engine.scheduler.manager
     used: list[int] = []
 
+    def count_blocks(_: CacheEvent) -> None:
+        used.append(sum(pool.num_used for pool in manager.pools))
+
     def run() -> float:
+        llm.reset_prefix_cache()
         start, num_new = time.perf_counter(), 0
         for output in llm.stream(prompts, params):
             advance()
@@ -67,8 +73,9 @@ def measure(
             raise QuireError(f"workload {workload.name}: {num_new} new tokens; expected {workload.num_new_tokens}")
         return time.perf_counter() - start
 
-    with watch_steps(llm.engine, lambda usage: used.append(usage.used_blocks)):
-        for _ in range(warmup):
-            run()
+    llm.engine.listen(count_blocks)
+    for _ in range(warmup):
+        run()
+    manager.listeners.remove(count_blocks)
     seconds = tuple(run() for _ in range(runs))
     return Throughput(workload, seconds, max(used, default=None))

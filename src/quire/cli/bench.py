@@ -18,8 +18,14 @@ from quire.cli.options import (
     Device,
     Dtype,
     MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
     Model,
     NumBlocks,
+    Preemption,
+    PrefixCaching,
+    SchedulingPolicy,
+    SwapSpace,
     fail,
     row,
 )
@@ -37,11 +43,15 @@ def throughput(
     device: Device = "cpu",
     dtype: Dtype = "auto",
     max_model_len: MaxModelLen = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at the same time.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Query tokens a step.")] = 2048,
+    max_num_seqs: MaxNumSeqs = 256,
+    max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     block_size: BlockSize = 16,
     num_blocks: NumBlocks = None,
     kv_cache_memory: CacheMemory = "50%",
+    prefix_caching: PrefixCaching = True,
+    preemption: Preemption = "recompute",
+    swap_space: SwapSpace = "4GiB",
+    scheduling_policy: SchedulingPolicy = "fcfs",
     warmup: Annotated[int, typer.Option(min=0, help="Runs before those that count.")] = 1,
     runs: Annotated[int, typer.Option(min=1, help="Runs that count; their median is told.")] = 3,
     as_json: AsJson = False,
@@ -64,6 +74,10 @@ def throughput(
             block_size=block_size,
             num_blocks=num_blocks,
             kv_cache_memory=kv_cache_memory,
+            enable_prefix_caching=prefix_caching,
+            preemption=preemption,
+            swap_space=swap_space,
+            scheduling_policy=scheduling_policy,
         )
         for work in chosen:
             with progress_bar(work.name, work.num_new_tokens * (warmup + runs)) as advance:
@@ -144,27 +158,90 @@ def startup(
 
 
 @app.command()
-def memory(
-    model: Model = None,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences side by side.")] = 32,
-    mean_length: Annotated[int, typer.Option(min=2, help="Mean of their final lengths, in tokens.")] = 256,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each of them generates.")] = 32,
-    block_size: BlockSize = 16,
-    num_blocks: NumBlocks = None,
+def planning(
+    sequences: Annotated[
+        list[int] | None, typer.Option(min=1, help="That decode; may be repeated. Default: 1, 64, 1024.")
+    ] = None,
+    contexts: Annotated[
+        list[int] | None, typer.Option("--context", min=1, help="Tokens of each. Default: 100, 1000, 10000, 100000.")
+    ] = None,
+    spare: Annotated[
+        list[int] | None, typer.Option(min=0, help="Blocks in the pool besides theirs. Default: 0, 1000000.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """KV slots that are reserved, used and wasted over a run."""
-    from quire import LLM
-    from quire.bench.memory import measure
-    from quire.bench.memory import sequences as workload
+    """What the scheduler and the block manager take of a step of decoding, in microseconds a sequence."""
+    from itertools import product
+
+    from quire.bench import planning as bench_planning
+
+    chosen = (sequences or (1, 64, 1024), contexts or (100, 1_000, 10_000, 100_000), spare or (0, 1_000_000))
+    for point in product(*chosen):
+        found = bench_planning.measure(*point)
+        if as_json:
+            print(json.dumps(found.as_dict()))
+        else:
+            told = f"{found.sequences:6,d} sequences of {found.context:7,d} tokens, {found.pool:11,d} blocks"
+            print(f"{told} {found.microseconds_each:8.2f} us each, worst step {found.worst_each:8.2f}", flush=True)
+
+
+@app.command()
+def memory(
+    distribution: Annotated[
+        list[str] | None, typer.Option(help="chat, uniform or long-tailed; may be repeated. Default: all.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests of each distribution, all there from the start.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of their lengths.")] = 0,
+    shared_prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with, besides their own.")] = 0,
+    prefix_caching: PrefixCaching = False,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest sequence in tokens. Default: 2048, and for the model what it can.")
+    ] = None,
+    block_size: BlockSize = 16,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="KV blocks. Default: as many as 16 requests of full length fill.")
+    ] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="A config.json or its directory. Default: the embedded model's.")
+    ] = None,
+    kv_memory: Annotated[
+        str, typer.Option("--memory", help="For that model's KV: bytes (54GB) or a share of the free memory.")
+    ] = "100%",
+    plot: Annotated[Path | None, typer.Option(help="Draw the use of the memory into this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """KV slots live and wasted, and the batch that fits: paged against contiguous, without running a model.
+
+    wasted: slots that requests own, with nothing in them. unusable: free slots, as many as the next request will ever
+    fill, and it was refused. refused: requests that met with that. waste: the share of all these and of the live slots
+    that is not live. batch: requests that run; like the shares a mean over the steps in which others wait for memory.
+    """
+    from quire.bench import memory as bench_memory
 
     try:
-        llm = LLM(model, block_size=block_size, num_blocks=num_blocks, max_num_seqs=sequences)
-        figures = measure(llm, workload(sequences, mean_length, new_tokens)).as_dict()
+        model = bench_memory.model_fit(model_config, kv_memory, block_size, max_model_len, requests, seed)
+        comparisons = []
+        for name in distribution or bench_memory.DISTRIBUTIONS:
+            setup = bench_memory.Setup(
+                distribution=name,
+                requests=requests,
+                seed=seed,
+                shared_prefix=shared_prefix,
+                prefix_caching=prefix_caching,
+                max_model_len=2048 if max_model_len is None else max_model_len,
+                block_size=block_size,
+                num_blocks=num_blocks,
+            )
+            runs = bench_memory.compare(setup)
+            comparisons.append(runs)
+            lines = [json.dumps(run.as_dict()) for run in runs] if as_json else [*bench_memory.table(runs), ""]
+            print("\n".join(lines))
+        if as_json:
+            print(json.dumps(model.as_dict()))
+        else:
+            for name, told in model.table():
+                row(name, told)
+        if plot is not None:
+            bench_memory.plot(comparisons, plot)
     except QuireError as error:
         fail(error)
-    if as_json:
-        print(json.dumps(figures))
-        return
-    for name, value in figures.items():
-        row(name.replace("_", " "), f"{value:.2%}" if name == "waste" else f"{value:,.0f}")

@@ -19,6 +19,9 @@ from quire.cli.options import (
     MaxModelLen,
     Model,
     NumBlocks,
+    Preemption,
+    PrefixCaching,
+    SwapSpace,
     fail,
 )
 from quire.errors import QuireError
@@ -42,6 +45,9 @@ def generate(
     block_size: BlockSize = 16,
     num_blocks: NumBlocks = None,
     kv_cache_memory: CacheMemory = "50%",
+    prefix_caching: PrefixCaching = True,
+    preemption: Preemption = "recompute",
+    swap_space: SwapSpace = "4GiB",
     as_json: AsJson = False,
 ) -> None:
     """Continue one or several texts. The text is printed as it comes, prompt after prompt."""
@@ -60,6 +66,9 @@ def generate(
             block_size=block_size,
             num_blocks=num_blocks,
             kv_cache_memory=kv_cache_memory,
+            enable_prefix_caching=prefix_caching,
+            preemption=preemption,
+            swap_space=swap_space,
         )
         outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
     except QuireError as error:

@@ -15,6 +15,12 @@ MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence in token
 BlockSize = Annotated[int, typer.Option(help="Tokens a KV block.")]
 NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; overrides --kv-cache-memory.")]
 CacheMemory = Annotated[str, typer.Option(help="Bytes (2GiB) or a share of the free memory (50%).")]
+PrefixCaching = Annotated[bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching")]
+Preemption = Annotated[str, typer.Option(help="When blocks run out: recompute, or swap.")]
+SwapSpace = Annotated[str, typer.Option(help="On the host, for swap: bytes (4GiB) or a share of the free memory.")]
+SchedulingPolicy = Annotated[str, typer.Option(help="Who comes first: fcfs, priority or shortest.")]
+MaxNumSeqs = Annotated[int, typer.Option(help="Sequences that run at the same time.")]
+MaxNumBatchedTokens = Annotated[int, typer.Option(help="Query tokens a step.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from quire.errors import BadValue, RequestError, check_integer, check_number
 from quire.request import FinishReason
 
-MAX_BEAM_WIDTH = (
-    256  # a step ranks 2 * width**2 candidates or more; a bound, so that one request cannot stall the others
-)
+MAX_BEAM_WIDTH = 256  # a step ranks 2 * width**2 candidates or more: one request must not stall the others
 MAX_LENGTH_PENALTY = 10.0  # its power of any length stays far inside the range of floats
 
 

@@ -68,13 +68,20 @@ class BeamDriver:
         self._engine.add(self._beams[0])
 
     def take(self, event: Event) -> None:
-        """Take in an event of one of its requests. When the last beam has reported, all of them go on."""
+        """Take in an event of one of its requests. When the last beam has reported, all of them go on.
+
+        A search that is done, or has failed, gives all blocks back with the engine's next step.
+        """
+        if self.done:
+            return
         if event.finish_reason is not None:
             self.error = event.error or f"the search was ended: {event.finish_reason.value}"
         elif event.logprobs is not None and event.request_id in {request.id for request in self._beams}:
             self._found[event.request_id] = event.logprobs.top
             if len(self._found) == len(self._beams):
                 self._advance()
+        if self.done:
+            self.stop()
 
     def stop(self) -> None:
         """Give all blocks back, with the engine's next step."""

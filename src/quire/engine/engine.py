@@ -18,6 +18,7 @@ from quire.engine.order import ORDERS
 from quire.engine.plan import StepOutput
 from quire.engine.runner import Runner
 from quire.engine.scheduler import Scheduler
+from quire.engine.trace import TraceRecorder
 from quire.errors import RequestError
 from quire.models.decoder import Decoder
 from quire.ops import AttentionSpec, Ops
@@ -51,6 +52,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.seed = seed
+        self.recorder: TraceRecorder | None = None  # if set, told of every request that is added
 
     @property
     def has_work(self) -> bool:
@@ -61,6 +63,8 @@ class Engine:
         """Queue a request. Raises RequestError, queueing nothing, if it is invalid or could never run."""
         self.check(request)
         self.scheduler.add(request)
+        if self.recorder is not None:
+            self.recorder.add(request)
         sampling = request.sampling
         request.seed = self._derived_seed(request) if sampling.seed is None else sampling.seed
         own = frozenset() if sampling.ignore_eos else self.eos_token_ids

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from quire.cache.audit import audit
-from quire.cache.manager import BlockManager
+from quire.cache.manager import BlockManager, Move
 from quire.cache.usage import CacheUsage
 from quire.engine.order import Order, first_come_first_served
 from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
@@ -162,11 +162,13 @@ class Scheduler:
         self.manager.now = self.clock()
         lacking = self._plan_running(plan)
         # What was freed for one request is not given to another in the same step.
-        if not plan.preempted and self._bring_back(plan, lacking):
+        if not plan.preempted:
+            self._bring_back(plan, lacking)
             self._admit(plan, lacking)
         if self.running and plan.is_empty and not (plan.preempted or plan.failed or self._marked):
-            # Nobody can go on: siblings that wait for one another hold what the next one in the queue needs.
-            self._preempt(self._last_unit(), plan)
+            # Nobody can go on: siblings that wait for one another hold what the next one in the queue needs. They
+            # join the queue behind it; from the host they would come back before it.
+            self._preempt(self._last_unit(), None, plan)
         return plan
 
     def _plan_running(self, plan: Plan) -> list[int]:
@@ -208,7 +210,7 @@ class Scheduler:
             last = self.running[-1]
             # Siblings give way together, but not to one another: then the last of them alone.
             unit = [last] if last is request or last.group is request.group is not None else self._last_unit()
-            self._preempt(unit, plan)
+            self._preempt(unit, self._swap_out(unit), plan)
             if last is request:
                 return False
         return True
@@ -218,13 +220,15 @@ class Scheduler:
         last = self.running[-1]
         return [last] if last.group is None else [member for member in last.group.members if member.block_ids]
 
-    def _preempt(self, unit: list[Request], plan: Plan) -> None:
-        """Take all blocks of these requests: to the host if it has room, else to be computed again."""
+    def _swap_out(self, unit: list[Request]) -> list[Move] | None:
         try:
-            moves = self.manager.swap_out(unit)
+            return self.manager.swap_out(unit)
         except Exception:
             log.exception("swapping out failed; %s will be computed again", ", ".join(request.id for request in unit))
-            moves = None
+            return None
+
+    def _preempt(self, unit: list[Request], moves: list[Move] | None, plan: Plan) -> None:
+        """Stop these requests. Their blocks move to the host, or without moves are taken, to be computed again."""
         for request in unit:
             self._remove(self.running, request)
             if moves is None:
@@ -239,23 +243,19 @@ class Scheduler:
         self.manager.release(request)
         self._wait(request)
 
-    def _bring_back(self, plan: Plan, lacking: list[int]) -> bool:
-        """Bring in what was swapped out, the first ones first. Whether nobody is left outside.
+    def _bring_back(self, plan: Plan, lacking: list[int]) -> None:
+        """Bring in what was swapped out, the first ones first.
 
         Siblings come together, and only with blocks for all of their tokens beside what the running ones lack.
         """
-        while self.swapped:
+        while self.swapped and plan.num_tokens < self.max_num_batched_tokens:
             first = self.swapped[0]
             unit = [first] if first.group is None else [m for m in first.group.members if m.host_block_ids]
-            missing = sum(request.num_missing > 0 for request in unit)
-            budget = self.max_num_batched_tokens - plan.num_tokens
-            if budget < max(1, missing) or len(self.running) + len(unit) > self.max_num_seqs:
-                return False
-            needed = self.manager.needed_to_swap_in(unit)
-            if not self.manager.has_free([a + b for a, b in zip(needed, lacking, strict=True)]):
+            needed = [a + b for a, b in zip(self.manager.needed_to_swap_in(unit), lacking, strict=True)]
+            if len(self.running) + len(unit) > self.max_num_seqs or not self.manager.has_free(needed):
                 if self.running:
-                    return False
-                for request in unit:  # together they are too many for the whole pool: one by one
+                    return
+                for request in unit:  # together they are too many even alone: one by one
                     self._remove(self.swapped, request)
                     self._restart(request)
                 continue
@@ -263,19 +263,19 @@ class Scheduler:
                 plan.swap_in += self.manager.swap_in(unit)
             except Exception as error:
                 plan.failed.append((first, error))
-                return False
+                return
             plan.resumed += unit
             for request in unit:
                 self._remove(self.swapped, request)
                 insort(self.running, request, key=PLACE)
             for request in unit:
                 if request.num_missing and request.finish_reason is None:
-                    missing -= 1
-                    self._start(request, self.max_num_batched_tokens - plan.num_tokens - missing, plan, lacking)
-        return True
+                    self._start(request, self.max_num_batched_tokens - plan.num_tokens, plan, lacking)
 
     def _admit(self, plan: Plan, lacking: list[int]) -> None:
         """Plan waiting requests, the first ones first, until the budget, the seats or the blocks are taken.
+
+        While others are swapped out, only those come in that stand before them and had been let in once.
 
         A request comes in only if there are blocks for all of its tokens beside what the running ones still need for
         theirs. With blocks for a first piece alone it would soon be preempted again, its work lost. One whose next
@@ -292,6 +292,8 @@ class Scheduler:
             if request is None or request.finish_reason is not None:
                 heapq.heappop(self._queue)  # it waits no longer, or will be ended by commit
                 continue
+            if self.swapped and (request.is_new or request.place > self.swapped[0].place):
+                break
             if self._awaits_another(request, coming):
                 passed.append(heapq.heappop(self._queue))
                 continue
@@ -321,15 +323,16 @@ class Scheduler:
         return True
 
     def _start(self, request: Request, budget: int, plan: Plan, lacking: list[int]) -> None:
-        """Plan the first tokens of a request that was just given its blocks."""
+        """Plan the first tokens of a request that was just given its blocks; without a budget, only count on them."""
         num_new = min(request.num_missing, budget)
         try:
-            if not self.manager.grow(request, request.num_computed + num_new, plan.copies):
+            if num_new and not self.manager.grow(request, request.num_computed + num_new, plan.copies):
                 raise OutOfBlocks(f"request {request.id} was let in with too few free blocks")
         except Exception as error:
             plan.failed.append((request, error))
             return
-        plan.add(request, num_new)
+        if num_new:
+            plan.add(request, num_new)
         if num_new < request.num_missing:
             lacking[:] = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
 

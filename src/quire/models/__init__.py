@@ -93,10 +93,13 @@ def check_device(device: str) -> None:
         raise Unsupported(f"device is {device!r}; this machine has {count} CUDA devices")
 
 
-def read_config(directory: Path) -> tuple[DecoderConfig, torch.dtype]:
-    """What the directory's model is, and the dtype of its weights. Raises ModelError where it is not understood."""
-    raw = read_json(directory / "config.json")
-    decoder = _family_of(raw, directory).decoder_config(raw)
+def read_config(path: Path) -> tuple[DecoderConfig, torch.dtype]:
+    """What the model of a config.json, or of a directory with one, is, and the dtype of its weights.
+
+    Raises ModelError where it is not understood.
+    """
+    raw = read_json(path / "config.json" if path.is_dir() else path)
+    decoder = _family_of(raw, path).decoder_config(raw)
     return decoder, _dtype("auto", raw)
 
 

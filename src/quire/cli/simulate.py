@@ -1,0 +1,128 @@
+"""quire simulate: what the scheduler would do with a load, on a device that is not there."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.bench.workloads import WORKLOADS
+from quire.cli.options import (
+    AsJson,
+    BlockSize,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    Preemption,
+    PrefixCaching,
+    SchedulingPolicy,
+    fail,
+    row,
+)
+from quire.errors import ConfigError, QuireError
+from quire.progress import progress_bar
+
+if TYPE_CHECKING:
+    from quire.engine.simulate import SimulationResult
+    from quire.engine.trace import TraceRow
+
+
+def simulate(
+    blocks: Annotated[int, typer.Option(help="KV blocks in the pool.")],
+    trace: Annotated[Path | None, typer.Option(help="CSV: arrival,prompt_tokens,new_tokens[,prefix_id,...].")] = None,
+    workload: Annotated[str | None, typer.Option(help=f"{', '.join(WORKLOADS)}; all arrive at once.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="That many requests of one size.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="With --requests: of each prompt.")] = 100,
+    new_tokens: Annotated[int, typer.Option(min=1, help="With --requests: to generate.")] = 100,
+    rate: Annotated[float | None, typer.Option(help="With --requests: a second. Default: all at once.")] = None,
+    model_config: Annotated[
+        Path | None, typer.Option(help="A config.json or its directory. Default: the embedded model.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or h200.")] = "cpu",
+    block_size: BlockSize = 16,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = 256,
+    max_num_batched_tokens: MaxNumBatchedTokens = 2048,
+    scheduling_policy: SchedulingPolicy = "fcfs",
+    preemption: Preemption = "recompute",
+    host_blocks: Annotated[int | None, typer.Option(min=1, help="For swap. Default: as many as --blocks.")] = None,
+    prefix_caching: PrefixCaching = True,
+    seed: Annotated[int, typer.Option(help="Of arrivals and tokens; the same seed gives the same run.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Run the real scheduler over a load with a virtual clock. What a step takes is computed, not measured."""
+    from quire.config import engine_config
+    from quire.engine.cost import DEVICES, model_cost
+    from quire.engine.simulate import Simulation
+    from quire.engine.trace import poisson, read_trace
+    from quire.models import EMBEDDED, read_config
+
+    try:
+        if [trace, workload, requests].count(None) != 2:
+            raise ConfigError("there must be a load; give one of --trace, --workload and --requests")
+        if device not in DEVICES:
+            raise ConfigError(f"device is {device!r}; the devices are {', '.join(DEVICES)}")
+        config = engine_config(
+            num_blocks=blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            scheduling_policy=scheduling_policy,
+            preemption=preemption,
+            enable_prefix_caching=prefix_caching,
+            seed=seed,
+        )
+        if trace is not None:
+            rows = read_trace(trace)
+        elif workload is not None:
+            rows = _rows_of(workload)
+        else:
+            rows = poisson(requests or 0, prompt_tokens, new_tokens, rate, seed)
+        simulation = Simulation(
+            model_cost(*read_config(model_config or EMBEDDED)),
+            DEVICES[device],
+            config,
+            num_host_blocks=host_blocks or (blocks if preemption == "swap" else 0),
+            hashed=as_json,
+        )
+        start = time.perf_counter()
+        with progress_bar("simulate", len(rows)) as advance:
+            result = simulation.run(rows, advance)
+    except QuireError as error:
+        fail(error)
+    if as_json:
+        print(json.dumps(result.as_dict()))
+    else:
+        _print_table(result, time.perf_counter() - start)
+
+
+def _rows_of(workload: str) -> list[TraceRow]:
+    """The requests of `quire bench throughput`, all arriving at once."""
+    from quire.engine.trace import TraceRow
+
+    if workload not in WORKLOADS:
+        raise ConfigError(f"there is no workload {workload!r}; there are {', '.join(WORKLOADS)}")
+    lengths, shared = WORKLOADS[workload]
+    return [TraceRow(0.0, prompt, new, "shared" if shared else "", shared) for prompt, new in lengths]
+
+
+def _print_table(result: SimulationResult, wall_seconds: float) -> None:
+    told = f"{result.finished:,} of {result.requests:,} finished"
+    if result.refused:
+        told += f"; {result.refused:,} refused, the first because {result.first_refusal}"
+    row("requests", told)
+    row("virtual time", f"{result.seconds:,.2f} s in {result.steps:,} steps")
+    row("new tokens", f"{result.new_tokens:,}, {result.new_tokens_per_second:,.1f} a second")
+    row("with prompts", f"{result.total_tokens_per_second:,.1f} tokens a second")
+    row("computed tokens", f"{result.computed_tokens:,}")
+    for name, figures in (("TTFT", result.ttft), ("ITL", result.itl)):
+        row(name, ", ".join(f"{which} {1e3 * value:,.2f}" for which, value in figures.items()) + " ms")
+    moved = f"{result.swapped_blocks:,} blocks swapped, {result.copied_blocks:,} copied"
+    row("preemptions", f"{result.preemptions:,}; {moved}")
+    row("prefix hit rate", f"{result.hit_rate:.1%} of the prompt tokens")
+    row("waste", f"{result.waste:.2%} of the owned slots; at most {result.most_used_blocks:,} blocks seen in use")
+    row("simulated in", f"{wall_seconds:,.2f} s")

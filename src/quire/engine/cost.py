@@ -1,0 +1,134 @@
+"""What a step of the engine would cost a model on a device: bytes and operations over the device's rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from quire.cache.manager import CacheGroup, Move
+from quire.engine.plan import Plan, PlanItem
+from quire.models.decoder import DecoderConfig, weight_shapes
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a machine does in a second, as far as a model can have it."""
+
+    name: str
+    bytes_per_second: float  # read from the memory where weights and cache lie
+    flops_per_second: float
+    link_bytes_per_second: float  # between that memory and the host's
+
+
+# The CPU is two Zen 5 cores as measured, with bfloat16; of the GPU's data sheet, 90 % and 70 % are within reach.
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        "cpu": Device("cpu", 42e9, 0.8e12, 21e9),  # a swap there reads and writes the same memory
+        "h200": Device("h200", 0.9 * 4.8e12, 0.7 * 989e12, 54e9),
+    }
+)
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """What a model has to read and to multiply."""
+
+    groups: tuple[CacheGroup, ...]
+    max_model_len: int  # tokens of the longest sequence
+    layer_params: int  # every token is multiplied by each of them
+    head_params: int  # of the output projection: only rows that draw a token are
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hkv
+    head_dim: int  # D
+    number_bytes: int  # of a weight, and of an element of K and V
+
+    @property
+    def num_params(self) -> int:
+        """Weights that are multiplied; what is only looked up, such as an embedding, is not among them."""
+        return self.layer_params + self.head_params
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that every step reads."""
+        return self.num_params * self.number_bytes
+
+    def kv_bytes(self, group: CacheGroup) -> int:
+        """Bytes of one token's K and V in the group's layers."""
+        return 2 * len(group.layers) * self.num_kv_heads * self.head_dim * self.number_bytes
+
+    def attention_flops(self, group: CacheGroup) -> int:
+        """Operations of one query token and one key in the group's layers: a dot product and a weighted sum."""
+        return 4 * len(group.layers) * self.num_heads * self.head_dim
+
+
+def model_cost(config: DecoderConfig, dtype: torch.dtype) -> ModelCost:
+    """What a model of that config has to read and to multiply, with weights and cache of that dtype."""
+    params = {name: math.prod(shape) for name, shape in weight_shapes(config).items()}
+    head = params["embedding" if config.tied_embeddings else "lm_head"]
+    return ModelCost(
+        groups=config.groups,
+        max_model_len=config.max_position_embeddings,
+        layer_params=sum(params.values()) - sum(params.get(n, 0) for n in ("embedding", "lm_head", "positions")),
+        head_params=head,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        number_bytes=dtype.itemsize,
+    )
+
+
+class CostModel:
+    """Seconds of a step: what it reads over the memory's rate, or what it multiplies over the arithmetic units'.
+
+    Every step reads all weights; every request its keys and values. Left out is what is the same for every plan, such
+    as launching kernels, and what sharing could save, such as reading a common prefix once.
+    """
+
+    def __init__(self, model: ModelCost, device: Device, block_size: int) -> None:
+        self.model = model
+        self.device = device
+        self.block_bytes = [block_size * model.kv_bytes(group) for group in model.groups]
+
+    def seconds(self, plan: Plan, num_drawn: int) -> float:
+        """How long the plan takes, if that many of its requests draw a token. To be asked before its commit."""
+        model, device = self.model, self.device
+        size = 2 * self._moved(plan.copies)
+        flops = 0
+        if plan.items:
+            size += model.weight_bytes
+            flops = 2 * (plan.num_tokens * model.layer_params + num_drawn * model.head_params)
+        for group in model.groups:
+            keys, pairs = attended(plan.items, group.window)
+            size += (keys + plan.num_tokens) * model.kv_bytes(group)
+            flops += pairs * model.attention_flops(group)
+        seconds = max(size / device.bytes_per_second, flops / device.flops_per_second)
+        return seconds + (self._moved(plan.swap_out) + self._moved(plan.swap_in)) / device.link_bytes_per_second
+
+    def _moved(self, moves: Sequence[Move]) -> int:
+        return sum(self.block_bytes[move.group] for move in moves)
+
+
+def attended(items: Sequence[PlanItem], window: int | None) -> tuple[int, int]:
+    """Keys that a step reads, each once for every request, and pairs of a query token and a key that it sees."""
+    keys = pairs = 0
+    if window is None:
+        for request, num_new in items:
+            context = request.num_computed + num_new
+            keys += context
+            pairs += num_new * context - num_new * (num_new - 1) // 2
+    else:
+        for request, num_new in items:
+            context = request.num_computed + num_new
+            keys += min(context, window - 1 + num_new)
+            pairs += _seen(context, window) - _seen(request.num_computed, window)
+    return keys, pairs
+
+
+def _seen(num_tokens: int, window: int) -> int:
+    """Keys that the first tokens of a sequence see, all together."""
+    whole = min(num_tokens, window)
+    return whole * (whole + 1) // 2 + (num_tokens - whole) * window

@@ -1,0 +1,294 @@
+"""Simulation: the real scheduler and block manager, a runner that only counts what a step would cost, a virtual clock.
+
+Nothing is drawn from the machine's own clock or random numbers, so the same rows and options give the same run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+
+from quire.cache.manager import BlockManager
+from quire.config import EngineConfig
+from quire.engine.cost import CostModel, Device, ModelCost
+from quire.engine.order import ORDERS
+from quire.engine.plan import Plan, StepOutput
+from quire.engine.scheduler import Scheduler
+from quire.engine.trace import TraceRow, prompt_of
+from quire.errors import BadValue, ConfigError, RequestError
+from quire.request import Event, FinishReason, Request, SamplingParams
+
+NUM_FAKE_TOKENS = 65_521  # a prime, so that requests of neighbouring ordinals draw different tokens
+SAMPLE_EVERY = 64  # steps between two looks at the cache, each of which takes time for every block
+RESOLUTION = math.log(1.01)  # of a Histogram: its classes are 1 % wide
+SHORTEST = 1e-9  # seconds that a Histogram tells from none
+
+
+class VirtualClock:
+    """A clock that stands still until somebody moves it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # seconds
+
+    def __call__(self) -> float:
+        """The time."""
+        return self.now
+
+
+# --------------------------------------------------------------------------------------------------------- figures
+
+
+class Histogram:
+    """How often which duration occurred, to 1 %: room for any number of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sum = 0.0
+        self.max = 0.0
+        self._classes: Counter[int] = Counter()
+
+    def add(self, value: float, count: int = 1) -> None:
+        """Take in a duration that occurred so often."""
+        self.count += count
+        self.sum += value * count
+        self.max = max(self.max, value)
+        self._classes[math.floor(math.log(max(value, SHORTEST)) / RESOLUTION)] += count
+
+    def percentile(self, percent: float) -> float:
+        """The duration that so many percent do not exceed; 0 where there is none."""
+        rank, seen = percent / 100 * self.count, 0
+        for number in sorted(self._classes):
+            seen += self._classes[number]
+            if seen >= rank:
+                return min(self.max, math.exp((number + 0.5) * RESOLUTION))
+        return self.max
+
+    def as_dict(self) -> dict[str, float]:
+        """Mean, percentiles and maximum."""
+        told = {f"p{percent}": self.percentile(percent) for percent in (50, 90, 99)}
+        return {"mean": self.sum / self.count if self.count else 0.0, **told, "max": self.max}
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """What a simulated run came to. Seconds are those of the virtual clock."""
+
+    requests: int
+    finished: int  # with all of their tokens
+    refused: int  # could never run
+    ended_early: int  # aborted, or failed
+    first_refusal: str | None
+    steps: int
+    seconds: float
+    prompt_tokens: int  # of all requests but the refused ones
+    new_tokens: int  # drawn
+    computed_tokens: int  # those of preempted requests each time
+    new_tokens_per_second: float
+    total_tokens_per_second: float  # prompt tokens and new ones
+    ttft: dict[str, float]  # seconds from arrival to the first token
+    itl: dict[str, float]  # seconds from a token to the next
+    preemptions: int
+    swapped_blocks: int  # both ways
+    copied_blocks: int
+    hit_rate: float  # share of the prompt tokens that were found in the prefix cache
+    waste: float  # share of the owned slots that hold nothing, over the looks at the cache
+    most_used_blocks: int  # at these looks
+    trace_hash: str | None  # of every plan; None if not asked for
+
+    def as_dict(self) -> dict[str, object]:
+        """The figures, for JSON."""
+        return asdict(self)
+
+
+# ------------------------------------------------------------------------------------------------------ simulation
+
+
+class Simulation:
+    """A scheduler and its cache, driven by a virtual clock. `run` a trace, or `add` requests and `step`."""
+
+    def __init__(
+        self,
+        model: ModelCost,
+        device: Device,
+        config: EngineConfig,
+        *,
+        num_host_blocks: int = 0,
+        seed: int = 0,
+        hashed: bool = False,
+        sample_every: int = SAMPLE_EVERY,
+    ) -> None:
+        """num_host_blocks: room for swapped requests, for preemption="swap"; seed: of the prompts' tokens.
+
+        hashed: compute the result's trace_hash. sample_every: steps between two looks at the cache.
+        Raises ConfigError where the config does not say how many blocks there are, or its sequences are too long.
+        """
+        cache, longest = config.cache, config.max_model_len or model.max_model_len
+        if cache.num_blocks is None:
+            raise ConfigError("num_blocks is None; a simulation has no memory to size the cache by, so give a number")
+        if longest > model.max_model_len:
+            raise ConfigError(f"max_model_len is {longest}; the model was made for up to {model.max_model_len}")
+        if (cache.preemption == "swap") != (num_host_blocks > 0):
+            raise ConfigError(
+                f"preemption is {cache.preemption!r} with {num_host_blocks} blocks on the host; 'swap' needs some and "
+                f"'recompute' takes none"
+            )
+        self.clock = VirtualClock()
+        self.seed = seed
+        self.scheduler = Scheduler(
+            BlockManager(
+                model.groups,
+                cache.num_blocks,
+                cache.block_size,
+                config.max_num_batched_tokens,
+                num_host_blocks=num_host_blocks,
+                enable_prefix_caching=cache.enable_prefix_caching,
+            ),
+            max_model_len=longest,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            order=ORDERS[config.scheduling_policy],
+            clock=self.clock,
+        )
+        self.cost = CostModel(model, device, cache.block_size)
+        self.ttft, self.itl = Histogram(), Histogram()
+        self.first_refusal: str | None = None
+        self.num_steps = 0
+        self._sample_every = sample_every
+        self._hash = blake2b(digest_size=16) if hashed else None
+        self._params: dict[int, SamplingParams] = {}  # by max_tokens
+        self._arrivals: dict[str, float] = {}  # of requests without a token yet
+        self._latest: dict[str, float] = {}  # when the others drew their latest token
+        self._counts: Counter[str] = Counter()
+        self._owned_slots = self._wasted_slots = self._most_used = 0
+
+    def run(self, rows: Iterable[TraceRow], advance: Callable[[], None] = lambda: None) -> SimulationResult:
+        """Serve a trace to its end. `advance` is called at the end of each request."""
+        pending = deque(sorted(enumerate(rows), key=lambda numbered: numbered[1].arrival))
+        while pending or self.scheduler.has_work:
+            if not self.scheduler.has_work:
+                self.clock.now = max(self.clock.now, pending[0][1].arrival)
+            while pending and pending[0][1].arrival <= self.clock.now:
+                number, row = pending.popleft()
+                if not self.add(self._request(number, row), row.arrival):
+                    advance()
+            if self.scheduler.has_work:
+                for event in self.step():
+                    if event.finish_reason is not None:
+                        advance()
+        return self.result()
+
+    def _request(self, number: int, row: TraceRow) -> Request:
+        count = max(1, row.new_tokens)  # one that was aborted before its first token cannot be asked for
+        params = self._params.get(count)
+        if params is None:
+            params = self._params[count] = SamplingParams(max_tokens=count, ignore_eos=True)
+        return Request(str(number), prompt_of(row, number, self.seed), row.prompt_tokens, params)
+
+    def add(self, request: Request, arrival: float | None = None) -> bool:
+        """Queue a request, which arrived now or at that time. False, and it is counted, if it could never run."""
+        self._counts["requests"] += 1
+        try:
+            self.scheduler.add(request)
+        except RequestError as error:
+            self.first_refusal = self.first_refusal or str(error)
+            self._counts["refused"] += 1
+            return False
+        self._counts["prompt"] += request.num_prompt
+        self._arrivals[request.id] = self.clock.now if arrival is None else arrival
+        return True
+
+    def step(self) -> list[Event]:
+        """One step of the engine. Raises BadValue if nobody can go on."""
+        plan = self.scheduler.plan()
+        output = self.compute(plan)
+        self.clock.now += self.cost.seconds(plan, len(output.tokens))
+        ending = self.scheduler.commit(plan, output)
+        if plan.is_empty and not (ending or plan.preempted):
+            lists = (self.scheduler.running, self.scheduler.swapped, self.scheduler.waiting)
+            running, swapped, waiting = map(len, lists)
+            raise BadValue(f"nobody can go on: {running} run, {swapped} are swapped out, {waiting} wait")
+        self._observe(plan, ending)
+        return ending
+
+    def compute(self, plan: Plan) -> StepOutput:
+        """What a runner would find: some token for each request that draws one."""
+        tokens = {}
+        for request, num_new in plan.items:
+            length = len(request.tokens)
+            if request.num_computed + num_new == length:
+                tokens[request.id] = (40_503 * request.ordinal + 30_011 * length) % NUM_FAKE_TOKENS
+        return StepOutput(tokens)
+
+    def _observe(self, plan: Plan, told: Sequence[Event]) -> None:
+        """Take in what a step did."""
+        now, arrivals, latest = self.clock.now, self._arrivals, self._latest
+        before: dict[float, int] = {}  # most requests drew their last token at the same time
+        num_new = 0
+        for event in told:
+            name = event.request_id
+            if event.token is not None:
+                num_new += 1
+                last = latest.get(name)
+                latest[name] = now
+                if last is None:
+                    self.ttft.add(now - arrivals.pop(name))
+                else:
+                    before[last] = before.get(last, 0) + 1
+            if event.finish_reason is not None:
+                arrivals.pop(name, None)
+                latest.pop(name, None)
+                self._counts["finished" if event.finish_reason is FinishReason.LENGTH else "ended early"] += 1
+        for last, count in before.items():
+            self.itl.add(now - last, count)
+        counts = self._counts
+        counts["new"] += num_new
+        counts["computed"] += plan.num_tokens
+        counts["swapped"] += len(plan.swap_out) + len(plan.swap_in)
+        counts["copied"] += len(plan.copies)
+        if self._hash is not None:
+            self._hash.update(_written(plan, now).encode())
+        if self.num_steps % self._sample_every == 0:
+            usage = self.scheduler.usage()
+            self._owned_slots += usage.used_slots
+            self._wasted_slots += usage.wasted_slots
+            self._most_used = max(self._most_used, usage.used_blocks)
+        self.num_steps += 1
+
+    def result(self) -> SimulationResult:
+        """The figures so far."""
+        counts, hits, seconds = self._counts, self.scheduler.manager.hits, self.clock.now
+        new, prompt = counts["new"], counts["prompt"]
+        return SimulationResult(
+            requests=counts["requests"],
+            finished=counts["finished"],
+            refused=counts["refused"],
+            ended_early=counts["ended early"],
+            first_refusal=self.first_refusal,
+            steps=self.num_steps,
+            seconds=seconds,
+            prompt_tokens=prompt,
+            new_tokens=new,
+            computed_tokens=counts["computed"],
+            new_tokens_per_second=new / seconds if seconds else 0.0,
+            total_tokens_per_second=(prompt + new) / seconds if seconds else 0.0,
+            ttft=self.ttft.as_dict(),
+            itl=self.itl.as_dict(),
+            preemptions=self.scheduler.num_preemptions,
+            swapped_blocks=counts["swapped"],
+            copied_blocks=counts["copied"],
+            hit_rate=hits.rate,
+            waste=self._wasted_slots / self._owned_slots if self._owned_slots else 0.0,
+            most_used_blocks=self._most_used,
+            trace_hash=None if self._hash is None else self._hash.hexdigest(),
+        )
+
+
+def _written(plan: Plan, now: float) -> str:
+    """Everything that was decided, as text."""
+    items = [(request.id, num_new) for request, num_new in plan.items]
+    moves = [[(m.group, m.src, m.dst) for m in part] for part in (plan.swap_out, plan.swap_in, plan.copies)]
+    named = [[request.id for request in part] for part in (plan.preempted, plan.resumed)]
+    return f"{now!r} {items} {moves} {named} {[(request.id, str(error)) for request, error in plan.failed]}\n"

@@ -1,0 +1,131 @@
+"""The same bits whatever the cache does: {swap, recompute, no preemption} x {prefix cache on, off} x chunks x batches.
+
+Tokens and logprobs are compared without any tolerance with those of each request computed alone, in one piece, without
+a prefix cache. Prompts have stems in common, some have two samples, and the pools of the preempting runs are too small.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.engine import Engine
+from quire.models import EMBEDDED
+from quire.ops.cpu import native
+from quire.request import Group, Request, SamplingParams
+from tests.models.checkpoints import engine, save
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
+
+NEW_TOKENS = 12
+VOCABULARY = 500
+SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
+    "embedded": ("", torch.bfloat16, {}),
+    "llama, groups of 3, bf16": (
+        "Llama",
+        torch.bfloat16,
+        {"vocab_size": VOCABULARY, "hidden_size": 96, "num_attention_heads": 6, "head_dim": 32},
+    ),
+    "gemma2, windows, fp32": (
+        "Gemma2",
+        torch.float32,
+        {"vocab_size": VOCABULARY, "hidden_size": 48, "num_attention_heads": 4, "head_dim": 24, "sliding_window": 19,
+         "query_pre_attn_scalar": 24},
+    ),
+}  # fmt: skip
+Bits = dict[str, list[tuple[int, float, tuple[tuple[int, float], ...]]]]
+
+
+def asked(count: int) -> list[list[Request]]:
+    """That many prompts and the samples of each, the same ones every time."""
+    rng = random.Random(5)
+    stems = [[rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(3)]
+    groups = []
+    for i in range(64):
+        tokens = rng.choice(stems)[: rng.randint(1, 40)] + [
+            rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 20))
+        ]
+        temperature = rng.choice([0.0, 0.9])
+        group = Group()
+        for sample in range(1 + (i % 8 == 2)):
+            params = SamplingParams(temperature=temperature, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2, seed=i)
+            request = Request(f"{i}-{sample}", array("i", tokens), len(tokens), params, sample)
+            group.members.append(request)
+        if len(group.members) > 1:
+            for request in group.members:
+                request.group = group
+        groups.append(group.members)
+    return groups[:count]
+
+
+def bits(engine: Engine, requests: list[Request]) -> Bits:
+    found: Bits = {request.id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None, event.error
+            if event.logprobs is not None:
+                one = event.logprobs
+                found[event.request_id].append((one.token, one.logprob, one.top))
+    engine.scheduler.audit()
+    return found
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind, dtype, changes = SHAPES[request.param]
+    if not kind:
+        return EMBEDDED
+    directory = tmp_path_factory.mktemp("model")
+    save(directory, kind, dtype, **changes)
+    return directory
+
+
+@cache
+def expected(directory: Path) -> Bits:
+    """Each request alone."""
+    found: Bits = {}
+    lone = engine(directory, num_blocks=200, block_size=4, enable_prefix_caching=False)
+    for request in (request for members in asked(64) for request in members):
+        request.group = None
+        found |= bits(lone, [request])
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("chunk", [16, 64, 2048])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
+@pytest.mark.parametrize("preemption", ["none", "recompute", "swap"])
+def test_the_same_bits(model: Path, preemption: str, caching: bool, chunk: int, batch: int) -> None:
+    blocks = 2_000 if preemption == "none" else 24 if batch < 64 else 32
+    served = engine(
+        model,
+        num_blocks=blocks,
+        block_size=4,
+        max_num_batched_tokens=chunk,
+        enable_prefix_caching=caching,
+        preemption="recompute" if preemption == "none" else preemption,
+        swap_space="8MiB",
+    )
+    moved: list[object] = []
+    served.listen(lambda event: moved.append(event) if type(event).__name__ == "BlocksSwappedIn" else None)
+    groups, found = asked(8 if batch == 1 else batch), {}
+    if batch == 1:
+        for members in groups:
+            found |= bits(served, members)
+    else:
+        found = bits(served, [request for members in groups for request in members])
+    wanted = expected(model)
+    for request_id, got in found.items():
+        assert len(got) == NEW_TOKENS
+        assert got == wanted[request_id], request_id
+    assert (served.scheduler.num_preemptions > 0) == (preemption != "none" and batch > 1)
+    assert bool(moved) == (preemption == "swap" and batch > 1)
+    assert served.scheduler.manager.hits.cached_tokens > 0 or not caching

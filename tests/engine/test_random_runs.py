@@ -1,0 +1,247 @@
+"""10,000 small runs over random pools, policies and loads, with aborts in every state: all end, and nothing leaks."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter
+
+import pytest
+
+from quire.cache.manager import CacheGroup
+from quire.config import CacheConfig, EngineConfig
+from quire.engine.cost import DEVICES, ModelCost
+from quire.engine.plan import Plan, StepOutput
+from quire.engine.simulate import Simulation
+from quire.request import FinishReason, Group, Request, SamplingParams
+from tests.engine.test_soak import GROUPS
+
+SEEDS, SHARDS = 10_000, 10
+AUDITED = 10  # every so manieth run is audited after each step, the others at the end
+REPEATED = 20  # every so manieth run is done twice
+MAX_STEPS = 2000
+MAX_MODEL_LEN = 40
+
+# What every shard must have seen, so that the runs prove something about it.
+SEEN = """
+preempted, swapped out, swapped in, restarted, restarted from the host, copied, found a prefix, forked, refused, failed
+aborted waiting, aborted running, aborted swapped, aborted unborn, aborted as it was preempted, aborted as it computed
+""".replace("\n", ", ").strip(", ").split(", ")  # fmt: skip
+
+
+def cost(groups: tuple[CacheGroup, ...]) -> ModelCost:
+    return ModelCost(
+        groups=groups,
+        max_model_len=MAX_MODEL_LEN,
+        layer_params=10_000,
+        head_params=1_000,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        number_bytes=2,
+    )
+
+
+class Search:
+    """A beam search that chooses at random: which beams die, which are forked."""
+
+    def __init__(self, run: RandomRun, group: Group) -> None:
+        self.run, self.beams, self.spare = run, group.members[:1], group.members[1:]
+        self.heard: set[Request] = set()
+
+    def take(self, request: Request, ended: bool) -> None:
+        run, rng, scheduler = self.run, self.run.rng, self.run.scheduler
+        self.heard.add(request)
+        if ended or len(request.tokens) + 1 >= scheduler.longest(request):
+            for member in (*self.beams, *self.spare):
+                scheduler.finish(member.id, FinishReason.STOP)
+            self.beams = []
+        if not self.beams or not self.heard.issuperset(self.beams):
+            return
+        self.heard.clear()
+        width = len(self.beams) + len(self.spare)
+        parents = [rng.choice(self.beams) for _ in range(rng.randint(1, width))]
+        self.spare += [beam for beam in self.beams if beam not in parents]
+        self.beams = []
+        for parent in parents:
+            heir = parent
+            if parent in self.beams:
+                heir = self.spare.pop()
+                heir.tokens = parent.tokens + array("i", [rng.randrange(3)])
+                scheduler.fork(parent, heir)
+                run.asked[heir.id] = heir
+            self.beams.append(heir)
+        for parent in dict.fromkeys(parents):
+            scheduler.extend(parent, rng.randrange(3))
+
+
+class RandomRun(Simulation):
+    """A simulation with a random load and random aborts. Counts in `seen` what happened."""
+
+    def __init__(self, seed: int, seen: Counter[str]) -> None:
+        rng = self.rng = random.Random(seed)
+        self.seen = seen
+        self.groups = rng.choice(GROUPS)
+        host_blocks = rng.choice([0, 0, 1, 4, 16, 64])
+        size = rng.choice([1, 2, 3, 4, 8, 16])
+        enough = min(64, -(-rng.randint(20, MAX_MODEL_LEN) // size))  # for one long request, or nearly
+        super().__init__(
+            cost(self.groups),
+            DEVICES["cpu"],
+            EngineConfig(
+                max_num_seqs=rng.choice([1, 2, 3, 5, 8]),
+                max_num_batched_tokens=rng.choice([1, 2, 4, 8, 16, 64]),
+                scheduling_policy=rng.choice(["fcfs", "priority", "shortest"]),
+                cache=CacheConfig(
+                    block_size=size,
+                    num_blocks=rng.choice([enough, min(64, enough + rng.randint(0, 8)), rng.randint(1, 64)]),
+                    enable_prefix_caching=rng.random() < 0.7,
+                    preemption="swap" if host_blocks else "recompute",
+                ),
+            ),
+            num_host_blocks=host_blocks,
+            hashed=True,
+            sample_every=8,
+        )
+        self.asked: dict[str, Request] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.to_come = [self.unit(f"u{i}") for i in range(rng.randint(1, 8))]
+        self.searches: dict[Group, Search] = {}
+        self.abort_rate = rng.choice([0.0, 0.0, 0.05, 0.3])
+        self.failure_rate = rng.choice([0.0, 0.0, 0.02])
+
+    def unit(self, name: str) -> list[Request]:
+        """One request, or the samples of one prompt."""
+        rng = self.rng
+        beginning = [7] * rng.choice([0, 0, 4, 12, 20])  # what many have in common
+        prompt = array("i", beginning + [rng.randrange(3) for _ in range(rng.randint(1, 8))])
+        group = Group() if rng.random() < 0.35 else None
+        salt, priority, steered = rng.choice(["", "", "", "tenant"]), rng.choice([0, 0, -1, 1]), rng.random() < 0.25
+        prompt_logprobs = 0 if rng.random() < 0.1 and not (group and steered) else None  # no beam search has any
+        sampling = SamplingParams(max_tokens=rng.randint(1, 20), prompt_logprobs=prompt_logprobs)
+        if group is None:
+            return [Request(f"{name}", prompt, len(prompt), sampling, 0, priority, salt)]
+        group.members = [
+            Request(f"{name}-{i}", prompt[:], len(prompt), sampling, i, priority, salt, group, steered)
+            for i in range(rng.randint(2, 4))
+        ]
+        return group.members
+
+    def arrive(self) -> None:
+        unit = self.to_come.pop()
+        group = unit[0].group
+        for request in unit[:1] if unit[0].steered else unit:
+            if not self.add(request):
+                self.seen["refused"] += 1
+                continue
+            self.asked[request.id] = request
+            if request.steered and group is not None:
+                self.searches[group] = Search(self, group)
+
+    def compute(self, plan: Plan) -> StepOutput:
+        """Also the moment between a plan and its commit, where a request may be taken back, too."""
+        self.count(plan)
+        for what, requests in (
+            ("as it was preempted", plan.preempted),
+            ("as it computed", [item.request for item in plan.items][: self.rng.random() < 0.2]),
+        ):
+            if requests and self.rng.random() < self.abort_rate:
+                self.abort(self.rng.choice(requests), what)
+        return super().compute(plan)
+
+    def count(self, plan: Plan) -> None:
+        seen = self.seen
+        seen["preempted"] += len(plan.preempted)
+        seen["restarted"] += sum(not request.host_block_ids for request in plan.preempted)
+        seen["swapped out"] += sum(bool(request.host_block_ids) for request in plan.preempted)
+        seen["swapped in"] += len(plan.resumed)
+        seen["copied"] += len(plan.copies)
+        for move in (*plan.swap_out, *plan.swap_in, *plan.copies):
+            assert 0 <= move.group < len(self.groups)
+
+    def abort(self, request: Request, state: str) -> None:
+        self.seen[f"aborted {state}"] += request.finish_reason is None
+        self.scheduler.finish(request.id, FinishReason.ABORT)
+
+    def maybe_abort(self) -> None:
+        if self.rng.random() >= self.abort_rate:
+            return
+        scheduler = self.scheduler
+        waiting = list(scheduler.waiting.values())
+        unborn = [sibling for request in scheduler.running for sibling in scheduler._unborn(request)]
+        states = {"waiting": waiting, "unborn": unborn, "running": scheduler.running, "swapped": scheduler.swapped}
+        there = [name for name, requests in states.items() if requests]
+        if there:
+            state = self.rng.choice(there)
+            self.abort(self.rng.choice(states[state]), state)
+
+    def one_step(self) -> None:
+        swapped = list(self.scheduler.swapped)
+        if self.rng.random() < self.failure_rate:
+            plan = self.scheduler.plan()
+            events = self.scheduler.fail(plan, RuntimeError("injected"))
+            self.seen["failed"] += len(plan.items)
+        else:
+            events = self.step()
+        # First those that ended, as no beam goes on from them.
+        for event in sorted(events, key=lambda event: event.finish_reason is None):
+            assert event.error in (None, "RuntimeError: injected"), event.error
+            if event.finish_reason is not None:
+                assert event.request_id not in self.reasons
+                self.reasons[event.request_id] = event.finish_reason
+            request = self.asked[event.request_id]
+            if request.steered and request.group is not None:
+                self.searches[request.group].take(request, event.finish_reason is not None)
+        waiting = self.scheduler.waiting
+        self.seen["restarted from the host"] += sum(request.ordinal in waiting for request in swapped)
+
+    def go(self, audited: bool) -> None:
+        scheduler = self.scheduler
+        while self.to_come or scheduler.has_work:
+            assert self.num_steps < MAX_STEPS, "it does not end"
+            while self.to_come and (not scheduler.has_work or self.rng.random() < 0.3):
+                self.arrive()
+            self.maybe_abort()
+            if self.rng.random() < 0.01:
+                scheduler.manager.reset_prefix_cache()
+            if scheduler.has_work:
+                self.one_step()
+            if audited:
+                scheduler.audit()
+        self.check_end()
+
+    def check_end(self) -> None:
+        scheduler, manager = self.scheduler, self.scheduler.manager
+        scheduler.audit()
+        assert not scheduler.has_work
+        for listed in (scheduler.running, scheduler.swapped, scheduler.waiting):
+            assert not listed
+        for pool in (*manager.pools, *manager.host_pools):
+            assert pool.num_free == pool.num_blocks
+        assert self.reasons.keys() == self.asked.keys()
+        for name, reason in self.reasons.items():
+            request = self.asked[name]
+            if reason is FinishReason.LENGTH:
+                assert not request.steered
+                assert len(request.tokens) == scheduler.longest(request)
+        self.seen["found a prefix"] += manager.hits.hits + manager.hits.partial_hits
+
+
+def random_run(seed: int, seen: Counter[str]) -> str | None:
+    one = RandomRun(seed, seen)
+    one.scheduler.manager.listeners.append(lambda event: seen.update(forked=type(event).__name__ == "BlocksForked"))
+    one.go(audited=seed // SHARDS % AUDITED == 0)
+    return one.result().trace_hash
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_runs(shard: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(shard, SEEDS, SHARDS):
+        try:
+            trace_hash = random_run(seed, seen)
+            if seed // SHARDS % REPEATED == 0:
+                assert random_run(seed, Counter()) == trace_hash
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+    assert not [what for what in SEEN if not seen[what]]

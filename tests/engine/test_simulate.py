@@ -1,0 +1,270 @@
+"""The simulator: it plans what the engine plans, and its figures are those of its cost model, worked out by hand."""
+
+import json
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from quire import LLM, SamplingParams
+from quire.cache.manager import CacheGroup, Move
+from quire.cli import app
+from quire.config import engine_config
+from quire.engine.cost import DEVICES, CostModel, Device, ModelCost, attended, model_cost
+from quire.engine.plan import Plan, PlanItem
+from quire.engine.simulate import Histogram, Simulation
+from quire.engine.trace import TraceRow, poisson, write_trace
+from quire.errors import ConfigError
+from quire.models import EMBEDDED, read_config
+from quire.models.decoder import weight_shapes
+from quire.request import Request
+
+TOY = ModelCost(
+    groups=(CacheGroup((0, 1)),),
+    max_model_len=100_000,
+    layer_params=1000,
+    head_params=200,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    number_bytes=2,
+)
+SLOW = Device("slow", bytes_per_second=1000.0, flops_per_second=1e12, link_bytes_per_second=500.0)
+
+
+def simulation(rows: list[TraceRow], device: Device = SLOW, model: ModelCost = TOY, **options: object) -> Simulation:
+    hosts = int(str(options.pop("num_host_blocks", 0)))
+    one = Simulation(model, device, engine_config(**{"num_blocks": 100} | options), num_host_blocks=hosts, hashed=True)
+    one.run(rows)
+    return one
+
+
+# ---------------------------------------------------------------------------------------------------- the cost
+
+
+def request(num_computed: int, num_tokens: int) -> Request:
+    made = Request("r", array("i", [0] * num_tokens), num_tokens, SamplingParams())
+    made.num_computed = num_computed
+    return made
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 30])
+def test_what_a_step_sees(window: int | None) -> None:
+    """Against counting, for every beginning and end of a piece."""
+    for computed in range(0, 40, 3):
+        for num_new in (1, 2, 5, 17):
+            rows = range(computed, computed + num_new)
+            seen = [range(0 if window is None else max(0, row - window + 1), row + 1) for row in rows]
+            keys = len({key for keys in seen for key in keys})
+            pairs = sum(map(len, seen))
+            item = PlanItem(request(computed, computed + num_new), num_new)
+            assert attended([item, item], window) == (2 * keys, 2 * pairs)
+
+
+def test_bytes_and_flops_of_a_step() -> None:
+    cost = CostModel(TOY, replace(SLOW, flops_per_second=1.0), block_size=4)
+    plan = Plan([PlanItem(request(10, 13), 3)], num_tokens=3)
+    # 3 rows through the layers, one through the head; keys 11, 12 and 13 of two layers, 4 heads of 8, times 4
+    assert cost.seconds(plan, 1) == 2 * (3 * 1000 + 200) + (11 + 12 + 13) * 4 * 2 * 4 * 8
+    cost = CostModel(TOY, SLOW, block_size=4)
+    kv = 2 * 2 * 2 * 8 * 2  # K and V, two layers, two heads of 8, two bytes
+    assert cost.seconds(plan, 1) == pytest.approx(((1000 + 200) * 2 + (13 + 3) * kv) / 1000)
+    plan = Plan(swap_out=[Move(0, 1, 2)] * 3, copies=[Move(0, 1, 2)])
+    assert cost.seconds(plan, 0) == pytest.approx(2 * 4 * kv / 1000 + 3 * 4 * kv / 500)
+
+
+def test_the_model_of_a_config() -> None:
+    config, dtype = read_config(EMBEDDED)
+    cost = model_cost(config, dtype)
+    layer = sum(
+        shape[0] * (shape[1] if len(shape) > 1 else 1)
+        for name, shape in weight_shapes(config).items()
+        if name.startswith(("layers.", "final_norm"))
+    )
+    assert (cost.layer_params, cost.head_params) == (layer, config.vocab_size * config.hidden_size)
+    assert cost.number_bytes == dtype.itemsize
+    assert cost.max_model_len == config.max_position_embeddings
+
+
+# ----------------------------------------------------------------------------------------------------- the run
+
+
+def test_two_requests_by_hand() -> None:
+    """One prompt of 5 and one of 3, which comes while the first is decoded: every time follows from the bytes."""
+    rows = [TraceRow(1.0, 5, 3), TraceRow(3.6, 3, 1)]
+    found = simulation(rows).result()
+    weights, kv = 2 * 1200 / 1000, 128 / 1000
+    first = 1.0 + weights + (5 + 5) * kv  # 4.68: by then the second one is there
+    second = first + weights + (6 + 1 + 3 + 3) * kv
+    third = second + weights + (7 + 1) * kv
+    assert found.seconds == pytest.approx(third)
+    assert found.steps == 3
+    assert found.ttft["mean"] == pytest.approx((first - 1.0 + second - 3.6) / 2)
+    assert found.ttft["max"] == pytest.approx(second - 3.6)
+    assert found.itl["mean"] == pytest.approx((third - first) / 2)
+    assert (found.requests, found.finished, found.refused, found.ended_early) == (2, 2, 0, 0)
+    assert (found.prompt_tokens, found.new_tokens, found.computed_tokens) == (8, 4, 8 + 2)
+    assert found.new_tokens_per_second == pytest.approx(4 / third)
+    assert found.total_tokens_per_second == pytest.approx(12 / third)
+
+
+def test_an_idle_engine_waits_for_the_next_arrival() -> None:
+    found = simulation([TraceRow(1e6, 5, 1), TraceRow(0.0, 5, 1)]).result()
+    assert found.seconds == pytest.approx(1e6 + 2.4 + 10 * 0.128)
+    assert found.ttft["max"] == pytest.approx(2.4 + 10 * 0.128)
+
+
+LOAD = [replace(row, prompt_tokens=5 + i * 7 % 60) for i, row in enumerate(poisson(150, 10, 40, 2.0, seed=3))]
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_the_same_rows_and_options_give_the_same_run(preemption: str) -> None:
+    options = {"num_blocks": 30, "preemption": preemption, "num_host_blocks": 30 * (preemption == "swap")}
+    one, other = simulation(LOAD, **options).result(), simulation(LOAD, **options).result()
+    assert one == other
+    assert one.preemptions > 20
+    assert (one.swapped_blocks > 0) == (preemption == "swap")
+    assert (one.computed_tokens > sum(row.prompt_tokens + row.new_tokens - 1 for row in LOAD)) == (
+        preemption == "recompute"
+    )
+    assert one.trace_hash != simulation(LOAD, **(options | {"num_blocks": 31})).result().trace_hash
+    assert one.finished == 150
+
+
+def test_shared_prefixes_are_hits() -> None:
+    rows = [TraceRow(float(i), 200, 2, "system", 160) for i in range(10)]
+    found = simulation(rows).result()
+    assert found.hit_rate == pytest.approx(9 * 160 / (10 * 200))
+    assert found.computed_tokens == 10 * (200 + 1) - 9 * 160
+    assert simulation(rows, enable_prefix_caching=False).result().hit_rate == 0
+
+
+def test_what_can_never_fit_is_counted_with_the_reason() -> None:
+    found = simulation([TraceRow(0.0, 2000, 2), TraceRow(0.0, 20, 2)]).result()
+    assert (found.refused, found.finished, found.prompt_tokens) == (1, 1, 20)
+    assert "request 0 can never fit: 2000 prompt tokens" in (found.first_refusal or "")
+
+
+@pytest.mark.parametrize("budget", [256, 2048])
+def test_a_long_prompt_cannot_starve_decodes(budget: int) -> None:
+    """While a prompt of 32k tokens is computed, 16 others get a token in each step, and a step is bounded."""
+    rows = [TraceRow(0.0, 64, 500)] * 16 + [TraceRow(0.5, 32_768, 4)]
+    model = model_cost(*read_config(EMBEDDED))
+    found = simulation(rows, DEVICES["cpu"], replace(model, max_model_len=2**16), num_blocks=4000,
+                       max_num_batched_tokens=budget)  # fmt: skip
+    whole = CostModel(model, DEVICES["cpu"], 16).seconds(
+        Plan([PlanItem(request(0, 32_768), 32_768)], num_tokens=32_768), 1
+    )
+    last_piece = Plan([PlanItem(request(32_768 - budget, 32_768), budget)], num_tokens=budget)
+    piece = CostModel(model, DEVICES["cpu"], 16).seconds(last_piece, 17)
+    assert found.itl.max < 1.05 * piece
+    assert found.itl.max < 2.5 * budget / 32_768 * whole
+    assert found.itl.count == 16 * 499 + 3
+
+
+def test_it_plans_what_the_engine_plans() -> None:
+    """The same requests on a real engine with a small pool: every step has the same items, moves and victims."""
+    rows = [TraceRow(0.0, 5 + 11 * i % 50, 10 + 7 * i % 20, *(("p", 4) if i % 3 == 0 else ("", 0))) for i in range(24)]
+    options = {"num_blocks": 14, "max_num_seqs": 8, "max_num_batched_tokens": 24, "block_size": 8}
+
+    def written(plan: Plan) -> list[object]:
+        items = [(request.num_prompt, request.num_computed, num_new) for request, num_new in plan.items]
+        return [items, [r.num_prompt for r in plan.preempted], list(plan.copies), list(plan.swap_out)]
+
+    def watched(scheduler: object, plans: list[object]) -> None:
+        real = scheduler.plan
+
+        def plan() -> Plan:
+            found = real()
+            plans.append(written(found))
+            return found
+
+        scheduler.plan = plan
+
+    simulated, served = [], []
+    one = Simulation(model_cost(*read_config(EMBEDDED)), DEVICES["cpu"], engine_config(**options))
+    watched(one.scheduler, simulated)
+    assert one.run(rows).preemptions > 0
+    llm = LLM(**options)
+    watched(llm.engine.scheduler, served)
+    prompts = [[1, 2, 3, 4, *([100 + i] * (row.prompt_tokens - 4))] if row.prefix_id else [100 + i] * row.prompt_tokens
+               for i, row in enumerate(rows)]  # fmt: skip
+    params = [SamplingParams(max_tokens=row.new_tokens, ignore_eos=True) for row in rows]
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    assert served == simulated
+
+
+def test_a_run_needs_a_number_of_blocks_and_a_host_for_swapping() -> None:
+    for options, hosts, message in (
+        ({}, 0, "num_blocks is None"),
+        (
+            {"num_blocks": 5, "max_model_len": 200_000},
+            0,
+            "max_model_len is 200000; the model was made for up to 100000",
+        ),
+        ({"num_blocks": 5, "preemption": "swap"}, 0, "preemption is 'swap' with 0 blocks on the host"),
+        ({"num_blocks": 5}, 9, "preemption is 'recompute' with 9 blocks on the host"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Simulation(TOY, SLOW, engine_config(**options), num_host_blocks=hosts)
+
+
+def test_histogram() -> None:
+    histogram = Histogram()
+    assert histogram.percentile(50) == 0
+    for i in range(1, 1001):
+        histogram.add(i / 1000)
+    histogram.add(0.0, 10)
+    assert histogram.count == 1010
+    assert histogram.percentile(50) == pytest.approx(0.495, rel=0.01)
+    assert histogram.percentile(99) == pytest.approx(0.990, rel=0.01)
+    assert histogram.as_dict()["max"] == histogram.percentile(100) == 1.0
+    assert histogram.as_dict()["mean"] == pytest.approx(500.5 / 1010)
+
+
+# --------------------------------------------------------------------------------------------------- the command
+
+
+def run(arguments: str, status: int = 0) -> str:
+    result = CliRunner().invoke(app, ["simulate", *arguments.split()])
+    assert result.exit_code == status, result.output
+    return result.stdout if status == 0 else result.stderr
+
+
+def test_command(tmp_path: Path) -> None:
+    write_trace(tmp_path / "trace.csv", [TraceRow(0.1 * i, 300, 20, "system", 256) for i in range(30)])
+    told = run(f"--trace {tmp_path / 'trace.csv'} --blocks 100")
+    for name in ("requests", "virtual time", "new tokens", "TTFT", "ITL", "preemptions", "prefix hit rate", "waste"):
+        assert f"\n{name}" in f"\n{told}"
+    assert "30 of 30 finished" in told
+    found = json.loads(run(f"--trace {tmp_path / 'trace.csv'} --blocks 100 --json --device h200"))
+    assert found["finished"] == 30
+    assert found["trace_hash"]
+    found = json.loads(
+        run("--requests 50 --prompt-tokens 60 --new-tokens 30 --rate 1000 --blocks 40 --json --preemption swap")
+    )
+    assert found["new_tokens"] == 1500
+    assert found["swapped_blocks"] > 0
+    shortest = json.loads(run("--workload mixed --blocks 200 --json --scheduling-policy shortest"))
+    assert shortest["ttft"]["p50"] < json.loads(run("--workload mixed --blocks 200 --json"))["ttft"]["p50"]
+    assert "refused, the first because request 0 has a prompt of 1088 tokens" in run("--workload prefix --blocks 200")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--blocks 5", "there must be a load; give one of --trace, --workload and --requests"),
+        ("--blocks 5 --workload decode --requests 3", "give one of --trace"),
+        ("--blocks 5 --workload nope", "there is no workload 'nope'"),
+        ("--blocks 5 --requests 3 --device tpu", "device is 'tpu'; the devices are cpu, h200"),
+        ("--blocks 5 --trace nope.csv", "nope.csv cannot be read as CSV"),
+        ("--blocks 5 --requests 3 --model-config nope.json", "nope.json cannot be read"),
+        ("--blocks 0 --requests 3", "num_blocks is 0"),
+        ("--blocks 5 --requests 3 --scheduling-policy lottery", "scheduling_policy is 'lottery'"),
+        ("--blocks 5 --requests 3 --rate 0", "rate is 0"),
+    ],
+)
+def test_what_is_wrong_is_told(arguments: str, message: str) -> None:
+    assert message in run(arguments, status=1)
