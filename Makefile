@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test check bench wheel sanitize clean
+.PHONY: demo test check bench bench-long wheel sanitize clean
 
 demo: $(INSTALLED)  ## generate text with the embedded model and show what it cost
 	$(BIN)/python examples/demo.py
@@ -22,6 +22,11 @@ bench: $(INSTALLED)  ## speed on this machine
 	$(BIN)/quire bench throughput decode single rose
 	$(BIN)/quire bench throughput rose --attention gather
 	$(BIN)/quire bench memory
+	$(BIN)/quire bench planning
+
+bench-long: $(INSTALLED)  ## 100,000,000 random operations of the block manager, 1,000,000 simulated requests
+	$(BIN)/python -m tests.cache.machine 1000 1000 100000
+	$(BIN)/quire simulate --requests 1000000 --blocks 100000
 
 wheel: $(INSTALLED)  ## one wheel for every Python: dist/*.whl
 	rm -rf dist

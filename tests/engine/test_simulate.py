@@ -139,6 +139,10 @@ def test_shared_prefixes_are_hits() -> None:
     assert found.hit_rate == pytest.approx(9 * 160 / (10 * 200))
     assert found.computed_tokens == 10 * (200 + 1) - 9 * 160
     assert simulation(rows, enable_prefix_caching=False).result().hit_rate == 0
+    assert found.evicted_blocks == 0  # the prefix is 10 blocks, and each request leaves 2 others
+    rows = [TraceRow(1000.0 * i, 200, 2) for i in range(10)]
+    found = simulation(rows, num_blocks=40).result()
+    assert found.evicted_blocks == 10 * 12 - 39  # all full blocks but those that still stand; one was never full
 
 
 def test_what_can_never_fit_is_counted_with_the_reason() -> None:

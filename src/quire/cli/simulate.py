@@ -123,6 +123,7 @@ def _print_table(result: SimulationResult, wall_seconds: float) -> None:
         row(name, ", ".join(f"{which} {1e3 * value:,.2f}" for which, value in figures.items()) + " ms")
     moved = f"{result.swapped_blocks:,} blocks swapped, {result.copied_blocks:,} copied"
     row("preemptions", f"{result.preemptions:,}; {moved}")
+    row("evicted blocks", f"{result.evicted_blocks:,}")
     row("prefix hit rate", f"{result.hit_rate:.1%} of the prompt tokens")
     row("waste", f"{result.waste:.2%} of the owned slots; at most {result.most_used_blocks:,} blocks seen in use")
     row("simulated in", f"{wall_seconds:,.2f} s")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 
+from quire.cache.events import BlockRemoved, CacheEvent
 from quire.cache.manager import BlockManager
 from quire.config import EngineConfig
 from quire.engine.cost import CostModel, Device, ModelCost
@@ -93,6 +94,7 @@ class SimulationResult:
     preemptions: int
     swapped_blocks: int  # both ways
     copied_blocks: int
+    evicted_blocks: int  # were reusable, and somebody needed the memory
     hit_rate: float  # share of the prompt tokens that were found in the prefix cache
     waste: float  # share of the owned slots that hold nothing, over the looks at the cache
     most_used_blocks: int  # at these looks
@@ -163,6 +165,11 @@ class Simulation:
         self._latest: dict[str, float] = {}  # when the others drew their latest token
         self._counts: Counter[str] = Counter()
         self._owned_slots = self._wasted_slots = self._most_used = 0
+        self.scheduler.manager.listeners.append(self._hear)
+
+    def _hear(self, event: CacheEvent) -> None:
+        if isinstance(event, BlockRemoved):
+            self._counts["evicted"] += 1
 
     def run(self, rows: Iterable[TraceRow], advance: Callable[[], None] = lambda: None) -> SimulationResult:
         """Serve a trace to its end. `advance` is called at the end of each request."""
@@ -279,6 +286,7 @@ class Simulation:
             preemptions=self.scheduler.num_preemptions,
             swapped_blocks=counts["swapped"],
             copied_blocks=counts["copied"],
+            evicted_blocks=counts["evicted"],
             hit_rate=hits.rate,
             waste=self._wasted_slots / self._owned_slots if self._owned_slots else 0.0,
             most_used_blocks=self._most_used,
