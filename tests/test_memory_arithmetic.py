@@ -13,7 +13,7 @@ from quire.bench.contiguous import ContiguousAllocator
 from quire.bench.memory import KVSize
 from quire.cache.manager import BlockManager, CacheGroup, most_blocks
 from quire.cache.storage import bytes_per_block
-from quire.cache.usage import CacheUsage
+from quire.cache.usage import CacheUsage, cache_usage
 from quire.request import Request, SamplingParams
 
 LAYERS = CacheGroup(tuple(range(40)))
@@ -33,7 +33,7 @@ def hold(lengths: list[int], block_size: int) -> tuple[list[Request], CacheUsage
         manager.advance(request, length)
         assert len(request.block_ids[0]) == manager.blocks_for(length) == most_blocks(length, length, None, block_size)
         requests.append(request)
-    return requests, manager.usage(requests)
+    return requests, cache_usage(manager, requests)
 
 
 def test_a_request_of_the_13b_model() -> None:

@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ def told(
     engine = FakeEngine()
     processor = OutputProcessor(engine, tokenizer)  # type: ignore[arg-type]
     output = RequestOutput("p", None, [], [CompletionOutput(0)])
-    processor.add(Request("r", array("i"), 0, SamplingParams(max_tokens=None, **sampling)), output)
+    processor.add(Request("r", array("i"), 0, SamplingParams(max_tokens=None, **sampling)), output, deque())
     tokens, seen = tokenizer.encode(text), []
     for i, token in enumerate(tokens):
         events = [Event("r", token, finish_reason=reason if i == len(tokens) - 1 else None)]

@@ -24,16 +24,19 @@ class CacheConfig:
     kv_cache_memory: int | float | str = 0.5  # bytes ("2GiB", 2147483648), or a share (0.5, "50%") of the free memory
     enable_prefix_caching: bool = True  # reuse the blocks of equal prefixes; without it only samples of a prompt share
     preemption: str = "recompute"  # when blocks run out, the last request's are dropped, or moved to the host ("swap")
-    swap_space: int | float | str = "4GiB"  # on the host, for preemption="swap"; taken when it is used
+    swap_space: int | float | str | None = None  # on the host, for preemption="swap"; None: 4 GiB
 
     def __post_init__(self) -> None:
         check_integer(ConfigError, "block_size", self.block_size, 1, 256)
         if self.num_blocks is not None:
             check_integer(ConfigError, "num_blocks", self.num_blocks, 1)
         parse_memory(self.kv_cache_memory, free=2**40)
-        parse_memory(self.swap_space, free=2**40, name="swap_space")
         if self.preemption not in PREEMPTION:
             raise ConfigError(f"preemption is {self.preemption!r}; it must be {' or '.join(map(repr, PREEMPTION))}")
+        if self.swap_space is not None:
+            parse_memory(self.swap_space, free=2**40, name="swap_space")
+            if self.preemption != "swap":
+                raise ConfigError(f"swap_space is {self.swap_space!r}; only preemption='swap' uses it, so give both")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching is {self.enable_prefix_caching!r}; it must be True or False")
 

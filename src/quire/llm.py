@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -103,6 +104,8 @@ class LLM:
 
         Raises RequestError for a prompt that is invalid or can never fit; then nothing was computed.
         """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params is a {type(params).__name__}; it must be BeamSearchParams")
         searches = []
         for prompt in _listed(prompts):
             text, tokens, salt = self._encoded(prompt)
@@ -136,21 +139,22 @@ class LLM:
     def _run(self, requests: list[tuple[Request, RequestOutput]]) -> Iterator[RequestOutput]:
         for request, _ in requests:
             self.engine.check(request)
-        pending = {output.request_id: output for _, output in requests}
+        pending = {output.request_id for _, output in requests}
+        ended: deque[RequestOutput] = deque()
         try:
             for request, output in requests:
                 if request.sample_index:  # siblings share the seed of the first one; their index tells them apart
                     request.sampling = replace(request.sampling, seed=output.outputs[0].seed)
                 self.engine.add(request)
-                self._processor.add(request, output)
+                self._processor.add(request, output, ended)
             while pending:
                 if not self.engine.has_work:
                     raise QuireError("events of this call were lost: an exception interrupted a call beside it")
                 grown = self._step()
                 yield from (output for output in grown if output.request_id in pending and not output.finished)
-                # Another stream's step may have ended one of ours, so we ask the outputs, not the events.
-                for output in [output for output in pending.values() if output.finished]:
-                    del pending[output.request_id]
+                while ended:  # by this step, or by one of another stream
+                    output = ended.popleft()
+                    pending.remove(output.request_id)
                     yield output
         finally:
             # After an exception, or when the caller lost interest, nothing of this call stays behind; neither does
@@ -182,13 +186,15 @@ class LLM:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             each = [sampling_params or SamplingParams()] * len(listed)
         else:
-            each = list(sampling_params)
+            each = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params]
         if len(each) != len(listed):
             raise RequestError(
                 f"{len(listed)} prompts were given with {len(each)} sampling_params; give one for all, or one each"
             )
         requests = []
         for prompt, sampling, place in zip(listed, each, priorities, strict=True):
+            if not isinstance(sampling, SamplingParams):
+                raise RequestError(f"sampling_params has a {type(sampling).__name__}; it must be SamplingParams")
             text, tokens, salt = self._encoded(prompt)
             if sampling.stop_strings and self.tokenizer is None:
                 raise RequestError(

@@ -143,6 +143,7 @@ class Group:
     """
 
     members: list[Request] = field(default_factory=list)
+    num_born: int = 0  # of these, from the first on, that need not be forked any more; set by Scheduler
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,6 +140,10 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token, which nothing precedes
     prefix_report: PrefixReport | None = None  # what the prefix cache had; None until it runs
+    num_running: int = field(init=False, repr=False)  # samples that have not ended
+
+    def __post_init__(self) -> None:
+        self.num_running = sum(not output.finished for output in self.outputs)
 
     @property
     def num_cached_tokens(self) -> int | None:
@@ -148,7 +153,7 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         """Whether all samples have ended."""
-        return all(output.finished for output in self.outputs)
+        return self.num_running == 0
 
 
 @dataclass(frozen=True)
@@ -197,6 +202,7 @@ class _Sample:
     output: CompletionOutput
     sampling: SamplingParams
     detokenizer: Detokenizer | None
+    ended: deque[RequestOutput]
     text: str = ""  # all there is; callers see the part in which no stop string can have begun
     searched: int = 0  # length of that part
 
@@ -209,8 +215,8 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._samples: dict[str, _Sample] = {}
 
-    def add(self, request: Request, output: RequestOutput) -> None:
-        """Gather the request's events in the output's sample of its index."""
+    def add(self, request: Request, output: RequestOutput, ended: deque[RequestOutput]) -> None:
+        """Gather the request's events in the output's sample of its index. When all samples ended, it joins `ended`."""
         sampling, sample = request.sampling, output.outputs[request.sample_index]
         sample.seed = request.seed
         if sampling.logprobs is not None:
@@ -222,7 +228,7 @@ class OutputProcessor:
             if self._tokenizer
             else None
         )
-        self._samples[request.id] = _Sample(request, output, sample, sampling, detokenizer)
+        self._samples[request.id] = _Sample(request, output, sample, sampling, detokenizer, ended)
 
     def process(self, events: Sequence[Event]) -> Iterator[RequestOutput]:
         """Take in a step's events; each output that they change, once an event."""
@@ -234,6 +240,9 @@ class OutputProcessor:
                 self._process_event(sample, event)
                 if sample.output.finished:
                     del self._samples[event.request_id]
+                    sample.request.num_running -= 1
+                    if sample.request.finished:
+                        sample.ended.append(sample.request)
                 yield sample.request
 
     def _process_event(self, sample: _Sample, event: Event) -> None:

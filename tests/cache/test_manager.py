@@ -6,6 +6,7 @@ import pytest
 
 from quire.cache.audit import audit
 from quire.cache.manager import BlockManager, CacheGroup, Move
+from quire.cache.usage import cache_usage
 from quire.errors import BadValue, OutOfBlocks
 from quire.request import Group, Request, SamplingParams
 
@@ -49,13 +50,13 @@ def test_a_request_owns_exactly_the_blocks_it_needs(groups: tuple[CacheGroup, ..
         assert manager.grow(r, num_tokens, [])
         manager.advance(r, 1)
         assert [len(table) for table in r.block_ids] == [-(-num_tokens // block_size)] * len(groups)
-        usage = manager.usage([r])
+        usage = cache_usage(manager, [r])
         given_back = sum(r.num_given_back) * block_size
         assert usage.filled_slots == num_tokens * len(groups) - given_back
         assert 0 <= usage.wasted_slots < block_size * len(groups)  # at most one partly filled block a group
         audit(manager, [r])
     manager.release(r)
-    assert manager.usage([]).used_blocks == 0
+    assert cache_usage(manager, []).used_blocks == 0
     audit(manager, [r])
 
 
@@ -66,7 +67,7 @@ def test_growth_that_does_not_fit_takes_nothing(groups: tuple[CacheGroup, ...]) 
     assert manager.grow(a, 5, [])
     assert not manager.grow(b, 3, [])
     assert [len(table) for table in b.block_ids] == [0] * len(groups)
-    assert manager.usage([a, b]).used_blocks == 3 * len(groups)
+    assert cache_usage(manager, [a, b]).used_blocks == 3 * len(groups)
     assert manager.grow(b, 2, [])
     audit(manager, [a, b])
 
@@ -84,11 +85,11 @@ class TestForks:
         beams = [computed(manager, list(range(12)), "beam 1")]
         beams += [forked(manager, beams[0], token, f"beam {token}") for token in (2, 3)]
         beams[0].tokens.append(1)
-        usage = manager.usage(beams)
+        usage = cache_usage(manager, beams)
         assert (usage.used_blocks, usage.logical_blocks) == (3, 9)
         for beam in beams:
             compute(manager, beam, copies)
-        usage = manager.usage(beams)
+        usage = cache_usage(manager, beams)
         assert (usage.used_blocks, usage.logical_blocks) == (6, 12)
         assert usage.shared_slots == 6 * 4
         assert usage.wasted_slots == 3 * 3
@@ -107,7 +108,7 @@ class TestForks:
             compute(manager, beam, copies)
         assert copies == [Move(0, open_block, beams[0].block_ids[0][2]), Move(0, open_block, beams[1].block_ids[0][2])]
         assert beams[2].block_ids[0][2] == open_block  # nobody else has it any more
-        assert manager.usage(beams).used_blocks == 2 + 3
+        assert cache_usage(manager, beams).used_blocks == 2 + 3
         compute_again = len(copies)
         for beam in beams:
             beam.tokens.append(7)
@@ -120,7 +121,7 @@ class TestForks:
         parent = computed(manager, list(range(10)), "parent")
         child = forked(manager, parent, 5, "child")
         manager.release(parent)
-        assert manager.usage([child]).used_blocks == 3
+        assert cache_usage(manager, [child]).used_blocks == 3
         audit(manager, [child])
         manager.release(child)
         assert manager.pools[0].num_free == 12
@@ -162,14 +163,14 @@ class TestSwapping:
         assert len(moves) == 4
         assert manager.pools[0].num_free == 12
         assert manager.host_pools[0].num_free == 1
-        assert manager.usage(beams).host_blocks == 4
+        assert cache_usage(manager, beams).host_blocks == 4
         audit(manager, beams)
         [other] = [started(manager, list(range(100, 148)), "other")]  # takes all blocks, so that nothing stays cached
         assert manager.grow(other, 48, [])
         manager.release(other)
         moves = manager.swap_in(beams)
         assert len(moves) == 4
-        assert manager.usage(beams).used_blocks == 4
+        assert cache_usage(manager, beams).used_blocks == 4
         assert manager.host_pools[0].num_free == 5
         audit(manager, beams)
 
@@ -283,11 +284,11 @@ def test_a_windowed_group_gives_back_what_no_later_row_sees(block_size: int, win
         assert len(manager.owned(r, 0)) == -(-r.num_computed // block_size)
         table = r.block_ids[1]
         assert manager.owned(r, 1).tolist() == table[first_key // block_size :].tolist()
-    usage = manager.usage([r])
+    usage = cache_usage(manager, [r])
     assert usage.filled_slots == 2 * r.num_computed - r.num_given_back[1] * block_size
     assert 0 <= usage.wasted_slots < 2 * block_size
     manager.release(r)
-    assert manager.usage([]).used_blocks == 0
+    assert cache_usage(manager, []).used_blocks == 0
 
 
 def test_audit_sees_blocks_given_back_too_early() -> None:

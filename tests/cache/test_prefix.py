@@ -8,7 +8,7 @@ import pytest
 from quire.cache import manager as manager_module
 from quire.cache.audit import audit
 from quire.cache.manager import BlockManager, CacheGroup
-from quire.cache.prefix import MAX_COMPARED, PrefixIndex, block_digest, root_digest
+from quire.cache.prefix import PrefixIndex, block_digest, root_digest
 from quire.errors import BadValue
 from quire.request import Miss, Request, SamplingParams
 from tests.cache.test_manager import ONE, compute, computed, started
@@ -208,10 +208,27 @@ class TestWhyNot:
         assert f"differs from token {at} on" in str(report)
 
     def test_the_nearest_of_several_is_told(self) -> None:
-        manager = manager_of(num_blocks=200)
-        for i in range(MAX_COMPARED):
-            computed(manager, [*PROMPT[: i % 4], 0, 0, 0, i], f"r{i}")
-        assert report_of(manager, [*PROMPT[:3], 9]).first_difference == 3
+        """However many there are, and whichever came first."""
+        manager = manager_of(num_blocks=500)
+        for i in range(99):
+            computed(manager, [*PROMPT[: 3 if i == 7 else i % 3], 300 + i, 300, i, 0][:4], f"r{i}")
+        assert report_of(manager, PROMPT).first_difference == 3
+
+    def test_the_nearest_is_that_of_a_comparison_with_all(self) -> None:
+        rng, index = random.Random(0), PrefixIndex(1000)
+        for block in range(300):
+            tokens = array("i", (rng.choice([0, 1, 300, 70_000]) for _ in range(6))).tobytes()
+            index.publish(block, block_digest(b"p", tokens), b"p", tokens, first=True)
+        index.audit()
+        for _ in range(300):
+            index.audit()
+            wanted = [rng.choice([0, 1, 300, 70_000]) for _ in range(6)]
+            cached = [array("i", one.tokens).tolist() for one in index.by_block.values()]
+            common = [next((i for i in range(6) if one[i] != wanted[i]), 6) for one in cached]
+            assert index.nearest(b"p", array("i", wanted).tobytes()) == max(common, default=None)
+            if index.by_block:
+                index.evict(rng.choice(list(index.by_block)), 0.0)
+        assert index.nearest(b"p", b"1234" * 6) is None
 
     def test_evicted_and_when(self) -> None:
         manager = manager_of(num_blocks=4)
@@ -298,5 +315,5 @@ class TestIndex:
         index.publish(0, b"d", b"p", b"aaaa", first=True)
         index.audit()
         index._children.clear()
-        with pytest.raises(BadValue, match="block 0 is not among the blocks after its parent"):
+        with pytest.raises(BadValue, match="knows other blocks behind their parents than by id"):
             index.audit()

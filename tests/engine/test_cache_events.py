@@ -9,7 +9,7 @@ from quire.cache import events
 from quire.cache.events import CacheEvent
 from quire.cache.manager import CacheGroup
 from quire.engine.engine import Engine
-from tests.engine.fakes import VOCAB, fake_engine, request, siblings
+from tests.engine.fakes import VOCAB, fake_engine, request, run, siblings
 
 TWO = (CacheGroup((0,)), CacheGroup((1,), window=8))
 
@@ -42,10 +42,10 @@ class Replay:
             case events.HostBlocksFreed():
                 self.hosts[event.group, event.request_id].subtract(event.host_blocks)
             case events.BlockStored():
-                assert event.block not in self.cached[event.group]
-                self.cached[event.group][event.block] = event.block_hash
+                assert not self.cached[event.group].keys() & event.blocks
+                self.cached[event.group].update(zip(event.blocks, event.block_hashes, strict=True))
             case events.BlockRemoved():
-                assert self.cached[event.group].pop(event.block) == event.block_hash
+                assert [self.cached[event.group].pop(block) for block in event.blocks] == event.block_hashes
             case events.AllBlocksCleared():
                 self.cached[event.group].clear()
 
@@ -81,7 +81,8 @@ def test_the_events_rebuild_the_books(seed: int, groups: tuple[CacheGroup, ...])
         step += 1
         engine.runner.fail_next = step % 17 == 0
         if step % 13 == 0:
-            engine.abort(rng.choice(sorted(engine.scheduler.requests)))
+            aborted = engine.scheduler.swapped or list(engine.scheduler.requests.values())
+            engine.abort(rng.choice(aborted).id)
         if step == 40:
             engine.reset_prefix_cache()
         engine.step()
@@ -92,6 +93,45 @@ def test_the_events_rebuild_the_books(seed: int, groups: tuple[CacheGroup, ...])
     assert not any(+blocks for blocks in (*replay.owned.values(), *replay.hosts.values()))
 
 
+def test_what_ends_on_the_host_gives_its_blocks_back_there() -> None:
+    replay = Replay()
+    engine = fake_engine(num_blocks=6, block_size=4, num_host_blocks=8)
+    engine.listen(replay.take)
+    for name in ("a", "b"):
+        engine.add(request(name, [ord(name)] * 8, max_tokens=12))
+    while not engine.scheduler.swapped:
+        engine.step()
+    assert sum(replay.hosts[0, "b"].values()) == 3
+    engine.abort("b")
+    engine.step()
+    replay.check(engine)
+    assert replay.seen["HostBlocksFreed"] == 1
+    assert not +replay.hosts[0, "b"]
+
+
+def test_a_listener_that_fails_is_let_go_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    kinds = [events.BlocksAllocated, events.BlocksShared, events.BlocksForked, events.BlockCopied, events.BlocksFreed,
+             events.BlockStored, events.BlockRemoved]  # fmt: skip
+    for kind in kinds:
+        engine, replay, failed = fake_engine(num_blocks=9, block_size=4), Replay(), []
+
+        def failing(event: events.CacheEvent, kind: type = kind, failed: list[object] = failed) -> None:
+            if isinstance(event, kind):
+                failed.append(event)
+                raise RuntimeError("I am broken")
+
+        engine.listen(failing)
+        engine.listen(replay.take)
+        for i in range(4):
+            for r in siblings(f"r{i}", [1, 2, 3, 4, 5, i], 2, max_tokens=6):
+                engine.add(r)
+        results = run(engine)
+        assert all(reason == "length" for _, reason in results.values())
+        assert len(failed) == 1
+        replay.check(engine)
+    assert caplog.text.count("a listener failed") == len(kinds)
+
+
 def test_a_stored_block_tells_its_tokens_its_hash_and_its_parents() -> None:
     engine = fake_engine(block_size=4)
     stored: list[events.BlockStored] = []
@@ -99,6 +139,8 @@ def test_a_stored_block_tells_its_tokens_its_hash_and_its_parents() -> None:
     engine.add(request("r", list(range(9)), max_tokens=1))
     engine.step()
     assert [event.token_ids for event in stored] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert stored[1].parent_block_hash == stored[0].block_hash
+    assert [stored[1].parent_block_hash] == stored[0].block_hashes
+    assert stored[0].parent_block_hash is None
     assert [event.request_id for event in stored] == ["r", "r"]
-    assert [event.block for event in stored] == [0, 1]
+    assert [event.blocks for event in stored] == [[0], [1]]
+    assert [event.block_size for event in stored] == [4, 4]

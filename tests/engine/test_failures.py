@@ -7,8 +7,10 @@ import pytest
 
 from quire.batch import Batch
 from quire.engine.engine import Engine
+from quire.engine.plan import INVALID_TOKEN, StepOutput
+from quire.errors import BadValue
 from quire.request import FinishReason, Request
-from tests.engine.fakes import VOCAB, FakeRunner, continuation, fake_engine, forget_free_blocks, request, siblings
+from tests.engine.fakes import VOCAB, FakeRunner, continuation, fake_engine, forget_free_blocks, request, run, siblings
 
 LIMIT = 20_000  # steps
 
@@ -70,7 +72,7 @@ def drain(engine: Engine, requests: list[Request]) -> int:
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 7, 11, 23, 50])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("what", ["allocate", "host allocate", "match", "grow", "swap_out", "swap_in"])
 def test_planning(what: str, every: int, seed: int) -> None:
     """A request that cannot be planned ends with an error, one that cannot be swapped is computed again."""
@@ -140,3 +142,85 @@ def test_a_step_that_cannot_swap_out_loses_nothing_of_the_one_that_gave_way() ->
     assert runner.faults.raised == 1
     assert (old.finish_reason, young.finish_reason) == (FinishReason.ERROR, FinishReason.LENGTH)
     assert young.tokens.tolist()[4:] == continuation([1, 2, 3, 4], 9)
+
+
+def test_an_interrupted_step_ends_its_requests_and_is_raised_again() -> None:
+    """Its copies were not made, so nobody may go on as if they had been."""
+    engine = fake_engine(block_size=4)
+    waiting = request("waiting", [9, 9], max_tokens=3)
+    for r in siblings("s", [1, 2, 3, 4, 5, 6], 3, max_tokens=9):
+        engine.add(r)
+    engine.step()
+    move = engine.runner.move
+
+    def interrupted(batch: Batch) -> None:
+        assert any(group.copies for group in batch.groups)
+        raise KeyboardInterrupt
+
+    engine.runner.move = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.runner.move = move
+    assert not engine.has_work
+    engine.scheduler.audit()
+    engine.add(waiting)
+    assert run(engine)["waiting"][0] == continuation([9, 9], 3)
+
+
+def test_a_salt_that_is_no_unicode_is_as_good_as_another() -> None:
+    engine = fake_engine(block_size=4)
+    for i, salt in enumerate(["\ud800", "\ud800", "\udfff"]):
+        r = request(f"r{i}", list(range(12)), max_tokens=2)
+        r.cache_salt = salt
+        engine.add(r)
+        run(engine)
+    assert (engine.scheduler.manager.hits.hits, engine.scheduler.manager.hits.misses) == (1, 2)
+
+
+def test_nothing_without_a_finite_logit_is_shared() -> None:
+    engine = fake_engine(block_size=4)
+    real = engine.runner.run
+
+    def without_logits(batch: Batch) -> StepOutput:
+        return StepOutput(dict.fromkeys(real(batch).tokens, INVALID_TOKEN))
+
+    engine.runner.run = without_logits
+    for r in siblings("s", list(range(12)), 3, max_tokens=2):
+        engine.add(r)
+    [event] = engine.step()
+    assert event.error == "the model gave no finite logit at position 12"
+    assert not engine.scheduler.manager.indexes[0].by_block
+    engine.runner.run = real
+    results = run(engine)
+    assert results["s-1"][0] == results["s-2"][0] == continuation(list(range(12)), 2)
+
+
+def test_the_audit_sees_requests_that_stand_in_the_wrong_list() -> None:
+    def engine() -> Engine:
+        made = fake_engine(num_blocks=4, block_size=4, num_host_blocks=8, max_num_seqs=2)
+        for i in range(4):
+            made.add(request(f"r{i}", [i] * 6, max_tokens=9))
+        while not made.scheduler.swapped:
+            made.step()
+        made.scheduler.audit()
+        return made
+
+    lost = engine()
+    lost.scheduler.waiting.pop()
+    with pytest.raises(BadValue, match="4 requests stand 3 times in the scheduler's lists"):
+        lost.scheduler.audit()
+    wrong = engine()
+    wrong.scheduler.running += wrong.scheduler.swapped
+    wrong.scheduler.swapped.clear()
+    with pytest.raises(BadValue, match="has blocks elsewhere than the scheduler believes"):
+        wrong.scheduler.audit()
+    unsorted = engine()
+    unsorted.add(request("r4", [4], max_tokens=1))
+    unsorted.scheduler.swapped.append(unsorted.scheduler.running[0])
+    del unsorted.scheduler.running[0]
+    with pytest.raises(BadValue):
+        unsorted.scheduler.audit()
+    forgotten = engine()
+    forgotten.scheduler.waiting._heap.clear()
+    with pytest.raises(BadValue, match="the first of the waiting requests is not known as such"):
+        forgotten.scheduler.audit()

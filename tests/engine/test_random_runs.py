@@ -1,23 +1,40 @@
-"""10,000 small runs over random pools, policies and loads, with aborts in every state: all end, and nothing leaks."""
+"""10,000 small runs over random pools, policies and loads, with aborts in every state: all end, and nothing leaks.
+
+Every fifth of them runs on a memory: each request must read its own tokens through its tables, the events must rebuild
+the books, and some of these runs have allocations and look-ups that fail.
+"""
 
 from __future__ import annotations
 
 import random
 from array import array
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from quire.cache.manager import CacheGroup
 from quire.config import CacheConfig, EngineConfig
 from quire.engine.cost import DEVICES, ModelCost
+from quire.engine.flatten import Buffers, flatten
+from quire.engine.order import by_priority
 from quire.engine.plan import Plan, StepOutput
 from quire.engine.simulate import Simulation
 from quire.request import FinishReason, Group, Request, SamplingParams
-from tests.engine.test_soak import GROUPS
+from tests.engine.fakes import FakeRunner, continuation, forget_free_blocks
+from tests.engine.test_cache_events import Replay
+
+GROUPS = (
+    (CacheGroup((0,)),),
+    (CacheGroup((0,)), CacheGroup((1,), window=6)),
+    (CacheGroup((0,), window=9),),
+    (CacheGroup((0,), window=3), CacheGroup((1,), window=11)),
+    (CacheGroup((0,)), CacheGroup((1,), window=2), CacheGroup((2,), window=17)),
+    (CacheGroup((0,), window=1), CacheGroup((1,))),
+)
 
 SEEDS, SHARDS = 10_000, 10
-AUDITED = 10  # every so manieth run is audited after each step, the others at the end
+CHECKED = 5  # every so manieth run has a memory, and is audited after each step; the others at the end
 REPEATED = 20  # every so manieth run is done twice
 MAX_STEPS = 2000
 MAX_MODEL_LEN = 40
@@ -78,7 +95,7 @@ class Search:
 class RandomRun(Simulation):
     """A simulation with a random load and random aborts. Counts in `seen` what happened."""
 
-    def __init__(self, seed: int, seen: Counter[str]) -> None:
+    def __init__(self, seed: int, seen: Counter[str], checked: bool) -> None:
         rng = self.rng = random.Random(seed)
         self.seen = seen
         self.groups = rng.choice(GROUPS)
@@ -103,12 +120,37 @@ class RandomRun(Simulation):
             hashed=True,
             sample_every=8,
         )
+        scheduler = self.scheduler
+        self.runner, self.replay = None, Replay()
+        if checked:
+            limits = (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-MAX_MODEL_LEN // size))
+            self.runner = FakeRunner(scheduler.manager.num_blocks, size, self.groups, host_blocks)
+            self.buffers = Buffers(len(self.groups), size, *limits)
+            scheduler.manager.listeners.append(self.replay.take)
+            if rng.random() < 0.25:
+                self.break_things()
         self.asked: dict[str, Request] = {}
         self.reasons: dict[str, FinishReason] = {}
         self.to_come = [self.unit(f"u{i}") for i in range(rng.randint(1, 8))]
         self.searches: dict[Group, Search] = {}
         self.abort_rate = rng.choice([0.0, 0.0, 0.05, 0.3])
         self.failure_rate = rng.choice([0.0, 0.0, 0.02])
+
+    def break_things(self) -> None:
+        """Let some allocations and look-ups fail."""
+        manager = self.scheduler.manager
+
+        def failing(call: Callable) -> Callable:  # type: ignore[type-arg]
+            def wrapped(*arguments: object) -> object:
+                if self.rng.random() < 0.03:
+                    raise MemoryError("injected")
+                return call(*arguments)
+
+            return wrapped
+
+        for pool in (*manager.pools, *manager.host_pools):
+            pool.allocate = failing(pool.allocate)
+        manager.match = failing(manager.match)
 
     def unit(self, name: str) -> list[Request]:
         """One request, or the samples of one prompt."""
@@ -117,6 +159,7 @@ class RandomRun(Simulation):
         prompt = array("i", beginning + [rng.randrange(3) for _ in range(rng.randint(1, 8))])
         group = Group() if rng.random() < 0.35 else None
         salt, priority, steered = rng.choice(["", "", "", "tenant"]), rng.choice([0, 0, -1, 1]), rng.random() < 0.25
+        priority *= self.scheduler.order is by_priority
         prompt_logprobs = 0 if rng.random() < 0.1 and not (group and steered) else None  # no beam search has any
         sampling = SamplingParams(max_tokens=rng.randint(1, 20), prompt_logprobs=prompt_logprobs)
         if group is None:
@@ -147,7 +190,11 @@ class RandomRun(Simulation):
         ):
             if requests and self.rng.random() < self.abort_rate:
                 self.abort(self.rng.choice(requests), what)
-        return super().compute(plan)
+        if self.runner is None:
+            return super().compute(plan)
+        output = StepOutput({}) if plan.is_empty else self.runner.run(flatten(plan, self.buffers))
+        self.runner.batches.clear()
+        return output
 
     def count(self, plan: Plan) -> None:
         seen = self.seen
@@ -167,7 +214,7 @@ class RandomRun(Simulation):
         if self.rng.random() >= self.abort_rate:
             return
         scheduler = self.scheduler
-        waiting = list(scheduler.waiting.values())
+        waiting = list(scheduler.waiting)
         unborn = [sibling for request in scheduler.running for sibling in scheduler._unborn(request)]
         states = {"waiting": waiting, "unborn": unborn, "running": scheduler.running, "swapped": scheduler.swapped}
         there = [name for name, requests in states.items() if requests]
@@ -185,7 +232,7 @@ class RandomRun(Simulation):
             events = self.step()
         # First those that ended, as no beam goes on from them.
         for event in sorted(events, key=lambda event: event.finish_reason is None):
-            assert event.error in (None, "RuntimeError: injected"), event.error
+            assert event.error in (None, "RuntimeError: injected", "MemoryError: injected"), event.error
             if event.finish_reason is not None:
                 assert event.request_id not in self.reasons
                 self.reasons[event.request_id] = event.finish_reason
@@ -193,9 +240,9 @@ class RandomRun(Simulation):
             if request.steered and request.group is not None:
                 self.searches[request.group].take(request, event.finish_reason is not None)
         waiting = self.scheduler.waiting
-        self.seen["restarted from the host"] += sum(request.ordinal in waiting for request in swapped)
+        self.seen["restarted from the host"] += sum(request in waiting for request in swapped)
 
-    def go(self, audited: bool) -> None:
+    def go(self) -> None:
         scheduler = self.scheduler
         while self.to_come or scheduler.has_work:
             assert self.num_steps < MAX_STEPS, "it does not end"
@@ -206,8 +253,10 @@ class RandomRun(Simulation):
                 scheduler.manager.reset_prefix_cache()
             if scheduler.has_work:
                 self.one_step()
-            if audited:
+            if self.runner is not None:
                 scheduler.audit()
+                self.replay.check(self)
+                forget_free_blocks(self)
         self.check_end()
 
     def check_end(self) -> None:
@@ -219,8 +268,14 @@ class RandomRun(Simulation):
         for pool in (*manager.pools, *manager.host_pools):
             assert pool.num_free == pool.num_blocks
         assert self.reasons.keys() == self.asked.keys()
+        windows = [group.window for group in self.groups]
+        seen_by_the_model = 0 if None in windows else max(windows)
         for name, reason in self.reasons.items():
             request = self.asked[name]
+            if self.runner is not None and not request.steered:
+                tokens = request.tokens.tolist()
+                prompt = tokens[: request.num_prompt]
+                assert tokens == prompt + continuation(prompt, request.num_generated, seen_by_the_model)
             if reason is FinishReason.LENGTH:
                 assert not request.steered
                 assert len(request.tokens) == scheduler.longest(request)
@@ -228,9 +283,9 @@ class RandomRun(Simulation):
 
 
 def random_run(seed: int, seen: Counter[str]) -> str | None:
-    one = RandomRun(seed, seen)
+    one = RandomRun(seed, seen, checked=seed // SHARDS % CHECKED == 0)
     one.scheduler.manager.listeners.append(lambda event: seen.update(forked=type(event).__name__ == "BlocksForked"))
-    one.go(audited=seed // SHARDS % AUDITED == 0)
+    one.go()
     return one.result().trace_hash
 
 

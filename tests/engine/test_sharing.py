@@ -230,7 +230,7 @@ class TestOrder:
         """While better placed requests keep arriving, the worst placed one is served after a bounded number of them."""
         engine = fake_engine(num_blocks=8, max_num_seqs=1, order=order, max_model_len=4000)
         last = request("last", [1] * 20, max_tokens=1)
-        last.priority = 1
+        last.priority = int(order is by_priority)
         engine.add(last)
         bound = int(last.place[0]) + 3
         for i in range(bound):

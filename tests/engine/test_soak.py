@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def add(state: Soak, engine, processor: OutputProcessor) -> None:
     state.events += 1
     state.prompts[name] = prompt
     state.outputs[name] = RequestOutput(name, None, prompt, [CompletionOutput(0)])
-    processor.add(request, state.outputs[name])
+    processor.add(request, state.outputs[name], deque())
 
 
 def check_tokens(state: Soak, groups: tuple[CacheGroup, ...]) -> None:

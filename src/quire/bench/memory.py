@@ -270,11 +270,11 @@ def run_paged(setup: Setup) -> Run:
     for plan in _steps(scheduler):
         usage = scheduler.usage()
         free = sum(pool.num_free for pool in manager.pools) * setup.block_size
-        is_short = bool(scheduler.waiting) and plan.num_tokens < MAX_NUM_BATCHED_TOKENS
+        is_short = len(scheduler.waiting) > 0 and plan.num_tokens < MAX_NUM_BATCHED_TOKENS
         unusable = 0
         if is_short:
-            first = scheduler.waiting[min(scheduler.waiting)]  # by arrival
-            if free >= scheduler.longest(first):
+            first = scheduler.waiting.first()
+            if first is not None and free >= scheduler.longest(first):
                 unusable = free
                 refused.add(first.id)
         live = usage.filled_slots + sum(_coming(item.request, item.num_new) for item in plan.items)

@@ -1,8 +1,8 @@
 """What happens to blocks, as one typed stream: metrics, the inspector and the simulator read it.
 
-From an empty pool on, the events alone rebuild every reference count and every request's blocks. Names and fields are
-those of vLLM's KV events where it has them. `time` is the scheduler's clock, in seconds, at the step's start; `group`
-is the index of the cache group whose pool the block ids belong to.
+From an empty pool on, the events alone rebuild every reference count and every request's blocks. BlockStored,
+BlockRemoved and AllBlocksCleared are vLLM's KV events, with its fields and a few more. `time` is the scheduler's clock,
+in seconds, at the step's start; `group` is the index of the cache group whose pool the block ids belong to.
 """
 
 from __future__ import annotations
@@ -103,10 +103,11 @@ class BlockStored:
     time: float
     group: int
     request_id: str
-    block: int
-    block_hash: bytes
-    parent_block_hash: bytes
+    blocks: list[int]
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None  # of the block before; None for a first one
     token_ids: list[int]
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +116,8 @@ class BlockRemoved:
 
     time: float
     group: int
-    block: int
-    block_hash: bytes
+    blocks: list[int]
+    block_hashes: list[bytes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 from quire.cache import events
 from quire.cache.events import CacheEvent, Listener
 from quire.cache.pool import BlockPool
 from quire.cache.prefix import PrefixIndex, block_digest, root_digest
-from quire.cache.usage import CacheUsage, HitCounts
+from quire.cache.usage import HitCounts
+from quire.errors import BadValue
 from quire.request import Miss, PrefixReport, Request
+
+log = logging.getLogger("quire")
+
+NONE = -1  # instead of a block
 
 
 @dataclass(frozen=True)
@@ -91,8 +98,12 @@ class BlockManager:
         self._has_windows = any(group.window is not None for group in groups)
 
     def _tell(self, event: CacheEvent) -> None:
-        for listener in self.listeners:
-            listener(event)
+        for listener in tuple(self.listeners):
+            try:
+                listener(event)
+            except Exception:
+                log.exception("a listener failed and is not told of anything more")
+                self.listeners.remove(listener)
 
     # --------------------------------------------------------------------------------------------- counting
 
@@ -156,32 +167,34 @@ class BlockManager:
 
     def match(self, request: Request) -> Match:
         """Find the longest prefix of the request's tokens of which every block that is needed stands in every group."""
-        count = self.num_reusable(request)
+        count, last = self.num_reusable(request), len(request.tokens) - 1
         self._know_digests(request, count)
-        found: list[list[int | None]] = [[] for _ in self.groups]
+        found: list[array[int]] = [array("i")] * len(self.groups)
+        starts: dict[int, list[int]] = {}  # of a windowed group, for each count, where the blocks begin that lead to it
         for g in sorted(range(len(self.groups)), key=lambda g: self.groups[g].window is not None):
-            for i in range(count):
-                block = self._find(request, g, i)
-                if block is None and self.groups[g].window is None:
-                    count = i
-                    break
-                found[g].append(block)
-        first = [0] * len(self.groups)
-        while count > 0:
-            next_row = min(count * self.block_size, len(request.tokens) - 1)
-            first = [self._first_seen(next_row, group.window) for group in self.groups]
-            gaps = [i for g in range(len(found)) for i in range(first[g], count) if found[g][i] is None]
-            if not gaps:
-                break
-            count = max(gaps)  # no longer prefix does without that block
-        if count == 0:
-            first = [0] * len(self.groups)
-        blocks = [array("i", (b for b in found[g][first[g] : count] if b is not None)) for g in range(len(found))]
-        return Match(count, first, blocks)
+            if self.groups[g].window is None:
+                found[g] = array("i", takewhile(lambda block: block != NONE, self._find(request, g, count)))
+                count = len(found[g])
+            else:
+                found[g] = array("i", self._find(request, g, count))
+                starts[g] = [0]
+                for i, block in enumerate(found[g]):
+                    starts[g].append(i + 1 if block == NONE else starts[g][i])
 
-    def _find(self, request: Request, group: int, index: int) -> int | None:
-        tokens = request.tokens[index * self.block_size : (index + 1) * self.block_size].tobytes()
-        return self.indexes[group].find(request.digests[index + 1], request.digests[index], tokens)
+        def seen(g: int) -> int:
+            return self._first_seen(min(count * self.block_size, last), self.groups[g].window)
+
+        while count > 0 and any(starts[g][count] > seen(g) for g in starts):
+            count -= 1
+        first = [min(count, seen(g)) for g in range(len(self.groups))]
+        return Match(count, first, [blocks[start:count] for blocks, start in zip(found, first, strict=True)])
+
+    def _find(self, request: Request, group: int, count: int) -> Iterator[int]:
+        """The cached blocks with the request's first tokens, one by one; NONE for one that is not there."""
+        size, tokens, digests, find = self.block_size, request.tokens, request.digests, self.indexes[group].find
+        for i in range(count):
+            block = find(digests[i + 1], digests[i], tokens[i * size : (i + 1) * size].tobytes())
+            yield NONE if block is None else block
 
     def needed(self, request: Request, match: Match) -> list[int]:
         """Free blocks of each group that a waiting request takes to compute all of its tokens."""
@@ -213,7 +226,6 @@ class BlockManager:
     def _explain(self, request: Request, match: Match) -> PrefixReport:
         size, at = self.block_size, match.num_blocks
         full = request.num_prompt // size
-        told = PrefixReport(request.num_prompt, min(at, full) * size, size)
         reason, first_difference, seconds_ago = None, None, None
         if at >= full:
             reason = Miss.SHORT if full == 0 else None
@@ -232,11 +244,9 @@ class BlockManager:
                 reason = Miss.SALT
             elif common is None or at == common == 0:
                 reason = Miss.UNSEEN
-            elif common < size:
+            else:
                 reason, first_difference = Miss.DIFFERS, at * size + common
-            else:  # the block is there, but a windowed group lost one before it
-                reason, seconds_ago = Miss.EVICTED, 0.0
-        return PrefixReport(told.num_prompt, told.num_cached, size, reason, first_difference, seconds_ago)
+        return PrefixReport(request.num_prompt, min(at, full) * size, size, reason, first_difference, seconds_ago)
 
     def _publish(self, request: Request) -> None:
         """Offer the request's full blocks for reuse, those of them that were not offered before."""
@@ -250,8 +260,8 @@ class BlockManager:
                 if i >= request.num_given_back[g] and block not in index.by_block:
                     new = index.publish(block, digest, parent, tokens.tobytes(), first=i == 0)
                     if new and self.listeners:
-                        told = events.BlockStored(self.now, g, request.id, block, digest, parent, tokens.tolist())
-                        self._tell(told)
+                        names = ([block], [digest], parent if i else None)
+                        self._tell(events.BlockStored(self.now, g, request.id, *names, tokens.tolist(), size))
         request.num_published = full
 
     def reset_prefix_cache(self) -> None:
@@ -312,7 +322,7 @@ class BlockManager:
                 if block in index.by_block:
                     cached = index.evict(block, self.now)
                     if self.listeners:
-                        self._tell(events.BlockRemoved(self.now, g, block, cached.digest))
+                        self._tell(events.BlockRemoved(self.now, g, [block], [cached.digest]))
         return taken
 
     def advance(self, request: Request, num_new: int) -> None:
@@ -352,12 +362,17 @@ class BlockManager:
     def fork(self, parent: Request, child: Request) -> None:
         """Let the child, which owns nothing, share the parent's blocks. Its tokens begin with those of the parent.
 
-        Nothing is copied until one of them writes.
+        Nothing is copied until one of them writes. Raises BadValue where the child would see what the parent gave back.
         """
+        num_computed = min(len(parent.tokens), len(child.tokens) - 1)
+        for g, group in enumerate(self.groups):
+            if self._first_seen(num_computed, group.window) < parent.num_given_back[g]:
+                raise BadValue(f"{child.id} needs blocks of {parent.id} that it gave back; let it have a token more")
         child.block_ids = [array("i", table) for table in parent.block_ids]
         child.num_given_back = list(parent.num_given_back)
         child.num_cached = min(len(parent.tokens), len(child.tokens))
-        child.num_computed = min(child.num_cached, len(child.tokens) - 1)
+        child.num_computed = num_computed
+        child.prefix_report = child.prefix_report or parent.prefix_report
         child.digests = parent.digests[: child.num_cached // self.block_size + 1]
         child.num_published = min(parent.num_published, child.num_cached // self.block_size)
         for g, pool in enumerate(self.pools):
@@ -422,14 +437,12 @@ class BlockManager:
 
     def _still_cached(self, requests: Sequence[Request], group: int) -> dict[int, int]:
         """Host blocks whose contents still stand in the prefix cache: host block -> block."""
-        found = {}
+        found: dict[int, int] = {}
         for request in requests:
             start = request.num_given_back[group]
-            for i, host in enumerate(request.host_block_ids[group], start):
-                if i < request.num_published and host not in found:
-                    block = self._find(request, group, i)
-                    if block is not None:
-                        found[host] = block
+            blocks = islice(self._find(request, group, request.num_published), start, None)
+            pairs = zip(request.host_block_ids[group], blocks, strict=False)
+            found |= {host: block for host, block in pairs if block != NONE}
         return found
 
     def swap_in(self, requests: Sequence[Request]) -> list[Move]:
@@ -466,27 +479,3 @@ class BlockManager:
             request.host_block_ids = []
             request.num_published = 0  # what was moved may be offered again
         return [Move(g, host, block_of[g][host]) for g, hosts in enumerate(missing) for host in hosts]
-
-    # -------------------------------------------------------------------------------------------- the books
-
-    def usage(self, requests: Iterable[Request]) -> CacheUsage:
-        """How the blocks are used, given all requests."""
-        size, logical, empty = self.block_size, 0, 0
-        listed = [request for request in requests if request.block_ids]
-        for g in range(len(self.groups)):
-            filled: dict[int, int] = {}  # of the blocks that are not full for every owner
-            for request in listed:
-                logical += len(request.block_ids[g]) - request.num_given_back[g]
-                stored = max(request.num_computed, request.num_cached)
-                for i in range(stored // size, len(request.block_ids[g])):
-                    block = request.block_ids[g][i]
-                    filled[block] = max(filled.get(block, 0), min(size, stored - i * size), 0)
-            empty += sum(size - count for count in filled.values())
-        used = sum(pool.num_used for pool in self.pools)
-        cached = sum(
-            len(index) - sum(pool.ref_counts[block] > 0 for block in index.by_block)
-            for pool, index in zip(self.pools, self.indexes, strict=True)
-        )
-        host = sum(pool.num_used for pool in self.host_pools)
-        reserved = self.num_blocks * len(self.pools)
-        return CacheUsage(size, reserved, used, logical, cached, used * size - empty, host)

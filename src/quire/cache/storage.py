@@ -18,6 +18,7 @@ from quire.ops import PagedKV
 
 HUGE_PAGE = 2 * 2**20  # bytes
 RESIDENT = 512 * 2**20  # bytes that are there from the start; more would be seconds before the first request
+DEFAULT_SWAP_SPACE = "4GiB"
 
 
 class KVCache:
@@ -138,14 +139,14 @@ def choose_num_host_blocks(config: CacheConfig, block_bytes: int, most: int, fre
     """
     if config.preemption != "swap":
         return 0
-    space = parse_memory(config.swap_space, free, name="swap_space")
+    asked = DEFAULT_SWAP_SPACE if config.swap_space is None else config.swap_space
+    space = parse_memory(asked, free, name="swap_space")
     fitting = min(space // block_bytes, most)
     if fitting == 0:
         raise ConfigError(
-            f"swap_space is {config.swap_space!r}, {space:,} bytes; one block takes {block_bytes:,}. Give a unit, as "
-            f"in '4GiB'"
+            f"swap_space is {asked!r}, {space:,} bytes; one block takes {block_bytes:,}. Give a unit, as in '4GiB'"
         )
-    _check_free(f"swap_space={config.swap_space!r}", fitting * block_bytes, free)
+    _check_free(f"swap_space={asked!r}", fitting * block_bytes, free)
     return fitting
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from quire.request import PrefixReport
+from quire.request import PrefixReport, Request
+
+if TYPE_CHECKING:
+    from quire.cache.manager import BlockManager
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,28 @@ class CacheUsage:
     def wasted_slots(self) -> int:
         """Owned slots that hold nothing: the open ends of partly filled blocks."""
         return self.used_slots - self.filled_slots
+
+
+def cache_usage(manager: BlockManager, requests: Iterable[Request]) -> CacheUsage:
+    """How the blocks are used, given all requests."""
+    size, logical, empty = manager.block_size, 0, 0
+    listed = [request for request in requests if request.block_ids]
+    for g in range(len(manager.groups)):
+        filled: dict[int, int] = {}  # of the blocks that are not full for every owner
+        for request in listed:
+            logical += len(request.block_ids[g]) - request.num_given_back[g]
+            stored = max(request.num_computed, request.num_cached)
+            for i in range(stored // size, len(request.block_ids[g])):
+                block = request.block_ids[g][i]
+                filled[block] = max(filled.get(block, 0), min(size, stored - i * size), 0)
+        empty += sum(size - count for count in filled.values())
+    used = sum(pool.num_used for pool in manager.pools)
+    cached = sum(
+        len(index) - sum(pool.ref_counts[block] > 0 for block in index.by_block)
+        for pool, index in zip(manager.pools, manager.indexes, strict=True)
+    )
+    host = sum(pool.num_used for pool in manager.host_pools)
+    return CacheUsage(size, manager.num_blocks * len(manager.pools), used, logical, cached, used * size - empty, host)
 
 
 @dataclass

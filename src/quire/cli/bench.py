@@ -50,7 +50,7 @@ def throughput(
     kv_cache_memory: CacheMemory = "50%",
     prefix_caching: PrefixCaching = True,
     preemption: Preemption = "recompute",
-    swap_space: SwapSpace = "4GiB",
+    swap_space: SwapSpace = None,
     scheduling_policy: SchedulingPolicy = "fcfs",
     warmup: Annotated[int, typer.Option(min=0, help="Runs before those that count.")] = 1,
     runs: Annotated[int, typer.Option(min=1, help="Runs that count; their median is told.")] = 3,

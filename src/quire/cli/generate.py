@@ -47,7 +47,7 @@ def generate(
     kv_cache_memory: CacheMemory = "50%",
     prefix_caching: PrefixCaching = True,
     preemption: Preemption = "recompute",
-    swap_space: SwapSpace = "4GiB",
+    swap_space: SwapSpace = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue one or several texts. The text is printed as it comes, prompt after prompt."""

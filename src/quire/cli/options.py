@@ -17,7 +17,7 @@ NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; overrides --kv-c
 CacheMemory = Annotated[str, typer.Option(help="Bytes (2GiB) or a share of the free memory (50%).")]
 PrefixCaching = Annotated[bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching")]
 Preemption = Annotated[str, typer.Option(help="When blocks run out: recompute, or swap.")]
-SwapSpace = Annotated[str, typer.Option(help="On the host, for swap: bytes (4GiB) or a share of the free memory.")]
+SwapSpace = Annotated[str | None, typer.Option(help="On the host, for swap: bytes or a share. Default: 4GiB.")]
 SchedulingPolicy = Annotated[str, typer.Option(help="Who comes first: fcfs, priority or shortest.")]
 MaxNumSeqs = Annotated[int, typer.Option(help="Sequences that run at the same time.")]
 MaxNumBatchedTokens = Annotated[int, typer.Option(help="Query tokens a step.")]

@@ -30,6 +30,8 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         check_integer(RequestError, "beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         check_integer(RequestError, "max_tokens", self.max_tokens, 1)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
         check_number(RequestError, "length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
 
 

@@ -110,13 +110,19 @@ class Engine:
         self.scheduler.manager.listeners.append(listener)
 
     def step(self) -> list[Event]:
-        """Compute one step for as many requests as fit it. An exception ends that step's requests, nothing else."""
+        """Compute one step for as many requests as fit it. An exception ends that step's requests, nothing else.
+
+        So does an interrupt, which is raised again.
+        """
         plan = self.scheduler.plan()
         try:
             output = StepOutput({}) if plan.is_empty else self.runner.run(flatten(plan, self.buffers))
-        except Exception as error:
+        except BaseException as error:
+            ended = self.scheduler.fail(plan, error)
+            if not isinstance(error, Exception):
+                raise
             log.exception("a step failed; its %d requests end with an error", len(plan.items))
-            return self.scheduler.fail(plan, error)
+            return ended
         return self.scheduler.commit(plan, output)
 
     def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
@@ -149,9 +155,10 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         free_memory(config.device),
         blocks_a_sequence,
     )
-    num_host_blocks = choose_num_host_blocks(
-        cache_config, block_bytes, blocks_a_sequence * config.max_num_seqs, free_memory()
-    )
+    left = free_memory()
+    if left is not None and config.device == "cpu":  # the cache will be taken of the same memory
+        left = max(0, left - num_blocks * block_bytes)
+    num_host_blocks = choose_num_host_blocks(cache_config, block_bytes, blocks_a_sequence * config.max_num_seqs, left)
     spec = AttentionSpec(
         num_heads=decoder.num_heads,
         num_kv_heads=decoder.num_kv_heads,

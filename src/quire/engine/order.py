@@ -15,7 +15,7 @@ from quire.request import Request
 
 Order: TypeAlias = Callable[[Request], float]
 
-PLACES_PER_PRIORITY = 1024  # arrivals that one step of priority overtakes
+PLACES_PER_PRIORITY = 65_536  # arrivals that one step of priority overtakes
 TOKENS_PER_PLACE = 8  # of a prompt, each eight let one more later arrival pass
 
 
@@ -33,6 +33,8 @@ def shortest_prompt_first(request: Request) -> float:
     """The shorter prompt first, then by arrival."""
     return request.ordinal + request.num_prompt // TOKENS_PER_PLACE
 
+
+BLIND_TO_PRIORITY = (first_come_first_served, shortest_prompt_first)
 
 # Names as vLLM has them.
 ORDERS: Mapping[str, Order] = MappingProxyType(

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
-from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterator
+from itertools import islice, pairwise
+from operator import gt, le
 
 from quire.cache.audit import audit
 from quire.cache.manager import BlockManager, Move
-from quire.cache.usage import CacheUsage
-from quire.engine.order import Order, first_come_first_served
+from quire.cache.usage import CacheUsage, cache_usage
+from quire.engine.order import BLIND_TO_PRIORITY, Order, first_come_first_served
 from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
-from quire.errors import OutOfBlocks, RequestError
+from quire.engine.queue import PLACE, PlaceList, WaitingQueue
+from quire.engine.sharing import ComingBlocks
+from quire.errors import BadValue, OutOfBlocks, RequestError
 from quire.request import Event, FinishReason, Request
 
 log = logging.getLogger("quire")
 
-PLACE = attrgetter("place")
+LOOK_AGAIN = 16  # plans after which one that found no blocks is matched anew, even if no block came free
 
 
 class Scheduler:
@@ -27,8 +28,9 @@ class Scheduler:
 
     A prompt, a piece of one, a single decoded token, what a prefix hit leaves and the recomputation of a preempted
     request are all the same subtraction. A request waits, runs (it owns blocks), or is swapped out (it owns blocks on
-    the host). All are served in the order of their places, the last running ones give their blocks back when these
-    run out, and what gave way comes back first: the first of all is never held up by anybody, so everyone ends.
+    the host). What runs shares the budget first. Requests are let in in the order of their places, the last running
+    ones give their blocks back when these run out, and what gave way comes back first: nobody can take a block from
+    the first of all, so everyone ends.
     """
 
     def __init__(
@@ -47,14 +49,14 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.order = order
         self.clock = clock
-        self.running: list[Request] = []  # by place
-        self.swapped: list[Request] = []  # by place
-        self.waiting: dict[int, Request] = {}  # by ordinal
+        self.running = PlaceList()
+        self.swapped = PlaceList()
+        self.waiting = WaitingQueue()
         self.requests: dict[str, Request] = {}  # all of these, by id
         self.num_preemptions = 0
-        self._queue: list[tuple[float, int, int]] = []  # a heap of places; some belong to nobody who still waits
         self._marked: list[Request] = []  # to be ended by the next commit
-        self._num_added = 0
+        self._num_added = self._num_plans = 0
+        self._blocked: tuple[int, list[int], int] | None = None  # who found no blocks, beside how many, in which plan
 
     @property
     def has_work(self) -> bool:
@@ -63,10 +65,21 @@ class Scheduler:
 
     def usage(self) -> CacheUsage:
         """How the cache is used at this moment."""
-        return self.manager.usage(self.running)
+        return cache_usage(self.manager, self.running)
 
     def audit(self) -> None:
-        """Prove the books of the cache against the requests. Raises BadValue where they differ."""
+        """Prove the lists of requests and the books of the cache. Raises BadValue where one of them is wrong."""
+        listed = [*self.running, *self.swapped, *self.waiting]
+        if sorted(r.ordinal for r in listed) != sorted(r.ordinal for r in self.requests.values()):
+            raise BadValue(f"{len(self.requests)} requests stand {len(listed)} times in the scheduler's lists")
+        for name, one in (("running", self.running), ("swapped", self.swapped)):
+            if any(a.place >= b.place for a, b in pairwise(one)):
+                raise BadValue(f"the {name} requests are not in the order of their places")
+        for r in listed:
+            if bool(r.block_ids) != (r in self.running) or bool(r.host_block_ids) != (r in self.swapped):
+                raise BadValue(f"request {r.id} has blocks elsewhere than the scheduler believes")
+        if self.waiting and self.waiting.first() is not min(self.waiting, key=PLACE):
+            raise BadValue("the first of the waiting requests is not known as such")
         audit(self.manager, list(self.requests.values()))
 
     def check(self, request: Request) -> None:
@@ -79,20 +92,30 @@ class Scheduler:
                 f"request {request.id} has a prompt of {request.num_prompt} tokens; with max_model_len="
                 f"{self.max_model_len} a prompt may have at most {self.max_model_len - 1}"
             )
+        if request.priority and self.order in BLIND_TO_PRIORITY:
+            raise RequestError(
+                f"request {request.id} has priority {request.priority}; scheduling_policy='priority' heeds it"
+            )
         # The last token is drawn, but never computed: it takes no slot.
         needed = max(self.manager.most_blocks(limit - 1, limit - 1, group) for group in self.manager.groups)
+        what = ""
         if request.steered and request.group is not None:  # its siblings go on side by side, or not at all
             width, shared = len(request.group.members), request.num_prompt // self.manager.block_size
             if width > self.max_num_seqs:
-                raise RequestError(f"request {request.id} has {width} beams; max_num_seqs={self.max_num_seqs}")
+                raise RequestError(
+                    f"request {request.id} has {width} beams; with max_num_seqs={self.max_num_seqs} beam_width may be "
+                    f"at most {self.max_num_seqs}"
+                )
+            what = f" for each of {width} beams"
             windowed = any(group.window is not None for group in self.manager.groups)
             needed = width * needed if windowed else shared + width * (needed - shared)
         existing = self.manager.num_blocks
         if needed > existing:
             raise RequestError(
                 f"request {request.id} can never fit: {request.num_prompt} prompt tokens and up to "
-                f"{limit - request.num_prompt} new ones need {needed} KV blocks of {self.manager.block_size} tokens, "
-                f"and the cache has {existing}; lower max_tokens or give the cache more blocks"
+                f"{limit - request.num_prompt} new ones{what} need {needed} KV blocks of {self.manager.block_size} "
+                f"tokens, and the cache has {existing}; lower max_tokens or give the cache more blocks"
+                + (", or lower beam_width" if what else "")
                 + (", or lower max_num_batched_tokens" if any(g.window for g in self.manager.groups) else "")
             )
 
@@ -108,7 +131,7 @@ class Scheduler:
         """
         self.check(request)
         self._register(request)
-        self._wait(request)
+        self.waiting.add(request)
 
     def _register(self, request: Request) -> None:
         if request.id in self.requests:
@@ -120,10 +143,6 @@ class Scheduler:
         if first is not request:  # siblings stand side by side
             request.place = (*first.place[:2], request.ordinal)
         self.requests[request.id] = request
-
-    def _wait(self, request: Request) -> None:
-        self.waiting[request.ordinal] = request
-        heapq.heappush(self._queue, request.place)
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """Mark a request to be ended by the next commit; one that is unknown or has ended is left alone."""
@@ -150,15 +169,16 @@ class Scheduler:
         child.digests = []
         if parent.block_ids and parent.num_missing == 0 and (seated or len(self.running) < self.max_num_seqs):
             self.manager.fork(parent, child)
-            insort(self.running, child, key=PLACE)
+            self.running.add(child)
         else:
-            self._wait(child)
+            self.waiting.add(child)
 
     # ------------------------------------------------------------------------------------------------- a step
 
     def plan(self) -> Plan:
         """Share out the next step: running requests first, then those that were preempted, then new ones."""
         plan = Plan()
+        self._num_plans += 1
         self.manager.now = self.clock()
         lacking = self._plan_running(plan)
         # What was freed for one request is not given to another in the same step.
@@ -168,7 +188,7 @@ class Scheduler:
         if self.running and plan.is_empty and not (plan.preempted or plan.failed or self._marked):
             # Nobody can go on: siblings that wait for one another hold what the next one in the queue needs. They
             # join the queue behind it; from the host they would come back before it.
-            self._preempt(self._last_unit(), None, plan)
+            self._preempt(self.running.last_unit(), None, plan)
         return plan
 
     def _plan_running(self, plan: Plan) -> list[int]:
@@ -209,16 +229,11 @@ class Scheduler:
         while not self.manager.grow(request, num_tokens, plan.copies):
             last = self.running[-1]
             # Siblings give way together, but not to one another: then the last of them alone.
-            unit = [last] if last is request or last.group is request.group is not None else self._last_unit()
+            unit = [last] if last is request or last.group is request.group is not None else self.running.last_unit()
             self._preempt(unit, self._swap_out(unit), plan)
             if last is request:
                 return False
         return True
-
-    def _last_unit(self) -> list[Request]:
-        """The last running request and its running siblings."""
-        last = self.running[-1]
-        return [last] if last.group is None else [member for member in last.group.members if member.block_ids]
 
     def _swap_out(self, unit: list[Request]) -> list[Move] | None:
         try:
@@ -230,18 +245,18 @@ class Scheduler:
     def _preempt(self, unit: list[Request], moves: list[Move] | None, plan: Plan) -> None:
         """Stop these requests. Their blocks move to the host, or without moves are taken, to be computed again."""
         for request in unit:
-            self._remove(self.running, request)
+            self.running.take_out(request)
             if moves is None:
                 self._restart(request)
             else:
-                insort(self.swapped, request, key=PLACE)
+                self.swapped.add(request)
         plan.swap_out += moves or []
         plan.preempted += unit
         self.num_preemptions += len(unit)
 
     def _restart(self, request: Request) -> None:
         self.manager.release(request)
-        self._wait(request)
+        self.waiting.add(request)
 
     def _bring_back(self, plan: Plan, lacking: list[int]) -> None:
         """Bring in what was swapped out, the first ones first.
@@ -249,25 +264,24 @@ class Scheduler:
         Siblings come together, and only with blocks for all of their tokens beside what the running ones lack.
         """
         while self.swapped and plan.num_tokens < self.max_num_batched_tokens:
-            first = self.swapped[0]
-            unit = [first] if first.group is None else [m for m in first.group.members if m.host_block_ids]
+            unit = self.swapped.first_unit()
             needed = [a + b for a, b in zip(self.manager.needed_to_swap_in(unit), lacking, strict=True)]
             if len(self.running) + len(unit) > self.max_num_seqs or not self.manager.has_free(needed):
                 if self.running:
                     return
                 for request in unit:  # together they are too many even alone: one by one
-                    self._remove(self.swapped, request)
+                    self.swapped.take_out(request)
                     self._restart(request)
                 continue
             try:
                 plan.swap_in += self.manager.swap_in(unit)
             except Exception as error:
-                plan.failed.append((first, error))
+                plan.failed.append((unit[0], error))
                 return
             plan.resumed += unit
             for request in unit:
-                self._remove(self.swapped, request)
-                insort(self.running, request, key=PLACE)
+                self.swapped.take_out(request)
+                self.running.add(request)
             for request in unit:
                 if request.num_missing and request.finish_reason is None:
                     self._start(request, self.max_num_batched_tokens - plan.num_tokens, plan, lacking)
@@ -283,41 +297,64 @@ class Scheduler:
         """
         if not self.waiting:
             return
-        coming = self._coming_blocks(self.running)
-        passed: list[tuple[float, int, int]] = []
-        while self._queue and plan.num_tokens < self.max_num_batched_tokens:
-            if len(self.running) + len(passed) >= self.max_num_seqs:
-                break
-            request = self.waiting.get(self._queue[0][-1])
-            if request is None or request.finish_reason is not None:
-                heapq.heappop(self._queue)  # it waits no longer, or will be ended by commit
-                continue
-            if self.swapped and (request.is_new or request.place > self.swapped[0].place):
-                break
-            if self._awaits_another(request, coming):
-                passed.append(heapq.heappop(self._queue))
-                continue
-            try:
-                if not self._seat(request, plan, lacking):
+        coming = ComingBlocks(self.manager, self.running)
+        seats = self._free_seats()
+        passed: list[Request] = []
+        try:
+            while (request := self.waiting.first()) is not None and plan.num_tokens < self.max_num_batched_tokens:
+                wanted = self._seats_wanted(request)
+                if len(self.running) >= self.max_num_seqs or wanted > seats - len(passed):
                     break
-            except Exception as error:
-                plan.failed.append((request, error))
-            heapq.heappop(self._queue)
-            for index, digests in self._coming_blocks([request]).items():
-                coming.setdefault(index, set()).update(digests)
-        for place in passed:
-            heapq.heappush(self._queue, place)
+                if self.swapped and (request.is_new or request.place > self.swapped[0].place):
+                    break
+                self.waiting.pop()
+                try:
+                    if request.finish_reason is not None or self._awaits_another(request, coming):
+                        passed.append(request)
+                    elif self._seat(request, plan, lacking):
+                        seats -= wanted
+                        coming.add(request)
+                    else:
+                        passed.append(request)
+                        break
+                except Exception as error:
+                    plan.failed.append((request, error))
+                    if not request.block_ids:
+                        passed.append(request)
+        finally:
+            for request in passed:
+                self.waiting.add(request)
+
+    def _free_seats(self) -> int:
+        """Seats that nobody has or may yet claim: a search may claim one for each of its beams."""
+        searches = {
+            request.group: len(request.group.members) for request in self.running if request.group and request.steered
+        }
+        alone = sum(not request.steered for request in self.running)
+        return self.max_num_seqs - alone - sum(searches.values())
+
+    def _seats_wanted(self, request: Request) -> int:
+        """Seats that a waiting request takes of those that are free."""
+        if not request.steered or request.group is None:
+            return 1
+        return 0 if any(self.running.siblings_of(request)) else len(request.group.members)
 
     def _seat(self, request: Request, plan: Plan, lacking: list[int]) -> bool:
         """Let a waiting request run, if there are blocks for it and for its siblings' first tokens."""
+        spare = [pool.num_free - count for pool, count in zip(self.manager.pools, lacking, strict=True)]
+        if plan.items and self._blocked is not None:  # finding its blocks again is not free, either
+            who, before, when = self._blocked
+            if who == request.ordinal and self._num_plans < when + LOOK_AGAIN and all(map(le, spare, before)):
+                return False
         match = self.manager.match(request)
-        forks = min(len(self._unborn(request)), self.max_num_seqs - len(self.running) - 1)
-        needed = [a + b + forks for a, b in zip(self.manager.needed(request, match), lacking, strict=True)]
-        if not self.manager.has_free(needed) and (forks == 0 or self.running or plan.items):
+        seats = self.max_num_seqs - len(self.running) - 1
+        forks = sum(1 for _ in islice(self._unborn(request), seats))
+        needed = [count + forks for count in self.manager.needed(request, match)]
+        if any(map(gt, needed, spare)) and (forks == 0 or self.running or plan.items):
+            self._blocked = (request.ordinal, spare, self._num_plans)
             return False
         self.manager.admit(request, match)
-        del self.waiting[request.ordinal]
-        insort(self.running, request, key=PLACE)
+        self.running.add(request)
         lacking[:] = [a + forks for a in lacking]
         self._start(request, self.max_num_batched_tokens - plan.num_tokens, plan, lacking)
         return True
@@ -336,30 +373,13 @@ class Scheduler:
         if num_new < request.num_missing:
             lacking[:] = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
 
-    def _coming_blocks(self, requests: Sequence[Request]) -> dict[int, set[bytes]]:
-        """Of each request, the digest of the block that it fills next, by the block's index. Found anew in each step.
-
-        Left out are blocks that the cache has already, and open ones, whose tokens are not all known.
-        """
-        coming: dict[int, set[bytes]] = {}
-        size = self.manager.block_size
-        for request in requests:
-            index = request.num_computed // size
-            if request.block_ids and (index + 1) * size <= len(request.tokens) and self.manager.shares(request):
-                digest = self.manager.digest(request, index)
-                if any(digest not in known for known in self.manager.indexes):
-                    coming.setdefault(index, set()).add(digest)
-        return coming
-
-    def _awaits_another(self, request: Request, coming: dict[int, set[bytes]]) -> bool:
+    def _awaits_another(self, request: Request, coming: ComingBlocks) -> bool:
         """Whether a running request is just computing what the waiting one could then share."""
-        siblings = request.group.members if request.group is not None and not request.steered else []
-        if request.num_generated == 0 and any(s.block_ids and s.num_generated == 0 for s in siblings):
-            return True  # it will be forked from that one
-        reusable = self.manager.num_reusable(request)
-        return any(
-            index < reusable and self.manager.digest(request, index) in digests for index, digests in coming.items()
-        )
+        if coming.help(request):
+            return True
+        if request.num_generated > 0 or request.steered:
+            return False
+        return any(s.num_generated == 0 for s in self.running.siblings_of(request))  # it will be forked from that one
 
     # ---------------------------------------------------------------------------------------------- its results
 
@@ -372,19 +392,22 @@ class Scheduler:
                 events.append(event)
         return events + self._end_marked() if self._marked else events
 
-    def fail(self, plan: Plan, error: Exception) -> list[Event]:
+    def fail(self, plan: Plan, error: BaseException) -> list[Event]:
         """End the requests of a step that raised; the others go on."""
         events = [self._end_failed(request, why) for request, why in plan.failed]
         events += [self._end_failed(item.request, error) for item in plan.items]
         for request in (*plan.preempted, *plan.resumed):  # their blocks may not have moved
             if self.requests.get(request.id) is request and (request.block_ids or request.host_block_ids):
                 self._leave(request)
-                self._wait(request)
+                self.waiting.add(request)
         return events + self._end_marked()
 
     def _commit_item(self, item: PlanItem, output: StepOutput) -> Event | None:
         request, num_new = item
         samples = item.samples
+        if samples and output.tokens[request.id] == INVALID_TOKEN:  # what it computed is not to be shared
+            error = f"the model gave no finite logit at position {len(request.tokens)}"
+            return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=error))
         if samples and request.group is not None and request.num_generated == 0:
             self._fork_unborn(request)
         self.manager.advance(request, num_new)
@@ -393,9 +416,6 @@ class Scheduler:
         if not samples:
             return Event(request.id, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
         token = output.tokens[request.id]
-        if token == INVALID_TOKEN:
-            error = f"the model gave no finite logit at position {len(request.tokens)}"
-            return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=error))
         logprobs = output.logprobs.get(request.id)
         if request.steered:
             return Event(request.id, None, logprobs, prompt_logprobs)
@@ -406,26 +426,34 @@ class Scheduler:
         stop_token = token if reason is FinishReason.STOP and token in request.sampling.stop_tokens else None
         return self._end(Event(request.id, token, logprobs, prompt_logprobs, reason, stop_token))
 
-    def _unborn(self, request: Request) -> list[Request]:
+    def _unborn(self, request: Request) -> Iterator[Request]:
         """The siblings that wait to be forked from a request whose prompt is being computed."""
-        if request.group is None or request.steered or request.num_generated > 0:
-            return []
-        waiting = [m for m in request.group.members if m.ordinal in self.waiting and m.num_generated == 0]
-        return [member for member in waiting if member is not request and member.finish_reason is None]
+        group = request.group
+        if group is None or request.steered or request.num_generated > 0:
+            return iter(())
+
+        def is_unborn(member: Request) -> bool:
+            return member in self.waiting and member.num_generated == 0 and member.finish_reason is None
+
+        members = group.members
+        while group.num_born < len(members) and not is_unborn(members[group.num_born]):
+            group.num_born += 1
+        return filter(is_unborn, islice(members, group.num_born, None))
 
     def _fork_unborn(self, request: Request) -> None:
         """Let the siblings begin with the prompt's blocks, as seats allow. Each of them computes the last row anew."""
-        for sibling in self._unborn(request)[: self.max_num_seqs - len(self.running)]:
-            del self.waiting[sibling.ordinal]
+        seats = self.max_num_seqs - len(self.running)
+        for sibling in list(islice(self._unborn(request), seats)) if seats else ():
+            self.waiting.remove(sibling)
             self.manager.fork(request, sibling)
-            insort(self.running, sibling, key=PLACE)
+            self.running.add(sibling)
 
     def _reason_to_end(self, request: Request, token: int) -> FinishReason | None:
         if token in request.ending_tokens:  # the sampler never draws one before min_tokens
             return FinishReason.STOP
         return FinishReason.LENGTH if len(request.tokens) >= self.longest(request) else None
 
-    def _end_failed(self, request: Request, error: Exception) -> Event:
+    def _end_failed(self, request: Request, error: BaseException) -> Event:
         message = f"{type(error).__name__}: {error}"
         return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=message))
 
@@ -447,14 +475,9 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """Take the request out of its list, and all of its blocks back."""
         if request.block_ids:
-            self._remove(self.running, request)
+            self.running.take_out(request)
         elif request.host_block_ids:
-            self._remove(self.swapped, request)
+            self.swapped.take_out(request)
         else:
-            self.waiting.pop(request.ordinal, None)
+            self.waiting.remove(request)
         self.manager.release(request)
-
-    @staticmethod
-    def _remove(listed: list[Request], request: Request) -> None:
-        """Take the request out of a list that is sorted by place."""
-        del listed[bisect_left(listed, request.place, key=PLACE)]

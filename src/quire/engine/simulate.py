@@ -214,9 +214,8 @@ class Simulation:
         self.clock.now += self.cost.seconds(plan, len(output.tokens))
         ending = self.scheduler.commit(plan, output)
         if plan.is_empty and not (ending or plan.preempted):
-            lists = (self.scheduler.running, self.scheduler.swapped, self.scheduler.waiting)
-            running, swapped, waiting = map(len, lists)
-            raise BadValue(f"nobody can go on: {running} run, {swapped} are swapped out, {waiting} wait")
+            running, swapped, waiting = self.scheduler.running, self.scheduler.swapped, self.scheduler.waiting
+            raise BadValue(f"nobody can go on: {len(running)} run, {len(swapped)} are swapped out, {len(waiting)} wait")
         self._observe(plan, ending)
         return ending
 

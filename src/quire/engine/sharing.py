@@ -1,0 +1,37 @@
+"""Sharing in flight: who is just computing what others could then take from the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.cache.manager import BlockManager
+from quire.request import Request
+
+
+class ComingBlocks:
+    """The blocks that requests fill next. Found anew in each step, so nothing outlives a request that ends."""
+
+    def __init__(self, manager: BlockManager, requests: Iterable[Request]) -> None:
+        self._manager = manager
+        self._digests: dict[int, set[bytes]] = {}  # by the block's index in its request
+        for request in requests:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        """Take in the next block of a running request.
+
+        Left out is one that the cache has already, and an open one, whose tokens are not all known.
+        """
+        manager, index = self._manager, request.num_computed // self._manager.block_size
+        if request.block_ids and (index + 1) * manager.block_size <= len(request.tokens) and manager.shares(request):
+            digest = manager.digest(request, index)
+            if any(digest not in known for known in manager.indexes):
+                self._digests.setdefault(index, set()).add(digest)
+
+    def help(self, request: Request) -> bool:
+        """Whether one of these is a block of the waiting request, which could then be taken from the cache."""
+        reusable = self._manager.num_reusable(request)
+        return any(
+            index < reusable and self._manager.digest(request, index) in digests
+            for index, digests in self._digests.items()
+        )
