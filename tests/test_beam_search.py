@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quire import LLM, BeamSearchParams, SamplingParams
+from quire.engine.plan import Plan
 from quire.errors import RequestError
 from tests.models.checkpoints import save
 
@@ -128,6 +129,23 @@ def test_more_beams_than_seats_are_refused(llama: tuple[Path, Any]) -> None:
     with pytest.raises(RequestError, match="has 4 beams; with max_num_seqs=3 beam_width may be at most 3"):
         llm.beam_search([PROMPTS[0]], BeamSearchParams(beam_width=4))
     assert not llm.engine.has_work
+
+
+def test_searches_take_their_seats_together(llama: tuple[Path, Any]) -> None:
+    """Four searches of four beams on eight seats are two pairs, one after the other, and no crowd that takes turns."""
+    llm = LLM(str(llama[0]), num_blocks=300, block_size=4, max_num_seqs=8)
+    running: list[int] = []
+    plan = llm.engine.scheduler.plan
+
+    def watched() -> Plan:
+        found = plan()
+        running.append(len(found.items))
+        return found
+
+    llm.engine.scheduler.plan = watched  # type: ignore[method-assign]
+    llm.beam_search([[i, i, i] for i in range(1, 5)], BeamSearchParams(beam_width=4, max_tokens=20, ignore_eos=True))
+    assert len(running) <= 2 * 20 + 4
+    assert running.count(8) >= 2 * 20 - 6
 
 
 def test_a_prompt_as_long_as_the_model_serves_is_refused(llama: tuple[Path, Any]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from quire import LLM, SamplingParams
+from quire import LLM, BeamSearchParams, SamplingParams
 from quire.engine import runner
 from quire.errors import ConfigError, ModelError, QuireError, RequestError, Unsupported
 from tests.models.checkpoints import save
@@ -281,3 +281,33 @@ def test_block_size_and_budget_do_not_change_the_text(llm: LLM) -> None:
     expected = llm.generate("import sys\n", GREEDY)[0].outputs[0].token_ids
     for options in ({"block_size": 1, "num_blocks": 64}, {"block_size": 256}, {"max_num_batched_tokens": 1}):
         assert LLM(dtype="float32", **options).generate("import sys\n", GREEDY)[0].outputs[0].token_ids == expected
+
+
+def test_params_of_the_other_kind_are_refused() -> None:
+    llm = LLM(num_blocks=20)
+    with pytest.raises(RequestError, match="params is a SamplingParams; it must be BeamSearchParams"):
+        llm.beam_search("a", SamplingParams())  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="sampling_params has a BeamSearchParams; it must be SamplingParams"):
+        llm.generate("a", BeamSearchParams(beam_width=2))  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="ignore_eos is 'no'; it must be True or False"):
+        BeamSearchParams(beam_width=2, ignore_eos="no")  # type: ignore[arg-type]
+
+
+def test_a_priority_that_nobody_would_heed_is_refused() -> None:
+    with pytest.raises(RequestError, match="request 0-0 has priority 5; only scheduling_policy='priority' heeds it"):
+        LLM(num_blocks=20).generate(["a", "b"], SamplingParams(max_tokens=1), priority=[5, 0])
+    LLM(num_blocks=20).generate(["a", "b"], SamplingParams(max_tokens=1), priority=[0, 0])
+    LLM(num_blocks=20, scheduling_policy="priority").generate("a", SamplingParams(max_tokens=1), priority=[5])
+
+
+def test_room_for_swapping_that_would_not_be_used_is_refused() -> None:
+    with pytest.raises(ConfigError, match="swap_space is '1GiB'; only preemption='swap' uses it, so give both"):
+        LLM(swap_space="1GiB")
+
+
+def test_the_host_pool_is_what_the_cache_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.engine.free_memory", lambda *_: 400 * 2**20)
+    options = {"num_blocks": 5_000, "preemption": "swap"}  # 20 KiB each: 98 MiB
+    assert LLM(**options, swap_space="300MiB").engine.scheduler.manager.host_pools[0].num_blocks > 0
+    with pytest.raises(ConfigError, match=r"swap_space='310MiB' asks for .* are free"):
+        LLM(**options, swap_space="310MiB", max_num_seqs=4096)

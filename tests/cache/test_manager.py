@@ -267,6 +267,20 @@ def test_audit_sees_an_open_block_that_strangers_share() -> None:
         audit(manager, [a, b])
 
 
+def test_a_fork_that_needs_what_the_parent_gave_back_is_refused() -> None:
+    manager = BlockManager((CacheGroup((0,), window=4),), 20, 4, 99)
+    parent = computed(manager, list(range(11)))
+    assert parent.num_given_back == [2]  # the row behind these tokens sees the keys from 8 on
+    child = Request("child", array("i", range(11)), 11, SamplingParams(), group=parent.group)
+    with pytest.raises(BadValue, match="child needs blocks of r that it gave back; let it have a token more"):
+        manager.fork(parent, child)
+    assert not child.block_ids
+    child.tokens.append(5)
+    manager.fork(parent, child)
+    parent.group.members.append(child)
+    audit(manager, [parent, child])
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 8, 16])
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 40])
 def test_a_windowed_group_gives_back_what_no_later_row_sees(block_size: int, window: int) -> None:

@@ -207,6 +207,29 @@ class TestSiblings:
             assert engine.scheduler.num_preemptions > 0
 
 
+class TestSeats:
+    def test_many_samples_take_the_seats_one_after_the_other(self) -> None:
+        engine = fake_engine(num_blocks=60, max_num_seqs=4)
+        members = siblings("s", [1, 2, 3, 4, 5], 50, max_tokens=3)
+        for member in members:
+            engine.add(member)
+        results = run(engine)
+        assert all(results[m.id] == (continuation([1, 2, 3, 4, 5], 3), "length") for m in members)
+        assert engine.scheduler.manager.hits.prompt_tokens < 50 * 5  # forked, not let in one by one
+
+    def test_one_that_is_preempted_before_its_first_token_is_counted_once(self) -> None:
+        """And is let in again before what is new."""
+        engine = fake_engine(num_blocks=14, block_size=4, num_host_blocks=20)
+        engine.add(request("old", [3] * 9, max_tokens=30))
+        for member in siblings("s", [4] * 10, 3, max_tokens=12):
+            engine.add(member)
+        engine.add(request("new", [5] * 9, max_tokens=4))
+        run(engine)
+        hits = engine.scheduler.manager.hits
+        assert engine.scheduler.num_preemptions > 0
+        assert hits.hits + hits.partial_hits + hits.misses == 3  # old, the first sibling, new
+
+
 class TestOrder:
     def served(self, engine: Engine, requests: list[Request]) -> list[str]:
         for r in requests:

@@ -93,9 +93,8 @@ class Scheduler:
                 f"{self.max_model_len} a prompt may have at most {self.max_model_len - 1}"
             )
         if request.priority and self.order in BLIND_TO_PRIORITY:
-            raise RequestError(
-                f"request {request.id} has priority {request.priority}; scheduling_policy='priority' heeds it"
-            )
+            told = f"request {request.id} has priority {request.priority}"
+            raise RequestError(f"{told}; only scheduling_policy='priority' heeds it")
         # The last token is drawn, but never computed: it takes no slot.
         needed = max(self.manager.most_blocks(limit - 1, limit - 1, group) for group in self.manager.groups)
         what = ""
