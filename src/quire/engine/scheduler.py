@@ -181,10 +181,10 @@ class Scheduler:
         self.manager.now = self.clock()
         lacking = self._plan_running(plan)
         # What was freed for one request is not given to another in the same step.
-        if not plan.preempted:
+        if not plan.preempted and (self.swapped or self.waiting):
             self._bring_back(plan, lacking)
             self._admit(plan, lacking)
-        if self.running and plan.is_empty and not (plan.preempted or plan.failed or self._marked):
+        if self.running and not (plan.items or plan.preempted or plan.failed or self._marked) and plan.is_empty:
             # Nobody can go on: siblings that wait for one another hold what the next one in the queue needs. They
             # join the queue behind it; from the host they would come back before it.
             self._preempt(self.running.last_unit(), None, plan)
@@ -403,18 +403,17 @@ class Scheduler:
 
     def _commit_item(self, item: PlanItem, output: StepOutput) -> Event | None:
         request, num_new = item
-        samples = item.samples
-        if samples and output.tokens[request.id] == INVALID_TOKEN:  # what it computed is not to be shared
+        token = output.tokens[request.id] if num_new == len(request.tokens) - request.num_computed else None
+        if token == INVALID_TOKEN:  # what it computed is not to be shared
             error = f"the model gave no finite logit at position {len(request.tokens)}"
             return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=error))
-        if samples and request.group is not None and request.num_generated == 0:
+        if token is not None and request.group is not None and request.num_generated == 0:
             self._fork_unborn(request)
         self.manager.advance(request, num_new)
         prompt_logprobs = output.prompt_logprobs.get(request.id, ())
         request.num_prompt_logprobs += len(prompt_logprobs)
-        if not samples:
+        if token is None:
             return Event(request.id, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
-        token = output.tokens[request.id]
         logprobs = output.logprobs.get(request.id)
         if request.steered:
             return Event(request.id, None, logprobs, prompt_logprobs)
