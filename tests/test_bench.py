@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire import LLM
-from quire.bench import throughput
+from quire.bench import planning, throughput
 from quire.bench.workloads import WORKLOADS, Workload, workload
 from quire.cli import app
 from quire.errors import ConfigError, QuireError
@@ -78,6 +78,18 @@ def test_throughput_counts_what_was_done() -> None:
 def test_a_run_that_does_less_than_it_should_is_an_error() -> None:
     with pytest.raises(QuireError, match="workload tiny: 4 new tokens; expected 9"):
         throughput.measure(LLM(max_model_len=24), Workload("tiny", [[8] * 20], [9]), warmup=0, runs=1)
+
+
+def test_planning_measures_what_it_says() -> None:
+    found = planning.measure(3, 20, spare=5, steps=7)
+    assert (found.sequences, found.context, found.pool) == (3, 20, 3 * 2 + 5)
+    assert 0 < found.step_seconds <= found.worst_seconds
+    assert found.microseconds_each == pytest.approx(1e6 * found.step_seconds / 3)
+    points = ["--sequences", "3", "--context", "20", "--spare", "5", "--json"]
+    result = CliRunner().invoke(app, ["bench", "planning", *points])
+    assert json.loads(result.stdout)["worst_each"] > 0
+    result = CliRunner().invoke(app, ["bench", "planning", *points[:-1], "--sequences", "2"])
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["3", "2"]
 
 
 def test_commands() -> None:

@@ -177,7 +177,7 @@ def planning(
 
     chosen = (sequences or (1, 64, 1024), contexts or (100, 1_000, 10_000, 100_000), spare or (0, 1_000_000))
     for point in product(*chosen):
-        found = bench_planning.measure(*point)
+        found = bench_planning.measure(*point, steps=max(64, 4096 // point[0]))
         if as_json:
             print(json.dumps(found.as_dict()))
         else:
