@@ -73,6 +73,9 @@ def test_options_reach_the_engine(tmp_path: Path) -> None:
         (["--kv-cache-memory", "1KiB"], "the KV cache may take 0.0 MiB"),
         (["--block-size", "300"], "block_size is 300"),
         (["--num-blocks", "1"], "request 0-0 can never fit"),
+        (["--preemption", "panic"], "preemption is 'panic'; it must be 'recompute' or 'swap'"),
+        (["--swap-space", "1GiB"], "only preemption='swap' uses it"),
+        (["--preemption", "swap", "--swap-space", "9"], "swap_space is '9', 9 bytes; one block takes 20,480"),
         (["--max-model-len", "2000"], "max_model_len is 2000"),
         (["--max-tokens", "0"], "max_tokens is 0"),
         (["--temperature", "-1"], "temperature is -1.0"),
@@ -83,6 +86,18 @@ def test_options_reach_the_engine(tmp_path: Path) -> None:
         assert result.stderr.startswith("error: ")
         assert told in result.stderr
         assert "Traceback" not in result.stderr
+
+
+def test_the_text_is_the_same_however_memory_is_short() -> None:
+    prompts = ["import os\n", "class Stack:\n", "def main("]
+    texts = [
+        [json.loads(line)["text"] for line in CliRunner().invoke(app, arguments).stdout.splitlines()]
+        for options in ("", "--num-blocks 9 --no-enable-prefix-caching",
+                        "--num-blocks 9 --preemption swap --swap-space 1MiB")
+        for arguments in [["generate", *prompts, "--json", "--max-tokens", "60", *options.split()]]
+    ]  # fmt: skip
+    assert texts[0] == texts[1] == texts[2]
+    assert len(texts[0]) == 3
 
 
 def test_info() -> None:
