@@ -29,7 +29,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         check_integer(ConfigError, "block_size", self.block_size, 1, 256)
         if self.num_blocks is not None:
-            check_integer(ConfigError, "num_blocks", self.num_blocks, 1)
+            check_integer(ConfigError, "num_blocks", self.num_blocks, 1, 2**31 - 1)
         parse_memory(self.kv_cache_memory, free=2**40)
         if self.preemption not in PREEMPTION:
             raise ConfigError(f"preemption is {self.preemption!r}; it must be {' or '.join(map(repr, PREEMPTION))}")

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from quire.cache.events import BlocksForked, BlocksShared
 from quire.cache.manager import CacheGroup
 from quire.engine.engine import Engine
 from quire.engine.order import by_priority, shortest_prompt_first
@@ -230,6 +231,35 @@ class TestSeats:
         assert hits.hits + hits.partial_hits + hits.misses == 3  # old, the first sibling, new
 
 
+class TestWhoComesBack:
+    def test_what_is_swapped_out_returns_before_anything_new(self) -> None:
+        engine = fake_engine(num_blocks=6, block_size=4, num_host_blocks=8)
+        engine.add(request("a", [1] * 8, max_tokens=12))
+        b = request("b", [2] * 8, max_tokens=12)
+        engine.add(b)
+        while not engine.scheduler.swapped:
+            engine.step()
+        new = request("new", [3], max_tokens=1)  # there is a block for it
+        engine.add(new)
+        while engine.scheduler.swapped:
+            assert new in engine.scheduler.waiting
+            assert engine.scheduler.manager.pools[0].num_free >= 1 or len(engine.scheduler.running) == 1
+            engine.step()
+        run(engine)
+        assert b.tokens.tolist()[8:] == continuation([2] * 8, 12)
+        assert new.tokens.tolist()[1:] == continuation([3], 1)
+
+    def test_without_a_prefix_cache_strangers_share_nothing(self) -> None:
+        engine, events = fake_engine(enable_prefix_caching=False), []
+        engine.listen(events.append)
+        for name in ("s", "t"):
+            for member in siblings(name, list(range(30)), 2, max_tokens=3):
+                engine.add(member)
+        run(engine)
+        assert not [event for event in events if isinstance(event, BlocksShared)]
+        assert {event.parent_id for event in events if isinstance(event, BlocksForked)} == {"s-0", "t-0"}
+
+
 class TestOrder:
     def served(self, engine: Engine, requests: list[Request]) -> list[str]:
         for r in requests:
@@ -325,14 +355,15 @@ class TestBudget:
             assert len(engine.runner.batches[-1].token_ids) == 512  # and the long one all the rest
         assert steps == 60
 
-    def test_those_that_decode_come_before_an_older_long_prompt(self) -> None:
-        engine = fake_engine(num_blocks=300, block_size=16, max_model_len=2000, max_num_batched_tokens=64)
-        engine.add(request("long", [1] * 1500, max_tokens=2))
-        engine.add(request("short", [2], max_tokens=9))
+    def test_those_that_decode_come_before_a_long_prompt_of_a_better_place(self) -> None:
+        engine = fake_engine(num_blocks=600, max_model_len=2000, max_num_batched_tokens=64, order=by_priority)
+        decoding, urgent = request("decoding", [2], max_tokens=40), request("urgent", [1] * 1500, max_tokens=2)
+        decoding.priority = 1
+        engine.add(decoding)
         engine.step()
-        engine.abort("long")
-        engine.step()
-        engine.add(request("long again", [3] * 1500, max_tokens=2))
-        for _ in range(3):
-            assert "short" in {event.request_id for event in engine.step() if event.token is not None}
-        run(engine)
+        engine.add(urgent)
+        steps = 0
+        while urgent.num_generated == 0:
+            assert "decoding" in {event.request_id for event in engine.step() if event.token is not None}
+            steps += 1
+        assert steps == -(-1500 // 63)

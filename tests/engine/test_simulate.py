@@ -99,11 +99,12 @@ def test_two_requests_by_hand() -> None:
     first = 1.0 + weights + (5 + 5) * kv  # 4.68: by then the second one is there
     second = first + weights + (6 + 1 + 3 + 3) * kv
     third = second + weights + (7 + 1) * kv
+    third -= 1.0
     assert found.seconds == pytest.approx(third)
     assert found.steps == 3
     assert found.ttft["mean"] == pytest.approx((first - 1.0 + second - 3.6) / 2)
     assert found.ttft["max"] == pytest.approx(second - 3.6)
-    assert found.itl["mean"] == pytest.approx((third - first) / 2)
+    assert found.itl["mean"] == pytest.approx((third - (first - 1.0)) / 2)
     assert (found.requests, found.finished, found.refused, found.ended_early) == (2, 2, 0, 0)
     assert (found.prompt_tokens, found.new_tokens, found.computed_tokens) == (8, 4, 8 + 2)
     assert found.new_tokens_per_second == pytest.approx(4 / third)
@@ -113,6 +114,7 @@ def test_two_requests_by_hand() -> None:
 def test_an_idle_engine_waits_for_the_next_arrival() -> None:
     found = simulation([TraceRow(1e6, 5, 1), TraceRow(0.0, 5, 1)]).result()
     assert found.seconds == pytest.approx(1e6 + 2.4 + 10 * 0.128)
+    assert simulation([TraceRow(1.7e9, 5, 1)]).result().seconds == pytest.approx(2.4 + 10 * 0.128)
     assert found.ttft["max"] == pytest.approx(2.4 + 10 * 0.128)
 
 
@@ -131,6 +133,16 @@ def test_the_same_rows_and_options_give_the_same_run(preemption: str) -> None:
     )
     assert one.trace_hash != simulation(LOAD, **(options | {"num_blocks": 31})).result().trace_hash
     assert one.finished == 150
+
+
+def test_what_is_wasted_does_not_depend_on_when_one_looks() -> None:
+    rows = [TraceRow(0.0, 16, 192)] * 64
+    config = engine_config(num_blocks=10_000)
+    every, some = (Simulation(TOY, SLOW, config, sample_every=n) for n in (1, 61))
+    a, b = every.run(rows), some.run(rows)
+    assert a.waste == pytest.approx(b.waste, abs=0.03)
+    assert a.most_used_blocks == b.most_used_blocks == 64 * 13  # 207 tokens are stored at the end
+    assert a.waste > 0.03
 
 
 def test_shared_prefixes_are_hits() -> None:
@@ -154,7 +166,7 @@ def test_what_can_never_fit_is_counted_with_the_reason() -> None:
 @pytest.mark.parametrize("budget", [256, 2048])
 def test_a_long_prompt_cannot_starve_decodes(budget: int) -> None:
     """While a prompt of 32k tokens is computed, 16 others get a token in each step, and a step is bounded."""
-    rows = [TraceRow(0.0, 64, 500)] * 16 + [TraceRow(0.5, 32_768, 4)]
+    rows = [TraceRow(0.0, 64, 500)] * 16 + [TraceRow(0.05, 32_768, 4)]
     model = model_cost(*read_config(EMBEDDED))
     found = simulation(rows, DEVICES["cpu"], replace(model, max_model_len=2**16), num_blocks=4000,
                        max_num_batched_tokens=budget)  # fmt: skip
@@ -163,6 +175,7 @@ def test_a_long_prompt_cannot_starve_decodes(budget: int) -> None:
     )
     last_piece = Plan([PlanItem(request(32_768 - budget, 32_768), budget)], num_tokens=budget)
     piece = CostModel(model, DEVICES["cpu"], 16).seconds(last_piece, 17)
+    assert found.ttft.max > found.itl.max > 0.5 * piece  # they were served side by side
     assert found.itl.max < 1.05 * piece
     assert found.itl.max < 2.5 * budget / 32_768 * whole
     assert found.itl.count == 16 * 499 + 3
@@ -261,6 +274,9 @@ def test_command(tmp_path: Path) -> None:
     [
         ("--blocks 5", "there must be a load; give one of --trace, --workload and --requests"),
         ("--blocks 5 --workload decode --requests 3", "give one of --trace"),
+        ("--blocks 5 --workload mixed --rate 3", "--prompt-tokens, --new-tokens and --rate describe --requests"),
+        ("--blocks 100000000000 --requests 3", "num_blocks is 100000000000"),
+        ("--blocks 5 --requests 0", "requests is 0"),
         ("--blocks 5 --workload nope", "there is no workload 'nope'"),
         ("--blocks 5 --requests 3 --device tpu", "device is 'tpu'; the devices are cpu, h200"),
         ("--blocks 5 --trace nope.csv", "nope.csv cannot be read as CSV"),

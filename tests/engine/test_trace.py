@@ -124,10 +124,11 @@ def test_a_recorded_trace_shares_what_the_requests_shared() -> None:
 def test_tenants_share_nothing_in_a_recorded_trace() -> None:
     recorder = TraceRecorder()
     assert recorder.rows() == []
-    for i, salt in enumerate(["a", "a", "b"]):
+    for i, salt in enumerate(["a", "a", "b", "b", "c"]):
         recorder.add(Request(str(i), array("i", [4] * 8), 8, SamplingParams(), cache_salt=salt))
     rows = recorder.rows()
-    assert [row.prefix_tokens for row in rows] == [8, 8, 0]
+    assert [row.prefix_tokens for row in rows] == [8, 8, 8, 8, 0]
+    assert rows[0].prefix_id == rows[1].prefix_id != rows[2].prefix_id == rows[3].prefix_id
 
 
 def test_the_engine_records(tmp_path: Path) -> None:

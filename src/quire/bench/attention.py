@@ -210,8 +210,12 @@ def plot(figures: list[Figure], path: Path) -> None:
     axes.barh([figure.shape.name for figure in figures], [100 * figure.fraction for figure in figures])
     axes.invert_yaxis()
     axes.set_xlabel("% of the memory's read bandwidth (decode) or of the product rate (prefill)")
-    drawing.savefig(path)
-    pyplot.close(drawing)
+    try:
+        drawing.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be drawn: {error}") from error
+    finally:
+        pyplot.close(drawing)
 
 
 def _paged(backend: ops.Ops, shape: Shape, copies: int | None = None) -> Callable[[], object]:

@@ -470,5 +470,9 @@ def plot(comparisons: Sequence[Sequence[Run]], path: Path) -> None:
         curves.set_ylabel("requests that run")
         curves.legend()
     drawing.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(parts))
-    drawing.savefig(path)
-    pyplot.close(drawing)
+    try:
+        drawing.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be drawn: {error}") from error
+    finally:
+        pyplot.close(drawing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -10,6 +11,7 @@ from quire.errors import BadValue
 
 DIGEST_SIZE = 16  # bytes
 TOKEN_SIZE = 4  # bytes
+MAX_CHILDREN = 4096  # of one parent, among which the nearest is looked for
 
 
 def root_digest(salt: str) -> bytes:
@@ -44,7 +46,7 @@ class PrefixIndex:
         self._by_digest: dict[bytes, CachedBlock] = {}
         self._children: dict[bytes, list[bytes]] = {}  # digest -> tokens of the blocks after it, sorted
         self._roots: dict[bytes, set[bytes]] = {}  # a first block's tokens -> its parents, one for each salt
-        self._evicted: dict[bytes, float] = {}  # digest -> when, oldest first
+        self._evicted: OrderedDict[bytes, float] = OrderedDict()  # digest -> when, oldest first
         self._num_remembered = num_blocks
 
     def __len__(self) -> int:
@@ -66,7 +68,9 @@ class PrefixIndex:
             raise BadValue(f"block {block} is published twice, with different tokens")
         cached = CachedBlock(block, digest, parent, tokens)
         self._by_digest[digest] = self.by_block[block] = cached
-        insort(self._children.setdefault(parent, []), tokens)
+        children = self._children.setdefault(parent, [])
+        if len(children) < MAX_CHILDREN:
+            insort(children, tokens)
         if first:
             self._roots.setdefault(tokens, set()).add(parent)
         self._evicted.pop(digest, None)
@@ -76,16 +80,18 @@ class PrefixIndex:
         """Forget a block whose memory is needed."""
         cached = self.by_block.pop(block)
         del self._by_digest[cached.digest]
-        siblings = self._children[cached.parent]
-        del siblings[bisect_left(siblings, cached.tokens)]
+        siblings = self._children.get(cached.parent, [])
+        at = bisect_left(siblings, cached.tokens)
+        if siblings[at : at + 1] == [cached.tokens]:
+            del siblings[at]
         if not siblings:
-            del self._children[cached.parent]
+            self._children.pop(cached.parent, None)
         roots = self._roots.get(cached.tokens, set())
         roots.discard(cached.parent)
         if not roots:
             self._roots.pop(cached.tokens, None)
         if len(self._evicted) >= self._num_remembered:
-            del self._evicted[next(iter(self._evicted))]
+            self._evicted.popitem(last=False)
         self._evicted[cached.digest] = now
         return cached
 
@@ -120,10 +126,11 @@ class PrefixIndex:
         for block, cached in self.by_block.items():
             if cached.block != block or self._by_digest.get(cached.digest) is not cached:
                 raise BadValue(f"block {block} stands in the prefix index under another id or digest")
-        children: dict[bytes, list[bytes]] = {}
+        children: dict[bytes, set[bytes]] = {}
         for cached in self.by_block.values():
-            insort(children.setdefault(cached.parent, []), cached.tokens)
-        if children != self._children:
+            children.setdefault(cached.parent, set()).add(cached.tokens)
+        listed = {parent: set(tokens) for parent, tokens in self._children.items()}
+        if len(self.by_block) <= MAX_CHILDREN and listed != children:
             raise BadValue("the prefix index knows other blocks behind their parents than by id")
 
 

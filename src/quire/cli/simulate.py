@@ -34,9 +34,9 @@ def simulate(
     blocks: Annotated[int, typer.Option(help="KV blocks in the pool.")],
     trace: Annotated[Path | None, typer.Option(help="CSV: arrival,prompt_tokens,new_tokens[,prefix_id,...].")] = None,
     workload: Annotated[str | None, typer.Option(help=f"{', '.join(WORKLOADS)}; all arrive at once.")] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="That many requests of one size.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="With --requests: of each prompt.")] = 100,
-    new_tokens: Annotated[int, typer.Option(min=1, help="With --requests: to generate.")] = 100,
+    requests: Annotated[int | None, typer.Option(help="That many requests of one size.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="With --requests: of each prompt. Default: 100.")] = None,
+    new_tokens: Annotated[int | None, typer.Option(help="With --requests: to generate. Default: 100.")] = None,
     rate: Annotated[float | None, typer.Option(help="With --requests: a second. Default: all at once.")] = None,
     model_config: Annotated[
         Path | None, typer.Option(help="A config.json or its directory. Default: the embedded model.")
@@ -63,6 +63,8 @@ def simulate(
     try:
         if [trace, workload, requests].count(None) != 2:
             raise ConfigError("there must be a load; give one of --trace, --workload and --requests")
+        if requests is None and (prompt_tokens, new_tokens, rate) != (None, None, None):
+            raise ConfigError("--prompt-tokens, --new-tokens and --rate describe --requests; a trace has its own")
         if device not in DEVICES:
             raise ConfigError(f"device is {device!r}; the devices are {', '.join(DEVICES)}")
         config = engine_config(
@@ -81,12 +83,14 @@ def simulate(
         elif workload is not None:
             rows = _rows_of(workload)
         else:
-            rows = poisson(requests or 0, prompt_tokens, new_tokens, rate, seed)
+            sizes = [100 if given is None else given for given in (prompt_tokens, new_tokens)]
+            rows = poisson(requests or 0, sizes[0], sizes[1], rate, seed)
         simulation = Simulation(
             model_cost(*read_config(model_config or EMBEDDED)),
             DEVICES[device],
             config,
             num_host_blocks=host_blocks or (blocks if preemption == "swap" else 0),
+            seed=seed,
             hashed=as_json,
         )
         start = time.perf_counter()

@@ -23,7 +23,7 @@ from quire.errors import BadValue, ConfigError, RequestError
 from quire.request import Event, FinishReason, Request, SamplingParams
 
 NUM_FAKE_TOKENS = 65_521  # a prime, so that requests of neighbouring ordinals draw different tokens
-SAMPLE_EVERY = 64  # steps between two looks at the cache, each of which takes time for every block
+SAMPLE_EVERY = 61  # steps between two looks at all blocks; a prime, so that equal requests are not seen equally full
 RESOLUTION = math.log(1.01)  # of a Histogram: its classes are 1 % wide
 SHORTEST = 1e-9  # seconds that a Histogram tells from none
 
@@ -83,7 +83,7 @@ class SimulationResult:
     ended_early: int  # aborted, or failed
     first_refusal: str | None
     steps: int
-    seconds: float
+    seconds: float  # from the first arrival to the last step
     prompt_tokens: int  # of all requests but the refused ones
     new_tokens: int  # drawn
     computed_tokens: int  # those of preempted requests each time
@@ -97,7 +97,7 @@ class SimulationResult:
     evicted_blocks: int  # were reusable, and somebody needed the memory
     hit_rate: float  # share of the prompt tokens that were found in the prefix cache
     waste: float  # share of the owned slots that hold nothing, over the looks at the cache
-    most_used_blocks: int  # at these looks
+    most_used_blocks: int  # between two steps
     trace_hash: str | None  # of every plan; None if not asked for
 
     def as_dict(self) -> dict[str, object]:
@@ -158,6 +158,7 @@ class Simulation:
         self.ttft, self.itl = Histogram(), Histogram()
         self.first_refusal: str | None = None
         self.num_steps = 0
+        self._started: float | None = None  # when the first request arrived
         self._sample_every = sample_every
         self._hash = blake2b(digest_size=16) if hashed else None
         self._params: dict[int, SamplingParams] = {}  # by max_tokens
@@ -205,6 +206,8 @@ class Simulation:
             return False
         self._counts["prompt"] += request.num_prompt
         self._arrivals[request.id] = self.clock.now if arrival is None else arrival
+        if self._started is None:
+            self._started = self._arrivals[request.id]
         return True
 
     def step(self) -> list[Event]:
@@ -260,12 +263,13 @@ class Simulation:
             usage = self.scheduler.usage()
             self._owned_slots += usage.used_slots
             self._wasted_slots += usage.wasted_slots
-            self._most_used = max(self._most_used, usage.used_blocks)
+        self._most_used = max(self._most_used, sum(pool.num_used for pool in self.scheduler.manager.pools))
         self.num_steps += 1
 
     def result(self) -> SimulationResult:
         """The figures so far."""
-        counts, hits, seconds = self._counts, self.scheduler.manager.hits, self.clock.now
+        counts, hits = self._counts, self.scheduler.manager.hits
+        seconds = self.clock.now - (self._started or 0.0)
         new, prompt = counts["new"], counts["prompt"]
         return SimulationResult(
             requests=counts["requests"],
