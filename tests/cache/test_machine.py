@@ -78,7 +78,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.state.end()
 
 
-ManagerMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+ManagerMachine.TestCase.settings = settings(max_examples=450, stateful_step_count=50, deadline=None)
 TestManagerMachine = ManagerMachine.TestCase
 
 

@@ -310,6 +310,23 @@ class TestIndex:
         assert [index.evicted_at(bytes([i])) for i in range(3)] == [None, 1.0, 2.0]
         index.audit()
 
+    def test_a_digest_is_not_believed_without_its_parent(self) -> None:
+        index = PrefixIndex(4)
+        index.publish(0, b"d", b"p", b"aaaa", first=True)
+        assert index.find(b"d", b"p", b"aaaa") == 0
+        assert index.find(b"d", b"q", b"aaaa") is None
+        assert index.find(b"d", b"p", b"aaab") is None
+
+    def test_nothing_of_an_evicted_block_stays_but_when(self) -> None:
+        index = PrefixIndex(4)
+        index.publish(0, b"d", b"p", b"aaaa", first=True)
+        index.evict(0, 3.0)
+        for table in (index.by_block, index._by_digest, index._children, index._roots):
+            assert not table
+        assert index.evicted_at(b"d") == 3.0
+        index.publish(1, b"d", b"p", b"aaaa", first=True)
+        assert index.evicted_at(b"d") is None
+
     def test_audit_sees_tables_that_disagree(self) -> None:
         index = PrefixIndex(4)
         index.publish(0, b"d", b"p", b"aaaa", first=True)
