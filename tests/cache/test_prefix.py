@@ -8,7 +8,7 @@ import pytest
 from quire.cache import manager as manager_module
 from quire.cache.audit import audit
 from quire.cache.manager import BlockManager, CacheGroup
-from quire.cache.prefix import PrefixIndex, block_digest, root_digest
+from quire.cache.prefix import MAX_CHILDREN, PrefixIndex, block_digest, root_digest
 from quire.errors import BadValue
 from quire.request import Miss, Request, SamplingParams
 from tests.cache.test_manager import ONE, compute, computed, started
@@ -326,6 +326,19 @@ class TestIndex:
         assert index.evicted_at(b"d") == 3.0
         index.publish(1, b"d", b"p", b"aaaa", first=True)
         assert index.evicted_at(b"d") is None
+
+    def test_a_parent_of_very_many_compares_some(self) -> None:
+        index = PrefixIndex(MAX_CHILDREN + 50)
+        names = [i.to_bytes(4, "big") for i in range(MAX_CHILDREN + 50)]
+        for block, tokens in enumerate(names):
+            index.publish(block, b"d" + tokens, b"p", tokens, first=True)
+        assert len(index._children[b"p"]) == MAX_CHILDREN
+        index.audit()
+        for block in range(MAX_CHILDREN + 40):
+            index.evict(block, 0.0)
+            assert index.find(b"d" + names[-1], b"p", names[-1]) == MAX_CHILDREN + 49
+        index.audit()
+        assert index.nearest(b"p", names[-1]) is None  # those that are left had found no room
 
     def test_audit_sees_tables_that_disagree(self) -> None:
         index = PrefixIndex(4)
