@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,13 +105,13 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert failed.exit_code == 1
 
 
-def test_the_plot_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_plot_is_drawn_or_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     figure = attention.measure(ops.load("cpu"), TINY, runs=1, sdpa_runs=0)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        with pytest.raises(ConfigError, match="pip install matplotlib"):
-            attention.plot([figure], tmp_path / "figures.png")
-    else:
+    attention.plot([figure], tmp_path / "figures.png")
+    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+    for name, told in (("x.foo", "its ending must be one of"), ("none/x.png", "there is no directory")):
+        with pytest.raises(ConfigError, match=told):
+            attention.plot([figure], tmp_path / name)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
         attention.plot([figure], tmp_path / "figures.png")
-        assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire import ops
+from quire.bench.plot import drawn
 from quire.cache.manager import CacheGroup
 from quire.cache.storage import KVCache
 from quire.errors import ConfigError
@@ -201,21 +202,11 @@ def overhead(backend: ops.Ops) -> float:
 
 
 def plot(figures: list[Figure], path: Path) -> None:
-    """Bars of the shares of the ceilings. Raises ConfigError where matplotlib is missing."""
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
-    drawing, axes = pyplot.subplots(figsize=(9, 1 + 0.35 * len(figures)), layout="constrained")
-    axes.barh([figure.shape.name for figure in figures], [100 * figure.fraction for figure in figures])
-    axes.invert_yaxis()
-    axes.set_xlabel("% of the memory's read bandwidth (decode) or of the product rate (prefill)")
-    try:
-        drawing.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be drawn: {error}") from error
-    finally:
-        pyplot.close(drawing)
+    """Bars of the shares of the ceilings. Raises ConfigError where they cannot be drawn."""
+    with drawn(path, 1, 1, (9, 1 + 0.35 * len(figures))) as (_, [[axes]]):
+        axes.barh([figure.shape.name for figure in figures], [100 * figure.fraction for figure in figures])
+        axes.invert_yaxis()
+        axes.set_xlabel("% of the memory's read bandwidth (decode) or of the product rate (prefill)")
 
 
 def _paged(backend: ops.Ops, shape: Shape, copies: int | None = None) -> Callable[[], object]:

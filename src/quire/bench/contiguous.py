@@ -64,7 +64,7 @@ class Reservation:
 
     num_tokens: int  # the prompt, then what was generated, too
     longest: int  # tokens at which it ends
-    size: int  # slots that it reserves
+    size: int  # slots that it reserves; the last token needs none
     start: int | None = None  # the first of them, while it runs; set by ContiguousScheduler
     num_computed: int = 0  # slots that hold a token; set by ContiguousScheduler
 
@@ -84,10 +84,10 @@ class ContiguousScheduler:
         self.waiting = deque(requests)  # in the order of arrival
         self.running: list[Reservation] = []
         for i, request in enumerate(self.waiting):
-            if not request.longest <= request.size <= num_slots:
+            if not request.longest - 1 <= request.size <= num_slots:
                 raise ConfigError(
-                    f"request {i} reserves {request.size} slots; it must be at least its {request.longest} tokens, and "
-                    f"at most the {num_slots} slots that there are"
+                    f"request {i} reserves {request.size} slots; it must be at least {request.longest - 1}, one for "
+                    f"each token but the last, and at most the {num_slots} slots that there are"
                 )
 
     @property

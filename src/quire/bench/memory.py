@@ -17,13 +17,14 @@ from pathlib import Path
 import torch
 
 from quire.bench.contiguous import ContiguousScheduler, Reservation
+from quire.bench.plot import drawn
 from quire.cache.manager import BlockManager, CacheGroup, most_blocks
 from quire.cache.storage import bytes_per_block, free_memory
 from quire.config import CacheConfig, parse_memory
 from quire.engine.plan import Plan, StepOutput
 from quire.engine.scheduler import Scheduler
 from quire.errors import ConfigError, QuireError, check_integer
-from quire.models import EMBEDDED, read_config
+from quire.models import EMBEDDED, longest_sequence, read_config
 from quire.request import Request, SamplingParams
 
 MAX_NUM_BATCHED_TOKENS = 2048  # query tokens a step, of all systems
@@ -211,7 +212,7 @@ class Run:
 def compare(setup: Setup) -> list[Run]:
     """The same load in the same memory: paged, max_model_len side by side for each request, and what it will fill."""
     whole = [setup.max_model_len] * setup.requests
-    exact = [prompt + new for prompt, new in setup.lengths]  # what only an oracle knows
+    exact = [prompt + new - 1 for prompt, new in setup.lengths]  # what only an oracle knows; the last token has no slot
     return [
         run_paged(setup),
         run_contiguous(setup, "max_model_len", whole),
@@ -430,7 +431,11 @@ def model_fit(
     budget = parse_memory(memory, free_memory(), name="memory")
     decoder, dtype = read_config(path)
     size = KVSize(decoder.groups, decoder.num_kv_heads, decoder.head_dim, dtype, block_size)
-    longest = decoder.max_position_embeddings if max_model_len is None else max_model_len
+    most = longest_sequence(decoder)
+    longest = most if max_model_len is None else max_model_len
+    if longest > most and config is not None:
+        raise ConfigError(f"max_model_len is {longest}; {config} was made for sequences of up to {most}")
+    longest = min(longest, most)  # the embedded model is but an example
     lengths = {"full length": longest}
     for distribution in DISTRIBUTIONS:
         drawn = draw(distribution, requests, longest, seed)
@@ -443,36 +448,25 @@ def model_fit(
 
 
 def plot(comparisons: Sequence[Sequence[Run]], path: Path) -> None:
-    """For each load, where the memory goes, and the batch over time. Raises ConfigError where matplotlib is missing."""
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from error
-    size = (5 * len(comparisons), 8)
-    drawing, axes = pyplot.subplots(2, len(comparisons), figsize=size, squeeze=False, layout="constrained")
+    """For each load, where the memory goes, and the batch over time. Raises ConfigError where that cannot be drawn."""
     parts = {
         "live": ("live", "tab:blue"),
         "wasted": ("wasted inside", "tab:orange"),
         "unusable": ("wasted outside", "tab:red"),
         "free": ("free", "lightgrey"),
     }
-    for (bars, curves), runs in zip(axes.T, comparisons, strict=True):
-        names, bottom = [run.system.replace(", ", "\n") for run in runs], [0.0] * len(runs)
-        for part, (label, color) in parts.items():
-            shares = [100 * getattr(run.pressed, part) / run.pressed.reserved for run in runs]
-            bars.bar(names, shares, bottom=bottom, label=label, color=color)
-            bottom = [below + share for below, share in zip(bottom, shares, strict=True)]
-        bars.set_title(runs[0].setup.distribution)
-        bars.set_ylabel("% of the slots while requests wait")
-        for run in runs:
-            curves.plot([moment.running for moment in run.moments], label=run.system)
-        curves.set_xlabel("step")
-        curves.set_ylabel("requests that run")
-        curves.legend()
-    drawing.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(parts))
-    try:
-        drawing.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be drawn: {error}") from error
-    finally:
-        pyplot.close(drawing)
+    with drawn(path, 2, len(comparisons), (5 * len(comparisons), 8)) as (drawing, axes):
+        for (bars, curves), runs in zip(axes.T, comparisons, strict=True):
+            names, bottom = [run.system.replace(", ", "\n") for run in runs], [0.0] * len(runs)
+            for part, (label, color) in parts.items():
+                shares = [100 * getattr(run.pressed, part) / run.pressed.reserved for run in runs]
+                bars.bar(names, shares, bottom=bottom, label=label, color=color)
+                bottom = [below + share for below, share in zip(bottom, shares, strict=True)]
+            bars.set_title(runs[0].setup.distribution)
+            bars.set_ylabel("% of the slots while requests wait")
+            for run in runs:
+                curves.plot([moment.running for moment in run.moments], label=run.system)
+            curves.set_xlabel("step")
+            curves.set_ylabel("requests that run")
+            curves.legend()
+        drawing.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(parts))

@@ -110,8 +110,11 @@ def attention(
     """Attention alone: GB/s of KV or GFLOP/s, and the share of what the machine reads or multiplies meanwhile."""
     from quire import ops
     from quire.bench import attention as bench_attention
+    from quire.bench.plot import check_path
 
     try:
+        if plot is not None:
+            check_path(plot)
         shapes = bench_attention.chosen(sets or ["peers"])
         figures = []
         with bench_attention.instruction_set(isa) as name:
@@ -217,8 +220,11 @@ def memory(
     that is not live. batch: requests that run; like the shares a mean over the steps in which others wait for memory.
     """
     from quire.bench import memory as bench_memory
+    from quire.bench.plot import check_path
 
     try:
+        if plot is not None:
+            check_path(plot)
         model = bench_memory.model_fit(model_config, kv_memory, block_size, max_model_len, requests, seed)
         comparisons = []
         for name in distribution or bench_memory.DISTRIBUTIONS:

@@ -102,6 +102,8 @@ def simulate(
         print(json.dumps(result.as_dict()))
     else:
         _print_table(result, time.perf_counter() - start)
+    if not result.finished:
+        fail(f"no request of {result.requests} finished" + (f": {result.first_refusal}" if result.refused else ""))
 
 
 def _rows_of(workload: str) -> list[TraceRow]:

@@ -11,6 +11,7 @@ import torch
 
 from quire.cache.manager import CacheGroup, Move
 from quire.engine.plan import Plan, PlanItem
+from quire.models import longest_sequence
 from quire.models.decoder import DecoderConfig, weight_shapes
 
 
@@ -71,7 +72,7 @@ def model_cost(config: DecoderConfig, dtype: torch.dtype) -> ModelCost:
     head = params["embedding" if config.tied_embeddings else "lm_head"]
     return ModelCost(
         groups=config.groups,
-        max_model_len=config.max_position_embeddings,
+        max_model_len=longest_sequence(config),
         layer_params=sum(params.values()) - sum(params.get(n, 0) for n in ("embedding", "lm_head", "positions")),
         head_params=head,
         num_heads=config.num_heads,

@@ -112,7 +112,7 @@ def load_model(directory: Path, config: EngineConfig, ops: Ops) -> Decoder:
     family = _family_of(raw, directory)
     decoder = family.decoder_config(raw)
     max_model_len = config.max_model_len or decoder.max_position_embeddings
-    longest = _longest_sequence(decoder)
+    longest = longest_sequence(decoder)
     if max_model_len > longest:
         raise ConfigError(
             f"max_model_len is {max_model_len}; {directory.name} was made for sequences of up to {longest}"
@@ -134,7 +134,7 @@ def _family_of(raw: Mapping[str, Any], directory: Path) -> Family:
     )
 
 
-def _longest_sequence(decoder: DecoderConfig) -> int:
+def longest_sequence(decoder: DecoderConfig) -> int:
     """What the positions were made for; yarn's scaling reaches beyond a max_position_embeddings left as it was."""
     if decoder.rope is None or rope_type(decoder.rope) != "yarn":
         return decoder.max_position_embeddings
