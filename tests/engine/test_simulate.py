@@ -14,12 +14,12 @@ from quire.cli import app
 from quire.config import engine_config
 from quire.engine.cost import DEVICES, CostModel, Device, ModelCost, attended, model_cost
 from quire.engine.plan import Plan, PlanItem
-from quire.engine.simulate import Histogram, Simulation
+from quire.engine.simulate import Histogram, Simulation, _written
 from quire.engine.trace import TraceRow, poisson, write_trace
-from quire.errors import ConfigError
+from quire.errors import BadValue, ConfigError
 from quire.models import EMBEDDED, read_config
 from quire.models.decoder import weight_shapes
-from quire.request import Request
+from quire.request import FinishReason, Group, Request
 
 TOY = ModelCost(
     groups=(CacheGroup((0, 1)),),
@@ -289,3 +289,89 @@ def test_command(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_told(arguments: str, message: str) -> None:
     assert message in run(arguments, status=1)
+
+
+# ------------------------------------------------------------------------------- what the figures are made of
+
+
+TWO_GROUPS = replace(TOY, groups=(CacheGroup((0, 1)), CacheGroup((2,), window=4)))
+
+
+def test_every_group_costs_what_its_rows_see() -> None:
+    flops = CostModel(TWO_GROUPS, replace(SLOW, bytes_per_second=1e12, flops_per_second=1.0), block_size=4)
+    plan = Plan([PlanItem(request(10, 13), 3)], num_tokens=3)
+    attention = 4 * 4 * 8  # of one layer, one query and one key
+    assert flops.seconds(plan, 1) == 2 * (3 * 1000 + 200) + attention * (2 * (11 + 12 + 13) + 3 * 4)
+    size = CostModel(TWO_GROUPS, SLOW, block_size=4)
+    kv = 2 * 2 * 8 * 2  # of one layer and token
+    assert size.seconds(plan, 1) == pytest.approx((2400 + kv * (2 * (13 + 3) + (6 + 3))) / 1000)
+    moved = Plan(swap_out=[Move(0, 1, 2), Move(1, 1, 2)], swap_in=[Move(1, 1, 2)])
+    assert size.seconds(moved, 0) == pytest.approx(4 * kv * (2 + 1 + 1) / 500)
+
+
+def test_only_what_is_multiplied_is_counted() -> None:
+    config, dtype = read_config(EMBEDDED)
+    tied = model_cost(config, dtype)
+    untied = model_cost(replace(config, tied_embeddings=False, learned_positions=True, rope=None), dtype)
+    assert (untied.layer_params, untied.head_params) == (tied.layer_params, tied.head_params)
+
+
+def test_the_devices_are_those_of_their_data_sheets() -> None:
+    h200 = DEVICES["h200"]
+    assert (h200.bytes_per_second, h200.flops_per_second) == (0.9 * 4.8e12, 0.7 * 989e12)
+    assert DEVICES["cpu"].bytes_per_second == 42e9
+
+
+def test_percentiles_are_told_apart() -> None:
+    histogram = Histogram()
+    for i in range(1, 101):
+        histogram.add(float(i))
+    told = histogram.as_dict()
+    for name, value in (("p50", 50), ("p90", 90), ("p99", 99), ("max", 100)):
+        assert told[name] == pytest.approx(value, rel=0.011)
+
+
+def test_moves_are_counted_both_ways_and_hashed() -> None:
+    one = Simulation(TOY, SLOW, engine_config(num_blocks=30, preemption="swap"), num_host_blocks=30, hashed=True)
+    moved = {"out": 0, "in": 0}
+    real = one.scheduler.plan
+
+    def watched() -> Plan:
+        plan = real()
+        moved["out"] += len(plan.swap_out)
+        moved["in"] += len(plan.swap_in)
+        return plan
+
+    one.scheduler.plan = watched
+    found = one.run(LOAD)
+    assert found.swapped_blocks == moved["out"] + moved["in"]
+    assert min(moved.values()) > 0
+    texts = [
+        _written(Plan(**{part: [Move(0, 1, to)]}), 0.0) for part in ("swap_out", "swap_in", "copies") for to in (2, 3)
+    ]
+    assert len(set(texts)) == 6
+
+
+def test_copies_and_early_ends_are_counted() -> None:
+    one = Simulation(TOY, SLOW, engine_config(num_blocks=50))
+    group = Group()
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    group.members = [Request(f"s{i}", array("i", range(10)), 10, params, i, group=group) for i in range(3)]
+    for member in group.members:
+        one.add(member)
+    one.step()
+    one.step()
+    one.scheduler.finish("s2", FinishReason.ABORT)
+    while one.scheduler.has_work:
+        one.step()
+    found = one.result()
+    assert found.copied_blocks == 2  # the last of three keeps the block
+    assert (found.finished, found.ended_early) == (2, 1)
+
+
+def test_nobody_who_can_go_on_is_told_at_once() -> None:
+    one = Simulation(TOY, SLOW, engine_config(num_blocks=50))
+    one.add(Request("r", array("i", [1]), 1, SamplingParams(max_tokens=4)))
+    one.scheduler.plan = Plan
+    with pytest.raises(BadValue, match="nobody can go on: 0 run, 0 are swapped out, 1 wait"):
+        one.step()
