@@ -1,13 +1,15 @@
 """Every exception that Quire raises on purpose. A leaf: all rooms may import it.
 
 All are `ValueError`s: something that the caller gave cannot be honoured, and the message names what, where and the
-value, and what would be right. Below them stand the two checks of plain numbers that several rooms share.
+value, and what would be right. Those of the operators carry a `status` besides, the word by which a caller of a C
+interface would know them. Below them stand the two checks of plain numbers that several rooms share.
 """
 
 from __future__ import annotations
 
 import math
 from numbers import Integral, Real
+from typing import ClassVar
 
 
 class QuireError(ValueError):
@@ -17,21 +19,31 @@ class QuireError(ValueError):
 class BadShape(QuireError):
     """A tensor has the wrong number of dimensions or a size that does not fit the others."""
 
+    status: ClassVar[str] = "BAD_SHAPE"
+
 
 class BadDtype(QuireError):
     """A tensor has a dtype that this argument does not take."""
+
+    status: ClassVar[str] = "BAD_DTYPE"
 
 
 class BadStride(QuireError):
     """A tensor is laid out in memory in a way that cannot be read (its last dimension is not contiguous)."""
 
+    status: ClassVar[str] = "BAD_STRIDE"
+
 
 class BadValue(QuireError):
     """A number, or an entry of an integer tensor, is out of range."""
 
+    status: ClassVar[str] = "BAD_VALUE"
+
 
 class Unsupported(QuireError):
     """The case is valid, but this backend, device or model family does not serve it."""
+
+    status: ClassVar[str] = "UNSUPPORTED"
 
 
 class ConfigError(QuireError):

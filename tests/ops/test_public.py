@@ -12,55 +12,12 @@ from torch import Tensor
 
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
+from quire.ops import backends
 from tests.ops import dense
 from tests.ops.cases import Case, Step, half_dtype
+from tests.ops.small_caches import check, random_cache, random_rows, tables_of
 
 PREFILL_STARTS = [0, 10, 30, 45, 70]  # four sequences of 10, 20, 15 and 25 query rows
-
-
-def random_cache(
-    shape: tuple[int, ...], tables: list[list[int]], lens: list[int], dtype: torch.dtype, device: str, seed: int
-) -> Tensor:
-    """A cache [N, Hkv, B, D] with random numbers where the sequences own slots, and NaN elsewhere."""
-    gen = torch.Generator().manual_seed(seed)
-    cache = torch.full(shape, torch.nan, dtype=dtype)
-    block_size = shape[2]
-    for table, n in zip(tables, lens, strict=True):
-        for t in range(n):
-            cache[table[t // block_size], :, t % block_size] = torch.randn(shape[1], shape[3], generator=gen).to(dtype)
-    return cache.to(device)
-
-
-def random_rows(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(dtype).to(device)
-
-
-def check(
-    out: Tensor,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tables: list[list[int]],
-    lens: list[int],
-    starts: list[int],
-    **options: object,
-) -> None:
-    """Compare with dense attention over what each table gathers."""
-    parts = []
-    for s, (table, n) in enumerate(zip(tables, lens, strict=True)):
-        k, v = dense.gather(k_cache, table, n), dense.gather(v_cache, table, n)
-        parts.append(dense.attend(q[starts[s] : starts[s + 1]], k, v, **options))
-    dense.concat(parts).check(out, None, q.dtype)
-
-
-def tables_of(lens: list[int], block_size: int, width: int) -> tuple[list[list[int]], int]:
-    """Block tables with ids from the top of a pool downward, -1 behind; and the size of the pool."""
-    free = list(range(sum(-(-n // block_size) for n in lens) + 2))
-    tables = []
-    for n in lens:
-        own = [free.pop() for _ in range(-(-n // block_size))]
-        tables.append(own + [-1] * (width - len(own)))
-    return tables, free[-1] + 1 + sum(-(-n // block_size) for n in lens)
 
 
 # ------------------------------------------------------------------------------------------- the seeds' examples
@@ -205,13 +162,13 @@ def test_auto_takes_the_first_backend_that_can(monkeypatch):
     first, second = (types.SimpleNamespace(unavailable=lambda device: None) for _ in range(2))
     for name, module in (("never", never), ("first", first), ("second", second)):
         monkeypatch.setitem(sys.modules, f"quire_{name}", module)
-    monkeypatch.setattr(ops, "BACKENDS", {name: f"quire_{name}" for name in ("never", "first", "second")})
+    monkeypatch.setattr(backends, "BACKENDS", {name: f"quire_{name}" for name in ("never", "first", "second")})
     assert ops.load("auto") is first
     assert ops.load("second") is second
     assert ops.unavailable("never", "cpu") == "no cpu unit"
     with pytest.raises(Unsupported, match="never: no cpu unit"):
         ops.load("never")
-    monkeypatch.setattr(ops, "BACKENDS", {"never": "quire_never"})
+    monkeypatch.setattr(backends, "BACKENDS", {"never": "quire_never"})
     with pytest.raises(Unsupported, match="never: no cuda unit"):
         ops.load("auto", "cuda")
 

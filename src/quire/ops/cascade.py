@@ -1,0 +1,150 @@
+"""Cascade attention: keys that many sequences share are read once for all of them (Juravsky et al. 2024; FlashInfer).
+
+There are two ways to it. A plan whose block tables agree over whole splits of 1,024 keys is a cascade already: the
+cpu backend finds that in the tables, reads what is shared once, and gives the same bits as without. Or the levels are
+given, here: each is a cache of its own, with its own block size and tables, and divides the query rows into groups; all
+rows of a group see all of its keys. Attention over each level is a state, and the states merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadDtype, BadShape, BadValue, Unsupported
+from quire.ops.backends import load
+from quire.ops.interface import PagedKV
+from quire.ops.plan import AttentionPlan
+from quire.ops.state import AttentionState
+
+
+@dataclass(frozen=True)
+class CascadeLevel:
+    """One level: where its keys lie, and which rows see them.
+
+    The "sequences" of the plan are the level's groups of rows: query_starts divides the rows, context_lens and
+    block_tables tell the group's keys. Rows of a group follow one another, in every level in the same order.
+    """
+
+    kv: PagedKV
+    plan: AttentionPlan  # causal=False, but in the last level as the attention is
+
+
+@overload
+def cascade_attention(
+    q: Tensor,  # [T, Hq, D]
+    levels: Sequence[CascadeLevel],
+    *,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: str = "auto",
+) -> Tensor: ...
+@overload
+def cascade_attention(
+    q: Tensor,  # [T, Hq, D]
+    levels: Sequence[CascadeLevel],
+    *,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[True],
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+def cascade_attention(
+    q: Tensor,  # [T, Hq, D]
+    levels: Sequence[CascadeLevel],
+    *,
+    scale: float | None = None,
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # fp32 [Hq]
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of each row over its group's keys in every level: out [T, Hq, Dv] (, LSE [T, Hq]).
+
+    A row's keys are those of the first level, then those of the second, and so on: ALiBi counts positions in that
+    order. The last level holds what is a sequence's own, its query rows included, and is causal as a rule; the others
+    are seen whole. The states merge in the order of the levels.
+    backend: must be the one that made the plans.
+
+    Raises BadShape, BadDtype or BadStride; BadValue for levels that do not fit together, for a causal level before the
+    last one, and for sinks together with an LSE; Unsupported for windows, which would reach into the levels.
+    """
+    _check(levels)
+    if sinks is not None and return_lse:
+        raise BadValue("sinks close a state, so its LSE could not be merged any more: ask for the LSE without sinks")
+    ops = load(backend, q.device.type)
+    states = []
+    for level in levels:
+        out, lse = ops.attention(
+            *(q, level.kv, level.plan), scale=scale, alibi_slopes=alibi_slopes, softcap=softcap, return_lse=True
+        )
+        states.append(AttentionState(out, lse))
+    if alibi_slopes is not None:
+        states = [
+            state.shifted(alibi_slopes * behind[:, None].to(q.device))
+            for state, behind in zip(states, _behind(levels), strict=True)
+        ]
+    state = states[0].merge(*states[1:], backend=backend)
+    if return_lse:
+        return state.out, state.lse
+    return state.out if sinks is None else ops.apply_sinks(state.out, state.lse, sinks)
+
+
+def _behind(levels: Sequence[CascadeLevel]) -> list[Tensor]:
+    """How far each level's attention placed a row behind where it stands, in tokens, negative: fp32 [T] a level.
+
+    A level's plan places a row by the level's own keys: the key at position i of the level has the distance i - p to a
+    row at p. With all levels counted the distance is larger, by the same for all of the level's keys, so that ALiBi
+    adds a constant to the row's scores there.
+    """
+    starts, places = [], []  # of each level's first key; of the row, within the level
+    end: Tensor | int = 0
+    for level in levels:
+        plan = level.plan
+        rows = plan.query_starts[: plan.num_seqs + 1].diff()
+        lens = plan.context_lens[: plan.num_seqs]
+        first = (lens - rows - plan.query_starts[: plan.num_seqs]).repeat_interleave(rows)
+        places.append(first + torch.arange(plan.num_tokens))
+        starts.append(end)
+        end = end + lens.repeat_interleave(rows)
+    position = starts[-1] + places[-1]
+    return [(start + place - position).float() for start, place in zip(starts, places, strict=True)]
+
+
+def _check(levels: Sequence[CascadeLevel]) -> None:
+    """Levels that fit together."""
+    if not levels:
+        raise BadValue("levels is empty; a cascade has at least one level")
+    last = levels[-1].plan
+    for i, level in enumerate(levels):
+        spec, plan = level.plan.spec, level.plan
+        if plan.num_tokens != last.num_tokens:
+            raise BadShape(
+                f"level {i} has {plan.num_tokens} query rows and the last one {last.num_tokens}; all divide the same"
+            )
+        for name in ("num_heads", "num_kv_heads", "head_dim", "dim_v"):
+            here, there = getattr(spec, name), getattr(last.spec, name)
+            if here != there:
+                raise BadShape(f"level {i} has {name} {here} and the last one {there}; they must be the same")
+        if spec.dtype != last.spec.dtype:
+            raise BadDtype(f"level {i} has dtype {spec.dtype} and the last one {last.spec.dtype}; they must agree")
+        if spec.causal and plan is not last:
+            raise BadValue(
+                f"level {i} is causal; only the last one may be, since all rows see all keys of the others: give its "
+                f"spec causal=False"
+            )
+        if spec.window is not None:
+            raise Unsupported(
+                f"level {i} has a window of {spec.window}; a cascade has none (a plan that finds shared blocks itself "
+                f"serves windows)"
+            )

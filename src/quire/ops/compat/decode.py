@@ -1,0 +1,120 @@
+"""Decode as RoseLLM has it: the new token's K and V stand beside the cache, and enter it afterwards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadShape, BadValue
+from quire.ops.backends import load
+from quire.ops.interface import PagedKV
+from quire.ops.paged import describe
+
+
+def paged_attention_decode(
+    q: Tensor,  # [S, Hq, D]
+    k_new: Tensor,  # [S, Hkv, D]
+    v_new: Tensor,  # [S, Hkv, Dv]
+    k_cache_layer: Tensor,  # [N, Hkv, B, D]
+    v_cache_layer: Tensor,  # [N, Hkv, B, Dv]
+    block_table: Tensor,  # int32 or int64 [S, M]
+    context_lens: Tensor,  # int32 or int64 [S], the new token NOT included
+    *,
+    scale: float | None = None,
+    block_size: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention of one new token a sequence over itself and its context_lens[s] cached ones: out [S, Hq, Dv].
+
+    The new token's K and V are the first element of the running softmax; the cache is read and not written, so its
+    table needs no room for the new token yet: `append_token` writes it. Everywhere else in Quire a context length
+    includes the step's own tokens; here it does not.
+
+    Table entries at or beyond ceil(context_lens[s] / B) are not read and may be padded with anything, 0 as well.
+    block_size: where given, it is checked against the cache.
+
+    Raises BadShape (also for more than one query token a sequence), BadDtype, BadStride, or BadValue for a table that
+    is too short for its length, naming the sequence.
+    """
+    _check(q, k_new, v_new, k_cache_layer, block_table, context_lens, block_size)
+    ops, spec = load(backend, q.device.type), describe(q, k_cache_layer, v_cache_layer)
+    one_row_each = torch.arange(len(q) + 1, dtype=torch.int32)
+    plan = ops.plan(spec, one_row_each, context_lens.cpu(), block_table.cpu())
+    # Rows stand at their context's last token here, and see all of it.
+    cached = ops.attention(q, PagedKV(k_cache_layer, v_cache_layer), plan, scale=scale, return_lse=True)
+    k, v = (x.repeat_interleave(spec.group_size, dim=1) for x in (k_new, v_new))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    score = (q.to(wide) * k.to(wide)).sum(-1) * (spec.default_scale if scale is None else scale)
+    out, _ = ops.merge_states(v, score, *cached)
+    return out
+
+
+def append_token(
+    k_new: Tensor,  # [S, Hkv, D]
+    v_new: Tensor,  # [S, Hkv, Dv]
+    k_cache_layer: Tensor,  # [N, Hkv, B, D], written
+    v_cache_layer: Tensor,  # [N, Hkv, B, Dv], written
+    block_table: Tensor,  # int32 or int64 [S, M]
+    context_lens: Tensor,  # int32 or int64 [S], the new token not included
+    *,
+    backend: str = "auto",
+) -> None:
+    """Put each sequence's new token behind its context_lens[s] cached ones.
+
+    The block for it must stand in the table: an entry that was only padded with 0 names block 0, which is then written.
+
+    Raises BadShape, BadDtype, or BadValue for a table without room, naming the sequence; nothing is written then.
+    """
+    ops = load(backend, k_new.device.type)
+    spec = describe(k_new, k_cache_layer, v_cache_layer)
+    table, lens = block_table.cpu().long(), context_lens.cpu().long()
+    if len(table) != len(k_new) or len(lens) != len(k_new):
+        raise BadShape(f"there are {len(k_new)} new tokens, {len(table)} tables and {len(lens)} lengths")
+    column = lens // spec.block_size
+    short = ((column >= table.shape[1]) | (lens < 0)).nonzero().flatten()
+    if len(short):
+        s = int(short[0])
+        raise BadValue(
+            f"sequence {s} has {lens[s]} tokens; its table of {table.shape[1]} blocks of {spec.block_size} has no room "
+            f"for another one"
+        )
+    block = table.gather(1, column[:, None]).flatten()
+    outside = ((block < 0) | (block >= spec.num_blocks)).nonzero().flatten()
+    if len(outside):
+        s = int(outside[0])
+        raise BadValue(
+            f"block_table[{s}, {column[s]}] is {block[s]}; the new token of sequence {s} goes there, so it must be a "
+            f"block id in 0..{spec.num_blocks - 1}"
+        )
+    nobody = torch.zeros(len(k_new), dtype=torch.int32)
+    starts = torch.arange(len(k_new) + 1, dtype=torch.int32)
+    slots = block * spec.block_size + lens % spec.block_size
+    plan = ops.plan(spec, starts, nobody, torch.zeros(len(k_new), 0, dtype=torch.int32), slots)
+    ops.write_kv(k_new, v_new, PagedKV(k_cache_layer, v_cache_layer), plan)
+
+
+def _check(
+    q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, table: Tensor, lens: Tensor, block_size: int | None
+) -> None:
+    if q.dim() != 3 or len(q) != len(lens):
+        raise BadShape(
+            f"q has shape {tuple(q.shape)} for {len(lens)} sequences; decoding takes exactly one query token a "
+            f"sequence, [S, Hq, D] (paged_prefill takes more)"
+        )
+    if k_cache.dim() != 4:
+        raise BadShape(f"k_cache_layer has shape {tuple(k_cache.shape)}; expected [N, Hkv, B, D]")
+    size = k_cache.shape[2]
+    if block_size is not None and block_size != size:
+        raise BadValue(f"block_size is {block_size}; the cache has blocks of {size}")
+    for name, x in (("k_new", k_new), ("v_new", v_new)):
+        if x.dim() != 3 or x.shape[:2] != (len(q), k_cache.shape[1]):
+            raise BadShape(f"{name} has shape {tuple(x.shape)}; expected ({len(q)}, {k_cache.shape[1]}, head_dim)")
+    if table.dim() != 2 or len(table) != len(q):
+        raise BadShape(f"block_table has shape {tuple(table.shape)}; expected ({len(q)}, M)")
+    short = (lens > table.shape[1] * size).nonzero().flatten()
+    if len(short):
+        s = int(short[0])
+        raise BadValue(
+            f"context_lens[{s}] is {lens[s]}; sequence {s}'s table of {table.shape[1]} blocks of {size} holds at most "
+            f"{table.shape[1] * size} tokens"
+        )

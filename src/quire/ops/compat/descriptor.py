@@ -1,0 +1,352 @@
+"""Paged prefill as InfiniOP has it: a descriptor that is made once, from shapes alone, and run many times."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadDtype, BadShape, BadStride, BadValue
+from quire.ops.backends import load
+from quire.ops.interface import AttentionSpec, PagedKV
+from quire.ops.plan import AttentionPlan
+from quire.ops.validate import MAX_HEAD_DIM
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+NAMES = ("out", "q", "k_cache", "v_cache", "block_tables", "seq_lens", "cum_seq_lens_q", "alibi_slopes")
+DIMS = (3, 3, 4, 4, 2, 1, 1, 1)
+
+
+@dataclass(frozen=True)
+class PagedPrefillInfo:
+    """What a descriptor knows. Strides are in numbers, not bytes."""
+
+    dtype: torch.dtype
+    scale: float
+    num_seqs: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    max_num_blocks_per_seq: int
+    total_q_tokens: int
+    q_stride: int  # from one query token to the next
+    q_head_stride: int
+    kv_block_stride: int  # from one block to the next, in K and in V
+    kv_head_stride: int
+
+
+class Look(NamedTuple):
+    """What a descriptor remembers of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+
+
+class PagedPrefill:
+    """Causal attention of ragged query rows over a paged cache, made once and run many times.
+
+    `create` looks at shapes, strides and dtypes only, so tensors on torch's "meta" device describe as well as real
+    ones. `run` wants tensors that look the same, and allocates nothing: the plan's memory is the descriptor's own, so
+    one descriptor serves one caller at a time.
+
+    All errors are `quire.errors` with a `status`: BAD_SHAPE, BAD_DTYPE, BAD_STRIDE or BAD_VALUE.
+    """
+
+    def __init__(
+        self, info: PagedPrefillInfo, num_blocks: int, device: torch.device, looks: dict[str, Look | None], backend: str
+    ) -> None:
+        """Use `create`."""
+        self._info, self._device, self._looks = info, device, looks
+        spec = AttentionSpec(
+            num_heads=info.num_heads,
+            num_kv_heads=info.num_kv_heads,
+            head_dim=info.head_size,
+            block_size=info.block_size,
+            num_blocks=num_blocks,
+            dtype=info.dtype,
+            device=str(device),
+        )
+        self._ops = load(backend, device.type)
+        sizes = info.total_q_tokens, info.num_seqs, info.max_num_blocks_per_seq
+        self._plan: AttentionPlan | None = self._ops.make_plan(spec, *sizes)
+
+    @classmethod
+    def create(
+        cls,
+        device: str | torch.device,
+        out: Tensor,  # [T, Hq, D]
+        q: Tensor,  # [T, Hq, D]
+        k_cache: Tensor,  # [N, Hkv, B, D]
+        v_cache: Tensor,  # [N, Hkv, B, D]
+        block_tables: Tensor,  # int32 or int64 [S, M]
+        seq_lens: Tensor,  # int32 or int64 [S]
+        cum_seq_lens_q: Tensor,  # int32 or int64 [S+1]
+        alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+        scale: float | None = None,
+        *,
+        backend: str = "auto",
+    ) -> PagedPrefill:
+        """A descriptor of calls with tensors like these; no number in them is read. scale: None is 1 / sqrt(D).
+
+        Raises BadShape: wrong number of dimensions, sizes that do not match, no query token, no head, a head size
+        beyond 1,024. BadDtype: q, k, v and out of several dtypes, or of another than fp16, bf16 and fp32; tables and
+        lengths that are neither int32 nor int64. BadStride: a last dimension that is not contiguous; caches that lie
+        differently. BadValue: a scale that is not finite, a block size beyond 256. Unsupported: no such device.
+        """
+        given = (out, q, k_cache, v_cache, block_tables, seq_lens, cum_seq_lens_q, alibi_slopes)
+        tensors = dict(zip(NAMES, given, strict=True))
+        _check_looks(tensors)
+        if scale is not None and not math.isfinite(scale):
+            raise BadValue(f"scale is {scale}; it must be finite")
+        info = PagedPrefillInfo(
+            dtype=q.dtype,
+            scale=1.0 / math.sqrt(q.shape[2]) if scale is None else scale,
+            num_seqs=len(seq_lens),
+            num_heads=q.shape[1],
+            num_kv_heads=k_cache.shape[1],
+            head_size=q.shape[2],
+            block_size=k_cache.shape[2],
+            max_num_blocks_per_seq=block_tables.shape[1],
+            total_q_tokens=q.shape[0],
+            q_stride=q.stride(0),
+            q_head_stride=q.stride(1),
+            kv_block_stride=k_cache.stride(0),
+            kv_head_stride=k_cache.stride(1),
+        )
+        looks = {name: None if x is None else Look(x.shape, x.dtype, x.stride()) for name, x in tensors.items()}
+        return cls(info, len(k_cache), torch.device(device), looks, backend)
+
+    @property
+    def info(self) -> PagedPrefillInfo:
+        """What the descriptor knows; frozen."""
+        return self._info
+
+    @property
+    def workspace_size(self) -> int:
+        """Bytes of workspace that `run` needs: none on a CPU.
+
+        On a GPU, where lengths that lie there are not looked at by the host, the state of the running softmax.
+        """
+        if self._device.type == "cpu":
+            return 0
+        return self._info.total_q_tokens * self._info.num_heads * (self._info.head_size + 2) * 4
+
+    def run(
+        self,
+        out: Tensor,  # [T, Hq, D]
+        q: Tensor,  # [T, Hq, D]
+        k_cache: Tensor,  # [N, Hkv, B, D]
+        v_cache: Tensor,  # [N, Hkv, B, D]
+        block_tables: Tensor,  # int32 or int64 [S, M]
+        seq_lens: Tensor,  # int32 or int64 [S]
+        cum_seq_lens_q: Tensor,  # int32 or int64 [S+1]
+        alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+        *,
+        workspace: Tensor | None = None,  # at least workspace_size bytes
+        stream: torch.cuda.Stream | None = None,
+        host_metadata: tuple[Tensor, Tensor, Tensor] | None = None,  # [S, M], [S], [S+1] on the CPU
+    ) -> None:
+        """Compute `out`. Sequence s owns the query rows cum_seq_lens_q[s]:[s+1], the last of its seq_lens[s] tokens.
+
+        On a CPU everything is checked: cum_seq_lens_q starts at 0, never falls and ends at T; every KV length is at
+        least its query length and fits its table; every table entry that is read is a block's id.
+
+        On a GPU the work is put on `stream` (None: torch's current one), and the host waits for nothing. Values that
+        lie there are therefore not checked, unless `host_metadata` brings copies of block_tables, seq_lens and
+        cum_seq_lens_q, which cost a copy to the host where the caller does not have them anyway. Unchecked, a wrong
+        length or id reads another sequence's block and gives wrong numbers, never memory outside the cache; and all
+        columns of the tables are walked, whatever the lengths. With host copies the work is cut to the lengths.
+
+        Raises BadShape, BadDtype or BadStride for a tensor that looks different from the described one; BadValue for
+        values, for a workspace that is too small, a stream on a CPU, or a descriptor that was closed.
+        """
+        given = (out, q, k_cache, v_cache, block_tables, seq_lens, cum_seq_lens_q, alibi_slopes)
+        tensors = dict(zip(NAMES, given, strict=True))
+        plan = self._open_plan()
+        self._check_call(tensors, workspace, stream)
+        if self._device.type == "cpu":
+            host_metadata = (block_tables, seq_lens, cum_seq_lens_q)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            if host_metadata is not None:
+                tables, lens, starts = host_metadata
+                self._check_values(lens, starts)
+                plan.update(starts, lens, tables)
+                kv = PagedKV(k_cache, v_cache)
+                self._ops.attention(q, kv, plan, scale=self._info.scale, alibi_slopes=alibi_slopes, out=out)
+            elif workspace is None:
+                raise BadValue(
+                    f"workspace is None; lengths on {self._device} need one of {self.workspace_size} bytes, or "
+                    f"host_metadata"
+                )
+            else:
+                state = workspace.view(torch.uint8).flatten()[: self.workspace_size].view(torch.float32)
+                attend_unseen(
+                    *(out, q, k_cache, v_cache, block_tables, seq_lens, cum_seq_lens_q, alibi_slopes),
+                    *(self._info.scale, state),
+                )
+
+    def close(self) -> None:
+        """Give the descriptor's memory back; it cannot be run any more. Closing twice is harmless."""
+        self._plan = None
+
+    def __enter__(self) -> PagedPrefill:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_plan(self) -> AttentionPlan:
+        if self._plan is None:
+            raise BadValue("the descriptor was closed; create another one")
+        return self._plan
+
+    def _check_call(
+        self, tensors: dict[str, Tensor | None], workspace: Tensor | None, stream: torch.cuda.Stream | None
+    ) -> None:
+        if stream is not None and self._device.type == "cpu":
+            raise BadValue(f"stream is {stream}; a descriptor on the CPU has no streams, so it must be None")
+        if workspace is not None and workspace.numel() * workspace.element_size() < self.workspace_size:
+            size = workspace.numel() * workspace.element_size()
+            raise BadValue(f"workspace has {size} bytes; it needs at least {self.workspace_size}")
+        for name, tensor in tensors.items():
+            look = self._looks[name]
+            if tensor is None or look is None:
+                if (tensor is None) != (look is None):
+                    there, here = ("without", "with") if look is None else ("with", "without")
+                    raise BadValue(f"the descriptor was created {there} {name} and is run {here} it")
+                continue
+            if tensor.shape != look.shape:
+                raise BadShape(f"{name} has shape {tuple(tensor.shape)}; described was {tuple(look.shape)}")
+            if tensor.dtype != look.dtype:
+                raise BadDtype(f"{name} has dtype {tensor.dtype}; described was {look.dtype}")
+            if tensor.stride() != look.stride and tensor.is_floating_point():
+                raise BadStride(f"{name} has strides {tensor.stride()}; described were {look.stride}")
+            if tensor.device.type != self._device.type:
+                raise BadValue(f"{name} lies on {tensor.device}; the descriptor was created for {self._device}")
+
+    def _check_values(self, lens: Tensor, starts: Tensor) -> None:
+        """What the seed's interface asks of lengths; the plan checks the rest."""
+        rows = starts.diff()
+        if starts[0] != 0:
+            raise BadValue(f"cum_seq_lens_q[0] is {starts[0]}; the first sequence's rows start at 0")
+        if (rows < 0).any():
+            s = int((rows < 0).nonzero()[0])
+            raise BadValue(f"cum_seq_lens_q falls from {starts[s]} to {starts[s + 1]} at sequence {s}; it never may")
+        if starts[-1] != self._info.total_q_tokens:
+            raise BadValue(
+                f"cum_seq_lens_q ends at {starts[-1]}; q has {self._info.total_q_tokens} tokens, so it must end there"
+            )
+        if (lens < rows).any():
+            s = int((lens < rows).nonzero()[0])
+            raise BadValue(
+                f"seq_lens[{s}] is {lens[s]}; sequence {s} has {rows[s]} query tokens, which are among its KV tokens"
+            )
+
+
+def attend_unseen(
+    out: Tensor,  # [T, Hq, D]
+    q: Tensor,  # [T, Hq, D]
+    k_cache: Tensor,  # [N, Hkv, B, D]
+    v_cache: Tensor,  # [N, Hkv, B, D]
+    block_tables: Tensor,  # int [S, M]
+    seq_lens: Tensor,  # int [S]
+    cum_seq_lens_q: Tensor,  # int [S+1]
+    alibi_slopes: Tensor | None,  # fp32 [Hq]
+    scale: float,
+    state: Tensor,  # fp32 [T * Hq * (D + 2)], overwritten
+) -> None:
+    """The same attention with lengths and tables that the host never sees: every column of the tables is walked.
+
+    Each row finds its sequence by binary search and masks what it does not see; ids are held to those of the cache.
+    """
+    (T, Hq, D), (N, Hkv, B, _) = q.shape, k_cache.shape
+    row = torch.arange(T, device=q.device)
+    starts = cum_seq_lens_q.long()
+    seq = (torch.searchsorted(starts, row, right=True) - 1).clamp(0, len(seq_lens) - 1)
+    position = (seq_lens.long()[seq] - starts[seq + 1] + row)[:, None]  # [T, 1]
+    wide = q.float().reshape(T, Hkv, Hq // Hkv, D)
+    state = state.view(T, Hkv, Hq // Hkv, D + 2)
+    top, total, mix = state[..., :1], state[..., 1:2], state[..., 2:]
+    top.fill_(-torch.inf), total.zero_(), mix.zero_()
+    for column in range(block_tables.shape[1]):
+        ids = block_tables[:, column].long().clamp(0, N - 1)[seq]
+        key = column * B + torch.arange(B, device=q.device)
+        visible = (key <= position)[:, None, None]  # [T, 1, 1, B]
+        score = torch.einsum("thgd,thbd->thgb", wide, k_cache[ids].float()) * scale
+        if alibi_slopes is not None:
+            score += alibi_slopes.view(Hkv, -1, 1) * (key - position)[:, None, None]
+        score = score.masked_fill(~visible, -torch.inf)
+        new_top = torch.maximum(top, score.amax(-1, keepdim=True))
+        shift = new_top.masked_fill(new_top == -torch.inf, 0.0)  # of a row that has seen no key yet
+        weight, correction = torch.exp(score - shift), torch.exp(top - shift)
+        values = v_cache[ids].float().masked_fill(~visible.mT, 0.0)  # what nobody owns may be NaN
+        total.mul_(correction).add_(weight.sum(-1, keepdim=True))
+        mix.mul_(correction).add_(torch.einsum("thgb,thbd->thgd", weight, values))
+        top.copy_(new_top)
+    out.copy_(torch.where(total > 0, mix / total, 0.0).flatten(1, 2))
+
+
+# ------------------------------------------------------------------------------------------------- the looks
+
+
+def _check_looks(tensors: dict[str, Tensor | None]) -> None:
+    """Shapes, dtypes and strides, without a value."""
+    for (name, x), dims in zip(tensors.items(), DIMS, strict=True):
+        if x is not None and x.dim() != dims:
+            raise BadShape(f"{name} has shape {tuple(x.shape)}; it must have {dims} dimension(s)")
+    out, q, k, v, tables, lens, starts, slopes = tensors.values()
+    if out is None or q is None or k is None or v is None or tables is None or lens is None or starts is None:
+        missing = next(name for name, x in tensors.items() if x is None)
+        raise BadValue(f"{missing} is None; only alibi_slopes may be left out")
+    if q.dtype not in DTYPES:
+        raise BadDtype(f"q has dtype {q.dtype}; it must be one of {', '.join(map(str, DTYPES))}")
+    for name, x in (("out", out), ("k_cache", k), ("v_cache", v)):
+        if x.dtype != q.dtype:
+            raise BadDtype(f"{name} has dtype {x.dtype} and q {q.dtype}; they must be the same")
+    for name, x in (("block_tables", tables), ("seq_lens", lens), ("cum_seq_lens_q", starts)):
+        if x.dtype not in (torch.int32, torch.int64):
+            raise BadDtype(f"{name} has dtype {x.dtype}; it must be int32 or int64")
+    if slopes is not None and slopes.dtype != torch.float32:
+        raise BadDtype(f"alibi_slopes has dtype {slopes.dtype}; it must be float32")
+    _check_sizes(out, q, k, v, tables, lens, starts, slopes)
+    for name, x in (("out", out), ("q", q), ("k_cache", k), ("v_cache", v)):
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise BadStride(f"{name} has strides {x.stride()}; the last one must be 1")
+    if k.stride()[:2] != v.stride()[:2]:
+        raise BadStride(
+            f"k_cache has strides {k.stride()} and v_cache {v.stride()}; the first two, of blocks and of heads, must "
+            f"be the same"
+        )
+
+
+def _check_sizes(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, tables: Tensor, lens: Tensor, starts: Tensor, slopes: Tensor | None
+) -> None:
+    total_q_tokens, num_heads, head_size = q.shape
+    if total_q_tokens == 0 or num_heads == 0:
+        raise BadShape(f"q has shape {tuple(q.shape)}; there must be a query token and a head")
+    if not 1 <= head_size <= MAX_HEAD_DIM:
+        raise BadShape(f"q has a head size of {head_size}; it must lie in 1..{MAX_HEAD_DIM}")
+    if k.shape[1] == 0 or num_heads % k.shape[1]:
+        raise BadShape(f"k_cache has {k.shape[1]} heads; the {num_heads} heads of q must be a multiple of that")
+    if k.shape[0] == 0 or k.shape[2] == 0:
+        raise BadShape(f"k_cache has shape {tuple(k.shape)}; there must be a block, and a token in it")
+    for name, x, shape in (
+        ("out", out, tuple(q.shape)),
+        ("k_cache", k, (*k.shape[:3], head_size)),
+        ("v_cache", v, tuple(k.shape)),
+        ("block_tables", tables, (len(lens), tables.shape[1])),
+        ("cum_seq_lens_q", starts, (len(lens) + 1,)),
+        *([] if slopes is None else [("alibi_slopes", slopes, (num_heads,))]),
+    ):
+        if tuple(x.shape) != shape:
+            raise BadShape(f"{name} has shape {tuple(x.shape)}; expected {shape}")

@@ -1,0 +1,273 @@
+"""flash-attn's functions and the cache update of transformers' continuous batching, over Quire's operators.
+
+Caches are NHD here, `[N, B, Hkv, D]`, as these libraries have them; argument names are theirs. An option that they have
+and Quire has not is no argument, so that passing it is an error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadDtype, BadShape, BadValue, Unsupported
+from quire.ops.backends import load
+from quire.ops.interface import PagedKV
+from quire.ops.paged import describe
+
+
+def varlen_attention(
+    q: Tensor,  # [Tq, Hq, D] or [1, Tq, Hq, D]
+    k: Tensor,  # [Tk, Hkv, D] or [1, Tk, Hkv, D]
+    v: Tensor,  # [Tk, Hkv, Dv] or [1, Tk, Hkv, Dv]
+    cu_seqlens_q: Tensor,  # int32 or int64 [S+1]
+    cu_seqlens_k: Tensor,  # int32 or int64 [S+1]
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),  # keys to the left and to the right; -1: all
+    softcap: float = 0.0,  # 0: none
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of ragged queries over ragged keys, as flash_attn_varlen_func: out [(1,) Tq, Hq, Dv] (, LSE [Tq, Hq]).
+
+    Sequence s owns the query rows cu_seqlens_q[s]:[s+1] and the keys cu_seqlens_k[s]:[s+1]; its last query stands at
+    its last key. There may be fewer keys than queries, and none at all: a row that sees nothing gives zeros. K and V
+    are read where they lie. cu_seqlens on a GPU are copied to the host, which waits for them.
+
+    Raises BadShape, BadDtype, BadStride; BadValue for cu_seqlens that do not start at 0, fall, or do not end at the
+    number of rows, and for a max_seqlen below the longest; Unsupported for windows other than causal ones.
+    """
+    batched = q.dim() == 4
+    q, k, v = (_ragged(name, x, batched) for name, x in (("q", q), ("k", k), ("v", v)))
+    causal, window = _window(causal, window_size)
+    starts_q = _starts("cu_seqlens_q", cu_seqlens_q, len(q), "max_seqlen_q", max_seqlen_q)
+    starts_k = _starts("cu_seqlens_k", cu_seqlens_k, len(k), "max_seqlen_k", max_seqlen_k)
+    if len(starts_q) != len(starts_k) or len(k) != len(v):
+        raise BadShape(
+            f"cu_seqlens_q has {len(starts_q)} entries and cu_seqlens_k {len(starts_k)}, k {len(k)} rows and v "
+            f"{len(v)}; they must be the same"
+        )
+    if len(k) == 0:  # a cache has a block at least
+        k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
+    kv = PagedKV(k.unsqueeze(2), v.unsqueeze(2))  # blocks of one token: nothing is copied
+    ops, spec = load(backend, q.device.type), describe(q, kv.k, kv.v, causal=causal, window=window)
+    lens = starts_k.diff()
+    longest = int(lens.max()) if len(lens) else 0
+    tables = starts_k[:-1, None] + torch.arange(longest)
+    plan = ops.plan(spec, starts_q, lens, tables)
+    out, lse = ops.attention(
+        q, kv, plan, scale=softmax_scale, alibi_slopes=alibi_slopes, softcap=softcap or None, return_lse=True
+    )
+    out = out[None] if batched else out
+    return (out, lse) if return_lse else out
+
+
+def attention_with_kvcache(
+    q: Tensor,  # [S, Tq, Hq, D]
+    k_cache: Tensor,  # [N, B, Hkv, D], written where k is given
+    v_cache: Tensor,  # [N, B, Hkv, Dv], written where v is given
+    k: Tensor | None = None,  # [S, Tnew, Hkv, D]
+    v: Tensor | None = None,  # [S, Tnew, Hkv, Dv]
+    *,
+    cache_seqlens: Tensor,  # int32 or int64 [S], tokens in the cache, new ones not included
+    block_table: Tensor,  # int32 or int64 [S, M]; -1: no block
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Append k and v to a paged cache in place and attend over all of it, as flash_attn_with_kvcache.
+
+    The new tokens of sequence s go behind its cache_seqlens[s] cached ones, through its row of block_table, which must
+    already name the blocks for them; then its Tq queries, the last ones of the sequence, attend: out [S, Tq, Hq, Dv]
+    (, LSE [S, Tq, Hq]). Without k and v the cache holds everything already.
+
+    Raises BadShape, BadDtype, BadStride; BadValue for a table that is too short or has -1 where a token is or goes,
+    naming the sequence; Unsupported for windows other than causal ones. Nothing is written then.
+    """
+    causal, window = _window(causal, window_size)
+    if q.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k_cache, v_cache))
+        raise BadShape(f"q, k_cache and v_cache have shapes {shapes}; expected [S, Tq, Hq, D] and twice [N, B, Hkv, D]")
+    if (k is None) != (v is None):
+        raise BadValue("k and v come together: one of them is None")
+    num_seqs, rows = q.shape[:2]
+    num_new = 0 if k is None else _new_rows(k, v, num_seqs)
+    kv = PagedKV(k_cache.transpose(1, 2), v_cache.transpose(1, 2))
+    ops, spec = load(backend, q.device.type), describe(q.flatten(0, 1), kv.k, kv.v, causal=causal, window=window)
+    table, cached = block_table.cpu().long(), cache_seqlens.cpu().long()
+    if table.dim() != 2 or cached.dim() != 1 or not len(table) == len(cached) == num_seqs:
+        raise BadShape(
+            f"block_table has shape {tuple(table.shape)} and cache_seqlens {tuple(cached.shape)}; expected "
+            f"({num_seqs}, M) and ({num_seqs},)"
+        )
+    slots = _slots_behind(cached, num_new, table, spec.block_size)
+    lens, starts = cached + num_new, torch.arange(num_seqs + 1)
+    plan = ops.plan(spec, starts * rows, lens, table)  # checks all that is read
+    if k is not None and v is not None:
+        ops.write_kv(k.flatten(0, 1), v.flatten(0, 1), kv, ops.plan(spec, starts * num_new, lens, table, slots))
+    out, lse = ops.attention(
+        q.flatten(0, 1),
+        kv,
+        plan,
+        scale=softmax_scale,
+        alibi_slopes=alibi_slopes,
+        softcap=softcap or None,
+        return_lse=True,
+    )
+    out, lse = out.view(num_seqs, rows, *out.shape[1:]), lse.view(num_seqs, rows, spec.num_heads)
+    return (out, lse) if return_lse else out
+
+
+def update_and_gather(
+    key_states: Tensor,  # [1, Hkv, T, D]
+    value_states: Tensor,  # [1, Hkv, T, Dv]
+    k_cache: Tensor,  # [N, B, Hkv, D], written
+    v_cache: Tensor,  # [N, B, Hkv, Dv], written
+    read_index: Tensor,  # int [Tk], slots; -1: the next of the new tokens
+    write_index: Tensor,  # int [T], slots; -1: not kept
+) -> tuple[Tensor, Tensor]:
+    """Write new tokens to a paged cache and gather K and V for attention: [1, Hkv, Tk, D] and [1, Hkv, Tk, Dv].
+
+    What transformers' PagedAttentionCache.update does for one layer, before `varlen_attention`. A slot is
+    `block_id * B + offset`. Without -1 in read_index the cache is read after it was written. With -1, which stands for
+    the new tokens in turn, it is read as it was before: so a sliding window may write over what it still reads. An
+    empty read_index gives the new tokens back: no sequence has a past.
+
+    Raises BadShape, BadDtype or BadValue; nothing is written then.
+    """
+    read, write = _check_update(key_states, value_states, k_cache, v_cache, read_index, write_index)
+    gathered = []
+    for states, cache in ((key_states, k_cache), (value_states, v_cache)):
+        size, new = cache.shape[1], states[0].transpose(0, 1)  # [T, Hkv, D]
+        before = cache[read // size, read % size]  # -1 reads the last slot, and is replaced
+        kept = write >= 0
+        cache[write[kept] // size, write[kept] % size] = new[kept]
+        fresh = read < 0
+        if not len(read):
+            found = new
+        elif fresh.any():
+            before[fresh] = new
+            found = before
+        else:
+            found = cache[read // size, read % size]
+        gathered.append(found.transpose(0, 1)[None])
+    keys, values = gathered
+    return keys, values
+
+
+# ------------------------------------------------------------------------------------------------------ checks
+
+
+def _ragged(name: str, x: Tensor, batched: bool) -> Tensor:
+    if x.dim() != (4 if batched else 3) or (batched and len(x) != 1):
+        expected = "[1, T, H, D] as q" if batched else "[T, H, D], or all of q, k and v [1, T, H, D]"
+        raise BadShape(f"{name} has shape {tuple(x.shape)}; expected {expected}")
+    return x[0] if batched else x
+
+
+def _window(causal: bool, window_size: tuple[int, int]) -> tuple[bool, int | None]:
+    """Quire's causal and window, which counts the row's own key, for flash-attn's."""
+    left, right = window_size
+    if left < -1 or right < -1:
+        raise BadValue(f"window_size is {window_size}; each side must be -1 (all) or at least 0")
+    if right > 0 and causal:
+        right = 0  # a causal row sees nothing to its right anyway
+    if right > 0 or (left >= 0 and right < 0 and not causal):
+        raise Unsupported(
+            f"window_size is {window_size} with causal={causal}; a window is served where rows see nothing to their "
+            f"right: causal=True, or window_size=(left, 0)"
+        )
+    return causal or right == 0, None if left < 0 else left + 1
+
+
+def _starts(name: str, cu_seqlens: Tensor, total: int, max_name: str, longest: int) -> Tensor:
+    """The offsets on the host, int64, if they divide `total` rows into sequences of at most `longest`."""
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise BadDtype(f"{name} has dtype {cu_seqlens.dtype}; it must be int32 or int64")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        raise BadShape(f"{name} has shape {tuple(cu_seqlens.shape)}; expected [S+1]")
+    starts = cu_seqlens.cpu().long()
+    lens = starts.diff()
+    if starts[0] != 0 or starts[-1] != total or (lens < 0).any():
+        raise BadValue(f"{name} is {_brief(starts)}; it must start at 0, never fall, and end at the {total} rows")
+    if len(lens) and lens.max() > longest:
+        s = int(lens.argmax())
+        raise BadValue(f"{max_name} is {longest}; sequence {s} has {lens[s]} rows, so it must be at least that")
+    return starts
+
+
+def _brief(x: Tensor) -> str:
+    values = x.tolist()
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"
+
+
+def _new_rows(k: Tensor, v: Tensor | None, num_seqs: int) -> int:
+    for name, x in (("k", k), ("v", v)):
+        if x is None or x.dim() != 4 or len(x) != num_seqs or x.shape[1] != k.shape[1]:
+            shape = None if x is None else tuple(x.shape)
+            raise BadShape(f"{name} has shape {shape}; expected [S, Tnew, Hkv, D] with S = {num_seqs}")
+    return k.shape[1]
+
+
+def _slots_behind(cached: Tensor, num_new: int, table: Tensor, block_size: int) -> Tensor:
+    """Slots of the new tokens [S * Tnew]; the blocks for them must be in the table."""
+    width = table.shape[1]
+    for s, length in enumerate(cached.tolist()):
+        if length < 0 or length + num_new > width * block_size:
+            raise BadValue(
+                f"cache_seqlens[{s}] is {length}; with {num_new} new token(s), sequence {s}'s table of {width} blocks "
+                f"of {block_size} holds 0..{width * block_size}"
+            )
+    column, last = torch.arange(width), -(-(cached[:, None] + num_new) // block_size)
+    needed = (column >= cached[:, None] // block_size) & (column < last)
+    missing = (needed & (table < 0)).nonzero()
+    if len(missing):
+        s, j = missing[0].tolist()
+        raise BadValue(
+            f"block_table[{s}, {j}] is {table[s, j]}; sequence {s} has {cached[s]} cached and {num_new} new token(s), "
+            f"so it needs a block there"
+        )
+    position = cached[:, None] + torch.arange(num_new)  # [S, Tnew]
+    return (table.gather(1, position // block_size) * block_size + position % block_size).flatten()
+
+
+def _check_update(
+    key_states: Tensor, value_states: Tensor, k_cache: Tensor, v_cache: Tensor, read_index: Tensor, write_index: Tensor
+) -> tuple[Tensor, Tensor]:
+    for name, states, cache in (("key_states", key_states, k_cache), ("value_states", value_states, v_cache)):
+        if cache.dim() != 4 or cache.shape[:2] != k_cache.shape[:2]:
+            raise BadShape(f"the cache of {name} has shape {tuple(cache.shape)}; expected [N, B, Hkv, D]")
+        wanted = (1, cache.shape[2], key_states.shape[2] if key_states.dim() == 4 else -1, cache.shape[3])
+        if tuple(states.shape) != wanted:
+            raise BadShape(f"{name} has shape {tuple(states.shape)}; expected [1, Hkv, T, D], here {wanted}")
+        if states.dtype != cache.dtype:
+            raise BadDtype(f"{name} has dtype {states.dtype} and its cache {cache.dtype}; they must be the same")
+    num_slots, num_new = k_cache.shape[0] * k_cache.shape[1], key_states.shape[2]
+    for name, index in (("read_index", read_index), ("write_index", write_index)):
+        if index.dtype not in (torch.int32, torch.int64):
+            raise BadDtype(f"{name} has dtype {index.dtype}; it must be int32 or int64")
+        if index.dim() != 1:
+            raise BadShape(f"{name} has shape {tuple(index.shape)}; it must have 1 dimension")
+        outside = ((index < -1) | (index >= num_slots)).nonzero().flatten()
+        if len(outside):
+            t = int(outside[0])
+            raise BadValue(f"{name}[{t}] is {index[t]}; it must be -1 or a slot in 0..{num_slots - 1}")
+    read, write = read_index.long(), write_index.long()
+    if len(write) != num_new:
+        raise BadShape(f"write_index has {len(write)} entries for {num_new} new tokens; it needs one a token")
+    fresh = int((read < 0).sum())
+    if fresh not in (0, num_new):
+        raise BadValue(f"read_index has -1 {fresh} times; it stands for each of the {num_new} new tokens, or for none")
+    slots = write[write >= 0].sort().values
+    twice = (slots.diff() == 0).nonzero().flatten()
+    if len(twice):
+        raise BadValue(f"write_index names slot {slots[twice[0]]} twice; every token needs a slot of its own")
+    return read, write

@@ -1,0 +1,240 @@
+"""vLLM's first paged-attention kernels: their arguments and their packed caches, over Quire's operators.
+
+Both versions decode: one query token a sequence, over a cache in the packed layout of `layouts`. V1 gives all keys of a
+sequence and head to one worker; V2 cuts them into partitions of 512 tokens and merges. For Quire's kernels that is no
+difference worth two functions (they cut long contexts by themselves, at fixed positions): they stand here for who
+calls them. The blocks that a call reads are unpacked in each call; who can, converts the cache once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.errors import BadShape, BadValue
+from quire.ops import layouts
+from quire.ops.backends import load
+from quire.ops.interface import PagedKV
+from quire.ops.paged import describe
+from quire.ops.state import AttentionState
+
+PARTITION = 512  # tokens, in V2
+LONG_CONTEXT = 8_192  # tokens: below it one worker a sequence and head is enough
+MANY_PAIRS = 512  # sequences x heads: above it V1 keeps a GPU busy by itself
+
+
+def choose_version(num_seqs: int, num_heads: int, max_context_len: int) -> str:
+    """The kernel, "v1" or "v2": V2 for long contexts, unless there are enough pairs of sequence and head anyway."""
+    return "v1" if max_context_len < LONG_CONTEXT or num_seqs * num_heads > MANY_PAIRS else "v2"
+
+
+def num_partitions(max_context_len: int) -> int:
+    """Partitions of V2, the size of its buffers."""
+    return max(1, -(-max_context_len // PARTITION))
+
+
+def paged_attention(
+    out: Tensor,  # [S, Hq, D], written
+    query: Tensor,  # [S, Hq, D]
+    key_cache: Tensor,  # [N, Hkv, D/x, B, x], x = 16 // bytes of a number
+    value_cache: Tensor,  # [N, Hkv, D, B]
+    head_mapping: Tensor,  # int [Hq], the KV head of each query head
+    scale: float,
+    block_tables: Tensor,  # int32 or int64 [S, M]
+    context_lens: Tensor,  # int32 or int64 [S]
+    block_size: int,
+    max_context_len: int,
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    *,
+    version: str = "auto",
+    backend: str = "auto",
+) -> None:
+    """V1 or V2 by name, or with "auto" the one that `choose_version` names; V2's buffers are allocated.
+
+    Raises as they do, and BadValue for another version.
+    """
+    if version not in ("auto", "v1", "v2"):
+        raise BadValue(f"version is {version!r}; it must be 'auto', 'v1' or 'v2'")
+    if query.dim() != 3:
+        raise BadShape(f"query has shape {tuple(query.shape)}; expected [S, Hq, D]")
+    if version == "auto":
+        version = choose_version(query.shape[0], query.shape[1], max_context_len)
+    rest = (query, key_cache, value_cache, head_mapping, scale, block_tables, context_lens, block_size)
+    if version == "v1":
+        paged_attention_v1(out, *rest, max_context_len, alibi_slopes, backend=backend)
+        return
+    shape = (*query.shape[:2], num_partitions(max_context_len))
+    wide = torch.promote_types(query.dtype, torch.float32)
+    exp_sums, max_logits = (torch.empty(shape, dtype=wide, device=query.device) for _ in range(2))
+    tmp_out = torch.empty(*shape, query.shape[2], dtype=query.dtype, device=query.device)
+    paged_attention_v2(out, exp_sums, max_logits, tmp_out, *rest, max_context_len, alibi_slopes, backend=backend)
+
+
+def paged_attention_v1(
+    out: Tensor,  # [S, Hq, D], written
+    query: Tensor,  # [S, Hq, D]
+    key_cache: Tensor,  # [N, Hkv, D/x, B, x], x = 16 // bytes of a number
+    value_cache: Tensor,  # [N, Hkv, D, B]
+    head_mapping: Tensor,  # int [Hq], the KV head of each query head
+    scale: float,
+    block_tables: Tensor,  # int32 or int64 [S, M]
+    context_lens: Tensor,  # int32 or int64 [S]
+    block_size: int,
+    max_context_len: int,
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    *,
+    backend: str = "auto",
+) -> None:
+    """Attention of one query token a sequence over its context_lens[s] cached tokens, its own included.
+
+    Any block size up to 256 and any mapping of heads; vLLM's kernel takes blocks of 8, 16 and 32.
+    Raises BadShape, BadDtype, BadStride or BadValue.
+    """
+    tables, lens = _check(
+        query, key_cache, value_cache, head_mapping, block_tables, context_lens, block_size, max_context_len
+    )
+    kv, tables = _unpacked(key_cache, value_cache, head_mapping, tables, lens)
+    ops, spec = load(backend, query.device.type), describe(query, kv.k, kv.v)
+    plan = ops.plan(spec, torch.arange(len(lens) + 1, dtype=torch.int32), lens, tables)
+    ops.attention(query, kv, plan, scale=scale, alibi_slopes=alibi_slopes, out=out)
+
+
+def paged_attention_v2(
+    out: Tensor,  # [S, Hq, D], written
+    exp_sums: Tensor,  # fp32 [S, Hq, P], written
+    max_logits: Tensor,  # fp32 [S, Hq, P], written
+    tmp_out: Tensor,  # [S, Hq, P, D], written
+    query: Tensor,  # [S, Hq, D]
+    key_cache: Tensor,  # [N, Hkv, D/x, B, x], x = 16 // bytes of a number
+    value_cache: Tensor,  # [N, Hkv, D, B]
+    head_mapping: Tensor,  # int [Hq], the KV head of each query head
+    scale: float,
+    block_tables: Tensor,  # int32 or int64 [S, M]
+    context_lens: Tensor,  # int32 or int64 [S]
+    block_size: int,
+    max_context_len: int,
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    *,
+    backend: str = "auto",
+) -> None:
+    """As `paged_attention_v1`, each partition of 512 tokens by itself, then merged in ascending order.
+
+    P is at least num_partitions(max_context_len). The buffers receive the partitions' states: tmp_out their outputs,
+    and max_logits + log(exp_sums) their LSE (which stands in max_logits, with 1 in exp_sums; -inf and 0 where a
+    partition lies behind the context).
+    Raises as V1 does, and BadValue for a block size that does not divide 512.
+    """
+    tables, lens = _check(
+        query, key_cache, value_cache, head_mapping, block_tables, context_lens, block_size, max_context_len
+    )
+    if PARTITION % block_size:
+        raise BadValue(f"block_size is {block_size}; V2's partitions of {PARTITION} tokens consist of whole blocks")
+    (num_seqs, num_heads, head_dim), P = query.shape, num_partitions(max_context_len)
+    tails: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+        "exp_sums": (exp_sums, ()),
+        "max_logits": (max_logits, ()),
+        "tmp_out": (tmp_out, (head_dim,)),
+    }
+    for name, (buffer, tail) in tails.items():
+        wanted = (num_seqs, num_heads, P, *tail)
+        if buffer.dim() != len(wanted) or tuple(buffer[:, :, :P].shape) != wanted:
+            raise BadShape(f"{name} has shape {tuple(buffer.shape)}; expected {wanted}, or more in its third dimension")
+    kv, tables = _unpacked(key_cache, value_cache, head_mapping, tables, lens)
+    ops, spec = load(backend, query.device.type), describe(query, kv.k, kv.v)
+    # Every partition is a sequence of the batch: its share of the table, its share of the length, the same query.
+    columns = PARTITION // block_size
+    padded = torch.nn.functional.pad(tables, (0, max(0, P * columns - tables.shape[1])))[:, : P * columns]
+    first = torch.arange(P) * PARTITION
+    part_lens = (lens[:, None] - first).clamp(0, PARTITION)  # [S, P]
+    plan = ops.plan(
+        spec,
+        torch.arange(num_seqs * P + 1, dtype=torch.int32),
+        part_lens.flatten(),
+        padded.reshape(num_seqs * P, columns),
+    )
+    rows = query[:, None].expand(-1, P, -1, -1).flatten(0, 1)
+    parts, lse = ops.attention(rows, kv, plan, scale=scale, alibi_slopes=alibi_slopes, return_lse=True)
+    parts, lse = parts.view(num_seqs, P, num_heads, head_dim), lse.view(num_seqs, P, num_heads)
+    if alibi_slopes is not None:  # a partition's own last token is not where the query stands
+        behind = (first + part_lens - lens[:, None]).to(lse.device)  # [S, P]
+        lse = lse + (alibi_slopes.to(lse.dtype) * behind[..., None]).masked_fill(lse == -torch.inf, 0.0)
+    tmp_out[:, :, :P] = parts.transpose(1, 2)
+    max_logits[:, :, :P] = lse.transpose(1, 2)
+    exp_sums[:, :, :P] = (max_logits[:, :, :P] > -torch.inf).to(exp_sums.dtype)
+    state, *others = (AttentionState(parts[:, p], lse[:, p]) for p in range(P))
+    out.copy_(state.merge(*others, backend=backend).out)
+
+
+def _check(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    head_mapping: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    block_size: int,
+    max_context_len: int,
+) -> tuple[Tensor, Tensor]:
+    """Tables and lengths on the host, if everything fits together."""
+    if query.dim() != 3:
+        raise BadShape(f"query has shape {tuple(query.shape)}; expected [S, Hq, D]")
+    num_blocks, num_kv_heads = key_cache.shape[:2]
+    x, head_dim = layouts.vector_size(key_cache), query.shape[2]
+    packed = (num_blocks, num_kv_heads, head_dim // x, block_size, x)
+    if tuple(key_cache.shape) != packed or head_dim % x:
+        raise BadShape(
+            f"key_cache has shape {tuple(key_cache.shape)}; expected [N, Hkv, D/x, B, x] with D = {head_dim}, "
+            f"B = {block_size} and x = {x}, so x must divide D"
+        )
+    if tuple(value_cache.shape) != (num_blocks, num_kv_heads, head_dim, block_size):
+        wanted = (num_blocks, num_kv_heads, head_dim, block_size)
+        raise BadShape(f"value_cache has shape {tuple(value_cache.shape)}; expected {wanted}")
+    mapping = head_mapping.cpu()
+    if tuple(mapping.shape) != (query.shape[1],):
+        raise BadShape(f"head_mapping has shape {tuple(mapping.shape)}; expected ({query.shape[1]},)")
+    outside = ((mapping < 0) | (mapping >= num_kv_heads)).nonzero().flatten()
+    if len(outside):
+        h = int(outside[0])
+        raise BadValue(f"head_mapping[{h}] is {mapping[h]}; it must be a KV head in 0..{num_kv_heads - 1}")
+    tables, lens = block_tables.cpu(), context_lens.cpu()
+    if tables.dim() != 2 or lens.dim() != 1 or not len(query) == len(tables) == len(lens):
+        raise BadShape(
+            f"query has shape {tuple(query.shape)}, block_tables {tuple(tables.shape)} and context_lens "
+            f"{tuple(lens.shape)}; expected [S, Hq, D], [S, M] and [S]"
+        )
+    longer = ((lens > max_context_len) | (lens < 0) | (lens > tables.shape[1] * block_size)).nonzero().flatten()
+    if len(longer):
+        s = int(longer[0])
+        raise BadValue(
+            f"context_lens[{s}] is {lens[s]}; it must lie in 0..{max_context_len}, the max_context_len, and fit "
+            f"sequence {s}'s table of {tables.shape[1]} blocks of {block_size}"
+        )
+    return tables, lens
+
+
+def _unpacked(
+    key_cache: Tensor, value_cache: Tensor, head_mapping: Tensor, tables: Tensor, lens: Tensor
+) -> tuple[PagedKV, Tensor]:
+    """The blocks that the tables name, as Quire lays them out, and the tables with the new ids.
+
+    Where query heads are not mapped to KV heads in equal consecutive groups, every query head gets a copy of its own.
+    """
+    block_size = key_cache.shape[3]
+    read = torch.arange(tables.shape[1]) < -(-lens[:, None] // block_size)
+    bad = (read & ((tables < 0) | (tables >= len(key_cache)))).nonzero()
+    if len(bad):
+        s, j = bad[0].tolist()
+        raise BadValue(
+            f"block_tables[{s}, {j}] is {tables[s, j]}; sequence {s} of {lens[s]} tokens reads that entry, so it must "
+            f"be a block id in 0..{len(key_cache) - 1}"
+        )
+    used, new = np.unique(np.where(read, tables, tables[read][0] if read.any() else 0), return_inverse=True)
+    blocks = torch.from_numpy(used if len(used) else np.zeros(1, dtype=np.int64)).to(key_cache.device)
+    k, v = layouts.unpack_keys(key_cache[blocks]), layouts.unpack_values(value_cache[blocks])
+    group = len(head_mapping) // k.shape[1]
+    regular = torch.arange(k.shape[1]).repeat_interleave(max(1, group))
+    if not torch.equal(head_mapping.cpu().long(), regular):
+        heads = head_mapping.to(k.device)
+        k, v = k[:, heads], v[:, heads]
+    return PagedKV(k, v), torch.from_numpy(new.reshape(tables.shape))

@@ -1,0 +1,81 @@
+"""Conversions between the layouts in which libraries keep a paged cache. No bit of a number changes, NaN included.
+
+| layout | K | V | who |
+|---|---|---|---|
+| HND | `[N, Hkv, B, D]` | `[N, Hkv, B, D]` | Quire; FlashInfer's "HND" |
+| NHD | `[N, B, Hkv, D]` | `[N, B, Hkv, D]` | flash-attn, transformers, FlashInfer's "NHD" |
+| packed | `[N, Hkv, D/x, B, x]` | `[N, Hkv, D, B]` | vLLM's first kernels; x = 16 bytes of numbers |
+
+`PagedKV` takes every stride but the last, so an NHD cache needs no conversion: `PagedKV(k.transpose(1, 2), ...)` is a
+view of it. Packed caches have to be converted, once.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.errors import BadShape
+
+VECTOR_BYTES = 16  # that one thread of vLLM's kernel reads at a time
+
+
+def nhd_from_hnd(
+    cache: Tensor,  # [N, Hkv, B, D]
+) -> Tensor:
+    """A contiguous copy as [N, B, Hkv, D]. Raises BadShape."""
+    return _dims("cache", cache, 4, "[N, Hkv, B, D]").transpose(1, 2).contiguous()
+
+
+def hnd_from_nhd(
+    cache: Tensor,  # [N, B, Hkv, D]
+) -> Tensor:
+    """A contiguous copy as [N, Hkv, B, D]. Raises BadShape."""
+    return _dims("cache", cache, 4, "[N, B, Hkv, D]").transpose(1, 2).contiguous()
+
+
+def pack_keys(
+    k: Tensor,  # [N, Hkv, B, D]
+) -> Tensor:
+    """A contiguous copy as [N, Hkv, D/x, B, x] with x = 16 bytes of numbers. Raises BadShape unless x divides D."""
+    _dims("k", k, 4, "[N, Hkv, B, D]")
+    x = vector_size(k)
+    if k.shape[3] % x:
+        raise BadShape(f"k has a head_dim of {k.shape[3]}; the packed layout needs a multiple of x = {x} for {k.dtype}")
+    num_blocks, num_kv_heads, block_size, head_dim = k.shape
+    parts = k.reshape(num_blocks, num_kv_heads, block_size, head_dim // x, x)
+    return parts.permute(0, 1, 3, 2, 4).contiguous()
+
+
+def unpack_keys(
+    k: Tensor,  # [N, Hkv, D/x, B, x]
+) -> Tensor:
+    """A contiguous copy as [N, Hkv, B, D]. Raises BadShape."""
+    _dims("k", k, 5, "[N, Hkv, D/x, B, x]")
+    if k.shape[4] != vector_size(k):
+        raise BadShape(f"k has x = {k.shape[4]}, its last dimension; for {k.dtype} x is {vector_size(k)}")
+    return k.permute(0, 1, 3, 2, 4).flatten(3).contiguous()
+
+
+def pack_values(
+    v: Tensor,  # [N, Hkv, B, D]
+) -> Tensor:
+    """A contiguous copy as [N, Hkv, D, B]. Raises BadShape."""
+    return _dims("v", v, 4, "[N, Hkv, B, D]").transpose(2, 3).contiguous()
+
+
+def unpack_values(
+    v: Tensor,  # [N, Hkv, D, B]
+) -> Tensor:
+    """A contiguous copy as [N, Hkv, B, D]. Raises BadShape."""
+    return _dims("v", v, 4, "[N, Hkv, D, B]").transpose(2, 3).contiguous()
+
+
+def vector_size(cache: Tensor) -> int:
+    """The packed layout's x: numbers in 16 bytes."""
+    return VECTOR_BYTES // cache.element_size()
+
+
+def _dims(name: str, x: Tensor, dims: int, shape: str) -> Tensor:
+    if x.dim() != dims:
+        raise BadShape(f"{name} has shape {tuple(x.shape)}; expected {shape}")
+    return x

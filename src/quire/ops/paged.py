@@ -1,0 +1,86 @@
+"""Attention over a paged cache in one call, for who has no steps and layers to share a plan between."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadDtype, BadShape
+from quire.ops.backends import load
+from quire.ops.interface import AttentionSpec, PagedKV
+
+
+def paged_prefill(
+    q: Tensor,  # [T, Hq, D]
+    k_cache: Tensor,  # [N, Hkv, B, D]
+    v_cache: Tensor,  # [N, Hkv, B, Dv]
+    block_tables: Tensor,  # int32 or int64 [S, M]
+    seq_lens: Tensor,  # int32 or int64 [S]
+    cum_seq_lens_q: Tensor,  # int32 or int64 [S+1]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    scale: float | None = None,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Causal attention of ragged query rows over a paged cache that already holds their keys: out [T, Hq, Dv].
+
+    Sequence s owns the query rows cum_seq_lens_q[s]:cum_seq_lens_q[s+1]; they are the last ones of its seq_lens[s]
+    KV tokens, so a prompt can be prefilled in pieces. Integer tensors on a GPU are copied to the host, which waits
+    for it: for a step of many layers make one plan.
+
+    Raises BadShape, BadDtype, BadStride or BadValue, naming the argument, the sequence and the value.
+    """
+    spec = describe(q, k_cache, v_cache)
+    ops = load(backend, q.device.type)
+    plan = ops.plan(spec, cum_seq_lens_q.cpu(), seq_lens.cpu(), block_tables.cpu())
+    return ops.attention(q, PagedKV(k_cache, v_cache), plan, scale=scale, alibi_slopes=alibi_slopes)
+
+
+def paged_decode(
+    q: Tensor,  # [S, Hq, D]
+    k_cache: Tensor,  # [N, Hkv, B, D]
+    v_cache: Tensor,  # [N, Hkv, B, Dv]
+    block_tables: Tensor,  # int32 or int64 [S, M]
+    context_lens: Tensor,  # int32 or int64 [S]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    scale: float | None = None,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """One query row a sequence, over all of its context_lens[s] KV tokens: out [S, Hq, Dv].
+
+    Else as `paged_prefill`.
+    """
+    one_row_each = torch.arange(len(q) + 1, dtype=torch.int32)
+    return paged_prefill(
+        q, k_cache, v_cache, block_tables, context_lens, one_row_each, alibi_slopes, scale, backend=backend
+    )
+
+
+def describe(
+    q: Tensor,  # [T, Hq, D]
+    k_cache: Tensor,  # [N, Hkv, B, D]
+    v_cache: Tensor,  # [N, Hkv, B, Dv]
+    *,
+    causal: bool = True,
+    window: int | None = None,
+) -> AttentionSpec:
+    """The spec of a call, read off its tensors. Raises BadShape, BadDtype or BadValue."""
+    for name, tensor, dims in (("q", q, 3), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):
+        if tensor.dim() != dims:
+            raise BadShape(f"{name} has shape {tuple(tensor.shape)}; it must have {dims} dimensions")
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if tensor.dtype != q.dtype:
+            raise BadDtype(f"{name} has dtype {tensor.dtype} and q {q.dtype}; they must be the same")
+    return AttentionSpec(
+        num_heads=q.shape[1],
+        num_kv_heads=k_cache.shape[1],
+        head_dim=q.shape[2],
+        head_dim_v=v_cache.shape[3],
+        block_size=k_cache.shape[2],
+        num_blocks=k_cache.shape[0],
+        dtype=q.dtype,
+        device=str(q.device),
+        causal=causal,
+        window=window,
+    )

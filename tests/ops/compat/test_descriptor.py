@@ -1,0 +1,395 @@
+"""InfiniOP's paged prefill: the seed's example with its numbers, its kernel as a reference, and each of its checks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from quire import ops
+from quire.errors import BadDtype, BadShape, BadStride, BadValue, QuireError, Unsupported
+from quire.ops.compat.descriptor import attend_unseen
+from tests.ops import dense
+from tests.ops.cases import half_dtype
+from tests.ops.small_caches import check, random_cache, random_rows, tables_of
+
+STARTS = [0, 10, 30, 45, 70]  # four sequences of 10, 20, 15 and 25 query rows
+NAMES = ("out", "q", "k_cache", "v_cache", "block_tables", "seq_lens", "cum_seq_lens_q")
+
+
+def find_seq_id(token: int, cum_seq_lens_q: list[int]) -> int:
+    """The sequence that a query token belongs to, by binary search."""
+    low, high = 0, len(cum_seq_lens_q) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if cum_seq_lens_q[middle + 1] <= token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def three_passes(
+    q: Tensor,  # [T, Hq, D]
+    k_cache: Tensor,  # [N, Hkv, B, D]
+    v_cache: Tensor,  # [N, Hkv, B, D]
+    tables: list[list[int]],
+    lens: list[int],
+    starts: list[int],
+    slopes: Tensor | None,  # [Hq]
+    scale: float,
+) -> Tensor:
+    """The seed's kernel, a token and head at a time: the maximum, the sum with its 1e-6, the weighted sum."""
+    q, k_cache, v_cache = (x.cpu().double() for x in (q, k_cache, v_cache))
+    (num_tokens, num_heads, _), block_size = q.shape, k_cache.shape[2]
+    out = torch.empty_like(q)
+    for token in range(num_tokens):
+        s = find_seq_id(token, starts)
+        history = lens[s] - (starts[s + 1] - starts[s])
+        limit = history + token - starts[s]  # the last key that the token sees
+        for head in range(num_heads):
+            kv_head = head // (num_heads // k_cache.shape[1])
+            slope = 0.0 if slopes is None else float(slopes[head])
+            places = [(tables[s][t // block_size], kv_head, t % block_size) for t in range(limit + 1)]
+
+            def score(t: int, places=places, token=token, head=head, slope=slope, limit=limit) -> float:
+                # t - limit is at most 0: in unsigned arithmetic it would be enormous
+                return float(q[token, head] @ k_cache[places[t]]) * scale + slope * (t - limit)
+
+            highest = max(score(t) for t in range(limit + 1))
+            total = sum(math.exp(score(t) - highest) for t in range(limit + 1))
+            weights = [math.exp(score(t) - highest) / (total + 1e-6) for t in range(limit + 1)]
+            out[token, head] = sum(w * v_cache[place] for w, place in zip(weights, places, strict=True))
+    return out
+
+
+class Call:
+    """The tensors of one call, by name."""
+
+    def __init__(
+        self, device: str, dtype: torch.dtype, *, lens: list[int], starts: list[int], block_size: int = 16,
+        num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 16, width: int = 8, int_dtype=torch.int64,
+        alibi: bool = False, nhd: bool = False,
+    ) -> None:  # fmt: skip
+        self.lens, self.starts = lens, starts
+        self.tables, self.num_blocks = tables_of(lens, block_size, width)
+        shape = (self.num_blocks, num_kv_heads, block_size, head_size)
+        caches = [random_cache(shape, self.tables, lens, dtype, device, seed) for seed in (1, 2)]
+        if nhd:
+            caches = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in caches]
+        q = random_rows((starts[-1], num_heads, head_size), dtype, device)
+        self.slopes = (0.5 ** (1 + torch.arange(num_heads) / 4)).to(device) if alibi else None
+        integers = [torch.tensor(x, dtype=int_dtype, device=device) for x in (self.tables, lens, starts)]
+        self.given = dict(zip(NAMES, (torch.full_like(q, torch.nan), q, *caches, *integers), strict=True))
+        if alibi:
+            self.given["alibi_slopes"] = self.slopes
+
+    def meta(self) -> dict[str, Tensor]:
+        """Tensors that look the same and hold nothing."""
+        return {name: x.to("meta") for name, x in self.given.items()}
+
+    def check(self, scale: float) -> None:
+        q, k, v = (self.given[name] for name in ("q", "k_cache", "v_cache"))
+        check(self.given["out"], q, k, v, self.tables, self.lens, self.starts, scale=scale, alibi_slopes=self.slopes)
+
+
+def small(device: str, **options) -> Call:
+    return Call(device, torch.float32, **({"lens": [9, 21, 4], "starts": [0, 3, 4, 8], "block_size": 4} | options))
+
+
+# ------------------------------------------------------------------------------------------------ what it computes
+
+
+@pytest.mark.parametrize("int_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_the_seeds_example(backend, device, int_dtype, alibi):
+    """4 sequences, 32 heads over 8, 128 numbers a head, blocks of 16, tables of 128, 1,024 blocks, 70 query tokens."""
+    dtype, scale = half_dtype(backend), 1 / math.sqrt(128)
+    call = Call(
+        device, dtype, lens=[10, 20, 15, 25], starts=STARTS, num_heads=32, num_kv_heads=8, head_size=128, width=128,
+        int_dtype=int_dtype, alibi=alibi,
+    )  # fmt: skip
+    for name in ("k_cache", "v_cache"):
+        cache = torch.full((1024, 8, 16, 128), torch.nan, dtype=dtype, device=device)
+        cache[: call.num_blocks] = call.given[name]
+        call.given[name] = cache
+    with ops.PagedPrefill.create(device, **call.meta(), scale=scale, backend=backend.NAME) as prefill:
+        info = prefill.info
+        assert (info.dtype, info.scale, info.num_seqs, info.num_heads) == (dtype, scale, 4, 32)
+        assert (info.num_kv_heads, info.head_size, info.block_size) == (8, 128, 16)
+        assert (info.max_num_blocks_per_seq, info.total_q_tokens) == (128, 70)
+        assert (info.q_stride, info.q_head_stride) == (32 * 128, 128)
+        assert (info.kv_block_stride, info.kv_head_stride) == (8 * 16 * 128, 16 * 128)
+        with pytest.raises(FrozenInstanceError):
+            info.num_seqs = 5
+        prefill.run(**call.given, host_metadata=None if device == "cpu" else tuple(x.cpu() for x in metadata(call)))
+    call.check(scale)
+
+
+def metadata(call: Call) -> list[Tensor]:
+    return [call.given[name] for name in NAMES[4:]]
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("group", [1, 3])
+def test_it_equals_the_seeds_three_passes(backend, device, alibi, group):
+    """Up to the 1e-6 that the seed adds to a sum that is never below 1."""
+    call = small(device, alibi=alibi, num_heads=2 * group)
+    prefill = ops.PagedPrefill.create(device, **call.meta(), backend=backend.NAME)
+    prefill.run(**call.given, host_metadata=tuple(x.cpu() for x in metadata(call)))
+    q, k, v = (call.given[name] for name in ("q", "k_cache", "v_cache"))
+    want = three_passes(q, k, v, call.tables, call.lens, call.starts, call.slopes, 16**-0.5)
+    dense.check_close("out", call.given["out"], want, 1e-5)
+    call.check(16**-0.5)  # and neither is wrong in the same way
+
+
+def test_the_search_finds_every_token():
+    starts = [0, 0, 3, 3, 3, 7, 8, 8]
+    assert [find_seq_id(token, starts) for token in range(8)] == [1, 1, 1, 4, 4, 4, 4, 5]
+
+
+def test_one_descriptor_serves_many_calls(backend, device):
+    first = small(device)
+    prefill = ops.PagedPrefill.create(device, **first.meta(), scale=0.2, backend=backend.NAME)
+    for lens in ([9, 21, 4], [3, 1, 4], [32, 2, 30]):
+        call = small(device, lens=lens)
+        for name in ("k_cache", "v_cache"):  # the same pool, whatever the lengths
+            pool = torch.full_like(first.given[name], torch.nan)
+            pool = torch.cat([pool] * 3)
+            pool[: call.num_blocks] = call.given[name]
+            call.given[name] = pool
+        if lens == [9, 21, 4]:
+            prefill = ops.PagedPrefill.create(device, **call.meta(), scale=0.2, backend=backend.NAME)
+        prefill.run(**call.given, host_metadata=tuple(x.cpu() for x in metadata(call)))
+        call.check(0.2)
+
+
+@pytest.mark.parametrize("nhd", [False, True])
+def test_strided_tensors(backend, device, nhd):
+    call = small(device, nhd=nhd)
+    qkv = torch.full((8, 9, 16), torch.nan, device=device)
+    qkv[:, :4] = call.given["q"]
+    call.given["q"], call.given["out"] = qkv[:, :4], torch.empty(4, 8, 16, device=device).transpose(0, 1)
+    prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.NAME)
+    assert (prefill.info.q_stride, prefill.info.q_head_stride) == (9 * 16, 16)
+    assert prefill.info.kv_head_stride == (16 if nhd else 4 * 16)
+    prefill.run(**call.given, host_metadata=tuple(x.cpu() for x in metadata(call)))
+    call.check(16**-0.5)
+
+
+def test_a_run_allocates_nothing():
+    """On the native backend, whose work needs no memory but the plan's."""
+    if reason := ops.unavailable("cpu"):
+        pytest.skip(reason)
+    call = small("cpu", int_dtype=torch.int32)
+    prefill = ops.PagedPrefill.create("cpu", **call.given, backend="cpu")
+    prefill.run(**call.given)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        prefill.run(**call.given)
+    sizes = {event.key: event.self_cpu_memory_usage for event in profile.key_averages()}
+    assert sum(size for size in sizes.values() if size > 0) < 200, sizes  # scalars of the checks of lengths
+
+
+# --------------------------------------------------------------------------------- lengths that the host never sees
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("lens", [[9, 21, 4], [3, 1, 4], [32, 32, 4]])
+def test_attention_without_looking_at_lengths(lens, alibi):
+    call = small("cpu", lens=lens, alibi=alibi, num_heads=6)
+    size = 8 * 6 * (16 + 2)
+    state = torch.full((size,), torch.nan)
+    attend_unseen(*(call.given[name] for name in NAMES), call.slopes, 0.25, state)
+    call.check(0.25)
+
+
+def test_unchecked_ids_stay_within_the_cache():
+    call = small("cpu")
+    call.given["block_tables"] = torch.full((3, 8), 2**40)
+    for cache in ("k_cache", "v_cache"):
+        call.given[cache] = torch.ones_like(call.given[cache])
+    attend_unseen(*(call.given[name] for name in NAMES), None, 0.25, torch.empty(8 * 4 * 18))
+    assert torch.allclose(call.given["out"], torch.ones(()))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A GPU whose tensors have no memory: whatever needs their values fails."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return "cuda"
+
+
+def test_it_waits_for_nothing():
+    """A fake tensor has no values, so that a look at one on the host raises."""
+    call = small("cpu", alibi=True)
+    with FakeTensorMode() as mode:
+        given = [mode.from_tensor(call.given[name]) for name in NAMES]
+        with pytest.raises(DataDependentOutputException):
+            given[-1][0].item()
+        attend_unseen(*given, mode.from_tensor(call.slopes), 0.25, torch.empty(8 * 4 * 18))
+
+
+def test_a_workspace_that_is_too_small(gpu):
+    call = small("cpu")
+    prefill = ops.PagedPrefill.create(gpu, **call.meta(), backend="reference")
+    with pytest.raises(BadValue, match="workspace has 2303 bytes; it needs at least 2304"):
+        prefill.run(**call.given, workspace=torch.empty(2303, dtype=torch.uint8))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        given = {name: torch.empty(x.shape, dtype=x.dtype, device=gpu) for name, x in call.given.items()}
+        with pytest.raises(
+            BadValue, match="workspace is None; lengths on cuda need one of 2304 bytes, or host_metadata"
+        ):
+            prefill.run(**given)
+
+
+def test_a_cpu_needs_no_workspace():
+    call = small("cpu")
+    prefill = ops.PagedPrefill.create("cpu", **call.meta())
+    assert prefill.workspace_size == 0
+    prefill.run(**call.given, workspace=torch.empty(0, dtype=torch.uint8))
+    call.check(16**-0.5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU; the twin above runs on fake tensors")
+def test_on_a_gpu():
+    call = small("cuda", alibi=True)
+    prefill = ops.PagedPrefill.create("cuda", **call.meta())
+    workspace = torch.empty(prefill.workspace_size, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        prefill.run(**call.given, workspace=workspace, stream=stream)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream.synchronize()
+    call.check(16**-0.5)
+
+
+# --------------------------------------------------------------------------------------------------- its checks
+
+
+CREATE = [
+    # one dtype for q, k, v, out
+    ("k_cache", lambda x: x.half(), BadDtype, "k_cache has dtype torch.float16 and q torch.float32"),
+    ("v_cache", lambda x: x.bfloat16(), BadDtype, "v_cache has dtype torch.bfloat16"),
+    ("out", lambda x: x.double(), BadDtype, "out has dtype torch.float64"),
+    ("q", lambda x: x.double(), BadDtype, "q has dtype torch.float64; it must be one of torch.float16"),
+    ("block_tables", lambda x: x.float(), BadDtype, "block_tables has dtype torch.float32"),
+    ("seq_lens", lambda x: x.short(), BadDtype, "seq_lens has dtype torch.int16"),
+    ("cum_seq_lens_q", lambda x: x.double(), BadDtype, "cum_seq_lens_q has dtype torch.float64"),
+    ("alibi_slopes", lambda x: torch.zeros(4).double(), BadDtype, "alibi_slopes has dtype torch.float64"),
+    # 3-d q, 4-d caches, 2-d tables
+    ("q", lambda x: x.flatten(1), BadShape, r"q has shape \(8, 64\); it must have 3"),
+    ("out", lambda x: x[None], BadShape, r"out has shape \(1, 8, 4, 16\); it must have 3"),
+    ("k_cache", lambda x: x[0], BadShape, "k_cache has shape .* it must have 4"),
+    ("v_cache", lambda x: x[0], BadShape, "v_cache has shape .* it must have 4"),
+    ("block_tables", lambda x: x[0], BadShape, r"block_tables has shape \(8,\); it must have 2"),
+    ("seq_lens", lambda x: x[None], BadShape, r"seq_lens has shape \(1, 3\); it must have 1"),
+    ("cum_seq_lens_q", lambda x: x[None], BadShape, r"cum_seq_lens_q has shape \(1, 4\); it must have 1"),
+    # sizes
+    ("out", lambda x: x[:7], BadShape, r"out has shape \(7, 4, 16\); expected \(8, 4, 16\)"),
+    ("k_cache", lambda x: x[..., :8], BadShape, "k_cache has shape .* expected .*16"),
+    ("v_cache", lambda x: x[:-1], BadShape, "v_cache has shape"),
+    ("k_cache", lambda x: x[:, :0], BadShape, "k_cache has 0 heads"),
+    ("k_cache", lambda x: x[:0], BadShape, "there must be a block"),
+    ("k_cache", lambda x: torch.zeros(9, 3, 4, 16), BadShape, "k_cache has 3 heads; the 4 heads of q"),
+    ("block_tables", lambda x: x[:2], BadShape, r"block_tables has shape \(2, 8\); expected \(3, 8\)"),
+    ("cum_seq_lens_q", lambda x: x[:3], BadShape, r"cum_seq_lens_q has shape \(3,\); expected \(4,\)"),
+    ("alibi_slopes", lambda x: torch.zeros(3), BadShape, r"alibi_slopes has shape \(3,\); expected \(4,\)"),
+    ("q", lambda x: x[:0], BadShape, "there must be a query token and a head"),
+    ("q", lambda x: x[:, :0], BadShape, "there must be a query token and a head"),
+    ("q", lambda x: torch.zeros(8, 4, 1025), BadShape, r"a head size of 1025; it must lie in 1\.\.1024"),
+    ("q", lambda x: torch.zeros(8, 4, 0), BadShape, "a head size of 0"),
+    # strides
+    ("q", lambda x: torch.zeros(8, 16, 4).mT, BadStride, "q has strides .* the last one must be 1"),
+    ("out", lambda x: torch.zeros(8, 16, 4).mT, BadStride, "out has strides"),
+    ("k_cache", lambda x: torch.zeros(*x.shape[:2], 16, 4).mT, BadStride, "k_cache has strides"),
+    ("v_cache", lambda x: torch.zeros(*x.shape[:2], 16, 4).mT, BadStride, "v_cache has strides"),
+    ("v_cache", lambda x: torch.zeros(len(x), 4, 2, 16).transpose(1, 2), BadStride, "the first two, of blocks"),
+    # values
+    ("scale", lambda x: math.inf, BadValue, "scale is inf"),
+    ("scale", lambda x: math.nan, BadValue, "scale is nan"),
+    ("seq_lens", lambda x: None, BadValue, "seq_lens is None; only alibi_slopes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "error", "message"), CREATE)
+def test_create_refuses(name, change, error, message):
+    given = small("cpu").given
+    ops.PagedPrefill.create("cpu", **given)
+    given[name] = change(given.get(name))
+    with pytest.raises(error, match=message) as raised:
+        ops.PagedPrefill.create("cpu", **given)
+    assert raised.value.status == {
+        BadShape: "BAD_SHAPE", BadDtype: "BAD_DTYPE", BadStride: "BAD_STRIDE", BadValue: "BAD_VALUE"
+    }[error]  # fmt: skip
+
+
+def test_create_refuses_a_device_that_is_not_there():
+    with pytest.raises(Unsupported, match="xpu") as raised:
+        ops.PagedPrefill.create("xpu", **small("cpu").given)
+    assert raised.value.status == "UNSUPPORTED"
+
+
+def test_a_block_size_beyond_256():
+    call = small("cpu", block_size=257)
+    with pytest.raises(BadValue, match="block_size is 257"):
+        ops.PagedPrefill.create("cpu", **call.given)
+
+
+RUN = [
+    # values of the metadata
+    ("cum_seq_lens_q", [1, 3, 4, 8], BadValue, r"cum_seq_lens_q\[0\] is 1"),
+    ("cum_seq_lens_q", [0, 5, 4, 8], BadValue, "cum_seq_lens_q falls from 5 to 4 at sequence 1"),
+    ("cum_seq_lens_q", [0, 3, 4, 7], BadValue, "cum_seq_lens_q ends at 7; q has 8 tokens"),
+    ("cum_seq_lens_q", [0, 3, 4, 9], BadValue, "cum_seq_lens_q ends at 9"),
+    ("seq_lens", [2, 21, 4], BadValue, r"seq_lens\[0\] is 2; sequence 0 has 3 query tokens"),
+    ("seq_lens", [9, 0, 4], BadValue, r"seq_lens\[1\] is 0; sequence 1 has 1 query tokens"),
+    ("seq_lens", [9, 33, 4], BadValue, r"\[1\] is 33; sequence 1's table of 8 blocks of 4 holds 0\.\.32"),
+    ("block_tables", [[0, 1, 2] + [-1] * 5, [-1] * 8, [3] + [-1] * 7], BadValue, r"block_tables\[1, 0\] is -1"),
+    ("block_tables", [[0, 1, 999] + [-1] * 5] * 3, BadValue, r"block_tables\[0, 2\] is 999"),
+    # looks that were not described
+    ("q", torch.zeros(7, 4, 16), BadShape, r"q has shape \(7, 4, 16\); described was \(8, 4, 16\)"),
+    ("q", torch.zeros(8, 4, 16).half(), BadDtype, "q has dtype torch.float16; described was torch.float32"),
+    ("q", torch.zeros(4, 8, 16).transpose(0, 1), BadStride, "q has strides .* described were"),
+    ("seq_lens", torch.tensor([9, 21, 4], dtype=torch.int32), BadDtype, "seq_lens has dtype torch.int32"),
+    ("q", torch.zeros(8, 4, 16, device="meta"), BadValue, "q lies on meta; the descriptor was created for cpu"),
+    ("alibi_slopes", torch.zeros(4), BadValue, "created without alibi_slopes and is run with it"),
+    ("k_cache", None, BadValue, "created with k_cache and is run without it"),
+    # what a CPU has not
+    ("stream", object(), BadValue, "a descriptor on the CPU has no streams"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "error", "message"), RUN)
+def test_run_refuses(backend, device, name, value, error, message):
+    if device != "cpu":
+        pytest.skip("the checks of a host; the same code as on a CPU")
+    call = small(device)
+    prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.NAME)
+    given = {**call.given, name: torch.tensor(value) if isinstance(value, list) else value}
+    with pytest.raises(error, match=message) as raised:
+        prefill.run(**given)
+    assert raised.value.status == error.status
+    assert call.given["out"].isnan().all(), "something was written"
+    prefill.run(**call.given)  # and it serves on
+    call.check(16**-0.5)
+
+
+def test_a_closed_descriptor(backend, device):
+    call = small(device)
+    prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.NAME)
+    prefill.close()
+    prefill.close()
+    with pytest.raises(BadValue, match="was closed"):
+        prefill.run(**call.given)
+    with pytest.raises(ZeroDivisionError), ops.PagedPrefill.create(device, **call.given, backend=backend.NAME) as other:
+        raise ZeroDivisionError
+    with pytest.raises(QuireError, match="was closed"):
+        other.run(**call.given)
