@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from quire import ops
-from quire.bench import attention
+from quire.bench import attention, cascade
 from quire.bench.attention import SETS, Shape
 from quire.cli import app
 from quire.errors import ConfigError, Unsupported
@@ -115,3 +115,39 @@ def test_the_plot_is_drawn_or_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         attention.plot([figure], tmp_path / "figures.png")
+
+
+# ----------------------------------------------------------------------------------------------------- cascades
+
+
+def test_what_a_cascade_saves() -> None:
+    shape = cascade.CascadeShape(batch=4, shared=2048, own=32, num_heads=4, num_kv_heads=2, head_dim=8)
+    assert shape.group_size == 2
+    assert shape.bytes_saved == 4 * 2080 / (2048 + 4 * 32)
+    backend = ops.load("cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # or long contexts are cut for the threads' sake
+    try:
+        outs = [cascade.call(backend, shape, shares=shares)() for shares in (False, True)]
+        figure = cascade.measure(backend, shape, runs=2)
+    finally:
+        torch.set_num_threads(threads)
+    assert outs[0].shape == (4, 4, 8)
+    assert all(out.isfinite().all() for out in outs)
+    assert figure.speedup == figure.apart_seconds / figure.shared_seconds
+    assert figure.roof == min(shape.bytes_saved, figure.multiply / (2 * figure.read))
+    assert figure.as_dict()["share"] == figure.speedup / figure.roof
+
+
+def test_the_cascade_command() -> None:
+    arguments = "bench cascade --batch 2 --shared 1024 --own 16 --head-dim 8 --runs 1"
+    result = CliRunner().invoke(app, arguments.split())
+    assert result.exit_code == 0, result.output
+    assert [line[:6] for line in result.output.splitlines()] == ["G = 1:", "G = 4:", "G = 8:"]
+    result = CliRunner().invoke(app, [*arguments.split(), "--json"])
+    figures = [json.loads(line) for line in result.output.splitlines()]
+    assert [figure["group_size"] for figure in figures] == [1, 4, 8]
+    assert all(figure["shape"]["batch"] == 2 and figure["shared_seconds"] > 0 for figure in figures)
+    result = CliRunner().invoke(app, [*arguments.split(), "--attention-backend", "nope"])
+    assert result.exit_code == 1
+    assert "there is no attention backend 'nope'" in result.output

@@ -1,16 +1,29 @@
 """The examples run and say what they promise."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+
+from quire import LLM, SamplingParams, ops
+from quire.errors import BadValue, OutOfBlocks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PROMISES = {
     "demo.py": ["tokens", "seconds", "tokens/s", "blocks used", "memory wasted", "def "],
     "offline_batch.py": ["12 tokens, ended by length", "ended by stop", "class Queue:"],
     "streaming.py": ["def parse(line):\n", "--- the first three lines", "blocks in use afterwards: 0"],
+    "paged_decode.py": [
+        "40 tokens in 3 blocks, error below 1e-5: True",
+        "3 tokens in 1 blocks, error below 1e-5: True",
+    ],
+    "shared_prefix.py": ["4,352 tokens stored instead of 33,024; both ways agree: True"],
+    "tiny_engine.py": ["import os\\nimport sys", "class Stack:"],
+    "layerwise_cache.py": ["six tokens of two layers in blocks", "agree up to the fork: True, and then differ"],
     "sampling_tour.py": ["greedy", "min_p 0.2", "2: ", "1: ", "logprob -"],
 }
 
@@ -25,3 +38,130 @@ def test_example(name: str) -> None:
     assert result.returncode == 0, result.stderr
     for promise in PROMISES[name]:
         assert promise in result.stdout
+
+
+def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example as a module; what it does when it is run is not done."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    found = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, found)  # dataclasses look there
+    spec.loader.exec_module(found)
+    return found
+
+
+# --------------------------------------------------------------------------------------------- the tiny engine
+
+
+def test_the_tiny_engine_is_tiny_and_imports_operators_alone() -> None:
+    text = (EXAMPLES / "tiny_engine.py").read_text()
+    assert len(text.splitlines()) <= 100
+    assert [line for line in text.splitlines() if "quire" in line and "import" in line] == [
+        "import quire",
+        "from quire import ops",
+    ]
+
+
+def test_the_tiny_engine_says_what_the_engine_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four prompts through three seats, greedily, beside `LLM` in fp32."""
+    tiny, llm = module("tiny_engine", monkeypatch), LLM(dtype="float32", num_blocks=64)
+    texts = ["import os\n", "def main(argv):\n    if len(argv) > 1:\n", "x", "class Stack:\n    def __init__(self):\n"]
+    prompts = [llm.tokenizer.encode(text) for text in texts]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    wanted = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    model = tiny.Model(Path(tiny.quire.__file__).parent / "embedded")
+    answers = tiny.generate(model, prompts, 20)
+    assert answers == [list(output.outputs[0].token_ids) for output in wanted]
+
+
+# --------------------------------------------------------------------------------------- the cache, layer by layer
+
+
+def filled(cache, name: str, num_tokens: int, seed: int) -> torch.Tensor:
+    """Register a prefill of every layer; its K and V [L, 2, 1, Hkv, T, D]."""
+    tokens = torch.randn(2, 2, 1, 2, num_tokens, 8, generator=torch.Generator().manual_seed(seed))
+    for layer, (key, value) in enumerate(tokens):
+        cache.register_prefill_layer(layer, name, key, value)
+    return tokens
+
+
+def same(cache, name: str, tokens: torch.Tensor) -> None:
+    for layer, (key, value) in enumerate(tokens):
+        k, v = cache.gather_sequence(layer, name)
+        assert torch.equal(k, key)
+        assert torch.equal(v, value)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 9])
+def test_prefill_append_and_gather(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
+    cache = module("layerwise_cache", monkeypatch).LayerwiseCache(2, 8, 2, 4, 8)
+    tokens = filled(cache, "a", num_tokens, 1)
+    same(cache, "a", tokens)
+    for i in range(6):
+        new = torch.randn(2, 2, 1, 2, 1, 8, generator=torch.Generator().manual_seed(i))
+        for layer, (key, value) in enumerate(new):
+            cache.append_token(layer, "a", key[0, :, 0], value[0, :, 0])
+        tokens = torch.cat([tokens, new], dim=4)
+        same(cache, "a", tokens)
+        assert len(cache.block_table("a")) == -(-tokens.shape[4] // 4)
+    cache.free("a")
+    assert cache.manager.pools[0].num_free == 8
+
+
+def test_an_append_copies_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = module("layerwise_cache", monkeypatch).LayerwiseCache(2, 8, 2, 4, 8)
+    tokens = filled(cache, "a", 6, 1)
+    cache.fork("a", "b")
+    assert cache.block_table("a") == cache.block_table("b")
+    grown = {}
+    for i, name in enumerate("ab"):
+        new = torch.randn(2, 2, 1, 2, 1, 8, generator=torch.Generator().manual_seed(10 + i))
+        for layer, (key, value) in enumerate(new):
+            cache.append_token(layer, name, key[0, :, 0], value[0, :, 0])
+        grown[name] = torch.cat([tokens, new], dim=4)
+    for name in "ab":
+        same(cache, name, grown[name])
+    a, b = cache.block_table("a"), cache.block_table("b")
+    assert a[0] == b[0]  # the full block is still shared
+    assert a[1] != b[1]
+    assert cache.manager.pools[0].num_free == 8 - 3
+    cache.free("a")
+    same(cache, "b", grown["b"])
+    cache.free("b")
+    assert cache.manager.pools[0].num_free == 8
+
+
+def test_a_fork_at_the_edge_of_a_block_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = module("layerwise_cache", monkeypatch).LayerwiseCache(2, 8, 2, 4, 8)
+    filled(cache, "a", 8, 1)
+    cache.fork("a", "b")
+    for name in "ab":
+        for layer in range(2):
+            cache.append_token(layer, name, torch.ones(2, 8), torch.ones(2, 8))
+    assert cache.block_table("a")[:2] == cache.block_table("b")[:2]
+    assert cache.manager.pools[0].num_free == 8 - 4
+
+
+def test_its_blocks_are_what_attention_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = module("layerwise_cache", monkeypatch).LayerwiseCache(2, 8, 2, 4, 8)
+    filled(cache, "a", 7, 1)
+    k, v = cache.gather_sequence(1, "a")
+    q = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(3))
+    kv = cache.memory.layer(1)
+    paged = ops.paged_decode(q, kv.k, kv.v, torch.tensor([cache.block_table("a")]), torch.tensor([7]))
+    rows = (x[0].transpose(0, 1) for x in (k, v))
+    assert torch.allclose(paged, ops.varlen_attention(q, *rows, torch.tensor([0, 1]), torch.tensor([0, 7]), 1, 7))
+
+
+def test_what_the_cache_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = module("layerwise_cache", monkeypatch).LayerwiseCache(2, 2, 2, 4, 8)
+    filled(cache, "a", 4, 1)
+    with pytest.raises(BadValue, match="layer 0 of 'a' has 4 tokens; a prefill comes first"):
+        filled(cache, "a", 4, 1)
+    cache.append_token(0, "a", torch.ones(2, 8), torch.ones(2, 8))
+    with pytest.raises(BadValue, match="layer 0 of 'a' would be two tokens ahead"):
+        cache.append_token(0, "a", torch.ones(2, 8), torch.ones(2, 8))
+    with pytest.raises(OutOfBlocks, match="'b' needs room for 3 tokens"):
+        filled(cache, "b", 3, 1)
+    assert cache.manager.pools[0].num_free == 0
+    cache.free("a")
+    filled(cache, "b", 3, 1)

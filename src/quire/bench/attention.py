@@ -176,15 +176,15 @@ def measure(backend: ops.Ops, shape: Shape, runs: int, sdpa_runs: int) -> Figure
     """Time one shape, the ceilings in between."""
     call, threads = _paged(backend, shape), torch.get_num_threads()
     dense = _dense(shape) if sdpa_runs else None
-    reader, multiplier = _reader(threads), _multiplier(shape, threads)
+    reader, multiplier = read_rate(threads), product_rate(shape.dtype, threads)
     call()
     seconds, sdpa, read, multiply = [], [], [], []
     for i in range(runs):
         read.append(reader())
-        seconds.append(_seconds(call))
+        seconds.append(seconds_of(call))
         multiply.append(multiplier())
         if dense is not None and i < sdpa_runs:
-            sdpa.append(_seconds(dense))
+            sdpa.append(seconds_of(dense))
     ceilings = Ceilings(statistics.median(read), statistics.median(multiply))
     return Figure(shape, tuple(seconds), tuple(sdpa), ceilings)
 
@@ -196,7 +196,7 @@ def overhead(backend: ops.Ops) -> float:
     torch.set_num_threads(1)
     try:
         call = _paged(backend, shape, copies=1)
-        return statistics.median(_seconds(lambda: [call() for _ in range(100)]) / 100 for _ in range(50))
+        return statistics.median(seconds_of(lambda: [call() for _ in range(100)]) / 100 for _ in range(50))
     finally:
         torch.set_num_threads(before)
 
@@ -222,16 +222,13 @@ def _paged(backend: ops.Ops, shape: Shape, copies: int | None = None) -> Callabl
         num_blocks=copies * blocks,
         dtype=dtype,
     )
-    sizes = copies * blocks, shape.block_size, shape.num_kv_heads, shape.head_dim
-    kv = KVCache((CacheGroup((0,)),), *sizes, dtype).layer(0)  # where the engine's lies: in huge pages if there are any
-    piece = _random(*kv.k.shape[1:], dtype=dtype)
-    kv.k[:], kv.v[:] = piece, piece.flip(0)
+    kv = filled_cache(spec)
     order = torch.randperm(copies * blocks) if shape.scattered else torch.arange(copies * blocks)
     tables = order.view(copies, shape.batch, -1).int()
     starts = torch.arange(0, shape.batch * shape.query_len + 1, shape.query_len, dtype=torch.int32)
     lens = torch.full((shape.batch,), shape.context_len, dtype=torch.int32)
     plans = [backend.plan(spec, starts, lens, table) for table in tables]
-    q = _random(shape.batch * shape.query_len, shape.num_heads, shape.head_dim, dtype=dtype)
+    q = random_numbers(shape.batch * shape.query_len, shape.num_heads, shape.head_dim, dtype=dtype)
     out, turn = torch.empty_like(q), iter(range(2**62))
     return lambda: backend.attention(q, kv, plans[next(turn) % copies], out=out)
 
@@ -239,8 +236,11 @@ def _paged(backend: ops.Ops, shape: Shape, copies: int | None = None) -> Callabl
 def _dense(shape: Shape) -> Callable[[], object]:
     """Torch's attention over contiguous K and V."""
     dtype = getattr(torch, shape.dtype)
-    k, v = (_random(shape.batch, shape.num_kv_heads, shape.context_len, shape.head_dim, dtype=dtype) for _ in range(2))
-    q = _random(shape.batch, shape.num_heads, shape.query_len, shape.head_dim, dtype=dtype)
+    k, v = (
+        random_numbers(shape.batch, shape.num_kv_heads, shape.context_len, shape.head_dim, dtype=dtype)
+        for _ in range(2)
+    )
+    q = random_numbers(shape.batch, shape.num_heads, shape.query_len, shape.head_dim, dtype=dtype)
     whole = shape.query_len == shape.context_len
     mask = None
     if not whole and shape.query_len > 1:
@@ -249,7 +249,16 @@ def _dense(shape: Shape) -> Callable[[], object]:
     return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole, enable_gqa=True)
 
 
-def _random(*shape: int, dtype: torch.dtype) -> Tensor:
+def filled_cache(spec: ops.AttentionSpec) -> ops.PagedKV:
+    """A cache full of numbers that lies where the engine's does: in huge pages if there are any."""
+    sizes = spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim
+    kv = KVCache((CacheGroup((0,)),), *sizes, spec.cache_dtype).layer(0)
+    piece = random_numbers(*kv.k.shape[1:], dtype=spec.cache_dtype)
+    kv.k[:], kv.v[:] = piece, piece.flip(0)
+    return kv
+
+
+def random_numbers(*shape: int, dtype: torch.dtype) -> Tensor:
     """Small random numbers: one stretch of them, repeated."""
     out = torch.empty(shape, dtype=dtype)
     flat, piece = out.view(-1), torch.randn(2**18).to(dtype)
@@ -258,27 +267,27 @@ def _random(*shape: int, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _reader(threads: int) -> Callable[[], float]:
-    """GB/s that all threads together read."""
+def read_rate(threads: int) -> Callable[[], float]:
+    """A measurement: GB/s that all threads together read."""
     memory, results = torch.ones(READ_BYTES // 4), torch.zeros(threads)
     library = native.default()
 
     def read() -> None:
         library("read", memory.data_ptr(), READ_BYTES, results.data_ptr(), threads)
 
-    return lambda: READ_BYTES / _seconds(read) / 1e9
+    return lambda: READ_BYTES / seconds_of(read) / 1e9
 
 
-def _multiplier(shape: Shape, threads: int) -> Callable[[], float]:
-    """GFLOP/s of all threads together: of a bf16 product, or of multiply-adds."""
-    if shape.dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        x, weight = _random(512, 2048, dtype=torch.bfloat16), _random(2048, 2048, dtype=torch.bfloat16)
+def product_rate(dtype: str, threads: int) -> Callable[[], float]:
+    """A measurement: GFLOP/s of all threads together, of a bf16 product, or of multiply-adds."""
+    if dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        x, weight = random_numbers(512, 2048, dtype=torch.bfloat16), random_numbers(2048, 2048, dtype=torch.bfloat16)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
 
         def product() -> None:
             torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
-        return lambda: 2 * 512 * 2048 * 2048 / _seconds(product) / 1e9
+        return lambda: 2 * 512 * 2048 * 2048 / seconds_of(product) / 1e9
     results, library, rounds = torch.zeros(threads), native.default(), 1_000_000
 
     def multiply() -> float:
@@ -289,7 +298,8 @@ def _multiplier(shape: Shape, threads: int) -> Callable[[], float]:
     return multiply
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def seconds_of(run: Callable[[], object]) -> float:
+    """Wall-clock seconds of one call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
