@@ -1,5 +1,6 @@
 """Every command and every piece of Python in the documents runs."""
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from quire import ops
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
@@ -37,9 +40,26 @@ def test_command(command: str) -> None:
     assert result.stdout
 
 
-@pytest.mark.parametrize("code", [body for _, body in blocks("python")], ids=[name for name, _ in blocks("python")])
-def test_python(code: str) -> None:
-    exec(compile(code, "document", "exec"), {"__name__": "document"})
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_python(path: Path) -> None:
+    """A page's pieces of Python, from top to bottom."""
+    names: dict[str, object] = {"__name__": "document"}
+    text = path.read_text()
+    for match in BLOCK.finditer(text):
+        if match[1] == "python":
+            above = text[: match.start()].count("\n") + 1
+            exec(compile("\n" * above + match[2], path.name, "exec"), names)
+
+
+def test_every_public_operator_has_its_place_on_the_page() -> None:
+    page = (ROOT / "docs" / "operators.md").read_text()
+    shown = "".join(body for kind, body in BLOCK.findall(page) if kind == "python")
+    for name in ops.__all__:
+        if callable(getattr(ops, name)) and name not in ("AttentionPlan", "Limits", "Ops", "PagedPrefillInfo"):
+            assert f"{name}(" in shown or f"{name}.create(" in shown, f"no example calls {name}"
+        assert f"`{name}`" in page or name in shown, f"docs/operators.md does not name {name}"
+    for name, _ in inspect.getmembers(ops.Ops, inspect.isfunction):
+        assert name.startswith("_") or f"{name}(" in shown, f"no example calls {name}"
 
 
 def test_the_readme_draws_the_tree_as_it_is() -> None:
