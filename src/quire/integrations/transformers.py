@@ -1,0 +1,483 @@
+"""Quire's attention inside transformers (5.0 or later):
+
+    import quire.integrations.transformers as q
+
+    q.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="quire")
+
+`generate`, padded batches and flattened ragged batches (one row, with `cu_seq_lens_q` and `cu_seq_lens_k`, or with
+`position_ids` that restart at 0, as flash attention takes them) compute what eager attention computes for each sequence
+alone. The keys are not copied: a contiguous key cache is viewed as a paged one of block size 1, whose tables list the
+tokens that are not padding. Rows of padding are left out and come back as zeros.
+
+What a row may see is read off the mask function that the model hands to transformers' mask interface: causal, a sliding
+window, packed sequences and bidirectional are served, and anything else, or an option that would change the result, is
+refused with Unsupported. So are models whose attention does not go through transformers' attention interface.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+
+from quire import ops
+from quire.errors import Unsupported
+
+__all__ = ["NAME", "Mask", "attention", "mask", "register"]
+
+NAME = "quire"  # what attn_implementation is called
+
+
+def register() -> None:
+    """Make attn_implementation="quire" known to transformers. Calling it again changes nothing."""
+    if AttentionInterface().get(NAME) is attention:
+        return
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+    original = PreTrainedModel.get_correct_attn_implementation
+
+    # Every model asks this of itself before it builds its layers. Without the check a model that never calls the
+    # interface would take the name, and run eager attention.
+    @functools.wraps(original)
+    def checked(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> Any:
+        if requested_attention == NAME:
+            _check_model(type(self), self.config)
+        return original(self, requested_attention, *args, **kwargs)
+
+    PreTrainedModel.get_correct_attn_implementation = checked
+
+
+# --------------------------------------------------------------------------------------------------- the model
+
+# Kinds of layers whose rows see neither all keys before them nor a window of these.
+REFUSED_LAYERS = {
+    "chunked_attention": "chunked attention: rows see only the keys of their own chunk",
+    "compressed_sparse_attention": "sparse attention over compressed keys",
+    "heavily_compressed_attention": "attention over compressed keys",
+    "minimax_m3_sparse": "sparse attention over chosen blocks",
+    "indexed_attention": "sparse attention over chosen keys",
+}
+
+
+def _check_model(model: type, config: Any) -> None:
+    """Raise Unsupported, with the reason, for a model whose attention Quire would not compute."""
+    for kind in getattr(config.get_text_config(), "layer_types", None) or ():
+        if kind in REFUSED_LAYERS:
+            raise Unsupported(f"{model.__name__} cannot run with {NAME!r}: it has layers of {REFUSED_LAYERS[kind]}")
+    try:
+        source = inspect.getsource(sys.modules[model.__module__])
+    except (KeyError, OSError, TypeError) as error:
+        raise Unsupported(
+            f"{model.__name__} cannot run with {NAME!r}: the source of its module {model.__module__} cannot be read, "
+            "so it is not known whether its attention goes through transformers' AttentionInterface"
+        ) from error
+    # A module without an attention class of its own is built of models that are asked in their turn.
+    own = re.search(r"^class (\w*Attention\w*)\(", source, re.MULTILINE)
+    if own and "ALL_ATTENTION_FUNCTIONS" not in source:
+        raise Unsupported(
+            f"{model.__name__} cannot run with {NAME!r}: its {own[1]} computes attention itself and never calls "
+            'transformers\' AttentionInterface; load it with attn_implementation="eager"'
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- the mask
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which keys the query rows of one forward pass see, and the plans that its layers share."""
+
+    causal: bool
+    window: int | None  # keys that a row sees, its own included
+    num_queries: int  # Tq, padding included
+    num_keys: int  # Tk, padding and the unused end of a static cache included
+    filled: int  # keys up to that of the last query row
+    real: Tensor | None  # bool [batch, filled], host: keys that are not padding; None: all
+    sequences: Tensor | None  # int [batch, Tq], host: which packed sequence a token is of; None: one a batch row
+    plans: dict[tuple[Any, ...], tuple[ops.Ops, ops.AttentionPlan, Tensor | None]] = field(default_factory=dict)
+
+
+class Mask(torch.Tensor):
+    """Stands for the mask [batch, 1, Tq, Tk] of eager attention, whose values it does not hold.
+
+    It may be passed on and asked for its shape. Whoever would compute with it is not the attention that it was made
+    for, and gets Unsupported.
+    """
+
+    pattern: Pattern
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let questions about the shape pass and refuse everything else."""
+        if func is Tensor.contiguous:  # generate asks for it with a static cache
+            return args[0]
+        if func in _QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                answer = func(*args, **(kwargs or {}))
+            if func is not Tensor.to or answer is args[0]:  # a change of dtype or device would read the values
+                return answer
+        name = getattr(func, "__name__", str(func))
+        raise Unsupported(
+            f"this model computes with its attention mask itself ({name}), outside transformers' AttentionInterface, "
+            f'so {NAME!r} cannot serve it; load it with attn_implementation="eager"'
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """The pattern, as there are no values to be printed."""
+        return f"Mask({self.pattern})"
+
+
+_QUESTIONS = frozenset(
+    {
+        *(Tensor.dim, Tensor.size, Tensor.to, Tensor.is_floating_point, Tensor.numel),
+        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda")),
+    }
+)
+
+# A closure's code belongs to the function that made it, so these tell transformers' own mask functions for certain.
+_AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
+_WINDOW = masking_utils.sliding_window_overlay(1).__code__
+_PACKED = masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)).__code__
+_REMAP = (  # not in the first releases of transformers 5
+    masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, torch.zeros(1, 1)).__code__
+    if hasattr(masking_utils, "remap_positions_for_packed_sequence")
+    else None
+)
+
+
+def mask(
+    batch_size: int,
+    kv_length: int,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,  # [batch, tokens so far]: which tokens are not padding
+    q_length: int | None = None,
+    q_offset: int | Tensor = 0,
+    cache_position: Tensor | None = None,  # [Tq], what early releases give in place of q_length and q_offset
+    device: torch.device | str = "cpu",
+    **_: Any,  # hints for the masks of others: dtype, local_size, allow_is_causal_skip, ...
+) -> Mask:
+    """What transformers' AttentionMaskInterface asks for: the mask of one kind of layers in one forward pass.
+
+    Raises Unsupported for a mask function that is not one of transformers' own for causal, sliding window, packed or
+    bidirectional attention, and for padding that could not be left out.
+    """
+    if cache_position is not None:
+        q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
+    if q_length is None:
+        raise Unsupported("transformers gave the mask neither q_length nor cache_position; this release is not known")
+    causal, window, sequences = _read(mask_function)
+    filled = int(q_offset) - kv_offset + q_length if causal else kv_length
+    if not q_length <= filled <= kv_length and causal:
+        raise Unsupported(
+            f"the query rows stand at {int(q_offset)}..{int(q_offset) + q_length - 1} and the keys at "
+            f"{kv_offset}..{kv_offset + kv_length - 1}; {NAME!r} serves rows whose own keys are there"
+        )
+    real = None if attention_mask is None else _real_keys(attention_mask, batch_size, kv_offset, filled, window)
+    if sequences is not None and (real is not None or sequences.shape != (batch_size, q_length) or filled != q_length):
+        raise Unsupported(f"{NAME!r} serves packed sequences only without padding and without keys of a cache")
+    stand_in = torch.zeros((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
+    made = stand_in.as_subclass(Mask)
+    made.pattern = Pattern(causal, window, q_length, kv_length, filled, real, sequences)
+    return made
+
+
+def _read(mask_function: Callable[..., Any]) -> tuple[bool, int | None, Tensor | None]:
+    """Whether the mask is causal, its window, and the packed sequences int [batch, T] that it keeps apart."""
+    found: dict[str, list[Any]] = {"causal": [], "bidirectional": [], "window": [], "packed": [], "positions": []}
+    for kind, value in _parts(mask_function):
+        found[kind].append(value)
+    causal, packed = bool(found["causal"]), found["packed"]
+    if found["window"] and not causal:
+        raise Unsupported(f"the attention mask has a window without being causal; {NAME!r} does not serve that")
+    if len(packed) > 1 or (found["positions"] and not packed):
+        raise Unsupported(f"the attention mask packs sequences in a way that {NAME!r} does not know")
+    if packed:
+        steps = packed[0].diff(dim=-1)
+        # Positions in the sequences and in the row differ by a constant in each of these: the same keys are seen.
+        if (steps < 0).any() or any((p.diff(dim=-1)[steps == 0] != 1).any() for p in found["positions"]):
+            raise Unsupported("the packed sequences of the attention mask are not contiguous with rising positions")
+    return causal, min(found["window"], default=None), packed[0].cpu() if packed else None
+
+
+def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """The conditions that a mask function requires all at once, each with its kind."""
+    if mask_function is masking_utils.causal_mask_function:
+        yield "causal", None
+        return
+    if mask_function is masking_utils.bidirectional_mask_function:
+        yield "bidirectional", None
+        return
+    code = getattr(mask_function, "__code__", None)
+    cells = (cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ())
+    held = dict(zip(getattr(code, "co_freevars", ()), cells, strict=True))
+    if code is _AND:
+        for part in held["mask_functions"]:
+            yield from _parts(part)
+    elif code is _WINDOW:
+        yield "window", int(held["sliding_window"])
+    elif code is _PACKED:
+        yield "packed", held["packed_sequence_mask"]
+    elif code is not None and code is _REMAP:
+        yield "positions", held["position_ids"]
+        yield from _parts(held["mask_function"])
+    else:
+        name = getattr(mask_function, "__qualname__", repr(mask_function))
+        raise Unsupported(
+            f"the attention mask is made by {name}; {NAME!r} serves causal, sliding window, packed and bidirectional "
+            "masks without overlays"
+        )
+
+
+def _real_keys(attention_mask: Tensor, batch_size: int, offset: int, filled: int, window: int | None) -> Tensor | None:
+    """Which of the keys are not padding: bool [batch, filled] on the host, or None where all are real."""
+    shape = tuple(attention_mask.shape)
+    if len(shape) != 2 or shape[0] != batch_size or shape[1] < offset + filled:
+        raise Unsupported(
+            f"attention_mask has shape {shape}; with {NAME!r} it must be [{batch_size}, {offset + filled}] or wider: "
+            "one entry for every token, those in the cache included"
+        )
+    real = attention_mask[:, offset : offset + filled].to("cpu", torch.bool)
+    if real.all():
+        return None
+    if window is not None:
+        # Padding is left out, so a window that reached over padding would count other keys than it should.
+        seen = real.cumsum(1)
+        inside = (seen > 0) & (seen < seen[:, -1:])
+        span = (inside.sum(1) + 1).max().item()
+        if (inside & ~real).any() and window < span:
+            raise Unsupported(f"attention_mask has padding between tokens in layers with a window of {window}")
+    return real
+
+
+# --------------------------------------------------------------------------------------------- the attention
+
+# Arguments that come along and do not change the result of attention.
+HARMLESS = frozenset(
+    "cache_position deterministic logits_to_keep max_length_k max_length_q num_items_in_batch output_hidden_states "
+    "output_router_logits position_embeddings return_dict use_cache".split()
+)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [batch, Hq, Tq, D]
+    key: Tensor,  # [batch, Hkv, Tk, D]
+    value: Tensor,  # [batch, Hkv, Tk, Dv]
+    attention_mask: Tensor | None,  # what `mask` returned; None: all keys
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,  # [Hq], the sinks
+    position_ids: Tensor | None = None,  # int [1, Tq]
+    cu_seq_lens_q: Tensor | None = None,  # int [S+1]
+    cu_seq_lens_k: Tensor | None = None,  # int [S+1]
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers' AttentionInterface asks for: out [batch, Tq, Hq, Dv], in the dtype of query, and no weights.
+
+    Raises Unsupported where gradients, dropout, attention weights, or an argument that is not known are asked for,
+    where the mask is not one that `mask` made, and where no backend serves the dtype or the device.
+    """
+    _check_options(dropout, kwargs)
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        raise Unsupported(f"{NAME!r} has no backward pass; call the model under torch.no_grad() or inference_mode()")
+    if not query.dtype == key.dtype == value.dtype:
+        raise Unsupported(f"query is {query.dtype}, key {key.dtype} and value {value.dtype}; they must be the same")
+    pattern = _pattern(module, query, key, attention_mask, is_causal)
+    window = _window(pattern, sliding_window)
+    cuts = _cuts(pattern, len(query), position_ids, cu_seq_lens_q, cu_seq_lens_k)
+
+    step = _token_step(key)
+    if step is None or step != _token_step(value):
+        key, value = key.contiguous(), value.contiguous()
+        step = 1 if key.shape[2] == 1 else key.shape[1] * key.shape[2]
+    batch, heads, rows, dim = query.shape
+    spec_of = (heads, key.shape[1], dim, value.shape[3], query.dtype, query.device, window, step, cuts)
+    if spec_of not in pattern.plans:
+        pattern.plans[spec_of] = _plan(pattern, query, key, value, window, step, cuts)
+    backend, plan, chosen = pattern.plans[spec_of]
+
+    q = query.transpose(1, 2).reshape(batch * rows, heads, dim)
+    q = q.contiguous() if q.stride(2) != 1 else q
+    sinks = None if s_aux is None else s_aux.detach().to(query.device, torch.float32).contiguous()
+    out = backend.attention(
+        q if chosen is None else q[chosen],
+        ops.PagedKV(_as_blocks(key, step), _as_blocks(value, step)),
+        plan,
+        scale=None if scaling is None else float(scaling),
+        softcap=softcap,
+        sinks=sinks,
+    )
+    if chosen is not None:
+        out = out.new_zeros(batch * rows, *out.shape[1:]).index_copy_(0, chosen, out)
+    return out.view(batch, rows, heads, -1), None
+
+
+def _check_options(dropout: float, kwargs: dict[str, Any]) -> None:
+    """Raise Unsupported for what would change the result and is not computed here."""
+    if dropout:
+        raise Unsupported(f"dropout is {dropout}; {NAME!r} is for inference, so call model.eval()")
+    if kwargs.get("output_attentions"):
+        raise Unsupported(
+            f"output_attentions is set, but {NAME!r} never forms the attention weights; load the model with "
+            'attn_implementation="eager" to see them'
+        )
+    for name, value in kwargs.items():
+        if name not in HARMLESS and value is not None and value is not False:
+            raise Unsupported(f"the model gives {name} to its attention, which {NAME!r} does not know how to honour")
+
+
+def _pattern(
+    module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, is_causal: bool | None
+) -> Pattern:
+    """The pattern of the mask, which must be of this query and these keys."""
+    (batch, _, num_queries, _), num_keys = query.shape, key.shape[2]
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if causal and num_queries > 1:
+            raise Unsupported(
+                f"{type(module).__name__} is causal and got no mask: eager attention would see all keys and others "
+                f"only those before a row, so {NAME!r} serves neither"
+            )
+        return Pattern(False, None, num_queries, num_keys, num_keys, None, None)
+    if not isinstance(attention_mask, Mask):
+        shape = tuple(attention_mask.shape)
+        raise Unsupported(f"attention_mask of shape {shape} is a custom mask; {NAME!r} serves 2-D padding masks")
+    if tuple(attention_mask.shape) != (len(key), 1, num_queries, num_keys) or len(key) != batch:
+        raise Unsupported(
+            f"the mask is of shape {tuple(attention_mask.shape)} and the keys of {tuple(key.shape)} with "
+            f"{num_queries} rows of {batch} sequences; a mask must have been made for the layer that it is used in"
+        )
+    return attention_mask.pattern
+
+
+def _window(pattern: Pattern, asked: int | None) -> int | None:
+    """The window of the mask; the layer may ask for the same one only."""
+    # Eager attention goes by the mask and flash attention by the layer: where they differ there is no right answer.
+    if asked is not None and asked != pattern.window and asked < pattern.filled:
+        raise Unsupported(f"the layer asks for a window of {asked}, but its mask has {pattern.window or 'none'}")
+    return pattern.window
+
+
+_Cuts = tuple[tuple[int, int, int, int, int], ...]  # batch row, rows from and to, keys from and to
+
+
+def _cuts(
+    pattern: Pattern, batch: int, position_ids: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None
+) -> _Cuts | None:
+    """Where a flattened batch is cut into sequences; None where each batch row is one."""
+    whole = pattern.real is None and pattern.filled == pattern.num_keys
+    packed = None if pattern.sequences is None else _runs(pattern.sequences)
+    if starts_q is not None or starts_k is not None:
+        if starts_q is None or starts_k is None or batch != 1 or not whole:
+            raise Unsupported(
+                "cu_seq_lens_q and cu_seq_lens_k cut one row without padding into sequences; they must come together, "
+                "with a batch of 1, without attention_mask and without a static cache"
+            )
+        q, k = starts_q.tolist(), starts_k.tolist()
+        rows, keys = pattern.num_queries, pattern.num_keys
+        if len(q) != len(k) or (q[0], q[-1], k[0], k[-1]) != (0, rows, 0, keys):
+            raise Unsupported(f"cu_seq_lens_q is {q} and cu_seq_lens_k {k}; they must span {rows} rows and {keys} keys")
+        given = tuple((0, *cut) for cut in zip(q, q[1:], k, k[1:], strict=False))
+        if packed is not None and packed != tuple(cut for cut in given if cut[2] > cut[1]):
+            raise Unsupported(f"cu_seq_lens_q is {q}, but position_ids cut the row into other sequences")
+        return given
+    if packed is None and pattern.causal and whole and batch == 1 and pattern.num_queries == pattern.num_keys:
+        packed = _restarts(position_ids, pattern.num_queries)
+    return packed
+
+
+def _runs(sequences: Tensor) -> _Cuts:
+    """The cuts of packed sequences int [batch, T], each a run of equal numbers."""
+    cuts = []
+    for row, numbers in enumerate(sequences):
+        lengths = torch.unique_consecutive(numbers, return_counts=True)[1]
+        ends = lengths.cumsum(0).tolist()
+        cuts += [(row, start, end, start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    return tuple(cuts)
+
+
+def _restarts(position_ids: Tensor | None, num_tokens: int) -> _Cuts | None:
+    """The cuts of a row whose positions count up from 0 several times, and None for any other positions."""
+    if position_ids is None or position_ids.numel() != num_tokens or num_tokens == 1:
+        return None
+    positions = position_ids.flatten().cpu()
+    first = positions == 0
+    number = first.cumsum(0)
+    rising = positions.diff() == 1
+    if number[-1] < 2 or not first[0] or not (rising | first[1:]).all():
+        return None
+    return _runs(number[None])
+
+
+def _plan(
+    pattern: Pattern, query: Tensor, key: Tensor, value: Tensor, window: int | None, step: int, cuts: _Cuts | None
+) -> tuple[ops.Ops, ops.AttentionPlan, Tensor | None]:
+    """The backend, its plan, and which of the batch * Tq query rows it is for (None: all)."""
+    (batch, heads, rows, dim), device = query.shape, query.device
+    backend = ops.load("auto", device.type)
+    spec = ops.AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=key.shape[1],
+        head_dim=dim,
+        head_dim_v=value.shape[3],
+        block_size=1,
+        num_blocks=(batch - 1) * step + key.shape[2],
+        dtype=query.dtype,
+        causal=pattern.causal,
+        window=window,
+        device=str(device),
+    )
+    chosen = None
+    if pattern.real is None or cuts is not None:
+        every = cuts or tuple((row, 0, rows, 0, pattern.filled) for row in range(batch))
+        row, q_from, q_to, k_from, k_to = torch.tensor(every).unbind(1)
+        new, lens = q_to - q_from, k_to - k_from
+        tables = (row * step + k_from)[:, None] + torch.arange(int(lens.max()))
+    else:
+        lens = pattern.real.sum(1)
+        tables = torch.argsort(~pattern.real, dim=1, stable=True)[:, : int(lens.max())]  # what is real comes first
+        tables = tables + torch.arange(batch)[:, None] * step
+        new = torch.full((batch,), rows)
+        if pattern.causal:  # the rows are the last tokens; where these are padding there is no row
+            asks = pattern.real[:, pattern.filled - rows :]
+            new, chosen = asks.sum(1), asks.flatten().nonzero().flatten().to(device)
+    starts = torch.nn.functional.pad(new.cumsum(0), (1, 0))
+    # Entries beyond a sequence's length are never read, but they must fit an int32.
+    plan = backend.plan(spec, starts.int(), lens.int(), tables.clamp(max=spec.num_blocks - 1).int())
+    return backend, plan, chosen
+
+
+# ------------------------------------------------------------------------------------------------- the keys
+
+
+def _token_step(x: Tensor) -> int | None:
+    """How many tokens' strides lie between two batch rows of x [batch, H, T, D]; None where it cannot be told so."""
+    batch_stride, _, token_stride, last = x.stride()
+    if last != 1:
+        return None
+    if x.shape[2] == 1:  # no two tokens: the stride between them may be anything
+        return 1
+    if len(x) == 1:  # the same as if it were contiguous, so that both of K and V have it
+        return x.shape[1] * x.shape[2]
+    return batch_stride // token_stride if token_stride > 0 and batch_stride % token_stride == 0 else None
+
+
+def _as_blocks(x: Tensor, step: int) -> Tensor:
+    """x [batch, H, T, D] as blocks of one token, [N, H, 1, D]: token t of batch row b is block b * step + t."""
+    batch, heads, tokens, dim = x.shape
+    batch_stride, head_stride, token_stride, _ = x.stride()
+    stride = batch_stride if tokens == 1 else token_stride
+    return x.as_strided(((batch - 1) * step + tokens, heads, 1, dim), (stride, head_stride, stride, 1))
