@@ -67,3 +67,16 @@ def test_the_readme_draws_the_tree_as_it_is() -> None:
     for path in sorted((ROOT / "src" / "quire").rglob("*.py")):
         if path.name not in ("__main__.py", "__init__.py"):
             assert path.name in readme, f"README's tree lacks {path.relative_to(ROOT)}"
+
+
+def test_the_lineage_names_tests_that_exist() -> None:
+    page, named, path = (ROOT / "docs" / "lineage.md").read_text(), 0, None
+    for reference in re.findall(r"`([a-z_/]*\.py(?:::\w+)?|::test_\w+)`", page):
+        file, _, name = reference.partition("::")
+        if file and not (ROOT / "tests" / file).exists():  # a file of the library
+            assert (ROOT / file).exists() or (ROOT / "src" / "quire" / "ops" / file).exists(), reference
+            continue
+        path = ROOT / "tests" / file if file else path
+        assert not name or f"def {name}(" in path.read_text(), f"{path} has no {name}"
+        named += 1
+    assert named > 60
