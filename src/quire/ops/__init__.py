@@ -12,6 +12,7 @@ stands in `interface.py`, its meaning in `reference.py`, and docs/operators.md s
 from __future__ import annotations
 
 from quire.ops import layouts
+from quire.ops import registered as registered  # torch.ops.quire
 from quire.ops.backends import BACKENDS, load, unavailable
 from quire.ops.cascade import CascadeLevel, cascade_attention
 from quire.ops.compat.decode import append_token, paged_attention_decode

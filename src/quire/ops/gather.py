@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import record_function
 
-from quire.ops import reference, validate
+from quire.ops import reference, registered, validate
 from quire.ops.interface import Limits, PagedKV
 from quire.ops.plan import AttentionPlan
 from quire.ops.reference import (
@@ -84,6 +84,7 @@ def attention(
     out: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@registered.operator(NAME)
 def attention(
     q: Tensor,  # [T, Hq, D]
     kv: PagedKV,

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from weakref import WeakValueDictionary
+
 import torch
 
 from quire.errors import BadValue
 from quire.ops import validate
 from quire.ops.interface import AttentionSpec
+
+_KEYS = itertools.count(1)
+_PLANS: WeakValueDictionary[int, AttentionPlan] = WeakValueDictionary()  # by key, as long as somebody holds them
 
 
 class AttentionPlan:
@@ -14,6 +20,8 @@ class AttentionPlan:
 
     The tensors are allocated once and keep their addresses over all `update`s, so that a captured graph or a
     registered operator may hold on to them. Only their first `num_tokens` / `num_seqs` entries count.
+
+    `key` names the plan where only a tensor can stand: the operators of a compiled graph find it by `plan_of`.
     """
 
     def __init__(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> None:
@@ -31,6 +39,9 @@ class AttentionPlan:
         self.context_lens = torch.zeros(max_seqs, dtype=torch.int32)  # [max_seqs]
         self.block_tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32)  # [max_seqs, max_blocks]
         self.slots = torch.zeros(max_tokens, dtype=torch.int32)  # [max_tokens]
+        number = next(_KEYS)
+        self.key = torch.tensor(number, device="cpu")  # int64 []
+        _PLANS[number] = self
 
     def update(
         self,
@@ -60,3 +71,13 @@ class AttentionPlan:
         if slots is not None:
             self.slots[:num_tokens].copy_(slots)
         self.num_tokens, self.num_seqs, self.writable = num_tokens, num_seqs, slots is not None
+
+
+def plan_of(
+    key: torch.Tensor,  # int64 [], host
+) -> AttentionPlan:
+    """The plan of that key. Raises BadValue where there is none, as when nobody has held on to it."""
+    plan = _PLANS.get(int(key))
+    if plan is None:
+        raise BadValue(f"plan is the key {int(key)}, and there is no such plan (any more): hold on to the plan itself")
+    return plan

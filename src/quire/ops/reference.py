@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.ops import validate
+from quire.ops import registered, validate
 from quire.ops.interface import AttentionSpec, Limits, PagedKV
 from quire.ops.plan import AttentionPlan
 
@@ -56,6 +56,7 @@ def plan(
 # ---------------------------------------------------------------------------------------------- the cache
 
 
+@registered.operator(NAME)
 def write_kv(
     k_new: Tensor,  # [T, Hkv, D]
     v_new: Tensor,  # [T, Hkv, Dv]
@@ -71,6 +72,7 @@ def write_kv(
     kv.v[block, :, offset] = v_new[rows].to(kv.v.dtype)
 
 
+@registered.operator(NAME)
 def copy_blocks(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
     """Copy block src[i] to block dst[i]: what copy-on-write does when a shared block is about to be written."""
     validate.check_copy(kv, src, dst)
@@ -107,6 +109,7 @@ def attention(
     out: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@registered.operator(NAME)
 def attention(
     q: Tensor,  # [T, Hq, D]
     kv: PagedKV,
@@ -216,6 +219,7 @@ def _attend(
 # ------------------------------------------------------------------------------------- states of attention
 
 
+@registered.operator(NAME)
 def merge_states(
     out_a: Tensor,  # [T, Hq, Dv]
     lse_a: Tensor,  # fp32 [T, Hq]
@@ -238,6 +242,7 @@ def merge_states(
     return out.to(out_a.dtype), top + torch.log(total)
 
 
+@registered.operator(NAME)
 def apply_sinks(
     out: Tensor,  # [T, Hq, Dv]
     lse: Tensor,  # fp32 [T, Hq]
@@ -253,6 +258,7 @@ def apply_sinks(
 # ---------------------------------------------------------------------------- small operators of a decoder
 
 
+@registered.operator(NAME)
 def rms_norm(
     x: Tensor,  # [..., H]
     weight: Tensor,  # [H]
@@ -265,6 +271,7 @@ def rms_norm(
     return (normed * weight.to(wide.dtype)).to(x.dtype)
 
 
+@registered.operator(NAME)
 def add_rms_norm(
     x: Tensor,  # [T, H]
     residual: Tensor,  # [T, H], becomes x + residual in place
@@ -278,6 +285,7 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps)
 
 
+@registered.operator(NAME)
 def layer_norm(
     x: Tensor,  # [..., H]
     weight: Tensor,  # [H]
@@ -292,6 +300,7 @@ def layer_norm(
     return (normed if bias is None else normed + bias.to(wide.dtype)).to(x.dtype)
 
 
+@registered.operator(NAME)
 def rope(
     q: Tensor,  # [T, Hq, D], rotated in place
     k: Tensor,  # [T, Hkv, D], rotated in place
@@ -308,6 +317,7 @@ def rope(
         x[..., :half], x[..., half : 2 * half] = (a * c - b * s).to(x.dtype), (b * c + a * s).to(x.dtype)
 
 
+@registered.operator(NAME)
 def swiglu(
     gate_up: Tensor,  # [T, 2 * I]: gates, then ups
 ) -> Tensor:
@@ -317,6 +327,7 @@ def swiglu(
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
+@registered.operator(NAME)
 def gelu(
     x: Tensor,  # [..., I]
     approximate: Literal["none", "tanh"],
@@ -328,6 +339,7 @@ def gelu(
 # ----------------------------------------------------------------------------------------------- for a sampler
 
 
+@registered.operator(NAME)
 def logsumexp(
     logits: Tensor,  # fp32 [R, V]
 ) -> Tensor:
@@ -336,6 +348,7 @@ def logsumexp(
     return torch.logsumexp(logits, -1)
 
 
+@registered.operator(NAME)
 def top_k(
     logits: Tensor,  # fp32 [R, V], no NaN
     k: int,

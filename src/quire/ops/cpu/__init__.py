@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadStride, BadValue, Unsupported
-from quire.ops import validate
+from quire.ops import registered, validate
 from quire.ops.cpu import native
 from quire.ops.cpu.worklist import CpuPlan
 from quire.ops.interface import AttentionSpec, Limits, PagedKV
@@ -65,6 +65,7 @@ def _own(plan: AttentionPlan) -> CpuPlan:
 # ---------------------------------------------------------------------------------------------- the cache
 
 
+@registered.operator(NAME)
 def write_kv(
     k_new: Tensor,  # [T, Hkv, D]
     v_new: Tensor,  # [T, Hkv, Dv]
@@ -83,6 +84,7 @@ def write_kv(
     plan.library.write_kv(plan.library.parallel_for, plan.view, byref(p))
 
 
+@registered.operator(NAME)
 def copy_blocks(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
     """Copy block src[i] to block dst[i]: what copy-on-write does when a shared block is about to be written."""
     validate.check_copy(kv, src, dst)
@@ -130,6 +132,7 @@ def attention(
     out: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
+@registered.operator(NAME)
 def attention(
     q: Tensor,  # [T, Hq, D]
     kv: PagedKV,
@@ -174,6 +177,7 @@ def _fits(x: Tensor, shape: tuple[int, ...], plan: CpuPlan) -> bool:
 # ------------------------------------------------------------------------------------- states of attention
 
 
+@registered.operator(NAME)
 def merge_states(
     out_a: Tensor,  # [T, Hq, Dv]
     lse_a: Tensor,  # fp32 [T, Hq]
@@ -190,6 +194,7 @@ def merge_states(
     return out, lse
 
 
+@registered.operator(NAME)
 def apply_sinks(
     out: Tensor,  # [T, Hq, Dv]
     lse: Tensor,  # fp32 [T, Hq]
@@ -209,6 +214,7 @@ def apply_sinks(
 # ---------------------------------------------------------------------------- small operators of a decoder
 
 
+@registered.operator(NAME)
 def rms_norm(
     x: Tensor,  # [..., H]
     weight: Tensor,  # [H]
@@ -224,6 +230,7 @@ def rms_norm(
     return out
 
 
+@registered.operator(NAME)
 def add_rms_norm(
     x: Tensor,  # [T, H]
     residual: Tensor,  # [T, H], becomes x + residual in place
@@ -242,6 +249,7 @@ def add_rms_norm(
     return out
 
 
+@registered.operator(NAME)
 def layer_norm(
     x: Tensor,  # [..., H]
     weight: Tensor,  # [H]
@@ -260,6 +268,7 @@ def layer_norm(
     return out
 
 
+@registered.operator(NAME)
 def rope(
     q: Tensor,  # [T, Hq, D], rotated in place
     k: Tensor,  # [T, Hkv, D], rotated in place
@@ -283,6 +292,7 @@ def rope(
         raise BadValue(f"positions[{beyond}] is {positions[beyond]}; cos and sin hold the positions 0..{len(cos) - 1}")
 
 
+@registered.operator(NAME)
 def swiglu(
     gate_up: Tensor,  # [T, 2 * I]: gates, then ups
 ) -> Tensor:
@@ -295,6 +305,7 @@ def swiglu(
     return out
 
 
+@registered.operator(NAME)
 def gelu(
     x: Tensor,  # [..., I]
     approximate: Literal["none", "tanh"],
@@ -309,6 +320,7 @@ def gelu(
 # ----------------------------------------------------------------------------------------------- for a sampler
 
 
+@registered.operator(NAME)
 def logsumexp(
     logits: Tensor,  # fp32 [R, V]
 ) -> Tensor:
@@ -320,6 +332,7 @@ def logsumexp(
     return out
 
 
+@registered.operator(NAME)
 def top_k(
     logits: Tensor,  # fp32 [R, V], no NaN
     k: int,
