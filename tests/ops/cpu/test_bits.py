@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire import ops
 from tests.ops.cases import Case, Step
@@ -88,6 +91,77 @@ def test_blocks_that_sequences_share_are_read_for_all_of_them(backend, dtype, op
         )  # fmt: skip
         result = result if isinstance(result, tuple) else (result,)
         assert same([as_bits(x) for x in result], [x[begin:end] for x in together]), f"sequence {s}"
+
+
+class Branches:
+    """Sequences that begin as others do: each copies the table of an earlier one up to some block."""
+
+    def __init__(self, backend: ops.Ops, seed: int) -> None:
+        rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
+        block_size, num_kv_heads, group_size = rng.choice((1, 16, 32, 100, 256)), rng.choice((2, 4)), rng.choice((1, 3))
+        dtype, head_dim = rng.choice(DTYPES), rng.choice((16, 40))
+        lens, tables, num_blocks = [], [], 0
+        for _ in range(rng.randint(8, 20)):
+            n = rng.choice((256, 512, 768, 856, 1024, 1100, 1280)) + rng.choice((0, 1, rng.randint(0, 900)))
+            blocks, own = -(-n // block_size), []
+            if tables and rng.random() < 0.9:
+                own = rng.choice(tables)[: min(blocks, rng.choice((256, 512, 768, 856, 1024, 1300)) // block_size)]
+            tables.append(own + list(range(num_blocks, num_blocks + blocks - len(own))))
+            lens.append(n)
+            num_blocks = max(num_blocks, tables[-1][-1] + 1)
+        rows = [rng.choice((1, 1, 1, 3)) for _ in lens]
+        width = max(map(len, tables))
+        self.tables = torch.tensor([table + [-1] * (width - len(table)) for table in tables])
+        self.lens, self.starts = torch.tensor(lens), torch.tensor([0, *rows]).cumsum(0)
+        shape = num_blocks, num_kv_heads, block_size, head_dim
+        self.kv = ops.PagedKV(*(torch.randn(shape, generator=gen).to(dtype) for _ in range(2)))
+        heads = num_kv_heads * group_size
+        self.q = torch.randn(sum(rows), heads, head_dim, generator=gen).to(dtype)
+        slopes = 0.5 ** torch.arange(heads)
+        self.options = rng.choice(({}, {"alibi_slopes": slopes}, {"softcap": 2.0}))
+        self.spec = ops.AttentionSpec(
+            num_heads=heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
+            num_blocks=num_blocks, dtype=dtype,
+        )  # fmt: skip
+        self.backend = backend
+
+    def attend(self, first: int, last: int) -> tuple[list[Tensor], ops.AttentionPlan]:
+        """Output and LSE of the sequences first..last - 1, and their plan."""
+        starts = self.starts[first : last + 1]
+        plan = self.backend.plan(self.spec, starts - starts[0], self.lens[first:last], self.tables[first:last])
+        q = self.q[starts[0] : starts[-1]]
+        out, lse = self.backend.attention(q, self.kv, plan, return_lse=True, **self.options)
+        return [as_bits(out), as_bits(lse)], plan
+
+
+def test_sequences_that_branch_anywhere(backend):
+    """Blocks are shared from tile to tile, and what follows within a split goes on from there: not a bit changes."""
+    phases = collections.Counter()
+    for seed in range(12):
+        branches = Branches(backend, seed)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            together, plan = branches.attend(0, len(branches.lens))
+            phases[plan.num_phases] += 1
+            for s in range(len(branches.lens)):
+                alone, single = branches.attend(s, s + 1)
+                assert single.num_phases == 1
+                begin, end = branches.starts[s : s + 2].tolist()
+                assert same(alone, [x[begin:end] for x in together]), f"seed {seed}, sequence {s}, {threads} threads"
+    torch.set_num_threads(1)
+    assert len(phases) > 1, phases
+    assert max(phases) >= 3, phases
+
+
+def test_a_common_prompt_below_a_split_is_read_once(backend):
+    """64 decoding sequences of 856 common tokens: 768 of them, three tiles, are one item a KV head; it pays off."""
+    spec = ops.AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=8, block_size=8, num_blocks=300, dtype=torch.float32)
+    tables = torch.cat([torch.arange(107).expand(64, -1), 107 + torch.arange(128).view(64, 2)], dim=1)
+    starts, lens = torch.arange(65), torch.full((64,), 872)
+    plan = backend.plan(spec, starts, lens, tables)
+    assert (plan.num_phases, plan.num_items) == (2, 65)
+    few = backend.plan(spec, starts[:3], lens[:2], tables[:2])  # a single sequence's keys saved: not worth waiting for
+    assert (few.num_phases, few.num_parts) == (1, 0)
 
 
 @pytest.mark.parametrize("options", OPTIONS[:-1], ids=str)

@@ -100,6 +100,7 @@ class Library:
     plan_update: Callable[..., int]
     plan_view: Callable[..., int]
     num_items: Callable[..., int]
+    num_phases: Callable[..., int]
     num_parts: Callable[..., int]
     write_kv: Callable[..., None]
     copy_blocks: Callable[..., None]
@@ -164,6 +165,7 @@ def load(isa: str | None = None, path: Path | None = None) -> Library:
         plan_update=entry("plan_update", c_int32, c_void_p, POINTER(StepParams)),
         plan_view=entry("plan_view", c_void_p, c_void_p),
         num_items=entry("num_items", c_int32, c_void_p),
+        num_phases=entry("num_phases", c_int32, c_void_p),
         num_parts=entry("num_parts", c_int32, c_void_p),
         write_kv=entry("write_kv", None, c_void_p, c_void_p, POINTER(WriteParams)),
         copy_blocks=entry("copy_blocks", None, _P, _P, _L, _L, _L, _L, _L, _L, _P, _P, _L),

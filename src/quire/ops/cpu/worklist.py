@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from ctypes import byref
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,8 +21,9 @@ MAX_CACHES = 1_024  # that a plan remembers
 class Cache:
     """A layer's cache as the kernels take it: structures whose addresses and strides of K and V are filled in."""
 
-    def __init__(self, kv: PagedKV) -> None:
-        self.kv = kv
+    def __init__(self, kv: PagedKV, forget: Callable[[object], None]) -> None:
+        """forget: called when the PagedKV is gone; it alone keeps the memory, whose address may then be another's."""
+        self.owner = weakref.ref(kv, forget)
         self.attention = native.AttentionParams(k=kv.k.data_ptr(), v=kv.v.data_ptr())
         self.write = native.WriteParams(k=kv.k.data_ptr(), v=kv.v.data_ptr())
         for params in (self.attention, self.write):
@@ -58,7 +61,7 @@ class CpuPlan(AttentionPlan):
         weakref.finalize(self, library.plan_free, handle)
         self.view = library.plan_view(handle)  # what the kernels take
         self._set_shapes()
-        self._caches: dict[int, Cache] = {}  # by the identity of the PagedKV, which each entry holds on to
+        self._caches: dict[int, Cache] = {}  # by the identity of the PagedKV, with which an entry goes
 
     def update(
         self,
@@ -96,7 +99,7 @@ class CpuPlan(AttentionPlan):
             validate.check_kv(kv, self.spec)
             if len(self._caches) >= MAX_CACHES:
                 self._caches.clear()
-            found = self._caches[id(kv)] = Cache(kv)
+            found = self._caches[id(kv)] = Cache(kv, partial(_forget, weakref.ref(self), id(kv)))
         return found
 
     @property
@@ -105,6 +108,17 @@ class CpuPlan(AttentionPlan):
         return self.library.num_items(self._handle)
 
     @property
+    def num_phases(self) -> int:
+        """Passes over the work list: more than one where items go on, within a split, from what others computed."""
+        return self.library.num_phases(self._handle)
+
+    @property
     def num_parts(self) -> int:
         """Query tokens whose keys are divided among items."""
         return self.library.num_parts(self._handle)
+
+
+def _forget(plan: weakref.ref[CpuPlan], key: int, kv: object) -> None:
+    holder = plan()
+    if holder is not None:
+        holder._caches.pop(key, None)

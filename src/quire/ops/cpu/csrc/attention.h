@@ -27,7 +27,7 @@ constexpr int FEW_BLOCKS = 2;
 struct Call {
     const Plan* plan;
     const AttentionParams* params;
-    int64_t next;  // item and head that nobody has taken yet
+    int64_t next, end;  // item and head that nobody has taken yet; the end of the phase
 };
 
 alignas(64) const float NOTHING[1024] = {};  // the key and the value of slots that do not belong to the item
@@ -69,7 +69,7 @@ struct Worker {
 
     bool take_item(Step& step) {
         const int64_t index = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED);
-        if (index >= plan.num_items * spec.num_kv_heads) return false;
+        if (index >= call.end) return false;
         step.item = plan.items + index / spec.num_kv_heads;
         step.head = (int)(index % spec.num_kv_heads);
         locate(step, step.item->begin / TILE * TILE);
@@ -130,6 +130,27 @@ struct Worker {
     void start_split(int count) {
         for (int i = 0; i < count; i++) top[i] = -INF, total[i] = 0.0f;
         memset(sums, 0, sizeof(float) * (size_t)count * wide);
+    }
+
+    // The rows' states at the place within a split where another item stopped: going on from there gives the same bits as
+    // if it had not.
+    void resume_split(const Step& step) {
+        const Item& item = *step.item;
+        start_split(item.count);
+        for (int i = 0; i < item.count; i++) {
+            const float* state = stored_state(step, i);
+            if (!state) continue;
+            memcpy(sums + (int64_t)i * wide, state, sizeof(float) * (size_t)spec.head_dim_v);
+            top[i] = state[spec.head_dim_v];
+            total[i] = state[spec.head_dim_v + 1];
+        }
+    }
+
+    // Where the state of row i in the step's split is kept; null where the row does not see the split.
+    float* stored_state(const Step& step, int i) const {
+        const int token = plan.row_tokens[row_of(*step.item, i)], index = step.tile / SPLIT - plan.first_split[token];
+        if (index < 0 || index >= plan.num_splits[token]) return nullptr;
+        return state_of(plan, plan.first_state[token] + index, head_of(step, i));
     }
 
     // ------------------------------------------------------------------------------------------- a tile
@@ -242,16 +263,14 @@ struct Worker {
 
     void end_split(const Step& step) {
         const Item& item = *step.item;
-        const int split = step.tile / SPLIT;
         for (int i = 0; i < item.count; i++) {
             const float* from = sums + (int64_t)i * wide;
             if (!item.partial) {
                 fold(total_sums + (int64_t)i * wide, whole_top[i], whole_total[i], from, top[i], total[i], wide);
                 continue;
             }
-            const int token = plan.row_tokens[row_of(item, i)], index = split - plan.first_split[token];
-            if (index < 0 || index >= plan.num_splits[token]) continue;  // another row of the item sees it
-            float* state = state_of(plan, plan.first_state[token] + index, head_of(step, i));
+            float* state = stored_state(step, i);
+            if (!state) continue;  // another row of the item sees it
             memcpy(state, from, sizeof(float) * (size_t)spec.head_dim_v);
             state[spec.head_dim_v] = top[i];
             state[spec.head_dim_v + 1] = total[i];
@@ -313,7 +332,8 @@ struct Worker {
             more = next(step, after);
             const bool first = step.tile <= step.item->begin;
             if (first) start_item(step);
-            if (first || step.tile % SPLIT == 0) start_split(step.item->count);
+            if (first && step.item->phase) resume_split(step);
+            else if (first || step.tile % SPLIT == 0) start_split(step.item->count);
             compute(step, after, more);
             const bool last = step.tile + TILE >= step.item->end;
             if (last || (step.tile + TILE) % SPLIT == 0) end_split(step);
@@ -336,8 +356,13 @@ struct Worker {
 template <class K>
 static void attend(ParallelFor parallel_for, const Plan* plan, const AttentionParams* params) {
     const int64_t threads = plan->step.num_threads;
-    Call call{plan, params, 0};
-    parallel(parallel_for, threads, 1, [&](int64_t thread) { Worker<K>(call, thread).drain(); });
+    const int64_t heads = plan->spec.num_kv_heads;
+    Call call{plan, params, 0, 0};
+    for (int64_t phase = 0; phase < plan->num_phases; phase++) {
+        call.next = call.end;
+        call.end = plan->phase_ends[phase] * heads;
+        parallel(parallel_for, threads, 1, [&](int64_t thread) { Worker<K>(call, thread).drain(); });
+    }
     const int64_t merges = plan->num_split_tokens * plan->spec.num_heads;
     if (!merges) return;
     parallel(parallel_for, threads, 1, [&](int64_t thread) {

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int64_t MEMORY_ROWS = 12;  // reading a key costs as much as computing this many rows with it
 constexpr int64_t ITEMS_A_THREAD = 4;
+constexpr int64_t WORTH_WAITING = 4096;  // keys and heads not read: about as long as it takes to start another phase
 
 struct Buffer {  // memory that grows and starts at a cache line
     char* data = nullptr;
@@ -32,6 +33,10 @@ struct Tile {  // up to MAX_ROWS rows of one sequence
     int32_t sequence, first, count, begin, end;
 };
 
+struct Shared {  // the leading keys of a tile that are given to items of several sequences
+    int32_t keys, phase;  // phase: of the tile's own first item, which goes on from there
+};
+
 }  // namespace
 
 // The plan that the kernels see, and the memory behind it.
@@ -40,7 +45,7 @@ struct QuirePlan {
     std::vector<Item> items;
     std::vector<Tile> tiles;
     std::vector<int32_t> row_tokens, row_positions, split_tokens, first_state, first_split, num_splits;
-    std::vector<int32_t> shared;  // [S]: leading splits that another sequence has too
+    std::vector<Shared> shared;  // of each tile
     Buffer scratch, states;
 
     void update(const StepParams& step);
@@ -48,9 +53,12 @@ struct QuirePlan {
   private:
     int64_t cost(int64_t rows, int64_t begin, int64_t end) const { return (end - begin) * (rows + MEMORY_ROWS) + 64; }
     void make_tiles();
-    void share(std::vector<int32_t> sequences, int32_t split);
+    int compare(int32_t a, int32_t b, int32_t at) const;
+    std::vector<std::vector<int32_t>> groups(std::vector<int32_t> candidates, int32_t at) const;
+    void share(const std::vector<int32_t>& same, int32_t begin, int32_t end, int32_t phase);
+    void add_shared(const std::vector<int32_t>& same, int32_t begin, int32_t end, int32_t phase);
     void make_items();
-    void split_tile(const Tile& tile, int32_t begin, int64_t limit);
+    void split_tile(const Tile& tile, Shared shared, int64_t limit);
     void need_states(const Tile& tile);
 };
 
@@ -74,38 +82,70 @@ void QuirePlan::make_tiles() {
     }
 }
 
-// Sequences that all have the same blocks up to this split, and their rows in one tile: find which have the next split in
-// common too, and give it to one item for all of them.
-void QuirePlan::share(std::vector<int32_t> candidates, int32_t split) {
+// Order of two tiles' sequences by the blocks that hold the tile of keys at `at`; 0: they are the same blocks.
+int QuirePlan::compare(int32_t a, int32_t b, int32_t at) const {
     const StepParams& step = view.step;
-    const int32_t size = view.spec.block_size, group = view.spec.num_heads / view.spec.num_kv_heads;
-    const int64_t from = (int64_t)split * SPLIT / size, to = ((int64_t)(split + 1) * SPLIT + size - 1) / size;
-    auto table = [&](int32_t tile) { return step.block_tables + tiles[tile].sequence * step.table_stride; };
-    auto compare = [&](int32_t a, int32_t b) {
-        return memcmp(table(a) + from, table(b) + from, (size_t)(to - from) * sizeof(int32_t));
-    };
+    const int64_t size = view.spec.block_size, from = at / size, to = (at + TILE + size - 1) / size;
+    const int32_t* one = step.block_tables + tiles[(size_t)a].sequence * step.table_stride;
+    const int32_t* other = step.block_tables + tiles[(size_t)b].sequence * step.table_stride;
+    return memcmp(one + from, other + from, (size_t)(to - from) * sizeof(int32_t));
+}
+
+// Those of the candidates that see the whole tile of keys at `at`, in groups of two and more with the same blocks there.
+std::vector<std::vector<int32_t>> QuirePlan::groups(std::vector<int32_t> candidates, int32_t at) const {
     candidates.erase(std::remove_if(candidates.begin(), candidates.end(),
-                                    [&](int32_t t) { return tiles[t].end < (int64_t)(split + 1) * SPLIT; }),
+                                    [&](int32_t t) { return tiles[(size_t)t].end < (int64_t)at + TILE; }),
                      candidates.end());
-    std::stable_sort(candidates.begin(), candidates.end(), [&](int32_t a, int32_t b) { return compare(a, b) < 0; });
+    std::stable_sort(candidates.begin(), candidates.end(), [&](int32_t a, int32_t b) { return compare(a, b, at) < 0; });
+    std::vector<std::vector<int32_t>> found;
     for (size_t i = 0, j; i < candidates.size(); i = j) {
-        for (j = i + 1; j < candidates.size() && compare(candidates[i], candidates[j]) == 0; j++) {}
-        if (j - i < 2) continue;
-        std::vector<int32_t> same(candidates.begin() + (long)i, candidates.begin() + (long)j);
-        for (size_t k = 0; k < same.size();) {
-            int32_t first = (int32_t)row_tokens.size(), count = 0;
-            for (; k < same.size() && count + tiles[same[k]].count <= MAX_ROWS; k++) {
-                const Tile& tile = tiles[same[k]];
-                for (int32_t r = 0; r < tile.count / group; r++) {
-                    row_tokens.push_back(row_tokens[(size_t)(tile.first / group + r)]);
-                    row_positions.push_back(row_positions[(size_t)(tile.first / group + r)]);
-                }
-                count += tile.count;
-            }
-            items.push_back({tiles[same[k - 1]].sequence, first * group, count, split * SPLIT, (split + 1) * SPLIT, 1});
+        for (j = i + 1; j < candidates.size() && compare(candidates[i], candidates[j], at) == 0; j++) {}
+        if (j - i > 1) found.emplace_back(candidates.begin() + (long)i, candidates.begin() + (long)j);
+    }
+    return found;
+}
+
+// Sequences with the same blocks for the keys begin..end - 1, and their rows in one tile: give these keys, and those that
+// they have in common behind them, to one item for all of them. phase: of an item that begins at `begin`.
+void QuirePlan::share(const std::vector<int32_t>& same, int32_t begin, int32_t end, int32_t phase) {
+    auto all_have = [&](int32_t at) {
+        return std::all_of(same.begin(), same.end(), [&](int32_t t) {
+            return tiles[(size_t)t].end >= (int64_t)at + TILE && compare(same[0], t, at) == 0;
+        });
+    };
+    while (all_have(end)) end += TILE;
+    // Where they part within a split, all of them wait for what they share of it. That must be worth it.
+    const int32_t whole = std::max(begin, end / SPLIT * SPLIT);
+    if ((int64_t)(same.size() - 1) * (end - whole) * view.spec.num_kv_heads < WORTH_WAITING) {
+        if (whole == begin) {  // some of them may have more in common
+            for (const auto& some : groups(same, end)) share(some, begin, end + TILE, phase);
+            return;
         }
-        for (int32_t t : same) shared[(size_t)t] = split + 1;
-        share(same, split + 1);
+        end = whole;
+    }
+    for (int32_t at = begin, stop; at < end; at = stop) {
+        stop = std::min(end, (at / SPLIT + 1) * SPLIT);
+        add_shared(same, at, stop, at == begin ? phase : 0);
+    }
+    const int32_t next = end % SPLIT == 0 ? 0 : end / SPLIT == begin / SPLIT ? phase + 1 : 1;
+    for (int32_t t : same) shared[(size_t)t] = {end, next};
+    for (const auto& some : groups(same, end)) share(some, end, end + TILE, next);
+}
+
+// Items for all rows of tiles of several sequences.
+void QuirePlan::add_shared(const std::vector<int32_t>& same, int32_t begin, int32_t end, int32_t phase) {
+    const int32_t group = view.spec.num_heads / view.spec.num_kv_heads;
+    for (size_t k = 0; k < same.size();) {
+        int32_t first = (int32_t)row_tokens.size(), count = 0;
+        for (; k < same.size() && count + tiles[(size_t)same[k]].count <= MAX_ROWS; k++) {
+            const Tile& tile = tiles[(size_t)same[k]];
+            for (int32_t r = 0; r < tile.count / group; r++) {
+                row_tokens.push_back(row_tokens[(size_t)(tile.first / group + r)]);
+                row_positions.push_back(row_positions[(size_t)(tile.first / group + r)]);
+            }
+            count += tile.count;
+        }
+        items.push_back({tiles[(size_t)same[k - 1]].sequence, first * group, count, begin, end, 1, phase});
     }
 }
 
@@ -125,11 +165,12 @@ void QuirePlan::need_states(const Tile& tile) {
     }
 }
 
-void QuirePlan::split_tile(const Tile& tile, int32_t begin, int64_t limit) {
+void QuirePlan::split_tile(const Tile& tile, Shared shared, int64_t limit) {
     int64_t splits = std::max<int64_t>(1, limit / cost(tile.count, 0, SPLIT));
-    for (int64_t at = begin; at < tile.end;) {
-        int64_t stop = std::min<int64_t>(tile.end, (at / SPLIT + splits) * SPLIT);
-        items.push_back({tile.sequence, tile.first, tile.count, (int32_t)at, (int32_t)stop, 1});
+    int32_t phase = shared.phase;
+    for (int64_t at = std::max(tile.begin, shared.keys); at < tile.end; phase = 0) {
+        int64_t stop = std::min<int64_t>(tile.end, (at / SPLIT + (phase ? 1 : splits)) * SPLIT);
+        items.push_back({tile.sequence, tile.first, tile.count, (int32_t)at, (int32_t)stop, 1, phase});
         at = stop;
     }
 }
@@ -137,7 +178,7 @@ void QuirePlan::split_tile(const Tile& tile, int32_t begin, int64_t limit) {
 void QuirePlan::make_items() {
     const SpecParams& spec = view.spec;
     const int32_t group = spec.num_heads / spec.num_kv_heads;
-    shared.assign(tiles.size(), 0);
+    shared.assign(tiles.size(), {0, 0});
     if (!spec.window) {
         // Tiles that are a whole sequence's rows and leave room for another's.
         std::vector<int32_t> small;
@@ -146,7 +187,7 @@ void QuirePlan::make_items() {
                          (t + 1 == tiles.size() || tiles[t + 1].sequence != tiles[t].sequence);
             if (alone && 2 * tiles[t].count <= MAX_ROWS && tiles[t].count % group == 0) small.push_back((int32_t)t);
         }
-        share(small, 0);
+        for (const auto& same : groups(small, 0)) share(same, 0, TILE, 0);
     }
     int64_t total = 0;
     for (const Tile& tile : tiles) total += cost(tile.count, tile.begin, tile.end);
@@ -156,7 +197,7 @@ void QuirePlan::make_items() {
     for (size_t t = 0; t < tiles.size(); t++) {
         const Tile& tile = tiles[t];
         bool long_enough = (tile.end - 1) / SPLIT > tile.begin / SPLIT;
-        parts[t] = shared[t] || (view.step.num_threads > 1 && long_enough && cost(tile.count, tile.begin, tile.end) > limit);
+        parts[t] = shared[t].keys || (view.step.num_threads > 1 && long_enough && cost(tile.count, tile.begin, tile.end) > limit);
     }
     for (size_t t = 1; t < tiles.size(); t++) {
         bool same_token = tiles[t].first / group == (tiles[t - 1].first + tiles[t - 1].count - 1) / group;
@@ -169,15 +210,20 @@ void QuirePlan::make_items() {
     for (size_t t = 0; t < tiles.size(); t++) {
         const Tile& tile = tiles[t];
         if (!parts[t]) {
-            items.push_back({tile.sequence, tile.first, tile.count, tile.begin, tile.end, 0});
+            items.push_back({tile.sequence, tile.first, tile.count, tile.begin, tile.end, 0, 0});
             continue;
         }
         need_states(tile);
-        split_tile(tile, std::max(tile.begin, shared[t] * SPLIT), std::max<int64_t>(limit, 1));
+        split_tile(tile, shared[t], std::max<int64_t>(limit, 1));
     }
     std::stable_sort(items.begin(), items.end(), [&](const Item& a, const Item& b) {
-        return cost(a.count, a.begin, a.end) > cost(b.count, b.begin, b.end);
+        return a.phase != b.phase ? a.phase < b.phase : cost(a.count, a.begin, a.end) > cost(b.count, b.begin, b.end);
     });
+    view.num_phases = 0;
+    for (size_t i = 0; i < items.size(); i++) {
+        view.num_phases = items[i].phase + 1;  // every phase has items, since the next one goes on from them
+        view.phase_ends[items[i].phase] = (int64_t)i + 1;
+    }
 }
 
 void QuirePlan::update(const StepParams& step) {
@@ -196,7 +242,7 @@ void QuirePlan::update(const StepParams& step) {
     states.reserve((size_t)(states_needed * view.spec.num_heads * view.state_stride) * sizeof(float));
     view.scratch_stride = round_up(scratch_sizes(view.spec).total() * (int64_t)sizeof(float), 4096) + 64;
     scratch.reserve((size_t)(view.scratch_stride * step.num_threads));
-    view.items = items.data(), view.num_items = (int64_t)items.size();
+    view.items = items.data();
     view.row_tokens = row_tokens.data(), view.row_positions = row_positions.data();
     view.split_tokens = split_tokens.data(), view.num_split_tokens = (int64_t)split_tokens.size();
     view.first_state = first_state.data(), view.first_split = first_split.data(), view.num_splits = num_splits.data();
@@ -227,6 +273,8 @@ QUIRE_EXPORT int32_t quire_plan_update(QuirePlan* plan, const StepParams* step) 
 QUIRE_EXPORT const Plan* quire_plan_view(const QuirePlan* plan) { return &plan->view; }
 
 QUIRE_EXPORT int32_t quire_num_items(const QuirePlan* plan) { return (int32_t)plan->items.size(); }
+
+QUIRE_EXPORT int32_t quire_num_phases(const QuirePlan* plan) { return (int32_t)plan->view.num_phases; }
 
 QUIRE_EXPORT int32_t quire_num_parts(const QuirePlan* plan) { return (int32_t)plan->split_tokens.size(); }
 

@@ -16,14 +16,18 @@ struct Item {
     int32_t count;       // rows
     int32_t begin, end;  // keys; begin lies at or after the first key that any of the rows sees
     int32_t partial;     // 1: the state of each split is stored; 0: the item finishes its rows
+    int32_t phase;       // 0; else the item goes on, within a split, from the states that items of the phase before left
 };
+
+constexpr int PHASES = SPLIT / TILE;  // at most
 
 // A state is what attention over one split leaves of a row: Dv sums, the maximum, the total.
 struct Plan {
     SpecParams spec;
     StepParams step;
-    const Item* items;  // the most expensive first
-    int64_t num_items;
+    const Item* items;  // phase by phase, the most expensive first
+    int64_t phase_ends[PHASES];
+    int64_t num_phases;
     const int32_t* row_tokens;     // query token of each row
     const int32_t* row_positions;  // its absolute position
     const int32_t* split_tokens;   // tokens whose rows were computed in parts
