@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.cache.manager import BlockManager, CacheGroup, Move
 from quire.cache.storage import KVCache
-from quire.errors import BadValue, OutOfBlocks
+from quire.errors import BadShape, BadValue, OutOfBlocks
 from quire.request import Request, SamplingParams
 
 
@@ -28,7 +28,9 @@ class LayerwiseCache:
         groups = (CacheGroup(tuple(range(num_layers))),)
         self.manager = BlockManager(groups, num_blocks, block_size, max_growth=2**30, enable_prefix_caching=False)
         self.memory = KVCache(groups, num_blocks, block_size, num_kv_heads, head_dim, dtype)
-        self.num_layers, self.block_size = num_layers, block_size
+        self.num_layers, self.num_kv_heads, self.block_size, self.head_dim = (
+            num_layers, num_kv_heads, block_size, head_dim,
+        )  # fmt: skip
         self.sequences: dict[str, Request] = {}
         self.lengths: dict[str, list[int]] = {}  # tokens of each sequence in each layer
 
@@ -41,13 +43,18 @@ class LayerwiseCache:
     ) -> list[int]:
         """Store a whole prompt's K and V of one layer; the first layer takes the blocks. Returns the block table."""
         num_tokens = key.shape[2]
+        self._check("key", key, (1, self.num_kv_heads, num_tokens, self.head_dim))
+        self._check("value", value, (1, self.num_kv_heads, num_tokens, self.head_dim))
         if name not in self.sequences:
             request = Request(name, array("i", [0]) * num_tokens, num_tokens, SamplingParams())
             self.manager.admit(request, self.manager.match(request))
             self._grow(request, num_tokens)
             self.sequences[name], self.lengths[name] = request, [0] * self.num_layers
-        if self.lengths[name][layer] or num_tokens != len(self.sequences[name].tokens):
+        if self.lengths[name][layer]:
             raise BadValue(f"layer {layer} of {name!r} has {self.lengths[name][layer]} tokens; a prefill comes first")
+        if num_tokens != len(self.sequences[name].tokens):
+            have = len(self.sequences[name].tokens)
+            raise BadValue(f"key has {num_tokens} tokens; the other layers of {name!r} have {have}")
         for at in range(0, num_tokens, self.block_size):
             end = min(at + self.block_size, num_tokens)
             self._store(layer, name, at, key[0, :, at:end], value[0, :, at:end])
@@ -66,7 +73,11 @@ class LayerwiseCache:
         The first layer that brings the token makes room for it. Where the last block is shared with another sequence,
         that copies the block first (in all layers), so that the other one keeps its own.
         """
-        request, position = self.sequences[name], self.lengths[name][layer]
+        request, position = self._sequence(name), self.lengths[name][layer]
+        self._check("key", key, (self.num_kv_heads, self.head_dim))
+        self._check("value", value, (self.num_kv_heads, self.head_dim))
+        if position == 0:
+            raise BadValue(f"layer {layer} of {name!r} has no tokens yet; register its prefill first")
         if position == len(request.tokens):
             if min(self.lengths[name]) < position:
                 raise BadValue(f"layer {layer} of {name!r} would be two tokens ahead of another layer")
@@ -86,8 +97,17 @@ class LayerwiseCache:
         return k.contiguous(), v.contiguous()
 
     def fork(self, name: str, child: str) -> None:
-        """A second sequence with the same tokens. It shares all blocks until one of the two appends to the last."""
-        parent = self.sequences[name]
+        """A second sequence with the same tokens. It shares all blocks until one of the two appends to the last.
+
+        All layers must stand at the same place: a block that one layer has still to write cannot be shared.
+        """
+        parent = self._sequence(name)
+        if child in self.sequences:
+            raise BadValue(f"there is a sequence {child!r} already")
+        if len(set(self.lengths[name])) > 1:
+            raise BadValue(
+                f"the layers of {name!r} have {self.lengths[name]} tokens; a fork needs all layers at one place"
+            )
         twin = Request(child, array("i", parent.tokens), parent.num_prompt, SamplingParams())
         self.manager.fork(parent, twin)
         twin.num_computed = parent.num_computed  # K and V are brought from outside: its last token has them too
@@ -95,12 +115,22 @@ class LayerwiseCache:
 
     def free(self, name: str) -> None:
         """Give the sequence's blocks back."""
-        self.manager.release(self.sequences.pop(name))
+        self.manager.release(self._sequence(name))
+        del self.sequences[name]
         del self.lengths[name]
 
     def block_table(self, name: str) -> list[int]:
         """The sequence's blocks, the same for all layers."""
-        return self.sequences[name].block_ids[0].tolist()
+        return self._sequence(name).block_ids[0].tolist()
+
+    def _sequence(self, name: str) -> Request:
+        if name not in self.sequences:
+            raise BadValue(f"there is no sequence {name!r}; there are: {', '.join(self.sequences) or 'none'}")
+        return self.sequences[name]
+
+    def _check(self, argument: str, x: Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(x.shape) != shape:
+            raise BadShape(f"{argument} has shape {tuple(x.shape)}; expected {shape}")
 
     def _grow(self, request: Request, num_tokens: int) -> None:
         copies: list[Move] = []

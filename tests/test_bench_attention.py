@@ -134,9 +134,24 @@ def test_what_a_cascade_saves() -> None:
         torch.set_num_threads(threads)
     assert outs[0].shape == (4, 4, 8)
     assert all(out.isfinite().all() for out in outs)
+    bound = cascade.CascadeFigure(shape, 6.0, 2.0, read=10.0, multiply=30.0)
+    assert bound.speedup == 3.0
+    assert bound.roof == 1.5  # 30 / (2 * 10), and not the bytes
+    assert bound.as_dict()["share"] == 2.0
     assert figure.speedup == figure.apart_seconds / figure.shared_seconds
     assert figure.roof == min(shape.bytes_saved, figure.multiply / (2 * figure.read))
     assert figure.as_dict()["share"] == figure.speedup / figure.roof
+
+
+def test_sequences_apart_have_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And sequences that share have not: seen by the blocks of the cache that each call makes."""
+    made = []
+    real = cascade.filled_cache
+    monkeypatch.setattr(cascade, "filled_cache", lambda spec: (made.append(spec.num_blocks), real(spec))[1])
+    shape = cascade.CascadeShape(batch=4, shared=64, own=32, num_heads=2, num_kv_heads=2, head_dim=8)
+    for shares in (False, True):
+        cascade.call(ops.load("cpu"), shape, shares=shares)
+    assert made == [4 * 4 + 4 * 2, 4 + 4 * 2]
 
 
 def test_the_cascade_command() -> None:

@@ -68,6 +68,7 @@ def test_the_tiny_engine_says_what_the_engine_says(monkeypatch: pytest.MonkeyPat
     prompts = [llm.tokenizer.encode(text) for text in texts]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     wanted = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    monkeypatch.setattr(tiny, "NUM_BLOCKS", 8)  # room for three at a time, not for four without reuse
     model = tiny.Model(Path(tiny.quire.__file__).parent / "embedded")
     answers = tiny.generate(model, prompts, 20)
     assert answers == [list(output.outputs[0].token_ids) for output in wanted]
@@ -165,3 +166,34 @@ def test_what_the_cache_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.manager.pools[0].num_free == 0
     cache.free("a")
     filled(cache, "b", 3, 1)
+
+
+def test_a_fork_needs_all_layers_at_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = module("layerwise_cache", monkeypatch).LayerwiseCache(2, 8, 2, 4, 8)
+    tokens = filled(cache, "a", 6, 1)
+    row = torch.ones(2, 8)
+    cache.append_token(0, "a", row, row)
+    with pytest.raises(BadValue, match=r"the layers of 'a' have \[7, 6\] tokens; a fork needs all at one place"):
+        cache.fork("a", "b")
+    cache.append_token(1, "a", row, row)
+    with pytest.raises(BadValue, match="there is a sequence 'a' already"):
+        cache.fork("a", "a")
+    for call, message in (
+        (lambda: cache.gather_sequence(0, "c"), "there is no sequence 'c'; there are: a"),
+        (lambda: cache.append_token(0, "c", row, row), "there is no sequence 'c'"),
+        (lambda: cache.fork("c", "d"), "there is no sequence 'c'"),
+        (lambda: cache.free("c"), "there is no sequence 'c'"),
+        (lambda: cache.append_token(0, "a", row[:1], row), r"key has shape \(1, 8\); expected \(2, 8\)"),
+        (lambda: cache.append_token(0, "a", row, row[0]), "value has shape"),
+        (lambda: cache.register_prefill_layer(0, "e", tokens[0, 0][0], tokens[0, 0]), "key has shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    cache.register_prefill_layer(0, "f", *tokens[0])
+    with pytest.raises(BadValue, match="layer 1 of 'f' has no tokens yet; register its prefill first"):
+        cache.append_token(1, "f", row, row)
+    with pytest.raises(BadValue, match="key has 5 tokens; the other layers of 'f' have 6"):
+        cache.register_prefill_layer(1, "f", *tokens[1][:, :, :, :5])
+    for name in "af":
+        cache.free(name)
+    assert cache.manager.pools[0].num_free == 8

@@ -146,9 +146,12 @@ def levels_of(backend: ops.Ops, device: str, second: dict | None = None, first: 
         fields |= {"dtype": torch.float32, "causal": depth == 1, "device": device} | changes
         rows = fields.pop("rows", 2)
         spec = ops.AttentionSpec(**fields)
-        k = torch.zeros(3, spec.num_kv_heads, 4, spec.head_dim, dtype=spec.dtype, device=device)
+        k, v = (
+            torch.zeros(3, spec.num_kv_heads, 4, dim, dtype=spec.dtype, device=device)
+            for dim in (spec.head_dim, spec.dim_v)
+        )
         plan = backend.plan(spec, torch.tensor([0, rows]), torch.tensor([4]), torch.tensor([[1]]))
-        levels.append(ops.CascadeLevel(ops.PagedKV(k, k), plan))
+        levels.append(ops.CascadeLevel(ops.PagedKV(k, v), plan))
     return levels
 
 
@@ -181,6 +184,24 @@ def test_what_else_is_refused(backend, device):
         ops.cascade_attention(q, mixed, backend=backend.NAME)
     with pytest.raises(BadShape, match=r"q has shape \(3, 2, 8\)"):
         ops.cascade_attention(torch.zeros(3, 2, 8, device=device), levels_of(backend, device), backend=backend.NAME)
+
+
+def test_a_causal_level_before_the_last_is_refused(backend, device):
+    """Also in the middle, and where the two are the same object."""
+    first, last = levels_of(backend, device)
+    q = torch.zeros(2, 2, 8, device=device)
+    for levels, name in (([last, last], "level 0"), ([first, last, last], "level 1")):
+        with pytest.raises(BadValue, match=f"{name} is causal; only the last one may be"):
+            ops.cascade_attention(q, levels, backend=backend.NAME)
+
+
+def test_levels_may_differ_in_kv_heads_and_not_in_values(backend, device):
+    first, last = levels_of(backend, device, first={"num_kv_heads": 2})
+    q = torch.zeros(2, 2, 8, device=device)
+    assert ops.cascade_attention(q, [first, last], backend=backend.NAME).shape == (2, 2, 8)
+    first, last = levels_of(backend, device, first={"head_dim_v": 4})
+    with pytest.raises(BadShape, match="level 0 has dim_v 4 and the last one 8"):
+        ops.cascade_attention(q, [first, last], backend=backend.NAME)
 
 
 def test_the_lse_merges_on(backend, device):

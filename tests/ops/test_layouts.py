@@ -66,3 +66,18 @@ def test_what_is_refused():
         layouts.unpack_keys(torch.zeros(1, 1, 2, 4))
     with pytest.raises(BadShape, match=r"\[N, Hkv, D, B\]"):
         layouts.unpack_values(torch.zeros(2))
+
+
+def test_a_copy_is_a_copy():
+    """Also where the strides were right already: nothing that is written to one shows in the other."""
+    for convert, shape in (
+        (layouts.nhd_from_hnd, (3, 1, 4, 8)),
+        (layouts.hnd_from_nhd, (3, 1, 4, 8)),
+        (layouts.pack_keys, (3, 2, 4, 4)),
+        (layouts.unpack_keys, (3, 2, 1, 4, 4)),
+        (layouts.pack_values, (3, 2, 1, 8)),
+        (layouts.unpack_values, (3, 2, 8, 1)),
+    ):
+        cache = torch.zeros(shape)
+        convert(cache).fill_(1)
+        assert not cache.any(), convert.__name__

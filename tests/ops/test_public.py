@@ -120,21 +120,23 @@ def good_call(device: str) -> dict[str, Tensor]:
         ("q", torch.zeros(3, 4), BadShape, ["q", "(3, 4)", "3 dimensions"]),
         ("q", torch.zeros(4, 4, 8), BadShape, ["q", "(4, 4, 8)", "(3, 4, 8)"]),
         ("q", torch.zeros(3, 3, 8), BadValue, ["num_heads", "3", "2"]),
-        ("q", torch.zeros(3, 4, 9), BadShape, ["k", "8", "9"]),
+        ("q", torch.zeros(3, 4, 9), BadShape, ["k_cache has shape", "8", "9"]),
         ("k_cache", torch.zeros(5, 2, 8), BadShape, ["k_cache", "(5, 2, 8)", "4 dimensions"]),
         ("v_cache", torch.zeros(5), BadShape, ["v_cache", "(5,)", "4 dimensions"]),
         ("v_cache", torch.zeros(4, 2, 4, 8), BadShape, ["v", "(4, 2, 4, 8)", "(5, 2, 4, 8)"]),
         ("k_cache", torch.zeros(5, 2, 4, 8).double(), BadDtype, ["k_cache", "float64", "float32"]),
         ("v_cache", torch.zeros(5, 2, 4, 8).half(), BadDtype, ["v_cache", "float16", "float32"]),
         ("block_tables", torch.tensor([[0, 1], [2, 5]]), BadValue, ["block_tables[1, 1]", "5", "0..4"]),
-        ("seq_lens", torch.tensor([5, 9]), BadValue, ["[1]", "9", "sequence 1"]),
-        ("cum_seq_lens_q", torch.tensor([0, 3]), BadShape, ["2", "S + 1"]),
+        ("seq_lens", torch.tensor([5, 9]), BadValue, ["seq_lens[1]", "9", "sequence 1"]),
+        ("cum_seq_lens_q", torch.tensor([0, 3]), BadShape, ["cum_seq_lens_q has 2", "S + 1"]),
+        ("seq_lens", [5, 8], BadDtype, ["seq_lens is a list"]),
+        ("block_tables", torch.tensor([[0.5, 1], [2, 3]]), BadDtype, ["block_tables has dtype torch.float32"]),
     ],
 )
 def test_paged_prefill_refuses(backend, device, name, value, error, fragments):
     call = good_call(device)
     ops.paged_prefill(**call, backend=backend.NAME)
-    call[name] = value.to(device) if value.is_floating_point() else value
+    call[name] = value.to(device) if isinstance(value, Tensor) and value.dim() > 2 else value
     with pytest.raises(error) as raised:
         ops.paged_prefill(**call, backend=backend.NAME)
     assert all(fragment in str(raised.value) for fragment in fragments), raised.value
@@ -144,7 +146,7 @@ def test_paged_decode_wants_one_row_a_sequence(backend, device):
     call = good_call(device)
     del call["cum_seq_lens_q"]
     call["context_lens"] = call.pop("seq_lens")
-    with pytest.raises(BadShape, match="4 entries"):
+    with pytest.raises(BadShape, match="q has 3 rows and context_lens 2 entries"):
         ops.paged_decode(**call, backend=backend.NAME)
 
 
@@ -166,6 +168,8 @@ def test_auto_takes_the_first_backend_that_can(monkeypatch):
     assert ops.load("auto") is first
     assert ops.load("second") is second
     assert ops.unavailable("never", "cpu") == "no cpu unit"
+    with pytest.raises(Unsupported, match="there is no attention backend 'nope'"):
+        ops.unavailable("nope")
     with pytest.raises(Unsupported, match="never: no cpu unit"):
         ops.load("never")
     monkeypatch.setattr(backends, "BACKENDS", {"never": "quire_never"})

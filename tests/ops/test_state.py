@@ -80,7 +80,9 @@ def test_a_shift_moves_the_lse_alone(device):
         (torch.zeros(3, 2, 8), torch.zeros(2, 3), math.e, BadShape, r"lse has shape \(2, 3\); expected \(3, 2\)"),
         (torch.zeros(3, 2, 8), torch.zeros(3, 2).double(), math.e, BadDtype, "lse has dtype torch.float64"),
         (torch.zeros(3, 2, 8).half(), torch.zeros(3, 2).half(), math.e, BadDtype, "lse has dtype torch.float16"),
-        (torch.zeros(3, 2, 8), torch.zeros(3, 2), 1.0, BadValue, "base is 1.0"),
+        (torch.zeros(3, 2, 8), torch.zeros(3, 2), 1.0, BadValue, "base is 1"),
+        (torch.zeros(3, 2, 8, dtype=torch.int32), torch.zeros(3, 2), math.e, BadDtype, "out has dtype torch.int32"),
+        (torch.zeros(3, 2, 8), torch.zeros(3, 2), 0.9, BadValue, "base is 0[.]9"),
         (torch.zeros(3, 2, 8), torch.zeros(3, 2), math.nan, BadValue, "base is nan"),
         (torch.zeros(3, 2, 8), torch.zeros(3, 2), "2", BadValue, "base is '2'"),
     ],
@@ -95,5 +97,14 @@ def test_other_shapes_are_refused(backend, device):
     other = AttentionState(torch.zeros(4, 6, 8, device=device), torch.zeros(4, 6, device=device))
     with pytest.raises(BadShape, match=r"out_b has shape \(4, 6, 8\)"):
         first.merge(other, backend=backend.NAME)
-    with pytest.raises(BadValue, match=r"base is 0\.5"):
-        first.in_base(0.5)
+    for base in (0.5, 1, 1.0):
+        with pytest.raises(BadValue, match=f"base is {base:g}"):
+            first.in_base(base)
+    with pytest.raises(BadShape, match=r"bias has shape \(6,\); expected \(4, 6\)"):
+        first.shifted(torch.zeros(6))
+
+
+def test_states_do_not_compare_as_a_whole():
+    state = AttentionState(torch.zeros(3, 2, 8), torch.zeros(3, 2))
+    assert state == state
+    assert state != AttentionState(state.out, state.lse)

@@ -21,8 +21,6 @@ def load(name: str = "auto", device: str = "cpu") -> Ops:
 
     Raises Unsupported where there is no such backend, or it cannot run here; the message says why.
     """
-    if name != "auto" and name not in BACKENDS:
-        raise Unsupported(f"there is no attention backend {name!r}; there are: auto, {', '.join(BACKENDS)}")
     reasons = []
     for candidate in BACKENDS if name == "auto" else (name,):
         backend = _module(candidate)
@@ -34,9 +32,14 @@ def load(name: str = "auto", device: str = "cpu") -> Ops:
 
 
 def unavailable(name: str, device: str = "cpu") -> str | None:
-    """Why the backend of that name cannot serve the device on this machine, or None where it can."""
+    """Why the backend of that name cannot serve the device on this machine, or None where it can.
+
+    Raises Unsupported where there is no such backend.
+    """
     return _module(name).unavailable(device)
 
 
 def _module(name: str) -> Ops:
+    if name not in BACKENDS:
+        raise Unsupported(f"there is no attention backend {name!r}; there are: auto, {', '.join(BACKENDS)}")
     return cast(Ops, importlib.import_module(BACKENDS[name]))

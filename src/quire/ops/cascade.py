@@ -1,7 +1,7 @@
 """Cascade attention: keys that many sequences share are read once for all of them (Juravsky et al. 2024; FlashInfer).
 
-There are two ways to it. A plan whose block tables agree over whole splits of 1,024 keys is a cascade already: the
-cpu backend finds that in the tables, reads what is shared once, and gives the same bits as without. Or the levels are
+There are two ways to it. A plan whose block tables agree over 256 keys and more is a cascade already: the cpu backend
+finds that in the tables, reads what is shared once where it pays, and gives the same bits as without. Or the levels are
 given, here: each is a cache of its own, with its own block size and tables, and divides the query rows into groups; all
 rows of a group see all of its keys. Attention over each level is a state, and the states merge.
 """
@@ -22,7 +22,7 @@ from quire.ops.plan import AttentionPlan
 from quire.ops.state import AttentionState
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CascadeLevel:
     """One level: where its keys lie, and which rows see them.
 
@@ -132,13 +132,13 @@ def _check(levels: Sequence[CascadeLevel]) -> None:
             raise BadShape(
                 f"level {i} has {plan.num_tokens} query rows and the last one {last.num_tokens}; all divide the same"
             )
-        for name in ("num_heads", "num_kv_heads", "head_dim", "dim_v"):
+        for name in ("num_heads", "head_dim", "dim_v"):
             here, there = getattr(spec, name), getattr(last.spec, name)
             if here != there:
                 raise BadShape(f"level {i} has {name} {here} and the last one {there}; they must be the same")
         if spec.dtype != last.spec.dtype:
             raise BadDtype(f"level {i} has dtype {spec.dtype} and the last one {last.spec.dtype}; they must agree")
-        if spec.causal and plan is not last:
+        if spec.causal and i < len(levels) - 1:
             raise BadValue(
                 f"level {i} is causal; only the last one may be, since all rows see all keys of the others: give its "
                 f"spec causal=False"

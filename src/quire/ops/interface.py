@@ -76,9 +76,9 @@ class AttentionSpec:
         return 1.0 / math.sqrt(self.head_dim)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
 class PagedKV:
-    """One layer's share of the paged cache. Any strides but a unit last one, so HND and NHD views both serve.
+    """One layer's share of the paged cache. Any strides as long as the last one is 1: HND and NHD views both serve.
 
     Slots that no sequence owns may hold anything, NaN included: no backend lets them reach a result.
     """

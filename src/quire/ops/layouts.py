@@ -6,12 +6,13 @@
 | NHD | `[N, B, Hkv, D]` | `[N, B, Hkv, D]` | flash-attn, transformers, FlashInfer's "NHD" |
 | packed | `[N, Hkv, D/x, B, x]` | `[N, Hkv, D, B]` | vLLM's first kernels; x = 16 bytes of numbers |
 
-`PagedKV` takes every stride but the last, so an NHD cache needs no conversion: `PagedKV(k.transpose(1, 2), ...)` is a
-view of it. Packed caches have to be converted, once.
+`PagedKV` takes any strides as long as the last one is 1, so an NHD cache needs no conversion:
+`PagedKV(k.transpose(1, 2), ...)` is a view of it. Packed caches have to be converted, once.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from quire.errors import BadShape
@@ -23,14 +24,14 @@ def nhd_from_hnd(
     cache: Tensor,  # [N, Hkv, B, D]
 ) -> Tensor:
     """A contiguous copy as [N, B, Hkv, D]. Raises BadShape."""
-    return _dims("cache", cache, 4, "[N, Hkv, B, D]").transpose(1, 2).contiguous()
+    return _copy(_dims("cache", cache, 4, "[N, Hkv, B, D]").transpose(1, 2))
 
 
 def hnd_from_nhd(
     cache: Tensor,  # [N, B, Hkv, D]
 ) -> Tensor:
     """A contiguous copy as [N, Hkv, B, D]. Raises BadShape."""
-    return _dims("cache", cache, 4, "[N, B, Hkv, D]").transpose(1, 2).contiguous()
+    return _copy(_dims("cache", cache, 4, "[N, B, Hkv, D]").transpose(1, 2))
 
 
 def pack_keys(
@@ -43,7 +44,7 @@ def pack_keys(
         raise BadShape(f"k has a head_dim of {k.shape[3]}; the packed layout needs a multiple of x = {x} for {k.dtype}")
     num_blocks, num_kv_heads, block_size, head_dim = k.shape
     parts = k.reshape(num_blocks, num_kv_heads, block_size, head_dim // x, x)
-    return parts.permute(0, 1, 3, 2, 4).contiguous()
+    return _copy(parts.permute(0, 1, 3, 2, 4))
 
 
 def unpack_keys(
@@ -53,26 +54,31 @@ def unpack_keys(
     _dims("k", k, 5, "[N, Hkv, D/x, B, x]")
     if k.shape[4] != vector_size(k):
         raise BadShape(f"k has x = {k.shape[4]}, its last dimension; for {k.dtype} x is {vector_size(k)}")
-    return k.permute(0, 1, 3, 2, 4).flatten(3).contiguous()
+    return _copy(k.permute(0, 1, 3, 2, 4)).flatten(3)
 
 
 def pack_values(
     v: Tensor,  # [N, Hkv, B, D]
 ) -> Tensor:
     """A contiguous copy as [N, Hkv, D, B]. Raises BadShape."""
-    return _dims("v", v, 4, "[N, Hkv, B, D]").transpose(2, 3).contiguous()
+    return _copy(_dims("v", v, 4, "[N, Hkv, B, D]").transpose(2, 3))
 
 
 def unpack_values(
     v: Tensor,  # [N, Hkv, D, B]
 ) -> Tensor:
     """A contiguous copy as [N, Hkv, B, D]. Raises BadShape."""
-    return _dims("v", v, 4, "[N, Hkv, D, B]").transpose(2, 3).contiguous()
+    return _copy(_dims("v", v, 4, "[N, Hkv, D, B]").transpose(2, 3))
 
 
 def vector_size(cache: Tensor) -> int:
     """The packed layout's x: numbers in 16 bytes."""
     return VECTOR_BYTES // cache.element_size()
+
+
+def _copy(x: Tensor) -> Tensor:
+    """Memory of its own, whether the strides were right already or not."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _dims(name: str, x: Tensor, dims: int, shape: str) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape
+from quire.ops import validate
 from quire.ops.backends import load
 from quire.ops.interface import AttentionSpec, PagedKV
 
@@ -30,10 +31,8 @@ def paged_prefill(
 
     Raises BadShape, BadDtype, BadStride or BadValue, naming the argument, the sequence and the value.
     """
-    spec = describe(q, k_cache, v_cache)
-    ops = load(backend, q.device.type)
-    plan = ops.plan(spec, cum_seq_lens_q.cpu(), seq_lens.cpu(), block_tables.cpu())
-    return ops.attention(q, PagedKV(k_cache, v_cache), plan, scale=scale, alibi_slopes=alibi_slopes)
+    with validate.renamed(query_starts="cum_seq_lens_q", context_lens="seq_lens", k="k_cache", v="v_cache"):
+        return _attend(q, k_cache, v_cache, block_tables, seq_lens, cum_seq_lens_q, alibi_slopes, scale, backend)
 
 
 def paged_decode(
@@ -51,10 +50,31 @@ def paged_decode(
 
     Else as `paged_prefill`.
     """
+    validate.check_integers("context_lens", context_lens, 1)
+    if len(q) != len(context_lens):
+        raise BadShape(f"q has {len(q)} rows and context_lens {len(context_lens)} entries; decode takes one row each")
     one_row_each = torch.arange(len(q) + 1, dtype=torch.int32)
-    return paged_prefill(
-        q, k_cache, v_cache, block_tables, context_lens, one_row_each, alibi_slopes, scale, backend=backend
+    with validate.renamed(k="k_cache", v="v_cache"):
+        return _attend(q, k_cache, v_cache, block_tables, context_lens, one_row_each, alibi_slopes, scale, backend)
+
+
+def _attend(
+    q: Tensor,  # [T, Hq, D]
+    k_cache: Tensor,  # [N, Hkv, B, D]
+    v_cache: Tensor,  # [N, Hkv, B, Dv]
+    block_tables: Tensor,  # int [S, M]
+    context_lens: Tensor,  # int [S]
+    query_starts: Tensor,  # int [S+1]
+    alibi_slopes: Tensor | None,
+    scale: float | None,
+    backend: str,
+) -> Tensor:
+    ops, spec = load(backend, q.device.type), describe(q, k_cache, v_cache)
+    starts, lens = (
+        validate.to_host(name, x, 1) for name, x in (("query_starts", query_starts), ("context_lens", context_lens))
     )
+    plan = ops.plan(spec, starts, lens, validate.to_host("block_tables", block_tables, 2))
+    return ops.attention(q, PagedKV(k_cache, v_cache), plan, scale=scale, alibi_slopes=alibi_slopes)
 
 
 def describe(

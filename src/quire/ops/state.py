@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from quire.errors import BadValue, check_number
+from quire.errors import BadDtype, BadShape, BadValue, check_number
 from quire.ops import validate
 from quire.ops.backends import load
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
 class AttentionState:
     """Attention over some keys: its output, and the logarithm of the sum of exponentials of its scores.
 
@@ -30,9 +29,9 @@ class AttentionState:
 
     def __post_init__(self) -> None:
         validate.check_state("out", self.out, "lse", self.lse)
-        check_number(BadValue, "base", self.base, 0.0)
-        if self.base <= 1:
-            raise BadValue(f"base is {self.base}; the base of a logarithm here is greater than 1")
+        if not self.out.is_floating_point():
+            raise BadDtype(f"out has dtype {self.out.dtype}; it must be a floating-point dtype")
+        _check_base(self.base)
 
     def merge(self, *others: AttentionState, backend: str = "auto") -> AttentionState:
         """The state over the keys of all of them, merged from left to right.
@@ -56,13 +55,24 @@ class AttentionState:
         """The same state with its LSE to another base. Raises BadValue."""
         if base == self.base:
             return self
-        check_number(BadValue, "base", base, 1.0)
+        _check_base(base)
         return AttentionState(self.out, self.lse * (math.log(self.base) / math.log(base)), base)
 
     def shifted(
         self,
         bias: Tensor,  # [T, Hq]
     ) -> AttentionState:
-        """The state as if this had been added to all of a row's scores: its output is the same, its LSE is not."""
-        natural = bias.to(self.lse.dtype) / math.log(self.base)
-        return AttentionState(self.out, torch.where(self.lse == -torch.inf, self.lse, self.lse + natural), self.base)
+        """The state as if this had been added to all of a row's scores: its output is the same, its LSE is not.
+
+        Raises BadShape.
+        """
+        lse_shape = tuple(self.lse.shape)
+        if tuple(bias.shape) != lse_shape:
+            raise BadShape(f"bias has shape {tuple(bias.shape)}; expected {lse_shape}, one number a row and head")
+        return AttentionState(self.out, self.lse + bias.to(self.lse.dtype) / math.log(self.base), self.base)
+
+
+def _check_base(base: float) -> None:
+    check_number(BadValue, "base", base, 1.0)
+    if base == 1:
+        raise BadValue("base is 1; there is no logarithm to base 1")

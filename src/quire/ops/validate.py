@@ -7,12 +7,15 @@ dtypes and strides are looked at, which costs no pass over data.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from quire.errors import BadDtype, BadShape, BadStride, BadValue, Unsupported
+from quire.errors import BadDtype, BadShape, BadStride, BadValue, QuireError, Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,16 +134,37 @@ def check_metadata(
 
 def _host_integers(name: str, tensor: torch.Tensor, dims: int) -> NDArray[np.integer]:
     """The tensor as a numpy view, if it is an int32 or int64 host tensor of that many dimensions."""
-    if not isinstance(tensor, torch.Tensor):
-        raise BadDtype(f"{name} is a {type(tensor).__name__}; it must be an integer tensor on the host")
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise BadDtype(f"{name} has dtype {tensor.dtype}; it must be int32 or int64")
+    check_integers(name, tensor, dims)
     if tensor.device.type != "cpu":
         raise BadValue(f"{name} lies on {tensor.device}; metadata is read on the host, so give a CPU tensor")
-    if tensor.dim() != dims:
-        raise BadShape(f"{name} has shape {tuple(tensor.shape)}; it must have {dims} dimension(s)")
     view: NDArray[np.integer] = tensor.numpy()
     return view
+
+
+def check_integers(name: str, tensor: torch.Tensor, dims: int) -> None:
+    """Raise BadDtype or BadShape unless it is an int32 or int64 tensor of that many dimensions."""
+    if not isinstance(tensor, torch.Tensor):
+        raise BadDtype(f"{name} is a {type(tensor).__name__}; it must be an integer tensor")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise BadDtype(f"{name} has dtype {tensor.dtype}; it must be int32 or int64")
+    if tensor.dim() != dims:
+        raise BadShape(f"{name} has shape {tuple(tensor.shape)}; it must have {dims} dimension(s)")
+
+
+def to_host(name: str, tensor: torch.Tensor, dims: int) -> torch.Tensor:
+    """An integer tensor on the host, where it lies or copied there. Raises BadDtype or BadShape."""
+    check_integers(name, tensor, dims)
+    return tensor.cpu()
+
+
+@contextmanager
+def renamed(**names: str) -> Iterator[None]:
+    """Errors that come from within name arguments as the caller knows them: names[theirs] for theirs."""
+    try:
+        yield
+    except QuireError as error:
+        words = re.compile(r"\b(?:kv\.)?(" + "|".join(names) + r")\b")
+        raise type(error)(words.sub(lambda found: names[found[1]], str(error))) from None
 
 
 def _check_query_starts(starts: NDArray[np.integer], max_tokens: int) -> int:
@@ -264,6 +288,8 @@ def check_attention(
     check_tensor("q", q, (plan.num_tokens, spec.num_heads, spec.head_dim), spec.dtype, device)
     if out is not None:
         check_tensor("out", out, (plan.num_tokens, spec.num_heads, spec.dim_v), spec.dtype, device)
+        if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+            raise BadStride(f"out has strides {out.stride()}; rows or heads that share memory overwrite each other")
     if alibi_slopes is not None:
         check_tensor("alibi_slopes", alibi_slopes, (spec.num_heads,), torch.float32, device)
     if sinks is not None:

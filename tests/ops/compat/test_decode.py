@@ -18,18 +18,20 @@ class Decode:
 
     def __init__(
         self, device: str, lens: list[int], *, num_kv_heads: int = 2, group: int = 1, head_dim: int = 16,
-        block_size: int = 8, width: int = 5, padding: int = -1, dtype: torch.dtype = torch.float32,
+        head_dim_v: int = 16, block_size: int = 8, width: int = 5, padding: int = -1, dtype=torch.float32,
     ) -> None:  # fmt: skip
         room = [n + 1 for n in lens]  # blocks for the new token too, so that it can be appended
         self.tables, num_blocks = tables_of(room, block_size, width)
         self.lens, self.device, self.block_size = lens, device, block_size
-        shape = (num_blocks + 1, num_kv_heads, block_size, head_dim)
-        self.k_cache, self.v_cache = (random_cache(shape, self.tables, lens, dtype, device, seed) for seed in (1, 2))
+        shape, dims = (num_blocks + 1, num_kv_heads, block_size), (head_dim, head_dim_v)
+        self.k_cache, self.v_cache = (
+            random_cache((*shape, dim), self.tables, lens, dtype, device, dim) for dim in dims
+        )
         rows = (len(lens), num_kv_heads * group, head_dim)
         self.q = random_rows(rows, dtype, device)
         gen = torch.Generator().manual_seed(8)
         self.k_new, self.v_new = (
-            torch.randn(len(lens), num_kv_heads, head_dim, generator=gen).to(dtype).to(device) for _ in range(2)
+            torch.randn(len(lens), num_kv_heads, dim, generator=gen).to(dtype).to(device) for dim in dims
         )
         self.table = torch.tensor(self.tables, device=device)
         if padding != -1:
@@ -62,6 +64,18 @@ def test_the_new_token_is_the_first_element(backend, device, group, padding):
         step = Decode(device, LENS, group=group, padding=padding, dtype=dtype)
         out = ops.paged_attention_decode(*step.arguments(), scale=0.2, block_size=8, backend=backend.NAME)
         step.dense(scale=0.2).check(out, None, dtype, roundings=5)
+
+
+def test_values_of_another_size(backend, device):
+    step = Decode(device, LENS, group=3, head_dim_v=24)
+    out = ops.paged_attention_decode(*step.arguments(), backend=backend.NAME)
+    assert out.shape == (7, 6, 24)
+    step.dense().check(out, None, torch.float32, roundings=5)
+    ops.append_token(*step.arguments()[1:], backend=backend.NAME)
+    inside = ops.paged_decode(
+        step.q, step.k_cache, step.v_cache, step.table, step.context_lens + 1, backend=backend.NAME
+    )
+    dense.check_close("out", out, inside, 1e-5)
 
 
 def test_the_cache_is_not_written_until_the_token_is_appended(backend, device):
@@ -114,14 +128,22 @@ def test_decoding_token_by_token_equals_prefill(backend, device):
 REFUSED = [
     ("q", lambda x: x[:, None].expand(-1, 2, -1, -1), BadShape, "exactly one query token a sequence"),
     ("q", lambda x: torch.cat([x, x]), BadShape, r"for 3 sequences; decoding takes exactly one query token"),
-    ("context_lens", lambda x: torch.tensor([4, 41, 2]), BadValue, r"context_lens\[1\] is 41; sequence 1's .* 40"),
+    ("context_lens", lambda x: torch.tensor([4, 41, 2]), BadValue, r"context_lens\[1\] is 41; sequence 1's .*\.\.40"),
     ("context_lens", lambda x: torch.tensor([4, -1, 2]), BadValue, r"context_lens\[1\] is -1"),
-    ("table", lambda x: x.masked_fill(x >= 0, -1), BadValue, r"block_tables\[0, 0\] is -1"),
-    ("table", lambda x: x[:2], BadShape, r"block_table has shape \(2, 5\); expected \(3, M\)"),
-    ("k_new", lambda x: x[:, :1], BadShape, r"k_new has shape \(3, 1, 16\); expected \(3, 2, head_dim\)"),
+    ("table", lambda x: x.masked_fill(x >= 0, -1), BadValue, r"^block_table\[0, 0\] is -1"),
+    ("table", lambda x: x[:2], BadShape, "block_table has 2 rows for 3 sequences"),
+    ("k_new", lambda x: x[..., :1], BadShape, r"k_new has shape \(3, 2, 1\); expected \(3, 2, 16\)"),
+    ("k_new", lambda x: x.half(), BadDtype, "k_new has dtype torch.float16; expected torch.float32"),
+    ("v_new", lambda x: x[..., :8], BadShape, r"v_new has shape \(3, 2, 8\); expected \(3, 2, 16\)"),
+    ("v_new", lambda x: x.double(), BadDtype, "v_new has dtype torch.float64"),
+    ("table", lambda x: x.float(), BadDtype, "block_table has dtype torch.float32"),
+    ("table", lambda x: x[0], BadShape, r"block_table has shape \(5,\); it must have 2"),
+    ("context_lens", lambda x: x + 0.9, BadDtype, "context_lens has dtype torch.float32"),
+    ("context_lens", lambda x: x.tolist(), BadDtype, "context_lens is a list"),
+    ("k_new", lambda x: x[:, :1], BadShape, r"k_new has shape \(3, 1, 16\); expected \(3, 2, 16\)"),
     ("v_new", lambda x: x[0], BadShape, "v_new has shape"),
     ("k_cache", lambda x: x[0], BadShape, "k_cache_layer has shape"),
-    ("k_cache", lambda x: x.half(), BadDtype, "k_cache has dtype torch.float16"),
+    ("k_cache", lambda x: x.half(), BadDtype, "k_cache_layer has dtype torch.float16"),
 ]  # fmt: skip
 
 
@@ -138,19 +160,27 @@ def test_another_block_size_is_refused(backend, device):
         ops.paged_attention_decode(*Decode(device, [4]).arguments(), block_size=16, backend=backend.NAME)
 
 
+NUM_BLOCKS = 8  # of `Decode(device, [4, 20, 2])`
+
+
 @pytest.mark.parametrize(
     ("lens", "table", "error", "message"),
     [
         ([4, 40, 2], None, BadValue, "sequence 1 has 40 tokens; its table of 5 blocks of 8 has no room"),
         ([4, -1, 2], None, BadValue, "sequence 1 has -1 tokens"),
         ([4, 24, 2], None, BadValue, r"block_table\[1, 3\] is -1; the new token of sequence 1 goes there"),
-        ([4, 4, 2], [[0], [0], [1]], BadValue, r"slots\[0\] and slots\[1\] are both 4"),
+        ([4, 4, 2], [[0], [0], [1]], BadValue, r"new_token_slots\[0\] and new_token_slots\[1\] are both 4"),
         ([4, 4, 2], [[0], [99], [1]], BadValue, r"block_table\[1, 0\] is 99; .* block id in 0\.\."),
+        ([4, 4, 2], [[0], [NUM_BLOCKS], [1]], BadValue, r"block_table\[1, 0\] is 8; .* block id in 0\.\.7"),
         ([4, 4], None, BadShape, "3 new tokens, 3 tables and 2 lengths"),
+        ([4.9, 4.9, 2.9], None, BadDtype, "context_lens has dtype torch.float32"),
+        ([[4, 4, 2]], None, BadShape, r"context_lens has shape \(1, 3\)"),
+        ([4, 4, 2], [0, 0, 1], BadShape, r"block_table has shape \(3,\)"),
     ],
 )
 def test_append_refuses(backend, device, lens, table, error, message):
     step = Decode(device, [4, 20, 2])
+    assert len(step.k_cache) == NUM_BLOCKS
     step.context_lens = torch.tensor(lens)
     if table is not None:
         step.table = torch.tensor(table)

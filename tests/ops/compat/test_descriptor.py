@@ -126,12 +126,13 @@ def test_the_seeds_example(backend, device, int_dtype, alibi):
         assert (info.kv_block_stride, info.kv_head_stride) == (8 * 16 * 128, 16 * 128)
         with pytest.raises(FrozenInstanceError):
             info.num_seqs = 5
-        prefill.run(**call.given, host_metadata=None if device == "cpu" else tuple(x.cpu() for x in metadata(call)))
+        prefill.run(**call.given, host_metadata=on_host(call, device))
     call.check(scale)
 
 
-def metadata(call: Call) -> list[Tensor]:
-    return [call.given[name] for name in NAMES[4:]]
+def on_host(call: Call, device: str) -> tuple[Tensor, ...] | None:
+    """Copies of the metadata, where it does not lie on the host itself."""
+    return None if device == "cpu" else tuple(call.given[name].cpu() for name in NAMES[4:])
 
 
 @pytest.mark.parametrize("alibi", [False, True])
@@ -140,7 +141,7 @@ def test_it_equals_the_seeds_three_passes(backend, device, alibi, group):
     """Up to the 1e-6 that the seed adds to a sum that is never below 1."""
     call = small(device, alibi=alibi, num_heads=2 * group)
     prefill = ops.PagedPrefill.create(device, **call.meta(), backend=backend.NAME)
-    prefill.run(**call.given, host_metadata=tuple(x.cpu() for x in metadata(call)))
+    prefill.run(**call.given, host_metadata=on_host(call, device))
     q, k, v = (call.given[name] for name in ("q", "k_cache", "v_cache"))
     want = three_passes(q, k, v, call.tables, call.lens, call.starts, call.slopes, 16**-0.5)
     dense.check_close("out", call.given["out"], want, 1e-5)
@@ -164,7 +165,7 @@ def test_one_descriptor_serves_many_calls(backend, device):
             call.given[name] = pool
         if lens == [9, 21, 4]:
             prefill = ops.PagedPrefill.create(device, **call.meta(), scale=0.2, backend=backend.NAME)
-        prefill.run(**call.given, host_metadata=tuple(x.cpu() for x in metadata(call)))
+        prefill.run(**call.given, host_metadata=on_host(call, device))
         call.check(0.2)
 
 
@@ -177,21 +178,27 @@ def test_strided_tensors(backend, device, nhd):
     prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.NAME)
     assert (prefill.info.q_stride, prefill.info.q_head_stride) == (9 * 16, 16)
     assert prefill.info.kv_head_stride == (16 if nhd else 4 * 16)
-    prefill.run(**call.given, host_metadata=tuple(x.cpu() for x in metadata(call)))
+    prefill.run(**call.given, host_metadata=on_host(call, device))
     call.check(16**-0.5)
 
 
-def test_a_run_allocates_nothing():
-    """On the native backend, whose work needs no memory but the plan's."""
+def test_a_run_allocates_no_tensor():
+    """On the native backend, whose work needs no memory but the plan's. Scalars of the checks of lengths aside."""
     if reason := ops.unavailable("cpu"):
         pytest.skip(reason)
-    call = small("cpu", int_dtype=torch.int32)
+    lens = [700 + s for s in range(64)]
+    starts = list(range(65))
+    call = Call("cpu", torch.float32, lens=lens, starts=starts, block_size=16, width=512, int_dtype=torch.int32)
     prefill = ops.PagedPrefill.create("cpu", **call.given, backend="cpu")
     prefill.run(**call.given)
+    plan = prefill._plan
+    addresses = [x.data_ptr() for x in (plan.query_starts, plan.context_lens, plan.block_tables)]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         prefill.run(**call.given)
     sizes = {event.key: event.self_cpu_memory_usage for event in profile.key_averages()}
-    assert sum(size for size in sizes.values() if size > 0) < 200, sizes  # scalars of the checks of lengths
+    assert sum(size for size in sizes.values() if size > 0) < 2_000, sizes  # a copied table would be 131,072
+    assert prefill._plan is plan
+    assert [x.data_ptr() for x in (plan.query_starts, plan.context_lens, plan.block_tables)] == addresses
 
 
 # --------------------------------------------------------------------------------- lengths that the host never sees
@@ -247,11 +254,63 @@ def test_a_workspace_that_is_too_small(gpu):
             prefill.run(**given)
 
 
+@pytest.mark.parametrize(
+    ("cum_seq_lens_q", "table"),
+    [([0, 3, 4, 8], -5), ([0, 3, 4, 8], 2**40), ([5, 90, -7, 10**6], 0), ([-9, -9, -9, -9], 0), ([9, 9, 9, 9], 0)],
+)
+def test_unchecked_metadata_reads_nothing_but_the_cache(cum_seq_lens_q, table):
+    """Wrong numbers may come out, from within the cache; nothing else is touched."""
+    call = small("cpu")
+    call.given["block_tables"] = torch.full((3, 8), table)
+    call.given["cum_seq_lens_q"] = torch.tensor(cum_seq_lens_q)
+    for cache in ("k_cache", "v_cache"):
+        call.given[cache] = torch.ones_like(call.given[cache])
+    attend_unseen(*(call.given[name] for name in NAMES), None, 0.25, torch.empty(8 * 4 * 18))
+    out = call.given["out"]
+    assert ((out == 0) | torch.isclose(out, torch.ones(()))).all()
+
+
+def test_a_workspace_that_lies_askew(gpu):
+    prefill = ops.PagedPrefill.create(gpu, **small("cpu").meta(), backend="reference")
+    room = torch.empty(prefill.workspace_size + 4, dtype=torch.uint8)
+    for workspace in (room[1:], torch.empty(2 * prefill.workspace_size, dtype=torch.uint8)[::2]):
+        with pytest.raises(BadStride, match="workspace has strides"):
+            prefill.run(**small("cpu").given, workspace=workspace)
+
+
 def test_a_cpu_needs_no_workspace():
     call = small("cpu")
     prefill = ops.PagedPrefill.create("cpu", **call.meta())
     assert prefill.workspace_size == 0
     prefill.run(**call.given, workspace=torch.empty(0, dtype=torch.uint8))
+    call.check(16**-0.5)
+
+
+def test_host_metadata_is_checked(gpu):
+    """Its looks and its values; nothing is computed before."""
+    call = small("cpu")
+    prefill = ops.PagedPrefill.create(gpu, **call.meta(), backend="reference")
+    tables, lens, starts = (call.given[name] for name in NAMES[4:])
+    for metadata, error, message in (
+        ((tables, lens), BadValue, "host_metadata must be a tuple"),
+        ((tables, lens.tolist(), starts), BadDtype, "seq_lens is a list"),
+        ((tables, lens.float(), starts), BadDtype, "seq_lens has dtype torch.float32"),
+        ((tables[:2], lens, starts), BadShape, r"block_tables on the host has shape \(2, 8\); described was \(3, 8\)"),
+        ((tables, lens, starts[:0]), BadShape, r"cum_seq_lens_q on the host has shape \(0,\)"),
+        ((tables, lens, starts + 1), BadValue, r"cum_seq_lens_q\[0\] is 1"),
+    ):
+        with pytest.raises(error, match=message):
+            prefill._check_host(metadata)
+    assert prefill._check_host((tables, lens, starts)) == (tables, lens, starts)
+
+
+def test_a_stride_of_a_single_thing_does_not_matter():
+    call = Call("cpu", torch.float32, lens=[9], starts=[0, 1], num_kv_heads=1, num_heads=2, block_size=4)
+    prefill = ops.PagedPrefill.create("cpu", **call.meta())
+    k = call.given["k_cache"]
+    call.given["k_cache"] = k.as_strided(k.shape, (64, 16, 16, 1))
+    call.given["q"] = torch.cat([call.given["q"]] * 2, dim=1)[:, :2]
+    prefill.run(**call.given)
     call.check(16**-0.5)
 
 
@@ -313,6 +372,9 @@ CREATE = [
     ("v_cache", lambda x: torch.zeros(*x.shape[:2], 16, 4).mT, BadStride, "v_cache has strides"),
     ("v_cache", lambda x: torch.zeros(len(x), 4, 2, 16).transpose(1, 2), BadStride, "the first two, of blocks"),
     # values
+    ("alibi_slopes", lambda x: torch.zeros(8)[::2], BadStride, "alibi_slopes has strides"),
+    ("block_tables", lambda x: x.to(torch.uint8), BadDtype, "block_tables has dtype torch.uint8"),
+    ("scale", lambda x: "x", BadValue, "scale is 'x'"),
     ("scale", lambda x: math.inf, BadValue, "scale is inf"),
     ("scale", lambda x: math.nan, BadValue, "scale is nan"),
     ("seq_lens", lambda x: None, BadValue, "seq_lens is None; only alibi_slopes"),
@@ -332,9 +394,10 @@ def test_create_refuses(name, change, error, message):
 
 
 def test_create_refuses_a_device_that_is_not_there():
-    with pytest.raises(Unsupported, match="xpu") as raised:
-        ops.PagedPrefill.create("xpu", **small("cpu").given)
-    assert raised.value.status == "UNSUPPORTED"
+    for device in ("xpu", "gpu", None):
+        with pytest.raises(Unsupported, match=str(device)) as raised:
+            ops.PagedPrefill.create(device, **small("cpu").given)
+        assert raised.value.status == "UNSUPPORTED"
 
 
 def test_a_block_size_beyond_256():
@@ -351,19 +414,21 @@ RUN = [
     ("cum_seq_lens_q", [0, 3, 4, 9], BadValue, "cum_seq_lens_q ends at 9"),
     ("seq_lens", [2, 21, 4], BadValue, r"seq_lens\[0\] is 2; sequence 0 has 3 query tokens"),
     ("seq_lens", [9, 0, 4], BadValue, r"seq_lens\[1\] is 0; sequence 1 has 1 query tokens"),
-    ("seq_lens", [9, 33, 4], BadValue, r"\[1\] is 33; sequence 1's table of 8 blocks of 4 holds 0\.\.32"),
+    ("seq_lens", [9, 33, 4], BadValue, r"^seq_lens\[1\] is 33; sequence 1's table of 8 blocks of 4 holds 0\.\.32"),
     ("block_tables", [[0, 1, 2] + [-1] * 5, [-1] * 8, [3] + [-1] * 7], BadValue, r"block_tables\[1, 0\] is -1"),
     ("block_tables", [[0, 1, 999] + [-1] * 5] * 3, BadValue, r"block_tables\[0, 2\] is 999"),
     # looks that were not described
     ("q", torch.zeros(7, 4, 16), BadShape, r"q has shape \(7, 4, 16\); described was \(8, 4, 16\)"),
     ("q", torch.zeros(8, 4, 16).half(), BadDtype, "q has dtype torch.float16; described was torch.float32"),
     ("q", torch.zeros(4, 8, 16).transpose(0, 1), BadStride, "q has strides .* described were"),
+    ("q", torch.zeros(8, 4, 32)[..., ::2], BadStride, "q has strides .* described were"),
     ("seq_lens", torch.tensor([9, 21, 4], dtype=torch.int32), BadDtype, "seq_lens has dtype torch.int32"),
     ("q", torch.zeros(8, 4, 16, device="meta"), BadValue, "q lies on meta; the descriptor was created for cpu"),
     ("alibi_slopes", torch.zeros(4), BadValue, "created without alibi_slopes and is run with it"),
     ("k_cache", None, BadValue, "created with k_cache and is run without it"),
     # what a CPU has not
     ("stream", object(), BadValue, "a descriptor on the CPU has no streams"),
+    ("host_metadata", ("a", "b", "c"), BadValue, "host_metadata was given; on the CPU"),
 ]  # fmt: skip
 
 

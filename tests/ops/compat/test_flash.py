@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.errors import BadDtype, BadShape, BadValue, Unsupported
+from quire.errors import BadDtype, BadShape, BadStride, BadValue, Unsupported
 from tests.ops import dense
 from tests.ops.cases import half_dtype
 from tests.ops.small_caches import random_cache
@@ -68,7 +68,7 @@ def test_the_pages_example(backend, device, batched, causal):
         ({"causal": False, "window_size": (4, 0)}, {"window": 5}),
         ({"causal": False, "window_size": (-1, 0)}, {}),
         ({"causal": True, "softcap": 1.5, "softmax_scale": 0.4}, {"softcap": 1.5, "scale": 0.4}),
-        ({"causal": False, "alibi_slopes": True}, {"causal": False, "alibi_slopes": True}),
+        ({"causal": True, "alibi_slopes": True}, {"alibi_slopes": True}),
     ],
 )
 @pytest.mark.parametrize("lens", [([4, 1, 20], [4, 30, 20]), ([1, 1, 1], [1, 300, 2]), ([9, 0, 2], [3, 5, 0])])
@@ -82,6 +82,25 @@ def test_ragged_against_dense(backend, device, lens, flash, ours):
             **{**flash, **slopes}, return_lse=True, backend=backend.NAME,
         )  # fmt: skip
         check_varlen(out, lse, q, k, v, q_lens, k_lens, **{**ours, **slopes})
+
+
+def test_alibi_over_keys_to_the_right(backend, device):
+    """flash-attn takes the distance for what it is, Quire signed: a lonely last row sees none, others are refused."""
+    q, k, v = rows(device, (2, 6), (9, 2), (9, 2))
+    slopes = torch.linspace(0.1, 0.5, 6, device=device)
+    given = k, v, starts([1, 1]), starts([4, 5])
+    out = ops.varlen_attention(q, *given, 1, 5, alibi_slopes=slopes, backend=backend.NAME)
+    check_varlen(out, None, q, k, v, [1, 1], [4, 5], alibi_slopes=slopes)
+    with pytest.raises(Unsupported, match="alibi_slopes with causal=False and several query rows"):
+        ops.varlen_attention(q, k, v, starts([2]), starts([9]), 2, 9, alibi_slopes=slopes, backend=backend.NAME)
+
+
+def test_values_of_another_size(backend, device):
+    q, k = rows(device, (5, 6), (9, 2))
+    [v] = rows(device, (9, 2), dim=24)
+    out = ops.varlen_attention(q, k, v, starts([2, 3]), starts([4, 5]), 3, 5, causal=True, backend=backend.NAME)
+    assert out.shape == (5, 6, 24)
+    check_varlen(out, None, q, k, v, [2, 3], [4, 5])
 
 
 def test_strided_rows_and_poison_behind_them(backend, device):
@@ -125,6 +144,11 @@ VARLEN_REFUSED = [
     ({"q": torch.zeros(8, 64)}, BadShape, r"q has shape \(8, 64\)"),
     ({"v": torch.zeros(7, 2, 16)}, BadShape, "k 8 rows and v 7"),
     ({"softcap": -1.0}, BadValue, "softcap is -1.0"),
+    ({"window_size": 3}, BadValue, "window_size is 3; it must be a pair"),
+    ({"max_seqlen_q": None}, BadValue, "max_seqlen_q is None"),
+    ({"cu_seqlens_q": [0, 5, 8]}, BadDtype, "cu_seqlens_q is a list"),
+    ({"k": torch.zeros(8, 2, 16).half()}, BadDtype, "^k has dtype torch.float16"),
+    ({"k": torch.zeros(8, 2, 8)}, BadShape, r"^k has shape \(8, 2, 1, 8\)"),
 ]
 
 
@@ -233,6 +257,15 @@ def test_a_query_over_more_new_tokens_than_it_has(backend, device):
     want.check(out.flatten(0, 1), None, torch.float32)
 
 
+def test_one_length_for_all(backend, device):
+    call = Cached(device, TABLE)
+    call.metadata["cache_seqlens"] = 20
+    out = ops.attention_with_kvcache(call.q, call.k_cache, call.v_cache, **call.metadata, backend=backend.NAME)
+    call.metadata["cache_seqlens"] = torch.tensor([20, 20, 20])
+    same = ops.attention_with_kvcache(call.q, call.k_cache, call.v_cache, **call.metadata, backend=backend.NAME)
+    assert torch.equal(out, same)
+
+
 def test_without_new_tokens_the_cache_is_whole(backend, device):
     call = Cached(device, TABLE)
     want = dense.concat(
@@ -255,13 +288,22 @@ KVCACHE_REFUSED = [
     ({"block_table": torch.tensor(TABLE)[:2]}, BadShape, r"block_table has shape \(2, 4\)"),
     ({"block_table": torch.tensor([[2], [99], [3]])}, BadValue, r"cache_seqlens\[1\] is 32"),
     ({"block_table": torch.tensor([[2, 0], [0, 1], [99, 5]]), "cache_seqlens": SHORT}, BadValue, "is 99; sequence 2"),
-    ({"block_table": torch.tensor([[2], [2], [3]]), "cache_seqlens": SHORT // 10}, BadValue, "are both 67"),
+    ({"block_table": torch.tensor([[2], [2], [3]]), "cache_seqlens": SHORT // 10}, BadValue, "new_token_slots.*67"),
     ({"k": None}, BadValue, "k and v come together"),
     ({"v": None}, BadValue, "k and v come together"),
     ({"k": torch.zeros(2, 1, 2, 16)}, BadShape, r"k has shape \(2, 1, 2, 16\); .* with S = 3"),
     ({"v": torch.zeros(3, 2, 2, 16)}, BadShape, r"v has shape \(3, 2, 2, 16\)"),
     ({"q": torch.zeros(3, 4, 16)}, BadShape, r"q, k_cache and v_cache have shapes \(3, 4, 16\)"),
     ({"window_size": (5, -1)}, Unsupported, "window_size"),
+    ({"cache_seqlens": torch.tensor([30.5, 32.5, 70.5])}, BadDtype, "cache_seqlens has dtype torch.float32"),
+    ({"block_table": torch.tensor(TABLE) + 0.5}, BadDtype, "block_table has dtype torch.float32"),
+    ({"block_table": None}, BadDtype, "block_table is a NoneType"),
+    ({"softcap": -1.0}, BadValue, "softcap is -1.0"),
+    ({"softmax_scale": float("inf")}, BadValue, "scale is inf"),
+    ({"alibi_slopes": torch.zeros(3)}, BadShape, "alibi_slopes has shape"),
+    ({"alibi_slopes": torch.zeros(4).double()}, BadDtype, "alibi_slopes has dtype"),
+    ({"q": torch.zeros(3, 1, 16, 4).mT}, BadStride, "q has strides"),
+    ({"k_cache": torch.zeros(9, 32, 2, 16).half()}, BadDtype, "k_cache has dtype"),
 ]  # fmt: skip
 
 
@@ -361,7 +403,27 @@ def test_update_and_gather_refuses_shapes():
         (new[0], cache, BadShape),
         (new, cache[0], BadShape),
         (torch.ones(1, 2, 2, 1), cache, BadShape),
+        (new, cache[:0], BadShape),
         (new.half(), cache, BadDtype),
     ):
         with pytest.raises(error):
             ops.update_and_gather(states, states, other, other, index, index)
+
+
+def test_update_and_gather_refuses_caches_that_are_no_pair():
+    new, index = torch.ones(1, 1, 2, 1), torch.tensor([0, 1])
+    for other in (torch.zeros(2, 4, 1, 1), torch.zeros(1, 8, 1, 1)):
+        with pytest.raises(BadShape, match="the cache of value_states has shape"):
+            ops.update_and_gather(new, new, torch.zeros(1, 4, 1, 1), other, index, index)
+
+
+def test_indices_of_transformers(device):
+    """Its sentinel among the read and its trash among the written slots become -1."""
+    cache = torch.arange(4.0, device=device).view(1, 4, 1, 1)
+    new = torch.tensor([8.0, 9.0], device=device).view(1, 1, 2, 1)
+    read, write = torch.tensor([3, 1, 1]), torch.tensor([0, 0])  # slot 1 is the sentinel, slot 0 the trash
+    keys, _ = ops.update_and_gather(
+        new, new, cache, cache.clone(), read.masked_fill(read == 1, -1), write.masked_fill(write == 0, -1)
+    )
+    assert keys.flatten().tolist() == [3, 8, 9]
+    assert cache.flatten().tolist() == [0, 1, 2, 3]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.errors import BadShape, BadValue
+from quire.errors import BadDtype, BadShape, BadValue
 from quire.ops import layouts
 from quire.ops.compat.vllm import num_partitions
 from tests.ops import dense
@@ -88,6 +88,22 @@ def test_partitions_merge(backend, device, lens, alibi):
             dense.check_close("lse", lse, part.lse[0] + bias, 1e-4)
 
 
+def test_partitions_merge_in_ascending_order(backend, device):
+    """Bit for bit the states of the buffers, folded from the first to the last."""
+    call = Packed(device, [1500, 1100], head_dim=8, block_size=32)
+    buffers = call.buffers()
+    ops.paged_attention_v2(call.out, *buffers, *call.arguments[1:], backend=backend.NAME)
+    _, lse, parts = buffers
+    out, total = parts[:, :, 0].contiguous(), lse[:, :, 0].contiguous()
+    for p in (1, 2):
+        out, total = backend.merge_states(out, total, parts[:, :, p].contiguous(), lse[:, :, p].contiguous())
+    assert torch.equal(out, call.out)
+    backwards = parts[:, :, 2].contiguous(), lse[:, :, 2].contiguous()
+    for p in (1, 0):
+        backwards = backend.merge_states(*backwards, parts[:, :, p].contiguous(), lse[:, :, p].contiguous())
+    assert not torch.equal(backwards[0], call.out)
+
+
 @pytest.mark.parametrize("mapping", [[0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 1], [1, 1, 1, 1]])
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_heads_may_be_mapped_anyhow(backend, device, version, mapping):
@@ -154,7 +170,20 @@ REFUSED = [
     (6, lambda x: x.masked_fill(x > 0, 99), BadValue, r"block_tables\[0, 0\] is 99; sequence 0 of 30 tokens"),
     (7, lambda x: x + 40, BadValue, r"context_lens\[0\] is 70; it must lie in 0\.\.30, the max_context_len"),
     (7, lambda x: x - 6, BadValue, r"context_lens\[1\] is -1"),
+    (2, lambda x: x[0, 0, 0, 0], BadShape, "key_cache"),
+    (2, lambda x: x[:0], BadShape, "there must be a block"),
+    (2, lambda x: x.half(), BadDtype, "key_cache torch.float16"),
+    (3, lambda x: x.half(), BadDtype, "value_cache torch.float16"),
+    (4, lambda x: x - 1, BadValue, r"head_mapping\[0\] is -1"),
+    (4, lambda x: x.float(), BadDtype, "head_mapping has dtype torch.float32"),
+    (6, lambda x: x - 99, BadValue, r"block_tables\[0, 0\] is -\d+; sequence 0"),
+    (6, lambda x: x[:, :1], BadValue, r"context_lens\[0\] is 30; .* fit sequence 0's table of 1 blocks of 16"),
+    (6, lambda x: x.float(), BadDtype, "block_tables has dtype torch.float32"),
+    (7, lambda x: x.tolist(), BadDtype, "context_lens is a list"),
     (8, lambda x: 8, BadShape, "B = 8"),
+    (8, lambda x: 0, BadValue, "block_size is 0"),
+    (9, lambda x: "30", BadValue, "max_context_len is '30'"),
+    (5, lambda x: float("nan"), BadValue, "scale is nan"),
     (9, lambda x: 29, BadValue, r"context_lens\[0\] is 30; it must lie in 0\.\.29"),
 ]
 
@@ -177,6 +206,20 @@ def test_what_else_is_refused(backend, device):
     for buffers, name in (((sums[..., :0], logits, tmp), "exp_sums"), ((sums, logits, tmp[0]), "tmp_out")):
         with pytest.raises(BadShape, match=name):
             ops.paged_attention_v2(call.out, *buffers, *call.arguments[1:], backend=backend.NAME)
+    for i, (change, error) in enumerate(
+        (
+            (lambda b: (b[0].int(), b[1], b[2]), BadDtype),
+            (lambda b: (b[0], b[1].half(), b[2]), BadDtype),
+            (lambda b: (b[0], b[1], b[2].half()), BadDtype),
+        )
+    ):
+        with pytest.raises(error, match=("exp_sums", "max_logits", "tmp_out")[i]):
+            ops.paged_attention_v2(call.out, *change((sums, logits, tmp)), *call.arguments[1:], backend=backend.NAME)
+    for out, error in ((call.out[..., :8], BadShape), (call.out[None], BadShape), (call.out.half(), BadDtype)):
+        for version in ("v1", "v2"):
+            with pytest.raises(error, match="out has"):
+                ops.paged_attention(out, *call.arguments[1:], version=version, backend=backend.NAME)
+    assert all(x.isnan().all() for x in (sums, logits, tmp)), "nothing was written"
     odd = Packed(device, [30, 5], block_size=24)
     with pytest.raises(BadValue, match="block_size is 24; V2's partitions of 512 tokens consist of whole blocks"):
         ops.paged_attention(*odd.arguments, version="v2", backend=backend.NAME)

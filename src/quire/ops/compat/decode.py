@@ -6,9 +6,19 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadShape, BadValue
+from quire.ops import validate
 from quire.ops.backends import load
-from quire.ops.interface import PagedKV
+from quire.ops.interface import AttentionSpec, PagedKV
 from quire.ops.paged import describe
+
+# What the operators call them -> what they are called here.
+LAYER = {
+    "block_tables": "block_table",
+    "k_cache": "k_cache_layer",
+    "v_cache": "v_cache_layer",
+    "k": "k_cache_layer",
+    "v": "v_cache_layer",
+}
 
 
 def paged_attention_decode(
@@ -36,12 +46,20 @@ def paged_attention_decode(
     Raises BadShape (also for more than one query token a sequence), BadDtype, BadStride, or BadValue for a table that
     is too short for its length, naming the sequence.
     """
-    _check(q, k_new, v_new, k_cache_layer, block_table, context_lens, block_size)
-    ops, spec = load(backend, q.device.type), describe(q, k_cache_layer, v_cache_layer)
-    one_row_each = torch.arange(len(q) + 1, dtype=torch.int32)
-    plan = ops.plan(spec, one_row_each, context_lens.cpu(), block_table.cpu())
-    # Rows stand at their context's last token here, and see all of it.
-    cached = ops.attention(q, PagedKV(k_cache_layer, v_cache_layer), plan, scale=scale, return_lse=True)
+    table, lens = validate.to_host("block_table", block_table, 2), validate.to_host("context_lens", context_lens, 1)
+    if q.dim() != 3 or len(q) != len(lens):
+        raise BadShape(
+            f"q has shape {tuple(q.shape)} for {len(lens)} sequences; decoding takes exactly one query token a "
+            f"sequence, [S, Hq, D] (paged_prefill takes more)"
+        )
+    with validate.renamed(**LAYER):
+        ops, spec = load(backend, q.device.type), describe(q, k_cache_layer, v_cache_layer)
+        _check_new(k_new, v_new, spec, len(q))
+        if block_size is not None and block_size != spec.block_size:
+            raise BadValue(f"block_size is {block_size}; the cache has blocks of {spec.block_size}")
+        plan = ops.plan(spec, torch.arange(len(q) + 1, dtype=torch.int32), lens, table)
+        # Rows stand at their context's last token here, and see all of it.
+        cached = ops.attention(q, PagedKV(k_cache_layer, v_cache_layer), plan, scale=scale, return_lse=True)
     k, v = (x.repeat_interleave(spec.group_size, dim=1) for x in (k_new, v_new))
     wide = torch.promote_types(q.dtype, torch.float32)
     score = (q.to(wide) * k.to(wide)).sum(-1) * (spec.default_scale if scale is None else scale)
@@ -65,11 +83,26 @@ def append_token(
 
     Raises BadShape, BadDtype, or BadValue for a table without room, naming the sequence; nothing is written then.
     """
-    ops = load(backend, k_new.device.type)
-    spec = describe(k_new, k_cache_layer, v_cache_layer)
-    table, lens = block_table.cpu().long(), context_lens.cpu().long()
-    if len(table) != len(k_new) or len(lens) != len(k_new):
-        raise BadShape(f"there are {len(k_new)} new tokens, {len(table)} tables and {len(lens)} lengths")
+    table, lens = validate.to_host("block_table", block_table, 2), validate.to_host("context_lens", context_lens, 1)
+    with validate.renamed(**LAYER, q="k_new", slots="new_token_slots"):
+        ops, spec = load(backend, k_new.device.type), describe(k_new, k_cache_layer, v_cache_layer)
+        _check_new(k_new, v_new, spec, len(k_new))
+        slots = _slots_behind(lens.long(), table.long(), len(k_new), spec)
+        starts, nobody = torch.arange(len(k_new) + 1), torch.zeros(len(k_new), dtype=torch.int32)
+        plan = ops.plan(spec, starts, nobody, torch.zeros(len(k_new), 0, dtype=torch.int32), slots)
+        ops.write_kv(k_new, v_new, PagedKV(k_cache_layer, v_cache_layer), plan)
+
+
+def _check_new(k_new: Tensor, v_new: Tensor, spec: AttentionSpec, num_seqs: int) -> None:
+    device = torch.device(spec.device)
+    validate.check_tensor("k_new", k_new, (num_seqs, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
+    validate.check_tensor("v_new", v_new, (num_seqs, spec.num_kv_heads, spec.dim_v), spec.dtype, device)
+
+
+def _slots_behind(lens: Tensor, table: Tensor, num_new: int, spec: AttentionSpec) -> Tensor:
+    """Where each sequence's new token goes: int64 [S]."""
+    if len(table) != num_new or len(lens) != num_new:
+        raise BadShape(f"there are {num_new} new tokens, {len(table)} tables and {len(lens)} lengths")
     column = lens // spec.block_size
     short = ((column >= table.shape[1]) | (lens < 0)).nonzero().flatten()
     if len(short):
@@ -86,35 +119,4 @@ def append_token(
             f"block_table[{s}, {column[s]}] is {block[s]}; the new token of sequence {s} goes there, so it must be a "
             f"block id in 0..{spec.num_blocks - 1}"
         )
-    nobody = torch.zeros(len(k_new), dtype=torch.int32)
-    starts = torch.arange(len(k_new) + 1, dtype=torch.int32)
-    slots = block * spec.block_size + lens % spec.block_size
-    plan = ops.plan(spec, starts, nobody, torch.zeros(len(k_new), 0, dtype=torch.int32), slots)
-    ops.write_kv(k_new, v_new, PagedKV(k_cache_layer, v_cache_layer), plan)
-
-
-def _check(
-    q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, table: Tensor, lens: Tensor, block_size: int | None
-) -> None:
-    if q.dim() != 3 or len(q) != len(lens):
-        raise BadShape(
-            f"q has shape {tuple(q.shape)} for {len(lens)} sequences; decoding takes exactly one query token a "
-            f"sequence, [S, Hq, D] (paged_prefill takes more)"
-        )
-    if k_cache.dim() != 4:
-        raise BadShape(f"k_cache_layer has shape {tuple(k_cache.shape)}; expected [N, Hkv, B, D]")
-    size = k_cache.shape[2]
-    if block_size is not None and block_size != size:
-        raise BadValue(f"block_size is {block_size}; the cache has blocks of {size}")
-    for name, x in (("k_new", k_new), ("v_new", v_new)):
-        if x.dim() != 3 or x.shape[:2] != (len(q), k_cache.shape[1]):
-            raise BadShape(f"{name} has shape {tuple(x.shape)}; expected ({len(q)}, {k_cache.shape[1]}, head_dim)")
-    if table.dim() != 2 or len(table) != len(q):
-        raise BadShape(f"block_table has shape {tuple(table.shape)}; expected ({len(q)}, M)")
-    short = (lens > table.shape[1] * size).nonzero().flatten()
-    if len(short):
-        s = int(short[0])
-        raise BadValue(
-            f"context_lens[{s}] is {lens[s]}; sequence {s}'s table of {table.shape[1]} blocks of {size} holds at most "
-            f"{table.shape[1] * size} tokens"
-        )
+    return block * spec.block_size + lens % spec.block_size

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.errors import BadDtype, BadShape, BadStride, BadValue
+from quire.errors import BadDtype, BadShape, BadStride, BadValue, Unsupported, check_number
+from quire.ops import validate
 from quire.ops.backends import load
 from quire.ops.interface import AttentionSpec, PagedKV
 from quire.ops.plan import AttentionPlan
@@ -53,10 +54,12 @@ class PagedPrefill:
     """Causal attention of ragged query rows over a paged cache, made once and run many times.
 
     `create` looks at shapes, strides and dtypes only, so tensors on torch's "meta" device describe as well as real
-    ones. `run` wants tensors that look the same, and allocates nothing: the plan's memory is the descriptor's own, so
-    one descriptor serves one caller at a time.
+    ones. `run` wants tensors that look the same, and allocates no tensor: the plan's memory is the descriptor's own, so
+    one descriptor serves one caller at a time. (The check of values on the host takes some memory while it runs; so
+    does a GPU's run without host copies, for a column of the tables at a time.)
 
-    All errors are `quire.errors` with a `status`: BAD_SHAPE, BAD_DTYPE, BAD_STRIDE or BAD_VALUE.
+    All errors are `quire.errors` with a `status`: BAD_SHAPE, BAD_DTYPE, BAD_STRIDE or BAD_VALUE; UNSUPPORTED where
+    there is no such device or backend.
     """
 
     def __init__(
@@ -103,8 +106,8 @@ class PagedPrefill:
         given = (out, q, k_cache, v_cache, block_tables, seq_lens, cum_seq_lens_q, alibi_slopes)
         tensors = dict(zip(NAMES, given, strict=True))
         _check_looks(tensors)
-        if scale is not None and not math.isfinite(scale):
-            raise BadValue(f"scale is {scale}; it must be finite")
+        if scale is not None:
+            check_number(BadValue, "scale", scale, -math.inf)
         info = PagedPrefillInfo(
             dtype=q.dtype,
             scale=1.0 / math.sqrt(q.shape[2]) if scale is None else scale,
@@ -121,7 +124,11 @@ class PagedPrefill:
             kv_head_stride=k_cache.stride(1),
         )
         looks = {name: None if x is None else Look(x.shape, x.dtype, x.stride()) for name, x in tensors.items()}
-        return cls(info, len(k_cache), torch.device(device), looks, backend)
+        try:
+            place = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise Unsupported(f"device is {device!r}; torch knows no such device") from error
+        return cls(info, len(k_cache), place, looks, backend)
 
     @property
     def info(self) -> PagedPrefillInfo:
@@ -172,14 +179,16 @@ class PagedPrefill:
         plan = self._open_plan()
         self._check_call(tensors, workspace, stream)
         if self._device.type == "cpu":
+            if host_metadata is not None:
+                raise BadValue("host_metadata was given; on the CPU the metadata itself lies on the host")
             host_metadata = (block_tables, seq_lens, cum_seq_lens_q)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             if host_metadata is not None:
-                tables, lens, starts = host_metadata
-                self._check_values(lens, starts)
-                plan.update(starts, lens, tables)
-                kv = PagedKV(k_cache, v_cache)
-                self._ops.attention(q, kv, plan, scale=self._info.scale, alibi_slopes=alibi_slopes, out=out)
+                tables, lens, starts = self._check_host(host_metadata)
+                with validate.renamed(query_starts="cum_seq_lens_q", context_lens="seq_lens", k="k_cache", v="v_cache"):
+                    plan.update(starts, lens, tables)
+                    kv = PagedKV(k_cache, v_cache)
+                    self._ops.attention(q, kv, plan, scale=self._info.scale, alibi_slopes=alibi_slopes, out=out)
             elif workspace is None:
                 raise BadValue(
                     f"workspace is None; lengths on {self._device} need one of {self.workspace_size} bytes, or "
@@ -214,9 +223,8 @@ class PagedPrefill:
     ) -> None:
         if stream is not None and self._device.type == "cpu":
             raise BadValue(f"stream is {stream}; a descriptor on the CPU has no streams, so it must be None")
-        if workspace is not None and workspace.numel() * workspace.element_size() < self.workspace_size:
-            size = workspace.numel() * workspace.element_size()
-            raise BadValue(f"workspace has {size} bytes; it needs at least {self.workspace_size}")
+        if workspace is not None:
+            self._check_workspace(workspace)
         for name, tensor in tensors.items():
             look = self._looks[name]
             if tensor is None or look is None:
@@ -228,10 +236,34 @@ class PagedPrefill:
                 raise BadShape(f"{name} has shape {tuple(tensor.shape)}; described was {tuple(look.shape)}")
             if tensor.dtype != look.dtype:
                 raise BadDtype(f"{name} has dtype {tensor.dtype}; described was {look.dtype}")
-            if tensor.stride() != look.stride and tensor.is_floating_point():
+            differ = any(a != b and n > 1 for a, b, n in zip(tensor.stride(), look.stride, look.shape, strict=True))
+            if differ and tensor.is_floating_point():
                 raise BadStride(f"{name} has strides {tensor.stride()}; described were {look.stride}")
             if tensor.device.type != self._device.type:
                 raise BadValue(f"{name} lies on {tensor.device}; the descriptor was created for {self._device}")
+
+    def _check_workspace(self, workspace: Tensor) -> None:
+        size = workspace.numel() * workspace.element_size()
+        if size < self.workspace_size:
+            raise BadValue(f"workspace has {size} bytes; it needs at least {self.workspace_size}")
+        if not workspace.is_contiguous() or workspace.data_ptr() % 4:
+            raise BadStride(
+                f"workspace has strides {workspace.stride()} and starts at {workspace.data_ptr()}; it must be "
+                f"contiguous and start at a multiple of 4 bytes"
+            )
+
+    def _check_host(self, metadata: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The metadata, if its values are as they should be."""
+        if not isinstance(metadata, tuple) or len(metadata) != 3:
+            raise BadValue("host_metadata must be a tuple: copies of block_tables, seq_lens and cum_seq_lens_q")
+        tables, lens, starts = metadata
+        for name, x in (("block_tables", tables), ("seq_lens", lens), ("cum_seq_lens_q", starts)):
+            look = self._looks[name]
+            validate.check_integers(name, x, 2 if name == "block_tables" else 1)
+            if look is not None and x.shape != look.shape:
+                raise BadShape(f"{name} on the host has shape {tuple(x.shape)}; described was {tuple(look.shape)}")
+        self._check_values(lens, starts)
+        return metadata
 
     def _check_values(self, lens: Tensor, starts: Tensor) -> None:
         """What the seed's interface asks of lengths; the plan checks the rest."""
@@ -312,13 +344,13 @@ def _check_looks(tensors: dict[str, Tensor | None]) -> None:
     for name, x in (("out", out), ("k_cache", k), ("v_cache", v)):
         if x.dtype != q.dtype:
             raise BadDtype(f"{name} has dtype {x.dtype} and q {q.dtype}; they must be the same")
-    for name, x in (("block_tables", tables), ("seq_lens", lens), ("cum_seq_lens_q", starts)):
-        if x.dtype not in (torch.int32, torch.int64):
-            raise BadDtype(f"{name} has dtype {x.dtype}; it must be int32 or int64")
+    for name, x, dims in (("block_tables", tables, 2), ("seq_lens", lens, 1), ("cum_seq_lens_q", starts, 1)):
+        validate.check_integers(name, x, dims)
     if slopes is not None and slopes.dtype != torch.float32:
         raise BadDtype(f"alibi_slopes has dtype {slopes.dtype}; it must be float32")
     _check_sizes(out, q, k, v, tables, lens, starts, slopes)
-    for name, x in (("out", out), ("q", q), ("k_cache", k), ("v_cache", v)):
+    floats = [("out", out), ("q", q), ("k_cache", k), ("v_cache", v)]
+    for name, x in floats if slopes is None else [*floats, ("alibi_slopes", slopes)]:
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise BadStride(f"{name} has strides {x.stride()}; the last one must be 1")
     if k.stride()[:2] != v.stride()[:2]:

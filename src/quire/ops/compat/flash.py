@@ -1,7 +1,7 @@
 """flash-attn's functions and the cache update of transformers' continuous batching, over Quire's operators.
 
-Caches are NHD here, `[N, B, Hkv, D]`, as these libraries have them; argument names are theirs. An option that they have
-and Quire has not is no argument, so that passing it is an error.
+Caches are NHD here, `[N, B, Hkv, D]`, as these libraries have them. Argument names are theirs, but for return_lse,
+whose LSE is Quire's: a row a token. An option that they have and Quire has not is no argument: passing it is an error.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.errors import BadDtype, BadShape, BadValue, Unsupported
+from quire.errors import BadDtype, BadShape, BadValue, Unsupported, check_integer
+from quire.ops import validate
 from quire.ops.backends import load
 from quire.ops.interface import PagedKV
 from quire.ops.paged import describe
@@ -44,6 +45,7 @@ def varlen_attention(
     batched = q.dim() == 4
     q, k, v = (_ragged(name, x, batched) for name, x in (("q", q), ("k", k), ("v", v)))
     causal, window = _window(causal, window_size)
+    _check_alibi(alibi_slopes, causal, max_seqlen_q)
     starts_q = _starts("cu_seqlens_q", cu_seqlens_q, len(q), "max_seqlen_q", max_seqlen_q)
     starts_k = _starts("cu_seqlens_k", cu_seqlens_k, len(k), "max_seqlen_k", max_seqlen_k)
     if len(starts_q) != len(starts_k) or len(k) != len(v):
@@ -54,14 +56,14 @@ def varlen_attention(
     if len(k) == 0:  # a cache has a block at least
         k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
     kv = PagedKV(k.unsqueeze(2), v.unsqueeze(2))  # blocks of one token: nothing is copied
-    ops, spec = load(backend, q.device.type), describe(q, kv.k, kv.v, causal=causal, window=window)
-    lens = starts_k.diff()
-    longest = int(lens.max()) if len(lens) else 0
-    tables = starts_k[:-1, None] + torch.arange(longest)
-    plan = ops.plan(spec, starts_q, lens, tables)
-    out, lse = ops.attention(
-        q, kv, plan, scale=softmax_scale, alibi_slopes=alibi_slopes, softcap=softcap or None, return_lse=True
-    )
+    with validate.renamed(k_cache="k", v_cache="v", k="k", v="v"):
+        ops, spec = load(backend, q.device.type), describe(q, kv.k, kv.v, causal=causal, window=window)
+        lens = starts_k.diff()
+        longest = int(lens.max()) if len(lens) else 0
+        plan = ops.plan(spec, starts_q, lens, starts_k[:-1, None] + torch.arange(longest))
+        out, lse = ops.attention(
+            q, kv, plan, scale=softmax_scale, alibi_slopes=alibi_slopes, softcap=softcap or None, return_lse=True
+        )
     out = out[None] if batched else out
     return (out, lse) if return_lse else out
 
@@ -73,7 +75,7 @@ def attention_with_kvcache(
     k: Tensor | None = None,  # [S, Tnew, Hkv, D]
     v: Tensor | None = None,  # [S, Tnew, Hkv, Dv]
     *,
-    cache_seqlens: Tensor,  # int32 or int64 [S], tokens in the cache, new ones not included
+    cache_seqlens: int | Tensor,  # int32 or int64 [S], tokens in the cache, new ones not included; a number: of each
     block_table: Tensor,  # int32 or int64 [S, M]; -1: no block
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -93,6 +95,10 @@ def attention_with_kvcache(
     naming the sequence; Unsupported for windows other than causal ones. Nothing is written then.
     """
     causal, window = _window(causal, window_size)
+    table = validate.to_host("block_table", block_table, 2).long()
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((len(q),), cache_seqlens)
+    cached = validate.to_host("cache_seqlens", cache_seqlens, 1).long()
     if q.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k_cache, v_cache))
         raise BadShape(f"q, k_cache and v_cache have shapes {shapes}; expected [S, Tq, Hq, D] and twice [N, B, Hkv, D]")
@@ -100,28 +106,27 @@ def attention_with_kvcache(
         raise BadValue("k and v come together: one of them is None")
     num_seqs, rows = q.shape[:2]
     num_new = 0 if k is None else _new_rows(k, v, num_seqs)
-    kv = PagedKV(k_cache.transpose(1, 2), v_cache.transpose(1, 2))
-    ops, spec = load(backend, q.device.type), describe(q.flatten(0, 1), kv.k, kv.v, causal=causal, window=window)
-    table, cached = block_table.cpu().long(), cache_seqlens.cpu().long()
-    if table.dim() != 2 or cached.dim() != 1 or not len(table) == len(cached) == num_seqs:
+    _check_alibi(alibi_slopes, causal, rows)
+    if not len(table) == len(cached) == num_seqs:
         raise BadShape(
             f"block_table has shape {tuple(table.shape)} and cache_seqlens {tuple(cached.shape)}; expected "
             f"({num_seqs}, M) and ({num_seqs},)"
         )
-    slots = _slots_behind(cached, num_new, table, spec.block_size)
-    lens, starts = cached + num_new, torch.arange(num_seqs + 1)
-    plan = ops.plan(spec, starts * rows, lens, table)  # checks all that is read
-    if k is not None and v is not None:
-        ops.write_kv(k.flatten(0, 1), v.flatten(0, 1), kv, ops.plan(spec, starts * num_new, lens, table, slots))
-    out, lse = ops.attention(
-        q.flatten(0, 1),
-        kv,
-        plan,
-        scale=softmax_scale,
-        alibi_slopes=alibi_slopes,
-        softcap=softcap or None,
-        return_lse=True,
-    )
+    flat = q.flatten(0, 1)
+    kv = PagedKV(k_cache.transpose(1, 2), v_cache.transpose(1, 2))
+    with validate.renamed(block_tables="block_table", slots="new_token_slots", k="k_cache", v="v_cache"):
+        ops, spec = load(backend, q.device.type), describe(flat, kv.k, kv.v, causal=causal, window=window)
+        slots = _slots_behind(cached, num_new, table, spec.block_size)
+        lens, starts, cap = cached + num_new, torch.arange(num_seqs + 1), softcap or None
+        plan = ops.plan(spec, starts * rows, lens, table)
+        # Everything is checked before anything is written.
+        validate.check_attention(flat, kv, plan, softmax_scale, alibi_slopes, cap, None, None, True)
+        if k is not None and v is not None:
+            writer = ops.plan(spec, starts * num_new, lens, table, slots)
+            ops.write_kv(k.flatten(0, 1), v.flatten(0, 1), kv, writer)
+        out, lse = ops.attention(
+            flat, kv, plan, scale=softmax_scale, alibi_slopes=alibi_slopes, softcap=cap, return_lse=True
+        )
     out, lse = out.view(num_seqs, rows, *out.shape[1:]), lse.view(num_seqs, rows, spec.num_heads)
     return (out, lse) if return_lse else out
 
@@ -140,6 +145,9 @@ def update_and_gather(
     `block_id * B + offset`. Without -1 in read_index the cache is read after it was written. With -1, which stands for
     the new tokens in turn, it is read as it was before: so a sliding window may write over what it still reads. An
     empty read_index gives the new tokens back: no sequence has a past.
+
+    -1 stands where transformers has a number of its own (its `sentinel_index` among the read, its `write_trash_index`
+    among the written slots): `read_index.masked_fill(read_index == sentinel, -1)` brings its indices here.
 
     Raises BadShape, BadDtype or BadValue; nothing is written then.
     """
@@ -173,8 +181,19 @@ def _ragged(name: str, x: Tensor, batched: bool) -> Tensor:
     return x[0] if batched else x
 
 
+def _check_alibi(alibi_slopes: Tensor | None, causal: bool, rows: int) -> None:
+    """flash-attn's bias is -slope * |distance|, Quire's slope * (key - query): the same where keys lie to the left."""
+    if alibi_slopes is not None and not causal and rows > 1:
+        raise Unsupported(
+            "alibi_slopes with causal=False and several query rows: a key to the right of its query would gain by its "
+            "distance, where flash-attn lets it lose; give causal=True"
+        )
+
+
 def _window(causal: bool, window_size: tuple[int, int]) -> tuple[bool, int | None]:
     """Quire's causal and window, which counts the row's own key, for flash-attn's."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise BadValue(f"window_size is {window_size!r}; it must be a pair: keys to the left and to the right")
     left, right = window_size
     if left < -1 or right < -1:
         raise BadValue(f"window_size is {window_size}; each side must be -1 (all) or at least 0")
@@ -190,11 +209,10 @@ def _window(causal: bool, window_size: tuple[int, int]) -> tuple[bool, int | Non
 
 def _starts(name: str, cu_seqlens: Tensor, total: int, max_name: str, longest: int) -> Tensor:
     """The offsets on the host, int64, if they divide `total` rows into sequences of at most `longest`."""
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise BadDtype(f"{name} has dtype {cu_seqlens.dtype}; it must be int32 or int64")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
-        raise BadShape(f"{name} has shape {tuple(cu_seqlens.shape)}; expected [S+1]")
-    starts = cu_seqlens.cpu().long()
+    starts = validate.to_host(name, cu_seqlens, 1).long()
+    if len(starts) == 0:
+        raise BadShape(f"{name} has shape (0,); expected [S+1]")
+    check_integer(BadValue, max_name, longest, 0)
     lens = starts.diff()
     if starts[0] != 0 or starts[-1] != total or (lens < 0).any():
         raise BadValue(f"{name} is {_brief(starts)}; it must start at 0, never fall, and end at the {total} rows")
@@ -243,8 +261,11 @@ def _check_update(
     key_states: Tensor, value_states: Tensor, k_cache: Tensor, v_cache: Tensor, read_index: Tensor, write_index: Tensor
 ) -> tuple[Tensor, Tensor]:
     for name, states, cache in (("key_states", key_states, k_cache), ("value_states", value_states, v_cache)):
-        if cache.dim() != 4 or cache.shape[:2] != k_cache.shape[:2]:
-            raise BadShape(f"the cache of {name} has shape {tuple(cache.shape)}; expected [N, B, Hkv, D]")
+        if cache.dim() != 4 or cache.shape[:2] != k_cache.shape[:2] or 0 in cache.shape[:2]:
+            raise BadShape(
+                f"the cache of {name} has shape {tuple(cache.shape)}; expected [N, B, Hkv, D] with a block at least, N "
+                f"and B the same for K and V"
+            )
         wanted = (1, cache.shape[2], key_states.shape[2] if key_states.dim() == 4 else -1, cache.shape[3])
         if tuple(states.shape) != wanted:
             raise BadShape(f"{name} has shape {tuple(states.shape)}; expected [1, Hkv, T, D], here {wanted}")
@@ -252,10 +273,7 @@ def _check_update(
             raise BadDtype(f"{name} has dtype {states.dtype} and its cache {cache.dtype}; they must be the same")
     num_slots, num_new = k_cache.shape[0] * k_cache.shape[1], key_states.shape[2]
     for name, index in (("read_index", read_index), ("write_index", write_index)):
-        if index.dtype not in (torch.int32, torch.int64):
-            raise BadDtype(f"{name} has dtype {index.dtype}; it must be int32 or int64")
-        if index.dim() != 1:
-            raise BadShape(f"{name} has shape {tuple(index.shape)}; it must have 1 dimension")
+        validate.check_integers(name, index, 1)
         outside = ((index < -1) | (index >= num_slots)).nonzero().flatten()
         if len(outside):
             t = int(outside[0])

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.errors import BadShape, BadValue
-from quire.ops import layouts
+from quire.errors import BadDtype, BadShape, BadValue, check_integer
+from quire.ops import layouts, validate
 from quire.ops.backends import load
 from quire.ops.interface import PagedKV
 from quire.ops.paged import describe
 from quire.ops.state import AttentionState
 
+NAMES = {"q": "query", "k": "key_cache", "v": "value_cache"}  # what the operators call them -> what vLLM does
 PARTITION = 512  # tokens, in V2
 LONG_CONTEXT = 8_192  # tokens: below it one worker a sequence and head is enough
 MANY_PAIRS = 512  # sequences x heads: above it V1 keeps a GPU busy by itself
@@ -56,6 +57,7 @@ def paged_attention(
     """
     if version not in ("auto", "v1", "v2"):
         raise BadValue(f"version is {version!r}; it must be 'auto', 'v1' or 'v2'")
+    check_integer(BadValue, "max_context_len", max_context_len, 0)
     if query.dim() != 3:
         raise BadShape(f"query has shape {tuple(query.shape)}; expected [S, Hq, D]")
     if version == "auto":
@@ -95,9 +97,10 @@ def paged_attention_v1(
         query, key_cache, value_cache, head_mapping, block_tables, context_lens, block_size, max_context_len
     )
     kv, tables = _unpacked(key_cache, value_cache, head_mapping, tables, lens)
-    ops, spec = load(backend, query.device.type), describe(query, kv.k, kv.v)
-    plan = ops.plan(spec, torch.arange(len(lens) + 1, dtype=torch.int32), lens, tables)
-    ops.attention(query, kv, plan, scale=scale, alibi_slopes=alibi_slopes, out=out)
+    with validate.renamed(**NAMES):
+        ops, spec = load(backend, query.device.type), describe(query, kv.k, kv.v)
+        plan = ops.plan(spec, torch.arange(len(lens) + 1, dtype=torch.int32), lens, tables)
+        ops.attention(query, kv, plan, scale=scale, alibi_slopes=alibi_slopes, out=out)
 
 
 def paged_attention_v2(
@@ -130,40 +133,47 @@ def paged_attention_v2(
     )
     if PARTITION % block_size:
         raise BadValue(f"block_size is {block_size}; V2's partitions of {PARTITION} tokens consist of whole blocks")
-    (num_seqs, num_heads, head_dim), P = query.shape, num_partitions(max_context_len)
-    tails: dict[str, tuple[Tensor, tuple[int, ...]]] = {
-        "exp_sums": (exp_sums, ()),
-        "max_logits": (max_logits, ()),
-        "tmp_out": (tmp_out, (head_dim,)),
-    }
-    for name, (buffer, tail) in tails.items():
-        wanted = (num_seqs, num_heads, P, *tail)
-        if buffer.dim() != len(wanted) or tuple(buffer[:, :, :P].shape) != wanted:
-            raise BadShape(f"{name} has shape {tuple(buffer.shape)}; expected {wanted}, or more in its third dimension")
+    num_seqs, P = len(query), num_partitions(max_context_len)
+    _check_buffers(query, P, out, exp_sums, max_logits, tmp_out)
     kv, tables = _unpacked(key_cache, value_cache, head_mapping, tables, lens)
-    ops, spec = load(backend, query.device.type), describe(query, kv.k, kv.v)
     # Every partition is a sequence of the batch: its share of the table, its share of the length, the same query.
     columns = PARTITION // block_size
     padded = torch.nn.functional.pad(tables, (0, max(0, P * columns - tables.shape[1])))[:, : P * columns]
     first = torch.arange(P) * PARTITION
     part_lens = (lens[:, None] - first).clamp(0, PARTITION)  # [S, P]
-    plan = ops.plan(
-        spec,
-        torch.arange(num_seqs * P + 1, dtype=torch.int32),
-        part_lens.flatten(),
-        padded.reshape(num_seqs * P, columns),
-    )
     rows = query[:, None].expand(-1, P, -1, -1).flatten(0, 1)
-    parts, lse = ops.attention(rows, kv, plan, scale=scale, alibi_slopes=alibi_slopes, return_lse=True)
-    parts, lse = parts.view(num_seqs, P, num_heads, head_dim), lse.view(num_seqs, P, num_heads)
+    starts = torch.arange(num_seqs * P + 1, dtype=torch.int32)
+    with validate.renamed(**NAMES):
+        ops, spec = load(backend, query.device.type), describe(query, kv.k, kv.v)
+        plan = ops.plan(spec, starts, part_lens.flatten(), padded.reshape(num_seqs * P, columns))
+        parts, lse = ops.attention(rows, kv, plan, scale=scale, alibi_slopes=alibi_slopes, return_lse=True)
+    states = [AttentionState(parts[p::P], lse[p::P].contiguous()) for p in range(P)]
     if alibi_slopes is not None:  # a partition's own last token is not where the query stands
         behind = (first + part_lens - lens[:, None]).to(lse.device)  # [S, P]
-        lse = lse + (alibi_slopes.to(lse.dtype) * behind[..., None]).masked_fill(lse == -torch.inf, 0.0)
-    tmp_out[:, :, :P] = parts.transpose(1, 2)
-    max_logits[:, :, :P] = lse.transpose(1, 2)
-    exp_sums[:, :, :P] = (max_logits[:, :, :P] > -torch.inf).to(exp_sums.dtype)
-    state, *others = (AttentionState(parts[:, p], lse[:, p]) for p in range(P))
-    out.copy_(state.merge(*others, backend=backend).out)
+        states = [state.shifted(alibi_slopes * behind[:, p, None]) for p, state in enumerate(states)]
+    for p, state in enumerate(states):
+        tmp_out[:, :, p] = state.out
+        max_logits[:, :, p] = state.lse
+        exp_sums[:, :, p] = (state.lse > -torch.inf).to(exp_sums.dtype)
+    out.copy_(states[0].merge(*states[1:], backend=backend).out)
+
+
+def _check_buffers(query: Tensor, P: int, out: Tensor, exp_sums: Tensor, max_logits: Tensor, tmp_out: Tensor) -> None:
+    """What V2 writes to."""
+    num_seqs, num_heads, head_dim = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    validate.check_tensor("out", out, tuple(query.shape), query.dtype, query.device)
+    tails: dict[str, tuple[Tensor, torch.dtype, tuple[int, ...]]] = {
+        "exp_sums": (exp_sums, wide, ()),
+        "max_logits": (max_logits, wide, ()),
+        "tmp_out": (tmp_out, query.dtype, (head_dim,)),
+    }
+    for name, (buffer, dtype, tail) in tails.items():
+        wanted = (num_seqs, num_heads, P, *tail)
+        if buffer.dim() != len(wanted) or tuple(buffer[:, :, :P].shape) != wanted:
+            raise BadShape(f"{name} has shape {tuple(buffer.shape)}; expected {wanted}, or more in its third dimension")
+        if buffer.dtype != dtype:
+            raise BadDtype(f"{name} has dtype {buffer.dtype}; expected {dtype}")
 
 
 def _check(
@@ -177,28 +187,38 @@ def _check(
     max_context_len: int,
 ) -> tuple[Tensor, Tensor]:
     """Tables and lengths on the host, if everything fits together."""
-    if query.dim() != 3:
-        raise BadShape(f"query has shape {tuple(query.shape)}; expected [S, Hq, D]")
+    if query.dim() != 3 or key_cache.dim() != 5:
+        raise BadShape(
+            f"query has shape {tuple(query.shape)} and key_cache {tuple(key_cache.shape)}; expected [S, Hq, D] and "
+            f"[N, Hkv, D/x, B, x]"
+        )
+    check_integer(BadValue, "block_size", block_size, 1)
+    check_integer(BadValue, "max_context_len", max_context_len, 0)
+    if key_cache.dtype != query.dtype or value_cache.dtype != query.dtype:
+        raise BadDtype(
+            f"query has dtype {query.dtype}, key_cache {key_cache.dtype} and value_cache {value_cache.dtype}; they "
+            f"must be the same"
+        )
     num_blocks, num_kv_heads = key_cache.shape[:2]
     x, head_dim = layouts.vector_size(key_cache), query.shape[2]
     packed = (num_blocks, num_kv_heads, head_dim // x, block_size, x)
-    if tuple(key_cache.shape) != packed or head_dim % x:
+    if tuple(key_cache.shape) != packed or head_dim % x or 0 in packed:
         raise BadShape(
             f"key_cache has shape {tuple(key_cache.shape)}; expected [N, Hkv, D/x, B, x] with D = {head_dim}, "
-            f"B = {block_size} and x = {x}, so x must divide D"
+            f"B = {block_size} and x = {x}, so x must divide D, and there must be a block"
         )
     if tuple(value_cache.shape) != (num_blocks, num_kv_heads, head_dim, block_size):
         wanted = (num_blocks, num_kv_heads, head_dim, block_size)
         raise BadShape(f"value_cache has shape {tuple(value_cache.shape)}; expected {wanted}")
-    mapping = head_mapping.cpu()
+    mapping = validate.to_host("head_mapping", head_mapping, 1)
     if tuple(mapping.shape) != (query.shape[1],):
         raise BadShape(f"head_mapping has shape {tuple(mapping.shape)}; expected ({query.shape[1]},)")
     outside = ((mapping < 0) | (mapping >= num_kv_heads)).nonzero().flatten()
     if len(outside):
         h = int(outside[0])
         raise BadValue(f"head_mapping[{h}] is {mapping[h]}; it must be a KV head in 0..{num_kv_heads - 1}")
-    tables, lens = block_tables.cpu(), context_lens.cpu()
-    if tables.dim() != 2 or lens.dim() != 1 or not len(query) == len(tables) == len(lens):
+    tables, lens = validate.to_host("block_tables", block_tables, 2), validate.to_host("context_lens", context_lens, 1)
+    if not len(query) == len(tables) == len(lens):
         raise BadShape(
             f"query has shape {tuple(query.shape)}, block_tables {tuple(tables.shape)} and context_lens "
             f"{tuple(lens.shape)}; expected [S, Hq, D], [S, M] and [S]"

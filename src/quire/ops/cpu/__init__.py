@@ -152,7 +152,8 @@ def attention(
     plan = _own(plan)
     cache = plan.cache(kv)
     plain = scale is None and alibi_slopes is None and softcap is None and sinks is None
-    if not (plain and _fits(q, plan.q_shape, plan) and (out is None or _fits(out, plan.out_shape, plan))):
+    fits = out is None or (_fits(out, plan.out_shape, plan) and 0 not in out.stride())
+    if not (plain and fits and _fits(q, plan.q_shape, plan)):
         validate.check_attention(q, kv, plan, scale, alibi_slopes, softcap, sinks, out, return_lse)
     if out is None:
         out = torch.empty(plan.out_shape, dtype=plan.spec.dtype)

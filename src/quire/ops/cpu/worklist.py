@@ -34,9 +34,9 @@ class Cache:
 class CpuPlan(AttentionPlan):
     """An attention plan with its work list: items of rows and keys, the most expensive first.
 
-    Long contexts are cut at multiples of 1,024 keys where there would not be work for every thread otherwise, and
-    where sequences have the same blocks, so that these are read once for all of them. How the work is cut does not
-    change a bit of the results.
+    Long contexts are cut at multiples of 1,024 keys where there would not be work for every thread otherwise, and at
+    multiples of 256 where sequences have the same blocks, so that these are read once for all of them. How the work is
+    cut does not change a bit of the results.
     """
 
     def __init__(
