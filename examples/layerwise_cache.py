@@ -106,7 +106,7 @@ class LayerwiseCache:
             raise BadValue(f"there is a sequence {child!r} already")
         if len(set(self.lengths[name])) > 1:
             raise BadValue(
-                f"the layers of {name!r} have {self.lengths[name]} tokens; a fork needs all layers at one place"
+                f"the layers of {name!r} have {self.lengths[name]} tokens; a fork needs all at one place"
             )
         twin = Request(child, array("i", parent.tokens), parent.num_prompt, SamplingParams())
         self.manager.fork(parent, twin)

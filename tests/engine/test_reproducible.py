@@ -140,6 +140,30 @@ def test_the_bits_of_a_request(tmp_path: Path, shape: str, dtype: str) -> None:
     run(count=10, block_size=64, num_blocks=200)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bits_of_requests_with_a_common_prompt(tmp_path: Path, dtype: str) -> None:
+    """Twelve requests that begin with the same 600 tokens: the engine reads their blocks once, and it does not show."""
+    kind, changes = SHAPES["llama, groups of 3"]
+    save(tmp_path, kind, vocab_size=VOCABULARY, **changes)
+    rng = random.Random(5)
+    prompt = [rng.randrange(VOCABULARY) for _ in range(600)]
+    tails = [[rng.randrange(VOCABULARY) for _ in range(1 + 3 * i)] for i in range(12)]
+
+    def requests() -> list[Request]:
+        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=3)
+        return [Request(f"watched {i}", array("i", prompt + x), 600 + len(x), params) for i, x in enumerate(tails)]
+
+    expected: dict[str, Bits] = {}
+    for request in requests():
+        lone = engine(tmp_path, dtype=dtype, num_blocks=60, enable_prefix_caching=False)
+        expected |= bits(lone, [request])[0]
+        assert lone.runner.plans[0].num_phases == 1
+    together = engine(tmp_path, dtype=dtype, num_blocks=100)
+    found, _ = bits(together, requests())
+    assert together.runner.plans[0].num_phases == 2, "the last step read nothing once for all"
+    assert found == expected
+
+
 @pytest.mark.skipif(torch.get_num_threads() < 16, reason="needs 16 threads; the test above runs with 1 and 2")
 def test_the_bits_with_16_threads(tmp_path: Path) -> None:
     kind, changes = SHAPES["llama, groups of 3"]
