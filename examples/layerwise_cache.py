@@ -105,9 +105,7 @@ class LayerwiseCache:
         if child in self.sequences:
             raise BadValue(f"there is a sequence {child!r} already")
         if len(set(self.lengths[name])) > 1:
-            raise BadValue(
-                f"the layers of {name!r} have {self.lengths[name]} tokens; a fork needs all at one place"
-            )
+            raise BadValue(f"the layers of {name!r} have {self.lengths[name]} tokens; a fork needs all at one place")
         twin = Request(child, array("i", parent.tokens), parent.num_prompt, SamplingParams())
         self.manager.fork(parent, twin)
         twin.num_computed = parent.num_computed  # K and V are brought from outside: its last token has them too
