@@ -147,6 +147,10 @@ class TestFamilies:
             starts = torch.tensor([0, *lengths]).cumsum(0).int()
             options |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
             options |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        elif use_cache or eager.config.model_type == "gpt_oss":  # eager attention does not cut these either
+            with pytest.raises(Unsupported, match="position_ids restart at 0 within a row, but the mask"):
+                ours(flat, use_cache=use_cache, **options)
+            return
         got = ours(flat, use_cache=use_cache, **options).logits
         want = torch.cat([eager(part).logits for part in flat.split(lengths, 1)], 1)
         assert largest_difference(got, want) < TOLERANCE
@@ -441,6 +445,18 @@ class TestRefusedModels:
         model = tf.AutoModelForCausalLM.from_config(REFUSED_MODELS["bloom"](), attn_implementation="eager").eval()
         assert model(random_ids(1, 4) % 50).logits.isfinite().all()
 
+    def test_a_model_that_picks_its_attention_class_by_name(self) -> None:
+        config = tf.GitConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+        with pytest.raises(Unsupported, match="picks an attention class of its own by the name"):
+            tf.AutoModelForCausalLM.from_config(config, attn_implementation="quire")
+
+    @pytest.mark.parametrize("options", [{}, {"fullgraph": True}], ids=str)
+    def test_a_model_that_is_compiled(self, options: dict) -> None:
+        compiled = torch.compile(build(FAMILIES["llama"](), "quire"), backend="eager", **options)
+        with pytest.raises(Exception, match=r"torch.compile does|cannot be compiled|Observed exception"):
+            compiled(random_ids(1, 4), use_cache=False)
+        torch._dynamo.reset()
+
     def test_switching_to_quire_is_refused_as_well(self) -> None:
         model = tf.AutoModelForCausalLM.from_config(REFUSED_MODELS["llama4"](), attn_implementation="eager")
         with pytest.raises(Unsupported, match="chunked attention"):
@@ -603,3 +619,17 @@ class TestRefusedArguments:
         model = build(FAMILIES["llama"](), "quire")
         with pytest.raises(QuireError, match="never forms the attention weights"):
             getattr(model, call)(random_ids(1, 4), output_attentions=True, **options)
+
+    @pytest.mark.parametrize("batch", [1, 2])
+    def test_rows_that_eager_would_not_cut(self, batch: int) -> None:
+        """Whatever the batch: restarting positions are cut where the mask says so, or refused."""
+        model = build(FAMILIES["llama"](), "quire")
+        positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]]).expand(batch, -1)
+        with pytest.raises(Unsupported, match="position_ids restart"):
+            model(random_ids(batch, 7), position_ids=positions, attention_mask=torch.ones(batch, 7))
+        same = torch.zeros(batch, 7, dtype=torch.int64)  # no restart: eager attends over all of it, and so do we
+        eager = build(FAMILIES["llama"]())
+        eager.load_state_dict(model.state_dict())
+        ids = random_ids(batch, 7)
+        difference = largest_difference(model(ids, position_ids=same).logits, eager(ids, position_ids=same).logits)
+        assert difference < TOLERANCE

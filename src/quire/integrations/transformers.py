@@ -6,13 +6,14 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="quire")
 
 `generate`, padded batches and flattened ragged batches (one row, with `cu_seq_lens_q` and `cu_seq_lens_k`, or with
-`position_ids` that restart at 0, as flash attention takes them) compute what eager attention computes for each sequence
-alone. The keys are not copied: a contiguous key cache is viewed as a paged one of block size 1, whose tables list the
+`use_cache=False` and `position_ids` that restart at 0) compute what eager attention computes for each sequence alone.
+The keys are not copied: a contiguous key cache is viewed as a paged one of block size 1, whose tables list the
 tokens that are not padding. Rows of padding are left out and come back as zeros.
 
 What a row may see is read off the mask function that the model hands to transformers' mask interface: causal, a sliding
 window, packed sequences and bidirectional are served, and anything else, or an option that would change the result, is
-refused with Unsupported. So are models whose attention does not go through transformers' attention interface.
+refused with Unsupported. So are models whose attention does not go through transformers' attention interface, and a
+whole model under torch.compile.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ def _check_model(model: type, config: Any) -> None:
             f"{model.__name__} cannot run with {NAME!r}: the source of its module {model.__module__} cannot be read, "
             "so it is not known whether its attention goes through transformers' AttentionInterface"
         ) from error
+    if re.search(r"_CLASSES\[(self\.)?config\._attn_implementation\]", source):
+        raise Unsupported(
+            f"{model.__name__} cannot run with {NAME!r}: its module picks an attention class of its own by the name of "
+            'the implementation; load it with attn_implementation="eager"'
+        )
     # A module without an attention class of its own is built of models that are asked in their turn.
     own = re.search(r"^class (\w*Attention\w*)\(", source, re.MULTILINE)
     if own and "ALL_ATTENTION_FUNCTIONS" not in source:
@@ -128,7 +134,7 @@ class Mask(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         raise Unsupported(
             f"this model computes with its attention mask itself ({name}), outside transformers' AttentionInterface, "
-            f'so {NAME!r} cannot serve it; load it with attn_implementation="eager"'
+            f'or torch.compile does; {NAME!r} serves neither: load it with attn_implementation="eager"'
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -139,7 +145,9 @@ class Mask(torch.Tensor):
 _QUESTIONS = frozenset(
     {
         *(Tensor.dim, Tensor.size, Tensor.to, Tensor.is_floating_point, Tensor.numel),
+        *(Tensor.__len__, Tensor.stride, Tensor.is_contiguous),
         *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda")),
+        *(getattr(Tensor, name).__get__ for name in ("layout", "is_meta")),
     }
 )
 
@@ -171,6 +179,8 @@ def mask(
     Raises Unsupported for a mask function that is not one of transformers' own for causal, sliding window, packed or
     bidirectional attention, and for padding that could not be left out.
     """
+    if torch.compiler.is_compiling():
+        raise Unsupported(f"a whole model with {NAME!r} cannot be compiled: its mask is read on the host in every step")
     if cache_position is not None:
         q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
     if q_length is None:
@@ -394,8 +404,13 @@ def _cuts(
         if packed is not None and packed != tuple(cut for cut in given if cut[2] > cut[1]):
             raise Unsupported(f"cu_seq_lens_q is {q}, but position_ids cut the row into other sequences")
         return given
-    if packed is None and pattern.causal and whole and batch == 1 and pattern.num_queries == pattern.num_keys:
-        packed = _restarts(position_ids, pattern.num_queries)
+    prefill = pattern.causal and whole and pattern.num_queries == pattern.num_keys
+    if packed is None and prefill and _restarts(position_ids):
+        raise Unsupported(
+            "position_ids restart at 0 within a row, but the mask of this call does not cut there: flash attention "
+            "would, eager attention would not. Give use_cache=False and no attention_mask, or cu_seq_lens_q and "
+            "cu_seq_lens_k"
+        )
     return packed
 
 
@@ -409,17 +424,14 @@ def _runs(sequences: Tensor) -> _Cuts:
     return tuple(cuts)
 
 
-def _restarts(position_ids: Tensor | None, num_tokens: int) -> _Cuts | None:
-    """The cuts of a row whose positions count up from 0 several times, and None for any other positions."""
-    if position_ids is None or position_ids.numel() != num_tokens or num_tokens == 1:
-        return None
-    positions = position_ids.flatten().cpu()
-    first = positions == 0
-    number = first.cumsum(0)
-    rising = positions.diff() == 1
-    if number[-1] < 2 or not first[0] or not (rising | first[1:]).all():
-        return None
-    return _runs(number[None])
+def _restarts(position_ids: Tensor | None) -> bool:
+    """Whether the positions of some row count up from 0 several times."""
+    if position_ids is None or position_ids.dim() != 2:
+        return False
+    positions = position_ids.cpu()
+    first, rising = positions == 0, positions.diff(dim=1) == 1
+    counting = first[:, 0] & (rising | first[:, 1:]).all(1) & rising.any(1)
+    return bool((counting & (first.sum(1) > 1)).any())
 
 
 def _plan(

@@ -83,7 +83,9 @@ class CpuPlan(AttentionPlan):
         )
         self._set_shapes()
         if self.library.plan_update(self._handle, byref(step)):
-            raise MemoryError(f"no memory for the work list of {self.num_tokens} query tokens")
+            wanted, self.num_tokens, self.num_seqs, self.writable = self.num_tokens, 0, 0, False
+            self._set_shapes()
+            raise MemoryError(f"no memory for the work list of {wanted} query tokens; the plan is empty now")
 
     def _set_shapes(self) -> None:
         spec, tokens = self.spec, self.num_tokens

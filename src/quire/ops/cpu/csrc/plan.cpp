@@ -266,6 +266,7 @@ QUIRE_EXPORT int32_t quire_plan_update(QuirePlan* plan, const StepParams* step) 
         plan->update(*step);
         return 0;
     } catch (const std::bad_alloc&) {
+        plan->view.num_phases = plan->view.num_split_tokens = 0;  // what they count may be gone
         return 1;
     }
 }
