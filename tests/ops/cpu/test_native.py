@@ -19,13 +19,13 @@ def test_auto_takes_the_native_kernels_and_their_best_instruction_set(backend):
     served = native.runnable(native.library_path())
     assert ops.load("auto").NAME == "cpu"
     assert served
-    assert served == [isa for isa in native.ISAS if isa in served]
+    assert served == tuple(isa for isa in native.ISAS if isa in served)
     assert native.load().isa == served[0]
     assert served[-1] == "avx2"
 
 
 def test_a_cpu_without_avx2_gets_the_reference_and_one_line_that_says_so(backend, monkeypatch):
-    monkeypatch.setattr(native, "runnable", lambda path: [])
+    monkeypatch.setattr(native, "runnable", lambda path: ())
     assert ops.load("auto").NAME == "reference"
     with pytest.raises(Unsupported, match="cpu: this CPU lacks AVX2"):
         ops.load("cpu")

@@ -127,10 +127,12 @@ def unavailable() -> str | None:
     return None
 
 
-def runnable(path: Path) -> list[str]:
-    """The instruction sets that this machine runs, the best first."""
+@cache
+def runnable(path: Path) -> tuple[str, ...]:
+    """The instruction sets that this machine runs, the best first. Asked of the library once."""
     library = ctypes.CDLL(str(path))
-    return [isa for isa in ISAS if hasattr(library, f"quire_runs_{isa}") and getattr(library, f"quire_runs_{isa}")()]
+    asked = ((isa, getattr(library, f"quire_runs_{isa}", None)) for isa in ISAS)
+    return tuple(isa for isa, runs in asked if runs is not None and runs())
 
 
 def load(isa: str | None = None, path: Path | None = None) -> Library:
