@@ -42,6 +42,7 @@ def test_the_sets_hold_what_peers_are_measured_on() -> None:
     everything = attention.chosen(["all"])
     assert len(everything) == len(set(everything))
     assert {s.num_heads // s.num_kv_heads for s in everything} >= {1, 3, 4, 7, 8}
+    assert [(s.batch, s.num_heads, s.num_kv_heads) for s in SETS["mqa"]] == [(1, 1, 1), (1, 8, 1)]
     assert {s.head_dim for s in everything} >= {64, 80, 128, 256}
     assert {s.block_size for s in everything} >= {1, 16, 32, 128}
     assert {s.context_len for s in everything} >= {128, 32768}

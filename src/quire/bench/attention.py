@@ -91,6 +91,9 @@ SETS: dict[str, tuple[Shape, ...]] = {
         ),
     ),
     "groups": _shapes(*({"num_heads": 8 * g} for g in (1, 3, 4, 7, 8)), **_DECODE),
+    "mqa": _shapes(  # a single long context with a single KV head: is it divided, and read once for all query heads?
+        {}, {"num_heads": 8}, batch=1, num_heads=1, num_kv_heads=1, head_dim=128, context_len=16384
+    ),
     "dims": _shapes(*({"head_dim": d} for d in (64, 80, 128, 256)), **_DECODE),
     "blocks": _shapes(*({"block_size": b} for b in (1, 16, 32, 128, 256)), **_DECODE),
     "scatter": _shapes({"block_size": 16}, {"block_size": 16, "scattered": False}, **_DECODE),

@@ -97,7 +97,7 @@ def attention(
     sets: Annotated[
         list[str] | None,
         typer.Argument(
-            help="peers, groups, dims, blocks, scatter, contexts, batches, long, dtypes, or all. Default: peers."
+            help="peers, groups, mqa, dims, blocks, scatter, contexts, batches, long, dtypes, or all. Default: peers."
         ),
     ] = None,
     attention_backend: Backend = "auto",

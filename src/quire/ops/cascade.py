@@ -145,6 +145,6 @@ def _check(levels: Sequence[CascadeLevel]) -> None:
             )
         if spec.window is not None:
             raise Unsupported(
-                f"level {i} has a window of {spec.window}; a cascade has none (a plan that finds shared blocks itself "
-                f"serves windows)"
+                f"level {i} has a window of {spec.window}; a cascade has none: give each sequence one table over "
+                f"all of its blocks, and a plan serves the window"
             )

@@ -377,6 +377,7 @@ CREATE = [
     ("scale", lambda x: "x", BadValue, "scale is 'x'"),
     ("scale", lambda x: math.inf, BadValue, "scale is inf"),
     ("scale", lambda x: math.nan, BadValue, "scale is nan"),
+    ("seq_lens", lambda x: x.tolist(), BadDtype, "seq_lens is a list; it must be a tensor"),
     ("seq_lens", lambda x: None, BadValue, "seq_lens is None; only alibi_slopes"),
 ]  # fmt: skip
 

@@ -333,6 +333,8 @@ def attend_unseen(
 def _check_looks(tensors: dict[str, Tensor | None]) -> None:
     """Shapes, dtypes and strides, without a value."""
     for (name, x), dims in zip(tensors.items(), DIMS, strict=True):
+        if x is not None and not isinstance(x, Tensor):
+            raise BadDtype(f"{name} is a {type(x).__name__}; it must be a tensor")
         if x is not None and x.dim() != dims:
             raise BadShape(f"{name} has shape {tuple(x.shape)}; it must have {dims} dimension(s)")
     out, q, k, v, tables, lens, starts, slopes = tensors.values()
