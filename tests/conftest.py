@@ -1,6 +1,7 @@
 """Settings for all tests."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,7 @@ def pytest_configure() -> None:
     if workers > 1:
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+    if not torch.cuda.is_available() and find_spec("triton") is not None:
+        from tests import interpreter
+
+        interpreter.enable()  # before anything imports a kernel

@@ -117,7 +117,7 @@ def test_what_the_spec_resolves():
 def test_a_spec_beyond_a_backends_limits(fields, fragments):
     half, single = torch.float16, torch.float32
     served = {single: frozenset((single, half)), half: frozenset((half,))}
-    limits = ops.Limits(kv_dtypes=served, max_head_dim=64, case_budget=1)
+    limits = ops.Limits(kv_dtypes=served, max_head_dim=64, reproducible=False, case_budget=1)
     validate.check_supported(good_spec(head_dim=64, kv_dtype=half), "some", limits)
     refuses(lambda: validate.check_supported(good_spec(**fields), "some", limits), Unsupported, fragments)
 

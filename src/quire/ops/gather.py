@@ -7,6 +7,7 @@ itself. It serves the whole contract, so that one flag turns a paged run into a 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, overload
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from torch.profiler import record_function
 
 from quire.ops import reference, registered, validate
-from quire.ops.interface import Limits, PagedKV
+from quire.ops.interface import PagedKV
 from quire.ops.plan import AttentionPlan
 from quire.ops.reference import (
     add_rms_norm,
@@ -55,7 +56,7 @@ __all__ = [
 ]
 
 NAME = "gather"
-LIMITS = Limits(kv_dtypes=reference.LIMITS.kv_dtypes, max_head_dim=reference.LIMITS.max_head_dim, case_budget=600)
+LIMITS = replace(reference.LIMITS, case_budget=600)
 
 
 @overload

@@ -51,6 +51,7 @@ class AttentionSpec:
     causal: bool = True
     window: int | None = None  # keys that a row sees, its own included; causal only
     device: str = "cpu"
+    reproducible: bool = False  # a row's bits must not depend on its batch, nor on the chunk that it came in
 
     def __post_init__(self) -> None:
         validate.check_spec(self)
@@ -93,6 +94,7 @@ class Limits:
 
     kv_dtypes: Mapping[torch.dtype, frozenset[torch.dtype]]  # for each dtype of q, the dtypes its cache may have
     max_head_dim: int  # the largest D and Dv
+    reproducible: bool  # whether it serves plans that ask for it
     case_budget: int  # random ragged cases that the conformance suite spends on this backend
 
 

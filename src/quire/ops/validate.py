@@ -58,6 +58,8 @@ def check_spec(spec: AttentionSpec) -> None:
             f"spec.num_blocks * spec.block_size is {spec.num_blocks * spec.block_size}; slots are numbered in an "
             f"int32, so at most {INT32_MAX}"
         )
+    if not isinstance(spec.reproducible, bool):
+        raise BadValue(f"spec.reproducible is {spec.reproducible!r}; it must be True or False")
     if spec.window is not None and not spec.causal:
         raise BadValue(f"spec.window is {spec.window} with causal=False; a window needs causal attention")
     for name in ("dtype", "kv_dtype"):
@@ -77,6 +79,10 @@ def check_supported(spec: AttentionSpec, name: str, limits: Limits) -> None:
         served = ", ".join(sorted(map(str, limits.kv_dtypes[spec.dtype])))
         raise Unsupported(
             f"backend {name!r} does not serve a cache of {spec.cache_dtype} for dtype {spec.dtype}; it serves {served}"
+        )
+    if spec.reproducible and not limits.reproducible:
+        raise Unsupported(
+            f"backend {name!r} does not give the same bits in every batch; spec.reproducible must be False"
         )
     largest = max(spec.head_dim, spec.dim_v)
     if largest > limits.max_head_dim:

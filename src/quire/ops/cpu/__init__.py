@@ -25,6 +25,7 @@ NAME = "cpu"
 LIMITS = Limits(
     kv_dtypes={dtype: frozenset((dtype,)) for dtype in native.DTYPES},
     max_head_dim=1024,
+    reproducible=True,
     case_budget=2_000,
 )
 

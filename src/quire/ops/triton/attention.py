@@ -1,0 +1,317 @@
+"""The attention kernels: one body for tiles of few rows (decode) and of many (prefill), and the merge of parts.
+
+A program has one item of the plan's work list and one KV head. An item is a tile of query rows and a range of keys:
+its rows are (query token, head) pairs, the G heads of a token next to each other, so that keys are read once for all of
+them; the tokens may come from several sequences where these share the keys. The online softmax (Milakov & Gimelshein
+2018) runs over tiles of keys that lie at absolute multiples of the tile's size, in base 2.
+
+What decides its speed:
+- The ids of a tile's blocks are loaded one iteration ahead. A loop that loads ids and, in the same iteration, the keys
+  behind them is not pipelined by the compiler.
+- Tiles that all rows see whole take no masks; the plan says where they begin and end.
+- Head dimensions that are no power of two are cut in a main part and a tail: 80 = 64 + 16, 192 = 128 + 64.
+
+Scalar offsets are added to a pointer before the offsets of a tensor are: the compiler (3.5, 3.6) has got the other
+order wrong in split reductions. What may exceed 2^31 is computed in 64 bits. An argument that is None is compiled away.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.constexpr_function
+def main_part(dim: int) -> int:
+    """The largest power of two in a head dimension, at least what a matrix product takes."""
+    return max(16, 1 << (dim.bit_length() - 1))
+
+
+@triton.constexpr_function
+def tail_part(dim: int) -> int:
+    """What is left of it, up to the next power of two; 0 where nothing is."""
+    left = dim - main_part(dim)
+    return 0 if left <= 0 else max(16, 1 << (left - 1).bit_length())
+
+
+@triton.jit
+def _fold(mix, top, total, new_mix, new_top, new_total):
+    """The state over two sets of keys. `reproducible` rests on this being one order of operations everywhere."""
+    both = tl.maximum(top, new_top)
+    shift = tl.where(both == float("-inf"), 0.0, both)
+    old, new = tl.exp2(top - shift), tl.exp2(new_top - shift)
+    return tl.fma(new_mix, new[:, None], mix * old[:, None]), both, tl.fma(new_total, new, total * old)
+
+
+@triton.jit
+def _share(top, total, sink):
+    """What a row's sum of weighted values is multiplied by: 1 / denominator; 0 for a row that has seen nothing."""
+    if sink is not None:
+        total += tl.exp2(sink - tl.where(top == float("-inf"), 0.0, top))
+    return tl.where(total > 0, 1.0 / total, 0.0)
+
+
+@triton.jit
+def _ids(table, key, lo, hi, BLOCK_SIZE: tl.constexpr):
+    """The blocks of these keys. Entries without a key of the item are not read: they may hold anything."""
+    return tl.load(table + key // BLOCK_SIZE, mask=(key >= lo) & (key < hi), other=0)
+
+
+@triton.jit
+def _part(base, at, held, dtype, FIRST: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """Dimensions FIRST..FIRST + COUNT of SIZE of a tile's keys or values, a row a key; zeros where there is nothing."""
+    dim = FIRST + tl.arange(0, COUNT)
+    rows = base + at[:, None] + dim[None, :]
+    if FIRST + COUNT > SIZE:
+        if MASKED:
+            x = tl.load(rows, mask=held[:, None] & (dim < SIZE)[None, :], other=0.0)
+        else:
+            x = tl.load(rows, mask=(dim < SIZE)[None, :], other=0.0)
+    else:
+        if MASKED:
+            x = tl.load(rows, mask=held[:, None], other=0.0)
+        else:
+            x = tl.load(rows)
+    return x.to(dtype)
+
+
+@triton.jit
+def _tile(
+    state, rows, cache, scale, cap, slope, window, key, ids, lo, hi,
+    B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: the state with one more tile of keys."""
+    mix, mix_tail, top, total = state
+    q, q_tail, position = rows
+    k, v, k_block, k_slot, v_block, v_slot = cache
+    D_MAIN: tl.constexpr = main_part(D)
+    D_TAIL: tl.constexpr = tail_part(D)
+    V_MAIN: tl.constexpr = main_part(DV)
+    V_TAIL: tl.constexpr = tail_part(DV)
+    held = (key >= lo) & (key < hi)
+    at = ids.to(tl.int64) * k_block + (key % B).to(tl.int64) * k_slot
+    keys = _part(k, at, held, q.dtype, 0, D_MAIN, D, MASKED)
+    score = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
+    if D_TAIL:
+        keys = _part(k, at, held, q.dtype, D_MAIN, D_TAIL, D, MASKED)
+        score = tl.dot(q_tail, tl.trans(keys), score, input_precision=PRECISION)
+    score *= scale
+    if cap is not None:  # tanh; its form (a - b) / (a + b) would be inf / inf
+        score = cap * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
+    if slope is not None:
+        score += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+    if MASKED:
+        seen = held[None, :]
+        if CAUSAL:
+            seen = seen & (key[None, :] <= position[:, None])
+        if window is not None:
+            seen = seen & (position[:, None] - key[None, :] < window)
+        score = tl.where(seen, score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))
+    shift = new_top
+    if MASKED:  # a row may have seen nothing yet
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weight = tl.exp2(score - shift[:, None])
+    correction = tl.exp2(top - shift)
+    total = total * correction + tl.sum(weight, 1)
+    at = ids.to(tl.int64) * v_block + (key % B).to(tl.int64) * v_slot
+    values = _part(v, at, held, q.dtype, 0, V_MAIN, DV, MASKED)
+    mix = tl.dot(weight.to(q.dtype), values, mix * correction[:, None], input_precision=PRECISION)
+    if V_TAIL:
+        values = _part(v, at, held, q.dtype, V_MAIN, V_TAIL, DV, MASKED)
+        mix_tail = tl.dot(weight.to(q.dtype), values, mix_tail * correction[:, None], input_precision=PRECISION)
+    return mix, mix_tail, new_top, total
+
+
+@triton.jit
+def _empty(BLOCK_M: tl.constexpr, DV: tl.constexpr):
+    """The state over no keys: sums of weighted values (main part, tail), largest score, sum of weights."""
+    V_TAIL: tl.constexpr = tail_part(DV)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    mix_tail = total  # stands in where there is no tail
+    if V_TAIL:
+        mix_tail = tl.zeros([BLOCK_M, V_TAIL], tl.float32)
+    return tl.zeros([BLOCK_M, main_part(DV)], tl.float32), mix_tail, total + float("-inf"), total
+
+
+@triton.jit
+def _walk(
+    state, rows, cache, scale, cap, slope, window, table, lo, hi, start, free_lo, free_hi,
+    TILE: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state with the keys lo..hi: by tiles from `start` on, of which all rows see free_lo..free_hi whole."""
+    # fmt: off
+    lane = tl.arange(0, TILE)
+    ids = _ids(table, start + lane, lo, hi, B)
+    if window is not None:  # the first tiles are not seen whole
+        for first in range(start, free_lo, TILE):
+            state = _tile(
+                state, rows, cache, scale, cap, slope, window, first + lane, ids, lo, hi,
+                B, D, DV, CAUSAL, PRECISION, True,
+            )
+            ids = _ids(table, first + TILE + lane, lo, hi, B)
+    for first in range(free_lo, free_hi, TILE):
+        state = _tile(
+            state, rows, cache, scale, cap, slope, window, first + lane, ids, lo, hi,
+            B, D, DV, CAUSAL, PRECISION, False,
+        )
+        ids = _ids(table, first + TILE + lane, lo, hi, B)
+    for first in range(free_hi, hi, TILE):
+        state = _tile(
+            state, rows, cache, scale, cap, slope, window, first + lane, ids, lo, hi,
+            B, D, DV, CAUSAL, PRECISION, True,
+        )
+        ids = _ids(table, first + TILE + lane, lo, hi, B)
+    # fmt: on
+    return state
+
+
+@triton.jit
+def _store(base, at, x, live, FIRST: tl.constexpr, SIZE: tl.constexpr):
+    """Store dimensions FIRST.. of SIZE of the live rows."""
+    dim = FIRST + tl.arange(0, x.shape[1])
+    mask = live[:, None]
+    if FIRST + x.shape[1] > SIZE:
+        mask = mask & (dim < SIZE)[None, :]
+    tl.store(base + at[:, None] + dim[None, :], x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def attend(
+    q, k, v, out, lse, part_mix, part_sums, items, rows, positions, tables, slopes, sinks,
+    scale, cap, window,
+    q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, out_token, out_head,
+    G: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Attention of one item for one KV head: to `out`, or as a part of its rows' keys to `part_mix` and `part_sums`.
+
+    items: int32, 8 an item: where its block ids begin in `tables` (negative: nothing to do), its first entry in `rows`,
+    its tokens, lo, hi, free_lo, free_hi. rows: int32, 2 an entry: a query token, and its part (negative: the whole).
+    scale: log2(e) times the factor of q·k; with a softcap 2 log2(e) / softcap times it, and cap is log2(e) softcap.
+    CHUNK: the keys are taken in chunks at absolute multiples of so many, each a state of its own, folded in ascending
+    order: the same operations as if each chunk were an item and `merge` folded them. 0: in one go.
+    """
+    item = items + tl.program_id(0).to(tl.int64) * 8
+    table = tl.load(item)
+    if table < 0:
+        return
+    first_row, count = tl.load(item + 1), tl.load(item + 2)
+    lo, hi, free_lo, free_hi = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+    head = tl.program_id(1)
+    num_heads = tl.num_programs(1) * G
+    GROUP: tl.constexpr = G if G < BLOCK_M else BLOCK_M  # heads of a token in the tile
+    D_MAIN: tl.constexpr = main_part(D)
+    D_TAIL: tl.constexpr = tail_part(D)
+    V_MAIN: tl.constexpr = main_part(DV)
+    V_TAIL: tl.constexpr = tail_part(DV)
+
+    row = tl.arange(0, BLOCK_M)
+    of_group = tl.program_id(2) * BLOCK_M + row % GROUP
+    live = (row // GROUP < count) & (of_group < G)
+    entry = rows + first_row.to(tl.int64) * 2 + row // GROUP * 2
+    token = tl.load(entry, mask=live, other=0)
+    position = tl.load(positions + token, mask=live, other=0)
+    q_heads = (head * G + of_group).to(tl.int64)
+    at = token.to(tl.int64) * q_token + q_heads * q_head
+    q_main = _part(q, at, live, q.dtype.element_ty, 0, D_MAIN, D, True)
+    q_tail = q_main
+    if D_TAIL:
+        q_tail = _part(q, at, live, q.dtype.element_ty, D_MAIN, D_TAIL, D, True)
+    slope = slopes
+    if slopes is not None:
+        slope = tl.load(slopes + q_heads, mask=live, other=0.0) * LOG2_E
+
+    k_of_head = k + head.to(tl.int64) * k_head
+    v_of_head = v + head.to(tl.int64) * v_head
+    cache = (k_of_head, v_of_head, k_block, k_slot, v_block, v_slot)
+    query = (q_main, q_tail, position)
+    start = lo // TILE * TILE
+    ids = tables + table
+    state = _empty(BLOCK_M, DV)
+    if CHUNK == 0:
+        state = _walk(
+            state, query, cache, scale, cap, slope, window, ids, lo, hi, start, free_lo, free_hi,
+            TILE, B, D, DV, CAUSAL, PRECISION,
+        )  # fmt: skip
+    else:
+        for chunk in range(lo // CHUNK * CHUNK, hi, CHUNK):
+            end = chunk + CHUNK
+            begin = tl.maximum(start, chunk)
+            free_begin = tl.minimum(tl.maximum(free_lo, begin), end)
+            free_end = tl.minimum(tl.maximum(free_hi, free_begin), end)
+            mix, mix_tail, top, total = state
+            new_mix, new_tail, new_top, new_total = _walk(
+                _empty(BLOCK_M, DV), query, cache, scale, cap, slope, window, ids, lo, tl.minimum(hi, end),
+                begin, free_begin, free_end, TILE, B, D, DV, CAUSAL, PRECISION,
+            )  # fmt: skip
+            if V_TAIL:
+                mix_tail, _, _ = _fold(mix_tail, top, total, new_tail, new_top, new_total)
+            mix, top, total = _fold(mix, top, total, new_mix, new_top, new_total)
+            if V_TAIL == 0:
+                mix_tail = total
+            state = (mix, mix_tail, top, total)
+    mix, mix_tail, top, total = state
+
+    whole = live
+    if part_mix is not None:
+        part = tl.load(entry + 1, mask=live, other=0)
+        whole = live & (part < 0)
+        split = live & (part >= 0)
+        at = (part.to(tl.int64) * num_heads + q_heads) * DV
+        _store(part_mix, at, mix, split, 0, DV)
+        if V_TAIL:
+            _store(part_mix, at, mix_tail, split, V_MAIN, DV)
+        sums = part_sums + (part.to(tl.int64) * num_heads + q_heads) * 2
+        tl.store(sums, top, mask=split)
+        tl.store(sums + 1, total, mask=split)
+    sink = sinks
+    if sinks is not None:
+        sink = tl.load(sinks + q_heads, mask=live, other=0.0) * LOG2_E
+    share = _share(top, total, sink)[:, None]
+    at = token.to(tl.int64) * out_token + q_heads * out_head
+    _store(out, at, mix * share, whole, 0, DV)
+    if V_TAIL:
+        _store(out, at, mix_tail * share, whole, V_MAIN, DV)
+    if lse is not None:
+        tl.store(lse + token.to(tl.int64) * num_heads + q_heads, (top + tl.log2(total)) * LN_2, mask=whole)
+
+
+@triton.jit
+def merge(
+    out, lse, part_mix, part_sums, merges, sinks, out_token, out_head, DV: tl.constexpr, DIMS: tl.constexpr
+):  # fmt: skip
+    """Fold the parts of one query token and head, in ascending order of their keys.
+
+    merges: int32, 3 a token: itself (negative: nothing to do), its first part, its parts.
+    """
+    row = merges + tl.program_id(0).to(tl.int64) * 3
+    token = tl.load(row)
+    if token < 0:
+        return
+    first, count = tl.load(row + 1), tl.load(row + 2)
+    head, num_heads = tl.program_id(1), tl.num_programs(1)
+    at = first.to(tl.int64) * num_heads + head
+    sums = part_sums + at * 2
+    mixes = part_mix + at * DV
+    one = tl.arange(0, 1)
+    total = tl.zeros([1], tl.float32)
+    top = total + float("-inf")
+    mix = tl.zeros([1, DIMS], tl.float32)
+    for i in tl.range(0, count, num_stages=4):
+        held = one + i < count
+        at = (one + i).to(tl.int64) * num_heads
+        new_mix = _part(mixes, at * DV, held, tl.float32, 0, DIMS, DV, False)
+        mix, top, total = _fold(mix, top, total, new_mix, tl.load(sums + 2 * at), tl.load(sums + 2 * at + 1))
+    sink = sinks
+    if sinks is not None:
+        sink = tl.load(sinks + head + one) * LOG2_E
+    at = token.to(tl.int64) * out_token + head.to(tl.int64) * out_head + one
+    _store(out, at, mix * _share(top, total, sink)[:, None], one == 0, 0, DV)
+    if lse is not None:
+        tl.store(lse + token.to(tl.int64) * num_heads + head + one, (top + tl.log2(total)) * LN_2)

@@ -1,0 +1,127 @@
+"""What enters and moves within the cache: write_kv and copy_blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops import registered, validate
+from quire.ops.interface import PagedKV
+from quire.ops.plan import AttentionPlan
+from quire.ops.triton.launch import NAME, on_device_of
+from quire.ops.triton.worklist import own
+
+ROW_TILE = 4096  # elements of a token's K or V that a program has in hand at a time
+COPY_TILE = 2048  # elements of a block that one program copies
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@triton.jit
+def _write_heads(
+    new, new_head, cache, cache_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HEAD_TILE: tl.constexpr, DIM_TILE: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """One token's row of all heads. LIMIT: where it is not 0, what is larger in size becomes it; NaN stays."""
+    dim = tl.arange(0, DIM_TILE)[None, :]
+    for first in range(0, HEADS, HEAD_TILE):
+        head = first + tl.arange(0, HEAD_TILE)[:, None]
+        mask = (head < HEADS) & (dim < DIM)
+        row = tl.load(new + head.to(tl.int64) * new_head + dim, mask=mask, other=0.0)
+        if LIMIT > 0:
+            row = row.to(tl.float32)
+            row = tl.where(row > LIMIT, LIMIT, row)
+            row = tl.where(row < -LIMIT, -LIMIT, row)
+        tl.store(cache + head.to(tl.int64) * cache_head + dim, row.to(cache.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def write_rows(
+    k_new, v_new, k, v, slots,
+    k_new_token, k_new_head, v_new_token, v_new_head, k_block, k_head, k_slot, v_block, v_head, v_slot,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    K_HEADS: tl.constexpr, K_DIMS: tl.constexpr, V_HEADS: tl.constexpr, V_DIMS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """K and V of one token to its slot, nowhere if that is negative. K_HEADS, K_DIMS: the tile of K; so for V."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    block = (slot // BLOCK_SIZE).to(tl.int64)
+    offset = (slot % BLOCK_SIZE).to(tl.int64)
+    k += block * k_block + offset * k_slot
+    v += block * v_block + offset * v_slot
+    _write_heads(k_new + token * k_new_token, k_new_head, k, k_head, HEADS, D, K_HEADS, K_DIMS, LIMIT)
+    _write_heads(v_new + token * v_new_token, v_new_head, v, v_head, HEADS, DV, V_HEADS, V_DIMS, LIMIT)
+
+
+@triton.jit
+def copy_part(
+    cache, sources, targets, block, head, slot,
+    HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the elements of one block, counted along dimensions, then slots, then heads."""
+    pair = tl.program_id(0)
+    source = cache + tl.load(sources + pair).to(tl.int64) * block
+    target = cache + tl.load(targets + pair).to(tl.int64) * block
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row = i // DIM
+    offset = (row // BLOCK_SIZE).to(tl.int64) * head + (row % BLOCK_SIZE).to(tl.int64) * slot + i % DIM
+    mask = i < HEADS * BLOCK_SIZE * DIM
+    tl.store(target + offset, tl.load(source + offset, mask=mask), mask=mask)
+
+
+@registered.operator(NAME)
+def write_kv(
+    k_new: Tensor,  # [T, Hkv, D]
+    v_new: Tensor,  # [T, Hkv, Dv]
+    kv: PagedKV,
+    plan: AttentionPlan,
+) -> None:
+    """Store row t's K and V at slot plan.slots[t], that is at offset slot % B of block slot // B; -1 skips it.
+
+    What an fp8 cache cannot hold becomes the largest number that it can, infinities included; NaN stays NaN. GPUs make
+    e5m2 of fp32 by way of a truncated fp16, so that what is barely above the middle of two numbers may be rounded down.
+    """
+    plan = own(plan)
+    validate.check_write(k_new, v_new, kv, plan)
+    if plan.num_tokens == 0:
+        return
+    spec = plan.spec
+    limit = torch.finfo(spec.cache_dtype).max if spec.cache_dtype in FP8 else 0.0
+    with on_device_of(kv.k):
+        write_rows[(plan.num_tokens,)](
+            *(k_new, v_new, kv.k, kv.v, plan.device_slots),
+            *(*k_new.stride()[:2], *v_new.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3]),
+            *(spec.block_size, spec.num_kv_heads, spec.head_dim, spec.dim_v),
+            *(*_tile(spec.num_kv_heads, spec.head_dim), *_tile(spec.num_kv_heads, spec.dim_v)),
+            LIMIT=limit,
+        )
+
+
+@registered.operator(NAME)
+def copy_blocks(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
+    """Copy block src[i] to block dst[i]: what copy-on-write does when a shared block is about to be written."""
+    validate.check_copy(kv, src, dst)
+    if not src:
+        return
+    on_host = torch.tensor([list(src), list(dst)], dtype=torch.int32, pin_memory=kv.k.is_cuda)
+    sources, targets = on_host.to(kv.k.device, non_blocking=True)
+    with on_device_of(kv.k):
+        for x in (kv.k, kv.v):
+            bits = x.view(INTEGERS[x.element_size()])  # floats may lose the payload of NaN
+            _, heads, slots, dim = x.shape
+            grid = (len(src), triton.cdiv(heads * slots * dim, COPY_TILE))
+            copy_part[grid](bits, sources, targets, *x.stride()[:3], heads, slots, dim, TILE=COPY_TILE)
+
+
+def _tile(heads: int, dim: int) -> tuple[int, int]:
+    """Heads and dimensions of a tile of a token's row."""
+    dims = triton.next_power_of_2(dim)
+    return min(triton.next_power_of_2(heads), max(1, ROW_TILE // dims)), dims

@@ -1,0 +1,268 @@
+"""Who computes what: a step's query rows and keys, cut into items for the programs of the attention kernel.
+
+An item is a tile of query rows with a range of keys. Where there are fewer tiles than programs that the device runs at
+a time, keys are cut and the parts merged. Where sequences that decode have the same blocks, these are items of their
+own, with rows of all of these sequences, so that they are read once. Of a reproducible plan every cut lies at an
+absolute multiple of CHUNK keys, and whether it is made changes no bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from quire.ops.interface import AttentionSpec
+from quire.ops.triton.tiles import CHUNK, SPLIT, Tile, choose
+
+Ints = NDArray[np.int64]
+
+ITEM = 8  # numbers of an item: its block ids' begin, first of rows, tokens, lo, hi, free_lo, free_hi, 0
+FEW_AT_A_TIME, MANY_AT_A_TIME = 3, 1  # programs that a processor runs at the same time, tiles of few rows and of many
+WORTH_SHARING = 16 * 2**20  # bytes of K and V that are read once instead of several times; a merge costs more than less
+NEVER = 2**31 - 1  # keys: a cut that nothing reaches
+PART_MEMORY = 256 * 2**20  # bytes that the parts of a reproducible plan may take
+
+
+@dataclass(frozen=True)
+class Room:
+    """The longest lists there may be."""
+
+    few: int
+    many: int
+    rows: int  # and parts
+
+
+@dataclass(frozen=True)
+class Lists:
+    """A step's work, see `attention.attend` and `attention.merge`."""
+
+    few: Ints  # [items, ITEM]
+    many: Ints  # [items, ITEM]
+    rows: Ints  # [entries, 2]
+    merges: Ints  # [tokens, 3]
+    positions: Ints  # [T]
+    num_parts: int
+
+
+@dataclass
+class Tiles:
+    """Tiles of query rows, one entry a tile. All rows see the keys free_lo..free_hi, none any but lo..hi."""
+
+    seq: Ints
+    token: Ints  # the first one
+    count: Ints  # tokens
+    few: NDArray[np.bool_]  # whether its rows are few
+    lo: Ints
+    hi: Ints
+    free_lo: Ints
+    free_hi: Ints
+    inherited: Ints  # parts that items of shared keys bring to each of its tokens
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Keys from 0 on that several sequences have in common, in the same blocks."""
+
+    seqs: Ints
+    keys: int
+
+
+class Cutter:
+    """Cuts the steps of one plan."""
+
+    def __init__(
+        self, spec: AttentionSpec, chip: str, processors: int, max_tokens: int, max_seqs: int, max_blocks: int
+    ) -> None:
+        self.spec = spec
+        G = spec.group_size
+        self.few_tile: Tile = choose(chip, "exact" if spec.reproducible else "few", spec)
+        self.many_tile: Tile = choose(chip, "exact" if spec.reproducible else "many", spec)
+        self.few_rows = 0 if spec.reproducible else self.few_tile.block_m // G * G  # of a sequence, to be few
+        self.few_tokens = max(1, self.few_tile.block_m // G)
+        self.many_tokens = max(1, self.many_tile.block_m // G)
+        # Items that fill the device: its programs over those of an item.
+        programs = spec.num_kv_heads * -(-G // self.many_tile.block_m)
+        self.few_wanted = FEW_AT_A_TIME * processors // programs
+        self.many_wanted = MANY_AT_A_TIME * processors // programs
+        self.room = self._room(max_tokens, max_seqs, max_blocks)
+
+    def _room(self, max_tokens: int, max_seqs: int, max_blocks: int) -> Room:
+        spec = self.spec
+        few = max(max_seqs, self.few_wanted)
+        many = max(2 * (max_seqs + max_tokens // self.many_tokens), self.many_wanted)
+        rows = 2 * max_tokens + few * self.few_tokens + self.many_wanted * self.many_tokens
+        if spec.reproducible:
+            chunks = -(-max_blocks * spec.block_size // CHUNK)
+            part = 4 * spec.num_heads * (spec.dim_v + 2)  # bytes
+            rows = 2 * max_tokens + min(2 * max_tokens * chunks, PART_MEMORY // part)
+            many = min(many * chunks, many + rows)
+        return Room(few, many, rows)
+
+    def cut(self, starts: Ints, lens: Ints, tables: NDArray[np.int32]) -> Lists:
+        """The work of a step. starts: [S+1]; lens: [S]; tables: [S, width], the blocks of all keys."""
+        tiles = self.tiles(starts, lens)
+        shared = self.shared(starts, lens, tables)
+        lists = self._lists(tiles, shared, starts, lens, tables.shape[1], cut=True)
+        if len(lists.many) > self.room.many or len(lists.rows) > self.room.rows:
+            tiles = self.tiles(starts, lens)
+            lists = self._lists(tiles, [], starts, lens, tables.shape[1], cut=False)
+        return lists
+
+    # --------------------------------------------------------------------------------------- tiles of rows
+
+    def tiles(self, starts: Ints, lens: Ints) -> Tiles:
+        """All query rows, in tiles that are as large as the kernel takes them."""
+        spec, rows = self.spec, np.diff(starts)
+        few = rows * spec.group_size <= self.few_rows
+        tokens = np.where(few, self.few_tokens, self.many_tokens)
+        counts = -(-rows // tokens)
+        seq = np.repeat(np.arange(len(lens)), counts)
+        step = (np.arange(len(seq)) - np.repeat(np.cumsum(counts) - counts, counts)) * tokens[seq]
+        token = starts[seq] + step
+        count = np.minimum(tokens[seq], starts[seq + 1] - token)
+        first = lens[seq] - rows[seq] + step  # where the first row stands
+        last = first + count - 1
+        length, width = lens[seq], np.where(few[seq], self.few_tile.block_n, self.many_tile.block_n)
+        hi = sure_hi = length
+        if spec.causal:
+            hi, sure_hi = np.clip(last + 1, 0, length), np.clip(first + 1, 0, length)
+        lo = free_lo = np.zeros_like(hi)
+        if spec.window is not None:
+            lo = np.clip(first - spec.window + 1, 0, hi)
+            free_lo = -(-np.maximum(last - spec.window + 1, 0) // width) * width
+        free_hi = np.maximum(sure_hi // width * width, free_lo)
+        return Tiles(seq, token, count, few[seq], lo.copy(), hi, free_lo.copy(), free_hi, np.zeros_like(seq))
+
+    # ----------------------------------------------------------------------------------------- shared keys
+
+    def shared(self, starts: Ints, lens: Ints, tables: NDArray[np.int32]) -> list[Shared]:
+        """Groups of sequences that decode and begin with the same blocks, where reading these once is worth a merge."""
+        spec, unit = self.spec, CHUNK if self.spec.reproducible else SPLIT
+        rows = np.diff(starts)
+        history = lens - rows  # keys that all of a sequence's rows see
+        decodes = rows * spec.group_size <= max(16, spec.group_size)
+        candidates = np.flatnonzero((rows > 0) & (history >= unit) & decodes)
+        if spec.window is not None or len(candidates) < 2:
+            return []
+        groups = []
+        _, group, sizes = np.unique(tables[candidates, 0], return_inverse=True, return_counts=True)
+        for g in np.flatnonzero(sizes > 1):
+            seqs = candidates[group == g]
+            blocks = tables[seqs, : history[seqs].min() // spec.block_size]
+            same = (blocks == blocks[0]).all(0)
+            keys = (len(same) if same.all() else int(same.argmin())) * spec.block_size // unit * unit
+            groups.append(Shared(seqs, keys))
+        a_key = spec.num_kv_heads * (spec.head_dim + spec.dim_v) * spec.cache_dtype.itemsize
+        saved = sum((len(group.seqs) - 1) * group.keys for group in groups) * a_key
+        return [group for group in groups if group.keys] if saved >= max(1, WORTH_SHARING) else []
+
+    # ----------------------------------------------------------------------------------------------- items
+
+    def _lists(self, tiles: Tiles, shared: list[Shared], starts: Ints, lens: Ints, width: int, cut: bool) -> Lists:
+        """Items and their rows. `cut`: whether keys may be cut; shared ones always are."""
+        group_tiles = []  # of each group: its first sequence, the tiles that own its tokens, its tokens
+        for group in shared:
+            own = np.flatnonzero(np.isin(tiles.seq, group.seqs))
+            tiles.lo[own] = group.keys
+            tiles.free_lo[own] = group.keys
+            tiles.free_hi[own] = np.maximum(tiles.free_hi[own], group.keys)
+            owner, j = _spread(tiles.count[own])
+            group_tiles.append((group, own[owner], j))
+        few = tiles.few
+        counts = [-(-len(owner) // self.many_tokens) for _, owner, _ in group_tiles]
+        few_cut = self._cut_at(tiles.lo[few], tiles.hi[few], self.few_wanted, 0) if cut else NEVER
+        many_cut = NEVER
+        if cut or shared:
+            extra_lo = np.repeat(0, sum(counts))
+            extra_hi = np.repeat([group.keys for group in shared], counts) if shared else extra_lo
+            many_cut = self._cut_at(
+                np.concatenate([tiles.lo[~few], extra_lo]),
+                np.concatenate([tiles.hi[~few], extra_hi]),
+                self.many_wanted,
+                len(shared),
+            )
+        for group, owner, _ in group_tiles:
+            tiles.inherited[owner] = _parts(0, group.keys, many_cut)
+        at = np.where(few, few_cut, many_cut)
+        if self.spec.reproducible and shared:  # states of shared chunks are merged one by one with those of own ones
+            at = np.where(tiles.inherited > 0, CHUNK, at)
+        own_parts = _parts(tiles.lo, tiles.hi, at)
+        parts = np.where(own_parts + tiles.inherited > 1, own_parts + tiles.inherited, 0)  # of each of its tokens
+        first_part = np.cumsum(parts * tiles.count) - parts * tiles.count
+        tile, k = _spread(own_parts)
+        begin = np.where(k == 0, tiles.lo[tile], (tiles.lo[tile] // at[tile] + k) * at[tile])
+        end = np.minimum((tiles.lo[tile] // at[tile] + k + 1) * at[tile], tiles.hi[tile])
+        end = np.maximum(end, begin)  # of a tile whose rows see nothing
+        seq, count = tiles.seq[tile], tiles.count[tile]
+        item, j = _spread(count)
+        owner = tile[item]
+        part = first_part[owner] + j * parts[owner] + tiles.inherited[owner] + k[item]
+        rows = [np.stack([tiles.token[owner] + j, np.where(parts[owner] > 0, part, -1)], 1)]
+        items = _items(
+            seq * width, np.cumsum(count) - count, count, begin, end, tiles.free_lo[tile], tiles.free_hi[tile]
+        )
+        few_items, many_items = items[few[tile]], [items[~few[tile]]]
+        entries = len(item)
+        for group, owner, j in group_tiles:
+            begins = np.arange(0, len(owner), self.many_tokens)
+            count = np.minimum(self.many_tokens, len(owner) - begins)
+            for piece in range(int(_parts(0, group.keys, many_cut))):
+                part = first_part[owner] + j * parts[owner] + piece
+                rows.append(np.stack([tiles.token[owner] + j, part], 1))
+                lo, hi = piece * many_cut, min((piece + 1) * many_cut, group.keys)
+                many_items.append(_items(group.seqs[0] * width, entries + begins, count, lo, hi, lo, hi))
+                entries += len(owner)
+        tile, j = _spread(np.where(parts > 0, tiles.count, 0))
+        merges = np.stack([tiles.token[tile] + j, first_part[tile] + j * parts[tile], parts[tile]], 1)
+        return Lists(
+            _longest_first(few_items),
+            _longest_first(np.concatenate(many_items)),
+            np.concatenate(rows),
+            merges,
+            np.repeat(lens - starts[1:], np.diff(starts)) + np.arange(starts[-1]),
+            int((parts * tiles.count).sum()),
+        )
+
+    def _cut_at(self, lo: Ints, hi: Ints, wanted: int, shared: int) -> int:
+        """The keys of a part: the fewest with which there are not more items than the device takes at a time."""
+        if self.spec.reproducible:
+            return CHUNK if shared or len(lo) < wanted else NEVER
+        if len(lo) == 0 or len(lo) >= wanted:
+            return NEVER
+        at = SPLIT
+        while _parts(lo, hi, at).sum() > wanted:
+            at = -(-5 * at // (4 * SPLIT)) * SPLIT
+        return at
+
+
+def _parts(lo: Ints | int, hi: Ints | int, at: Ints | int) -> Ints:
+    """Into how many parts keys lo..hi fall when they are cut at the multiples of `at`; no keys are one part too."""
+    return np.maximum(1, -(-np.asarray(hi) // at) - np.asarray(lo) // at)
+
+
+def _spread(counts: Ints) -> tuple[Ints, Ints]:
+    """Entry i counts[i] times, and the how-manieth time it is."""
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _items(
+    table: ArrayLike,
+    rows: ArrayLike,
+    count: ArrayLike,
+    lo: ArrayLike,
+    hi: ArrayLike,
+    free_lo: ArrayLike,
+    free_hi: ArrayLike,
+) -> Ints:
+    """Items of these fields, the free range held to the keys of each: [items, ITEM]."""
+    free_lo = np.clip(free_lo, lo, hi)
+    free_hi = np.clip(free_hi, free_lo, hi)
+    fields = np.broadcast_arrays(table, rows, count, lo, hi, free_lo, free_hi, 0)
+    return np.stack(fields, 1).astype(np.int64)
+
+
+def _longest_first(items: Ints) -> Ints:
+    return items[np.argsort(items[:, 3] - items[:, 4], kind="stable")]

@@ -1,0 +1,117 @@
+"""A linear layer with one order of summation for every number of rows.
+
+An element of the result is one sum over the inputs, in fp32, in ascending steps of as many as the tile is deep: never
+split over programs, never added up by atomics. So a row's bits do not depend on how many rows come with it. They also
+do not depend on which of the two shapes of tile computes them, as far as the hardware multiplies both in the same
+steps; who wants to rely on that compares the two first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.errors import BadShape, BadStride
+from quire.ops import validate
+from quire.ops.triton.launch import check_beside, check_dtype, on_device_of
+
+
+@dataclass(frozen=True)
+class LinearTile:
+    """Rows and columns of the result that a program computes, its warps and its pipeline."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+FEW_ROWS = LinearTile(64, 32, 4, 5)  # 64 rows is the least of the matrix instructions that MANY_ROWS uses
+MANY_ROWS = LinearTile(128, 128, 8, 3)
+
+DEPTH = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}  # inputs a step; more fp32 fill the registers
+
+GROUP = tl.constexpr(8)  # tiles of rows that share the weights in the L2 cache
+
+
+@triton.jit
+def linear_tile(
+    x, weight, bias, out, num_rows, num_columns, size, x_row, weight_row,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One tile of x @ weight.T + bias."""
+    row_tiles = tl.cdiv(num_rows, ROWS)
+    of_group = GROUP * tl.cdiv(num_columns, COLUMNS)
+    program = tl.program_id(0)
+    first_tile = program // of_group * GROUP
+    group = tl.minimum(row_tiles - first_tile, GROUP)
+    first_row = (first_tile + program % of_group % group) * ROWS
+    first_column = program % of_group // group * COLUMNS
+
+    x += first_row.to(tl.int64) * x_row
+    weight += first_column.to(tl.int64) * weight_row
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    k = tl.arange(0, DEPTH)
+    x_tile = x + row.to(tl.int64)[:, None] * x_row + k[None, :]
+    weight_tile = weight + column.to(tl.int64)[None, :] * weight_row + k[:, None]
+    has_row = first_row + row < num_rows
+    has_column = first_column + column < num_columns
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, size, DEPTH):
+        held = first + k < size
+        a = tl.load(x_tile, mask=has_row[:, None] & held[None, :], other=0.0)
+        b = tl.load(weight_tile, mask=held[:, None] & has_column[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        x_tile += DEPTH
+        weight_tile += DEPTH
+    if BIAS:
+        total += tl.load(bias + first_column + column, mask=has_column, other=0.0).to(tl.float32)[None, :]
+    out += first_row.to(tl.int64) * num_columns + first_column
+    at = row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
+
+
+def linear(
+    x: Tensor,  # [T, in]
+    weight: Tensor,  # [out, in], of the dtype of x
+    bias: Tensor | None = None,  # [out]
+) -> Tensor:
+    """x @ weight.T + bias: [T, out]. A row's bits depend on the row alone. Raises as `linear_in_tiles` does."""
+    return linear_in_tiles(x, weight, bias, FEW_ROWS)
+
+
+def linear_in_tiles(
+    x: Tensor,  # [T, in]
+    weight: Tensor,  # [out, in], of the dtype of x
+    bias: Tensor | None,  # [out]
+    tile: LinearTile,
+) -> Tensor:
+    """`linear` in tiles of that shape. Raises BadShape, BadDtype, BadStride, BadValue or Unsupported."""
+    if x.dim() != 2:
+        raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, in]")
+    if weight.dim() != 2:
+        raise BadShape(f"weight has shape {tuple(weight.shape)}; expected [out, in]")
+    check_dtype("x", x)
+    (rows, size), columns = x.shape, weight.shape[0]
+    if x.stride(1) != 1 and size > 1:
+        raise BadStride(f"x has strides {x.stride()}; the last one must be 1")
+    validate.check_tensor("weight", weight, (columns, size), x.dtype, x.device)
+    if bias is not None and bias.shape != (columns,):
+        raise BadShape(f"bias has shape {tuple(bias.shape)}; expected ({columns},)")
+    check_beside(x, bias=bias)
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    if out.numel():
+        grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)
+        with on_device_of(x):
+            linear_tile[grid](
+                *(x, weight, x if bias is None else bias.contiguous(), out, rows, columns, size),
+                *(x.stride(0), weight.stride(0), bias is not None, tile.rows, tile.columns, DEPTH[x.dtype]),
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )
+    return out

@@ -1,0 +1,73 @@
+"""What a sampler needs of the logits: logsumexp and top_k. A row's result does not depend on the other rows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.ops import registered, validate
+from quire.ops.triton.launch import NAME, on_device_of
+
+TILE = 4096  # logits that a program has in hand
+
+LOW = 0xFFFFFFFF  # the lower half of an int64
+
+
+@triton.jit
+def _shift(top):
+    """What to subtract before the exponential: the maximum, unless that would make NaN of infinities."""
+    return tl.where(tl.abs(top) == float("inf"), 0.0, top)
+
+
+@triton.jit
+def logsumexp_row(logits, out, size, logits_row, TILE: tl.constexpr):
+    """Each lane sums up its own column of tiles under its own maximum, so that lanes meet only once."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * logits_row
+    lane = tl.arange(0, TILE)
+    top = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    for first in range(0, size, TILE):
+        logit = tl.load(logits + first + lane, mask=first + lane < size, other=float("-inf"))
+        new_top = tl.maximum(top, logit)
+        shift = _shift(new_top)
+        total = total * tl.exp(top - shift) + tl.exp(logit - shift)
+        top = new_top
+    shift = _shift(tl.max(top, 0))
+    total = tl.sum(total * tl.exp(top - shift), 0)
+    tl.store(out + row, shift + tl.log(total))
+
+
+@registered.operator(NAME)
+def logsumexp(
+    logits: Tensor,  # fp32 [R, V]
+) -> Tensor:
+    """log(sum(exp(logits))) of each row: fp32 [R]."""
+    validate.check_logits(logits)
+    rows, size = logits.shape
+    out = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        tile = min(triton.next_power_of_2(max(1, size)), TILE)
+        with on_device_of(logits):
+            logsumexp_row[(rows,)](logits, out, size, logits.stride(0), tile, num_warps=max(1, min(16, tile // 256)))
+    return out
+
+
+@registered.operator(NAME)
+def top_k(
+    logits: Tensor,  # fp32 [R, V], no NaN
+    k: int,
+) -> Tensor:
+    """The ids of the k largest logits of each row, the largest first, of equal ones the lower id: int64 [R, k].
+
+    torch's own top-k orders equal values as it likes. So it gets integers of which no two are equal: the logit above,
+    as an integer of the same order, and the id counted from the end below.
+    """
+    validate.check_logits(logits, k)
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    keys = (ordered.long() << 32) | (LOW - ids)
+    return LOW - (torch.topk(keys, k, dim=-1).values & LOW)

@@ -1,0 +1,349 @@
+"""The small operators of a decoder: norms, rope and activations, summed in fp32, a program a row.
+
+Rows may be strided: they are told as those of [outer, inner, H], and what cannot be told so is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.errors import BadStride, BadValue
+from quire.ops import registered, validate
+from quire.ops.triton.launch import NAME, check_beside, check_dtype, on_device_of
+
+NORM_TILE = 8192  # elements of a row that a program has in hand; a longer row is read again
+PART_TILE = 1024  # elements of a row that a program of an activation computes
+ROPE_TILE = 2048  # pairs that a program turns
+
+LN2_HIGH = tl.constexpr(0.693359375)  # exact in few bits
+LN2_LOW = tl.constexpr(-2.12194440e-4)  # ln 2 less that
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _exp(x):
+    """e^x within a few units of the last place, where tl.exp is off by as many as |x|.
+
+    x is n ln 2 + r with an integer n (Cody & Waite 1980), so that nothing large is rounded.
+    """
+    x = tl.minimum(tl.maximum(x, -110.0), 110.0)  # 0 and infinity lie within
+    n = tl.floor(x * LOG2_E + 0.5)
+    r = tl.fma(n, -LN2_LOW, tl.fma(n, -LN2_HIGH, x))
+    half = tl.floor(n * 0.5)  # 2^n may overflow where e^x does not
+    return tl.exp2(r * LOG2_E) * tl.exp2(half) * tl.exp2(n - half)
+
+
+@triton.jit
+def _row(x, inner, x_outer, x_inner):
+    """Where this program's row begins."""
+    row = tl.program_id(0)
+    return x + (row // inner).to(tl.int64) * x_outer + (row % inner).to(tl.int64) * x_inner
+
+
+@triton.jit
+def rms_norm_row(
+    x, residual, weight, out, inner, x_outer, x_inner, residual_token, eps,
+    H: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """ADD: the row is added to that of the residual, which is then what is normed."""
+    row = tl.program_id(0).to(tl.int64)
+    x = _row(x, inner, x_outer, x_inner)
+    source = x
+    if ADD:
+        source = residual + row * residual_token
+    out += row * H
+    value = tl.zeros([TILE], tl.float32)
+    square = tl.zeros([TILE], tl.float32)
+    for first in range(0, H, TILE):
+        dim = first + tl.arange(0, TILE)
+        value = tl.load(x + dim, mask=dim < H, other=0.0).to(tl.float32)
+        if ADD:
+            value += tl.load(source + dim, mask=dim < H, other=0.0).to(tl.float32)
+            rounded = value.to(residual.dtype.element_ty)
+            tl.store(source + dim, rounded, mask=dim < H)
+            value = rounded.to(tl.float32)
+        square += value * value
+    scale = tl.rsqrt(tl.sum(square, 0) / H + eps)
+    if ADD and H > TILE:
+        tl.debug_barrier()  # other threads may have stored what is read again
+    for first in range(0, H, TILE):
+        dim = first + tl.arange(0, TILE)
+        if H > TILE:
+            value = tl.load(source + dim, mask=dim < H, other=0.0).to(tl.float32)
+        result = value * scale * tl.load(weight + dim, mask=dim < H, other=0.0).to(tl.float32)
+        tl.store(out + dim, result.to(out.dtype.element_ty), mask=dim < H)
+
+
+@triton.jit
+def layer_norm_row(
+    x, weight, bias, out, inner, x_outer, x_inner, eps,
+    H: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    x = _row(x, inner, x_outer, x_inner)
+    out += tl.program_id(0).to(tl.int64) * H
+    value = tl.zeros([TILE], tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    for first in range(0, H, TILE):
+        dim = first + tl.arange(0, TILE)
+        value = tl.load(x + dim, mask=dim < H, other=0.0).to(tl.float32)
+        total += value
+    mean = tl.sum(total, 0) / H
+    square = tl.zeros([TILE], tl.float32)
+    for first in range(0, H, TILE):
+        dim = first + tl.arange(0, TILE)
+        if H > TILE:
+            value = tl.load(x + dim, mask=dim < H, other=0.0).to(tl.float32)
+        centred = tl.where(dim < H, value - mean, 0.0)
+        square += centred * centred
+    scale = tl.rsqrt(tl.sum(square, 0) / H + eps)
+    for first in range(0, H, TILE):
+        dim = first + tl.arange(0, TILE)
+        if H > TILE:
+            value = tl.load(x + dim, mask=dim < H, other=0.0).to(tl.float32)
+        result = (value - mean) * scale * tl.load(weight + dim, mask=dim < H, other=0.0).to(tl.float32)
+        if BIAS:
+            result += tl.load(bias + dim, mask=dim < H, other=0.0).to(tl.float32)
+        tl.store(out + dim, result.to(out.dtype.element_ty), mask=dim < H)
+
+
+@triton.jit
+def _turn(
+    x, x_head, first, cos, sin,
+    HEADS: tl.constexpr, HALF: tl.constexpr, HEAD_TILE: tl.constexpr, PAIR_TILE: tl.constexpr,
+):  # fmt: skip
+    """Turn the pairs of some heads of one token."""
+    pair = tl.arange(0, PAIR_TILE)[None, :]
+    head = first + tl.arange(0, HEAD_TILE)[:, None]
+    mask = (head < HEADS) & (pair < HALF)
+    left = x + head.to(tl.int64) * x_head + pair
+    a = tl.load(left, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(left + HALF, mask=mask, other=0.0).to(tl.float32)
+    tl.store(left, (a * cos - b * sin).to(x.dtype.element_ty), mask=mask)
+    tl.store(left + HALF, (b * cos + a * sin).to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rope_row(
+    q, k, positions, cos, sin, rows, q_token, q_head, k_token, k_head,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, HEAD_TILE: tl.constexpr, PAIR_TILE: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token, those of k behind those of q; a position beyond the `rows` of the table is its end's."""
+    token = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    pair = tl.arange(0, PAIR_TILE)[None, :]
+    position = tl.load(positions + token).to(tl.int64)
+    position = tl.minimum(tl.maximum(position, 0), rows - 1)
+    c = tl.load(cos + position * HALF + pair, mask=pair < HALF, other=0.0)
+    s = tl.load(sin + position * HALF + pair, mask=pair < HALF, other=0.0)
+    Q_CHUNKS: tl.constexpr = (Q_HEADS + HEAD_TILE - 1) // HEAD_TILE
+    if chunk < Q_CHUNKS:
+        _turn(q + token * q_token, q_head, chunk * HEAD_TILE, c, s, Q_HEADS, HALF, HEAD_TILE, PAIR_TILE)
+    else:
+        _turn(k + token * k_token, k_head, (chunk - Q_CHUNKS) * HEAD_TILE, c, s, K_HEADS, HALF, HEAD_TILE, PAIR_TILE)
+
+
+@triton.jit
+def swiglu_part(gate_up, out, gate_up_token, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """A tile of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    gate_up += row * gate_up_token
+    dim = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    gate = tl.load(gate_up + dim, mask=dim < SIZE, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + SIZE + dim, mask=dim < SIZE, other=0.0).to(tl.float32)
+    result = gate / (1.0 + _exp(-gate)) * up
+    tl.store(out + row * SIZE + dim, result.to(out.dtype.element_ty), mask=dim < SIZE)
+
+
+@triton.jit
+def gelu_part(x, out, inner, x_outer, x_inner, H: tl.constexpr, TILE: tl.constexpr, TANH: tl.constexpr):
+    """A tile of one row."""
+    x = _row(x, inner, x_outer, x_inner)
+    out += tl.program_id(0).to(tl.int64) * H
+    dim = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    value = tl.load(x + dim, mask=dim < H, other=0.0).to(tl.float32)
+    if TANH:  # (1 + tanh u) / 2 is 1 / (1 + e^-2u)
+        result = value / (1.0 + _exp(-1.5957691216057308 * (value + 0.044715 * value * value * value)))
+    else:
+        result = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    tl.store(out + dim, result.to(out.dtype.element_ty), mask=dim < H)
+
+
+# ---------------------------------------------------------------------------------------------------- norms
+
+
+@registered.operator(NAME)
+def rms_norm(
+    x: Tensor,  # [..., H]
+    weight: Tensor,  # [H]
+    eps: float,
+) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight, over the last dimension (Zhang & Sennrich 2019)."""
+    validate.check_norm(x, weight=weight)
+    return _rms_norm(x, None, weight, eps)
+
+
+@registered.operator(NAME)
+def add_rms_norm(
+    x: Tensor,  # [T, H]
+    residual: Tensor,  # [T, H], becomes x + residual in place
+    weight: Tensor,  # [H]
+    eps: float,
+) -> Tensor:
+    """rms_norm of the new residual."""
+    validate.check_residual(x, residual)
+    validate.check_norm(x, weight=weight)
+    return _rms_norm(x, residual, weight, eps)
+
+
+def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    check_dtype("x", x)
+    check_beside(x, weight=weight)
+    x, out = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        tile, warps = _norm_tile(x.shape[-1])
+        of_residual = (x, 0) if residual is None else (residual, residual.stride(0))
+        with on_device_of(x):
+            rms_norm_row[(_count(x),)](
+                *(x, of_residual[0], weight.contiguous(), out, *_layout(x), of_residual[1], eps),
+                *(x.shape[-1], tile, residual is not None),
+                num_warps=warps,
+            )
+    return out
+
+
+@registered.operator(NAME)
+def layer_norm(
+    x: Tensor,  # [..., H]
+    weight: Tensor,  # [H]
+    bias: Tensor | None,  # [H]
+    eps: float,
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension (Ba et al. 2016)."""
+    validate.check_norm(x, weight=weight, bias=bias)
+    check_dtype("x", x)
+    check_beside(x, weight=weight, bias=bias)
+    x, out = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        tile, warps = _norm_tile(x.shape[-1])
+        weights = weight.contiguous(), (weight if bias is None else bias).contiguous()
+        with on_device_of(x):
+            layer_norm_row[(_count(x),)](
+                x, *weights, out, *_layout(x), eps, x.shape[-1], tile, bias is not None, num_warps=warps
+            )
+    return out
+
+
+def _norm_tile(size: int) -> tuple[int, int]:
+    """The tile for rows of H, and the warps for it."""
+    tile = min(triton.next_power_of_2(size), NORM_TILE)
+    return tile, max(1, min(16, tile // 256))
+
+
+# ----------------------------------------------------------------------------------------------------- rope
+
+
+@registered.operator(NAME)
+def rope(
+    q: Tensor,  # [T, Hq, D], rotated in place
+    k: Tensor,  # [T, Hkv, D], rotated in place
+    positions: Tensor,  # int [T]
+    cos: Tensor,  # fp32 [P, D_rot / 2]
+    sin: Tensor,  # fp32 [P, D_rot / 2]
+) -> None:
+    """Rotate the pairs (i, i + D_rot/2) of the first D_rot dimensions by their position's angle (Su et al. 2021).
+
+    Positions on the host are checked. Those on a GPU are not, for that would wait for it: one that lies outside of the
+    tables is turned as the nearest position within.
+    """
+    validate.check_rope(q, k, positions, cos, sin)
+    for name, x in (("q", q), ("k", k)):
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise BadStride(f"{name} has strides {x.stride()}; the last one must be 1")
+    check_dtype("q", q)
+    check_beside(q, k=k, cos=cos, sin=sin)
+    if positions.is_cpu or not len(cos):
+        _check_positions(positions, len(cos))
+    half = cos.shape[1]
+    if not len(q) or not half:
+        return
+    positions = positions.to(q.device, non_blocking=True).contiguous()
+    cos, sin = cos.float().contiguous(), sin.float().contiguous()
+    q_heads, k_heads = q.shape[1], k.shape[1]
+    pairs = triton.next_power_of_2(half)
+    tile = min(triton.next_power_of_2(max(q_heads, k_heads)), max(1, ROPE_TILE // pairs))
+    with on_device_of(q):
+        rope_row[(len(q), triton.cdiv(q_heads, tile) + triton.cdiv(k_heads, tile))](
+            *(q, k, positions, cos, sin, len(cos), *q.stride()[:2], *k.stride()[:2]),
+            *(q_heads, k_heads, half, tile, pairs),
+        )
+
+
+def _check_positions(positions: Tensor, rows: int) -> None:
+    beyond = torch.nonzero((positions < 0) | (positions >= rows)).flatten().tolist()
+    if beyond:
+        t = beyond[0]
+        raise BadValue(f"positions[{t}] is {int(positions[t])}; cos and sin hold the positions 0..{rows - 1}")
+
+
+# ---------------------------------------------------------------------------------------------- activations
+
+
+@registered.operator(NAME)
+def swiglu(
+    gate_up: Tensor,  # [T, 2 * I]: gates, then ups
+) -> Tensor:
+    """silu(gate) * up: [T, I] (Shazeer 2020)."""
+    validate.check_swiglu(gate_up)
+    check_dtype("gate_up", gate_up)
+    size = gate_up.shape[-1] // 2
+    out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():
+        rows = gate_up if gate_up.dim() == 2 and gate_up.stride(1) == 1 else gate_up.reshape(-1, 2 * size).contiguous()
+        tile = min(triton.next_power_of_2(size), PART_TILE)
+        with on_device_of(out):
+            swiglu_part[(len(rows), triton.cdiv(size, tile))](rows, out, rows.stride(0), size, tile)
+    return out
+
+
+@registered.operator(NAME)
+def gelu(
+    x: Tensor,  # [..., I]
+    approximate: Literal["none", "tanh"],
+) -> Tensor:
+    """GELU in its exact (erf) or its tanh form (Hendrycks & Gimpel 2016)."""
+    check_dtype("x", x)
+    x, out = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        size = x.shape[-1]
+        tile = min(triton.next_power_of_2(size), PART_TILE)
+        with on_device_of(x):
+            gelu_part[(_count(x), triton.cdiv(size, tile))](x, out, *_layout(x), size, tile, approximate == "tanh")
+    return out
+
+
+# -------------------------------------------------------------------------------------------------- layouts
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x itself if its strides can be told as those of [outer, inner, H], else a contiguous copy."""
+    strided = x.dim() <= 3 and (x.stride(-1) == 1 or x.shape[-1] == 1)
+    return x if strided else x.contiguous()
+
+
+def _layout(x: Tensor) -> tuple[int, int, int]:
+    """Inner size, outer stride and inner stride of a tensor from `_rows`."""
+    if x.dim() == 3:
+        return x.shape[1], x.stride(0), x.stride(1)
+    if x.dim() > 3:  # contiguous
+        return 1, x.shape[-1], 0
+    return 1, x.stride(0), 0
+
+
+def _count(x: Tensor) -> int:
+    """Rows of x: the product of all sizes but the last."""
+    return x.shape[:-1].numel()

@@ -1,0 +1,111 @@
+"""The plan of the Triton backend: a step's metadata as a work list on the device.
+
+The host knows all lengths, so it decides who computes what; a program of the kernel looks up its item and asks no
+questions. All lists of a step are written to one piece of pinned memory and go to the device in one copy, to addresses
+that never change: a captured graph replays with whatever the last `update` put there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.errors import BadValue
+from quire.ops.interface import AttentionSpec
+from quire.ops.plan import AttentionPlan
+from quire.ops.triton.cutting import ITEM, Cutter, Lists
+from quire.ops.triton.launch import NAME
+from quire.ops.triton.tiles import chip_of, processors_of
+
+
+class TritonPlan(AttentionPlan):
+    """An attention plan with its lists: int32 views of one tensor on the device.
+
+    few, many: items for tiles of few rows and of many. rows: their query tokens and parts. merges: the tokens whose
+    keys were cut. positions, device_slots: of each query token. tables: the sequences' block ids, one after the other.
+    """
+
+    def __init__(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> None:
+        super().__init__(spec, max_tokens, max_seqs, max_blocks)
+        self.cutter = Cutter(spec, chip_of(spec.device), processors_of(spec.device), max_tokens, max_seqs, max_blocks)
+        room = self.cutter.room
+        self._sizes = {
+            "few": ITEM * room.few,
+            "many": ITEM * room.many,
+            "merges": 3 * max_tokens,
+            "positions": max_tokens,
+            "device_slots": max_tokens,
+            "rows": 2 * room.rows,
+            "tables": max_seqs * max_blocks,  # last: of it only what a step uses is copied
+        }
+        total = sum(self._sizes.values())
+        on_gpu = spec.device.startswith("cuda")
+        self._host = torch.zeros(total, dtype=torch.int32, pin_memory=on_gpu)
+        self._lists = torch.zeros(total, dtype=torch.int32, device=spec.device) if on_gpu else self._host
+        # After the last copy out of the pinned memory.
+        self._copied = torch.cuda.Event() if on_gpu else None
+        host, device = (
+            dict(zip(self._sizes, x.split(list(self._sizes.values())), strict=True)) for x in (self._host, self._lists)
+        )
+        self._views: dict[str, NDArray[np.int32]] = {name: view.numpy() for name, view in host.items()}
+        self.few, self.many, self.merges = device["few"], device["many"], device["merges"]
+        self.positions, self.device_slots = device["positions"], device["device_slots"]
+        self.rows, self.tables = device["rows"], device["tables"]
+        self.num_few = self.num_many = self.num_merges = self.num_parts = 0  # of the last update
+
+    def update(
+        self,
+        query_starts: Tensor,  # int32 [S+1], host
+        context_lens: Tensor,  # int32 [S], host
+        block_tables: Tensor,  # int32 [S, M], host
+        slots: Tensor | None = None,  # int64 [T], host
+    ) -> None:
+        """Take over the metadata of one step, cut its work into items, and send them on their way to the device."""
+        super().update(query_starts, context_lens, block_tables, slots)
+        starts = self.query_starts[: self.num_seqs + 1].numpy().astype(np.int64)
+        lens = self.context_lens[: self.num_seqs].numpy().astype(np.int64)
+        width = int(-(-lens.max(initial=0) // self.spec.block_size))
+        tables = self.block_tables[: self.num_seqs, :width].numpy()
+        lists = self.cutter.cut(starts, lens, tables)
+        if self._copied is not None:
+            self._copied.synchronize()  # else the last step's copy would read this step's numbers
+        self._write(lists, tables)
+        self.num_few, self.num_many, self.num_merges = len(lists.few), len(lists.many), len(lists.merges)
+        self.num_parts = lists.num_parts
+        if self._copied is not None:
+            used = len(self._host) - self._sizes["tables"] + tables.size
+            self._lists[:used].copy_(self._host[:used], non_blocking=True)
+            self._copied.record()
+
+    def _write(self, lists: Lists, tables: NDArray[np.int32]) -> None:
+        views = self._views
+        for name, width, entries in (("few", ITEM, lists.few), ("many", ITEM, lists.many), ("merges", 3, lists.merges)):
+            list_ = views[name].reshape(-1, width)
+            list_[: len(entries)] = entries
+            list_[len(entries) :, 0] = -1  # where a captured launch finds nothing to do
+        views["rows"][: lists.rows.size] = lists.rows.reshape(-1)
+        views["positions"][: self.num_tokens] = lists.positions
+        views["device_slots"][: self.num_tokens] = self.slots[: self.num_tokens].numpy() if self.writable else -1
+        views["device_slots"][self.num_tokens :] = -1
+        views["tables"][: tables.size] = tables.reshape(-1)
+
+    @property
+    def launched(self) -> tuple[int, int, int, int]:
+        """Items of few and of many rows, merges and parts that a launch has to cover: what the step has, or, while a
+        graph is captured, all that an update may bring.
+        """
+        if self._copied is not None and torch.cuda.is_current_stream_capturing():
+            room = self.cutter.room
+            return room.few, room.many, self.max_tokens, room.rows
+        return self.num_few, self.num_many, self.num_merges, self.num_parts
+
+
+def own(plan: AttentionPlan) -> TritonPlan:
+    """The plan, if it is one of this backend. Raises BadValue."""
+    if not isinstance(plan, TritonPlan):
+        raise BadValue(
+            f"the plan is of another backend (a {type(plan).__name__}); make it with the {NAME} backend's plan"
+        )
+    return plan
