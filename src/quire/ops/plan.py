@@ -34,6 +34,7 @@ class AttentionPlan:
         self.max_blocks = max_blocks
         self.num_tokens = 0  # T of the last update
         self.num_seqs = 0  # S of the last update
+        self.covers_all = False  # whether launches cover all that any update may bring, as those of a graph have to
         self.writable = False  # whether the last update gave slots
         self.query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32)  # [max_seqs + 1]
         self.context_lens = torch.zeros(max_seqs, dtype=torch.int32)  # [max_seqs]

@@ -23,7 +23,7 @@ from quire.ops.triton.launch import FLOATS, NAME, on_device_of
 from quire.ops.triton.sampling import logsumexp, top_k
 from quire.ops.triton.small import add_rms_norm, gelu, layer_norm, rms_norm, rope, swiglu
 from quire.ops.triton.states import apply_sinks, merge_states
-from quire.ops.triton.tiles import CHUNK, Tile
+from quire.ops.triton.tiles import CHUNK, Tile, chip_of, precision
 from quire.ops.triton.worklist import TritonPlan, own
 
 __all__ = [
@@ -150,11 +150,8 @@ def attention(
     cap = None if softcap is None else LOG2_E * softcap
     if softcap is not None:
         factor *= 2.0 / softcap
-    num_few, num_many, num_merges, num_parts = plan.launched
-    mix = sums = None
-    if num_parts:
-        mix = torch.empty(num_parts, spec.num_heads, spec.dim_v, dtype=torch.float32, device=q.device)
-        sums = torch.empty(num_parts, spec.num_heads, 2, dtype=torch.float32, device=q.device)
+    num_few, num_many, num_merges = plan.launched
+    parts = plan.parts()
     G, fusion = spec.group_size, not spec.reproducible  # fused or not would depend on what surrounds an operation
     with on_device_of(q):
         for items, count, tile in (
@@ -163,7 +160,7 @@ def attention(
         ):
             if count:
                 kernels.attend[(count, spec.num_kv_heads, -(-G // tile.block_m))](
-                    *(q, kv.k, kv.v, out, lse, mix, sums, items, plan.rows, plan.positions, plan.tables),
+                    *(q, kv.k, kv.v, out, lse, *parts, items, plan.rows, plan.positions, plan.tables),
                     *(alibi_slopes, sinks, factor, cap, spec.window),
                     *(*q.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3], *out.stride()[:2]),
                     **_constants(spec, tile),
@@ -171,9 +168,9 @@ def attention(
                     num_stages=tile.num_stages,
                     enable_fp_fusion=fusion,
                 )
-        if num_merges and num_parts:
+        if num_merges:
             kernels.merge[(num_merges, spec.num_heads)](
-                *(out, lse, mix, sums, plan.merges, sinks, *out.stride()[:2]),
+                *(out, lse, *parts, plan.merges, sinks, *out.stride()[:2]),
                 DV=spec.dim_v,
                 DIMS=triton.next_power_of_2(spec.dim_v),
                 num_warps=1 if spec.dim_v <= 128 else 4,
@@ -190,7 +187,7 @@ def _constants(spec: AttentionSpec, tile: Tile) -> dict[str, object]:
         "D": spec.head_dim,
         "DV": spec.dim_v,
         "CAUSAL": spec.causal,
-        "PRECISION": "ieee" if torch.version.hip is not None else "tf32x3",  # of fp32: close to it, and not TF32
+        "PRECISION": precision(chip_of(spec.device), spec),
         "BLOCK_M": tile.block_m,
         "TILE": tile.block_n,
         "CHUNK": CHUNK if spec.reproducible else 0,

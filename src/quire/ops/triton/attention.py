@@ -258,18 +258,16 @@ def attend(
             state = (mix, mix_tail, top, total)
     mix, mix_tail, top, total = state
 
-    whole = live
-    if part_mix is not None:
-        part = tl.load(entry + 1, mask=live, other=0)
-        whole = live & (part < 0)
-        split = live & (part >= 0)
-        at = (part.to(tl.int64) * num_heads + q_heads) * DV
-        _store(part_mix, at, mix, split, 0, DV)
-        if V_TAIL:
-            _store(part_mix, at, mix_tail, split, V_MAIN, DV)
-        sums = part_sums + (part.to(tl.int64) * num_heads + q_heads) * 2
-        tl.store(sums, top, mask=split)
-        tl.store(sums + 1, total, mask=split)
+    part = tl.load(entry + 1, mask=live, other=0)
+    whole = live & (part < 0)
+    split = live & (part >= 0)
+    at = (part.to(tl.int64) * num_heads + q_heads) * DV
+    _store(part_mix, at, mix, split, 0, DV)
+    if V_TAIL:
+        _store(part_mix, at, mix_tail, split, V_MAIN, DV)
+    sums = part_sums + (part.to(tl.int64) * num_heads + q_heads) * 2
+    tl.store(sums, top, mask=split)
+    tl.store(sums + 1, total, mask=split)
     sink = sinks
     if sinks is not None:
         sink = tl.load(sinks + q_heads, mask=live, other=0.0) * LOG2_E
@@ -296,9 +294,9 @@ def merge(
         return
     first, count = tl.load(row + 1), tl.load(row + 2)
     head, num_heads = tl.program_id(1), tl.num_programs(1)
-    at = first.to(tl.int64) * num_heads + head
-    sums = part_sums + at * 2
-    mixes = part_mix + at * DV
+    begin = first.to(tl.int64) * num_heads + head
+    sums = part_sums + begin * 2
+    mixes = part_mix + begin * DV
     one = tl.arange(0, 1)
     total = tl.zeros([1], tl.float32)
     top = total + float("-inf")

@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from quire.ops.interface import AttentionSpec
-from quire.ops.triton.tiles import CHUNK, SPLIT, Tile, choose
+from quire.ops.triton.tiles import CHUNK, RESIDENT, SPLIT, Tile, choose
 
 Ints = NDArray[np.int64]
 
 ITEM = 8  # numbers of an item: its block ids' begin, first of rows, tokens, lo, hi, free_lo, free_hi, 0
-FEW_AT_A_TIME, MANY_AT_A_TIME = 3, 1  # programs that a processor runs at the same time, tiles of few rows and of many
 WORTH_SHARING = 16 * 2**20  # bytes of K and V that are read once instead of several times; a merge costs more than less
 NEVER = 2**31 - 1  # keys: a cut that nothing reaches
 PART_MEMORY = 256 * 2**20  # bytes that the parts of a reproducible plan may take
@@ -84,8 +83,8 @@ class Cutter:
         self.many_tokens = max(1, self.many_tile.block_m // G)
         # Items that fill the device: its programs over those of an item.
         programs = spec.num_kv_heads * -(-G // self.many_tile.block_m)
-        self.few_wanted = FEW_AT_A_TIME * processors // programs
-        self.many_wanted = MANY_AT_A_TIME * processors // programs
+        self.few_wanted = RESIDENT[chip] * processors // programs
+        self.many_wanted = processors // programs
         self.room = self._room(max_tokens, max_seqs, max_blocks)
 
     def _room(self, max_tokens: int, max_seqs: int, max_blocks: int) -> Room:

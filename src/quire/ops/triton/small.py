@@ -205,7 +205,7 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) ->
     check_beside(x, weight=weight)
     x, out = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        tile, warps = _norm_tile(x.shape[-1])
+        tile, warps = norm_tile(x.shape[-1])
         of_residual = (x, 0) if residual is None else (residual, residual.stride(0))
         with on_device_of(x):
             rms_norm_row[(_count(x),)](
@@ -229,7 +229,7 @@ def layer_norm(
     check_beside(x, weight=weight, bias=bias)
     x, out = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        tile, warps = _norm_tile(x.shape[-1])
+        tile, warps = norm_tile(x.shape[-1])
         weights = weight.contiguous(), (weight if bias is None else bias).contiguous()
         with on_device_of(x):
             layer_norm_row[(_count(x),)](
@@ -238,7 +238,7 @@ def layer_norm(
     return out
 
 
-def _norm_tile(size: int) -> tuple[int, int]:
+def norm_tile(size: int) -> tuple[int, int]:
     """The tile for rows of H, and the warps for it."""
     tile = min(triton.next_power_of_2(size), NORM_TILE)
     return tile, max(1, min(16, tile // 256))

@@ -1,13 +1,14 @@
 """How large the attention kernel's tiles are: on which chip, for which dtype and head dimensions.
 
-Every entry was compiled for its chip and has to keep all of its numbers in registers, which a test asserts. "few" is
-for tiles of up to 16 rows, a sequence that decodes with its G heads; "many" for more; "exact" for all tiles of a plan
-that must be reproducible: one tile, so that a row's sums are formed in one order wherever it stands.
+"few" is for tiles of up to 16 rows, a sequence that decodes with its G heads; "many" for more; "exact" for all tiles of
+a plan that must be reproducible: one tile, so that a row's sums are formed in one order wherever it stands. Every entry
+was compiled for its chip and keeps all of its numbers in registers, which a test asserts; fp32 heads beyond 256 do not,
+nor do reproducible ones of 1024 on two of the chips.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -30,39 +31,69 @@ class Tile:
     num_stages: int  # of the pipeline that loads keys
 
 
-# By chip and kind: the tile for head dimensions up to 64, 128, 256, 512, 1024.
-HALVES: dict[str, dict[Kind, tuple[Tile, Tile, Tile, Tile, Tile]]] = {
+# By chip and kind: the tile for head dimensions up to 64, 96, 128, 256, 512, 1024.
+# fmt: off
+HALVES: dict[str, dict[Kind, tuple[Tile, ...]]] = {
     "sm80": {
-        "few": (Tile(16, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2), Tile(16, 16, 8, 1)),
-        "many": (Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), Tile(64, 32, 8, 2), Tile(16, 16, 4, 2), Tile(16, 16, 8, 1)),
-        "exact": (Tile(64, 32, 4, 3), Tile(32, 32, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+        "few": (Tile(16, 64, 4, 3), Tile(16, 32, 4, 4), Tile(16, 32, 4, 4), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2),
+                Tile(16, 16, 8, 1)),
+        "many": (Tile(128, 64, 8, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(32, 32, 4, 2), Tile(16, 16, 4, 2),
+                 Tile(16, 16, 8, 1)),
+        "exact": (Tile(64, 32, 8, 3), Tile(16, 16, 4, 3), Tile(32, 32, 8, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1),
+                  Tile(16, 16, 8, 1)),
     },
     "sm90": {
-        "few": (Tile(16, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2), Tile(16, 16, 8, 1)),
-        "many": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2), Tile(16, 16, 4, 2), Tile(16, 16, 8, 1)),
-        "exact": (Tile(64, 64, 4, 3), Tile(64, 64, 8, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+        "few": (Tile(16, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2),
+                Tile(16, 16, 8, 1)),
+        "many": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2), Tile(16, 16, 4, 2),
+                 Tile(16, 16, 8, 1)),
+        "exact": (Tile(64, 64, 8, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1),
+                  Tile(16, 16, 8, 1)),
     },
     "sm100": {
-        "few": (Tile(16, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2), Tile(16, 16, 8, 1)),
-        "many": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2), Tile(16, 16, 4, 2), Tile(16, 16, 8, 1)),
-        "exact": (Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+        "few": (Tile(16, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2),
+                Tile(16, 16, 8, 1)),
+        "many": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2), Tile(16, 16, 4, 2),
+                 Tile(16, 16, 8, 1)),
+        "exact": (Tile(64, 64, 8, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1),
+                  Tile(16, 16, 8, 1)),
     },
     "gfx942": {
-        "few": (Tile(16, 32, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
-        "many": (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
-        "exact": (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+        "few": (Tile(16, 32, 4, 3), Tile(16, 32, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2), Tile(16, 16, 4, 1),
+                Tile(16, 16, 4, 1)),
+        "many": (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(16, 16, 4, 1),
+                 Tile(16, 16, 4, 1)),
+        "exact": (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 16, 4, 1),
+                  Tile(16, 16, 4, 1)),
     },
 }
-# In fp32 a number takes twice the room, and a product several: the same tile for every kind, the last two slow.
-FP32 = (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1))
+# In fp32 a number takes twice the room, and a product several.
+_LARGE = (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1))
+FP32: dict[Kind, tuple[Tile, ...]] = {
+    "few": (Tile(16, 32, 8, 2), *_LARGE), "many": (Tile(16, 32, 8, 2), *_LARGE), "exact": (Tile(16, 32, 4, 2), *_LARGE),
+}
+# fmt: on
 
-DIMS = (64, 128, 256, 512, 1024)
+# Programs with a "few" tile, for heads of up to 128, that run on one processor at the same time.
+RESIDENT = {"sm80": 3, "sm90": 3, "sm100": 3, "gfx942": 2}
+
+DIMS = (64, 96, 128, 256, 512, 1024)
 
 
 def choose(chip: str, kind: Kind, spec: AttentionSpec) -> Tile:
     """The tile of that kind on that chip, as `chip_of` names it."""
     size = next(i for i, most in enumerate(DIMS) if max(spec.head_dim, spec.dim_v) <= most)
-    return FP32[size] if spec.dtype is torch.float32 else HALVES[chip][kind][size]
+    if spec.dtype is torch.float32:
+        return FP32[kind][size]
+    tile = HALVES[chip][kind][size]
+    if kind == "few" and spec.cache_dtype.itemsize == 1:  # half the bytes: look further ahead
+        return replace(tile, num_stages=tile.num_stages + 1)
+    return tile
+
+
+def precision(chip: str, spec: AttentionSpec) -> str:
+    """How fp32 is multiplied: by three TF32 products, which are close to it, or exactly, where these do not fit."""
+    return "ieee" if chip == "gfx942" or max(spec.head_dim, spec.dim_v) > 128 else "tf32x3"
 
 
 def chip_of(device: str) -> str:

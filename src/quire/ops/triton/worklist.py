@@ -19,6 +19,8 @@ from quire.ops.triton.cutting import ITEM, Cutter, Lists
 from quire.ops.triton.launch import NAME
 from quire.ops.triton.tiles import chip_of, processors_of
 
+ALIGNMENT = 64  # int32 numbers
+
 
 class TritonPlan(AttentionPlan):
     """An attention plan with its lists: int32 views of one tensor on the device.
@@ -31,7 +33,7 @@ class TritonPlan(AttentionPlan):
         super().__init__(spec, max_tokens, max_seqs, max_blocks)
         self.cutter = Cutter(spec, chip_of(spec.device), processors_of(spec.device), max_tokens, max_seqs, max_blocks)
         room = self.cutter.room
-        self._sizes = {
+        sizes = {
             "few": ITEM * room.few,
             "many": ITEM * room.many,
             "merges": 3 * max_tokens,
@@ -40,6 +42,8 @@ class TritonPlan(AttentionPlan):
             "rows": 2 * room.rows,
             "tables": max_seqs * max_blocks,  # last: of it only what a step uses is copied
         }
+        # Kernels are compiled for aligned addresses, and again for others.
+        self._sizes = {name: -(-size // ALIGNMENT) * ALIGNMENT for name, size in sizes.items()}
         total = sum(self._sizes.values())
         on_gpu = spec.device.startswith("cuda")
         self._host = torch.zeros(total, dtype=torch.int32, pin_memory=on_gpu)
@@ -53,6 +57,7 @@ class TritonPlan(AttentionPlan):
         self.few, self.many, self.merges = device["few"], device["many"], device["merges"]
         self.positions, self.device_slots = device["positions"], device["device_slots"]
         self.rows, self.tables = device["rows"], device["tables"]
+        self._no_parts = torch.zeros(1, dtype=torch.float32, device=spec.device)
         self.num_few = self.num_many = self.num_merges = self.num_parts = 0  # of the last update
 
     def update(
@@ -82,9 +87,9 @@ class TritonPlan(AttentionPlan):
     def _write(self, lists: Lists, tables: NDArray[np.int32]) -> None:
         views = self._views
         for name, width, entries in (("few", ITEM, lists.few), ("many", ITEM, lists.many), ("merges", 3, lists.merges)):
-            list_ = views[name].reshape(-1, width)
-            list_[: len(entries)] = entries
-            list_[len(entries) :, 0] = -1  # where a captured launch finds nothing to do
+            view = views[name][: views[name].size // width * width].reshape(-1, width)
+            view[: len(entries)] = entries
+            view[len(entries) :, 0] = -1  # where a captured launch finds nothing to do
         views["rows"][: lists.rows.size] = lists.rows.reshape(-1)
         views["positions"][: self.num_tokens] = lists.positions
         views["device_slots"][: self.num_tokens] = self.slots[: self.num_tokens].numpy() if self.writable else -1
@@ -92,14 +97,28 @@ class TritonPlan(AttentionPlan):
         views["tables"][: tables.size] = tables.reshape(-1)
 
     @property
-    def launched(self) -> tuple[int, int, int, int]:
-        """Items of few and of many rows, merges and parts that a launch has to cover: what the step has, or, while a
-        graph is captured, all that an update may bring.
+    def launched(self) -> tuple[int, int, int]:
+        """Items of few and of many rows and merges that a launch has to cover.
+
+        What the step has; all that a later update may bring where the plan is for graphs, or one is captured.
         """
-        if self._copied is not None and torch.cuda.is_current_stream_capturing():
-            room = self.cutter.room
-            return room.few, room.many, self.max_tokens, room.rows
-        return self.num_few, self.num_many, self.num_merges, self.num_parts
+        if self._covers_all:
+            return self.cutter.room.few, self.cutter.room.many, self.max_tokens
+        return self.num_few, self.num_many, self.num_merges
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """Room for the parts of a launch: fp32 [parts, Hq, Dv], and [parts, Hq, 2] for largest scores and sums."""
+        count = self.cutter.room.rows if self._covers_all else self.num_parts
+        if count == 0:
+            return self._no_parts, self._no_parts
+        heads, dim = self.spec.num_heads, self.spec.dim_v
+        sizes = count * heads * dim, count * heads * 2
+        mix, sums = torch.empty(sum(sizes), dtype=torch.float32, device=self._lists.device).split(sizes)
+        return mix, sums
+
+    @property
+    def _covers_all(self) -> bool:
+        return self.covers_all or (self._copied is not None and torch.cuda.is_current_stream_capturing())
 
 
 def own(plan: AttentionPlan) -> TritonPlan:

@@ -1,0 +1,209 @@
+"""Every kernel of the Triton backend, compiled for one chip without one: `python -m ... sm90` prints a line a kernel.
+
+A process of its own a chip: triton keeps some of what it finds out about the first one. No GPU and no driver is needed;
+what the compiler made is read off its own resource report and the disassembly.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quire import ops
+from quire.ops.triton import cache, linear, sampling, small, states
+from quire.ops.triton.attention import attend as attend_kernel
+from quire.ops.triton.attention import merge as merge_kernel
+from quire.ops.triton.tiles import CHUNK, Kind, Tile, choose, precision
+
+TARGETS = {
+    "sm80": GPUTarget("cuda", 80, 32),
+    "sm90": GPUTarget("cuda", 90, 32),
+    "sm100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+UNALIGNED = ("scale", "cap", "window", "eps", "num_rows", "inner", "rows")  # arguments that are multiples of nothing
+
+
+@dataclass
+class Kernel:
+    """One kernel as it is launched: arguments that are not named are int32."""
+
+    name: str
+    function: object
+    pointers: dict[str, str]
+    constants: dict[str, object]
+    options: dict[str, object]
+
+
+@dataclass
+class Compiled:
+    """What the compiler made of it."""
+
+    name: str
+    registers: int
+    spills: int  # registers of a thread that lie in memory
+    shared: int  # bytes
+    warps: int
+    buffers: dict[str, int]  # shape of a tile of keys or values -> how many the pipeline holds
+    instructions: dict[str, int]
+
+
+# --------------------------------------------------------------------------------------------------- the kernels
+
+NARROW = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}
+
+
+def attend(
+    chip: str, kind: Kind, head_dim: int, dtype: torch.dtype = torch.bfloat16, kv: torch.dtype | None = None,
+    everything: bool = False,
+) -> Kernel:  # fmt: skip
+    """Attention with the tile that the table gives. everything: with a window, ALiBi, a softcap, sinks and an LSE."""
+    spec = ops.AttentionSpec(
+        num_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=16, num_blocks=100, dtype=dtype, kv_dtype=kv
+    )
+    tile: Tile = choose(chip, kind, spec)
+    rows, keys = NARROW[dtype], NARROW[kv or dtype]
+    pointers = {"q": rows, "k": keys, "v": keys, "out": rows, "lse": "fp32", "slopes": "fp32", "sinks": "fp32"}
+    pointers |= {"part_mix": "fp32", "part_sums": "fp32"}
+    pointers |= dict.fromkeys(("items", "rows", "positions", "tables"), "i32")
+    constants = {
+        **{"G": 4, "B": 16, "D": head_dim, "DV": head_dim, "CAUSAL": True},
+        "PRECISION": precision(chip, spec),
+        **{"BLOCK_M": tile.block_m, "TILE": tile.block_n, "CHUNK": CHUNK if kind == "exact" else 0},
+    }
+    if not everything:
+        constants |= dict.fromkeys(("window", "slopes", "cap", "sinks", "lse"))
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": kind != "exact"}
+    name = f"attend {kind} {head_dim} {rows}" + (f"/{keys}" if kv else "") + (" everything" if everything else "")
+    return Kernel(name, attend_kernel, pointers, constants, options)
+
+
+def attention_kernels(chip: str) -> Iterator[Kernel]:
+    kinds: tuple[Kind, ...] = ("few", "many", "exact")
+    for kind in kinds:
+        for head_dim in (64, 80, 96, 128, 192, 256, 512, 1024):
+            yield attend(chip, kind, head_dim)
+        for head_dim in (64, 128, 256):
+            yield attend(chip, kind, head_dim, torch.float32)
+        for head_dim in (64, 128):
+            yield attend(chip, kind, head_dim, everything=True)
+        if chip in ("sm90", "sm100"):
+            yield attend(chip, kind, 128, kv=torch.float8_e4m3fn)
+    pointers = {"out": "bf16", **dict.fromkeys(("lse", "part_mix", "part_sums", "sinks"), "fp32"), "merges": "i32"}
+    for dim in (128, 576):
+        constants = {"DV": dim, "DIMS": triton.next_power_of_2(dim)}
+        yield Kernel(f"merge {dim}", merge_kernel, pointers, constants, {"num_warps": 1 if dim <= 128 else 4})
+
+
+def other_kernels(chip: str) -> Iterator[Kernel]:
+    def pointers(dtype: str, *names: str) -> dict[str, str]:
+        return dict.fromkeys(names, dtype)
+
+    kv_heads = {"BLOCK_SIZE": 16, "HEADS": 8, "D": 128, "DV": 128, "K_HEADS": 8, "K_DIMS": 128, "V_HEADS": 8}
+    limits = {"bf16": 0.0} | ({"fp8e4nv": 448.0, "fp8e5": 57_344.0} if chip in ("sm90", "sm100") else {})
+    for kv, limit in limits.items():
+        types = {**pointers("bf16", "k_new", "v_new"), **pointers(kv, "k", "v"), "slots": "i32"}
+        yield Kernel(f"write_rows {kv}", cache.write_rows, types, {**kv_heads, "V_DIMS": 128, "LIMIT": limit}, {})
+    yield Kernel(
+        "copy_part", cache.copy_part, {"cache": "i16", **pointers("i32", "sources", "targets")},
+        {"HEADS": 8, "BLOCK_SIZE": 16, "DIM": 128, "TILE": cache.COPY_TILE}, {},
+    )  # fmt: skip
+    heads = {"HEADS": 32, "DIM": 128, "HEAD_TILE": 16, "DIM_TILE": 128}
+    types = {**pointers("bf16", "out_a", "out_b", "out"), **pointers("fp32", "lse_a", "lse_b", "lse")}
+    yield Kernel("merge_rows", states.merge_rows, types, heads, {})
+    types = {**pointers("bf16", "out", "closed"), **pointers("fp32", "lse", "sinks")}
+    yield Kernel("sink_rows", states.sink_rows, types, heads, {})
+    types = {**pointers("bf16", "x", "residual", "weight", "bias", "out"), "eps": "float"}
+    for size in (768, 4096, 16384):
+        tile, warps = small.norm_tile(size)
+        for add in (False, True):
+            constants = {"H": size, "TILE": tile, "ADD": add}
+            yield Kernel(f"rms_norm {size} {add}", small.rms_norm_row, types, constants, {"num_warps": warps})
+        constants = {"H": size, "TILE": tile, "BIAS": True}
+        yield Kernel(f"layer_norm {size}", small.layer_norm_row, types, constants, {"num_warps": warps})
+    types = {**pointers("bf16", "q", "k"), "positions": "i32", **pointers("fp32", "cos", "sin")}
+    constants = {"Q_HEADS": 32, "K_HEADS": 8, "HALF": 64, "HEAD_TILE": 32, "PAIR_TILE": 64}
+    yield Kernel("rope", small.rope_row, types, constants, {})
+    types = pointers("bf16", "gate_up", "out")
+    yield Kernel("swiglu", small.swiglu_part, types, {"SIZE": 14_336, "TILE": 1024}, {})
+    for tanh in (False, True):
+        constants = {"H": 3072, "TILE": 1024, "TANH": tanh}
+        yield Kernel(f"gelu {tanh}", small.gelu_part, pointers("bf16", "x", "out"), constants, {})
+    types = pointers("fp32", "logits", "out")
+    yield Kernel("logsumexp", sampling.logsumexp_row, types, {"TILE": 4096}, {"num_warps": 16})
+    for dtype, depth in (("bf16", linear.DEPTH[torch.bfloat16]), ("fp32", linear.DEPTH[torch.float32])):
+        for tile in (linear.FEW_ROWS, linear.MANY_ROWS):
+            constants = {"BIAS": True, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": depth}
+            options = {"num_warps": tile.warps, "num_stages": tile.stages}
+            types = pointers(dtype, "x", "weight", "bias", "out")
+            yield Kernel(f"linear {tile.rows} {dtype}", linear.linear_tile, types, constants, options)
+
+
+# ----------------------------------------------------------------------------------------------- compiling them
+
+
+def compiled(kernel: Kernel, chip: str) -> Compiled:
+    """The kernel for that chip, and what is known of it."""
+    names = kernel.function.arg_names
+    types = {"scale": "fp32", "cap": "fp32", "eps": "fp32"}
+    types |= {name: f"*{dtype}" for name, dtype in kernel.pointers.items() if name != "eps"}
+    signature = {name: "constexpr" if name in kernel.constants else types.get(name, "i32") for name in names}
+    aligned = [
+        i for i, name in enumerate(names)
+        if name not in kernel.constants and (name not in UNALIGNED or signature[name].startswith("*"))
+    ]  # fmt: skip
+    source = ASTSource(
+        fn=kernel.function,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in kernel.constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    made = triton.compile(source, target=TARGETS[chip], options=kernel.options)
+    buffers = {
+        shape: int(count)
+        for count, shape in re.findall(r"local_alloc.*memdesc<(\d+)x(\d+x\d+x\w+),", made.asm["ttgir"])
+    }
+    usage = _amd(made.asm["amdgcn"]) if "amdgcn" in made.asm else _nvidia(made.asm["cubin"])
+    return Compiled(kernel.name, shared=made.metadata.shared, warps=made.metadata.num_warps, buffers=buffers, **usage)
+
+
+def _nvidia(cubin: bytes) -> dict[str, object]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run(
+            [BIN / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+        code = subprocess.run([BIN / "nvdisasm", file.name], capture_output=True, text=True, check=True).stdout
+    registers = re.search(r"REG:(\d+)", usage)
+    names = ("HGMMA", "HMMA", "UTCHMMA", "LDGSTS", r"LDGSTS[.A-Z0-9]*\.128", r"LDG[.A-Z0-9]*\.128", "LDG", "STL", "LDL")
+    found = {name.replace(r"[.A-Z0-9]*\.", "."): len(re.findall(rf"\b{name}\b", code)) for name in names}
+    return {"registers": int(registers[1]), "spills": found["STL"] + found["LDL"], "instructions": found}
+
+
+def _amd(code: str) -> dict[str, object]:
+    def number(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s*(\d+)", code)[1])
+
+    found = {
+        "MFMA": len(re.findall("v_mfma", code)),
+        "LDG.128": len(re.findall("(?:global|buffer)_load_dwordx4", code)),
+    }
+    return {"registers": number("vgpr_count"), "spills": number("vgpr_spill_count"), "instructions": found}
+
+
+if __name__ == "__main__":
+    for kernel in (*attention_kernels(sys.argv[1]), *other_kernels(sys.argv[1])):
+        print(json.dumps(asdict(compiled(kernel, sys.argv[1]))), flush=True)
