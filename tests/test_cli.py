@@ -70,6 +70,7 @@ def test_options_reach_the_engine(tmp_path: Path) -> None:
         (["--dtype", "int3"], "dtype is 'int3'"),
         (["--device", "abacus"], "device is 'abacus'"),
         (["--attention-backend", "warp"], "no attention backend 'warp'"),
+        (["--reproducible", "--attention-backend", "reference"], "'reference' does not give the same bits"),
         (["--kv-cache-memory", "1KiB"], "the KV cache may take 0.0 MiB"),
         (["--block-size", "300"], "block_size is 300"),
         (["--num-blocks", "1"], "request 0-0 can never fit"),

@@ -70,7 +70,7 @@ def test_options_reach_their_place() -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [("block_size", 0), ("block_size", 257), ("block_size", "16"), ("num_blocks", 0), ("max_model_len", 0),
-     ("max_num_seqs", 0), ("max_num_batched_tokens", 0), ("seed", -1)],
+     ("max_num_seqs", 0), ("max_num_batched_tokens", 0), ("seed", -1), ("reproducible", 1)],
 )  # fmt: skip
 def test_bad_options_are_named_with_their_value(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{option} is {value!r}"):

@@ -2,6 +2,7 @@
 
 Letters as in `quire.ops.interface`; P is the number of prompt positions whose logprobs are asked for, K of entries in
 a sparse list. All tensors lie on the host; those of T and S entries are views of buffers that the next step overwrites.
+What a model reads as tensors of its device, token ids and positions, the runner sends there.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ class SamplingRows:
     banned_rows: torch.Tensor  # int64 [K], row of each token that must not be drawn
     banned_tokens: torch.Tensor  # int64 [K]
 
-    def part(self, start: int, stop: int, device: torch.device) -> SamplingRows:
-        """Rows start:stop on that device."""
+    def part(self, start: int, stop: int) -> SamplingRows:
+        """Rows start:stop."""
         dense = {
-            name: getattr(self, name)[start:stop].to(device)
+            name: getattr(self, name)[start:stop]
             for name in (
                 *("temperature", "top_k", "top_p", "min_p", "uniforms", "num_logprobs"),
                 *("repetition", "presence", "frequency"),
@@ -62,11 +63,11 @@ class SamplingRows:
         banned = slice(*torch.searchsorted(self.banned_rows, torch.tensor([start, stop])).tolist())
         return SamplingRows(
             **dense,
-            penalty_rows=(self.penalty_rows[penalised] - start).to(device),
-            penalty_tokens=self.penalty_tokens[penalised].to(device),
-            penalty_counts=self.penalty_counts[penalised].to(device),
-            banned_rows=(self.banned_rows[banned] - start).to(device),
-            banned_tokens=self.banned_tokens[banned].to(device),
+            penalty_rows=self.penalty_rows[penalised] - start,
+            penalty_tokens=self.penalty_tokens[penalised],
+            penalty_counts=self.penalty_counts[penalised],
+            banned_rows=self.banned_rows[banned] - start,
+            banned_tokens=self.banned_tokens[banned],
         )
 
 

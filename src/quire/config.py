@@ -54,6 +54,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048  # query tokens a step
     scheduling_policy: str = "fcfs"  # who comes first: "fcfs", "priority" (lower first) or "shortest" (prompt)
     seed: int = 0  # requests without a seed of their own derive one from it
+    reproducible: bool = False  # on a GPU: the same bits whatever the batch and the chunks; on a CPU that always holds
     cache: CacheConfig = field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:
@@ -62,6 +63,8 @@ class EngineConfig:
         check_integer(ConfigError, "max_num_seqs", self.max_num_seqs, 1)
         check_integer(ConfigError, "max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_integer(ConfigError, "seed", self.seed, 0, 2**63 - 1)
+        if not isinstance(self.reproducible, bool):
+            raise ConfigError(f"reproducible is {self.reproducible!r}; it must be True or False")
         if self.scheduling_policy not in POLICIES:
             known = ", ".join(map(repr, POLICIES))
             raise ConfigError(f"scheduling_policy is {self.scheduling_policy!r}; the policies are {known}")

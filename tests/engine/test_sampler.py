@@ -15,6 +15,13 @@ from quire.request import Request, SamplingParams
 
 V = 50
 OPS = ops.load()
+LOOKING, BLINDLY = sampler._draw_looking, sampler._draw_blindly
+
+
+@pytest.fixture(params=[LOOKING, BLINDLY], ids=["cpu", "gpu"], autouse=True)
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test runs with both ways to draw, on the CPU."""
+    monkeypatch.setattr(sampler, "_draw_looking", request.param)
 
 
 def request(
@@ -82,8 +89,7 @@ def test_a_row_is_the_same_alone_and_among_others() -> None:
     alone = [sample(rows[i : i + 1].clone(), sampling_rows([requests[i]]), OPS).item() for i in range(21)]
     assert together == alone
     parts = sampling_rows(requests)
-    cpu = torch.device("cpu")
-    cut = [sample(rows[a:b].clone(), parts.part(a, b, cpu), OPS).tolist() for a, b in ((0, 4), (4, 5), (5, 99))]
+    cut = [sample(rows[a:b].clone(), parts.part(a, b), OPS).tolist() for a, b in ((0, 4), (4, 5), (5, 99))]
     assert [token for part in cut for token in part] == together
 
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 
 from quire.models import linear
-from quire.models.linear import LinearFactory, PackedLinear, RowLinear, rows_are_independent
+from quire.models.linear import (
+    LinearFactory,
+    PackedLinear,
+    PlainLinear,
+    RowLinear,
+    TritonLinear,
+    TwoLinears,
+    rows_are_independent,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (0, 1, 2, 3, 5, 16, 17, 64, 100, 513)
@@ -55,15 +66,23 @@ class Unreproducible:
 
 
 def test_the_probe_finds_a_number_of_rows_with_other_bits() -> None:
-    assert not rows_are_independent(Unreproducible(), 1, 8, torch.float32)
+    assert not rows_are_independent(Unreproducible(), Unreproducible(), torch.zeros(1, 8))
+
+
+def test_the_probe_compares_two_ways() -> None:
+    weight = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    one = RowLinear(weight, None)
+    assert rows_are_independent(one, one, weight)
+    assert not rows_are_independent(one, RowLinear(weight, torch.full((5,), 1e-6)), weight)
 
 
 def test_a_shape_is_probed_once_and_refused_shapes_go_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
 
-    def probe(made: linear.Linear, out_size: int, in_size: int, dtype: torch.dtype) -> bool:
-        asked.append((out_size, in_size))
-        return out_size != 8
+    def probe(made: linear.Linear, like: linear.Linear, weight: torch.Tensor) -> bool:
+        assert made is like
+        asked.append((len(weight), weight.shape[1]))
+        return len(weight) != 8
 
     monkeypatch.setattr(linear, "rows_are_independent", probe)
     factory = LinearFactory()
@@ -74,3 +93,56 @@ def test_a_shape_is_probed_once_and_refused_shapes_go_row_by_row(monkeypatch: py
 
 def test_where_there_is_no_packed_product_rows_go_one_by_one() -> None:
     assert isinstance(LinearFactory()(torch.zeros(4, 8, dtype=torch.float64)), RowLinear)
+
+
+def test_a_gpu_gets_the_product_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own only for reproducibility, and both shapes of its tiles only where they give the same bits."""
+    tried: list[str] = []
+
+    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: str) -> torch.Tensor:
+        tried.append(tile)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    ours = ModuleType("quire.ops.triton")
+    ours.linear = SimpleNamespace(linear_in_tiles=product, FEW_ROWS="few", MANY_ROWS="many")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "quire.ops.triton", ours)
+    weight, x = torch.empty(8, 16, device="meta"), torch.empty(1_000, 16, device="meta")
+    assert isinstance(LinearFactory()(weight), PlainLinear)
+    assert isinstance(LinearFactory(reproducible=True)(torch.zeros(8, 16)), PackedLinear)
+    for alike, expected in ((True, ["few", "many"]), (False, ["few", "few"])):
+
+        def probe(made: TritonLinear, like: TritonLinear, weight: torch.Tensor, alike: bool = alike) -> bool:
+            made(x), like(x)
+            return alike
+
+        monkeypatch.setattr(linear, "rows_are_independent", probe)
+        made = LinearFactory(reproducible=True)(weight)
+        assert tried == ["many", "few"], "the probe compares many with few"
+        tried.clear()
+        assert made(x[:3]).shape == (3, 8)
+        assert made(x).shape == (1_000, 8)
+        assert tried == expected
+        tried.clear()
+
+
+def test_many_rows_go_to_the_product_for_many() -> None:
+    two = TwoLinears(lambda x: x + 1, lambda x: x + 2)
+    for rows in (0, 1, linear.FEW_ROWS, linear.FEW_ROWS + 1, 1_000):
+        assert two(torch.zeros(rows, 1)).sum() == rows * (1 + (rows > linear.FEW_ROWS))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_our_own_product_on_a_gpu(dtype: torch.dtype, bias: bool) -> None:
+    x, weight, offset = (None if one is None else one.cuda() for one in tensors(dtype, bias))
+    made = LinearFactory(reproducible=True)(weight, offset)
+    exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+    whole = made(x)
+    torch.testing.assert_close(
+        whole.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=0.02 if dtype != torch.float32 else 1e-5
+    )
+    for rows in ROWS:
+        for first in (0, 7, 513 - rows):
+            part = made(x[first : first + rows])
+            assert torch.equal(part, whole[first : first + len(part)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from quire.cache.manager import CacheGroup
+from quire.cache.side_stream import SideStream, runs
 from quire.config import CacheConfig, parse_memory
 from quire.errors import ConfigError
 from quire.ops import PagedKV
@@ -27,6 +29,9 @@ class KVCache:
     A layer's memory is [N, 2, Hkv, B, D]: HND, a block's K and V side by side, so that copying or swapping a block
     of a layer moves one piece of memory. Nobody else knows this layout. On a CPU it lies in huge pages where the system
     offers them, and its first blocks are there from the start: no step waits for the system to find a page for them.
+
+    On a GPU blocks are swapped on a stream of their own, beside the computation; asking for a layer makes the current
+    stream wait for that layer's blocks, and for no others.
     """
 
     def __init__(
@@ -50,32 +55,55 @@ class KVCache:
         self._memory = {layer: make(shape, dtype=dtype) for layer in layers}
         host_shape = (num_host_blocks, *shape[1:])
         self._host = {layer: _in_huge_pages(host_shape, dtype, touched=0) for layer in layers}
+        self._side: SideStream | None = None
+        if device != "cpu" and num_host_blocks:
+            self._side = SideStream(torch.device(device), list(self._host.values()))
+            # Before any memory goes. At the interpreter's exit the system takes everything back by itself.
+            weakref.finalize(self, self._side.close).atexit = False
         self._layers = {layer: PagedKV(memory[:, 0], memory[:, 1]) for layer, memory in self._memory.items()}
 
     def layer(self, index: int) -> PagedKV:
-        """The layer's K and V: two views [N, Hkv, B, D], the same object at each call."""
+        """The layer's K and V: two views [N, Hkv, B, D], the same object at each call.
+
+        Who uses them asks for them in every step.
+        """
+        if self._side is not None:
+            self._side.wait(index)
         return self._layers[index]
 
     def layers(self, group: int) -> list[PagedKV]:
         """K and V of the layers of the cache group of that index."""
-        return [self._layers[layer] for layer in self._groups[group].layers]
+        return [self.layer(layer) for layer in self._groups[group].layers]
+
+    def settle(self) -> None:
+        """Let the current stream wait for all blocks that are being swapped."""
+        for layer in self._layers:
+            self.layer(layer)
 
     def swap_out(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy the blocks `src` of the group's layers to the blocks `dst` on the host."""
-        for layer in self._groups[group].layers:
-            _copy(self._memory[layer], src, self._host[layer], dst)
+        self._swap(group, self._memory, src, self._host, dst)
 
     def swap_in(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy the blocks `src` on the host to the blocks `dst` of the group's layers."""
-        for layer in self._groups[group].layers:
-            _copy(self._host[layer], src, self._memory[layer], dst)
+        self._swap(group, self._host, src, self._memory, dst)
 
-
-def _copy(source: torch.Tensor, src: Sequence[int], target: torch.Tensor, dst: Sequence[int]) -> None:
-    """Copy rows of one tensor to rows of another, which may lie on another device."""
-    if src:
-        rows = source[torch.tensor(src, device=source.device)]
-        target[torch.tensor(dst, device=target.device)] = rows.to(target.device)
+    def _swap(
+        self,
+        group: int,
+        sources: Mapping[int, torch.Tensor],  # by layer
+        src: Sequence[int],
+        targets: Mapping[int, torch.Tensor],  # by layer
+        dst: Sequence[int],
+    ) -> None:
+        if not src:
+            return
+        pairs = {layer: (sources[layer], targets[layer]) for layer in self._groups[group].layers}
+        if self._side is not None:
+            self._side.copy(pairs, runs(src, dst))
+            return
+        for source, target in pairs.values():
+            target[torch.tensor(dst)] = source[torch.tensor(src)]
 
 
 def _in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype, touched: int) -> torch.Tensor:

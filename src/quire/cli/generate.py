@@ -21,6 +21,7 @@ from quire.cli.options import (
     NumBlocks,
     Preemption,
     PrefixCaching,
+    Reproducible,
     SwapSpace,
     fail,
 )
@@ -41,6 +42,7 @@ def generate(
     attention_backend: Backend = "auto",
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    reproducible: Reproducible = False,
     max_model_len: MaxModelLen = None,
     block_size: BlockSize = 16,
     num_blocks: NumBlocks = None,
@@ -62,6 +64,7 @@ def generate(
             device=device,
             attention_backend=attention_backend,
             seed=seed,
+            reproducible=reproducible,
             max_model_len=max_model_len,
             block_size=block_size,
             num_blocks=num_blocks,

@@ -12,6 +12,9 @@ Backend = Annotated[str, typer.Option("--attention-backend", "--attention", help
 Device = Annotated[str, typer.Option(help="cpu, or cuda.")]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence in tokens.")]
+Reproducible = Annotated[
+    bool, typer.Option("--reproducible", help="On a GPU too: the same bits whatever runs beside a request.")
+]
 BlockSize = Annotated[int, typer.Option(help="Tokens a KV block.")]
 NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; overrides --kv-cache-memory.")]
 CacheMemory = Annotated[str, typer.Option(help="Bytes (2GiB) or a share of the free memory (50%).")]

@@ -8,23 +8,32 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Protocol
 
+import torch
+
 from quire.batch import Batch
 from quire.cache.events import Listener
 from quire.cache.manager import BlockManager, most_blocks
 from quire.cache.storage import KVCache, bytes_per_block, choose_num_blocks, choose_num_host_blocks, free_memory
 from quire.config import EngineConfig
 from quire.engine.flatten import Buffers, flatten
+from quire.engine.graphs import CudaCapture, GraphRunner
 from quire.engine.order import ORDERS
 from quire.engine.plan import StepOutput
-from quire.engine.runner import Runner
+from quire.engine.runner import MAX_LOGIT_ROWS, Runner
 from quire.engine.scheduler import Scheduler
 from quire.engine.trace import TraceRecorder
 from quire.errors import RequestError
-from quire.models.decoder import Decoder
+from quire.models.decoder import Decoder, DecoderConfig
 from quire.ops import AttentionSpec, Ops
 from quire.request import MAX_SEED, Event, FinishReason, Request
 
 log = logging.getLogger("quire")
+
+# Backends whose kernels read all that changes from step to step out of their plan's tensors on the device.
+GRAPHABLE = frozenset({"triton"})
+# Of a GPU's memory: compiled kernels, libraries' workspaces, CUDA graphs, attention plans, and what allocations waste.
+FIXED_RESERVE = 512 * 2**20
+LOGIT_BYTES = 32  # most that a logit takes in all: as it came, in fp32, a copy, its logprob, its place in a sorted row
 
 
 class StepRunner(Protocol):
@@ -147,13 +156,12 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
     blocks_a_sequence = max(
         most_blocks(model.max_model_len, config.max_num_batched_tokens, group.window, block_size) for group in groups
     )
+    device = torch.device(config.device)
+    free = free_memory(config.device)
+    if free is not None and device.type == "cuda":
+        free = max(0, free - working_memory(decoder, model.dtype.itemsize, config.max_num_batched_tokens))
     num_blocks = choose_num_blocks(
-        cache_config,
-        block_bytes,
-        model.max_model_len,
-        config.max_num_seqs,
-        free_memory(config.device),
-        blocks_a_sequence,
+        cache_config, block_bytes, model.max_model_len, config.max_num_seqs, free, blocks_a_sequence
     )
     left = free_memory()
     if left is not None and config.device == "cpu":  # the cache will be taken of the same memory
@@ -167,6 +175,7 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         num_blocks=num_blocks,
         dtype=model.dtype,
         device=config.device,
+        reproducible=config.reproducible,
     )
     scheduler = Scheduler(
         BlockManager(
@@ -185,12 +194,28 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
     )
     max_blocks = -(-model.max_model_len // block_size)
     limits = (config.max_num_batched_tokens, config.max_num_seqs, max_blocks)
-    runner = Runner(
+    eager = Runner(
         model,
         KVCache(groups, num_blocks, block_size, *shape, config.device, num_host_blocks),
         ops,
         [replace(spec, window=group.window) for group in groups],
         *limits,
     )
+    runner: StepRunner = eager
+    if device.type == "cuda" and ops.NAME in GRAPHABLE:
+        runner = GraphRunner(eager, config.max_num_seqs, max_blocks, CudaCapture(device))
     buffers = Buffers(len(groups), block_size, *limits)
     return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, config.seed)
+
+
+def working_memory(decoder: DecoderConfig, itemsize: int, max_tokens: int) -> int:
+    """Bytes of a GPU that a step takes beside weights and cache, by a rule: nothing is run to find out.
+
+    For each of max_tokens tokens the widest part of a layer (residual, its norm and the branch stand beside it), then
+    the logits of MAX_LOGIT_ROWS rows with all that is made of them, then FIXED_RESERVE.
+    """
+    heads = 3 * decoder.num_heads + 2 * decoder.num_kv_heads  # q, k and v, what is attended, and a copy in rows
+    attention = heads * decoder.head_dim
+    mlp = 4 * decoder.intermediate_size  # gate and up, the activation, and a number on the way to it
+    activations = max_tokens * (3 * decoder.hidden_size + max(attention, mlp)) * itemsize
+    return activations + MAX_LOGIT_ROWS * decoder.vocab_size * LOGIT_BYTES + FIXED_RESERVE

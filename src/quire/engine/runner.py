@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -13,6 +15,7 @@ from quire.batch import Batch
 from quire.cache.storage import KVCache
 from quire.engine.plan import StepOutput
 from quire.engine.sampler import sample, token_logprobs
+from quire.engine.transfer import send
 from quire.ops import AttentionPlan, AttentionSpec, Ops
 from quire.request import TokenLogprobs
 
@@ -33,7 +36,10 @@ class Model(Protocol):
 
 
 class Runner:
-    """Runs a model eagerly, with one attention plan a cache group that every step updates."""
+    """Runs a model eagerly, with one attention plan a cache group that every step updates.
+
+    On a GPU the host queues a whole step and waits once, for the tokens that were drawn and the logprobs asked for.
+    """
 
     def __init__(
         self,
@@ -48,47 +54,68 @@ class Runner:
         self.model = model
         self.cache = cache
         self.ops = ops
-        self.plans = tuple(ops.make_plan(spec, max_tokens, max_seqs, max_blocks) for spec in specs)
+        self.specs = tuple(specs)
+        self.device = torch.device(specs[0].device)
+        self.plans = self.make_plans(max_tokens, max_seqs, max_blocks)
+
+    def make_plans(self, max_tokens: int, max_seqs: int, max_blocks: int) -> tuple[AttentionPlan, ...]:
+        """An attention plan of that size for each cache group."""
+        return tuple(self.ops.make_plan(spec, max_tokens, max_seqs, max_blocks) for spec in self.specs)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
         """Move blocks, compute the batch's tokens, draw the next ones, and gather the logprobs that were asked for."""
+        with device_context(self.device):
+            self.move(batch)
+            return self.compute(batch) if len(batch.token_ids) else StepOutput({})
+
+    def move(self, batch: Batch) -> None:
+        """Swap out, swap in, copy."""
         for g, group in enumerate(batch.groups):
             self.cache.swap_out(g, *group.swap_out)
             self.cache.swap_in(g, *group.swap_in)
             for copied in group.copies:
                 for kv in self.cache.layers(g):
                     self.ops.copy_blocks(kv, copied.src, copied.dst)
-        if len(batch.token_ids) == 0:
-            return StepOutput({})
-        for plan, group in zip(self.plans, batch.groups, strict=True):
-            plan.update(batch.query_starts, batch.context_lens, group.block_tables, group.slots)
-        hidden = self.model.forward(batch, self.cache, self.plans)
+
+    def compute(self, batch: Batch) -> StepOutput:
+        """What `run` does when blocks have moved."""
+        update(self.plans, batch)
+        token_ids, positions = send([batch.token_ids, batch.positions], self.device)
+        hidden = self.model.forward(replace(batch, token_ids=token_ids, positions=positions), self.cache, self.plans)
+        return self.finish(batch, hidden)
+
+    def finish(
+        self,
+        batch: Batch,
+        hidden: Tensor,  # [T, H]
+    ) -> StepOutput:
+        """Draw a token for each logit row, and gather the logprobs that were asked for."""
         output = StepOutput({}, {}, {})
-        for start in range(0, len(batch.logit_rows), MAX_LOGIT_ROWS):
-            self._sample(batch, hidden, start, start + MAX_LOGIT_ROWS, output)
+        if len(batch.logit_rows):
+            self._sample(batch, _rows(hidden, batch.logit_rows), output)
         self._report_prompt(batch, hidden, output)
         return output
 
     def _sample(
         self,
         batch: Batch,
-        hidden: Tensor,  # [T, H]
-        start: int,
-        stop: int,
+        hidden: Tensor,  # [R, H]
         output: StepOutput,
     ) -> None:
-        """Draw tokens for the logit rows start:stop."""
-        logits = self.model.logits(hidden[batch.logit_rows[start:stop].to(hidden.device)])
-        rows = batch.sampling.part(start, stop, logits.device)
-        reported = (rows.num_logprobs >= 0).nonzero().flatten()
-        raw = logits[reported]  # a copy: sampling changes the logits
-        tokens = sample(logits, rows, self.ops)
-        ids = batch.logit_ids[start:stop]
-        output.tokens.update(zip(ids, tokens.tolist(), strict=True))
-        if len(reported):
-            found = token_logprobs(raw, tokens[reported].clamp(min=0), rows.num_logprobs[reported], self.ops)
-            output.logprobs.update(zip((ids[i] for i in reported.tolist()), found, strict=True))
+        drawn: list[Tensor] = []  # read when all are queued
+        for start in range(0, len(hidden), MAX_LOGIT_ROWS):
+            logits = self.model.logits(hidden[start : start + MAX_LOGIT_ROWS])
+            rows = batch.sampling.part(start, start + MAX_LOGIT_ROWS)
+            reported = (rows.num_logprobs >= 0).nonzero().flatten()
+            [there] = send([reported], logits.device) if len(reported) else [reported]
+            raw = logits[there] if len(reported) else None  # a copy: sampling changes the logits
+            drawn.append(sample(logits, rows, self.ops))
+            if raw is not None:
+                found = token_logprobs(raw, drawn[-1][there].clamp(min=0), rows.num_logprobs[reported], self.ops)
+                ids = batch.logit_ids[start:]
+                output.logprobs.update(zip((ids[i] for i in reported.tolist()), found, strict=True))
+        output.tokens.update(zip(batch.logit_ids, torch.cat(drawn).tolist(), strict=True))
 
     def _report_prompt(
         self,
@@ -100,10 +127,34 @@ class Runner:
         prompt, found = batch.prompt, defaultdict[str, list[TokenLogprobs]](list)
         for start in range(0, len(prompt.rows), MAX_LOGIT_ROWS):
             part = slice(start, start + MAX_LOGIT_ROWS)
-            logits = self.model.logits(hidden[prompt.rows[part].to(hidden.device)])
-            tokens, counts = prompt.tokens[part].to(logits.device), prompt.num_logprobs[part]
+            rows, tokens = send([prompt.rows[part], prompt.tokens[part]], hidden.device)
+            logits = self.model.logits(hidden[rows])
             for request_id, logprobs in zip(
-                prompt.request_ids[part], token_logprobs(logits, tokens, counts, self.ops), strict=True
+                prompt.request_ids[part],
+                token_logprobs(logits, tokens, prompt.num_logprobs[part], self.ops),
+                strict=True,
             ):
                 found[request_id].append(logprobs)
         output.prompt_logprobs.update((request_id, tuple(logprobs)) for request_id, logprobs in found.items())
+
+
+def update(plans: Sequence[AttentionPlan], batch: Batch) -> None:
+    """Give each cache group's plan the batch's metadata."""
+    for plan, group in zip(plans, batch.groups, strict=True):
+        plan.update(batch.query_starts, batch.context_lens, group.block_tables, group.slots)
+
+
+def device_context(device: torch.device) -> AbstractContextManager[object]:
+    """Within it, kernels and streams are those of that GPU; nothing changes for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _rows(
+    hidden: Tensor,  # [T, H]
+    rows: Tensor,  # int64 [R], host, ascending
+) -> Tensor:
+    """Those rows: [R, H]."""
+    if len(rows) == len(hidden):
+        return hidden
+    [there] = send([rows], hidden.device)
+    return hidden[there]

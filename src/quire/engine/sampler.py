@@ -1,7 +1,11 @@
 """From logits to token ids and log-probabilities.
 
-A row's draw depends on its own logits, parameters and random number only, and ties go to the lowest token id. So sums
-over the vocabulary are cumulative ones, which are formed in order: a plain sum may be split among threads.
+A row's draw depends on its own logits, parameters and random number only, and ties go to the lowest token id. So what
+is summed over the vocabulary must not depend on how the sum is formed. On a CPU sums are cumulative ones, which are
+formed in order: a plain sum may be split among threads. A GPU splits every sum, so there they are sums of integers.
+
+The two ways to draw choose alike. A CPU's looks at its numbers, to rank no more tokens than it must. A GPU's never
+does, since each look waits for all that is queued: which rows are drawn, and how, is told by their parameters alone.
 """
 
 from __future__ import annotations
@@ -11,11 +15,14 @@ from torch import Tensor
 
 from quire.batch import SamplingRows
 from quire.engine.plan import INVALID_TOKEN
+from quire.engine.transfer import send
 from quire.ops import Ops
 from quire.request import TokenLogprobs
 
 CANDIDATES = 1_024  # tokens of a row that are ranked at first; more if they do not hold its nucleus
 MAX_DRAWN_ROWS = 16  # rows at a time that hold several float64 numbers a token: some 100 MiB for a vocabulary of 128k
+UNIT = 2**44  # the best token's weight where weights are integers: 2**18 of them add up to less than 2**63
+DRAWN_NUMBERS = 2**22  # logits that a GPU draws from at a time; each takes some ten numbers of 8 bytes
 
 
 def sample(
@@ -27,27 +34,50 @@ def sample(
 
     Order: penalties, forbidden tokens, then greedy choice, or temperature, min-p, top-k, top-p and a draw.
     """
-    _penalise(logits, rows)
-    logits[rows.banned_rows, rows.banned_tokens] = -torch.inf
+    if len(rows.penalty_rows) or len(rows.banned_rows):
+        _change(logits, rows)
     tokens = logits.argmax(-1)  # of equal logits the first; NaN counts as the largest
     best = logits.gather(1, tokens[:, None])
     valid = torch.isfinite(best.flatten())
+    draw = _draw_looking if logits.is_cpu else _draw_blindly
+    draw(logits, best, valid, rows, ops, tokens)
+    return tokens.masked_fill(~valid, INVALID_TOKEN)
+
+
+def _change(
+    logits: Tensor,  # fp32 [R, V]; changed in place
+    rows: SamplingRows,
+) -> None:
+    """Apply the penalties, and forbid what is forbidden."""
+    row, token, count, repetition, frequency, presence, banned_row, banned_token = send(
+        [
+            *(rows.penalty_rows, rows.penalty_tokens, rows.penalty_counts),
+            *(rows.repetition, rows.frequency, rows.presence, rows.banned_rows, rows.banned_tokens),
+        ],
+        logits.device,
+    )
+    value, factor = logits[row, token], repetition[row]
+    value = torch.where(value > 0, value / factor, value * factor)
+    logits[row, token] = value - frequency[row] * count - presence[row] * (count > 0)
+    logits.index_put_((banned_row, banned_token), logits.new_full((), -torch.inf))
+
+
+# ------------------------------------------------------------------------------------------------ on a CPU
+
+
+def _draw_looking(
+    logits: Tensor,  # fp32 [R, V]
+    best: Tensor,  # fp32 [R, 1]
+    valid: Tensor,  # bool [R]
+    rows: SamplingRows,
+    ops: Ops,
+    tokens: Tensor,  # int64 [R]; those of rows with a temperature are replaced
+) -> None:
     for drawn in torch.split(torch.nonzero(valid & (rows.temperature > 0)).flatten(), MAX_DRAWN_ROWS):
         # Relative to the best logit nothing overflows, however low the temperature, and min-p is a plain threshold.
         weights = torch.exp((logits[drawn] - best[drawn]).double() / rows.temperature[drawn, None])
         weights[weights < rows.min_p[drawn, None]] = 0.0
         tokens[drawn] = _draw(logits[drawn], weights, rows.top_k[drawn], rows.top_p[drawn], rows.uniforms[drawn], ops)
-    return tokens.masked_fill(~valid, INVALID_TOKEN)
-
-
-def _penalise(
-    logits: Tensor,  # fp32 [R, V]; changed in place
-    rows: SamplingRows,
-) -> None:
-    row, token, count = rows.penalty_rows, rows.penalty_tokens, rows.penalty_counts
-    value, factor = logits[row, token], rows.repetition[row]
-    value = torch.where(value > 0, value / factor, value * factor)
-    logits[row, token] = value - rows.frequency[row] * count - rows.presence[row] * (count > 0)
 
 
 def _draw(
@@ -93,10 +123,77 @@ def _invert(
     return torch.searchsorted(cumulative, target, right=True).flatten()
 
 
+# ------------------------------------------------------------------------------------------------ on a GPU
+
+
+def _draw_blindly(
+    logits: Tensor,  # fp32 [R, V]
+    best: Tensor,  # fp32 [R, 1]
+    valid: Tensor,  # bool [R]
+    rows: SamplingRows,
+    ops: Ops,
+    tokens: Tensor,  # int64 [R]; those of rows with a temperature are replaced
+) -> None:
+    vocabulary = logits.shape[1]
+    drawn, cut = rows.temperature > 0, (rows.top_k < vocabulary) | (rows.top_p < 1.0)
+    whole, ranked = (torch.nonzero(drawn & some).flatten() for some in (~cut, cut))
+    order = torch.cat([whole, ranked])
+    if not len(order):
+        return
+    given = [order, *(x[order] for x in (rows.temperature, rows.min_p, rows.top_k, rows.top_p, rows.uniforms))]
+    there = send(given, logits.device)
+    most = max(1, DRAWN_NUMBERS // vocabulary)
+    parts = [slice(start, min(start + most, len(whole))) for start in range(0, len(whole), most)]
+    parts += [slice(start, start + most) for start in range(len(whole), len(order), most)]
+    for part in parts:
+        index, temperature, min_p, top_k, top_p, uniforms = (x[part] for x in there)
+        # A row without a finite logit gets a token like the others, which is not used.
+        kept, top = (torch.where(valid[index, None], x[index], 0.0) for x in (logits, best))
+        weights = torch.exp((kept - top).double() / temperature[:, None])
+        weights = (torch.where(weights < min_p[:, None], 0.0, weights) * UNIT).long()
+        if part.start < len(whole):
+            chosen = _invert_integers(weights, uniforms)
+        else:
+            ids = ops.top_k(kept, min(vocabulary, int(given[3][part].max())))
+            chosen = ids.gather(1, _draw_rank(weights, ids, top_k, top_p, uniforms)[:, None]).flatten()
+        tokens.index_copy_(0, index, chosen)
+
+
+def _draw_rank(
+    weights: Tensor,  # int64 [R, V]
+    ids: Tensor,  # int64 [R, k], the tokens that may be kept, the best first
+    top_k: Tensor,  # int64 [R]
+    top_p: Tensor,  # fp32 [R]
+    uniforms: Tensor,  # fp64 [R]
+) -> Tensor:
+    """Which of its ids each row draws: int64 [R]."""
+    rank = torch.arange(ids.shape[1], device=ids.device)
+    ranked = torch.where(rank < top_k[:, None], weights.gather(1, ids), 0)
+    cumulative = ranked.cumsum(-1)
+    among_all = top_k >= weights.shape[1]  # the nucleus is a share of the whole vocabulary
+    share = top_p.double() * torch.where(among_all, weights.sum(-1), cumulative[:, -1]).double()
+    # Where better tokens hold the share already, a token is dropped.
+    return _invert_integers(torch.where((cumulative - ranked).double() < share[:, None], ranked, 0), uniforms)
+
+
+def _invert_integers(
+    weights: Tensor,  # int64 [R, V]
+    uniforms: Tensor,  # fp64 [R]
+) -> Tensor:
+    """As `_invert`, in integers but for the share."""
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:]
+    target = torch.minimum((uniforms[:, None] * total.double()).long(), total - 1)
+    return torch.searchsorted(cumulative, target, right=True).flatten()
+
+
+# ------------------------------------------------------------------------------------------- log-probabilities
+
+
 def token_logprobs(
     logits: Tensor,  # fp32 [R, V]
     tokens: Tensor,  # int64 [R]
-    num_logprobs: Tensor,  # int64 [R]
+    num_logprobs: Tensor,  # int64 [R], on the host
     ops: Ops,
 ) -> list[TokenLogprobs]:
     """The logprob and rank of each row's token, and its most probable tokens, of equal ones the lower id first."""

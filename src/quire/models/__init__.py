@@ -120,7 +120,8 @@ def load_model(directory: Path, config: EngineConfig, ops: Ops) -> Decoder:
     checkpoint = Checkpoint(directory)
     sources = family.weight_sources(decoder, checkpoint.names)
     weights = load_weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device)
-    return Decoder(decoder, weights, ops, max_model_len, _eos_token_ids(raw, directory, decoder.vocab_size))
+    eos_token_ids = _eos_token_ids(raw, directory, decoder.vocab_size)
+    return Decoder(decoder, weights, ops, max_model_len, eos_token_ids, config.reproducible)
 
 
 def _family_of(raw: Mapping[str, Any], directory: Path) -> Family:

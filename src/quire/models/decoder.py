@@ -138,17 +138,26 @@ class Decoder:
         ops: Ops,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        reproducible: bool = False,
     ) -> None:
-        """Take the weights of `weight_shapes` as they are: norms in fp32, the others of one dtype, on one device."""
+        """Take the weights of `weight_shapes` as they are: norms in fp32, the others of one dtype, on one device.
+
+        reproducible: a row's bits do not depend on the others; on a CPU they never do.
+        """
         self.config = config
         self.ops = ops
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.embedding = weights["embedding"]  # [V, H]
-        make_linear = LinearFactory()
+        make_linear = LinearFactory(reproducible)
         self.lm_head = make_linear(weights["embedding" if config.tied_embeddings else "lm_head"])
         self.positions = weights.get("positions")  # [max_position_embeddings, H]
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
+        self.embedding_scale = (
+            None
+            if config.embedding_scale is None
+            else torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
+        )  # []; rounded to the weights' dtype, as Gemma was trained
         self.embedding_norm = _norm(config, weights, ops, "embedding_norm")
         self.final_norm = _required_norm(config, weights, ops, "final_norm")
         self.layers = [_layer(config, weights, ops, make_linear, f"layers.{i}.") for i in range(config.num_layers)]
@@ -190,8 +199,8 @@ class Decoder:
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         embedded = self.embedding[token_ids]
-        if self.config.embedding_scale is not None:  # rounded to the weights' dtype, as Gemma was trained
-            embedded = embedded * torch.tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
+        if self.embedding_scale is not None:
+            embedded = embedded * self.embedding_scale
         if self.positions is not None:
             embedded = embedded + self.positions[positions]
         return embedded if self.embedding_norm is None else self.embedding_norm(embedded)

@@ -3,18 +3,24 @@
 On a CPU the weight is packed once, for oneDNN's kernels. Their order of summation is known to be the same for all
 numbers of rows but one, which is padded to two; whether it really is, is tried out at load for every shape of weight.
 Where it is not, rows are multiplied one by one: slow, and still reproducible.
+
+On a GPU the framework's product takes another kernel for other numbers of rows. Who asks for reproducibility there gets
+our own product.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 PROBED_ROWS = (2, 3, 16, 17, 64, 512)
+FEW_ROWS = 256  # on a GPU: rows that are multiplied in the time that reading the weight takes
 PROBE_NUMBERS = 2**24  # of an output: the probe of a large vocabulary has fewer rows
 
 
@@ -37,6 +43,33 @@ class PlainLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+# x [T, in], weight [out, in], bias [out] -> [T, out]
+Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class TritonLinear:
+    """Our own product on a GPU, in tiles of one shape."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None  # [out]
+    product: Product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class TwoLinears:
+    """The same product in two ways that give a row the same bits, each where it is the faster one."""
+
+    few: Linear
+    many: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return (self.few if len(x) <= FEW_ROWS else self.many)(x)
 
 
 @dataclass(frozen=True)
@@ -74,7 +107,9 @@ class PackedLinear:
 class LinearFactory:
     """Makes the linears of one model, and remembers which shapes of weight were proved reproducible."""
 
-    def __init__(self) -> None:
+    def __init__(self, reproducible: bool = False) -> None:
+        """reproducible: on a GPU too."""
+        self._reproducible = reproducible
         self._proved: dict[tuple[object, ...], bool] = {}
 
     def __call__(
@@ -84,7 +119,7 @@ class LinearFactory:
     ) -> Linear:
         """The linear of that weight, the fastest that is reproducible on its device."""
         if weight.device.type != "cpu":
-            return PlainLinear(weight, bias)
+            return self._triton(weight, bias) if self._reproducible else PlainLinear(weight, bias)
         dtype = product_dtype(weight.dtype)
         if dtype is None:
             return RowLinear(weight, bias)
@@ -93,11 +128,24 @@ class LinearFactory:
             None if bias is None else bias.to(dtype),
             dtype,
         )
-        out_size, in_size = weight.shape
-        key = (out_size, in_size, weight.dtype, bias is None)
+        return packed if self._is_proved(packed, packed, weight, bias) else RowLinear(weight, bias)
+
+    def _triton(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        from quire.ops.triton import linear  # who needs no GPU needs no Triton
+
+        few, many = (
+            TritonLinear(weight, bias, partial(linear.linear_in_tiles, tile=tile))
+            for tile in (linear.FEW_ROWS, linear.MANY_ROWS)
+        )
+        # One shape of tile gives a row the same bits wherever it stands; two do as far as the probe finds.
+        return TwoLinears(few, many) if self._is_proved(many, few, weight, bias) else few
+
+    def _is_proved(self, linear: Linear, like: Linear, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether weights of this shape pass `rows_are_independent`."""
+        key = (*weight.shape, weight.dtype, bias is None)
         if key not in self._proved:
-            self._proved[key] = rows_are_independent(packed, out_size, in_size, weight.dtype)
-        return packed if self._proved[key] else RowLinear(weight, bias)
+            self._proved[key] = rows_are_independent(linear, like, weight)
+        return self._proved[key]
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype | None:
@@ -118,13 +166,21 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype | None:
     return dtype if native[dtype] else torch.float32
 
 
-def rows_are_independent(linear: Linear, out_size: int, in_size: int, dtype: torch.dtype) -> bool:
-    """Whether a row's bits are the same alone and among any number of others, at the number of threads in use."""
+def rows_are_independent(
+    linear: Linear,
+    like: Linear,
+    weight: Tensor,  # [out, in], what both are made of
+) -> bool:
+    """Whether a row's bits from `linear`, alone and among any number of others, are those that `like` gives to all.
+
+    On a CPU: at the number of threads in use.
+    """
+    out_size, in_size = weight.shape
     generator = torch.Generator().manual_seed(0)
     most = max(2, min(PROBED_ROWS[-1], PROBE_NUMBERS // out_size))
-    x = torch.randn(most, in_size, generator=generator).to(dtype)
-    together = linear(x)
-    for rows in (1, *(n for n in PROBED_ROWS if n < most)):
+    x = torch.randn(most, in_size, generator=generator).to(weight)
+    together = like(x)
+    for rows in (1, *(n for n in PROBED_ROWS if n < most), *([] if linear is like else [most])):
         for first in (0, most - rows):
             if not torch.equal(linear(x[first : first + rows]), together[first : first + rows]):
                 return False

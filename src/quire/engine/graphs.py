@@ -1,0 +1,202 @@
+"""GraphRunner: steps of one token a sequence are replayed from CUDA graphs, at the cost of one launch.
+
+A graph repeats launches with the addresses and the sizes of its capture. So a batch is padded to one of a few sizes,
+its inputs are written to where the graph reads them, and an attention plan of that size is updated in place before
+every replay. Padding rows are sequences of one row and no context: by the operators' contract they see nothing, write
+nothing and give zeros.
+
+A graph ends at the hidden states. Logits are one product, which the host queues while the graph runs: to hold them
+for every size would take gigabytes. Drawing depends on what the requests asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from quire.batch import Batch
+from quire.engine.plan import StepOutput
+from quire.engine.runner import Runner, device_context, update
+from quire.engine.transfer import staging
+from quire.errors import Unsupported
+from quire.ops import AttentionPlan
+
+log = logging.getLogger("quire")
+
+LARGEST = 512  # rows; beyond, kernels take longer than their launches
+WARM_UPS = 2  # runs before a capture: the first compiles kernels and lets libraries take their workspaces
+
+# Runs a function in such a way that what is returned repeats it: the same kernels on the same memory, for the result
+# in the same tensor.
+Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+
+
+def bucket_sizes(max_num_seqs: int) -> list[int]:
+    """The numbers of rows that graphs are captured for, up to max_num_seqs or LARGEST.
+
+    A padding row costs a row of each product and of each small operator, and nothing in attention. Steps are fine where
+    a few rows are a large share (1, 2, 4, then 8 by 8 to 64), and at most an eighth of the rows where products become
+    bound by arithmetic (16 by 16 to 256, then 32 by 32): each size takes a capture and memory of its own.
+    """
+    largest = min(max_num_seqs, LARGEST)
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, LARGEST, 32)]
+    return [*(size for size in sizes if size < largest), largest]
+
+
+@dataclass
+class Bucket:
+    """What batches of up to `size` sequences run in. Its tensors and plans keep their addresses."""
+
+    size: int
+    inputs: Tensor  # int64 [2, size], on the device: token ids, positions
+    plans: tuple[AttentionPlan, ...]  # one a cache group
+    replay: Callable[[], Tensor] | None = None  # set when the bucket is captured; returns the hidden states, [size, H]
+
+
+class GraphRunner:
+    """A runner that replays steps in which every sequence has one new token; the others run eagerly.
+
+    A bucket is captured when it is first needed, so that an engine is ready in seconds and takes memory for the batches
+    that it sees. If a capture fails, this step and all later ones that find no captured bucket run eagerly: what failed
+    is the model's or the memory's, and would be the same for other sizes.
+    """
+
+    def __init__(self, runner: Runner, max_seqs: int, max_blocks: int, capture: Capture) -> None:
+        self.runner = runner
+        self.sizes = bucket_sizes(max_seqs)
+        self._max_blocks = max_blocks
+        self._capture = capture
+        self._can_capture = True
+        self._buckets: dict[int, Bucket] = {}
+        # A batch's metadata with its padding, on the host.
+        largest, num_groups = self.sizes[-1], len(runner.specs)
+        self._query_starts = torch.arange(largest + 1, dtype=torch.int32)
+        self._context_lens = torch.zeros(largest, dtype=torch.int32)
+        self._slots = torch.zeros(num_groups, largest, dtype=torch.int64)
+        self._block_tables = torch.zeros(num_groups, largest, max_blocks, dtype=torch.int32)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> StepOutput:
+        """One step, as `Runner.run` does it."""
+        with device_context(self.runner.device):
+            bucket = self._prepared(batch)
+            if bucket is None:
+                return self.runner.run(batch)
+            self.runner.move(batch)
+            self.runner.cache.settle()  # a graph waits for nothing that is not in it
+            replay = bucket.replay or self._captured(bucket, batch)
+            if replay is None:
+                return self.runner.compute(batch)
+            return self.runner.finish(batch, replay()[: len(batch.token_ids)])
+
+    def _prepared(self, batch: Batch) -> Bucket | None:
+        """The bucket for a batch, its plans updated and its inputs filled; None where the batch is to run eagerly."""
+        count = len(batch.token_ids)
+        if count != len(batch.context_lens) or not 0 < count <= self.sizes[-1]:
+            return None
+        bucket = self._bucket(self.sizes[bisect_left(self.sizes, count)])
+        if bucket is None:
+            return None
+        try:
+            update(bucket.plans, self._padded(batch, bucket.size))
+        except Unsupported:  # more work than a plan of this size has room for
+            return None
+        inputs = staging(2 * bucket.size, torch.int64, self.runner.device).view(2, bucket.size).zero_()
+        inputs[0, :count], inputs[1, :count] = batch.token_ids, batch.positions
+        bucket.inputs.copy_(inputs, non_blocking=True)
+        return bucket
+
+    def _bucket(self, size: int) -> Bucket | None:
+        """The bucket of that size; None where there is none and none can be captured."""
+        if size not in self._buckets and self._can_capture:
+            try:
+                plans = self.runner.make_plans(size, size, self._max_blocks)
+                for plan in plans:
+                    plan.covers_all = True  # so that warming up launches whatever a replay may
+                inputs = torch.zeros(2, size, dtype=torch.int64, device=self.runner.device)
+            except Exception:
+                self._give_up(size)
+            else:
+                self._buckets[size] = Bucket(size, inputs, plans)
+        return self._buckets.get(size)
+
+    def _padded(self, batch: Batch, size: int) -> Batch:
+        """The batch with its metadata extended to `size` sequences."""
+        count = len(batch.token_ids)
+        self._context_lens[:count] = batch.context_lens
+        self._context_lens[count:size] = 0
+        groups = []
+        for group, slots, tables in zip(batch.groups, self._slots, self._block_tables, strict=True):
+            width = group.block_tables.shape[1]
+            slots[:count], slots[count:size] = group.slots, -1
+            tables[:count, :width] = group.block_tables
+            groups.append(replace(group, slots=slots[:size], block_tables=tables[:size, :width]))
+        return replace(
+            batch,
+            query_starts=self._query_starts[: size + 1],
+            context_lens=self._context_lens[:size],
+            groups=tuple(groups),
+        )
+
+    def _captured(self, bucket: Bucket, batch: Batch) -> Callable[[], Tensor] | None:
+        """Capture the bucket on the batch that it is prepared for: its replay, None where that failed.
+
+        Warming up computes that step, and so does the replay after it: each writes the same K and V to the same slots.
+        """
+        model, cache = self.runner.model, self.runner.cache
+        static = replace(batch, token_ids=bucket.inputs[0], positions=bucket.inputs[1])
+        began = perf_counter()
+        try:
+            bucket.replay = self._capture(lambda: model.forward(static, cache, bucket.plans))
+        except Exception:
+            self._give_up(bucket.size)
+            return None
+        log.info("captured a graph for %d sequences in %.2f s", bucket.size, perf_counter() - began)
+        return bucket.replay
+
+    def _give_up(self, size: int) -> None:
+        """Capture nothing any more. Called where an exception is handled."""
+        log.warning("no graph for %d sequences, nor any further one: such steps run eagerly", size, exc_info=True)
+        self._can_capture = False
+        self._buckets.pop(size, None)
+
+
+class CudaCapture:
+    """Captures into CUDA graphs that share one pool of memory, since no two of them run at the same time.
+
+    What a graph returns stays its own; all else that it computes may lie where another one's does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        with device_context(device):
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Run the function a few times on a side stream, capture it, and return what replays it."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                function()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Relaxed: other threads may use the GPU meanwhile, and a kernel may still be loaded that this step did not
+            # need but a later one will. Who would wait for a captured kernel raises all the same.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):
+                result = function()
+        finally:
+            torch.cuda.set_stream(current)  # a capture that fails does not
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay

@@ -1,0 +1,48 @@
+"""From host to device without waiting: small tensors travel together, out of pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes, of each tensor within what travels together
+
+
+def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """These host tensors on the device, in one copy that the host does not wait for; on a CPU they themselves.
+
+    The host may change them at once: what is on its way is a copy.
+    """
+    if device.type == "cpu":
+        return list(tensors)
+    staged = staging(sum(_aligned(tensor.nbytes) for tensor in tensors), torch.uint8, device)
+    for home, tensor in zip(views(staged, tensors), tensors, strict=True):
+        home.copy_(tensor)
+    return views(staged.to(device, non_blocking=True), tensors)
+
+
+def staging(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host memory [size], to be filled and then copied to the device with non_blocking: pinned where that is a GPU.
+
+    PyTorch gives pinned memory out again only when the copies out of it are done, so nobody needs to hold on to it, and
+    a step that ends before its copies do can harm nobody.
+    """
+    return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def views(
+    packed: Tensor,  # uint8 [bytes]
+    like: Sequence[Tensor],
+) -> list[Tensor]:
+    """Views of `packed`, one after the other, with the dtypes and shapes of those tensors."""
+    parts, start = [], 0
+    for tensor in like:
+        parts.append(packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        start += _aligned(tensor.nbytes)
+    return parts
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,83 @@
+"""What an engine is built of on a GPU, and how much of its memory the cache may take. No GPU is needed for that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quire import ops
+from quire.cache.storage import bytes_per_block
+from quire.config import engine_config
+from quire.engine import engine as engine_module
+from quire.engine.engine import FIXED_RESERVE, Engine, build_engine, working_memory
+from quire.errors import ConfigError, Unsupported
+from quire.models import EMBEDDED, load_model
+from quire.models.families import llama
+from tests.models.checkpoints import engine
+
+GIB = 2**30
+LLAMA_8B = {
+    "vocab_size": 128_256, "hidden_size": 4_096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 500_000.0,
+}  # fmt: skip
+
+
+def test_working_memory_grows_with_what_a_step_holds() -> None:
+    decoder = llama.decoder_config(LLAMA_8B)
+    memory = working_memory(decoder, 2, 2_048)
+    assert 1.5 * GIB < memory < 2.5 * GIB
+    widest = 2_048 * 2 * 14_336 * 2  # gate and up of all tokens
+    assert memory > FIXED_RESERVE + 256 * 128_256 * 4 + widest
+    assert working_memory(decoder, 2, 4_096) - memory > widest
+    assert working_memory(decoder, 4, 2_048) - memory > widest
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, free: int, backend: str = "triton", **options: Any) -> Engine:
+    """The embedded model's engine as it would be on a GPU with so much free memory; runners do nothing."""
+    model = load_model(EMBEDDED, engine_config(), ops.load())
+    monkeypatch.setattr(engine_module, "free_memory", lambda device="cpu": free if device == "cuda" else 64 * GIB)
+    monkeypatch.setattr(engine_module, "KVCache", lambda *given: SimpleNamespace(given=given))
+    monkeypatch.setattr(engine_module, "Runner", lambda *given: SimpleNamespace(kind="eager", specs=given[3]))
+    monkeypatch.setattr(engine_module, "CudaCapture", lambda device: device)
+    monkeypatch.setattr(engine_module, "GraphRunner", lambda eager, *given: SimpleNamespace(kind="graphs", eager=eager))
+    return build_engine(model, SimpleNamespace(NAME=backend), engine_config(device="cuda", **options))  # type: ignore[arg-type]
+
+
+def test_the_cache_leaves_room_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = load_model(EMBEDDED, engine_config(), ops.load()).config
+    a_block = bytes_per_block(decoder.groups, 16, decoder.num_kv_heads, decoder.head_dim, llama_dtype())
+    reserve = working_memory(decoder, llama_dtype().itemsize, 2_048)
+    served = on_gpu(monkeypatch, reserve + 200 * a_block, kv_cache_memory="100%")
+    assert served.scheduler.manager.num_blocks == 200
+    served = on_gpu(monkeypatch, reserve + 200 * a_block)
+    assert served.scheduler.manager.num_blocks == 100
+    assert on_gpu(monkeypatch, reserve + 9 * a_block, num_blocks=9).scheduler.manager.num_blocks == 9
+    with pytest.raises(ConfigError, match="num_blocks=9 asks for"):
+        on_gpu(monkeypatch, reserve + 9 * a_block - 1, num_blocks=9)
+
+
+def llama_dtype() -> Any:
+    """The dtype of the embedded model."""
+    return load_model(EMBEDDED, engine_config(), ops.load()).dtype
+
+
+def test_graphs_are_for_backends_that_read_everything_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_gpu(monkeypatch, 8 * GIB).runner.kind == "graphs"  # type: ignore[attr-defined]
+    assert on_gpu(monkeypatch, 8 * GIB, backend="reference").runner.kind == "eager"  # type: ignore[attr-defined]
+
+
+def test_reproducibility_reaches_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked in (True, False):
+        served = on_gpu(monkeypatch, 8 * GIB, reproducible=asked)
+        assert [spec.reproducible for spec in served.runner.eager.specs] == [asked]  # type: ignore[attr-defined]
+
+
+def test_on_a_cpu_reproducibility_may_be_asked_for_where_it_holds() -> None:
+    directory = Path(EMBEDDED)
+    assert engine(directory, reproducible=True).runner.plans[0].spec.reproducible  # type: ignore[attr-defined]
+    with pytest.raises(Unsupported, match="'reference' does not give the same bits"):
+        engine(directory, reproducible=True, attention_backend="reference")

@@ -1,0 +1,303 @@
+"""GraphRunner: the same tokens and logprobs as the eager runner, whatever is padded, replayed, or left to run eagerly.
+
+Without a GPU a capture is a function that is simply called again: buckets, padding, plans and inputs are the same.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import ops
+from quire.config import engine_config
+from quire.engine import runner as runner_module
+from quire.engine.engine import Engine, build_engine
+from quire.engine.graphs import LARGEST, CudaCapture, GraphRunner, bucket_sizes
+from quire.engine.runner import Runner
+from quire.errors import Unsupported
+from quire.models import load_model
+from quire.ops.cpu import native
+from quire.request import Request, SamplingParams, TokenLogprobs
+from tests.models.checkpoints import engine, save
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
+
+VOCABULARY = 300
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}),
+    "gemma2, windows": (
+        "Gemma2",
+        {"hidden_size": 48, "num_attention_heads": 4, "head_dim": 24, "sliding_window": 11,
+         "query_pre_attn_scalar": 24},
+    ),
+}  # fmt: skip
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.9, "logprobs": 2},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "logprobs": 0},
+    {"temperature": 1.3, "top_k": 20},
+    {"temperature": 0.7, "min_p": 0.05, "prompt_logprobs": 1},
+)
+Found = dict[str, list[tuple[int | None, TokenLogprobs | None, tuple[TokenLogprobs, ...]]]]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind, changes = SHAPES[request.param]
+    directory = tmp_path_factory.mktemp("model")
+    save(directory, kind, torch.bfloat16, vocab_size=VOCABULARY, **changes)
+    return directory
+
+
+class Twin:
+    """Calls the function again in place of a graph. Counts captures, and replays by their number of rows."""
+
+    def __init__(self) -> None:
+        self.captures = 0
+        self.replays: Counter[int] = Counter()
+
+    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.captures += 1
+        for _ in range(2):  # warm up
+            function()
+
+        def replay() -> Tensor:
+            hidden = function()
+            self.replays[len(hidden)] += 1
+            return hidden
+
+        return replay
+
+
+def graphed(directory: Path, capture: Callable[..., Any], **options: Any) -> Engine:
+    """An engine whose runner replays."""
+    served = engine(directory, **options)
+    eager = served.runner
+    assert isinstance(eager, Runner)
+    served.runner = GraphRunner(eager, eager.plans[0].max_seqs, eager.plans[0].max_blocks, capture)
+    return served
+
+
+def asked(rng: random.Random, count: int) -> list[Request]:
+    requests = []
+    for i in range(count):
+        tokens = array("i", [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 5, 9, 30]))])
+        params = SamplingParams(max_tokens=rng.randint(1, 14), ignore_eos=True, seed=i, **rng.choice(SAMPLING))
+        requests.append(Request(f"{i}", tokens, len(tokens), params))
+    return requests
+
+
+def run(served: Engine, requests: list[Request], between: Callable[[Engine], None] = lambda served: None) -> Found:
+    """Add a request or two between steps until all have come; what each gets."""
+    found: Found = {request.id: [] for request in requests}
+    pending = list(requests)
+    rng = random.Random(len(requests))
+    for request in pending[: len(pending) // 2]:
+        served.add(request)
+    del pending[: len(pending) // 2]
+    while pending or served.has_work:
+        for _ in range(min(len(pending), rng.choice([0, 0, 0, 1, 2]))):
+            served.add(pending.pop())
+        between(served)
+        for event in served.step():
+            assert event.error is None, event.error
+            found[event.request_id].append((event.token, event.logprobs, event.prompt_logprobs))
+    served.scheduler.audit()
+    return found
+
+
+@torch.inference_mode()
+def poison(served: Engine) -> None:
+    """Fill what a replay must not read: the inputs as the last step left them, and the slots that nobody owns."""
+    graphs = served.runner
+    assert isinstance(graphs, GraphRunner)
+    for bucket in graphs._buckets.values():
+        bucket.inputs.fill_(-(2**40))
+    manager, cache = served.scheduler.manager, graphs.runner.cache
+    for group, pool, index in zip(manager.groups, manager.pools, manager.indexes, strict=True):
+        free = torch.tensor(pool.ref_counts) == 0
+        free[list(index.by_block)] = False
+        for layer in group.layers:
+            cache._memory[layer][free] = torch.nan
+
+
+def test_the_sizes_of_buckets() -> None:
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(3) == [1, 2, 3]
+    assert bucket_sizes(64) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert bucket_sizes(100)[-4:] == [64, 80, 96, 100]
+    for most in range(1, 1_500, 7):
+        sizes = bucket_sizes(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == min(most, LARGEST)
+        assert all(big <= max(2 * small, small + 8) and big - small <= 32 for small, big in pairwise(sizes))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17])
+def test_a_bucket_and_its_edges(model: Path, count: int) -> None:
+    """That many sequences at a time, fewer and fewer."""
+
+    def requests() -> list[Request]:
+        rng = random.Random(count)
+        found = asked(rng, count)
+        for i, request in enumerate(found):
+            found[i] = Request(request.id, array("i", [i + 1]), 1, request.sampling)
+        return found
+
+    twin = Twin()
+    assert run(graphed(model, twin), requests()) == run(engine(model), requests())
+    assert twin.replays
+    assert twin.captures == len(twin.replays)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_blocks": 200},
+        {"num_blocks": 200, "max_num_batched_tokens": 5, "max_num_seqs": 5},
+        {"num_blocks": 14, "block_size": 8, "max_num_seqs": 11},
+        {"num_blocks": 14, "block_size": 8, "preemption": "swap", "swap_space": "8MiB"},
+        {"num_blocks": 60, "block_size": 1, "preemption": "swap", "swap_space": "8MiB", "max_num_seqs": 9},
+    ],
+    ids=str,
+)
+def test_random_runs(model: Path, options: dict[str, Any]) -> None:
+    for seed in range(3):
+        twin = Twin()
+        served = graphed(model, twin, **options)
+        moved: list[object] = []
+        served.listen(lambda event, moved=moved: moved.append(type(event).__name__))
+        expected = run(engine(model, **options), asked(random.Random(seed), 24))
+        assert run(served, asked(random.Random(seed), 24), poison) == expected
+        assert sum(twin.replays.values()) > 10
+        assert (served.scheduler.num_preemptions > 0) == (options["num_blocks"] < 200)
+        assert ("BlocksSwappedIn" in moved) == ("swap_space" in options)
+
+
+def test_parts_of_logit_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run(engine(model), asked(random.Random(1), 12))
+    monkeypatch.setattr(runner_module, "MAX_LOGIT_ROWS", 3)
+    assert run(graphed(model, Twin()), asked(random.Random(1), 12)) == expected
+
+
+@pytest.mark.parametrize("succeeding", [0, 2])
+def test_a_capture_that_fails_leaves_the_engine_serving(
+    model: Path, succeeding: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Graphs that there are serve on; nothing further is tried."""
+    twin = Twin()
+
+    def capture(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if twin.captures == succeeding:
+            function()
+            twin.captures += 1
+            raise RuntimeError("no capture today")
+        return twin(function)
+
+    served = graphed(model, capture)
+    assert isinstance(served.runner, GraphRunner)
+    eager, moved = served.runner.runner, []
+    move = eager.move
+    eager.move = lambda batch: (moved.append(batch), move(batch))  # type: ignore[method-assign,return-value]
+    expected = run(engine(model), asked(random.Random(2), 16))
+    assert run(served, asked(random.Random(2), 16), poison) == expected
+    assert len(moved) == len(set(map(id, moved))), "a step's blocks moved twice"
+    assert twin.captures == succeeding + 1
+    assert len(twin.replays) == succeeding
+    assert [record.message for record in caplog.records if "run eagerly" in record.message] != []
+    assert "no capture today" in caplog.text
+
+
+def test_plans_that_cannot_be_made_leave_the_engine_serving(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    served = graphed(model, Twin())
+    assert isinstance(served.runner, GraphRunner)
+
+    def refused(*sizes: int) -> Any:
+        raise MemoryError("no room for a plan")
+
+    served.runner.runner.make_plans = refused  # type: ignore[method-assign]
+    expected = run(engine(model), asked(random.Random(2), 8))
+    assert run(served, asked(random.Random(2), 8)) == expected
+    assert "no room for a plan" in caplog.text
+
+
+def test_steps_whose_work_a_plan_has_no_room_for_run_eagerly(model: Path) -> None:
+    twin = Twin()
+    served = graphed(model, twin)
+    graphs = served.runner
+    assert isinstance(graphs, GraphRunner)
+    make_plans, refused = graphs.runner.make_plans, []
+
+    def narrow(*sizes: int) -> Any:
+        plans = make_plans(*sizes)
+        for plan in plans:
+
+            def update(starts: Tensor, lens: Tensor, *rest: Any, update: Callable[..., None] = plan.update) -> None:
+                if int(lens.sum()) % 2:
+                    refused.append(len(lens))
+                    raise Unsupported("too much work")
+                update(starts, lens, *rest)
+
+            plan.update = update
+        return plans
+
+    graphs.runner.make_plans = narrow  # type: ignore[method-assign]
+    expected = run(engine(model), asked(random.Random(3), 16))
+    assert run(served, asked(random.Random(3), 16), poison) == expected
+    assert refused
+    assert twin.replays
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if reason := ops.unavailable("triton", "cuda"):
+        pytest.skip(reason)
+    return torch.device("cuda")
+
+
+def on_gpu(directory: Path, **options: Any) -> Engine:
+    config = engine_config(**({"num_blocks": 200, "device": "cuda", "attention_backend": "triton"} | options))
+    backend = ops.load("triton", "cuda")
+    return build_engine(load_model(directory, config, backend), backend, config)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_blocks": 14, "preemption": "swap", "swap_space": "8MiB"}, {"max_num_batched_tokens": 16}],
+    ids=str,
+)
+def test_on_a_gpu(gpu: torch.device, model: Path, options: dict[str, Any]) -> None:
+    """Reproducible: what a graph gives is, bit for bit, what the eager runner gives."""
+    options = {"reproducible": True, "block_size": 8} | options
+    served = on_gpu(model, **options)
+    assert isinstance(served.runner, GraphRunner)
+    eager = on_gpu(model, **options)
+    assert isinstance(eager.runner, GraphRunner)
+    eager.runner = eager.runner.runner
+    expected = run(eager, asked(random.Random(4), 40))
+    assert run(served, asked(random.Random(4), 40), poison) == expected
+    replayed = [bucket for bucket in served.runner._buckets.values() if bucket.replay is not None]
+    assert len(replayed) > 3
+
+
+def test_a_capture_on_a_gpu_that_fails(gpu: torch.device) -> None:
+    capture = CudaCapture(gpu)
+    x = torch.arange(4, device=gpu)
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        capture(lambda: x[: int(x[1])])  # reads a number on the host
+    assert torch.cuda.current_stream() == before
+    replay = capture(lambda: x + 1)
+    x += 10
+    assert replay().tolist() == [11, 12, 13, 14]
