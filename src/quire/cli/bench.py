@@ -278,3 +278,14 @@ def memory(
             bench_memory.plot(comparisons, plot)
     except QuireError as error:
         fail(error)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def gpu(context: typer.Context) -> None:
+    """Everything that is to be known of a GPU, in under ten minutes. Its options: quire bench gpu --help."""
+    from quire.bench.gpu import main
+
+    raise typer.Exit(main(context.args))
