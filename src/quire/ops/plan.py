@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from quire.errors import BadValue
+from quire.errors import BadValue, Unsupported
 from quire.ops import validate
 from quire.ops.interface import AttentionSpec
 
@@ -21,8 +21,12 @@ class AttentionPlan:
     The tensors are allocated once and keep their addresses over all `update`s, so that a captured graph or a
     registered operator may hold on to them. Only their first `num_tokens` / `num_seqs` entries count.
 
+    A plan that `takes_device_metadata` has `update_on_device` too.
+
     `key` names the plan where only a tensor can stand: the operators of a compiled graph find it by `plan_of`.
     """
+
+    takes_device_metadata = False
 
     def __init__(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> None:
         for name, value in (("max_tokens", max_tokens), ("max_seqs", max_seqs), ("max_blocks", max_blocks)):
@@ -72,6 +76,19 @@ class AttentionPlan:
         if slots is not None:
             self.slots[:num_tokens].copy_(slots)
         self.num_tokens, self.num_seqs, self.writable = num_tokens, num_seqs, slots is not None
+
+    def update_on_device(
+        self,
+        num_tokens: int,  # T
+        query_starts: torch.Tensor,  # int32 or int64 [S+1], on the device
+        context_lens: torch.Tensor,  # int32 or int64 [S], on the device
+        block_tables: torch.Tensor,  # int32 or int64 [S, M], on the device
+    ) -> None:
+        """As `update`, from metadata on the device, which the host neither waits for nor checks. The plan is read-only.
+
+        Raises Unsupported where the plan's work is cut on the host.
+        """
+        raise Unsupported("this plan is made on the host: give host tensors to its update")
 
 
 def plan_of(

@@ -137,11 +137,11 @@ class PagedPrefill:
 
     @property
     def workspace_size(self) -> int:
-        """Bytes of workspace that `run` needs: none on a CPU.
+        """Bytes of workspace that `run` needs: none on a CPU, and none with the triton backend.
 
-        On a GPU, where lengths that lie there are not looked at by the host, the state of the running softmax.
+        Another backend on a GPU, where the host does not look at lengths, needs the state of the running softmax.
         """
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" or self._open_plan().takes_device_metadata:
             return 0
         return self._info.total_q_tokens * self._info.num_heads * (self._info.head_size + 2) * 4
 
@@ -169,7 +169,8 @@ class PagedPrefill:
         lie there are therefore not checked, unless `host_metadata` brings copies of block_tables, seq_lens and
         cum_seq_lens_q, which cost a copy to the host where the caller does not have them anyway. Unchecked, a wrong
         length or id reads another sequence's block and gives wrong numbers, never memory outside the cache; and all
-        columns of the tables are walked, whatever the lengths. With host copies the work is cut to the lengths.
+        columns of the tables are walked, whatever the lengths, by other backends than triton. With host copies long
+        contexts are divided among programs, too.
 
         Raises BadShape, BadDtype or BadStride for a tensor that looks different from the described one; BadValue for
         values, for a workspace that is too small, a stream on a CPU, or a descriptor that was closed.
@@ -189,6 +190,10 @@ class PagedPrefill:
                     plan.update(starts, lens, tables)
                     kv = PagedKV(k_cache, v_cache)
                     self._ops.attention(q, kv, plan, scale=self._info.scale, alibi_slopes=alibi_slopes, out=out)
+            elif plan.takes_device_metadata:
+                plan.update_on_device(self._info.total_q_tokens, cum_seq_lens_q, seq_lens, block_tables)
+                kv = PagedKV(k_cache, v_cache)
+                self._ops.attention(q, kv, plan, scale=self._info.scale, alibi_slopes=alibi_slopes, out=out)
             elif workspace is None:
                 raise BadValue(
                     f"workspace is None; lengths on {self._device} need one of {self.workspace_size} bytes, or "

@@ -93,7 +93,7 @@ class Cutter:
         many = max(2 * (max_seqs + max_tokens // self.many_tokens), self.many_wanted)
         rows = 2 * max_tokens + few * self.few_tokens + self.many_wanted * self.many_tokens
         if spec.reproducible:
-            chunks = -(-max_blocks * spec.block_size // CHUNK)
+            chunks = max(1, -(-max_blocks * spec.block_size // CHUNK))
             part = 4 * spec.num_heads * (spec.dim_v + 2)  # bytes
             rows = 2 * max_tokens + min(2 * max_tokens * chunks, PART_MEMORY // part)
             many = min(many * chunks, many + rows)

@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.errors import BadValue
+from quire.errors import BadShape, BadValue
 from quire.ops.interface import AttentionSpec
 from quire.ops.plan import AttentionPlan
+from quire.ops.triton import unseen
 from quire.ops.triton.cutting import ITEM, Cutter, Lists
 from quire.ops.triton.launch import NAME
 from quire.ops.triton.tiles import chip_of, processors_of
@@ -28,6 +29,8 @@ class TritonPlan(AttentionPlan):
     few, many: items for tiles of few rows and of many. rows: their query tokens and parts. merges: the tokens whose
     keys were cut. positions, device_slots: of each query token. tables: the sequences' block ids, one after the other.
     """
+
+    takes_device_metadata = True
 
     def __init__(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> None:
         super().__init__(spec, max_tokens, max_seqs, max_blocks)
@@ -83,6 +86,33 @@ class TritonPlan(AttentionPlan):
             used = len(self._host) - self._sizes["tables"] + tables.size
             self._lists[:used].copy_(self._host[:used], non_blocking=True)
             self._copied.record()
+
+    def update_on_device(
+        self,
+        num_tokens: int,  # T
+        query_starts: Tensor,  # int32 or int64 [S+1], on the device
+        context_lens: Tensor,  # int32 or int64 [S], on the device
+        block_tables: Tensor,  # int32 or int64 [S, M], on the device
+    ) -> None:
+        """Make the lists on the device. Nothing is checked; wrong values give wrong numbers, all from this cache."""
+        num_seqs, width = block_tables.shape
+        if num_tokens > self.max_tokens or num_seqs > self.max_seqs or width > self.max_blocks:
+            raise BadShape(
+                f"the step has {num_tokens} query tokens, {num_seqs} sequences and tables of {width} blocks; the plan "
+                f"was made for at most {self.max_tokens}, {self.max_seqs} and {self.max_blocks}"
+            )
+        tile, tokens = self.cutter.many_tile, self.cutter.many_tokens
+        made = unseen.items(self.spec, tile, tokens, num_tokens, query_starts, context_lens, width)
+        self.many[: made.numel()].copy_(made.flatten())
+        self.rows[: 2 * num_tokens : 2].copy_(torch.arange(num_tokens, device=self.rows.device))
+        self.rows[1 : 2 * num_tokens : 2].fill_(-1)
+        self.positions[:num_tokens].copy_(unseen.positions(num_tokens, query_starts, context_lens))
+        ids = block_tables.clamp(0, self.spec.num_blocks - 1)
+        self.tables[: ids.numel()].copy_(ids.flatten())
+        for nothing in (self.few, self.merges, self.many[made.numel() :]):
+            nothing.fill_(-1)
+        self.num_tokens, self.num_seqs, self.writable = num_tokens, num_seqs, False
+        self.num_few, self.num_many, self.num_merges, self.num_parts = 0, len(made), 0, 0
 
     def _write(self, lists: Lists, tables: NDArray[np.int32]) -> None:
         views = self._views

@@ -1,0 +1,70 @@
+"""A work list made on the device, from lengths and tables that the host never looks at.
+
+The host knows how many tiles there can be at most, and launches so many; those beyond have nothing to do. Nothing is
+cut or shared, since that takes lengths. What the metadata says is not checked: whatever it is, rows stay within the
+step and block ids within the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.ops.interface import AttentionSpec
+from quire.ops.triton.tiles import Tile
+
+INT32_MAX = 2**31 - 1
+
+
+def most_tiles(num_tokens: int, num_seqs: int, tokens: int) -> int:
+    """Tiles of that many tokens that all sequences can have together, whatever their lengths."""
+    return num_seqs + num_tokens // tokens
+
+
+def items(
+    spec: AttentionSpec,
+    tile: Tile,
+    tokens: int,  # of a tile
+    num_tokens: int,  # T
+    query_starts: Tensor,  # int [S+1]
+    context_lens: Tensor,  # int [S]
+    width: int,  # blocks of a table, M
+) -> Tensor:
+    """Items as `cutting` makes them, of as many tiles as there can be: int64 [tiles, 8]."""
+    num_seqs = len(context_lens)
+    starts = query_starts.long().clamp(0, num_tokens)
+    lens = context_lens.long().clamp(0, min(width * spec.block_size, INT32_MAX))
+    rows = starts.diff().clamp(min=0)
+    ends = ((rows + tokens - 1) // tokens).cumsum(0)
+    number = torch.arange(most_tiles(num_tokens, num_seqs, tokens), device=starts.device)
+    seq = torch.searchsorted(ends, number, right=True)
+    live = seq < num_seqs
+    seq = seq.clamp(max=num_seqs - 1)
+    step = (number - torch.where(seq > 0, ends[(seq - 1).clamp(min=0)], 0)) * tokens
+    token = starts[seq] + step
+    count = torch.minimum((rows[seq] - step).clamp(0, tokens), (num_tokens - token).clamp(min=0))
+    first = lens[seq] - rows[seq] + step  # where the first row stands
+    last = first + count - 1
+    hi = sure_hi = lens[seq]
+    if spec.causal:
+        hi, sure_hi = (torch.minimum(x.clamp(min=0), lens[seq]) for x in (last + 1, first + 1))
+    lo = free_lo = torch.zeros_like(hi)
+    if spec.window is not None:
+        lo = torch.minimum((first - spec.window + 1).clamp(min=0), hi)
+        free_lo = ((last - spec.window + 1).clamp(min=0) + tile.block_n - 1) // tile.block_n * tile.block_n
+        free_lo = torch.minimum(torch.maximum(free_lo, lo), hi)
+    free_hi = torch.minimum(torch.maximum(sure_hi // tile.block_n * tile.block_n, free_lo), hi)
+    table = torch.where(live, seq * width, -1)
+    return torch.stack((table, token, count, lo, hi, free_lo, free_hi, 0 * lo), 1)
+
+
+def positions(
+    num_tokens: int,  # T
+    query_starts: Tensor,  # int [S+1]
+    context_lens: Tensor,  # int [S]
+) -> Tensor:
+    """Where each query row stands in its sequence: int64 [T]."""
+    starts = query_starts.long()
+    token = torch.arange(num_tokens, device=starts.device)
+    seq = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, len(context_lens) - 1)
+    return (context_lens.long()[seq] - starts[seq + 1] + token).clamp(-INT32_MAX, INT32_MAX)

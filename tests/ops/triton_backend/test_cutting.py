@@ -1,0 +1,165 @@
+"""The work list: whatever the batch, every row sees each of its keys in exactly one item, and the lists have room."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from quire import ops
+from quire.ops.triton import cutting
+from quire.ops.triton.cutting import Cutter, Lists
+from quire.ops.triton.tiles import CHUNK, SPLIT
+
+SEEDS = range(400)
+
+
+def draw(seed: int) -> tuple[Cutter, np.ndarray, np.ndarray, np.ndarray]:
+    """A cutter that has just room for a step, and the step: starts, lens, tables."""
+    rng = random.Random(seed)
+    size, causal = rng.choice((1, 7, 16, 64, 256)), rng.random() < 0.8
+    kv_heads, group = rng.choice(((1, 1), (2, 4), (3, 5), (1, 8), (1, 24), (1, 200)))
+    spec = ops.AttentionSpec(
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=rng.choice((16, 64, 80, 128, 256, 600)),
+        block_size=size,
+        num_blocks=2**20,
+        dtype=rng.choice((torch.bfloat16, torch.float32)),
+        causal=causal,
+        window=rng.choice((1, 5, 64, 700)) if causal and rng.random() < 0.25 else None,
+        reproducible=rng.random() < 0.4,
+    )
+    num_seqs = rng.choice((0, 1, 2, 2, 4, 5, 33))
+    most = rng.choice((40, 3_000, 9_000)) if num_seqs < 6 else 600
+    decoding = rng.random() < 0.5
+    rows = [rng.choice((0, 1, 1, 1, 2, 1 if decoding else rng.randint(1, 200))) for _ in range(num_seqs)]
+    lens = [max(0, n + rng.choice((-3, 0, most, rng.randint(0, most), rng.randint(0, most)))) for n in rows]
+    width = max((-(-n // size) for n in lens), default=0)
+    tables = np.arange(num_seqs * width, dtype=np.int32).reshape(num_seqs, width)
+    for s in range(1, num_seqs):
+        common = rng.choice((0, rng.randint(0, width), width))
+        tables[s, :common] = tables[rng.randrange(s), :common]
+    cutter = Cutter(
+        spec, rng.choice(("sm80", "sm90", "gfx942")), rng.choice((1, 8, 132, 132)), sum(rows), num_seqs, width
+    )
+    return cutter, np.cumsum([0, *rows]), np.array(lens, np.int64), tables
+
+
+def seen(cutter: Cutter, lists: Lists, tables: np.ndarray, num_tokens: int) -> list[dict[int, list[int]]]:
+    """Of every query token, by part: the places that its keys lie at (block, offset), as numbers."""
+    spec, flat = cutter.spec, tables.reshape(-1)
+    found: list[dict[int, list[int]]] = [{} for _ in range(num_tokens)]
+    for items, tile in ((lists.few, cutter.few_tile), (lists.many, cutter.many_tile)):
+        for table, first, count, lo, hi, free_lo, free_hi, _ in items.tolist():
+            assert count * min(spec.group_size, tile.block_m) <= tile.block_m
+            start = lo // tile.block_n * tile.block_n
+            assert start <= free_lo <= free_hi
+            if spec.window is None:
+                assert free_lo == start  # the kernel has no loop before it
+            if free_hi > free_lo:
+                assert free_lo % tile.block_n == free_hi % tile.block_n == 0
+                assert lo <= free_lo
+                assert free_hi <= hi
+            for token, part in lists.rows[first : first + count].tolist():
+                position = lists.positions[token]
+                keys = np.arange(lo, hi)
+                visible = np.ones(len(keys), bool) if not spec.causal else keys <= position
+                if spec.window is not None:
+                    visible &= position - keys < spec.window
+                assert visible[(keys >= free_lo) & (keys < free_hi)].all()
+                keys = keys[visible]
+                place = (
+                    flat[table + keys // spec.block_size].astype(np.int64) * spec.block_size + keys % spec.block_size
+                )
+                assert part not in found[token], "two items write the same part"
+                found[token][part] = place.tolist()
+    return found
+
+
+@pytest.mark.parametrize("worth", [0, cutting.WORTH_SHARING])
+def test_every_key_once(monkeypatch, worth):
+    monkeypatch.setattr(cutting, "WORTH_SHARING", worth)
+    shared = cut = 0
+    for seed in SEEDS:
+        cutter, starts, lens, tables = draw(seed)
+        spec, num_tokens = cutter.spec, int(starts[-1])
+        lists = cutter.cut(starts, lens, tables)
+        room = cutter.room
+        assert len(lists.few) <= room.few, seed
+        assert len(lists.many) <= room.many, seed
+        assert lists.num_parts <= room.rows >= len(lists.rows), seed
+        assert len(lists.merges) <= num_tokens, seed
+        found = seen(cutter, lists, tables, num_tokens)
+        merged = {token: range(first, first + count) for token, first, count in lists.merges.tolist()}
+        assert sorted(p for parts in merged.values() for p in parts) == list(range(lists.num_parts)), seed
+        for s in range(len(lens)):
+            for token in range(starts[s], starts[s + 1]):
+                position = lens[s] - starts[s + 1] + token
+                assert lists.positions[token] == position
+                first = 0 if spec.window is None else max(0, position - spec.window + 1)
+                keys = np.arange(first, min(lens[s], position + 1) if spec.causal else lens[s])
+                want = tables[s, keys // spec.block_size].astype(np.int64) * spec.block_size + keys % spec.block_size
+                parts = found[token]
+                assert list(merged.get(token, [-1])) == sorted(parts), (seed, token)
+                in_order = [place for part in sorted(parts) for place in parts[part]]
+                assert in_order == want.tolist(), (seed, token)
+        shared += any(len(set(np.searchsorted(starts, lists.rows[f : f + c, 0], "right"))) > 1
+            for _, f, c, *_ in lists.many.tolist())  # fmt: skip
+        cut += len(lists.merges) > 0
+    assert cut > 50
+    assert (shared > 10) == (worth == 0)
+
+
+def test_reproducible_parts_are_chunks(monkeypatch):
+    """The parts of a reproducible row's keys are chunks, each by itself: there is one order in which they merge."""
+    monkeypatch.setattr(cutting, "WORTH_SHARING", 0)
+    parts = 0
+    for seed in SEEDS:
+        cutter, starts, lens, tables = draw(seed)
+        if cutter.spec.reproducible:
+            lists = cutter.cut(starts, lens, tables)
+            for _, first, count, lo, hi, *_ in [*lists.few.tolist(), *lists.many.tolist()]:
+                if (lists.rows[first : first + count, 1] >= 0).any():
+                    parts += 1
+                    assert lo // CHUNK == (hi - 1) // CHUNK
+    assert parts > 100
+
+
+def one_token_each(processors: int, lens: list[int], **fields: object) -> tuple[Cutter, Lists]:
+    fields = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "block_size": 16, **fields}
+    spec = ops.AttentionSpec(num_blocks=2**20, dtype=torch.bfloat16, **fields)
+    width = -(-max(lens) // 16)
+    cutter = Cutter(spec, "sm90", processors, len(lens), len(lens), width)
+    tables = np.arange(len(lens) * width, dtype=np.int32).reshape(len(lens), width)
+    return cutter, cutter.cut(np.arange(len(lens) + 1), np.array(lens), tables)
+
+
+def test_one_long_context_fills_the_device_and_many_stay_whole():
+    cutter, lists = one_token_each(16, [16_384])
+    assert cutter.few_wanted == 24  # 3 programs on each of 16 processors, 2 KV heads
+    assert 0.75 * 24 <= len(lists.few) <= 24
+    assert ((lists.few[:, 4] - lists.few[:, 3]) % SPLIT == 0).all()
+    _, lists = one_token_each(16, [16_384] * 24)
+    assert (len(lists.few), len(lists.merges)) == (24, 0)
+
+
+def test_no_part_is_smaller_than_it_is_worth():
+    _, lists = one_token_each(132, [1_000, 300, 256, 1])
+    sizes = lists.few[:, 4] - lists.few[:, 3]
+    assert sorted(sizes.tolist()) == [1, 44, 232, 256, 256, 256, 256, 256]
+
+
+def test_the_longest_items_come_first():
+    _, lists = one_token_each(1, [10, 2_000, 70, 900])
+    assert (lists.few[:, 4] - lists.few[:, 3]).tolist() == [2_000, 900, 70, 10]
+
+
+def test_a_step_that_would_need_more_parts_than_there_is_room_for_is_not_cut(monkeypatch):
+    monkeypatch.setattr(cutting, "PART_MEMORY", 0)
+    monkeypatch.setattr(cutting, "WORTH_SHARING", 0)
+    cutter, lists = one_token_each(132, [9_000] * 3, reproducible=True)
+    assert len(lists.rows) <= cutter.room.rows
+    assert lists.num_parts == 0

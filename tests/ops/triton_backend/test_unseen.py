@@ -1,0 +1,120 @@
+"""A work list made on the device: the same attention, from lengths that the host does not look at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from quire import ops
+from quire.errors import BadShape, Unsupported
+from quire.ops.triton import unseen
+from quire.ops.triton.tiles import Tile
+from tests.ops.cases import Case, Step, naming
+from tests.ops.conftest import DEVICES
+
+DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
+
+
+def plan_on_device(step: Step) -> ops.AttentionPlan:
+    backend = ops.load("triton", DEVICE)
+    plan = backend.make_plan(step.spec, step.num_tokens, step.num_seqs, step.width)
+    metadata = (x.to(DEVICE) for x in (step.query_starts, step.context_lens, step.block_tables))
+    plan.update_on_device(step.num_tokens, *metadata)
+    return plan
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_batches(seed):
+    backend = ops.load("triton", DEVICE)
+    case = Case.draw(10_000 + seed, backend.LIMITS)
+    if not case.context_lens:
+        return
+    with naming(case):
+        step = Step(case, DEVICE)
+        step.write(backend)
+        out, lse = step.attend(backend, plan_on_device(step))
+        step.dense().check(out, lse, case.dtype)
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_long_prompts(reproducible):
+    backend = ops.load("triton", DEVICE)
+    step = Step(Case(query_lens=(1, 300, 0, 130), context_lens=(1_300, 300, 5, 700), block_size=32), DEVICE)
+    object.__setattr__(step.spec, "reproducible", reproducible)
+    step.write(backend)
+    out, _ = step.attend(backend, plan_on_device(step))
+    step.dense().check(out, None, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("starts", "lens", "table"),
+    [
+        ([0, 3, 4, 8], [9, 21, 4], -5),
+        ([0, 3, 4, 8], [9, 21, 4], 2**40),
+        ([5, 90, -7, 10**6], [9, 21, 4], 0),
+        ([-9, -9, -9, -9], [-(2**40), 2**40, 0], 0),
+        ([9, 9, 9, 9], [2**31, 3, 3], 0),
+        ([8, 4, 3, 0], [9, 21, 4], 0),
+    ],
+)
+def test_wrong_metadata_reads_nothing_but_the_cache(starts, lens, table):
+    """Wrong numbers may come out, from within the cache, and no row but the step's is written."""
+    backend = ops.load("triton", DEVICE)
+    spec = ops.AttentionSpec(
+        num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, num_blocks=6, dtype=torch.float32, device=DEVICE
+    )
+    room = torch.full((10, 2, 4, 16), torch.nan, device=DEVICE)
+    room[2:8] = 1.0
+    plan = backend.make_plan(spec, 8, 3, 8)
+    plan.update_on_device(
+        8, *(x.to(DEVICE) for x in (torch.tensor(starts), torch.tensor(lens), torch.full((3, 8), table)))
+    )
+    rows = torch.full((12, 4, 16), -7.0, device=DEVICE)
+    rows[2:10] = 0.0
+    backend.attention(torch.ones(8, 4, 16, device=DEVICE), ops.PagedKV(room[2:8], room[2:8]), plan, out=rows[2:10])
+    assert ((rows[2:10] == 0) | torch.isclose(rows[2:10], torch.ones((), device=DEVICE))).all()
+    assert (rows[:2] == -7).all()
+    assert (rows[10:] == -7).all()
+
+
+def test_the_host_looks_at_nothing():
+    """A fake tensor has no values, so that a look at one raises."""
+    spec = ops.AttentionSpec(
+        num_heads=4, num_kv_heads=2, head_dim=16, block_size=4, num_blocks=6, dtype=torch.float32, window=9
+    )
+    with FakeTensorMode() as mode:
+        starts, lens = (mode.from_tensor(torch.tensor(x)) for x in ([0, 3, 4, 8], [9, 21, 4]))
+        with pytest.raises(DataDependentOutputException):
+            lens[0].item()
+        items = unseen.items(spec, Tile(64, 32, 4, 2), 32, 8, starts, lens, 8)
+        assert items.shape == (unseen.most_tiles(8, 3, 32), 8)
+        assert unseen.positions(8, starts, lens).shape == (8,)
+
+
+def test_a_step_that_is_too_large_and_a_plan_that_is_made_on_the_host():
+    step = Step(Case(query_lens=(1, 3), context_lens=(9, 8)), DEVICE)
+    plan = ops.load("triton", DEVICE).make_plan(step.spec, 3, 2, step.width)
+    metadata = [x.to(DEVICE) for x in (step.query_starts, step.context_lens, step.block_tables)]
+    with pytest.raises(BadShape, match=r"the step has 4 query tokens, 2 sequences .* at most 3, 2 and"):
+        plan.update_on_device(4, *metadata)
+    other = ops.load("reference").make_plan(step.spec, 4, 2, step.width)
+    assert not other.takes_device_metadata
+    with pytest.raises(Unsupported, match="made on the host"):
+        other.update_on_device(4, *metadata)
+
+
+def test_it_is_what_a_descriptor_does_without_host_metadata(monkeypatch):
+    """On a GPU, that is; here the interpreter stands in for one."""
+    step = Step(Case(query_lens=(2, 3), context_lens=(9, 8)), DEVICE)
+    backend = ops.load("triton", DEVICE)
+    step.write(backend)
+    out = torch.empty(5, 6, 16, device=DEVICE)
+    given = (out, step.q, step.kv.k, step.kv.v, step.block_tables, step.context_lens, step.query_starts)
+    prefill = ops.PagedPrefill.create(DEVICE, *given, backend="triton")
+    monkeypatch.setattr(prefill, "_device", torch.device("cuda"))
+    monkeypatch.setattr(prefill, "_check_call", lambda *args: None)
+    assert prefill.workspace_size == 0
+    prefill.run(*given)
+    assert prefill._plan.num_many == unseen.most_tiles(5, 2, prefill._plan.cutter.many_tokens)
+    step.dense().check(out, None, torch.float32)
