@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from quire import ops
-from quire.bench import gpu, gpu_common, gpu_correctness, gpu_peers
-from quire.bench.gpu_common import Bench, Clock, Contestant, Row, Settings, race
-from quire.bench.gpu_report import TARGETS, Rows, judged, markdown
+from quire.bench.gpu import common, correctness, peers
+from quire.bench.gpu import run as gpu
+from quire.bench.gpu.common import Bench, Clock, Contestant, Row, Settings, race
+from quire.bench.gpu.report import TARGETS, Rows, judged, markdown
 from quire.cli import app
 from quire.errors import ConfigError
 
@@ -142,7 +143,7 @@ def test_it_needs_neither_the_native_library_nor_the_command_line() -> None:
     code = """
 import sys
 sys.modules |= {"typer": None, "rich": None}
-from quire.bench.gpu import main
+from quire.bench.gpu.run import main
 sys.exit(main("--device cpu --backend reference --tiny --only correctness.0,decode,cascade".split()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -156,7 +157,7 @@ def test_tiles_are_tried_and_the_kernels_run_in_the_interpreter(tmp_path: Path) 
 import sys
 from tests import interpreter
 interpreter.enable()
-from quire.bench.gpu import main
+from quire.bench.gpu.run import main
 stages = "correctness.1,small,sweep"
 sys.exit(main(["--device", "cpu", "--tiny", "--only", stages, "--json", {str(tmp_path / "g.json")!r}]))
 """
@@ -175,8 +176,8 @@ sys.exit(main(["--device", "cpu", "--tiny", "--only", stages, "--json", {str(tmp
 def test_a_wrong_result_is_noticed() -> None:
     bench, _ = bench_of()
     right = bench.backend
-    case = next(case for case in gpu_correctness.cases(tiny=True) if case.feature == "lse" and case.kv_dtype is None)
-    assert gpu_correctness.check_case(bench, case)["passed"]
+    case = next(case for case in correctness.cases(tiny=True) if case.feature == "lse" and case.kv_dtype is None)
+    assert correctness.check_case(bench, case)["passed"]
 
     def off(part: int, by: Callable[[torch.Tensor], torch.Tensor]) -> None:
         def attention(*args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
@@ -189,31 +190,31 @@ def test_a_wrong_result_is_noticed() -> None:
         )  # type: ignore[assignment]
 
     off(0, lambda out: out * 1.02)
-    assert not gpu_correctness.check_case(bench, case)["passed"]
+    assert not correctness.check_case(bench, case)["passed"]
     off(0, lambda out: out.masked_fill(torch.arange(len(out))[:, None, None] == 0, torch.nan))
-    assert not gpu_correctness.check_case(bench, case)["passed"]
+    assert not correctness.check_case(bench, case)["passed"]
     off(1, lambda lse: lse + 0.01)
-    assert not gpu_correctness.check_case(bench, case)["passed"]
+    assert not correctness.check_case(bench, case)["passed"]
     off(0, lambda out: out + torch.rand_like(out) * 1e-3)
-    assert not gpu_correctness.check_case(bench, case)["same_twice"]
+    assert not correctness.check_case(bench, case)["same_twice"]
 
 
 def test_the_cases_cover_what_there_is() -> None:
-    found = gpu_correctness.cases(tiny=False)
+    found = correctness.cases(tiny=False)
     for field, values in (
-        *(("group", gpu_correctness.GROUPS), ("head_dim", gpu_correctness.HEAD_DIMS)),
-        *(("block_size", gpu_correctness.BLOCK_SIZES), ("feature", gpu_correctness.FEATURES)),
+        *(("group", correctness.GROUPS), ("head_dim", correctness.HEAD_DIMS)),
+        *(("block_size", correctness.BLOCK_SIZES), ("feature", correctness.FEATURES)),
         ("reproducible", (False, True)),
     ):
         assert {getattr(case, field) for case in found} == set(values)
-    assert {(case.dtype, case.kv_dtype) for case in found} == set(gpu_correctness.DTYPES)
-    assert found == gpu_correctness.cases(tiny=False)
-    assert len({case.name for case in found}) == len(found) == gpu_correctness.NUM_CASES
+    assert {(case.dtype, case.kv_dtype) for case in found} == set(correctness.DTYPES)
+    assert found == correctness.cases(tiny=False)
+    assert len({case.name for case in found}) == len(found) == correctness.NUM_CASES
 
 
 def test_fp8_poison_is_nan() -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16):
-        assert gpu_correctness.poisoned((3, 2), dtype, "cpu").float().isnan().all()
+        assert correctness.poisoned((3, 2), dtype, "cpu").float().isnan().all()
 
 
 # ------------------------------------------------------------------------------------------------- the clock
@@ -387,7 +388,7 @@ def test_fa3_is_called_by_the_names_of_its_schema(monkeypatch: pytest.MonkeyPatc
     loaded: list[str] = []
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     bench, rows = bench_of("peers.fa3", Settings(device="cpu", backend="cpu", tiny=True, fa3="/lib.so"))
-    gpu_peers.peer(bench, "fa3")
+    peers.peer(bench, "fa3")
     assert loaded[0] == "/lib.so"
     assert not [row for row in rows if "error" in row]
     assert {row["who"] for row in rows} == {
@@ -398,10 +399,10 @@ def test_fa3_is_called_by_the_names_of_its_schema(monkeypatch: pytest.MonkeyPatc
 def test_a_peer_that_computes_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: torch.zeros_like(q))
     bench, rows = bench_of()
-    gpu_peers.peer(bench, "sdpa")
+    peers.peer(bench, "sdpa")
     theirs = [row for row in rows if row["who"].startswith("sdpa")]
     assert all(row["error"] == "QuireError: its result differs from Quire's by 1 of it" for row in theirs)
-    assert len(theirs) == len(gpu_peers.SHAPES)
+    assert len(theirs) == len(peers.SHAPES)
 
 
 def test_settings_reach_every_stage() -> None:
@@ -410,4 +411,4 @@ def test_settings_reach_every_stage() -> None:
     assert bench.spec(
         num_heads=2, num_kv_heads=1, head_dim=8, block_size=16, num_blocks=1, dtype=torch.float32
     ).device == "cpu"  # fmt: skip
-    assert gpu_common.shortened("a" * 1000, 30) == "a" * 10 + " ... " + "a" * 20
+    assert common.shortened("a" * 1000, 30) == "a" * 10 + " ... " + "a" * 20

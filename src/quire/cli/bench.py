@@ -286,6 +286,6 @@ def memory(
 )
 def gpu(context: typer.Context) -> None:
     """Everything that is to be known of a GPU, in under ten minutes. Its options: quire bench gpu --help."""
-    from quire.bench.gpu import main
+    from quire.bench.gpu.run import main
 
     raise typer.Exit(main(context.args))

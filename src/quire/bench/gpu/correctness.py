@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.bench.gpu_common import Bench
+from quire.bench.gpu.common import Bench
 from quire.ops import reference
 
 PARTS = 4  # processes that share the cases

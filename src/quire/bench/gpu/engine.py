@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.batch import Batch
-from quire.bench.gpu_common import Bench, copy, race
+from quire.bench.gpu.common import Bench, copy, race
 from quire.bench.throughput import measure
 from quire.bench.workloads import Workload, workload
 from quire.config import engine_config

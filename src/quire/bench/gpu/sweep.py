@@ -10,8 +10,8 @@ from itertools import product
 from typing import Any
 from unittest.mock import patch
 
-from quire.bench.gpu_attention import DECODE, PREFILL, Paged, paged, sized
-from quire.bench.gpu_common import Bench, Clock
+from quire.bench.gpu.attention import DECODE, PREFILL, Paged, paged, sized
+from quire.bench.gpu.common import Bench, Clock
 
 SHAPES = {  # kind of tile -> what it is tried on; "exact": of plans that must be reproducible, for all rows
     "few": {name: DECODE[name] for name in ("64 x 4096", "8 x 32768", "gpt2 64 x 1024")},

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire import ops
-from quire.bench.gpu_common import Bench, Call, Contestant, copy, race
+from quire.bench.gpu.common import Bench, Call, Contestant, copy, race
 
 ROWS = (64, 16384)  # of a step of decoding, and of several prompts
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 4096, 32, 8, 128, 14336  # a model of 8 billion parameters

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire import ops
 from quire.bench.attention import Shape
 from quire.bench.cascade import CascadeFigure, CascadeShape
-from quire.bench.gpu_common import Bench, Call, Contestant, copy, product, race, read
+from quire.bench.gpu.common import Bench, Call, Contestant, copy, product, race, read
 
 ROTATED_BYTES = 2**30  # of K and V that the calls of a decode go round in
 FP8 = torch.float8_e4m3fn

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.bench.attention import Shape
-from quire.bench.gpu_attention import DECODE, PREFILL, Paged, paged, sized
-from quire.bench.gpu_common import Bench, Call, Contestant, copy, product, race
+from quire.bench.gpu.attention import DECODE, PREFILL, Paged, paged, sized
+from quire.bench.gpu.common import Bench, Call, Contestant, copy, product, race
 from quire.errors import QuireError
 
 MOST_DIFFERENCE = 0.03  # |theirs - ours| / |ours|, both in bf16

@@ -34,12 +34,12 @@ from typing import Any
 import torch
 
 from quire import ops
-from quire.bench import gpu_attention, gpu_engine, gpu_peers
-from quire.bench.gpu_common import Bench, Row, Settings, ceilings, shortened
-from quire.bench.gpu_correctness import PARTS, correctness
-from quire.bench.gpu_report import judged, markdown
-from quire.bench.gpu_small import small
-from quire.bench.gpu_sweep import sweep
+from quire.bench.gpu import attention, engine, peers
+from quire.bench.gpu.common import Bench, Row, Settings, ceilings, shortened
+from quire.bench.gpu.correctness import PARTS, correctness
+from quire.bench.gpu.report import judged, markdown
+from quire.bench.gpu.small import small
+from quire.bench.gpu.sweep import sweep
 from quire.errors import ConfigError, QuireError
 from quire.progress import progress_bar
 
@@ -67,15 +67,15 @@ STAGES: dict[str, Stage] = {
     **{f"correctness.{part}": Stage(partial(correctness, part=part), 120, beside=True) for part in range(PARTS)},
     "tests": Stage(repository_tests, 120, beside=True),
     "ceilings": Stage(ceilings, 25),
-    "decode": Stage(gpu_attention.decode, 60, compiles=True),
-    "prefill": Stage(gpu_attention.prefill, 45, compiles=True),
-    "cascade": Stage(gpu_attention.cascade, 40, compiles=True),
-    "engine": Stage(gpu_engine.engine, 70, compiles=True),
-    "engine.transformers": Stage(gpu_engine.transformers_batching, 60),
-    "steps": Stage(gpu_engine.steps, 75, compiles=True),
+    "decode": Stage(attention.decode, 60, compiles=True),
+    "prefill": Stage(attention.prefill, 45, compiles=True),
+    "cascade": Stage(attention.cascade, 40, compiles=True),
+    "engine": Stage(engine.engine, 70, compiles=True),
+    "engine.transformers": Stage(engine.transformers_batching, 60),
+    "steps": Stage(engine.steps, 75, compiles=True),
     **{
-        f"peers.{name}": Stage(partial(gpu_peers.peer, name=name), 40, compiles=name in ("flashinfer", "flex"))
-        for name in (*gpu_peers.MODULES, "fa3")
+        f"peers.{name}": Stage(partial(peers.peer, name=name), 40, compiles=name in ("flashinfer", "flex"))
+        for name in (*peers.MODULES, "fa3")
     },
     "small": Stage(small, 40, compiles=True),
     "sweep": Stage(sweep, 90, compiles=True),
@@ -94,7 +94,7 @@ def chosen(only: str | None, settings: Settings, *, tests: bool) -> dict[str, St
                 known = dict.fromkeys(stage.split(".")[0] for stage in STAGES)
                 raise ConfigError(f"there is no stage {name!r}; there are {', '.join(known)}, and parts: peers.sdpa")
         return {name: stage for name, stage in STAGES.items() if name in wanted or name.split(".")[0] in wanted}
-    absent = {f"peers.{name}" for name, module in gpu_peers.MODULES.items() if not _importable(module)}
+    absent = {f"peers.{name}" for name, module in peers.MODULES.items() if not _importable(module)}
     absent |= set() if tests else {"tests"}
     absent |= set() if settings.fa3 else {"peers.fa3"}
     absent |= set() if _importable("transformers") else {"engine.transformers"}
@@ -356,7 +356,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.bench.gpu_common import Row
+from quire.bench.gpu.common import Row
 
 
 @dataclass(frozen=True)
