@@ -15,7 +15,7 @@ from quire.config import EngineConfig, engine_config
 from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine, build_engine
-from quire.errors import QuireError, RequestError, check_integer
+from quire.errors import QuireError, RequestError, Unsupported, check_integer
 from quire.models import check_device, load_model, locate
 from quire.progress import progress_bar
 from quire.request import MAX_PRIORITY, Group, Request, SamplingParams
@@ -45,10 +45,12 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        self.config: EngineConfig = engine_config(model=model, **options)
-        check_device(self.config.device)
+        config = engine_config(model=model, **options)
+        self.config: EngineConfig = replace(config, device=check_device(config.device))
         directory = locate(self.config.model)
         backend = ops.load(self.config.attention_backend, self.config.device)
+        if self.config.reproducible and not backend.LIMITS.reproducible:  # before weights are read
+            raise Unsupported(f"attention backend {backend.NAME!r} does not give the same bits in every batch")
         decoder = load_model(directory, self.config, backend)
         self.tokenizer: Tokenizer | None = find_tokenizer(directory)
         self.engine: Engine = build_engine(decoder, backend, self.config)

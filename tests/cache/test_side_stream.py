@@ -4,44 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from quire.cache.manager import CacheGroup
-from quire.cache.side_stream import Run, SideStream, runs
+from quire.cache.side_stream import SideStream, Swapper
 from quire.cache.storage import KVCache
+from quire.errors import ConfigError
 
 GROUPS = (CacheGroup((0, 2, 3)), CacheGroup((1, 4), window=8))
-
-
-@pytest.mark.parametrize(
-    ("src", "dst", "expected"),
-    [
-        ([], [], []),
-        ([4], [9], [(4, 9, 1)]),
-        ([4, 5, 6], [1, 2, 3], [(4, 1, 3)]),
-        ([4, 5, 6], [1, 2, 4], [(4, 1, 2), (6, 4, 1)]),
-        ([4, 6, 7], [1, 2, 3], [(4, 1, 1), (6, 2, 2)]),
-        ([6, 5, 4], [3, 2, 1], [(6, 3, 1), (5, 2, 1), (4, 1, 1)]),
-        ([0, 1, 9, 10, 2], [5, 6, 0, 1, 7], [(0, 5, 2), (9, 0, 2), (2, 7, 1)]),
-    ],
-)
-def test_runs(src: list[int], dst: list[int], expected: list[tuple[int, int, int]]) -> None:
-    assert runs(src, dst) == [Run(*one) for one in expected]
-
-
-def test_runs_name_every_pair_once() -> None:
-    rng = random.Random(0)
-    for _ in range(500):
-        src, dst = (rng.sample(range(12), rng.randint(0, 12)) for _ in range(2))
-        pairs = list(zip(src, dst, strict=False))
-        found = runs([a for a, _ in pairs], [b for _, b in pairs])
-        assert [(a + i, b + i) for a, b, length in found for i in range(length)] == pairs
 
 
 class Event:
@@ -70,6 +46,9 @@ class Stream:
         event = Event()
         event.record(other)
         self.wait_event(event)
+
+    def synchronize(self) -> None:
+        assert not self.queue
 
 
 class Device:
@@ -104,25 +83,35 @@ class Device:
         assert not any(stream.queue for stream in self.streams), "streams wait for each other"
 
 
-class Deferred(TorchFunctionMode):
-    """Queues copies on the current stream."""
+def deferred(device: Device) -> Swapper:
+    """Queues copies on the current stream, one for each block."""
 
-    def __init__(self, device: Device) -> None:
-        super().__init__()
-        self.device = device
+    def swapper(src: Sequence[int], dst: Sequence[int], _: torch.device) -> Callable[[Tensor, Tensor], None]:
+        def swap(source: Tensor, target: Tensor) -> None:
+            for a, b in zip(src, dst, strict=True):
+                device.copies += 1
+                device.current.queue.append((None, partial(target[b].copy_, source[a])))
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.copy_:
-            return func(*args, **(kwargs or {}))
-        assert kwargs == {"non_blocking": True}
-        self.device.copies += 1
+        return swap
 
-        def copy() -> None:
-            with torch._C.DisableTorchFunction():
-                args[0].copy_(args[1])
+    return swapper
 
-        self.device.current.queue.append((None, copy))
-        return args[0]
+
+class Runtime:
+    """Pins as many pieces of memory as it is told to."""
+
+    def __init__(self, most: int = 100) -> None:
+        self.most = most
+        self.registered: list[int] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if len(self.registered) == self.most:
+            return 2
+        self.registered.append(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.registered.remove(address)
 
 
 @pytest.fixture
@@ -132,6 +121,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: simulated.current)
     monkeypatch.setattr(torch.cuda, "stream", simulated.stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return simulated
 
 
@@ -183,18 +173,15 @@ def test_whatever_order_streams_run_in_the_results_are_those_of_one_after_the_ot
     """Run together with a cache without a stream, of whose blocks nothing is ever late."""
     plain, cache = filled_cache(), filled_cache()
     expected = steps(plain, lambda call: call(), lambda: None)
-    registered: list[int] = []
-    runtime = type("Runtime", (), {"cudaHostRegister": staticmethod(lambda *given: registered.append(given[0]) or 0)})
-    monkeypatch.setattr(torch.cuda, "cudart", runtime)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
-    cache._side = SideStream(torch.device("cuda"), list(cache._host.values()))
-    assert registered == [memory.data_ptr() for memory in cache._host.values()]
-    with Deferred(device):
-        found = steps(
-            cache,
-            lambda call: device.main.queue.append((None, call)),
-            lambda: device.advance(device.rng.choice([0, 1, 5, 30])),
-        )
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    cache._side = SideStream(torch.device("cuda"), list(cache._host.values()), deferred(device))
+    assert runtime.registered == [memory.data_ptr() for memory in cache._host.values()]
+    found = steps(
+        cache,
+        lambda call: device.main.queue.append((None, call)),
+        lambda: device.advance(device.rng.choice([0, 1, 5, 30])),
+    )
     device.finish()
     assert device.copies > 100
     assert found == expected
@@ -225,3 +212,13 @@ def test_on_a_gpu() -> None:
         assert cache.layer(layer).k[:, 0, 0, 0].tolist() == expected.tolist()
     del cache
     assert not host.is_pinned()
+
+
+@pytest.mark.parametrize("device", [0], indirect=True)
+def test_a_pool_that_cannot_be_pinned(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was pinned before is given back."""
+    cache, runtime = filled_cache(), Runtime(most=2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    with pytest.raises(ConfigError, match=r"pool of [\d,]+ bytes cannot be pinned \(CUDA error 2\).*swap_space"):
+        SideStream(torch.device("cuda"), list(cache._host.values()), deferred(device))
+    assert runtime.registered == []

@@ -47,6 +47,10 @@ class FakeRunner:
         self.host = np.full((len(groups), num_host_blocks * block_size), EMPTY)
         self.batches: list[Batch] = []
         self.fail_next = False
+        self.lost = False
+
+    def is_lost(self) -> bool:
+        return self.lost
 
     def run(self, batch: Batch) -> StepOutput:
         self.batches.append(batch)

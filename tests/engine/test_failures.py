@@ -144,6 +144,17 @@ def test_a_step_that_cannot_swap_out_loses_nothing_of_the_one_that_gave_way() ->
     assert young.tokens.tolist()[4:] == continuation([1, 2, 3, 4], 9)
 
 
+def test_a_lost_device_is_told() -> None:
+    """After an illegal address, say, every call of CUDA fails: the step's requests end, and the caller hears of it."""
+    engine = fake_engine(block_size=4)
+    engine.add(request("r", [1, 2, 3], max_tokens=3))
+    engine.runner.fail_next = engine.runner.lost = True
+    with pytest.raises(RuntimeError, match="injected"):
+        engine.step()
+    assert not engine.has_work
+    engine.scheduler.audit()
+
+
 def test_an_interrupted_step_ends_its_requests_and_is_raised_again() -> None:
     """Its copies were not made, so nobody may go on as if they had been."""
     engine = fake_engine(block_size=4)

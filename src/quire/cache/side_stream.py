@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
+from quire.errors import ConfigError
 
-class Run(NamedTuple):
-    """Blocks that follow each other in both pools: src, src + 1, ... go to dst, dst + 1, ..."""
-
-    src: int
-    dst: int
-    length: int
-
-
-def runs(src: Sequence[int], dst: Sequence[int]) -> list[Run]:
-    """The pairs of block ids, in their order, consecutive ones put together."""
-    found: list[Run] = []
-    for a, b in zip(src, dst, strict=True):
-        last = found[-1] if found else None
-        if last is not None and (a, b) == (last.src + last.length, last.dst + last.length):
-            found[-1] = last._replace(length=last.length + 1)
-        else:
-            found.append(Run(a, b, 1))
-    return found
+# Of src, dst and the device: what queues the copy of block src[i] of its first pool to block dst[i] of its second one.
+Swapper: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.device], Callable[[Tensor, Tensor], None]]
 
 
 class SideStream:
@@ -42,15 +28,27 @@ class SideStream:
       swapped in. An event that nobody has waited for is kept, over a step that failed too.
     """
 
-    def __init__(self, device: torch.device, host: Sequence[torch.Tensor]) -> None:
-        """Pin the host's pool, until `close`: exactly this memory, where PyTorch's pinned allocations round up."""
+    def __init__(self, device: torch.device, host: Sequence[Tensor], swapper: Swapper) -> None:
+        """Pin the host's pool, until `close`: exactly this memory, where PyTorch's pinned allocations round up.
+
+        Raises ConfigError where the system does not pin so much.
+        """
         self._device = device
-        self._host = host
+        self._host: list[Tensor] = []  # what is pinned
+        self._swapper = swapper
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pending: dict[int, torch.cuda.Event] = {}  # by layer, after its last copy
-        for tensor in host:
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)))
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device):  # else the current GPU gets a context for it
+            for tensor in host:
+                error = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+                if error:
+                    self.close()
+                    raise ConfigError(
+                        f"the host's pool of {sum(x.nbytes for x in host):,} bytes cannot be pinned (CUDA error "
+                        f"{error}); give a smaller swap_space"
+                    )
+                self._host.append(tensor)
 
     def close(self) -> None:
         """Wait for copies that are under way, and let the host's pool be memory like any other."""
@@ -58,13 +56,13 @@ class SideStream:
         for tensor in self._host:
             torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())  # type: ignore[no-untyped-call]
 
-    def copy(self, pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]], blocks: Sequence[Run]) -> None:
+    def copy(self, pairs: Mapping[int, tuple[Tensor, Tensor]], src: Sequence[int], dst: Sequence[int]) -> None:
         """Queue the copies of these blocks, layer after layer. pairs: source and target [N, ...] of each layer."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
+            swap = self._swapper(src, dst, self._device)
             for layer, (source, target) in pairs.items():
-                for src, dst, length in blocks:
-                    target[dst : dst + length].copy_(source[src : src + length], non_blocking=True)
+                swap(source, target)
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(self._stream)
                 self._pending[layer] = event

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from quire.cache.manager import CacheGroup
-from quire.cache.side_stream import SideStream, runs
+from quire.cache.side_stream import SideStream
 from quire.config import CacheConfig, parse_memory
-from quire.errors import ConfigError
-from quire.ops import PagedKV
+from quire.errors import ConfigError, Unsupported
+from quire.ops import PagedKV, unavailable
 
 HUGE_PAGE = 2 * 2**20  # bytes
 RESIDENT = 512 * 2**20  # bytes that are there from the start; more would be seconds before the first request
@@ -57,7 +57,11 @@ class KVCache:
         self._host = {layer: _in_huge_pages(host_shape, dtype, touched=0) for layer in layers}
         self._side: SideStream | None = None
         if device != "cpu" and num_host_blocks:
-            self._side = SideStream(torch.device(device), list(self._host.values()))
+            if (reason := unavailable("triton", device)) is not None:
+                raise Unsupported(f"blocks on {device} cannot be swapped: {reason}; give preemption='recompute'")
+            from quire.ops.triton.cache import block_swapper  # who needs no GPU needs no Triton
+
+            self._side = SideStream(torch.device(device), list(self._host.values()), block_swapper)
             # Before any memory goes. At the interpreter's exit the system takes everything back by itself.
             weakref.finalize(self, self._side.close).atexit = False
         self._layers = {layer: PagedKV(memory[:, 0], memory[:, 1]) for layer, memory in self._memory.items()}
@@ -100,7 +104,7 @@ class KVCache:
             return
         pairs = {layer: (sources[layer], targets[layer]) for layer in self._groups[group].layers}
         if self._side is not None:
-            self._side.copy(pairs, runs(src, dst))
+            self._side.copy(pairs, src, dst)
             return
         for source, target in pairs.values():
             target[torch.tensor(dst)] = source[torch.tensor(src)]

@@ -22,7 +22,7 @@ from quire.engine.plan import StepOutput
 from quire.engine.runner import MAX_LOGIT_ROWS, Runner
 from quire.engine.scheduler import Scheduler
 from quire.engine.trace import TraceRecorder
-from quire.errors import RequestError
+from quire.errors import ConfigError, RequestError
 from quire.models.decoder import Decoder, DecoderConfig
 from quire.ops import AttentionSpec, Ops
 from quire.request import MAX_SEED, Event, FinishReason, Request
@@ -33,7 +33,7 @@ log = logging.getLogger("quire")
 GRAPHABLE = frozenset({"triton"})
 # Of a GPU's memory: compiled kernels, libraries' workspaces, CUDA graphs, attention plans, and what allocations waste.
 FIXED_RESERVE = 512 * 2**20
-LOGIT_BYTES = 32  # most that a logit takes in all: as it came, in fp32, a copy, its logprob, its place in a sorted row
+LOGIT_BYTES = 48  # most that a logit takes in all: as it came, in fp32, a copy, its logprob, its place in a sorted row
 
 
 class StepRunner(Protocol):
@@ -41,6 +41,9 @@ class StepRunner(Protocol):
 
     def run(self, batch: Batch) -> StepOutput:
         """Compute one step."""
+
+    def is_lost(self) -> bool:
+        """Whether no further step can be computed. Asked when one has failed."""
 
 
 class Engine:
@@ -121,14 +124,14 @@ class Engine:
     def step(self) -> list[Event]:
         """Compute one step for as many requests as fit it. An exception ends that step's requests, nothing else.
 
-        So does an interrupt, which is raised again.
+        So does an interrupt, which is raised again; and so is an exception after which the device serves nobody.
         """
         plan = self.scheduler.plan()
         try:
             output = StepOutput({}) if plan.is_empty else self.runner.run(flatten(plan, self.buffers))
         except BaseException as error:
             ended = self.scheduler.fail(plan, error)
-            if not isinstance(error, Exception):
+            if not isinstance(error, Exception) or self.runner.is_lost():
                 raise
             log.exception("a step failed; its %d requests end with an error", len(plan.items))
             return ended
@@ -157,12 +160,23 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         most_blocks(model.max_model_len, config.max_num_batched_tokens, group.window, block_size) for group in groups
     )
     device = torch.device(config.device)
+    reserve = 0
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was computed with while loading
+        reserve = working_memory(decoder, model.dtype.itemsize, config.max_num_batched_tokens)
     free = free_memory(config.device)
-    if free is not None and device.type == "cuda":
-        free = max(0, free - working_memory(decoder, model.dtype.itemsize, config.max_num_batched_tokens))
-    num_blocks = choose_num_blocks(
-        cache_config, block_bytes, model.max_model_len, config.max_num_seqs, free, blocks_a_sequence
-    )
+    try:
+        num_blocks = choose_num_blocks(
+            *(cache_config, block_bytes, model.max_model_len, config.max_num_seqs),
+            *(None if free is None else max(0, free - reserve), blocks_a_sequence),
+        )
+    except ConfigError as error:
+        if not reserve:
+            raise
+        raise ConfigError(
+            f"{error}. Of what is free on {config.device}, {reserve / 2**20:,.0f} MiB are kept for activations and "
+            f"logits; a smaller max_num_batched_tokens than {config.max_num_batched_tokens} needs less"
+        ) from None
     left = free_memory()
     if left is not None and config.device == "cpu":  # the cache will be taken of the same memory
         left = max(0, left - num_blocks * block_bytes)

@@ -62,9 +62,11 @@ class Bucket:
 class GraphRunner:
     """A runner that replays steps in which every sequence has one new token; the others run eagerly.
 
-    A bucket is captured when it is first needed, so that an engine is ready in seconds and takes memory for the batches
-    that it sees. If a capture fails, this step and all later ones that find no captured bucket run eagerly: what failed
-    is the model's or the memory's, and would be the same for other sizes.
+    A bucket is captured when it is first needed, so that an engine is ready in seconds; but the largest one before any
+    other: what it has computed with serves the others too, while a smaller one's memory would not do for a larger one.
+    If a capture fails, this step and all later ones that find no captured bucket run eagerly: what failed is the
+    model's or the memory's, and would be the same for other sizes. Blocks that are being swapped have arrived before a
+    replay begins.
     """
 
     def __init__(self, runner: Runner, max_seqs: int, max_blocks: int, capture: Capture) -> None:
@@ -81,6 +83,10 @@ class GraphRunner:
         self._slots = torch.zeros(num_groups, largest, dtype=torch.int64)
         self._block_tables = torch.zeros(num_groups, largest, max_blocks, dtype=torch.int32)
 
+    def is_lost(self) -> bool:
+        """As `Runner.is_lost`."""
+        return self.runner.is_lost()
+
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
         """One step, as `Runner.run` does it."""
@@ -90,10 +96,13 @@ class GraphRunner:
                 return self.runner.run(batch)
             self.runner.move(batch)
             self.runner.cache.settle()  # a graph waits for nothing that is not in it
-            replay = bucket.replay or self._captured(bucket, batch)
-            if replay is None:
+            if bucket.replay is None and bucket.size < self.sizes[-1]:
+                self._capture_largest(batch)
+            if bucket.replay is None and self._can_capture:
+                self._capture_bucket(bucket, batch)
+            if bucket.replay is None:
                 return self.runner.compute(batch)
-            return self.runner.finish(batch, replay()[: len(batch.token_ids)])
+            return self.runner.finish(batch, bucket.replay()[: len(batch.token_ids)])
 
     def _prepared(self, batch: Batch) -> Bucket | None:
         """The bucket for a batch, its plans updated and its inputs filled; None where the batch is to run eagerly."""
@@ -104,7 +113,7 @@ class GraphRunner:
         if bucket is None:
             return None
         try:
-            update(bucket.plans, self._padded(batch, bucket.size))
+            update(bucket.plans, self._padded(batch, count, bucket.size))
         except Unsupported:  # more work than a plan of this size has room for
             return None
         inputs = staging(2 * bucket.size, torch.int64, self.runner.device).view(2, bucket.size).zero_()
@@ -126,16 +135,15 @@ class GraphRunner:
                 self._buckets[size] = Bucket(size, inputs, plans)
         return self._buckets.get(size)
 
-    def _padded(self, batch: Batch, size: int) -> Batch:
-        """The batch with its metadata extended to `size` sequences."""
-        count = len(batch.token_ids)
-        self._context_lens[:count] = batch.context_lens
+    def _padded(self, batch: Batch, count: int, size: int) -> Batch:
+        """The first `count` sequences of the batch with their metadata extended to `size` ones."""
+        self._context_lens[:count] = batch.context_lens[:count]
         self._context_lens[count:size] = 0
         groups = []
         for group, slots, tables in zip(batch.groups, self._slots, self._block_tables, strict=True):
             width = group.block_tables.shape[1]
-            slots[:count], slots[count:size] = group.slots, -1
-            tables[:count, :width] = group.block_tables
+            slots[:count], slots[count:size] = group.slots[:count], -1
+            tables[:count, :width] = group.block_tables[:count]
             groups.append(replace(group, slots=slots[:size], block_tables=tables[:size, :width]))
         return replace(
             batch,
@@ -144,8 +152,15 @@ class GraphRunner:
             groups=tuple(groups),
         )
 
-    def _captured(self, bucket: Bucket, batch: Batch) -> Callable[[], Tensor] | None:
-        """Capture the bucket on the batch that it is prepared for: its replay, None where that failed.
+    def _capture_largest(self, batch: Batch) -> None:
+        """Capture the largest bucket, if that has not been done, on padding alone."""
+        bucket = self._bucket(self.sizes[-1])
+        if bucket is not None and bucket.replay is None and self._can_capture:
+            update(bucket.plans, self._padded(batch, 0, bucket.size))
+            self._capture_bucket(bucket, batch)
+
+    def _capture_bucket(self, bucket: Bucket, batch: Batch) -> None:
+        """Capture the bucket on what its plans and inputs hold.
 
         Warming up computes that step, and so does the replay after it: each writes the same K and V to the same slots.
         """
@@ -156,9 +171,8 @@ class GraphRunner:
             bucket.replay = self._capture(lambda: model.forward(static, cache, bucket.plans))
         except Exception:
             self._give_up(bucket.size)
-            return None
-        log.info("captured a graph for %d sequences in %.2f s", bucket.size, perf_counter() - began)
-        return bucket.replay
+        else:
+            log.info("captured a graph for %d sequences in %.2f s", bucket.size, perf_counter() - began)
 
     def _give_up(self, size: int) -> None:
         """Capture nothing any more. Called where an exception is handled."""
@@ -170,7 +184,8 @@ class GraphRunner:
 class CudaCapture:
     """Captures into CUDA graphs that share one pool of memory, since no two of them run at the same time.
 
-    What a graph returns stays its own; all else that it computes may lie where another one's does.
+    All that a graph computes may lie where another one's does: what one returns is to be used before another is
+    replayed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -182,16 +197,21 @@ class CudaCapture:
         """Run the function a few times on a side stream, capture it, and return what replays it."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UPS):
-                function()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(WARM_UPS):
+                    function()
+        finally:
+            current.wait_stream(self._stream)  # what has been queued reads memory that may be given up now
         graph = torch.cuda.CUDAGraph()
         try:
             # Relaxed: other threads may use the GPU meanwhile, and a kernel may still be loaded that this step did not
             # need but a later one will. Who would wait for a captured kernel raises all the same.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):
                 result = function()
+        except BaseException:
+            self._pool = torch.cuda.graph_pool_handle()  # torch (2.11) takes the old one to be recorded to for ever
+            raise
         finally:
             torch.cuda.set_stream(current)  # a capture that fails does not
 

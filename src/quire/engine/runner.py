@@ -69,6 +69,15 @@ class Runner:
             self.move(batch)
             return self.compute(batch) if len(batch.token_ids) else StepOutput({})
 
+    def is_lost(self) -> bool:
+        """Whether the device fails for good: after an illegal address, say, so does every further call of CUDA."""
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except Exception:
+                return True
+        return False
+
     def move(self, batch: Batch) -> None:
         """Swap out, swap in, copy."""
         for g, group in enumerate(batch.groups):
@@ -103,7 +112,7 @@ class Runner:
         hidden: Tensor,  # [R, H]
         output: StepOutput,
     ) -> None:
-        drawn: list[Tensor] = []  # read when all are queued
+        drawn: list[Tensor] = []  # read when all are queued; logprobs, part by part
         for start in range(0, len(hidden), MAX_LOGIT_ROWS):
             logits = self.model.logits(hidden[start : start + MAX_LOGIT_ROWS])
             rows = batch.sampling.part(start, start + MAX_LOGIT_ROWS)

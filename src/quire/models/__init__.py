@@ -83,14 +83,18 @@ def locate(model: str | None) -> Path:
         ) from error
 
 
-def check_device(device: str) -> None:
-    """Raise Unsupported unless weights can be put there."""
+def check_device(device: str) -> str:
+    """The device with its index, where it is a GPU: "cuda" alone would be another one in another thread.
+
+    Raises Unsupported unless weights can be put there.
+    """
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
         raise Unsupported(f"device is {device!r}; it must be cpu, or cuda or cuda:N")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count() or "no"
         raise Unsupported(f"device is {device!r}; this machine has {count} CUDA devices")
+    return device if kind == "cpu" or index else f"cuda:{torch.cuda.current_device()}"
 
 
 def read_config(path: Path) -> tuple[DecoderConfig, torch.dtype]:

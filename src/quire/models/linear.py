@@ -11,7 +11,7 @@ our own product.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -128,7 +128,10 @@ class LinearFactory:
             None if bias is None else bias.to(dtype),
             dtype,
         )
-        return packed if self._is_proved(packed, packed, weight, bias) else RowLinear(weight, bias)
+        key = (*weight.shape, weight.dtype, bias is None)
+        if key not in self._proved:
+            self._proved[key] = rows_are_independent(packed, packed, weight)
+        return packed if self._proved[key] else RowLinear(weight, bias)
 
     def _triton(self, weight: Tensor, bias: Tensor | None) -> Linear:
         from quire.ops.triton import linear  # who needs no GPU needs no Triton
@@ -137,15 +140,13 @@ class LinearFactory:
             TritonLinear(weight, bias, partial(linear.linear_in_tiles, tile=tile))
             for tile in (linear.FEW_ROWS, linear.MANY_ROWS)
         )
-        # One shape of tile gives a row the same bits wherever it stands; two do as far as the probe finds.
-        return TwoLinears(few, many) if self._is_proved(many, few, weight, bias) else few
-
-    def _is_proved(self, linear: Linear, like: Linear, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether weights of this shape pass `rows_are_independent`."""
+        # One shape of tile gives a row the same bits wherever it stands; two do as far as a probe finds, one with
+        # random weights: zeros would prove anything.
         key = (*weight.shape, weight.dtype, bias is None)
         if key not in self._proved:
-            self._proved[key] = rows_are_independent(linear, like, weight)
-        return self._proved[key]
+            probe = torch.randn_like(weight)
+            self._proved[key] = rows_are_independent(replace(many, weight=probe), replace(few, weight=probe), probe)
+        return TwoLinears(few, many) if self._proved[key] else few
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype | None:

@@ -24,6 +24,13 @@ def test_auto_takes_the_native_kernels_and_their_best_instruction_set(backend):
     assert served[-1] == "avx2"
 
 
+@pytest.fixture
+def _without_triton(monkeypatch):
+    """Its interpreter, which these tests run in, serves a CPU too."""
+    monkeypatch.delitem(ops.BACKENDS, "triton")
+
+
+@pytest.mark.usefixtures("_without_triton")
 def test_a_cpu_without_avx2_gets_the_reference_and_one_line_that_says_so(backend, monkeypatch):
     monkeypatch.setattr(native, "runnable", lambda path: ())
     assert ops.load("auto").NAME == "reference"
@@ -36,6 +43,7 @@ def test_a_cpu_without_avx2_gets_the_reference_and_one_line_that_says_so(backend
     assert "backend auto       reference" in told
 
 
+@pytest.mark.usefixtures("_without_triton")
 def test_an_installation_without_the_library_says_so(backend, monkeypatch, tmp_path: Path):
     monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libquire_cpu.so")
     assert ops.load("auto").NAME == "reference"

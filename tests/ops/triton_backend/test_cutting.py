@@ -146,6 +146,37 @@ def test_one_long_context_fills_the_device_and_many_stay_whole():
     assert (len(lists.few), len(lists.merges)) == (24, 0)
 
 
+def test_a_context_much_longer_than_the_others_is_cut_whatever_their_number():
+    """Else its items would run on when all others are done."""
+    for reproducible in (False, True):
+        cutter, lists = one_token_each(16, [100_000] + [500] * 63, reproducible=reproducible)
+        items = lists.many if reproducible else lists.few
+        wanted = cutter.many_wanted if reproducible else cutter.few_wanted
+        longest = (items[:, 4] - items[:, 3]).max()
+        assert longest <= 2 * (100_000 + 63 * 500) / wanted + SPLIT
+        assert len(items) > 64 > wanted
+
+
+def test_a_long_prompt_beside_them_does_not_keep_sequences_from_sharing():
+    """Nor where parts of a reproducible plan are chunks."""
+    keys, width, count = 32_768, 33_024 // 16, 64
+    tables = np.arange((count + 1) * width, dtype=np.int32).reshape(count + 1, width)
+    tables[1:count, : keys // 16] = tables[0, : keys // 16]
+    starts = np.concatenate([np.arange(count + 1), [count + 2_048]])
+    lens = np.full(count + 1, 33_024)
+    for reproducible in (False, True):
+        spec = ops.AttentionSpec(
+            num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, num_blocks=2**20, dtype=torch.bfloat16,
+            reproducible=reproducible,
+        )  # fmt: skip
+        cutter = Cutter(spec, "sm90", 132, 4_096, 256, width)
+        lists = cutter.cut(starts, lens, tables)
+        items = np.concatenate([lists.few, lists.many])
+        decoding = lists.rows[items[:, 1], 0] < count
+        read = (items[:, 4] - items[:, 3])[decoding].sum()
+        assert read < count * 300 + 16 * keys, "the shared keys are read for each sequence"
+
+
 def test_no_part_is_smaller_than_it_is_worth():
     _, lists = one_token_each(132, [1_000, 300, 256, 1])
     sizes = lists.few[:, 4] - lists.few[:, 3]

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from quire import ops
-from quire.errors import BadShape, Unsupported
+from quire.errors import BadDtype, BadShape, Unsupported
 from quire.ops.triton import unseen
 from quire.ops.triton.tiles import Tile
 from tests.ops.cases import Case, Step, naming
@@ -98,10 +98,30 @@ def test_a_step_that_is_too_large_and_a_plan_that_is_made_on_the_host():
     metadata = [x.to(DEVICE) for x in (step.query_starts, step.context_lens, step.block_tables)]
     with pytest.raises(BadShape, match=r"the step has 4 query tokens, 2 sequences .* at most 3, 2 and"):
         plan.update_on_device(4, *metadata)
+    for bad, error, message in (
+        ([x[:1] for x in metadata], BadShape, "query_starts has 1 entries, context_lens 1 and block_tables 1 rows"),
+        ([metadata[0], metadata[1].float(), metadata[2]], BadDtype, "context_lens has dtype torch.float32"),
+    ):
+        with pytest.raises(error, match=message):
+            plan.update_on_device(3, *bad)
+    with pytest.raises(BadShape, match="the step has -1 query tokens"):
+        plan.update_on_device(-1, *metadata)
     other = ops.load("reference").make_plan(step.spec, 4, 2, step.width)
     assert not other.takes_device_metadata
     with pytest.raises(Unsupported, match="made on the host"):
         other.update_on_device(4, *metadata)
+
+
+def test_it_leaves_no_slots_of_an_earlier_step_and_no_row_unwritten():
+    step = Step(Case(query_lens=(2, 3), context_lens=(9, 8)), DEVICE)
+    backend = ops.load("triton", DEVICE)
+    plan = step.write(backend)
+    starts = torch.tensor([1, 2, 3], device=DEVICE)  # rows 0, 3 and 4 are nobody's
+    plan.update_on_device(5, starts, step.context_lens.to(DEVICE), step.block_tables.to(DEVICE))
+    assert (plan.device_slots == -1).all()
+    out = torch.full((5, 6, 16), torch.nan, device=DEVICE)
+    backend.attention(step.q, step.kv, plan, out=out)
+    assert not out.isnan().any()
 
 
 def test_it_is_what_a_descriptor_does_without_host_metadata(monkeypatch):

@@ -213,6 +213,10 @@ class Watched:
         self.runner, self.bench = runner, bench
         self.seconds: list[float] = []
 
+    def is_lost(self) -> bool:
+        """As the runner's."""
+        return self.runner.is_lost()
+
     def run(self, batch: Batch) -> StepOutput:
         """The runner's step."""
         start = time.perf_counter()

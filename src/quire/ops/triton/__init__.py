@@ -19,7 +19,7 @@ from quire.ops.interface import AttentionSpec, Limits, PagedKV
 from quire.ops.plan import AttentionPlan
 from quire.ops.triton import attention as kernels
 from quire.ops.triton.cache import copy_blocks, write_kv
-from quire.ops.triton.launch import FLOATS, NAME, on_device_of
+from quire.ops.triton.launch import FLOATS, NAME, check_beside, on_device_of
 from quire.ops.triton.sampling import logsumexp, top_k
 from quire.ops.triton.small import add_rms_norm, gelu, layer_norm, rms_norm, rope, swiglu
 from quire.ops.triton.states import apply_sinks, merge_states
@@ -68,9 +68,13 @@ LIMITS = Limits(
 
 def unavailable(device: str) -> str | None:
     """Why this backend cannot serve that device on this machine, or None where it can."""
-    kind = device.partition(":")[0]
+    kind, _, index = device.partition(":")
     if kind == "cuda":
-        return None if torch.cuda.is_available() else "torch finds no GPU here"
+        if int(index or 0) >= torch.cuda.device_count():
+            return f"torch finds {torch.cuda.device_count() or 'no'} GPUs here"
+        if torch.version.hip is None and (found := torch.cuda.get_device_capability(device)) < (8, 0):
+            return f"it needs a GPU of compute capability 8.0, and {device!r} has {found[0]}.{found[1]}"
+        return None
     if kind == "cpu" and triton.knobs.runtime.interpret:
         return None
     return f"it serves GPUs, the device 'cuda', not {device!r} (but in Triton's interpreter)"
@@ -140,6 +144,7 @@ def attention(
     """
     plan = own(plan)
     validate.check_attention(q, kv, plan, scale, alibi_slopes, softcap, sinks, out, return_lse)
+    check_beside(plan.rows, q=q, k=kv.k, v=kv.v, alibi_slopes=alibi_slopes, sinks=sinks, out=out)
     spec = plan.spec
     if out is None:
         out = torch.empty(plan.num_tokens, spec.num_heads, spec.dim_v, dtype=spec.dtype, device=q.device)
@@ -150,10 +155,10 @@ def attention(
     cap = None if softcap is None else LOG2_E * softcap
     if softcap is not None:
         factor *= 2.0 / softcap
-    num_few, num_many, num_merges = plan.launched
-    parts = plan.parts()
     G, fusion = spec.group_size, not spec.reproducible  # fused or not would depend on what surrounds an operation
     with on_device_of(q):
+        num_few, num_many, num_merges = plan.launched
+        parts = plan.parts()
         for items, count, tile in (
             (plan.few, num_few, plan.cutter.few_tile),
             (plan.many, num_many, plan.cutter.many_tile),

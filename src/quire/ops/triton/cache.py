@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -61,7 +61,7 @@ def write_rows(
     _write_heads(v_new + token * v_new_token, v_new_head, v, v_head, HEADS, DV, V_HEADS, V_DIMS, LIMIT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sources", "targets"])
 def copy_part(
     cache, sources, targets, block, head, slot,
     HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
@@ -75,6 +75,16 @@ def copy_part(
     offset = (row // BLOCK_SIZE).to(tl.int64) * head + (row % BLOCK_SIZE).to(tl.int64) * slot + i % DIM
     mask = i < HEADS * BLOCK_SIZE * DIM
     tl.store(target + offset, tl.load(source + offset, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["sources", "targets"])
+def swap_part(source, target, sources, targets, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """A tile of the elements of one block, from one pool to another."""
+    pair = tl.program_id(0)
+    source += tl.load(sources + pair).to(tl.int64) * SIZE
+    target += tl.load(targets + pair).to(tl.int64) * SIZE
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    tl.store(target + i, tl.load(source + i, mask=i < SIZE), mask=i < SIZE)
 
 
 @registered.operator(NAME)
@@ -119,6 +129,25 @@ def copy_blocks(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
             _, heads, slots, dim = x.shape
             grid = (len(src), triton.cdiv(heads * slots * dim, COPY_TILE))
             copy_part[grid](bits, sources, targets, *x.stride()[:3], heads, slots, dim, TILE=COPY_TILE)
+
+
+def block_swapper(src: Sequence[int], dst: Sequence[int], device: torch.device) -> Callable[[Tensor, Tensor], None]:
+    """What copies block src[i] of one pool [N, ...] to block dst[i] of another, for as many pools as there are layers.
+
+    Both pools are contiguous; one of them may be pinned memory of the host, which the GPU reads and writes by itself:
+    a launch for all blocks of a layer, wherever they lie. Ids are not checked. Copies run on the current stream.
+    """
+    on_host = torch.tensor([list(src), list(dst)], dtype=torch.int32, pin_memory=device.type == "cuda")
+    sources, targets = on_host.to(device, non_blocking=True)
+
+    def swap(source: Tensor, target: Tensor) -> None:
+        size = source[0].nbytes
+        width = next(width for width in (8, 4, 2, 1) if size % width == 0)
+        parts = (x.view(-1).view(INTEGERS[width]) for x in (source, target))
+        grid = (len(src), triton.cdiv(size // width, COPY_TILE))
+        swap_part[grid](*parts, sources, targets, SIZE=size // width, TILE=COPY_TILE)
+
+    return swap
 
 
 def _tile(heads: int, dim: int) -> tuple[int, int]:

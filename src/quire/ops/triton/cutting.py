@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from quire.errors import Unsupported
 from quire.ops.interface import AttentionSpec
 from quire.ops.triton.tiles import CHUNK, RESIDENT, SPLIT, Tile, choose
 
@@ -89,14 +90,16 @@ class Cutter:
 
     def _room(self, max_tokens: int, max_seqs: int, max_blocks: int) -> Room:
         spec = self.spec
-        few = max(max_seqs, self.few_wanted)
-        many = max(2 * (max_seqs + max_tokens // self.many_tokens), self.many_wanted)
+        few = max_seqs + self.few_wanted
+        long = min(max_seqs, max_tokens // (self.few_tokens + 1)) if self.few_rows else max_seqs
+        whole = max_tokens // self.many_tokens
+        many = long + whole + max_seqs // 2 + whole + self.many_wanted  # theirs, those of shared keys, and cuts
         rows = 2 * max_tokens + few * self.few_tokens + self.many_wanted * self.many_tokens
         if spec.reproducible:
             chunks = max(1, -(-max_blocks * spec.block_size // CHUNK))
             part = 4 * spec.num_heads * (spec.dim_v + 2)  # bytes
             rows = 2 * max_tokens + min(2 * max_tokens * chunks, PART_MEMORY // part)
-            many = min(many * chunks, many + rows)
+            many += self.many_wanted * chunks
         return Room(few, many, rows)
 
     def cut(self, starts: Ints, lens: Ints, tables: NDArray[np.int32]) -> Lists:
@@ -104,10 +107,16 @@ class Cutter:
         tiles = self.tiles(starts, lens)
         shared = self.shared(starts, lens, tables)
         lists = self._lists(tiles, shared, starts, lens, tables.shape[1], cut=True)
-        if len(lists.many) > self.room.many or len(lists.rows) > self.room.rows:
-            tiles = self.tiles(starts, lens)
-            lists = self._lists(tiles, [], starts, lens, tables.shape[1], cut=False)
+        if not self._fits(lists):
+            lists = self._lists(self.tiles(starts, lens), [], starts, lens, tables.shape[1], cut=False)
+        if not self._fits(lists):
+            found = f"{len(lists.few)} and {len(lists.many)} items of {len(lists.rows)} rows"
+            raise Unsupported(f"the step comes to {found}; the plan has room for {self.room}")
         return lists
+
+    def _fits(self, lists: Lists) -> bool:
+        room = self.room
+        return len(lists.few) <= room.few and len(lists.many) <= room.many and len(lists.rows) <= room.rows
 
     # --------------------------------------------------------------------------------------- tiles of rows
 
@@ -143,7 +152,9 @@ class Cutter:
         history = lens - rows  # keys that all of a sequence's rows see
         decodes = rows * spec.group_size <= max(16, spec.group_size)
         candidates = np.flatnonzero((rows > 0) & (history >= unit) & decodes)
-        if spec.window is not None or len(candidates) < 2:
+        a_key = spec.num_kv_heads * (spec.head_dim + spec.dim_v) * spec.cache_dtype.itemsize
+        most = (len(candidates) - 1) * history[candidates].max(initial=0) * a_key
+        if spec.window is not None or len(candidates) < 2 or most < WORTH_SHARING:
             return []
         groups = []
         _, group, sizes = np.unique(tables[candidates, 0], return_inverse=True, return_counts=True)
@@ -153,7 +164,6 @@ class Cutter:
             same = (blocks == blocks[0]).all(0)
             keys = (len(same) if same.all() else int(same.argmin())) * spec.block_size // unit * unit
             groups.append(Shared(seqs, keys))
-        a_key = spec.num_kv_heads * (spec.head_dim + spec.dim_v) * spec.cache_dtype.itemsize
         saved = sum((len(group.seqs) - 1) * group.keys for group in groups) * a_key
         return [group for group in groups if group.keys] if saved >= max(1, WORTH_SHARING) else []
 
@@ -171,21 +181,18 @@ class Cutter:
             group_tiles.append((group, own[owner], j))
         few = tiles.few
         counts = [-(-len(owner) // self.many_tokens) for _, owner, _ in group_tiles]
-        few_cut = self._cut_at(tiles.lo[few], tiles.hi[few], self.few_wanted, 0) if cut else NEVER
-        many_cut = NEVER
-        if cut or shared:
-            extra_lo = np.repeat(0, sum(counts))
-            extra_hi = np.repeat([group.keys for group in shared], counts) if shared else extra_lo
-            many_cut = self._cut_at(
-                np.concatenate([tiles.lo[~few], extra_lo]),
-                np.concatenate([tiles.hi[~few], extra_hi]),
-                self.many_wanted,
-                len(shared),
-            )
+        few_cut = many_cut = NEVER
+        if cut:
+            few_cut = self._cut_at(tiles.lo[few], tiles.hi[few], self.few_wanted)
+            shared_hi = np.repeat([group.keys for group in shared], counts).astype(np.int64)
+            many_lo = np.concatenate([tiles.lo[~few], 0 * shared_hi])
+            many_cut = self._cut_at(many_lo, np.concatenate([tiles.hi[~few], shared_hi]), self.many_wanted)
+        # A reproducible row's states of shared chunks are merged one by one with those of its own.
+        shared_cut = CHUNK if self.spec.reproducible else many_cut
         for group, owner, _ in group_tiles:
-            tiles.inherited[owner] = _parts(0, group.keys, many_cut)
+            tiles.inherited[owner] = _parts(0, group.keys, shared_cut)
         at = np.where(few, few_cut, many_cut)
-        if self.spec.reproducible and shared:  # states of shared chunks are merged one by one with those of own ones
+        if self.spec.reproducible:
             at = np.where(tiles.inherited > 0, CHUNK, at)
         own_parts = _parts(tiles.lo, tiles.hi, at)
         parts = np.where(own_parts + tiles.inherited > 1, own_parts + tiles.inherited, 0)  # of each of its tokens
@@ -207,10 +214,10 @@ class Cutter:
         for group, owner, j in group_tiles:
             begins = np.arange(0, len(owner), self.many_tokens)
             count = np.minimum(self.many_tokens, len(owner) - begins)
-            for piece in range(int(_parts(0, group.keys, many_cut))):
+            for piece in range(int(_parts(0, group.keys, shared_cut))):
                 part = first_part[owner] + j * parts[owner] + piece
                 rows.append(np.stack([tiles.token[owner] + j, part], 1))
-                lo, hi = piece * many_cut, min((piece + 1) * many_cut, group.keys)
+                lo, hi = piece * shared_cut, min((piece + 1) * shared_cut, group.keys)
                 many_items.append(_items(group.seqs[0] * width, entries + begins, count, lo, hi, lo, hi))
                 entries += len(owner)
         tile, j = _spread(np.where(parts > 0, tiles.count, 0))
@@ -224,12 +231,19 @@ class Cutter:
             int((parts * tiles.count).sum()),
         )
 
-    def _cut_at(self, lo: Ints, hi: Ints, wanted: int, shared: int) -> int:
-        """The keys of a part: the fewest with which there are not more items than the device takes at a time."""
-        if self.spec.reproducible:
-            return CHUNK if shared or len(lo) < wanted else NEVER
-        if len(lo) == 0 or len(lo) >= wanted:
+    def _cut_at(self, lo: Ints, hi: Ints, wanted: int) -> int:
+        """The keys of a part.
+
+        Where there are fewer tiles than the device takes items at a time: the fewest keys with which there are not more
+        items. Else only tiles are cut that would still run when all others are done: more than twice an even share.
+        """
+        if len(lo) == 0 or wanted == 0:
             return NEVER
+        share = -(-2 * int((hi - lo).sum()) // wanted)
+        if self.spec.reproducible:
+            return CHUNK if len(lo) < wanted or (hi - lo).max() > max(share, CHUNK) else NEVER
+        if len(lo) >= wanted:
+            return max(SPLIT, -(-share // SPLIT) * SPLIT)
         at = SPLIT
         while _parts(lo, hi, at).sum() > wanted:
             at = -(-5 * at // (4 * SPLIT)) * SPLIT

@@ -38,7 +38,7 @@ DEPTH = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}  # inputs a s
 GROUP = tl.constexpr(8)  # tiles of rows that share the weights in the L2 cache
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def linear_tile(
     x, weight, bias, out, num_rows, num_columns, size, x_row, weight_row,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,

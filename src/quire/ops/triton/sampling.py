@@ -70,4 +70,6 @@ def top_k(
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     ids = torch.arange(logits.shape[1], device=logits.device)
     keys = (ordered.long() << 32) | (LOW - ids)
-    return LOW - (torch.topk(keys, k, dim=-1).values & LOW)
+    # A whole row is sorted once; torch would select from it first.
+    best = keys.sort(dim=-1, descending=True).values if k == logits.shape[1] else torch.topk(keys, k, dim=-1).values
+    return LOW - (best & LOW)

@@ -127,7 +127,7 @@ def _turn(
     tl.store(left + HALF, (b * cos + a * sin).to(x.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def rope_row(
     q, k, positions, cos, sin, rows, q_token, q_head, k_token, k_head,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, HEAD_TILE: tl.constexpr, PAIR_TILE: tl.constexpr,

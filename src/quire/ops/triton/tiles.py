@@ -2,8 +2,8 @@
 
 "few" is for tiles of up to 16 rows, a sequence that decodes with its G heads; "many" for more; "exact" for all tiles of
 a plan that must be reproducible: one tile, so that a row's sums are formed in one order wherever it stands. Every entry
-was compiled for its chip and keeps all of its numbers in registers, which a test asserts; fp32 heads beyond 256 do not,
-nor do reproducible ones of 1024 on two of the chips.
+was compiled for its chip and keeps all of its numbers in registers, which a test asserts for plain attention; fp32
+heads beyond 256 do not, nor do reproducible ones of 1024 on two of the chips.
 """
 
 from __future__ import annotations

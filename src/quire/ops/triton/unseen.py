@@ -32,7 +32,11 @@ def items(
 ) -> Tensor:
     """Items as `cutting` makes them, of as many tiles as there can be: int64 [tiles, 8]."""
     num_seqs = len(context_lens)
+    if num_seqs == 0:
+        return torch.zeros(0, 8, dtype=torch.int64, device=query_starts.device)
     starts = query_starts.long().clamp(0, num_tokens)
+    starts[:1], starts[-1:] = 0, num_tokens  # so that every row belongs to somebody, and is written
+    starts = starts.cummax(0).values
     lens = context_lens.long().clamp(0, min(width * spec.block_size, INT32_MAX))
     rows = starts.diff().clamp(min=0)
     ends = ((rows + tokens - 1) // tokens).cumsum(0)

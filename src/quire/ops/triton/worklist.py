@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.errors import BadShape, BadValue
+from quire.ops import validate
 from quire.ops.interface import AttentionSpec
 from quire.ops.plan import AttentionPlan
 from quire.ops.triton import unseen
 from quire.ops.triton.cutting import ITEM, Cutter, Lists
-from quire.ops.triton.launch import NAME
+from quire.ops.triton.launch import NAME, on_device_of
 from quire.ops.triton.tiles import chip_of, processors_of
 
 ALIGNMENT = 64  # int32 numbers
@@ -28,6 +29,8 @@ class TritonPlan(AttentionPlan):
 
     few, many: items for tiles of few rows and of many. rows: their query tokens and parts. merges: the tokens whose
     keys were cut. positions, device_slots: of each query token. tables: the sequences' block ids, one after the other.
+
+    What uses a plan is queued on the stream that was current in its last update; the next update may have another one.
     """
 
     takes_device_metadata = True
@@ -60,6 +63,7 @@ class TritonPlan(AttentionPlan):
         self.few, self.many, self.merges = device["few"], device["many"], device["merges"]
         self.positions, self.device_slots = device["positions"], device["device_slots"]
         self.rows, self.tables = device["rows"], device["tables"]
+        self._stream: torch.cuda.Stream | None = None  # of the last update
         self._no_parts = torch.zeros(1, dtype=torch.float32, device=spec.device)
         self.num_few = self.num_many = self.num_merges = self.num_parts = 0  # of the last update
 
@@ -77,6 +81,7 @@ class TritonPlan(AttentionPlan):
         width = int(-(-lens.max(initial=0) // self.spec.block_size))
         tables = self.block_tables[: self.num_seqs, :width].numpy()
         lists = self.cutter.cut(starts, lens, tables)
+        self._follow()
         if self._copied is not None:
             self._copied.synchronize()  # else the last step's copy would read this step's numbers
         self._write(lists, tables)
@@ -84,8 +89,9 @@ class TritonPlan(AttentionPlan):
         self.num_parts = lists.num_parts
         if self._copied is not None:
             used = len(self._host) - self._sizes["tables"] + tables.size
-            self._lists[:used].copy_(self._host[:used], non_blocking=True)
-            self._copied.record()
+            with on_device_of(self._lists):
+                self._lists[:used].copy_(self._host[:used], non_blocking=True)
+                self._copied.record()
 
     def update_on_device(
         self,
@@ -95,12 +101,21 @@ class TritonPlan(AttentionPlan):
         block_tables: Tensor,  # int32 or int64 [S, M], on the device
     ) -> None:
         """Make the lists on the device. Nothing is checked; wrong values give wrong numbers, all from this cache."""
+        for name, x, dims in (("query_starts", query_starts, 1), ("context_lens", context_lens, 1)):
+            validate.check_integers(name, x, dims)
+        validate.check_integers("block_tables", block_tables, 2)
         num_seqs, width = block_tables.shape
-        if num_tokens > self.max_tokens or num_seqs > self.max_seqs or width > self.max_blocks:
+        if len(context_lens) != num_seqs or len(query_starts) != num_seqs + 1:
+            raise BadShape(
+                f"query_starts has {len(query_starts)} entries, context_lens {len(context_lens)} and block_tables "
+                f"{num_seqs} rows; with S sequences they have S + 1, S and S"
+            )
+        if not 0 <= num_tokens <= self.max_tokens or num_seqs > self.max_seqs or width > self.max_blocks:
             raise BadShape(
                 f"the step has {num_tokens} query tokens, {num_seqs} sequences and tables of {width} blocks; the plan "
                 f"was made for at most {self.max_tokens}, {self.max_seqs} and {self.max_blocks}"
             )
+        self._follow()
         tile, tokens = self.cutter.many_tile, self.cutter.many_tokens
         made = unseen.items(self.spec, tile, tokens, num_tokens, query_starts, context_lens, width)
         self.many[: made.numel()].copy_(made.flatten())
@@ -109,10 +124,18 @@ class TritonPlan(AttentionPlan):
         self.positions[:num_tokens].copy_(unseen.positions(num_tokens, query_starts, context_lens))
         ids = block_tables.clamp(0, self.spec.num_blocks - 1)
         self.tables[: ids.numel()].copy_(ids.flatten())
-        for nothing in (self.few, self.merges, self.many[made.numel() :]):
+        for nothing in (self.few, self.merges, self.many[made.numel() :], self.device_slots):
             nothing.fill_(-1)
         self.num_tokens, self.num_seqs, self.writable = num_tokens, num_seqs, False
         self.num_few, self.num_many, self.num_merges, self.num_parts = 0, len(made), 0, 0
+
+    def _follow(self) -> None:
+        """Let the current stream wait for the one of the last update, whose kernels may still read the lists."""
+        if self._copied is not None:
+            current = torch.cuda.current_stream(self._lists.device)
+            if self._stream is not None and self._stream != current:
+                current.wait_stream(self._stream)
+            self._stream = current
 
     def _write(self, lists: Lists, tables: NDArray[np.int32]) -> None:
         views = self._views
