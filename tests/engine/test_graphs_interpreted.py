@@ -13,14 +13,12 @@ import torch
 
 from quire.ops.cpu import native
 from quire.request import Request, SamplingParams
-from tests import interpreter
 from tests.engine.test_graphs import Twin, graphed, poison, run
 from tests.models.checkpoints import engine, save
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("kernels run on the GPU", allow_module_level=True)
-interpreter.enable()
 
 
 def requests() -> list[Request]:

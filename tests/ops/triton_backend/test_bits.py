@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.errors import BadValue, Unsupported
-from quire.ops.triton import cutting
+from quire.ops.triton import cutting, worklist
 from tests.ops import dense
 from tests.ops.conftest import DEVICES
 
@@ -24,6 +24,12 @@ DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
 B = 16
 LENS = (2_600, 1_500, 90, 1_100)
 COMMON = 1_056  # keys that all but the third have in common
+
+
+@pytest.fixture(autouse=True)
+def _few_processors(monkeypatch):
+    """Fewer than a GPU has, so that some of these steps are cut and some are not."""
+    monkeypatch.setattr(worklist, "processors_of", lambda device: 8)
 
 
 @dataclass

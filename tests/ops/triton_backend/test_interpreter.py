@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests import interpreter
 
-triton = pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("kernels run on the GPU", allow_module_level=True)
-interpreter.enable()
-tl = triton.language
 
 NARROW = [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 

@@ -7,16 +7,11 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadStride, QuireError, Unsupported
-from tests import interpreter
+from quire.ops.triton.linear import FEW_ROWS, MANY_ROWS, LinearTile, linear, linear_in_tiles
+from tests.ops.conftest import DEVICES
 from tests.ops.dense import check_close
 
-pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    interpreter.enable()
-
-from quire.ops.triton.linear import FEW_ROWS, MANY_ROWS, LinearTile, linear, linear_in_tiles  # noqa: E402
-
+DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
 TILES = [FEW_ROWS, MANY_ROWS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

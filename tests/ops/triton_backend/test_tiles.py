@@ -7,18 +7,13 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from tests import interpreter
+from quire.ops.triton import sampling, small, states
+from quire.ops.triton.cache import ROW_TILE
 from tests.ops.cases import Case, Step
+from tests.ops.conftest import DEVICES
 from tests.ops.dense import check_close
 
-pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    interpreter.enable()
-
-from quire.ops.triton import sampling, small, states  # noqa: E402
-from quire.ops.triton.cache import ROW_TILE  # noqa: E402
-
+DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
 LONG = 2 * small.NORM_TILE + 37
 
 

@@ -31,42 +31,33 @@ class Tile:
     num_stages: int  # of the pipeline that loads keys
 
 
-# By chip and kind: the tile for head dimensions up to 64, 96, 128, 256, 512, 1024.
+# By kind: the tile for head dimensions up to 64, 96, 128, 256, 512, 1024.
 # fmt: off
-HALVES: dict[str, dict[Kind, tuple[Tile, ...]]] = {
-    "sm80": {
-        "few": (Tile(16, 64, 4, 3), Tile(16, 32, 4, 4), Tile(16, 32, 4, 4), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2),
-                Tile(16, 16, 8, 1)),
-        "many": (Tile(128, 64, 8, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(32, 32, 4, 2), Tile(16, 16, 4, 2),
-                 Tile(16, 16, 8, 1)),
-        "exact": (Tile(64, 32, 8, 3), Tile(16, 16, 4, 3), Tile(32, 32, 8, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1),
-                  Tile(16, 16, 8, 1)),
-    },
-    "sm90": {
-        "few": (Tile(16, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2),
-                Tile(16, 16, 8, 1)),
-        "many": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2), Tile(16, 16, 4, 2),
-                 Tile(16, 16, 8, 1)),
-        "exact": (Tile(64, 64, 8, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1),
-                  Tile(16, 16, 8, 1)),
-    },
-    "sm100": {
-        "few": (Tile(16, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2),
-                Tile(16, 16, 8, 1)),
-        "many": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2), Tile(16, 16, 4, 2),
-                 Tile(16, 16, 8, 1)),
-        "exact": (Tile(64, 64, 8, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1),
-                  Tile(16, 16, 8, 1)),
-    },
-    "gfx942": {
-        "few": (Tile(16, 32, 4, 3), Tile(16, 32, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2), Tile(16, 16, 4, 1),
-                Tile(16, 16, 4, 1)),
-        "many": (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(16, 16, 4, 1),
-                 Tile(16, 16, 4, 1)),
-        "exact": (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 16, 4, 1),
-                  Tile(16, 16, 4, 1)),
-    },
+SM80: dict[Kind, tuple[Tile, ...]] = {
+    "few": (Tile(16, 64, 4, 3), Tile(16, 32, 4, 4), Tile(16, 32, 4, 4), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2),
+            Tile(16, 16, 8, 1)),
+    "many": (Tile(128, 64, 8, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(32, 32, 4, 2), Tile(16, 16, 4, 2),
+             Tile(16, 16, 8, 1)),
+    "exact": (Tile(64, 32, 8, 3), Tile(16, 16, 4, 3), Tile(32, 32, 8, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1),
+              Tile(16, 16, 8, 1)),
 }
+SM90: dict[Kind, tuple[Tile, ...]] = {
+    "few": (Tile(16, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2),
+            Tile(16, 16, 8, 1)),
+    "many": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 2), Tile(16, 16, 4, 2),
+             Tile(16, 16, 8, 1)),
+    "exact": (Tile(64, 64, 8, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 3), Tile(16, 32, 4, 3), Tile(16, 16, 8, 1),
+              Tile(16, 16, 8, 1)),
+}
+GFX942: dict[Kind, tuple[Tile, ...]] = {
+    "few": (Tile(16, 32, 4, 3), Tile(16, 32, 4, 3), Tile(16, 32, 4, 3), Tile(16, 16, 4, 2), Tile(16, 16, 4, 1),
+            Tile(16, 16, 4, 1)),
+    "many": (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2), Tile(16, 16, 4, 1),
+             Tile(16, 16, 4, 1)),
+    "exact": (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 16, 4, 1),
+              Tile(16, 16, 4, 1)),
+}
+HALVES = {"sm80": SM80, "sm90": SM90, "sm100": SM90, "gfx942": GFX942}
 # In fp32 a number takes twice the room, and a product several.
 _LARGE = (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1))
 FP32: dict[Kind, tuple[Tile, ...]] = {
