@@ -177,6 +177,23 @@ def test_a_long_prompt_beside_them_does_not_keep_sequences_from_sharing():
         assert read < count * 300 + 16 * keys, "the shared keys are read for each sequence"
 
 
+@pytest.mark.parametrize("own", [16, 240, 700])
+@pytest.mark.parametrize("keys", [2_048, 4_096, 30_720])
+def test_short_remainders_behind_shared_keys_stay_whole(keys, own):
+    """Wherever cuts of longer ones would lie."""
+    width, count = (keys + own) // 16, 256
+    tables = np.arange(count * width, dtype=np.int32).reshape(count, width)
+    tables[:, : keys // 16] = tables[0, : keys // 16]
+    spec = ops.AttentionSpec(
+        num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, num_blocks=2**20, dtype=torch.bfloat16
+    )
+    cutter = Cutter(spec, "sm90", 132, count, count, width)
+    lists = cutter.cut(np.arange(count + 1), np.full(count, keys + own), tables)
+    assert len(lists.few) == count
+    assert len(lists.merges) == count
+    assert lists.many[:, 4].max() == keys // SPLIT * SPLIT
+
+
 def test_no_part_is_smaller_than_it_is_worth():
     _, lists = one_token_each(132, [1_000, 300, 256, 1])
     sizes = lists.few[:, 4] - lists.few[:, 3]

@@ -192,6 +192,7 @@ class Cutter:
         for group, owner, _ in group_tiles:
             tiles.inherited[owner] = _parts(0, group.keys, shared_cut)
         at = np.where(few, few_cut, many_cut)
+        at = np.where(tiles.hi - tiles.lo > at, at, NEVER)  # short ones may lie across a multiple
         if self.spec.reproducible:
             at = np.where(tiles.inherited > 0, CHUNK, at)
         own_parts = _parts(tiles.lo, tiles.hi, at)
