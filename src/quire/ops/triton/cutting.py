@@ -196,6 +196,15 @@ class Cutter:
         if self.spec.reproducible:
             at = np.where(tiles.inherited > 0, CHUNK, at)
         own_parts = _parts(tiles.lo, tiles.hi, at)
+        positions = np.repeat(lens - starts[1:], np.diff(starts)) + np.arange(starts[-1])
+        if not shared and own_parts.max(initial=1) == 1:  # most steps: tokens in their order, each in one item
+            items = _items(
+                *(tiles.seq * width, tiles.token, tiles.count),
+                *(tiles.lo, tiles.hi, tiles.free_lo, tiles.free_hi),
+            )
+            whole = np.stack([np.arange(starts[-1]), np.full(starts[-1], -1)], 1)
+            none = np.zeros((0, 3), np.int64)
+            return Lists(_longest_first(items[few]), _longest_first(items[~few]), whole, none, positions, 0)
         parts = np.where(own_parts + tiles.inherited > 1, own_parts + tiles.inherited, 0)  # of each of its tokens
         first_part = np.cumsum(parts * tiles.count) - parts * tiles.count
         tile, k = _spread(own_parts)
@@ -228,7 +237,7 @@ class Cutter:
             _longest_first(np.concatenate(many_items)),
             np.concatenate(rows),
             merges,
-            np.repeat(lens - starts[1:], np.diff(starts)) + np.arange(starts[-1]),
+            positions,
             int((parts * tiles.count).sum()),
         )
 
@@ -274,8 +283,10 @@ def _items(
     """Items of these fields, the free range held to the keys of each: [items, ITEM]."""
     free_lo = np.clip(free_lo, lo, hi)
     free_hi = np.clip(free_hi, free_lo, hi)
-    fields = np.broadcast_arrays(table, rows, count, lo, hi, free_lo, free_hi, 0)
-    return np.stack(fields, 1).astype(np.int64)
+    items = np.empty((len(np.atleast_1d(count)), ITEM), np.int64)
+    for i, field in enumerate((table, rows, count, lo, hi, free_lo, free_hi, 0)):
+        items[:, i] = field
+    return items
 
 
 def _longest_first(items: Ints) -> Ints:
