@@ -104,7 +104,7 @@ def test_a_gpu_gets_the_product_that_was_asked_for(monkeypatch: pytest.MonkeyPat
         return torch.nn.functional.linear(x, weight, bias)
 
     ours = ModuleType("quire.ops.triton")
-    ours.linear = SimpleNamespace(linear_in_tiles=product, FEW_ROWS="few", MANY_ROWS="many")  # type: ignore[attr-defined]
+    ours.linear = SimpleNamespace(linear=product, FEW_ROWS="few", MANY_ROWS="many")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "quire.ops.triton", ours)
     weight, x = torch.empty(8, 16, device="meta"), torch.empty(1_000, 16, device="meta")
     assert isinstance(LinearFactory()(weight), PlainLinear)

@@ -137,7 +137,7 @@ class LinearFactory:
         from quire.ops.triton import linear  # who needs no GPU needs no Triton
 
         few, many = (
-            TritonLinear(weight, bias, partial(linear.linear_in_tiles, tile=tile))
+            TritonLinear(weight, bias, partial(linear.linear, tile=tile))
             for tile in (linear.FEW_ROWS, linear.MANY_ROWS)
         )
         # One shape of tile gives a row the same bits wherever it stands; two do as far as a probe finds, one with

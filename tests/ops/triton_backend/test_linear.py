@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadStride, QuireError, Unsupported
-from quire.ops.triton.linear import FEW_ROWS, MANY_ROWS, LinearTile, linear, linear_in_tiles
+from quire.ops.triton.linear import FEW_ROWS, MANY_ROWS, LinearTile, linear
 from tests.ops.conftest import DEVICES
 from tests.ops.dense import check_close
 
@@ -30,7 +30,7 @@ def draw(rows: int, size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def test_against_float64(tile, dtype, with_bias, rows, size, columns):
     x, weight = draw(rows, size, dtype), draw(columns, size, dtype, seed=1)
     bias = draw(1, columns, dtype, seed=2)[0] if with_bias else None
-    got = linear_in_tiles(x, weight, bias, tile)
+    got = linear(x, weight, bias, tile)
     x64, weight64 = x.cpu().double(), weight.cpu().double()
     offset = torch.zeros(columns).double() if bias is None else bias.cpu().double()
     want, terms = x64 @ weight64.T + offset, x64.abs() @ weight64.abs().T + offset.abs()
@@ -44,29 +44,29 @@ def test_against_float64(tile, dtype, with_bias, rows, size, columns):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_the_others(tile, dtype):
     x, weight, bias = draw(150, 200, dtype), draw(40, 200, dtype, seed=1), draw(1, 40, dtype, seed=2)[0]
-    together = linear_in_tiles(x, weight, bias, tile)
+    together = linear(x, weight, bias, tile)
     for begin, end in ((0, 1), (149, 150), (3, 5), (60, 77), (1, 129)):
-        assert torch.equal(linear_in_tiles(x[begin:end], weight, bias, tile), together[begin:end])
+        assert torch.equal(linear(x[begin:end], weight, bias, tile), together[begin:end])
 
 
 def test_columns_do_not_depend_on_the_others():
     """So a tensor-parallel share of a weight gives the same bits as the whole."""
     x, weight = draw(5, 70, torch.float32), draw(90, 70, torch.float32, seed=1)
-    assert torch.equal(linear(x, weight[40:75]), linear(x, weight)[:, 40:75])
+    assert torch.equal(linear(x, weight[40:75], None, FEW_ROWS), linear(x, weight, None, FEW_ROWS)[:, 40:75])
 
 
 def test_tiles_of_many_row_and_column_tiles_cover_all():
     """More tiles of rows than share the weights at a time, and not a multiple of them."""
     x, weight = draw(19, 16, torch.float32), draw(50, 16, torch.float32, seed=1)
-    got = linear_in_tiles(x, weight, None, LinearTile(2, 16, 4, 2))
+    got = linear(x, weight, None, LinearTile(2, 16, 4, 2))
     check_close("linear", got.cpu().double(), x.cpu().double() @ weight.cpu().double().T, 1e-5)
 
 
 def test_nan_in_a_row_stays_in_that_row():
     x, weight = draw(4, 40, torch.bfloat16), draw(7, 40, torch.bfloat16, seed=1)
-    clean = linear(x, weight)
+    clean = linear(x, weight, None, FEW_ROWS)
     x[2, 3] = torch.nan
-    dirty = linear(x, weight)
+    dirty = linear(x, weight, None, FEW_ROWS)
     assert dirty[2].isnan().all()
     assert torch.equal(dirty[[0, 1, 3]], clean[[0, 1, 3]])
 
@@ -86,4 +86,4 @@ REFUSED: list[tuple[Tensor, Tensor, Tensor | None, type[QuireError], str]] = [
 @pytest.mark.parametrize(("x", "weight", "bias", "error", "message"), REFUSED)
 def test_refusals(x, weight, bias, error, message):
     with pytest.raises(error, match=message):
-        linear(x.to(DEVICE), weight.to(DEVICE), None if bias is None else bias.to(DEVICE))
+        linear(x.to(DEVICE), weight.to(DEVICE), None if bias is None else bias.to(DEVICE), FEW_ROWS)

@@ -92,6 +92,6 @@ def products(bench: Bench, rows: int) -> None:
         work = 2.0 * rows * inside * outside
         contestants = {"torch": Contestant(_ready(partial(F.linear, x, weight)), work, "TFLOP/s")}
         for name, tile in tiles.items():
-            call = partial(linear.linear_in_tiles, x, weight, None, tile)
+            call = partial(linear.linear, x, weight, None, tile)
             contestants[f"quire, {name} rows"] = Contestant(_ready(call), work, "TFLOP/s")
         race(bench, f"linear {rows} x {inside} x {outside}", contestants, "torch", rounds=3)

@@ -20,6 +20,7 @@ from quire.ops.cpu import native
 from quire.ops.cpu.worklist import CpuPlan
 from quire.ops.interface import AttentionSpec, Limits, PagedKV
 from quire.ops.plan import AttentionPlan
+from quire.ops.rows import as_rows, count_rows, row_strides
 
 NAME = "cpu"
 LIMITS = Limits(
@@ -224,10 +225,20 @@ def rms_norm(
 ) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight, over the last dimension (Zhang & Sennrich 2019)."""
     validate.check_norm(x, weight=weight)
-    dtype, x, weight = _dtype("x", x), _rows(x), _fp32(weight)
+    dtype, x, weight = _dtype("x", x), as_rows(x), _fp32(weight)
     out = torch.empty(x.shape, dtype=x.dtype)
     native.default()(
-        "rms_norm", *_layout(x), None, 0, weight.data_ptr(), out.data_ptr(), _count(x), x.shape[-1], eps, dtype
+        "rms_norm",
+        x.data_ptr(),
+        *row_strides(x),
+        None,
+        0,
+        weight.data_ptr(),
+        out.data_ptr(),
+        count_rows(x),
+        x.shape[-1],
+        eps,
+        dtype,
     )
     return out
 
@@ -242,11 +253,19 @@ def add_rms_norm(
     """rms_norm of the new residual."""
     validate.check_residual(x, residual)
     validate.check_norm(x, weight=weight)
-    dtype, x, weight = _dtype("x", x), _rows(x), _fp32(weight)
+    dtype, x, weight = _dtype("x", x), as_rows(x), _fp32(weight)
     out = torch.empty(x.shape, dtype=x.dtype)
     native.default()(
-        *("rms_norm", *_layout(x), residual.data_ptr(), residual.stride(0), weight.data_ptr(), out.data_ptr()),
-        *(_count(x), x.shape[-1], eps, dtype),
+        *(
+            "rms_norm",
+            x.data_ptr(),
+            *row_strides(x),
+            residual.data_ptr(),
+            residual.stride(0),
+            weight.data_ptr(),
+            out.data_ptr(),
+        ),
+        *(count_rows(x), x.shape[-1], eps, dtype),
     )
     return out
 
@@ -260,12 +279,19 @@ def layer_norm(
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension (Ba et al. 2016)."""
     validate.check_norm(x, weight=weight, bias=bias)
-    dtype, x, weight = _dtype("x", x), _rows(x), _fp32(weight)
+    dtype, x, weight = _dtype("x", x), as_rows(x), _fp32(weight)
     bias = None if bias is None else _fp32(bias)
     out = torch.empty(x.shape, dtype=x.dtype)
     native.default()(
-        *("layer_norm", *_layout(x), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
-        *(_count(x), x.shape[-1], eps, dtype),
+        *(
+            "layer_norm",
+            x.data_ptr(),
+            *row_strides(x),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+        ),
+        *(count_rows(x), x.shape[-1], eps, dtype),
     )
     return out
 
@@ -313,9 +339,11 @@ def gelu(
     approximate: Literal["none", "tanh"],
 ) -> Tensor:
     """GELU in its exact (erf) or its tanh form (Hendrycks & Gimpel 2016)."""
-    dtype, x = _dtype("x", x), _rows(x)
+    dtype, x = _dtype("x", x), as_rows(x)
     out = torch.empty(x.shape, dtype=x.dtype)
-    native.default()("gelu", *_layout(x), out.data_ptr(), _count(x), x.shape[-1], approximate == "tanh", dtype)
+    native.default()(
+        "gelu", x.data_ptr(), *row_strides(x), out.data_ptr(), count_rows(x), x.shape[-1], approximate == "tanh", dtype
+    )
     return out
 
 
@@ -348,7 +376,7 @@ def top_k(
     return ids
 
 
-# -------------------------------------------------------------------------------------------------- layouts
+# -------------------------------------------------------------------------------------------------- arguments
 
 
 def _dtype(name: str, x: Tensor) -> int:
@@ -365,23 +393,3 @@ def _fp32(x: Tensor) -> Tensor:
     if not x.is_cpu:
         raise BadValue(f"a weight or table lies on {x.device}; the cpu backend reads memory of the CPU")
     return x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x itself if its strides can be told as those of [outer, inner, H], else a contiguous copy."""
-    strided = x.dim() <= 3 and (x.stride(-1) == 1 or x.shape[-1] == 1)
-    return x if strided else x.contiguous()
-
-
-def _layout(x: Tensor) -> tuple[int, int, int, int]:
-    """Address, outer stride, inner size, inner stride of a tensor from `_rows`."""
-    if x.dim() == 3:
-        return x.data_ptr(), x.stride(0), x.shape[1], x.stride(1)
-    if x.dim() > 3:  # contiguous
-        return x.data_ptr(), x.shape[-1], 1, 0
-    return x.data_ptr(), x.stride(0), 1, 0
-
-
-def _count(x: Tensor) -> int:
-    """Rows of x: the product of all sizes but the last."""
-    return x.shape[:-1].numel()

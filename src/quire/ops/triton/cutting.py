@@ -106,9 +106,9 @@ class Cutter:
         """The work of a step. starts: [S+1]; lens: [S]; tables: [S, width], the blocks of all keys."""
         tiles = self.tiles(starts, lens)
         shared = self.shared(starts, lens, tables)
-        lists = self._lists(tiles, shared, starts, lens, tables.shape[1], cut=True)
-        if not self._fits(lists):
-            lists = self._lists(self.tiles(starts, lens), [], starts, lens, tables.shape[1], cut=False)
+        lists = self._lists(tiles, shared, starts, lens, tables.shape[1], self.few_wanted, self.many_wanted)
+        if not self._fits(lists):  # then nothing is shared or cut
+            lists = self._lists(self.tiles(starts, lens), [], starts, lens, tables.shape[1], 0, 0)
         if not self._fits(lists):
             found = f"{len(lists.few)} and {len(lists.many)} items of {len(lists.rows)} rows"
             raise Unsupported(f"the step comes to {found}; the plan has room for {self.room}")
@@ -169,8 +169,17 @@ class Cutter:
 
     # ----------------------------------------------------------------------------------------------- items
 
-    def _lists(self, tiles: Tiles, shared: list[Shared], starts: Ints, lens: Ints, width: int, cut: bool) -> Lists:
-        """Items and their rows. `cut`: whether keys may be cut; shared ones always are."""
+    def _lists(
+        self,
+        tiles: Tiles,  # changed: shared keys are taken from them
+        shared: list[Shared],
+        starts: Ints,
+        lens: Ints,
+        width: int,  # blocks of a row of the tables
+        few_wanted: int,  # items of few rows that fill the device; 0: nothing is cut
+        many_wanted: int,
+    ) -> Lists:
+        """Items and their rows."""
         group_tiles = []  # of each group: its first sequence, the tiles that own its tokens, its tokens
         for group in shared:
             own = np.flatnonzero(np.isin(tiles.seq, group.seqs))
@@ -181,12 +190,10 @@ class Cutter:
             group_tiles.append((group, own[owner], j))
         few = tiles.few
         counts = [-(-len(owner) // self.many_tokens) for _, owner, _ in group_tiles]
-        few_cut = many_cut = NEVER
-        if cut:
-            few_cut = self._cut_at(tiles.lo[few], tiles.hi[few], self.few_wanted)
-            shared_hi = np.repeat([group.keys for group in shared], counts).astype(np.int64)
-            many_lo = np.concatenate([tiles.lo[~few], 0 * shared_hi])
-            many_cut = self._cut_at(many_lo, np.concatenate([tiles.hi[~few], shared_hi]), self.many_wanted)
+        few_cut = self._cut_at(tiles.lo[few], tiles.hi[few], few_wanted)
+        shared_hi = np.repeat([group.keys for group in shared], counts).astype(np.int64)
+        many_lo = np.concatenate([tiles.lo[~few], 0 * shared_hi])
+        many_cut = self._cut_at(many_lo, np.concatenate([tiles.hi[~few], shared_hi]), many_wanted)
         # A reproducible row's states of shared chunks are merged one by one with those of its own.
         shared_cut = CHUNK if self.spec.reproducible else many_cut
         for group, owner, _ in group_tiles:

@@ -79,19 +79,13 @@ def linear_tile(
 def linear(
     x: Tensor,  # [T, in]
     weight: Tensor,  # [out, in], of the dtype of x
-    bias: Tensor | None = None,  # [out]
-) -> Tensor:
-    """x @ weight.T + bias: [T, out]. A row's bits depend on the row alone. Raises as `linear_in_tiles` does."""
-    return linear_in_tiles(x, weight, bias, FEW_ROWS)
-
-
-def linear_in_tiles(
-    x: Tensor,  # [T, in]
-    weight: Tensor,  # [out, in], of the dtype of x
     bias: Tensor | None,  # [out]
     tile: LinearTile,
 ) -> Tensor:
-    """`linear` in tiles of that shape. Raises BadShape, BadDtype, BadStride, BadValue or Unsupported."""
+    """x @ weight.T + bias, in tiles of that shape: [T, out]. A row's bits depend on the row alone.
+
+    Raises BadShape, BadDtype, BadStride, BadValue or Unsupported.
+    """
     if x.dim() != 2:
         raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, in]")
     if weight.dim() != 2:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.errors import BadStride, BadValue
 from quire.ops import registered, validate
+from quire.ops.rows import as_rows, count_rows, row_strides
 from quire.ops.triton.launch import NAME, check_beside, check_dtype, on_device_of
 
 NORM_TILE = 8192  # elements of a row that a program has in hand; a longer row is read again
@@ -39,7 +40,7 @@ def _exp(x):
 
 
 @triton.jit
-def _row(x, inner, x_outer, x_inner):
+def _row(x, x_outer, inner, x_inner):
     """Where this program's row begins."""
     row = tl.program_id(0)
     return x + (row // inner).to(tl.int64) * x_outer + (row % inner).to(tl.int64) * x_inner
@@ -47,12 +48,12 @@ def _row(x, inner, x_outer, x_inner):
 
 @triton.jit
 def rms_norm_row(
-    x, residual, weight, out, inner, x_outer, x_inner, residual_token, eps,
+    x, residual, weight, out, x_outer, inner, x_inner, residual_token, eps,
     H: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """ADD: the row is added to that of the residual, which is then what is normed."""
     row = tl.program_id(0).to(tl.int64)
-    x = _row(x, inner, x_outer, x_inner)
+    x = _row(x, x_outer, inner, x_inner)
     source = x
     if ADD:
         source = residual + row * residual_token
@@ -81,10 +82,10 @@ def rms_norm_row(
 
 @triton.jit
 def layer_norm_row(
-    x, weight, bias, out, inner, x_outer, x_inner, eps,
+    x, weight, bias, out, x_outer, inner, x_inner, eps,
     H: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    x = _row(x, inner, x_outer, x_inner)
+    x = _row(x, x_outer, inner, x_inner)
     out += tl.program_id(0).to(tl.int64) * H
     value = tl.zeros([TILE], tl.float32)
     total = tl.zeros([TILE], tl.float32)
@@ -160,9 +161,9 @@ def swiglu_part(gate_up, out, gate_up_token, SIZE: tl.constexpr, TILE: tl.conste
 
 
 @triton.jit
-def gelu_part(x, out, inner, x_outer, x_inner, H: tl.constexpr, TILE: tl.constexpr, TANH: tl.constexpr):
+def gelu_part(x, out, x_outer, inner, x_inner, H: tl.constexpr, TILE: tl.constexpr, TANH: tl.constexpr):
     """A tile of one row."""
-    x = _row(x, inner, x_outer, x_inner)
+    x = _row(x, x_outer, inner, x_inner)
     out += tl.program_id(0).to(tl.int64) * H
     dim = tl.program_id(1) * TILE + tl.arange(0, TILE)
     value = tl.load(x + dim, mask=dim < H, other=0.0).to(tl.float32)
@@ -203,13 +204,13 @@ def add_rms_norm(
 def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     check_dtype("x", x)
     check_beside(x, weight=weight)
-    x, out = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         tile, warps = norm_tile(x.shape[-1])
         of_residual = (x, 0) if residual is None else (residual, residual.stride(0))
         with on_device_of(x):
-            rms_norm_row[(_count(x),)](
-                *(x, of_residual[0], weight.contiguous(), out, *_layout(x), of_residual[1], eps),
+            rms_norm_row[(count_rows(x),)](
+                *(x, of_residual[0], weight.contiguous(), out, *row_strides(x), of_residual[1], eps),
                 *(x.shape[-1], tile, residual is not None),
                 num_warps=warps,
             )
@@ -227,13 +228,13 @@ def layer_norm(
     validate.check_norm(x, weight=weight, bias=bias)
     check_dtype("x", x)
     check_beside(x, weight=weight, bias=bias)
-    x, out = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         tile, warps = norm_tile(x.shape[-1])
         weights = weight.contiguous(), (weight if bias is None else bias).contiguous()
         with on_device_of(x):
-            layer_norm_row[(_count(x),)](
-                x, *weights, out, *_layout(x), eps, x.shape[-1], tile, bias is not None, num_warps=warps
+            layer_norm_row[(count_rows(x),)](
+                x, *weights, out, *row_strides(x), eps, x.shape[-1], tile, bias is not None, num_warps=warps
             )
     return out
 
@@ -317,33 +318,12 @@ def gelu(
 ) -> Tensor:
     """GELU in its exact (erf) or its tanh form (Hendrycks & Gimpel 2016)."""
     check_dtype("x", x)
-    x, out = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         size = x.shape[-1]
         tile = min(triton.next_power_of_2(size), PART_TILE)
         with on_device_of(x):
-            gelu_part[(_count(x), triton.cdiv(size, tile))](x, out, *_layout(x), size, tile, approximate == "tanh")
+            gelu_part[(count_rows(x), triton.cdiv(size, tile))](
+                x, out, *row_strides(x), size, tile, approximate == "tanh"
+            )
     return out
-
-
-# -------------------------------------------------------------------------------------------------- layouts
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x itself if its strides can be told as those of [outer, inner, H], else a contiguous copy."""
-    strided = x.dim() <= 3 and (x.stride(-1) == 1 or x.shape[-1] == 1)
-    return x if strided else x.contiguous()
-
-
-def _layout(x: Tensor) -> tuple[int, int, int]:
-    """Inner size, outer stride and inner stride of a tensor from `_rows`."""
-    if x.dim() == 3:
-        return x.shape[1], x.stride(0), x.stride(1)
-    if x.dim() > 3:  # contiguous
-        return 1, x.shape[-1], 0
-    return 1, x.stride(0), 0
-
-
-def _count(x: Tensor) -> int:
-    """Rows of x: the product of all sizes but the last."""
-    return x.shape[:-1].numel()

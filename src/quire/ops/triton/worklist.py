@@ -100,7 +100,10 @@ class TritonPlan(AttentionPlan):
         context_lens: Tensor,  # int32 or int64 [S], on the device
         block_tables: Tensor,  # int32 or int64 [S, M], on the device
     ) -> None:
-        """Make the lists on the device. Nothing is checked; wrong values give wrong numbers, all from this cache."""
+        """Make the lists on the device. No value is checked: wrong ones give wrong numbers, all from this cache.
+
+        Raises BadShape or BadDtype.
+        """
         for name, x, dims in (("query_starts", query_starts, 1), ("context_lens", context_lens, 1)):
             validate.check_integers(name, x, dims)
         validate.check_integers("block_tables", block_tables, 2)

@@ -1,0 +1,31 @@
+"""Rows of H numbers as kernels take them: those of [outer, inner, H], with a stride for each of the first two."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def as_rows(
+    x: Tensor,  # [..., H]
+) -> Tensor:
+    """x itself if its strides can be told so, else a contiguous copy."""
+    strided = x.dim() <= 3 and (x.stride(-1) == 1 or x.shape[-1] == 1)
+    return x if strided else x.contiguous()
+
+
+def row_strides(
+    x: Tensor,  # [..., H], from `as_rows`
+) -> tuple[int, int, int]:
+    """Outer stride, inner size, inner stride."""
+    if x.dim() == 3:
+        return x.stride(0), x.shape[1], x.stride(1)
+    if x.dim() > 3:  # contiguous
+        return x.shape[-1], 1, 0
+    return x.stride(0), 1, 0
+
+
+def count_rows(
+    x: Tensor,  # [..., H]
+) -> int:
+    """The product of all sizes but the last."""
+    return x.shape[:-1].numel()
