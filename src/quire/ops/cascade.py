@@ -1,7 +1,8 @@
 """Cascade attention: keys that many sequences share are read once for all of them (Juravsky et al. 2024; FlashInfer).
 
-There are two ways to it. A plan whose block tables agree over 256 keys and more is a cascade already: the cpu backend
-finds that in the tables, reads what is shared once where it pays, and gives the same bits as without. Or the levels are
+There are two ways to it. A plan whose block tables agree over 256 keys and more is a cascade already: the cpu and the
+triton backend find that in the tables and read what is shared once where it pays; the cpu backend, and a reproducible
+plan of the other, give the same bits as without. Or the levels are
 given, here: each is a cache of its own, with its own block size and tables, and divides the query rows into groups; all
 rows of a group see all of its keys. Attention over each level is a state, and the states merge.
 """
