@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,15 +17,15 @@ from quire.engine.engine import Engine, build_engine
 from quire.errors import QuireError, RequestError, Unsupported, check_integer
 from quire.models import check_device, load_model, locate
 from quire.progress import progress_bar
-from quire.request import MAX_PRIORITY, Group, Request, SamplingParams
+from quire.request import MAX_PRIORITY, Request, SamplingParams
 from quire.text import (
     BeamSearchOutput,
-    CompletionOutput,
     OutputProcessor,
     RequestOutput,
     Tokenizer,
     beam_sequences,
     find_tokenizer,
+    make_requests,
 )
 
 # A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as vLLM has it, both with a "cache_salt" if wanted.
@@ -47,13 +46,13 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         config = engine_config(model=model, **options)
         self.config: EngineConfig = replace(config, device=check_device(config.device))
-        directory = locate(self.config.model)
-        backend = ops.load(self.config.attention_backend, self.config.device)
-        if self.config.reproducible and not backend.LIMITS.reproducible:  # before weights are read
-            raise Unsupported(f"attention backend {backend.NAME!r} does not give the same bits in every batch")
-        decoder = load_model(directory, self.config, backend)
-        self.tokenizer: Tokenizer | None = find_tokenizer(directory)
-        self.engine: Engine = build_engine(decoder, backend, self.config)
+        self.directory = locate(self.config.model)
+        self.backend: ops.Ops = ops.load(self.config.attention_backend, self.config.device)
+        if self.config.reproducible and not self.backend.LIMITS.reproducible:  # before weights are read
+            raise Unsupported(f"attention backend {self.backend.NAME!r} does not give the same bits in every batch")
+        self.decoder = load_model(self.directory, self.config, self.backend)
+        self.tokenizer: Tokenizer | None = find_tokenizer(self.directory)
+        self.engine: Engine = build_engine(self.decoder, self.backend, self.config)
         self._processor = OutputProcessor(self.engine, self.tokenizer)
         self._num_prompts = 0
 
@@ -145,9 +144,6 @@ class LLM:
         ended: deque[RequestOutput] = deque()
         try:
             for request, output in requests:
-                if request.sample_index:  # siblings share the seed of the first one; their index tells them apart
-                    request.sampling = replace(request.sampling, seed=output.outputs[0].seed)
-                self.engine.add(request)
                 self._processor.add(request, output, ended)
             while pending:
                 if not self.engine.has_work:
@@ -193,7 +189,7 @@ class LLM:
             raise RequestError(
                 f"{len(listed)} prompts were given with {len(each)} sampling_params; give one for all, or one each"
             )
-        requests = []
+        requests: list[tuple[Request, RequestOutput]] = []
         for prompt, sampling, place in zip(listed, each, priorities, strict=True):
             if not isinstance(sampling, SamplingParams):
                 raise RequestError(f"sampling_params has a {type(sampling).__name__}; it must be SamplingParams")
@@ -202,15 +198,8 @@ class LLM:
                 raise RequestError(
                     f"stop is {sampling.stop!r}; without a tokenizer only stop_token_ids can end a request"
                 )
-            name = self._next_name()
-            output = RequestOutput(name, text, tokens, [CompletionOutput(i) for i in range(sampling.n)])
-            group = Group() if sampling.n > 1 else None
-            for i in range(sampling.n):
-                own = sampling if i == 0 else replace(sampling, prompt_logprobs=None)  # the prompt is reported once
-                request = Request(f"{name}-{i}", array("i", tokens), len(tokens), own, i, place, salt, group)
-                requests.append((request, output))
-                if group is not None:
-                    group.members.append(request)
+            output, samples = make_requests(self._next_name(), text, tokens, sampling, place, salt)
+            requests += [(request, output) for request in samples]
         return requests
 
     def _next_name(self) -> str:

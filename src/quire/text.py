@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from quire.engine.beam import Hypothesis
 from quire.engine.engine import Engine
-from quire.errors import ModelError
-from quire.request import Event, FinishReason, PrefixReport, Request, SamplingParams, TokenLogprobs
+from quire.errors import ModelError, RequestError
+from quire.request import Event, FinishReason, Group, PrefixReport, Request, SamplingParams, TokenLogprobs
+
+log = logging.getLogger("quire")
 
 REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
 MAX_CHARACTER_TOKENS = 4  # a character takes at most 4 bytes, and a token holds at least one
 MAX_HELD_TOKENS = 16  # longer runs without a whole character are really broken, so they are let go
 
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+# GPT-2's letters for bytes: the byte's own where it is printable, else the next one from U+0100 on.
+BYTE_LETTERS = {chr(byte): bytes([byte]) for byte in PRINTABLE} | {
+    chr(0x100 + i): bytes([byte]) for i, byte in enumerate(sorted({*range(0x100)}.difference(PRINTABLE)))
+}
+BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # sentencepiece's token of a single byte
+WORD_MARK = "\u2581"  # what sentencepiece has for a space
+
 
 class Tokenizer:
-    """A Hugging Face `tokenizer.json`."""
+    """A Hugging Face `tokenizer.json`. Any number of threads may use it."""
 
     def __init__(self, directory: Path) -> None:
         """Read it. Raises ModelError where it is unreadable."""
@@ -31,14 +45,62 @@ class Tokenizer:
             raise ModelError(f"{path} cannot be read: {error}") from error
         self._fast.no_truncation()  # a tokenizer saved after training may still cut and pad
         self._fast.no_padding()
+        self._decoders = _decoders(self._fast)
+        self._marks_words = not {"ByteFallback", "Metaspace"}.isdisjoint(self._decoders)
+        self._added = {
+            token: added.content.replace(WORD_MARK, " ") if self._marks_words and not added.special else added.content
+            for token, added in self._fast.get_added_tokens_decoder().items()
+        }
 
-    def encode(self, text: str) -> list[int]:
-        """The text's tokens, with the special tokens that the model expects around a prompt."""
-        return list(self._fast.encode(text).ids)
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. A model may have room for more."""
+        return int(self._fast.get_vocab_size())
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The text's tokens; if asked for, with the special tokens that the model expects around a prompt.
+
+        Raises RequestError for what is no text.
+        """
+        try:
+            return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        except Exception as error:  # the library raises bare Exceptions
+            half = next((i for i, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
+            if half is None:
+                raise RequestError(f"the text cannot be encoded: {error}") from error
+            code = f"U+{ord(text[half]):04X}"
+            raise RequestError(f"the text has {code}, half of a character, at position {half}") from error
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The tokens' text."""
         return str(self._fast.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that the token stands for, be they whole characters or not; none for an id without a token."""
+        if token in self._added:
+            return self._added[token].encode()
+        piece = self._fast.id_to_token(token)
+        if piece is None:
+            return b""
+        if "ByteLevel" in self._decoders:
+            return b"".join(BYTE_LETTERS.get(letter) or letter.encode() for letter in piece)
+        if "ByteFallback" in self._decoders and (match := BYTE_PIECE.fullmatch(piece)):
+            return bytes.fromhex(match[1])
+        if self._marks_words:
+            return piece.replace(WORD_MARK, " ").encode()
+        return self.decode([token], skip_special_tokens=False).encode()
+
+    def json(self) -> str:
+        """The contents of a `tokenizer.json`."""
+        return str(self._fast.to_str())
+
+
+def _decoders(tokenizer: FastTokenizer) -> frozenset[str]:
+    """The names of the steps by which a tokenizer decodes."""
+    if tokenizer.decoder is None:
+        return frozenset()
+    decoder = json.loads(tokenizer.decoder.__getstate__())
+    return frozenset(step["type"] for step in decoder.get("decoders", [decoder]))
 
 
 def find_tokenizer(directory: Path) -> Tokenizer | None:
@@ -156,6 +218,26 @@ class RequestOutput:
         return self.num_running == 0
 
 
+def make_requests(
+    name: str,
+    text: str | None,
+    tokens: list[int],
+    sampling: SamplingParams,
+    priority: int = 0,
+    cache_salt: str = "",
+) -> tuple[RequestOutput, list[Request]]:
+    """A prompt's output, still empty, and the requests of its samples."""
+    output = RequestOutput(name, text, tokens, [CompletionOutput(i) for i in range(sampling.n)])
+    group = Group() if sampling.n > 1 else None
+    requests = []
+    for i in range(sampling.n):
+        own = sampling if i == 0 else replace(sampling, prompt_logprobs=None)  # the prompt is reported once
+        requests.append(Request(f"{name}-{i}", array("i", tokens), len(tokens), own, i, priority, cache_salt, group))
+    if group is not None:
+        group.members += requests
+    return output, requests
+
+
 @dataclass(frozen=True)
 class BeamSearchSequence:
     """One sequence that a beam search found."""
@@ -216,18 +298,24 @@ class OutputProcessor:
         self._samples: dict[str, _Sample] = {}
 
     def add(self, request: Request, output: RequestOutput, ended: deque[RequestOutput]) -> None:
-        """Gather the request's events in the output's sample of its index. When all samples ended, it joins `ended`."""
+        """Queue the request, and gather its events in the output's sample of its index.
+
+        When all samples ended, the output joins `ended`. Raises RequestError, queueing nothing, as Engine.add does.
+        """
+        if request.sample_index:  # siblings share the seed of the first one; their index tells them apart
+            request.sampling = replace(request.sampling, seed=output.outputs[0].seed)
         sampling, sample = request.sampling, output.outputs[request.sample_index]
-        sample.seed = request.seed
-        if sampling.logprobs is not None:
-            sample.logprobs, sample.cumulative_logprob = [], 0.0
-        if sampling.prompt_logprobs is not None and request.sample_index == 0:
-            output.prompt_logprobs = [None]
         detokenizer = (
             Detokenizer(self._tokenizer, output.prompt_token_ids, sampling.skip_special_tokens)
             if self._tokenizer
             else None
         )
+        self._engine.add(request)
+        sample.seed = request.seed
+        if sampling.logprobs is not None:
+            sample.logprobs, sample.cumulative_logprob = [], 0.0
+        if sampling.prompt_logprobs is not None and request.sample_index == 0:
+            output.prompt_logprobs = [None]
         self._samples[request.id] = _Sample(request, output, sample, sampling, detokenizer, ended)
 
     def process(self, events: Sequence[Event]) -> Iterator[RequestOutput]:
@@ -237,7 +325,13 @@ class OutputProcessor:
             if sample is not None:  # else a stop string has ended it
                 if sample.request.prefix_report is None:
                     sample.request.prefix_report = sample.source.prefix_report
-                self._process_event(sample, event)
+                try:
+                    self._process_event(sample, event)
+                except Exception as error:  # a tokenizer's; the other requests go on
+                    log.exception("the text of request %s cannot be told; it ends with an error", event.request_id)
+                    sample.output.finish_reason = FinishReason.ERROR.value
+                    sample.output.error = f"{type(error).__name__}: {error}"
+                    self._engine.finish(event.request_id, FinishReason.ERROR)
                 if sample.output.finished:
                     del self._samples[event.request_id]
                     sample.request.num_running -= 1

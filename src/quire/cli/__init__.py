@@ -1,4 +1,4 @@
-"""The command line: `quire generate`, `quire bench`, `quire simulate`, `quire info`.
+"""The command line: `quire generate`, `quire serve`, `quire bench`, `quire simulate`, `quire info`.
 
 Everything heavy is imported inside the commands, so that `quire --help` answers at once.
 """
@@ -10,10 +10,12 @@ import typer
 from quire.cli import bench
 from quire.cli.generate import generate
 from quire.cli.info import info
+from quire.cli.serve import serve
 from quire.cli.simulate import simulate
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Paged attention for Python: serve language models.")
 app.command()(generate)
+app.command()(serve)
 app.add_typer(bench.app, name="bench")
 app.command()(simulate)
 app.command()(info)

@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI-compatible server. The only room that knows asyncio."""

@@ -1,0 +1,149 @@
+"""/v1/chat/completions: a conversation goes on, as OpenAI answers it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from quire.server.completions import prompt_logprobs
+from quire.server.errors import ApiError, request_failed
+from quire.server.jobs import Generation, Stream
+from quire.server.protocol import ChatRequest, Message
+from quire.server.service import Prompt, Service, counted, finite, new_name
+from quire.server.sse import DONE, Chunks, EventStream, JsonBody, data, usage
+from quire.text import Logprob, Tokenizer
+
+
+async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Response:
+    """Answer a request."""
+    service.check_model(body.model)
+    prompt = await conversation(service, body.messages, body.add_generation_prompt)
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = service.room_for([prompt], body, field)
+    name = new_name("chatcmpl")
+    created, model = int(time.time()), service.names[0]
+    head = {"id": name, "object": "chat.completion", "created": created, "model": model}
+    if body.use_beam_search:
+        found = await service.search(request, body, name, prompt, max_tokens)
+        choices = [_choice(i, text, None, reason, None) for i, (text, reason, _) in enumerate(found)]
+        generated = sum(count for _, _, count in found)
+        return JsonBody(head | {"choices": choices, "usage": usage(len(prompt.tokens), generated, 0)})
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(f"top_logprobs is {body.top_logprobs} without logprobs; set logprobs to true", param="logprobs")
+    service.check_logprobs("top_logprobs", body.top_logprobs)
+    count = body.top_logprobs or 0
+    params = service.sampling(body, max_tokens=max_tokens, logprobs=count if body.logprobs else None)
+    made = service.requests(request, body, name, [prompt], params, await service.guide(body))
+    if body.stream:
+        job = Stream(made)
+        service.worker.submit(job)
+        head["object"] = "chat.completion.chunk"
+        return EventStream(_stream(service, body, head, job), lambda: service.worker.abort(job))
+    outputs = await service.run(request, Generation(made))
+    choices = [
+        _choice(
+            sample.index,
+            sample.text,
+            _logprobs(service.tokenizer, sample.token_ids, sample.logprobs, count),
+            sample.finish_reason,
+            sample.stop_reason,
+        )
+        for sample in outputs[0].outputs
+    ]
+    answer = head | {"choices": choices, "usage": usage(*counted(outputs))}
+    if body.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = prompt_logprobs(outputs[0])
+    return JsonBody(answer)
+
+
+async def conversation(service: Service, messages: Sequence[Message], add_generation_prompt: bool) -> Prompt:
+    """The prompt that a conversation makes. Raises ApiError without a template, RequestError where it refuses."""
+    if service.template is None:
+        message = (
+            f"{service.names[0]} has no chat template, so it continues prompts only (/v1/completions); the server takes "
+            f"a template as --chat-template FILE"
+        )
+        raise ApiError(message, param="messages")
+    plain = [_plain(message) for message in messages]
+    text = await asyncio.to_thread(service.template.render, plain, add_generation_prompt)
+    return await service.encode(text, add_special_tokens=False)  # the template writes those itself
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    named = {} if message.name is None else {"name": message.name}
+    return {"role": message.role, "content": content or ""} | named
+
+
+def _choice(
+    index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None, stop_reason: int | str | None
+) -> dict[str, Any]:
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": reason,
+        "stop_reason": stop_reason,
+    }
+
+
+async def _stream(service: Service, body: ChatRequest, head: dict[str, Any], job: Stream) -> AsyncIterator[bytes]:
+    """The answer in pieces: each choice's first says who speaks, its last why it ends."""
+    chunks = Chunks(head, body.stream_options)
+    [output] = job.outputs
+    num_prompt, generated = len(output.prompt_token_ids), 0
+
+    def piece(index: int, delta: dict[str, Any], logprobs: Any = None, **end: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None} | end
+        return chunks.choice(choice, num_prompt, generated)
+
+    for index in range(body.n or 1):
+        yield piece(index, {"role": "assistant", "content": ""})
+    while deltas := await job.deltas():
+        parts = []
+        for delta in deltas:
+            generated += len(delta.token_ids)
+            if delta.error is not None:
+                parts.append(data(request_failed(delta.error).body()))
+                continue
+            logprobs = _logprobs(service.tokenizer, delta.token_ids, delta.logprobs, body.top_logprobs or 0)
+            if delta.text or (logprobs and delta.token_ids):
+                parts.append(piece(delta.sample, {"content": delta.text}, logprobs))
+            if delta.finish_reason is not None:
+                end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+                parts.append(piece(delta.sample, {}, **end))
+        if parts:
+            yield b"".join(parts)
+    if job.error is not None:
+        yield data(job.error.body()) + DONE
+    else:
+        yield chunks.end(num_prompt, generated, output.num_cached_tokens or 0)
+
+
+def _logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob]] | None, count: int
+) -> dict[str, Any] | None:
+    """The tokens, each with the `count` most probable ones in its place."""
+    if logprobs is None:
+        return None
+
+    def entry(token: int, found: Logprob) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token)
+        return {"token": raw.decode(errors="replace"), "logprob": finite(found.logprob), "bytes": list(raw)}
+
+    def best(found: dict[int, Logprob]) -> list[dict[str, Any]]:
+        ranked = sorted(found.items(), key=lambda candidate: candidate[1].rank)
+        return [entry(token, candidate) for token, candidate in ranked if candidate.rank <= count]
+
+    content = [
+        entry(token, found[token]) | {"top_logprobs": best(found)}
+        for token, found in zip(tokens, logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}

@@ -1,0 +1,244 @@
+"""/v1/completions: prompts go on, as OpenAI answers it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from quire.request import SamplingParams
+from quire.server.errors import ApiError, request_failed
+from quire.server.jobs import Delta, Generation, Stream
+from quire.server.protocol import CompletionRequest
+from quire.server.service import Prompt, Service, counted, finite, new_name
+from quire.server.sse import DONE, Chunks, EventStream, JsonBody, data, usage
+from quire.text import CompletionOutput, Logprob, RequestOutput, Tokenizer
+
+Candidates = dict[int, Logprob]
+
+
+async def complete(service: Service, request: HttpRequest, body: CompletionRequest) -> Response:
+    """Answer a request."""
+    service.check_model(body.model)
+    prompts = [await _prompt(service, given, body) for given in _listed(body.prompt)]
+    # Without a new token nothing would run, so one is drawn, and not told.
+    max_tokens = service.room_for(prompts, body, "max_tokens") or (1 if body.max_tokens == 0 else None)
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError("max_tokens is 0 without echo, so there would be nothing to answer", param="max_tokens")
+    name = new_name("cmpl")
+    head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": service.names[0]}
+    if body.use_beam_search:
+        return await _search(service, request, body, head, prompts, max_tokens)
+    params = _params(service, body, max_tokens)
+    made = service.requests(request, body, name, prompts, params, await service.guide(body))
+    writer = _Writer(service, body, prompts)
+    if body.stream:
+        job = Stream(made)
+        service.worker.submit(job)
+        return EventStream(_stream(body, head, writer, job), lambda: service.worker.abort(job))
+    outputs = await service.run(request, Generation(made))
+    num_prompt, num_generated, num_cached = counted(outputs)
+    choices = [choice for i, output in enumerate(outputs) for choice in writer.choices(i, output)]
+    numbers = usage(num_prompt, 0 if body.max_tokens == 0 else num_generated, num_cached)
+    return JsonBody(head | {"choices": choices, "usage": numbers})
+
+
+def _listed(prompt: Any) -> list[str | list[int]]:
+    """The prompts as a list, also where one was given."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+
+
+async def _prompt(service: Service, given: str | list[int], body: CompletionRequest) -> Prompt:
+    if isinstance(given, str):
+        return await service.encode(given, body.add_special_tokens)
+    text = None
+    if body.echo and service.llm.tokenizer is not None:
+        text = service.llm.tokenizer.decode(given, skip_special_tokens=False)
+    return Prompt(text, given)
+
+
+def _params(service: Service, body: CompletionRequest, max_tokens: int | None) -> SamplingParams:
+    num_choices = body.n or 1
+    own: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs}
+    if body.best_of is not None:
+        if body.best_of < num_choices:
+            raise ApiError(f"best_of is {body.best_of}; it must be at least n, which is {num_choices}", param="best_of")
+        if body.stream and body.best_of > num_choices:
+            raise ApiError("best_of does not go with stream: which are best is known at the end", param="best_of")
+        own["n"] = body.best_of
+        if body.best_of > num_choices and body.logprobs is None:
+            own["logprobs"] = 0
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        own["prompt_logprobs"] = body.logprobs
+    return service.sampling(body, **own)
+
+
+async def _search(
+    service: Service,
+    request: HttpRequest,
+    body: CompletionRequest,
+    head: dict[str, Any],
+    prompts: Sequence[Prompt],
+    max_tokens: int | None,
+) -> Response:
+    if len(prompts) > 1:
+        raise ApiError(f"use_beam_search takes one prompt at a time; {len(prompts)} were given", param="prompt")
+    [prompt] = prompts
+    found = await service.search(request, body, head["id"], prompt, max_tokens)
+    choices = [
+        {"index": i, "text": text, "logprobs": None, "finish_reason": reason, "stop_reason": None}
+        for i, (text, reason, _) in enumerate(found)
+    ]
+    generated = sum(count for _, _, count in found)
+    return JsonBody(head | {"choices": choices, "usage": usage(len(prompt.tokens), generated, 0)})
+
+
+async def _stream(body: CompletionRequest, head: dict[str, Any], writer: _Writer, job: Stream) -> AsyncIterator[bytes]:
+    """The answer in pieces."""
+    chunks = Chunks(head, body.stream_options)
+    numbers = {output.request_id: i for i, output in enumerate(job.outputs)}
+    generated = [0] * len(numbers)
+    while deltas := await job.deltas():
+        parts = []
+        for delta in deltas:
+            number = numbers[delta.output.request_id]
+            if body.max_tokens != 0:
+                generated[number] += len(delta.token_ids)
+            if delta.error is not None:
+                parts.append(data(request_failed(delta.error).body()))
+            elif (choice := writer.piece(number, delta)) is not None:
+                parts.append(chunks.choice(choice, len(delta.output.prompt_token_ids), generated[number]))
+        if parts:
+            yield b"".join(parts)
+    if job.error is not None:
+        yield data(job.error.body()) + DONE
+    else:
+        num_prompt, _, num_cached = counted(job.outputs)
+        yield chunks.end(num_prompt, sum(generated), num_cached)
+
+
+class _Writer:
+    """Writes choices."""
+
+    def __init__(self, service: Service, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
+        self._tokenizer = service.llm.tokenizer
+        self._body = body
+        self._prompts = prompts
+        self._samples = body.best_of or body.n or 1
+        self._offsets: dict[tuple[int, int], int] = {}  # where the next token of a streamed choice begins
+
+    def choices(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """Those of a prompt that has ended, the n best ones."""
+        num_choices = self._body.n or 1
+        best = output.outputs
+        if num_choices < len(best):
+            best = sorted(best, key=_goodness, reverse=True)[:num_choices]
+        return [self._choice(number * num_choices + i, number, output, sample) for i, sample in enumerate(best)]
+
+    def _choice(self, index: int, number: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
+        told = self._body.max_tokens != 0
+        text = sample.text if told else ""
+        positions: list[tuple[int, Candidates | None]] = []
+        if self._body.logprobs is not None and sample.logprobs is not None and told:
+            positions += zip(sample.token_ids, sample.logprobs, strict=True)
+        if self._body.echo:
+            text = (self._prompts[number].text or "") + text
+            positions = self._echoed(output) + positions
+        logprobs = None if self._body.logprobs is None else self._logprobs(positions, 0)
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": sample.finish_reason if told else "length",
+            "stop_reason": sample.stop_reason if told else None,
+        }
+        return choice | self._prompt_logprobs(output)
+
+    def piece(self, number: int, delta: Delta) -> dict[str, Any] | None:
+        """What a stream tells of a delta. None: nothing yet."""
+        told = self._body.max_tokens != 0
+        key = (number, delta.sample)
+        is_first = key not in self._offsets
+        text = delta.text if told else ""
+        positions: list[tuple[int, Candidates | None]] = []
+        if self._body.logprobs is not None and delta.logprobs is not None and told:
+            positions += zip(delta.token_ids, delta.logprobs, strict=True)
+        if is_first and self._body.echo:
+            text = (self._prompts[number].text or "") + text
+            positions = self._echoed(delta.output) + positions
+        if not (text or positions or delta.finish_reason or is_first):
+            return None
+        offset = self._offsets.setdefault(key, 0)
+        logprobs = None if self._body.logprobs is None else self._logprobs(positions, offset)
+        if logprobs is not None:
+            self._offsets[key] += sum(map(len, logprobs["tokens"]))
+        choice = {
+            "index": number * self._samples + delta.sample,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason if told or delta.finish_reason is None else "length",
+            "stop_reason": delta.stop_reason if told else None,
+        }
+        return choice | (self._prompt_logprobs(delta.output) if is_first else {})
+
+    def _echoed(self, output: RequestOutput) -> list[tuple[int, Candidates | None]]:
+        if self._body.logprobs is None or output.prompt_logprobs is None:
+            return []
+        return list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))
+
+    def _prompt_logprobs(self, output: RequestOutput) -> dict[str, Any]:
+        if self._body.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(output)}
+
+    def _logprobs(self, positions: Sequence[tuple[int, Candidates | None]], offset: int) -> dict[str, Any]:
+        tokens: list[str] = []
+        chosen: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for token, candidates in positions:
+            text = token_text(self._tokenizer, token)
+            tokens.append(text)
+            offsets.append(offset)
+            offset += len(text)
+            if candidates is None:
+                chosen.append(None)
+                top.append(None)
+            else:
+                chosen.append(finite(candidates[token].logprob))
+                top.append({token_text(self._tokenizer, t): finite(found.logprob) for t, found in candidates.items()})
+        return {"text_offset": offsets, "token_logprobs": chosen, "tokens": tokens, "top_logprobs": top}
+
+
+def _goodness(sample: CompletionOutput) -> float:
+    """The mean logprob of its tokens."""
+    return (sample.cumulative_logprob or 0.0) / max(1, len(sample.token_ids))
+
+
+def token_text(tokenizer: Tokenizer | None, token: int) -> str:
+    """A token as a text, and where it is no whole characters, its bytes as OpenAI writes them."""
+    if tokenizer is None:
+        return f"token_id:{token}"
+    raw = tokenizer.token_bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """The prompt's logprobs as vLLM writes them."""
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if candidates is None
+        else {
+            str(token): {"logprob": finite(found.logprob), "rank": found.rank, "decoded_token": found.decoded_token}
+            for token, found in candidates.items()
+        }
+        for candidates in output.prompt_logprobs
+    ]

@@ -1,0 +1,71 @@
+"""What a client is told when its request cannot be served: a status and a body in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from quire.errors import QuireError
+
+# OpenAI's names of kinds of errors, by status; others are "invalid_request_error" below 500 and "server_error" above.
+KINDS = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+
+
+class ApiError(QuireError):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self,
+        message: str,
+        status: int = HTTPStatus.BAD_REQUEST,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """param: the field that is wrong; code: a word for programs."""
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI writes it."""
+        default = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+        kind = next((name for status, name in KINDS.items() if status == self.status), default)
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def queue_full(limit: int) -> ApiError:
+    """There is no room for one more request."""
+    return ApiError(
+        f"{limit} requests run or wait already, which is as many as this server takes; try again later",
+        HTTPStatus.TOO_MANY_REQUESTS,
+        code="queue_full",
+        headers={"Retry-After": "1"},
+    )
+
+
+def engine_stopped(why: str) -> ApiError:
+    """No request can be served any more."""
+    return ApiError(f"the engine has stopped: {why}", HTTPStatus.SERVICE_UNAVAILABLE, code="engine_stopped")
+
+
+def deadline_passed(seconds: float) -> ApiError:
+    """A request took longer than it may."""
+    return ApiError(
+        f"the request was not done {seconds:g} s after it came, which is the longest that this server lets one take",
+        HTTPStatus.GATEWAY_TIMEOUT,
+        code="deadline",
+    )
+
+
+def request_failed(why: str) -> ApiError:
+    """A step failed, or something in it, for which the client can do nothing."""
+    return ApiError(f"the request failed: {why}", HTTPStatus.INTERNAL_SERVER_ERROR, code="engine_error")

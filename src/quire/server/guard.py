@@ -1,0 +1,113 @@
+"""Guard: who may ask, and how much may be sent. The first that a request meets, before any of it is understood."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.errors import ApiError
+from quire.server.sse import JsonBody
+
+OPEN_PATHS = frozenset({"/health"})  # what is answered without a key
+BODY_TIMEOUT = 60.0  # seconds for a body to come
+
+
+class Guard:
+    """Refuses requests without a key that is known, and bodies that are too large or too slow."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...], max_body_size: int, realm_paths: tuple[str, ...]) -> None:
+        """realm_paths: a browser that comes to one of these without a key asks its user for one (as a password)."""
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._max_body_size = max_body_size
+        self._realm_paths = realm_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request pass, or answer it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        refusal = self._check_key(scope, headers) or self._check_length(headers)
+        if refusal is not None:
+            await JsonBody(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)
+            return
+        await self._app(scope, _Bounded(receive, self._max_body_size), send)
+
+    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
+        if not self._keys or scope["path"] in OPEN_PATHS:
+            return None
+        shown = _shown_key(headers.get(b"authorization", b""))
+        # Each key is compared, and in constant time, so that the time taken tells nothing of any.
+        found = [key for key in self._keys if hmac.compare_digest(key, shown)]
+        if found:
+            scope.setdefault("state", {})["key"] = found[0].decode()
+            return None
+        told = 'send "Authorization: Bearer KEY" with a key of this server'
+        challenge = "Basic" if scope["path"].startswith(self._realm_paths) else "Bearer"
+        return ApiError(
+            f"{'this key is not known' if shown else 'there is no key in the request'}; {told}",
+            HTTPStatus.UNAUTHORIZED,
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": f'{challenge} realm="quire"'},
+        )
+
+    def _check_length(self, headers: dict[bytes, bytes]) -> ApiError | None:
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > self._max_body_size:
+            return _too_large(self._max_body_size)
+        return None
+
+
+class _Bounded:
+    """A `receive` that ends a body where it becomes too large or too late."""
+
+    def __init__(self, receive: Receive, limit: int) -> None:
+        self._receive = receive
+        self._limit = limit
+        self._left = limit
+        self._is_complete = False
+
+    async def __call__(self) -> Message:
+        if self._is_complete:
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), BODY_TIMEOUT)
+        except asyncio.TimeoutError:
+            raise HTTPException(
+                HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {BODY_TIMEOUT:g} s"
+            ) from None
+        if message["type"] == "http.request":
+            self._left -= len(message.get("body", b""))
+            if self._left < 0:
+                error = _too_large(self._limit)
+                raise HTTPException(error.status, str(error))
+            self._is_complete = not message.get("more_body", False)
+        return message
+
+
+def _shown_key(authorization: bytes) -> bytes:
+    """The key of a Bearer, or the password of a Basic authorization; empty where there is none."""
+    scheme, _, value = authorization.partition(b" ")
+    if scheme.lower() == b"bearer":
+        return value.strip()
+    if scheme.lower() == b"basic":
+        try:
+            return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
+        except binascii.Error:
+            return b""
+    return b""
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        f"the body is larger than {limit} bytes, which is the most that this server takes",
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        code="body_too_large",
+    )

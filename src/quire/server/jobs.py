@@ -1,0 +1,146 @@
+"""Jobs: what one client asked of the engine, as the event loop and the engine's thread both see it.
+
+The methods `check`, `deltas` and `take` are the event loop's, the others the engine thread's. What the engine thread
+fills, the event loop reads when the job has ended; before that it gets copies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from quire.engine.beam_driver import BeamDriver
+from quire.engine.engine import Engine
+from quire.request import Request
+from quire.server.errors import ApiError
+from quire.text import Logprob, OutputProcessor, RequestOutput
+
+
+class Delta(NamedTuple):
+    """What came to one sample since it was last told of."""
+
+    output: RequestOutput  # its ids do not change; what grows is the engine thread's until the job has ended
+    sample: int  # its index
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    error: str | None
+
+
+class Job(Protocol):
+    """What a worker serves."""
+
+    num_samples: int  # seats that it takes at most
+    requests: list[Request]  # those that draw their own tokens
+    ended: asyncio.Event
+    error: ApiError | None  # why it ended, if not for its samples' own reasons
+
+    def check(self, engine: Engine) -> None:
+        """Raise RequestError if it could never run."""
+
+    def start(self, processor: OutputProcessor) -> None:
+        """Queue it. Raises what Engine.add raises; then some of it may stand in the queue."""
+
+    def stop(self, engine: Engine) -> None:
+        """Take it back."""
+
+
+class Generation:
+    """Prompts to be continued."""
+
+    def __init__(self, prompts: Sequence[tuple[RequestOutput, list[Request]]]) -> None:
+        self.outputs = [output for output, _ in prompts]
+        self.requests = [request for _, requests in prompts for request in requests]
+        self.num_samples = len(self.requests)
+        self.ended = asyncio.Event()
+        self.error: ApiError | None = None
+        self.num_open = len(self.outputs)  # the engine thread's: outputs that have not ended
+        self._prompts = prompts
+
+    def check(self, engine: Engine) -> None:
+        """Raise RequestError if one of them could never run."""
+        for request in self.requests:
+            engine.check(request)
+
+    def start(self, processor: OutputProcessor) -> None:
+        """Queue all samples."""
+        ended: deque[RequestOutput] = deque()
+        for output, requests in self._prompts:
+            for request in requests:
+                processor.add(request, output, ended)
+
+    def stop(self, engine: Engine) -> None:
+        """Take all samples back."""
+        for request in self.requests:
+            engine.abort(request.id)
+
+    def news(self, output: RequestOutput) -> list[Delta]:
+        """What is to be told of an output that has grown: nothing until the end."""
+        return []
+
+    def take(self, deltas: list[Delta]) -> None:
+        """Take in what a step brought."""
+
+
+class Stream(Generation):
+    """Prompts to be continued, told as they grow."""
+
+    def __init__(self, prompts: Sequence[tuple[RequestOutput, list[Request]]]) -> None:
+        super().__init__(prompts)
+        self._told: dict[tuple[str, int], tuple[int, int]] = {}  # characters and tokens; the engine thread's
+        self._came = asyncio.Event()
+        self._deltas: list[Delta] = []
+
+    def news(self, output: RequestOutput) -> list[Delta]:
+        """What is new in an output."""
+        found = []
+        for sample in output.outputs:
+            key = (output.request_id, sample.index)
+            characters, tokens = self._told.get(key, (0, 0))
+            if characters < 0 or (len(sample.token_ids) == tokens and not sample.finished):
+                continue
+            logprobs = None if sample.logprobs is None else sample.logprobs[tokens:]
+            new = (sample.text[characters:], sample.token_ids[tokens:], logprobs)
+            found.append(Delta(output, sample.index, *new, sample.finish_reason, sample.stop_reason, sample.error))
+            self._told[key] = (-1, -1) if sample.finished else (len(sample.text), len(sample.token_ids))
+        return found
+
+    def take(self, deltas: list[Delta]) -> None:
+        """Take in what a step brought."""
+        self._deltas += deltas
+        self._came.set()
+
+    async def deltas(self) -> list[Delta]:
+        """What has come since the last call, as soon as there is something. Empty: the job has ended."""
+        while not self._deltas and not self.ended.is_set():
+            self._came.clear()
+            await self._came.wait()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+
+class Search:
+    """A beam search."""
+
+    def __init__(self, driver: BeamDriver) -> None:
+        self.driver = driver
+        self.requests: list[Request] = []
+        self.num_samples = len(driver.request_ids)
+        self.ended = asyncio.Event()
+        self.error: ApiError | None = None
+
+    def check(self, engine: Engine) -> None:
+        """Raise RequestError if it could never run."""
+        self.driver.check()
+
+    def start(self, processor: OutputProcessor) -> None:
+        """Queue it."""
+        self.driver.start()
+
+    def stop(self, engine: Engine) -> None:
+        """Take it back."""
+        self.driver.stop()

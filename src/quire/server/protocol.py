@@ -1,0 +1,216 @@
+"""What clients may ask for, field by field. An unknown field, or one out of bounds, is an error that names it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+
+from quire.engine.beam import MAX_LENGTH_PENALTY
+from quire.request import MAX_PRIORITY, MAX_SEED, SMALLEST
+
+MAX_N = 128  # samples of a prompt, as OpenAI has it
+MAX_PROMPTS = 1024  # in one request
+MAX_PROMPT = 2**21  # characters or tokens
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_STOP_TOKENS = 256
+MAX_TOKEN = 2**31 - 1
+MAX_NAME = 256
+MAX_MESSAGES = 4096
+MAX_GRAMMAR = 2**16
+
+Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_PROMPT)]
+Text = Annotated[str, StringConstraints(max_length=MAX_PROMPT)]
+Name = Annotated[str, StringConstraints(max_length=MAX_NAME)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKEN)]
+
+
+class Body(BaseModel):
+    """A request's body: no field is ignored, and no value is bent into shape."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    """What a stream tells besides the text."""
+
+    include_usage: bool = False  # a last chunk with the number of tokens
+    continuous_usage_stats: bool = False  # the numbers so far in every chunk, as vLLM has it
+
+
+class JsonSchema(Body):
+    """The schema of a response_format."""
+
+    name: Name = "schema"
+    description: Name | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None  # a schema is always kept to
+
+
+class ResponseFormat(Body):
+    """What the text has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Sampling(Body):
+    """What completions and chat completions have in common. The second part is vLLM's."""
+
+    model: Name | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = 1
+    temperature: Annotated[Number, Field(ge=0, le=100)] | None = 1.0
+    top_p: Annotated[Number, Field(ge=SMALLEST, le=1)] | None = 1.0
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    user: Annotated[str, StringConstraints(max_length=MAX_PROMPT)] | None = None  # of no consequence
+
+    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = 0
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = 0.0
+    repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = 1.0
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = 0
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    cache_salt: Name | None = None
+    use_beam_search: bool = False
+    length_penalty: Annotated[Number, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] = 1.0
+    regex: Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR)] | None = None
+    grammar: Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR)] | None = None
+
+    # Fields of OpenAI's that are taken where they ask for nothing, since clients send them, and otherwise refused.
+    logit_bias: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: Name | None = None
+
+    NOT_SERVED: ClassVar[dict[str, str]] = {
+        "logit_bias": "tokens cannot be biased here",
+        "store": "nothing is stored here",
+    }
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def refuse_what_is_not_served(cls, value: Any, info: Any) -> Any:
+        """An option that cannot be honoured is refused, not ignored."""
+        if value and info.field_name in cls.NOT_SERVED:
+            raise ValueError(f"{cls.NOT_SERVED[info.field_name]}; leave it out")
+        return value
+
+
+class CompletionRequest(Sampling):
+    """The body of /v1/completions."""
+
+    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+    suffix: str | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = 16
+    echo: bool | None = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    add_special_tokens: bool = True
+
+    NOT_SERVED = Sampling.NOT_SERVED | {"suffix": "text cannot be filled in before a suffix: models here only continue"}
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None = None
+    name: Name | None = None
+    refusal: str | None = None
+    tool_calls: list[Any] | None = None
+
+    @field_validator("tool_calls", mode="after")
+    @classmethod
+    def refuse_tools(cls, value: list[Any] | None) -> list[Any] | None:
+        """Tools are not served."""
+        if value:
+            raise ValueError("tools are not served here; leave it out")
+        return value
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ChatRequest(Sampling):
+    """The body of /v1/chat/completions."""
+
+    messages: Messages
+    max_tokens: MaxTokens | None = None  # None: to the end of the context
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
+    add_generation_prompt: bool = True
+
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    chat_template: str | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    NOT_SERVED = Sampling.NOT_SERVED | {
+        "tools": "tools are not served here",
+        "functions": "functions are not served here",
+        "chat_template": "a template in a request would be a program from a stranger; start the server with one",
+        "audio": "only text is served here",
+        "prediction": "predicted outputs are not served here",
+        "reasoning_effort": "the effort of reasoning cannot be set here",
+    }
+
+    @field_validator("tool_choice", "function_call", mode="after")
+    @classmethod
+    def refuse_choices(cls, value: Any) -> Any:
+        """With no tools, none can be chosen."""
+        if value not in (None, "none", "auto"):
+            raise ValueError("tools are not served here; leave it out")
+        return value
+
+    @field_validator("modalities", mode="after")
+    @classmethod
+    def refuse_modalities(cls, value: list[str] | None) -> list[str] | None:
+        """Text is all there is."""
+        if value is not None and value != ["text"]:
+            raise ValueError("only text is served here; leave it out")
+        return value
+
+
+class TokenizeRequest(Body):
+    """The body of /tokenize: a prompt, or messages."""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None  # None: for a prompt; the chat template brings its own
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """The body of /detokenize."""
+
+    model: Name | None = None
+    tokens: Annotated[list[Token], Field(max_length=MAX_PROMPT)]

@@ -1,0 +1,178 @@
+"""Run: from options to a server that listens, and to its orderly end."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from quire import __version__
+from quire.cache.manager import most_blocks
+from quire.cache.storage import bytes_per_block
+from quire.errors import ConfigError
+from quire.llm import LLM
+from quire.ops.cpu import native
+from quire.server.app import build_app
+from quire.server.chat_template import ChatTemplate
+from quire.server.config import ServerConfig
+from quire.server.inspector import Inspector
+from quire.server.metrics import Metrics
+from quire.server.service import Service
+from quire.server.worker import Worker
+
+log = logging.getLogger("quire.server")
+
+KEEP_ALIVE = 30  # seconds that a connection stays open for a next request
+EMBEDDED_NAME = "quire-embedded"  # what clients call the model that comes with Quire
+
+
+def serve(options: Mapping[str, Any], config: ServerConfig, tell: Callable[[str], None]) -> int:
+    """Serve a model until the process is told to stop. Returns its exit status.
+
+    options: those of `LLM`. tell: is given the lines that say what was chosen, when the server listens.
+    Raises QuireError where an option cannot be honoured; nothing was served then.
+    """
+    began = time.monotonic()
+    listening = _listen(config.host, config.port)  # before a model is loaded for nothing
+    try:
+        service, metrics, inspector = build_service(options, config)
+        app = build_app(service, metrics, inspector)
+        settings = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
+        )
+
+        def ready() -> None:
+            for line in listening_lines(service, listening, time.monotonic() - began):
+                tell(line)
+
+        server = _Server(settings, service.worker, inspector, ready)
+        server.run(sockets=[listening])
+    finally:
+        listening.close()
+    return 1 if server.engine_failed else 0
+
+
+def build_service(options: Mapping[str, Any], config: ServerConfig) -> tuple[Service, Metrics, Inspector]:
+    """A loaded model and what stands around it; its worker is not started."""
+    llm = LLM(**options)
+    names = config.served_model_name or (llm.config.model or EMBEDDED_NAME,)
+    template = ChatTemplate.find(llm.directory, config.chat_template)
+    metrics = Metrics(llm.engine, names[0], config.vllm_metrics)
+    inspector = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.NAME})
+    worker = Worker(llm.engine, llm.tokenizer, inspector, metrics, config.max_num_queued_reqs, config.request_timeout)
+    return Service(llm, worker, config, names, template), metrics, inspector
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens, lets the streams that never end go first, and stops when the engine has failed."""
+
+    def __init__(
+        self, settings: uvicorn.Config, worker: Worker, inspector: Inspector, ready: Callable[[], None]
+    ) -> None:
+        super().__init__(settings)
+        self.engine_failed = False
+        self._inspector = inspector
+        self._ready = ready
+        worker.on_failure = self._fail
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer what is running, then end."""
+        self._inspector.close()
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As the parent's, but an interrupt that has been obeyed is not raised again."""
+        try:
+            with super().capture_signals():
+                yield
+        except KeyboardInterrupt:
+            pass
+
+    def _fail(self) -> None:
+        self.engine_failed = True
+        self.should_exit = True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"cannot listen at {host} port {port}: {error.strerror}") from error
+    return listening
+
+
+# ----------------------------------------------------------------------------------- what was chosen, and why
+
+
+def listening_lines(service: Service, listening: socket.socket, seconds: float) -> list[str]:
+    """Where it listens, what it serves, and why so."""
+    host, port = listening.getsockname()[:2]
+    address = f"[{host}]" if ":" in host else host
+    chosen = {"backend": _backend, "dtype": _dtype, "cache": _cache, "longest": _longest, "limits": _limits}
+    lines = [f"Quire {__version__} serves {service.names[0]} at http://{address}:{port} (ready in {seconds:.1f} s)"]
+    return lines + [f"  {name:8s} {tell(service)}" for name, tell in chosen.items()]
+
+
+def _backend(service: Service) -> str:
+    config, name = service.llm.config, service.llm.backend.NAME
+    isa = f", {native.default().isa} kernels" if name == "cpu" else ""
+    why = "the fastest that runs here" if config.attention_backend == "auto" else "as asked for"
+    return f"{name} on {config.device}{isa} ({why})"
+
+
+def _dtype(service: Service) -> str:
+    why = "the checkpoint's" if service.llm.config.dtype == "auto" else "as asked for"
+    return f"{str(service.llm.decoder.dtype).removeprefix('torch.')} ({why})"
+
+
+def _cache(service: Service) -> str:
+    decoder, config, manager = service.llm.decoder, service.llm.config, service.worker.engine.scheduler.manager
+    groups, model = manager.groups, decoder.config
+    size = bytes_per_block(groups, manager.block_size, model.num_kv_heads, model.head_dim, decoder.dtype)
+    a_sequence = max(
+        most_blocks(decoder.max_model_len, config.max_num_batched_tokens, group.window, manager.block_size)
+        for group in groups
+    )
+    if config.cache.num_blocks is not None:
+        why = "as asked for"
+    elif manager.num_blocks == a_sequence * config.max_num_seqs:
+        why = f"all that {config.max_num_seqs} sequences could use"
+    else:
+        why = f"kv_cache_memory={config.cache.kv_cache_memory!r}"
+    memory = manager.num_blocks * size / 2**20
+    return f"{manager.num_blocks:,} blocks of {manager.block_size} tokens, {memory:,.0f} MiB ({why})"
+
+
+def _longest(service: Service) -> str:
+    asked = service.llm.config.max_model_len
+    return f"{service.max_model_len:,} tokens ({'what the model was made for' if asked is None else 'as asked for'})"
+
+
+def _limits(service: Service) -> str:
+    scheduler, config = service.worker.engine.scheduler, service.config
+    keys = f"{len(config.api_key)} keys" if config.api_key else "no keys: everybody is served"
+    return (
+        f"{scheduler.max_num_seqs} sequences at a time, {scheduler.max_num_batched_tokens:,} tokens a step, "
+        f"{config.max_num_queued_reqs:,} queued; {keys}"
+    )

@@ -1,0 +1,254 @@
+"""Service: what the routes have in common, from a body's fields to a job and from a job to numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from starlette.requests import Request as HttpRequest
+
+from quire.engine.beam import BeamSearchParams
+from quire.engine.beam_driver import BeamDriver
+from quire.llm import LLM
+from quire.request import MAX_SEED, Guide, Request, SamplingParams
+from quire.server.chat_template import ChatTemplate
+from quire.server.config import ServerConfig
+from quire.server.errors import ApiError, request_failed
+from quire.server.grammar import Grammars, Spec
+from quire.server.jobs import Generation, Job, Search
+from quire.server.protocol import JsonSchema, Sampling
+from quire.server.sse import told_of_disconnect
+from quire.server.worker import Worker
+from quire.text import RequestOutput, Tokenizer, beam_sequences, make_requests
+
+LONG_TEXT = 4096  # characters above which a text is taken apart on another thread
+KEY_STATE = "key"  # where the guard of the server leaves the key that a client has shown
+LOWEST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON has not
+COPIED = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty",
+          "min_tokens")  # fmt: skip
+# What a beam search cannot be asked for, and what each is while it is not asked for.
+NOT_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
+    "stream": (None, False),
+    "echo": (None, False),
+    "logprobs": (None, False),
+    "prompt_logprobs": (None,),
+    "stop": (None, []),
+    "stop_token_ids": (None, []),
+    "min_tokens": (None, 0),
+    "response_format": (None,),
+    "regex": (None,),
+    "grammar": (None,),
+}
+
+
+@dataclass
+class Prompt:
+    """A prompt in both forms."""
+
+    text: str | None  # None where token ids were given
+    tokens: list[int]
+
+
+class Found(NamedTuple):
+    """What a beam search found."""
+
+    text: str  # behind the prompt
+    finish_reason: str
+    num_tokens: int
+
+
+@dataclass
+class Service:
+    """A loaded model and the thread that serves it."""
+
+    llm: LLM
+    worker: Worker
+    config: ServerConfig
+    names: tuple[str, ...]  # of the model, the first one in answers
+    template: ChatTemplate | None
+    created: int = field(default_factory=lambda: int(time.time()))
+    grammars: Grammars | None = None  # made at first use
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.worker.engine.scheduler.max_model_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's. Raises ApiError where it has none."""
+        if self.llm.tokenizer is None:
+            raise ApiError("this model has no tokenizer, so it takes and gives token ids only", param="prompt")
+        return self.llm.tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError (404) for a model that is not served here."""
+        if name is not None and name not in self.names:
+            message = f"there is no model {name!r} here; this server has {', '.join(map(repr, self.names))}"
+            raise ApiError(message, 404, param="model", code="model_not_found")
+
+    # ------------------------------------------------------------------------------------------------- prompts
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> Prompt:
+        """A text and its tokens."""
+        tokenizer = self.tokenizer
+        if len(text) > LONG_TEXT:
+            return Prompt(text, await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
+        return Prompt(text, tokenizer.encode(text, add_special_tokens))
+
+    def check_length(self, prompt: Prompt) -> int:
+        """Tokens that there is room for behind a prompt. Raises ApiError if there is none."""
+        room = self.max_model_len - len(prompt.tokens)
+        if room < 1:
+            message = (
+                f"the prompt has {len(prompt.tokens)} tokens; this model serves sequences of up to "
+                f"{self.max_model_len}, of which at least one must be new"
+            )
+            raise ApiError(message, param="prompt", code="context_length_exceeded")
+        return room
+
+    def room_for(self, prompts: Sequence[Prompt], body: Sampling, name: str) -> int | None:
+        """The field's max_tokens, checked against the longest prompt, or what there is room for if it is not given."""
+        room = min(self.check_length(prompt) for prompt in prompts)
+        asked: int | None = getattr(body, name)
+        if asked is None or name not in body.model_fields_set:
+            return asked
+        if asked > room:
+            message = (
+                f"{name} is {asked}; behind this prompt there is room for {room} tokens, since sequences have at most "
+                f"{self.max_model_len}"
+            )
+            raise ApiError(message, param=name, code="context_length_exceeded")
+        return asked
+
+    # ------------------------------------------------------------------------------------------------- jobs
+
+    def sampling(self, body: Sampling, **own: Any) -> SamplingParams:
+        """How to choose tokens. Raises RequestError."""
+        given = {name: value for name in COPIED if (value := getattr(body, name)) is not None}
+        seed = None if body.seed is None else body.seed & MAX_SEED  # OpenAI's may be negative
+        for name, count in (("logprobs", own.get("logprobs")), ("prompt_logprobs", body.prompt_logprobs)):
+            self.check_logprobs(name, count)
+        return SamplingParams(
+            **{"n": body.n or 1, "prompt_logprobs": body.prompt_logprobs} | given | own,
+            seed=seed,
+            stop=body.stop,
+            stop_token_ids=body.stop_token_ids,
+            include_stop_str_in_output=body.include_stop_str_in_output,
+            ignore_eos=body.ignore_eos,
+            skip_special_tokens=body.skip_special_tokens,
+        )
+
+    def check_logprobs(self, name: str, count: int | None) -> None:
+        """Raise ApiError for more candidates than this server reports."""
+        if count is not None and count > self.config.max_logprobs:
+            message = f"{name} is {count}; this server reports at most {self.config.max_logprobs} (--max-logprobs)"
+            raise ApiError(message, param=name)
+
+    async def guide(self, body: Sampling) -> Guide | None:
+        """The grammar that the text has to follow, compiled on another thread. Raises ApiError, RequestError."""
+        found: dict[str, Spec] = {}
+        form = body.response_format
+        if form is not None and form.type == "json_object":
+            found["response_format"] = Spec("json_object", "")
+        elif form is not None and form.type == "json_schema":
+            if not isinstance(form.json_schema, JsonSchema):
+                raise ApiError("response_format.json_schema is missing; it must hold the schema", param="json_schema")
+            found["response_format"] = Spec.of_schema(form.json_schema.schema_)
+        for name in ("regex", "grammar"):
+            if (text := getattr(body, name)) is not None:
+                found[name] = Spec(name, text)
+        if not found:
+            return None
+        if len(found) > 1:
+            raise ApiError(f"{' and '.join(found)} were given; a text can follow one of them only", param=[*found][1])
+        if self.grammars is None:
+            engine, tokenizer = self.worker.engine, self.tokenizer
+            self.grammars = Grammars(tokenizer.json(), engine.vocab_size, engine.eos_token_ids)
+        return await asyncio.to_thread(self.grammars.compile, next(iter(found.values())))
+
+    def requests(
+        self, request: HttpRequest, body: Sampling, name: str, prompts: Sequence[Prompt], params: SamplingParams,
+        guide: Guide | None,
+    ) -> list[tuple[RequestOutput, list[Request]]]:  # fmt: skip
+        """An output and the requests of its samples for each prompt."""
+        made = []
+        for i, prompt in enumerate(prompts):
+            salt = self.salt(request, body)
+            output, requests = make_requests(f"{name}-{i}", prompt.text, prompt.tokens, params, body.priority, salt)
+            if guide is not None:
+                for each in requests:
+                    each.guide = guide.copy()
+            made.append((output, requests))
+        return made
+
+    def salt(self, request: HttpRequest, body: Sampling) -> str:
+        """What separates this client's blocks from those of others: its key, and its own cache_salt."""
+        key = getattr(request.state, KEY_STATE, None)
+        tenant = "" if key is None else blake2b(key.encode(), digest_size=16).hexdigest()
+        return f"{tenant}:{body.cache_salt or ''}" if tenant or body.cache_salt else ""
+
+    async def run(self, request: HttpRequest, job: Generation) -> list[RequestOutput]:
+        """Serve a job to its end. Raises what it ended with."""
+        self.worker.submit(job)
+        await self.wait(request, job)
+        for output in job.outputs:
+            for sample in output.outputs:
+                if sample.error is not None:
+                    raise request_failed(sample.error)
+        return job.outputs
+
+    async def wait(self, request: HttpRequest, job: Job) -> None:
+        """Wait for the end of a job, which is taken back when the client goes. Raises what it ended with."""
+        async with told_of_disconnect(request.receive, lambda: self.worker.abort(job)):
+            await job.ended.wait()
+        if job.error is not None:
+            raise job.error
+
+    async def search(
+        self, request: HttpRequest, body: Sampling, name: str, prompt: Prompt, max_tokens: int | None
+    ) -> list[Found]:
+        """The n best continuations that a beam search of that width finds, best first."""
+        for option, neutral in NOT_IN_BEAM_SEARCH.items():
+            if getattr(body, option, None) not in neutral:
+                raise ApiError(f"{option} does not go with use_beam_search; leave one of them out", param=option)
+        params = BeamSearchParams(
+            beam_width=body.n or 1,
+            max_tokens=max_tokens or self.check_length(prompt),
+            ignore_eos=body.ignore_eos,
+            length_penalty=body.length_penalty,
+        )
+        driver = BeamDriver(self.worker.engine, name, prompt.tokens, params, self.salt(request, body))
+        job = Search(driver)
+        self.worker.submit(job)
+        await self.wait(request, job)
+        if driver.error is not None:
+            raise request_failed(driver.error)
+        found = beam_sequences(prompt.tokens, driver.results(), self.llm.tokenizer)
+        before = "" if self.llm.tokenizer is None else self.llm.tokenizer.decode(prompt.tokens)
+        return [
+            Found((one.text or "").removeprefix(before), one.finish_reason, len(one.tokens) - len(prompt.tokens))
+            for one in found
+        ]
+
+
+def new_name(kind: str) -> str:
+    """An id for an answer, which nobody can guess."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+def counted(outputs: Sequence[RequestOutput]) -> tuple[int, int, int]:
+    """Tokens of ended outputs: of their prompts, generated, and found in the cache."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    generated = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    return prompt, generated, sum(output.num_cached_tokens or 0 for output in outputs)
+
+
+def finite(logprob: float) -> float:
+    """A logprob that JSON can hold."""
+    return max(logprob, LOWEST_LOGPROB)

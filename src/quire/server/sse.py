@@ -1,0 +1,115 @@
+"""Server-sent events as OpenAI sends them, and noticing that a client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.server.protocol import StreamOptions
+
+DONE = b"data: [DONE]\n\n"
+
+
+def dumps(value: object) -> bytes:
+    """JSON in which anything that Python can hold as text survives, a half of a character included."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def data(value: object) -> bytes:
+    """One event."""
+    return b"data: " + dumps(value) + b"\n\n"
+
+
+class Chunks:
+    """Writes the chunks of one streamed answer."""
+
+    def __init__(self, head: dict[str, Any], options: StreamOptions | None) -> None:
+        """head: the fields that all chunks begin with."""
+        self._head = head
+        self._has_usage = options is not None and options.include_usage
+        self._has_usage_so_far = options is not None and options.continuous_usage_stats
+        self._start = b"data: " + dumps(head)[:-1] + b',"choices":['
+        self._end = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
+
+    def choice(self, choice: dict[str, Any], num_prompt: int, num_generated: int) -> bytes:
+        """A piece of a choice; the tokens of the prompt and those generated so far are its prompt's."""
+        if self._has_usage_so_far:
+            return data(self._head | {"choices": [choice], "usage": usage(num_prompt, num_generated, 0)})
+        return self._start + dumps(choice) + self._end
+
+    def end(self, num_prompt: int, num_generated: int, num_cached: int) -> bytes:
+        """The end of an answer, with all of its tokens if they were asked for."""
+        if not self._has_usage:
+            return DONE
+        return data(self._head | {"choices": [], "usage": usage(num_prompt, num_generated, num_cached)}) + DONE
+
+
+def usage(num_prompt: int, num_generated: int, num_cached: int) -> dict[str, Any]:
+    """Numbers of tokens as OpenAI tells them."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+class JsonBody(Response):
+    """A JSON response."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Its bytes."""
+        return dumps(content)
+
+
+class EventStream(Response):
+    """A response whose parts are sent as they come.
+
+    Without the task groups of the framework's own, which cost more per part than what is sent.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, parts: AsyncIterator[bytes], on_disconnect: Callable[[], None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._parts = parts
+        self._on_disconnect = on_disconnect
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it. When the client has gone, on_disconnect is called, and the parts are read to their end."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with told_of_disconnect(receive, self._on_disconnect):
+            async for part in self._parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@asynccontextmanager
+async def told_of_disconnect(
+    receive: Callable[[], Awaitable[Any]], on_disconnect: Callable[[], None]
+) -> AsyncIterator[None]:
+    """Within it, on_disconnect is called when the client goes; and when the server cancels what serves it."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        on_disconnect()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except BaseException:
+        on_disconnect()
+        raise
+    finally:
+        watcher.cancel()

@@ -1,0 +1,315 @@
+"""Worker: the engine on a thread of its own, and what the event loop may ask of it.
+
+The engine belongs to its thread alone. The event loop sends it functions, which it runs between two steps; it sends
+back, once a step, what that step told. What happens to one request stays with it: the thread ends only when it is told
+to, or when the engine can serve nobody any more, and then everybody who waits is told why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from http import HTTPStatus
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from quire.cache.events import BlocksAllocated, BlocksForked, BlocksShared, CacheEvent
+from quire.engine.engine import Engine
+from quire.request import Event, Request
+from quire.server.errors import ApiError, deadline_passed, engine_stopped, queue_full
+from quire.server.inspector import Inspector
+from quire.server.jobs import Delta, Generation, Job, Search
+from quire.server.metrics import Metrics, RequestClock
+from quire.text import OutputProcessor, Tokenizer
+
+log = logging.getLogger("quire.server")
+
+STUCK_AFTER = 4.0  # seconds in one step after which the engine counts as stuck
+FIRST_BLOCKS = (BlocksAllocated, BlocksShared, BlocksForked)  # one of these comes first when a request begins to run
+T = TypeVar("T")
+
+
+class Worker:
+    """An engine on its thread. Public methods are the event loop's, private ones say whose they are."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        inspector: Inspector,
+        metrics: Metrics,
+        max_queued: int,
+        request_timeout: float | None = None,
+    ) -> None:
+        """max_queued: samples that may wait for a seat. request_timeout: seconds that a job may take."""
+        self.engine = engine
+        self.failure: str | None = None  # why the engine serves nobody any more
+        self.on_failure: Callable[[], None] = lambda: None
+        self._inspector = inspector
+        self._metrics = metrics
+        self._limit = engine.scheduler.max_num_seqs + max_queued
+        self._timeout = request_timeout
+        self._num_samples = 0  # of the open jobs
+        self._open: dict[Job, asyncio.TimerHandle | None] = {}  # with its deadline
+        self._calls: set[asyncio.Future[Any]] = set()
+        # From here on the engine thread's.
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._busy_since: float | None = None
+        self._processor = OutputProcessor(engine, tokenizer)
+        self._generations: dict[str, Generation] = {}  # by the id of each output that has not ended
+        self._searches: dict[str, Search] = {}  # by the id of each beam
+        self._clocks: dict[str, RequestClock] = {}  # by request id
+        self._waiting: set[str] = set()  # requests that have never run
+        engine.listen(self._hear)
+        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Begin to serve, for the event loop in which this is called."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End. Who still waits is told so; the step that is being computed is waited for, but not for ever."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, STUCK_AFTER)
+        self._fail_all("the server is told to stop")
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that run or wait."""
+        return self._num_samples
+
+    @property
+    def stuck_for(self) -> float:
+        """Seconds since the engine began what it is doing; 0 while it has nothing to do."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def check_health(self) -> None:
+        """Raise ApiError (503) if the engine does not serve."""
+        if self.failure is not None:
+            raise engine_stopped(self.failure)
+        if (seconds := self.stuck_for) > STUCK_AFTER:
+            message = f"the engine has been in one step for {seconds:.1f} s"
+            raise ApiError(message, HTTPStatus.SERVICE_UNAVAILABLE, code="engine_stuck")
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function on the engine's thread, between two steps: what it returns or raises."""
+        if self.failure is not None:
+            raise engine_stopped(self.failure)
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+
+        def run() -> None:
+            try:
+                settle = partial(_set_result, future, function())
+            except Exception as error:
+                settle = partial(_set_exception, future, error)
+            self._post(settle)
+
+        self._inbox.put(run)
+        return await future
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Raises RequestError or ApiError, queueing nothing, if it cannot be served."""
+        if self.failure is not None:
+            raise engine_stopped(self.failure)
+        if job.num_samples > self._limit:
+            raise ApiError(f"the request asks for {job.num_samples} samples; this server takes {self._limit} at a time")
+        if self._num_samples + job.num_samples > self._limit:
+            raise queue_full(self._limit)
+        job.check(self.engine)
+        self._num_samples += job.num_samples
+        timer = None
+        if self._timeout is not None:
+            late = deadline_passed(self._timeout)
+            timer = asyncio.get_running_loop().call_later(self._timeout, self.abort, job, late)
+        self._open[job] = timer
+        clocks = {request.id: self._clock(request) for request in job.requests}
+        self._inbox.put(partial(self._begin, job, clocks))
+
+    def abort(self, job: Job, error: ApiError | None = None) -> None:
+        """Take a job back: it ends with the engine's next step. `error` is what the client is told."""
+        if job in self._open and self.failure is None:
+            job.error = job.error or error
+            self._inbox.put(partial(job.stop, self.engine))
+
+    # ---------------------------------------------------------------------------- called by the engine's thread
+
+    def _close(self, job: Job, error: ApiError | None = None) -> None:
+        timer = self._open.pop(job, None)
+        if not job.ended.is_set():
+            self._num_samples -= job.num_samples
+            job.error = job.error or error
+            job.ended.set()
+        if timer is not None:
+            timer.cancel()
+
+    def _deliver(self, told: Sequence[tuple[Generation, list[Delta], bool]]) -> None:
+        """Hand over what a step brought to each job, and whether it was the last of it."""
+        for job, deltas, is_last in told:
+            if is_last:
+                self._close(job)
+            job.take(deltas)
+
+    def _fail_all(self, why: str) -> None:
+        if self.failure is not None:
+            return
+        self.failure = why
+        for job in list(self._open):
+            self._close(job, engine_stopped(why))
+            if isinstance(job, Generation):
+                job.take([])
+        for future in list(self._calls):
+            _set_exception(future, engine_stopped(why))
+
+    def _die(self, why: str) -> None:
+        self._fail_all(why)
+        self.on_failure()
+
+    # ---------------------------------------------------------------------------------------- the engine's thread
+
+    def _post(self, function: Callable[[], None]) -> None:
+        """Let the event loop run a function."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(function)
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            log.exception("the engine stops: it can serve nobody any more")
+            self._post(partial(self._die, f"{type(error).__name__}: {error}"))
+
+    def _turn(self) -> bool:
+        """Do what the event loop asked for, then a step. False: it asked for the end."""
+        if not self.engine.has_work:
+            self._busy_since = None
+            asked = self._inbox.get()
+            self._busy_since = time.monotonic()
+            if asked is None:
+                return False
+            asked()
+        while True:
+            try:
+                asked = self._inbox.get_nowait()
+            except Empty:
+                break
+            if asked is None:
+                return False
+            asked()
+        if self.engine.has_work:
+            self._busy_since = time.monotonic()
+            self._step()
+        return True
+
+    def _step(self) -> None:
+        start = time.monotonic()
+        events = self.engine.step()
+        now = time.monotonic()
+        for event in events:
+            if (search := self._searches.get(event.request_id)) is not None:
+                self._lead(search, event)
+        grown = {output.request_id: output for output in self._processor.process(events)}
+        told = []
+        for name, output in grown.items():
+            job = self._generations.get(name)
+            if job is None:  # it could not be queued as a whole
+                continue
+            if output.finished:
+                job.num_open -= 1
+                del self._generations[name]
+            deltas = job.news(output)
+            if deltas or job.num_open == 0:
+                told.append((job, deltas, job.num_open == 0))
+        if told:
+            self._post(partial(self._deliver, told))
+        try:
+            self._count(events, start, now)
+            self._inspector.observe(events)
+        except Exception:  # who watches must not hurt who is served
+            log.exception("a step could not be counted or shown")
+
+    def _begin(self, job: Job, clocks: dict[str, RequestClock]) -> None:
+        self._clocks.update(clocks)
+        self._waiting.update(clocks)
+        try:
+            job.start(self._processor)
+        except Exception as error:  # nothing that `check` saw; what was queued of it is taken back
+            log.exception("a job could not be queued")
+            job.stop(self.engine)
+            for name in clocks:
+                self._clocks.pop(name, None)
+                self._waiting.discard(name)
+            told = ApiError(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR)
+            self._post(partial(self._drop, job, told))
+            return
+        if isinstance(job, Generation):
+            self._generations.update((output.request_id, job) for output in job.outputs)
+        elif isinstance(job, Search):
+            self._searches.update((name, job) for name in job.driver.request_ids)
+
+    def _drop(self, job: Job, error: ApiError) -> None:
+        """The event loop's: end a job that never began."""
+        self._close(job, error)
+        if isinstance(job, Generation):
+            job.take([])
+
+    def _lead(self, search: Search, event: Event) -> None:
+        """Give a search an event of one of its beams."""
+        driver = search.driver
+        try:
+            driver.take(event)
+        except Exception as error:
+            log.exception("a beam search failed")
+            driver.error = f"{type(error).__name__}: {error}"
+            driver.stop()
+        if driver.done:
+            for name in driver.request_ids:
+                self._searches.pop(name, None)
+            self._post(partial(self._close, search))
+
+    # ------------------------------------------------------------------------------------------------- metrics
+
+    def _clock(self, request: Request) -> RequestClock:
+        """The event loop's: a request's clock starts when it comes, not when a step has time for it."""
+        sampling = request.sampling
+        return self._metrics.request(request.num_prompt, sampling.max_tokens, sampling.n)
+
+    def _hear(self, event: CacheEvent) -> None:
+        if self._waiting and isinstance(event, FIRST_BLOCKS) and event.request_id in self._waiting:
+            self._waiting.discard(event.request_id)
+            self._clocks[event.request_id].scheduled(event.time)
+
+    def _count(self, events: Sequence[Event], start: float, now: float) -> None:
+        num_new = 0
+        for event in events:
+            clock = self._clocks.get(event.request_id)
+            if clock is None:
+                continue
+            if event.token is not None:
+                num_new += 1
+                clock.tokens(1, now)
+            if event.finish_reason is not None:
+                clock.ended(event.finish_reason.value, now)
+                del self._clocks[event.request_id]
+                self._waiting.discard(event.request_id)
+        self._metrics.step(num_new, now - start)
+
+
+def _set_result(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
