@@ -14,11 +14,12 @@ from starlette.types import Receive, Scope, Send
 from quire.server.protocol import StreamOptions
 
 DONE = b"data: [DONE]\n\n"
+ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 def dumps(value: object) -> bytes:
     """JSON in which anything that Python can hold as text survives, a half of a character included."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return ENCODER.encode(value).encode("ascii")
 
 
 def data(value: object) -> bytes:

@@ -1,0 +1,139 @@
+"""A server in this process, on a thread of its own, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from quire.server.app import build_app
+from quire.server.config import ServerConfig
+from quire.server.inspector import Inspector
+from quire.server.metrics import Metrics
+from quire.server.run import _Server, build_service
+from quire.server.service import Service
+
+SMALL = {"num_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256}
+
+
+@dataclass
+class Answer:
+    """What a server answered."""
+
+    status: int
+    headers: dict[str, str]  # names in lower case
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    def error(self) -> dict[str, Any]:
+        """The error, whose shape is OpenAI's."""
+        body = self.json()
+        assert set(body) == {"error"}, body
+        assert set(body["error"]) == {"message", "type", "param", "code"}, body
+        assert isinstance(body["error"]["message"], str)
+        assert body["error"]["message"]
+        return body["error"]
+
+    def events(self) -> list[Any]:
+        """The events of a stream, whose last one is [DONE]."""
+        assert self.headers["content-type"].startswith("text/event-stream")
+        parts = self.body.decode().split("\n\n")
+        assert parts[-1] == ""
+        assert all(part.startswith("data: ") for part in parts[:-1]), parts
+        assert parts[-2] == "data: [DONE]"
+        return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+@dataclass
+class Serving:
+    """A running server."""
+
+    service: Service
+    metrics: Metrics
+    inspector: Inspector
+    host: str = "127.0.0.1"
+    port: int = 0
+    headers: dict[str, str] = field(default_factory=dict)  # sent with every request
+    server: _Server | None = None
+    loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
+        """One request; a body that is no bytes is sent as JSON."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        try:
+            given = self.headers | (headers or {})
+            if body is not None and not isinstance(body, bytes):
+                body = json.dumps(body).encode()
+                given.setdefault("Content-Type", "application/json")
+            connection.request(method, path, body, given)
+            response = connection.getresponse()
+            return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        finally:
+            connection.close()
+
+    def post(self, path: str, **body: Any) -> Answer:
+        return self.ask("POST", path, body)
+
+    def get(self, path: str) -> Answer:
+        return self.ask("GET", path)
+
+    def on_engine(self, function: Callable[[], Any]) -> Any:
+        """What a function returns on the engine's thread."""
+        assert self.loop is not None
+        return asyncio.run_coroutine_threadsafe(self.service.worker.call(function), self.loop).result(60)
+
+    def is_idle(self) -> bool:
+        """Whether every request has ended, every block is back, and the books are right."""
+
+        def look() -> bool:
+            scheduler = self.service.worker.engine.scheduler
+            scheduler.audit()
+            return not scheduler.has_work and all(pool.num_used == 0 for pool in scheduler.manager.pools)
+
+        return bool(self.on_engine(look)) and self.service.worker.num_samples == 0
+
+
+@contextmanager
+def serving(
+    options: dict[str, Any] | None = None,
+    prepare: Callable[[Service], None] = lambda service: None,
+    **config: Any,
+) -> Iterator[Serving]:
+    """A server of the embedded model; `prepare` may change its parts before it starts."""
+    service, metrics, inspector = build_service(SMALL | (options or {}), ServerConfig(port=0, **config))
+    prepare(service)
+    app = build_app(service, metrics, inspector)
+    here = Serving(service, metrics, inspector)
+    ready = threading.Event()
+    settings = uvicorn.Config(
+        app, host="127.0.0.1", port=0, log_config=None, access_log=False, timeout_graceful_shutdown=2
+    )
+
+    def told() -> None:
+        here.port = server.servers[0].sockets[0].getsockname()[1]
+        here.loop = asyncio.get_running_loop()
+        ready.set()
+
+    server = here.server = _Server(settings, service.worker, inspector, told)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield here
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()

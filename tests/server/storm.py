@@ -1,0 +1,154 @@
+"""Clients that hang up at random moments. `python -m tests.server.storm 10000` does it for long."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.server.serving import Serving, serving
+
+AT_A_TIME = 24
+
+
+@dataclass
+class Report:
+    """What a storm did and left."""
+
+    disconnected: int
+    completed: int
+    leaked: list[str]  # in words; empty: nothing
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+
+
+def num_tasks(server: Serving) -> int:
+    async def count() -> int:
+        return len(asyncio.all_tasks())
+
+    assert server.loop is not None
+    return asyncio.run_coroutine_threadsafe(count(), server.loop).result(60)
+
+
+def bodies(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """A request of some kind."""
+    sampling: dict[str, Any] = {
+        "max_tokens": rng.choice((1, 5, 60, 300)),
+        "stream": rng.random() < 0.7,
+        "n": rng.choice((1, 1, 1, 3)),
+        "temperature": rng.choice((0, 1)),
+        "ignore_eos": True,
+    }
+    kind = rng.random()
+    if kind < 0.1:
+        return "/v1/completions", sampling | {"prompt": "x", "use_beam_search": True, "n": 3, "stream": False}
+    if kind < 0.3:
+        return "/v1/chat/completions", sampling | {"messages": [{"role": "user", "content": "a sorted list"}]}
+    prompts = ["import os\n" * rng.choice((1, 10, 40)), "def f(x):\n", [7] * rng.randint(1, 200)]
+    prompt = rng.choice([*prompts, ["a", "b"]])
+    if kind < 0.4:
+        return "/v1/completions", sampling | {"prompt": prompt, "regex": "[a-z]{40,80}"}
+    return "/v1/completions", sampling | {"prompt": prompt}
+
+
+def request(path: str, body: dict[str, Any]) -> bytes:
+    import json
+
+    payload = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
+    return head.encode() + b"\r\n\r\n" + payload
+
+
+async def one(server: Serving, rng: random.Random) -> bool:
+    """A client that hangs up somewhere: within what it sends, before an answer, within one, or at its end."""
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    sent = request(*bodies(rng))
+    where = rng.random()
+    writer.write(sent[: rng.randrange(len(sent))] if where < 0.1 else sent)
+    completed = False
+    try:
+        if where >= 0.1:
+            patience = rng.choice((0.0, 0.002, 0.02, 0.2, 1.0))
+            end = time.monotonic() + patience
+            while (left := end - time.monotonic()) > 0:
+                part = await asyncio.wait_for(reader.read(65536), left)
+                if not part or b"[DONE]" in part:
+                    completed = True
+                    break
+    except asyncio.TimeoutError:
+        pass
+    if rng.random() < 0.5:  # with a reset instead of an orderly end
+        own = writer.get_extra_info("socket")
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+    writer.close()
+    return completed
+
+
+async def clients(server: Serving, count: int, seed: int) -> int:
+    """All of them, some at a time. Returns how many saw the end of their answer."""
+    rng, seats, completed = random.Random(seed), asyncio.Semaphore(AT_A_TIME), 0
+
+    async def run(own: random.Random) -> None:
+        nonlocal completed
+        async with seats:
+            completed += await one(server, own)
+
+    await asyncio.gather(*(run(random.Random(rng.random())) for _ in range(count)))
+    return completed
+
+
+def storm(server: Serving, count: int, seed: int) -> Report:
+    """So many clients that hang up; then what they left behind."""
+    asyncio.run(clients(server, min(count, 2 * AT_A_TIME), seed + 1))  # so that all that is made once is there
+    settle(server)
+    before = num_tasks(server), num_descriptors(), threading.active_count()
+    completed = asyncio.run(clients(server, count, seed))
+    settle(server)
+    after = num_tasks(server), num_descriptors(), threading.active_count()
+    leaked = [
+        f"{now - then} {what}"
+        for what, then, now in zip(("tasks", "file descriptors", "threads"), before, after, strict=True)
+        if now > then
+    ]
+    if not server.is_idle():
+        leaked.append("blocks or requests")
+    if server.service.worker._generations or server.service.worker._searches or server.service.worker._clocks:
+        leaked.append("entries of the worker")
+    return Report(count, completed, leaked)
+
+
+def settle(server: Serving) -> None:
+    """Wait until the server has noticed that all clients are gone."""
+    end = time.monotonic() + 60
+    while server.service.worker.num_samples and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    gc.collect()
+
+
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
+    with serving() as server:
+        start = time.monotonic()
+        report = storm(server, count, seed=0)
+        alive = server.post("/v1/completions", prompt="x", max_tokens=1).status
+    told = ", ".join(report.leaked) or "nothing"
+    print(
+        f"{count} clients hung up in {time.monotonic() - start:.0f} s ({report.completed} had seen the end of their "
+        f"answer); left behind: {told}; the next request got {alive}"
+    )
+    raise SystemExit(bool(report.leaked))
+
+
+if __name__ == "__main__":
+    main()

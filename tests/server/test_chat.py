@@ -1,0 +1,172 @@
+"""/v1/chat/completions, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from tests.server.serving import SMALL, Serving, serving
+
+MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "a class for a stack"}]
+
+
+def chat(server: Serving, **body: Any) -> dict[str, Any]:
+    given = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0} | body
+    answer = server.post("/v1/chat/completions", **given)
+    assert answer.status == 200, answer.body
+    return answer.json()
+
+
+def stream(server: Serving, **body: Any) -> list[dict[str, Any]]:
+    given = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0, "stream": True} | body
+    return server.post("/v1/chat/completions", **given).events()
+
+
+def rendered(server: Serving, messages: list[dict[str, Any]] = MESSAGES) -> str:
+    assert server.service.template is not None
+    return server.service.template.render(messages)
+
+
+def test_a_chat_goes_on_behind_the_rendered_template(server: Serving) -> None:
+    llm = LLM(**SMALL)
+    assert llm.tokenizer is not None
+    tokens = llm.tokenizer.encode(rendered(server), add_special_tokens=False)
+    [expected] = llm.generate([tokens], SamplingParams(temperature=0, max_tokens=12))
+    found = chat(server)
+    assert found["object"] == "chat.completion"
+    assert found["id"].startswith("chatcmpl-")
+    assert found["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": expected.outputs[0].text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    assert found["usage"]["prompt_tokens"] == len(tokens)
+
+
+def test_without_a_limit_it_goes_on_to_the_end_of_the_context(server: Serving) -> None:
+    found = chat(server, max_tokens=None, ignore_eos=True)
+    assert found["usage"]["total_tokens"] == server.service.max_model_len
+    assert chat(server, max_tokens=None, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+def test_a_stream(server: Serving) -> None:
+    whole = chat(server, n=2, temperature=0.9, seed=5)
+    chunks = stream(server, n=2, temperature=0.9, seed=5, stream_options={"include_usage": True})
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    for choice in whole["choices"]:
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(c["delta"].get("content", "") for c in own) == choice["message"]["content"]
+        assert [c["finish_reason"] for c in own] == [None] * (len(own) - 1) + ["length"]
+        assert own[-1]["delta"] == {}
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 24
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+def test_logprobs(server: Serving) -> None:
+    [choice] = chat(server, logprobs=True, top_logprobs=3)["choices"]
+    content = choice["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == choice["message"]["content"]
+    for entry in content:
+        values = [top["logprob"] for top in entry["top_logprobs"]]
+        assert len(values) == 3
+        assert values == sorted(values, reverse=True)
+        assert entry["logprob"] == values[0]  # greedy
+    chunks = stream(server, logprobs=True, top_logprobs=3)
+    pieces = [c["logprobs"]["content"] for chunk in chunks for c in chunk["choices"] if c["logprobs"]]
+    assert [entry for piece in pieces for entry in piece] == content
+    assert all(entry["top_logprobs"] == [] for entry in chat(server, logprobs=True)["choices"][0]["logprobs"]["content"])
+
+
+def test_parts_of_a_message_and_beam_search(server: Serving) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert chat(server, messages=parts)["choices"] == chat(server, messages=[{"role": "user", "content": "a\nb"}])["choices"]
+    found = chat(server, use_beam_search=True, n=2)
+    assert [choice["index"] for choice in found["choices"]] == [0, 1]
+    assert found["choices"][0]["message"]["content"]
+
+
+def test_braces_in_a_message_are_its_text(server: Serving) -> None:
+    text = "{{ 7 * 7 }} {% for x in y %}"
+    assert text in rendered(server, [{"role": "user", "content": text}])
+    assert server.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], max_tokens=1).status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"content": "a"}]}, "messages", "role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages", "content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", "text"),
+        ({"tools": [{"type": "function"}]}, "tools", "not served"),
+        ({"tool_choice": "required"}, "tool_choice", "not served"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "stranger"),
+        ({"logprobs": False, "top_logprobs": 2}, "logprobs", "set logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+        ({"max_tokens": 10**6}, "max_tokens", "room"),
+        ({"max_completion_tokens": 10**6}, "max_completion_tokens", "room"),
+        ({"modalities": ["audio"]}, "modalities", "text"),
+        ({"prompt": "a"}, "prompt", "no field"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    server: Serving, body: dict[str, Any], param: str, words: str
+) -> None:
+    answer = server.post("/v1/chat/completions", **{"messages": MESSAGES, "max_tokens": 4} | body)
+    assert answer.status == 400
+    assert answer.error()["param"] == param
+    assert words in answer.error()["message"]
+
+
+def test_neutral_values_of_unserved_fields_are_taken(server: Serving) -> None:
+    neutral = {"tools": [], "tool_choice": "none", "logit_bias": {}, "store": False, "user": "me", "modalities": ["text"]}
+    assert chat(server, **neutral)["choices"] == chat(server)["choices"]
+
+
+def test_without_a_template_a_chat_is_refused_with_the_way_out() -> None:
+    def forget(service: Any) -> None:
+        service.template = None
+
+    with serving(prepare=forget) as server:
+        answer = server.post("/v1/chat/completions", messages=MESSAGES)
+        assert answer.status == 400
+        assert "--chat-template" in answer.error()["message"]
+
+
+def test_tokenize_and_back(server: Serving) -> None:
+    text = "def f(x):  # 漢字 🎉\n    return x"
+    found = server.post("/tokenize", prompt=text, return_token_strs=True).json()
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert found["max_model_len"] == server.service.max_model_len
+    bare = server.post("/tokenize", prompt=text, add_special_tokens=False).json()["tokens"]
+    assert found["tokens"][-len(bare) :] == bare
+    assert server.post("/detokenize", tokens=bare).json() == {"prompt": text}
+    prompt = server.post("/tokenize", messages=MESSAGES).json()["tokens"]
+    assert server.post("/detokenize", tokens=prompt).json() == {"prompt": rendered(server)}
+    for body in ({}, {"prompt": "a", "messages": MESSAGES}, {"prompt": "a", "model": "x"}):
+        server.post("/tokenize", **body).error()
+    refused = server.post("/detokenize", tokens=[1, 10**6])
+    assert "tokens[1] is 1000000" in refused.error()["message"]
+    assert server.post("/detokenize", tokens=[]).json() == {"prompt": ""}
+
+
+def test_models_and_version(server: Serving) -> None:
+    listed = server.get("/v1/models").json()
+    assert listed["object"] == "list"
+    [model] = listed["data"]
+    assert (model["id"], model["object"]) == ("quire-embedded", "model")
+    assert server.get("/v1/models/quire-embedded").json() == model
+    missing = server.get("/v1/models/other")
+    assert (missing.status, missing.error()["code"]) == (404, "model_not_found")
+    from quire import __version__
+
+    assert server.get("/version").json() == {"version": __version__}
+    assert server.get("/health").body == b""

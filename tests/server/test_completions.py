@@ -1,0 +1,219 @@
+"""/v1/completions: what is answered is what the offline face gives, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.engine.beam import BeamSearchParams
+from tests.server.serving import SMALL, Serving
+
+PROMPT = "import os\n\n\ndef "
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(**SMALL)
+
+
+def complete(server: Serving, **body: Any) -> dict[str, Any]:
+    answer = server.post("/v1/completions", **{"prompt": PROMPT, "max_tokens": 8, "temperature": 0} | body)
+    assert answer.status == 200, answer.body
+    return answer.json()
+
+
+def stream(server: Serving, **body: Any) -> list[dict[str, Any]]:
+    answer = server.post("/v1/completions", **{"prompt": PROMPT, "max_tokens": 8, "temperature": 0} | body, stream=True)
+    assert answer.status == 200, answer.body
+    return answer.events()
+
+
+def joined(chunks: list[dict[str, Any]], index: int = 0) -> str:
+    return "".join(c["text"] for chunk in chunks for c in chunk["choices"] if c["index"] == index)
+
+
+def test_a_completion(server: Serving, llm: LLM) -> None:
+    [expected] = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8))
+    found = complete(server)
+    assert found["object"] == "text_completion"
+    assert found["id"].startswith("cmpl-")
+    assert found["model"] == "quire-embedded"
+    [choice] = found["choices"]
+    text = expected.outputs[0].text
+    assert choice == {"index": 0, "text": text, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    assert found["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+    assert found["usage"]["completion_tokens"] == 8
+    assert found["usage"]["total_tokens"] == len(expected.prompt_token_ids) + 8
+    assert set(found) == {"id", "object", "created", "model", "choices", "usage"}
+
+
+def test_a_stream_is_the_completion_in_pieces(server: Serving) -> None:
+    whole = complete(server, temperature=0.8, seed=3, max_tokens=24, n=3)
+    chunks = stream(server, temperature=0.8, seed=3, max_tokens=24, n=3, stream_options={"include_usage": True})
+    for choice in whole["choices"]:
+        assert joined(chunks, choice["index"]) == choice["text"]
+        ends = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"] and c["finish_reason"]]
+        assert [end["finish_reason"] for end in ends] == [choice["finish_reason"]]
+    assert len({choice["text"] for choice in whole["choices"]}) == 3
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    cached = chunks[-1]["usage"].pop("prompt_tokens_details"), whole["usage"].pop("prompt_tokens_details")
+    assert cached[0]["cached_tokens"] >= cached[1]["cached_tokens"]
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
+
+
+def test_usage_so_far(server: Serving) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [c["usage"]["completion_tokens"] for c in stream(server, stream_options=options)]
+    assert counts == sorted(counts)
+    assert counts[-1] == 8
+    assert "usage" not in stream(server)[-1]
+
+
+def test_several_prompts_of_all_kinds(server: Serving, llm: LLM) -> None:
+    tokens = llm.tokenizer.encode("class A:\n")
+    found = complete(server, prompt=[PROMPT, "x = ", tokens], n=2, temperature=0.7, seed=1)
+    assert [choice["index"] for choice in found["choices"]] == list(range(6))
+    for i, prompt in enumerate((PROMPT, "x = ", tokens)):
+        [expected] = llm.generate(prompt, SamplingParams(n=2, temperature=0.7, seed=1, max_tokens=8))
+        assert [c["text"] for c in found["choices"][2 * i : 2 * i + 2]] == [o.text for o in expected.outputs]
+    assert complete(server, prompt=tokens)["choices"] == complete(server, prompt=[tokens])["choices"]
+    chunks = stream(server, prompt=[PROMPT, tokens])
+    assert joined(chunks, 1) == complete(server, prompt=tokens)["choices"][0]["text"]
+
+
+def test_echo_and_logprobs(server: Serving, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=2)
+    [expected] = llm.generate(PROMPT, params)
+    [choice] = complete(server, echo=True, logprobs=2, max_tokens=4)["choices"]
+    assert choice["text"] == PROMPT + expected.outputs[0].text
+    told = choice["logprobs"]
+    assert "".join(told["tokens"]) == "<|endoftext|>" + choice["text"]  # the model's prompts begin with that token
+    assert told["text_offset"] == [len("".join(told["tokens"][:i])) for i in range(len(told["tokens"]))]
+    assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+    generated = expected.outputs[0]
+    ids = expected.prompt_token_ids + generated.token_ids
+    found = expected.prompt_logprobs[1:] + generated.logprobs
+    for token, candidates, logprob, top in zip(
+        ids[1:], found, told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True
+    ):
+        assert math.isclose(candidates[token].logprob, logprob, abs_tol=1e-4)
+        assert 2 <= len(top) <= 3
+
+
+def test_echo_without_new_tokens_scores_a_prompt(server: Serving) -> None:
+    found = complete(server, echo=True, logprobs=1, max_tokens=0)
+    [choice] = found["choices"]
+    assert choice["text"] == PROMPT
+    assert choice["finish_reason"] == "length"
+    assert "".join(choice["logprobs"]["tokens"][1:]) == PROMPT
+    assert found["usage"]["completion_tokens"] == 0
+    whole = complete(server, echo=True, logprobs=1, max_tokens=2)["choices"][0]
+    assert whole["logprobs"]["token_logprobs"][1 : len(choice["logprobs"]["tokens"])] == pytest.approx(
+        choice["logprobs"]["token_logprobs"][1:], abs=1e-4
+    )
+    chunks = stream(server, echo=True, max_tokens=0)
+    assert joined(chunks) == PROMPT
+
+
+def test_a_streamed_echo_has_the_same_logprobs(server: Serving) -> None:
+    whole = complete(server, echo=True, logprobs=2, max_tokens=6)["choices"][0]["logprobs"]
+    pieces = [chunk["choices"][0]["logprobs"] for chunk in stream(server, echo=True, logprobs=2, max_tokens=6)]
+    for name in ("tokens", "text_offset"):
+        assert [entry for piece in pieces for entry in piece[name]] == whole[name]
+
+
+def test_characters_of_several_tokens_are_told_as_bytes(server: Serving) -> None:
+    [choice] = complete(server, prompt="# 漢字 🎉", echo=True, logprobs=0, max_tokens=0)["choices"]
+    assert choice["text"] == "# 漢字 🎉"
+    assert any(token.startswith("bytes:\\x") for token in choice["logprobs"]["tokens"])
+
+
+def test_stop(server: Serving) -> None:
+    text = complete(server, max_tokens=24)["choices"][0]["text"]
+    middle = text[6:9]
+    [choice] = complete(server, max_tokens=24, stop=[middle, "never there"])["choices"]
+    assert choice["text"] == text[: text.index(middle)]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", middle)
+    assert joined(stream(server, max_tokens=24, stop=middle)) == choice["text"]
+
+
+def test_seed_repeats_and_may_be_negative(server: Serving) -> None:
+    one, two = (complete(server, temperature=1, seed=-5, max_tokens=16)["choices"] for _ in range(2))
+    assert one == two
+    assert complete(server, temperature=1, seed=6, max_tokens=16)["choices"] != one
+
+
+def test_best_of_returns_the_best(server: Serving, llm: LLM) -> None:
+    params = SamplingParams(n=6, temperature=1, seed=9, max_tokens=8, logprobs=0)
+    [expected] = llm.generate(PROMPT, params)
+    means = {o.text: o.cumulative_logprob / len(o.token_ids) for o in expected.outputs}
+    found = complete(server, n=2, best_of=6, temperature=1, seed=9)
+    best = sorted(means, key=means.__getitem__, reverse=True)[:2]
+    assert [choice["text"] for choice in found["choices"]] == best
+    assert found["choices"][0]["logprobs"] is None
+    assert found["usage"]["completion_tokens"] == 48
+
+
+def test_beam_search(server: Serving, llm: LLM) -> None:
+    [expected] = llm.beam_search(PROMPT, BeamSearchParams(beam_width=3, max_tokens=6))
+    found = complete(server, use_beam_search=True, n=3, max_tokens=6)
+    assert [PROMPT + choice["text"] for choice in found["choices"]] == [s.text for s in expected.sequences]
+    assert found["usage"]["completion_tokens"] == 18
+    refused = server.post("/v1/completions", prompt="a", use_beam_search=True, n=2, stream=True)
+    assert refused.status == 400
+    assert refused.error()["param"] == "stream"
+
+
+def test_the_default_max_tokens_is_cut_to_what_there_is_room_for(server: Serving) -> None:
+    longest = server.service.max_model_len
+    tokens = [5] * (longest - 3)
+    found = server.post("/v1/completions", prompt=tokens, temperature=0, ignore_eos=True).json()
+    assert found["usage"]["completion_tokens"] == 3
+    refused = server.post("/v1/completions", prompt=tokens, max_tokens=4)
+    assert refused.status == 400
+    assert refused.error()["code"] == "context_length_exceeded"
+    assert str(longest) in refused.error()["message"]
+    refused = server.post("/v1/completions", prompt=[5] * longest)
+    assert refused.error()["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"suffix": "end"}, "suffix", "continue"),
+        ({"best_of": 1, "n": 2}, "best_of", "at least n"),
+        ({"best_of": 3, "stream": True}, "best_of", "stream"),
+        ({"logprobs": 21}, "logprobs", "--max-logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "20"),
+        ({"temperature": -0.1}, "temperature", "-0.1"),
+        ({"temperature": "warm"}, "temperature", "'warm'"),
+        ({"n": 129}, "n", "128"),
+        ({"stop": ["a"] * 17}, "stop", "list"),
+        ({"stop": ""}, "stop", "empty"),
+        ({"max_tokens": 0}, "max_tokens", "echo"),
+        ({"prompt": []}, "prompt", "token ids"),
+        ({"prompt": [-1]}, "prompt", "token ids"),
+        ({"prompt": [10**6]}, None, "1000000"),
+        ({"temprature": 1}, "temprature", "'temperature'"),
+        ({"guided_regex": "a"}, "guided_regex", "regex"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "biased"),
+        ({"model": "gpt-5"}, "model", "quire-embedded"),
+        ({"min_tokens": 20}, None, "min_tokens"),
+        ({"stop_token_ids": [10**6]}, None, "stop_token_ids"),
+        ({"use_beam_search": True, "stop": "x"}, "stop", "use_beam_search"),
+        ({"use_beam_search": True, "prompt": ["a", "b"]}, "prompt", "one prompt"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    server: Serving, body: dict[str, Any], param: str | None, words: str
+) -> None:
+    answer = server.post("/v1/completions", **{"prompt": PROMPT, "max_tokens": 4} | body)
+    assert 400 <= answer.status < 500
+    error = answer.error()
+    assert error["param"] == param, error
+    assert words in error["message"], error
