@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test check bench bench-long wheel sanitize clean
+.PHONY: demo test check bench bench-long clients wheel sanitize clean
 
 demo: $(INSTALLED)  ## generate text with the embedded model and show what it cost
 	$(BIN)/python examples/demo.py
@@ -24,9 +24,15 @@ bench: $(INSTALLED)  ## speed on this machine
 	$(BIN)/quire bench memory
 	$(BIN)/quire bench planning
 
-bench-long: $(INSTALLED)  ## 100,000,000 random operations of the block manager, 1,000,000 simulated requests
+bench-long: $(INSTALLED)  ## 100,000,000 operations of the block manager, 1,000,000 simulated requests; the server: 20,000 cases, 10,000 clients that hang up, an hour
 	$(BIN)/python -m tests.cache.machine 1000 1000 100000
 	$(BIN)/quire simulate --requests 1000000 --blocks 100000
+	$(BIN)/python -m tests.server.fuzz 20000
+	$(BIN)/python -m tests.server.storm 10000
+	$(BIN)/quire bench soak --minutes 60
+
+clients: $(INSTALLED)  ## lm_eval and a load generator against the server, in an environment of their own
+	$(BIN)/python tools/check_clients.py
 
 wheel: $(INSTALLED)  ## one wheel for every Python: dist/*.whl
 	rm -rf dist
