@@ -1,0 +1,326 @@
+"""Prometheus metrics: vLLM's names under our prefix, or under theirs, and a few that only Quire has.
+
+What happens is counted on the engine's thread, in plain numbers and without a lock. Whoever scrapes reads them, and
+the engine's own, while the engine goes on: nothing here waits for a step, and nothing is iterated over that changes.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from quire.cache.events import BlockCopied, BlockRemoved, BlocksSwappedIn, BlocksSwappedOut, CacheEvent
+from quire.engine.engine import Engine
+from quire.engine.scheduler import Scheduler
+from quire.request import FinishReason
+
+OPENMETRICS = "application/openmetrics-text"
+
+# Upper bounds of the buckets, vLLM's.
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+               80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+NEXT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+           1920.0, 7680.0)  # fmt: skip
+SAMPLES = (1, 2, 5, 10, 20)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# Ours.
+STEP = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+# Name -> what it is, and its buckets; None: 1, 2, 5, 10, ... up to the longest sequence that is served.
+HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
+    "time_to_first_token_seconds": ("From a request's arrival to its first token.", FIRST_TOKEN),
+    "inter_token_latency_seconds": ("Between two tokens of a request.", NEXT_TOKEN),
+    "request_time_per_output_token_seconds": ("Mean time between a request's tokens.", NEXT_TOKEN),
+    "e2e_request_latency_seconds": ("From a request's arrival to its end.", REQUEST),
+    "request_queue_time_seconds": ("From a request's arrival to its first step.", REQUEST),
+    "request_prefill_time_seconds": ("From a request's first step to its first token.", REQUEST),
+    "request_decode_time_seconds": ("From a request's first token to its last.", REQUEST),
+    "request_inference_time_seconds": ("From a request's first step to its last token.", REQUEST),
+    "request_prompt_tokens": ("Tokens of a request's prompt.", None),
+    "request_generation_tokens": ("Tokens that a request got.", None),
+    "request_max_num_generation_tokens": ("Most tokens that a sample of a request got.", None),
+    "request_params_max_tokens": ("max_tokens of a request that has one.", None),
+    "request_params_n": ("n of a request.", SAMPLES),
+    "iteration_tokens_total": ("Tokens of a step: generated ones, and prompts that it completed.", STEP_TOKENS),
+    "engine_step_seconds": ("Time that a step took.", STEP),
+}
+
+# Name -> what it is, and where it stands. Each is read as it is at that moment: a length or a number.
+GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
+    "num_requests_running": ("Requests that own blocks.", lambda engine: len(engine.scheduler.running)),
+    "num_requests_waiting": ("Requests that wait for blocks or a seat.", lambda engine: len(engine.scheduler.waiting)),
+    "num_requests_swapped": ("Requests whose blocks are on the host.", lambda engine: len(engine.scheduler.swapped)),
+    "kv_cache_usage_perc": ("Share of the KV blocks that are owned, 0 to 1.", lambda engine: _usage(engine.scheduler)),
+    "kv_waste_ratio": (
+        "Share of the owned KV slots that hold no token: the open ends of last blocks.",
+        lambda engine: _waste(engine.scheduler),
+    ),
+}
+ENGINE_COUNTERS: dict[str, tuple[str, Callable[[Engine], float]]] = {
+    "num_preemptions": ("Times that a request gave way to others.", lambda engine: engine.scheduler.num_preemptions),
+    "prefix_cache_queries": (
+        "Prompt tokens that were looked for in the prefix cache.",
+        lambda engine: engine.scheduler.manager.hits.prompt_tokens,
+    ),
+    "prefix_cache_hits": (
+        "Prompt tokens that were found in the prefix cache.",
+        lambda engine: engine.scheduler.manager.hits.cached_tokens,
+    ),
+    "prompt_tokens_cached": (
+        "Prompt tokens that need not be computed.",
+        lambda engine: engine.scheduler.manager.hits.cached_tokens,
+    ),
+}
+
+
+class Histogram:
+    """Observations by size. A list and a bisection, as this stands in the engine's way."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)  # the last one: above all bounds
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Take in one."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """As Prometheus has it: each bound, and how many lie below it."""
+        names = [str(float(bound)) for bound in self.bounds]
+        return list(zip([*names, "+Inf"], accumulate(self.counts[:]), strict=True))
+
+
+class RequestClock:
+    """One request's moments, in seconds of time.monotonic().
+
+    A prompt with several samples may have one clock for all of them or one for each: tokens that come at the same
+    moment count as one arrival.
+    """
+
+    __slots__ = ("_arrived", "_first", "_gaps", "_last", "_max_tokens", "_metrics", "_n", "_num_arrivals",
+                 "_num_prompt", "_num_tokens", "_scheduled")  # fmt: skip
+
+    def __init__(self, metrics: Metrics, num_prompt: int, max_tokens: int | None, n: int, arrived: float) -> None:
+        self._metrics = metrics
+        self._gaps = metrics.histograms["inter_token_latency_seconds"]
+        self._num_prompt, self._max_tokens, self._n = num_prompt, max_tokens, n
+        self._num_tokens = self._num_arrivals = 0
+        self._arrived = arrived
+        self._scheduled = self._first = self._last = -1.0  # has not happened
+
+    def scheduled(self, now: float) -> None:
+        """It runs for the first time."""
+        self._scheduled = now
+        self._metrics.histograms["request_queue_time_seconds"].observe(now - self._arrived)
+
+    def tokens(self, count: int, now: float) -> None:
+        """So many tokens came."""
+        self._num_tokens += count
+        last = self._last
+        if now == last:
+            return
+        self._last = now
+        self._num_arrivals += 1
+        if last >= 0:
+            gap, gaps = now - last, self._gaps
+            gaps.counts[bisect_left(gaps.bounds, gap)] += 1
+            gaps.total += gap
+        else:
+            self._first = now
+            self._metrics.prompt_done(self._num_prompt, now - self._arrived)
+
+    def ended(self, reason: str, now: float) -> None:
+        """It ended, for a reason of FinishReason. What it had not come to is not counted."""
+        metrics, histograms = self._metrics, self._metrics.histograms
+        metrics.num_ended[reason] += 1
+        histograms["e2e_request_latency_seconds"].observe(now - self._arrived)
+        histograms["request_prompt_tokens"].observe(self._num_prompt)
+        histograms["request_generation_tokens"].observe(self._num_tokens)
+        histograms["request_max_num_generation_tokens"].observe(self._num_arrivals)
+        histograms["request_params_n"].observe(self._n)
+        if self._max_tokens is not None:
+            histograms["request_params_max_tokens"].observe(self._max_tokens)
+        if self._num_arrivals > 0 and self._scheduled >= 0:
+            decoding = self._last - self._first
+            histograms["request_prefill_time_seconds"].observe(self._first - self._scheduled)
+            histograms["request_decode_time_seconds"].observe(decoding)
+            histograms["request_inference_time_seconds"].observe(self._last - self._scheduled)
+            if self._num_arrivals > 1:
+                mean = decoding / (self._num_arrivals - 1)
+                histograms["request_time_per_output_token_seconds"].observe(mean)
+
+
+class Metrics:
+    """What one engine does, for Prometheus. A registry of its own: nothing is shared with others in the process.
+
+    `request`, `render` and `collect` may be called by any thread; all else, a RequestClock's methods too, by the
+    engine's only.
+    """
+
+    def __init__(self, engine: Engine, model_name: str, vllm_names: bool) -> None:
+        """vllm_names: call everything `vllm:...` instead of `quire:...`, so that boards made for vLLM work."""
+        self.histograms = {
+            name: Histogram(_one_two_five(engine.scheduler.max_model_len) if bounds is None else bounds)
+            for name, (_, bounds) in HISTOGRAMS.items()
+        }
+        self.num_ended = {reason.value: 0 for reason in FinishReason}
+        self._engine = engine
+        self._prefix = "vllm" if vllm_names else "quire"
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._prompt_tokens = self._generation_tokens = 0
+        self._step_prompt_tokens = 0  # of prompts that the current step completed
+        self._copied = self._evicted = 0
+        self._swapped = {"out": 0, "in": 0}
+        self._alive = time.monotonic()  # when the engine last showed that it goes on
+        engine.listen(self._hear)
+        self._registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self._registry)
+        self._registry.register(self)
+
+    # -------------------------------------------------------------------------------------- told by the engine's side
+
+    def request(self, num_prompt_tokens: int, max_tokens: int | None, n: int) -> RequestClock:
+        """A request arrives now."""
+        return RequestClock(self, num_prompt_tokens, max_tokens, n, time.monotonic())
+
+    def prompt_done(self, num_prompt_tokens: int, seconds: float) -> None:
+        """A RequestClock's: its first token came, so many seconds after it."""
+        self._step_prompt_tokens += num_prompt_tokens
+        self.histograms["time_to_first_token_seconds"].observe(seconds)
+
+    def step(self, num_generated: int, seconds: float) -> None:
+        """A step is done, and all clocks know of its tokens."""
+        prompt_tokens, self._step_prompt_tokens = self._step_prompt_tokens, 0
+        self._prompt_tokens += prompt_tokens
+        self._generation_tokens += num_generated
+        self.histograms["iteration_tokens_total"].observe(prompt_tokens + num_generated)
+        self.histograms["engine_step_seconds"].observe(seconds)
+        self._alive = time.monotonic()
+
+    def _hear(self, event: CacheEvent) -> None:
+        self._alive = max(self._alive, event.time)  # a first step begins long after the last one ended
+        if isinstance(event, BlockCopied):
+            self._copied += 1
+        elif isinstance(event, BlockRemoved):
+            self._evicted += len(event.blocks)
+        elif isinstance(event, BlocksSwappedOut):
+            self._swapped["out"] += len(event.blocks)
+        elif isinstance(event, BlocksSwappedIn):
+            self._swapped["in"] += len(event.blocks)
+
+    # ------------------------------------------------------------------------------------------------- told to others
+
+    def render(self, accept_header: str) -> tuple[bytes, str]:
+        """What a scrape gets, and its content type: OpenMetrics for whom takes it, else Prometheus's own text."""
+        # Only asked for one of these two: for odd headers the function fails, and it repeats them in the answer's.
+        encode, content_type = choose_encoder(OPENMETRICS if OPENMETRICS in accept_header else "")
+        return encode(self._registry), content_type
+
+    def collect(self) -> Iterator[Metric]:
+        """All numbers as they are now."""
+        engine, manager = self._engine, self._engine.scheduler.manager
+        for name, (told, gauge) in GAUGES.items():
+            yield self._family(GaugeMetricFamily, name, told, {"": gauge(engine)})
+        blocks, hosts = _blocks(engine.scheduler), manager.host_pools
+        yield self._family(GaugeMetricFamily, "kv_blocks", "KV blocks by what they are.", blocks, "state")
+        blocks = {"used": sum(pool.num_used for pool in hosts), "free": sum(pool.num_free for pool in hosts)}
+        yield self._family(GaugeMetricFamily, "kv_host_blocks", "KV blocks on the host.", blocks, "state")
+        age = max(0.0, time.monotonic() - self._alive) if engine.has_work else 0.0
+        told = "Since an engine that has work last went on."
+        yield self._family(GaugeMetricFamily, "engine_heartbeat_age_seconds", told, {"": age})
+        labels = self._labels | {
+            "block_size": str(manager.block_size),
+            "num_gpu_blocks": str(manager.num_blocks),  # vLLM's name, whatever the device is
+            "num_cpu_blocks": str(hosts[0].num_blocks),
+            "enable_prefix_caching": str(manager.enable_prefix_caching),
+        }
+        info = GaugeMetricFamily(f"{self._prefix}:cache_config_info", "How the KV cache is set up.", labels=[*labels])
+        info.add_metric([*labels.values()], 1)
+        yield info
+
+        for name, (told, counter) in ENGINE_COUNTERS.items():
+            yield self._family(CounterMetricFamily, name, told, {"": counter(engine)})
+        for name, told, by, values in (
+            ("prompt_tokens", "Tokens of prompts that are done.", "", {"": self._prompt_tokens}),
+            ("generation_tokens", "Tokens that were generated.", "", {"": self._generation_tokens}),
+            ("request_success", "Requests that ended.", "finished_reason", self.num_ended),
+            ("kv_blocks_copied", "KV blocks copied before a write.", "", {"": self._copied}),
+            ("kv_blocks_evicted", "Reusable KV blocks given away.", "", {"": self._evicted}),
+            ("kv_blocks_swapped", "KV blocks moved to and from the host.", "way", self._swapped),
+        ):
+            yield self._family(CounterMetricFamily, name, told, values, by)
+
+        for name, (told, _) in HISTOGRAMS.items():
+            histogram = self.histograms[name]
+            family = HistogramMetricFamily(f"{self._prefix}:{name}", told, labels=[*self._labels])
+            family.add_metric([*self._labels.values()], histogram.buckets(), histogram.total)
+            yield family
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        told: str,
+        values: Mapping[str, float],
+        by: str = "",
+    ) -> Metric:
+        """One sample for each value of the label `by`; without one there is a single value."""
+        own, others = [*self._labels], [*self._labels.values()]
+        family = kind(f"{self._prefix}:{name}", told, labels=[*own, by] if by else own)
+        for key, value in values.items():
+            family.add_metric([*others, key] if by else others, value)
+        return family
+
+
+def _one_two_five(longest: int) -> list[float]:
+    """1, 2, 5, 10, 20, ... up to `longest`."""
+    return [
+        bound
+        for exponent in range(len(str(longest)))
+        for bound in (10**exponent, 2 * 10**exponent, 5 * 10**exponent)
+        if bound <= longest
+    ]
+
+
+def _usage(scheduler: Scheduler) -> float:
+    pools = scheduler.manager.pools
+    return sum(pool.num_used for pool in pools) / sum(pool.num_blocks for pool in pools)
+
+
+def _blocks(scheduler: Scheduler) -> dict[str, int]:
+    """KV blocks by what they are. The three make up all there are."""
+    cached = free = total = 0
+    for pool, index in zip(scheduler.manager.pools, scheduler.manager.indexes, strict=True):
+        reusable = list(index.by_block)  # one operation of the interpreter: nobody can change it half-way
+        idle = list(map(pool.ref_counts.__getitem__, reusable)).count(0)
+        num_free = pool.num_free
+        cached += min(idle, num_free)
+        free += max(0, num_free - idle)
+        total += pool.num_blocks
+    return {"used": total - cached - free, "cached": cached, "free": free}
+
+
+def _waste(scheduler: Scheduler) -> float:
+    """Share of the owned slots that lie behind their requests' last tokens; a running step's count as written."""
+    size = scheduler.manager.block_size
+    empty: dict[tuple[int, int], int] = {}  # group and block: slots that not even the longest of its owners has
+    for request in list(scheduler.running):
+        num_tokens = len(request.tokens)
+        for g, table in enumerate(request.block_ids):  # replaced as a whole, and a table only grows
+            if (room := len(table) * size - num_tokens) > 0:
+                block = (g, table[-1])
+                empty[block] = min(room, empty.get(block, room))
+    used = sum(pool.num_used for pool in scheduler.manager.pools) * size
+    return min(1.0, sum(empty.values()) / used) if used else 0.0
