@@ -3,13 +3,16 @@
 import random
 from array import array
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from quire.errors import ModelError
+from quire.errors import ModelError, RequestError
+from quire.models import EMBEDDED
 from quire.request import Event, FinishReason, Request, SamplingParams
 from quire.text import CompletionOutput, Detokenizer, OutputProcessor, RequestOutput, Tokenizer, find_tokenizer
 
@@ -73,6 +76,79 @@ def test_a_prompt_cut_within_a_character_is_completed(tokenizer: Tokenizer) -> N
     assert "".join([detokenizer.add(token) for token in tokens[at:]]) == "漢b"
 
 
+def random_text(random: Random, length: int) -> str:
+    ranges = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0x2580), (0x2590, 0xD7FF), (0xE000, 0xFFFF), (0x10000, 0x10FFFF))
+    return "".join(chr(random.randint(*random.choice(ranges))) for _ in range(length))
+
+
+class TestTokenizer:
+    def test_the_bytes_of_tokens_make_up_the_text(self, tokenizer: Tokenizer) -> None:
+        leading = tokenizer.token_bytes(tokenizer.encode("x")[0]).removesuffix(b"x")  # sentencepiece adds a space
+        for tested, before in ((tokenizer, leading), (Tokenizer(EMBEDDED), b"")):
+            random = Random(20)
+            for text in (*TEXTS, *(random_text(random, random.randrange(40)) for _ in range(500))):
+                tokens = tested.encode(text, add_special_tokens=False)
+                told = b"".join(tested.token_bytes(token) for token in tokens)
+                assert told == (before + text.encode() if text else b"")
+
+    def test_the_bytes_of_every_token_are_its_text(self) -> None:
+        tokenizer = Tokenizer(EMBEDDED)
+        assert tokenizer.vocab_size == 2048
+        for token in range(tokenizer.vocab_size):
+            text = tokenizer.decode([token], skip_special_tokens=False)
+            assert tokenizer.token_bytes(token).decode(errors="replace") == text
+        assert tokenizer.token_bytes(0) == b"<|endoftext|>"
+        assert tokenizer.token_bytes(5000) == b""  # a model's vocabulary may be longer
+
+    def test_added_tokens_are_their_text(self, tmp_path: Path) -> None:
+        fast = byte_fallback()
+        fast.add_special_tokens(["<|a\u2581b|>"])
+        fast.add_tokens(["<|c|>"])
+        fast.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = Tokenizer(tmp_path)
+        tokens = tokenizer.encode("<|a\u2581b|><|c|>")
+        assert [tokenizer.token_bytes(token) for token in tokens] == ["<|a\u2581b|>".encode(), b"<|c|>"]
+        assert tokenizer.vocab_size == fast.get_vocab_size()
+
+    def test_words_of_other_tokenizers(self, tmp_path: Path) -> None:
+        fast = FastTokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
+        fast.decoder = decoders.WordPiece()
+        fast.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = Tokenizer(tmp_path)
+        assert tokenizer.token_bytes(1) == b"play"
+
+    def test_special_tokens_are_added_if_asked_for(self) -> None:
+        tokenizer = Tokenizer(EMBEDDED)
+        tokens = tokenizer.encode("def f():", add_special_tokens=False)
+        assert tokenizer.encode("def f():") == [0, *tokens]
+        assert tokenizer.encode("<|endoftext|>def f():", add_special_tokens=False) == [0, *tokens]
+
+    @pytest.mark.parametrize(
+        ("text", "told"), [("ab\ud83d", r"U\+D83D.* position 2"), ("\udc00", r"U\+DC00.* position 0")]
+    )
+    def test_half_a_character_is_refused(self, tokenizer: Tokenizer, text: str, told: str) -> None:
+        with pytest.raises(RequestError, match=told):
+            tokenizer.encode(text)
+
+    def test_what_the_vocabulary_lacks_is_refused(self, tmp_path: Path) -> None:
+        FastTokenizer(models.WordLevel({"a": 0}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+        with pytest.raises(RequestError, match="the text cannot be encoded: "):
+            Tokenizer(tmp_path).encode("b")
+
+    def test_its_contents_make_the_same_tokenizer(self, tokenizer: Tokenizer, tmp_path: Path) -> None:
+        (tmp_path / "tokenizer.json").write_text(tokenizer.json())
+        again = Tokenizer(tmp_path)
+        assert all(again.encode(text) == tokenizer.encode(text) for text in TEXTS)
+
+    def test_many_threads_may_use_it(self) -> None:
+        tokenizer, random = Tokenizer(EMBEDDED), Random(21)
+        texts = [random_text(random, 300) + "def f(x):\n    return x\n" * i for i in range(20)]
+        expected = [tokenizer.encode(text) for text in texts]
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(tokenizer.encode, texts * 10)) == expected * 10
+            assert list(pool.map(tokenizer.decode, expected * 10)) == texts * 10
+
+
 def test_no_tokenizer_and_a_broken_one(tmp_path: Path) -> None:
     assert find_tokenizer(tmp_path) is None
     (tmp_path / "tokenizer.json").write_text("{")
@@ -85,6 +161,9 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.ended: list[str] = []
+
+    def add(self, request: Request) -> None:
+        pass
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         assert reason is FinishReason.STOP

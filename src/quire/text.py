@@ -63,7 +63,9 @@ class Tokenizer:
         Raises RequestError for what is no text.
         """
         try:
-            return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+            # As a batch, since only for these does the library let other threads run meanwhile.
+            [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return list(encoding.ids)
         except Exception as error:  # the library raises bare Exceptions
             half = next((i for i, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
             if half is None:

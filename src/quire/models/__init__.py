@@ -37,7 +37,8 @@ DTYPES = {
     "half": torch.float16,
 }
 
-HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*.json"]
+HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*.json",
+             "chat_template.jinja"]  # fmt: skip
 NOT_THESE = ["*/*", "consolidated*"]  # the same weights in other forms
 
 
