@@ -1,8 +1,9 @@
 """Batch: a step's plan as tensors. The only thing that models and runners see of it.
 
 Letters as in `quire.ops.interface`; P is the number of prompt positions whose logprobs are asked for, K of entries in
-a sparse list. All tensors lie on the host; those of T and S entries are views of buffers that the next step overwrites.
-What a model reads as tensors of its device, token ids and positions, the runner sends there.
+a sparse list, W of bytes with a bit for each token. All tensors lie on the host; those of T and S entries are views of
+buffers that the next step overwrites. What a model reads as tensors of its device, token ids and positions, the runner
+sends there.
 """
 
 from __future__ import annotations
@@ -32,6 +33,19 @@ class GroupTables:
 
 
 @dataclass(frozen=True)
+class Masks:
+    """Rows that may not draw every token. Row numbers ascend."""
+
+    rows: torch.Tensor  # int64 [K]
+    allowed: torch.Tensor  # uint8 [K, W], bit t % 8 of byte t // 8: token t may be drawn; those beyond may not
+
+    def part(self, start: int, stop: int) -> Masks | None:
+        """Those among rows start:stop."""
+        inside = slice(*torch.searchsorted(self.rows, torch.tensor([start, stop])).tolist())
+        return Masks(self.rows[inside] - start, self.allowed[inside]) if inside.start < inside.stop else None
+
+
+@dataclass(frozen=True)
 class SamplingRows:
     """How each of the R rows draws its token. Row numbers in the sparse lists ascend."""
 
@@ -49,6 +63,7 @@ class SamplingRows:
     frequency: torch.Tensor  # fp32 [R], frequency penalty
     banned_rows: torch.Tensor  # int64 [K], row of each token that must not be drawn
     banned_tokens: torch.Tensor  # int64 [K]
+    masks: Masks | None = None  # of rows with a guide; None where no row has one
 
     def part(self, start: int, stop: int) -> SamplingRows:
         """Rows start:stop."""
@@ -68,6 +83,7 @@ class SamplingRows:
             penalty_counts=self.penalty_counts[penalised],
             banned_rows=self.banned_rows[banned] - start,
             banned_tokens=self.banned_tokens[banned],
+            masks=None if self.masks is None else self.masks.part(start, stop),
         )
 
 

@@ -6,9 +6,13 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from quire.errors import RequestError, check_integer, check_number
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 NoneType = type(None)
 MAX_N = 16_384  # samples of one prompt; a bound, so that one request cannot exhaust the host
@@ -135,6 +139,26 @@ class PrefixReport:
         return f"{told}, of {full} in full blocks: {reason}"
 
 
+class Guide(Protocol):
+    """Which tokens may come next: a grammar as the engine sees it. Whatever it raises ends its own request alone."""
+
+    def allowed(self) -> NDArray[np.int32]:
+        """A bit a token, 32 of them in each word, the lowest first: 1 if it may be drawn. No later token may be.
+
+        The array is never changed afterwards.
+        """
+
+    def accept(self, token: int) -> None:
+        """Take over the token that was drawn. Tokens that end the request are not told."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing may follow: the request ends, with FinishReason.STOP."""
+
+    def copy(self) -> Guide:
+        """Another one in the same state, for a sibling of the request."""
+
+
 @dataclass(eq=False)
 class Group:
     """The requests that began as one prompt: the n samples of a prompt, or the beams of a search.
@@ -162,6 +186,8 @@ class Request:
     cache_salt: str = ""  # only requests with the same one share blocks: a tenant's secret
     group: Group | None = None  # its siblings and itself
     steered: bool = False  # a driver chooses its tokens: the engine reports logprobs, and waits for Engine.extend
+    guide: Guide | None = None  # which tokens it may draw, where not all of them; its own, not a sibling's
+    allowed: NDArray[np.int32] | None = None  # what its guide allows next; set by Engine, then by Scheduler
     num_computed: int = 0  # tokens that need not be computed any more; set by BlockManager
     num_cached: int = 0  # tokens whose K and V it found in the cache, and must not write; set by BlockManager
     block_ids: list[array[int]] = field(default_factory=list)  # a table per cache group; set by BlockManager

@@ -74,13 +74,21 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError, queueing nothing, if it is invalid or could never run."""
         self.check(request)
+        if request.guide is not None:
+            try:
+                request.allowed = request.guide.allowed()
+            except Exception as error:
+                raise RequestError(f"request {request.id}: its grammar allows no beginning: {error}") from error
         self.scheduler.add(request)
         if self.recorder is not None:
             self.recorder.add(request)
         sampling = request.sampling
         request.seed = self._derived_seed(request) if sampling.seed is None else sampling.seed
-        own = frozenset() if sampling.ignore_eos else self.eos_token_ids
+        goes_on = sampling.ignore_eos and request.guide is None  # a guide allows an end where there is one
+        own = frozenset() if goes_on else self.eos_token_ids
         request.ending_tokens = own | frozenset(sampling.stop_tokens)
+        if request.guide is not None and request.guide.done:
+            self.finish(request.id, FinishReason.STOP)
 
     def check(self, request: Request) -> None:
         """Raise RequestError if `add` would."""
@@ -92,6 +100,8 @@ class Engine:
                 raise RequestError(
                     f"request {request.id}: {name} is {count}; the vocabulary has {self.vocab_size} tokens"
                 )
+        if request.steered and request.guide is not None:
+            raise RequestError(f"request {request.id} has a guide; in a beam search no grammar can choose the tokens")
         self.scheduler.check(request)
 
     def abort(self, request_id: str) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.batch import Batch, GroupTables, Pairs, PromptRows, SamplingRows
+from quire.batch import Batch, GroupTables, Masks, Pairs, PromptRows, SamplingRows
 from quire.cache.manager import Move
 from quire.engine.philox import uniforms
 from quire.engine.plan import Plan, PlanItem
@@ -130,7 +130,17 @@ def sampling_rows(requests: list[Request]) -> SamplingRows:
         frequency=torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32),
         banned_rows=torch.tensor([row for row, _ in banned], dtype=torch.int64),
         banned_tokens=torch.tensor([token for _, token in banned], dtype=torch.int64),
+        masks=_masks({row: request.allowed for row, request in enumerate(requests) if request.allowed is not None}),
     )
+
+
+def _masks(allowed: dict[int, NDArray[np.int32]]) -> Masks | None:
+    if not allowed:
+        return None
+    words = np.zeros((len(allowed), max(len(mask) for mask in allowed.values())), "<i4")
+    for row, mask in zip(words, allowed.values(), strict=True):
+        row[: len(mask)] = mask
+    return Masks(torch.tensor(list(allowed), dtype=torch.int64), torch.from_numpy(words.view(np.uint8)))
 
 
 def _has_penalty(request: Request) -> bool:

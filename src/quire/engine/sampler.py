@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from quire.batch import SamplingRows
+from quire.batch import Masks, SamplingRows
 from quire.engine.plan import INVALID_TOKEN
 from quire.engine.transfer import send
 from quire.ops import Ops
@@ -32,10 +33,12 @@ def sample(
 ) -> Tensor:
     """One token a row: int64 [R], INVALID_TOKEN where no logit is finite.
 
-    Order: penalties, forbidden tokens, then greedy choice, or temperature, min-p, top-k, top-p and a draw.
+    Order: penalties, forbidden tokens, masks, then greedy choice, or temperature, min-p, top-k, top-p and a draw.
     """
     if len(rows.penalty_rows) or len(rows.banned_rows):
         _change(logits, rows)
+    if rows.masks is not None:
+        _mask(logits, rows.masks)
     tokens = logits.argmax(-1)  # of equal logits the first; NaN counts as the largest
     best = logits.gather(1, tokens[:, None])
     valid = torch.isfinite(best.flatten())
@@ -60,6 +63,19 @@ def _change(
     value = torch.where(value > 0, value / factor, value * factor)
     logits[row, token] = value - frequency[row] * count - presence[row] * (count > 0)
     logits.index_put_((banned_row, banned_token), logits.new_full((), -torch.inf))
+
+
+def _mask(
+    logits: Tensor,  # fp32 [R, V]; changed in place
+    masks: Masks,
+) -> None:
+    """Forbid what the rows' guides do not allow."""
+    vocabulary = logits.shape[1]
+    rows, allowed = send([masks.rows, masks.allowed], logits.device)
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    forbidden = ((allowed[:, :, None] >> bits & 1) == 0).flatten(1)[:, :vocabulary]
+    forbidden = pad(forbidden, (0, vocabulary - forbidden.shape[1]), value=True)
+    logits.index_copy_(0, rows, logits[rows].masked_fill_(forbidden, -torch.inf))
 
 
 # ------------------------------------------------------------------------------------------------ on a CPU

@@ -405,7 +405,11 @@ class Scheduler:
         request, num_new = item
         token = output.tokens[request.id] if num_new == len(request.tokens) - request.num_computed else None
         if token == INVALID_TOKEN:  # what it computed is not to be shared
-            error = f"the model gave no finite logit at position {len(request.tokens)}"
+            at = f"at position {len(request.tokens)}"
+            if request.guide is not None:
+                told = f"no token that the grammar allows may be drawn and has a finite logit {at}"
+                return self._end_failed(request, RequestError(told))
+            error = f"the model gave no finite logit {at}"
             return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=error))
         if token is not None and request.group is not None and request.num_generated == 0:
             self._fork_unborn(request)
@@ -418,7 +422,10 @@ class Scheduler:
         if request.steered:
             return Event(request.id, None, logprobs, prompt_logprobs)
         request.tokens.append(token)
-        reason = self._reason_to_end(request, token)
+        try:
+            reason = self._reason_to_end(request, token)
+        except Exception as error:  # its guide's
+            return self._end_failed(request, error)
         if reason is None:
             return Event(request.id, token, logprobs, prompt_logprobs)
         stop_token = token if reason is FinishReason.STOP and token in request.sampling.stop_tokens else None
@@ -449,7 +456,16 @@ class Scheduler:
     def _reason_to_end(self, request: Request, token: int) -> FinishReason | None:
         if token in request.ending_tokens:  # the sampler never draws one before min_tokens
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(request.tokens) >= self.longest(request) else None
+        if request.guide is not None:
+            request.guide.accept(token)
+            if request.guide.done:  # told behind this token, which is not one that only ends
+                self.finish(request.id, FinishReason.STOP)
+                return None
+        if len(request.tokens) >= self.longest(request):
+            return FinishReason.LENGTH
+        if request.guide is not None:
+            request.allowed = request.guide.allowed()
+        return None
 
     def _end_failed(self, request: Request, error: BaseException) -> Event:
         message = f"{type(error).__name__}: {error}"

@@ -1,0 +1,202 @@
+"""Structured output: from what a client asks for to the masks that the engine draws under, through llguidance."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from quire.errors import RequestError
+from quire.server.grammar_trial import Trial, make_matcher, make_tokenizer
+
+MAX_SIZE = 2**16  # characters of a grammar
+MAX_DEPTH = 100  # of a schema's nesting; llguidance reads 128
+MAX_REASON = 300  # characters of what is told about a grammar that is wrong
+NUM_REMEMBERED = 64  # grammars that need no further trial
+# CPU time that a grammar may take while it is followed. Most need microseconds a token; ambiguous ones get ever slower.
+ALLOWANCE = 0.25  # s
+ALLOWANCE_A_TOKEN = 0.002  # s
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a text has to be."""
+
+    kind: str  # json_object, json_schema, regex or grammar
+    text: str = ""  # a JSON schema, a regular expression, or a grammar in llguidance's variant of Lark's syntax
+
+    @staticmethod
+    def of_schema(schema: Mapping[str, Any]) -> Spec:
+        """JSON of a schema. Raises RequestError for what is not plain JSON."""
+        _check_depth(schema)
+        try:
+            return Spec("json_schema", json.dumps(schema, allow_nan=False, ensure_ascii=False))
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"json_schema is no JSON: {error}") from error
+
+    def grammar(self) -> str:
+        """As llguidance takes it. Raises RequestError where it cannot be read.
+
+        A model that may write white space anywhere may write nothing else for ever. So there is a blank at most, where
+        json.dumps has one, unless a schema's "x-guidance" says otherwise.
+        """
+        if len(self.text) > MAX_SIZE:
+            raise RequestError(f"{self.kind} has {len(self.text)} characters; it may have at most {MAX_SIZE}")
+        try:
+            if self.kind == "regex":
+                return LLMatcher.grammar_from_regex(self.text)
+            if self.kind == "grammar":
+                return json.dumps({"grammars": [{"lark_grammar": self.text}]})
+            return LLMatcher.grammar_from_json_schema(
+                self.text or '{"type": "object"}',
+                defaults={"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"},
+            )
+        except ValueError as error:
+            raise RequestError(f"{self.kind} cannot be followed: {_reason(str(error))}") from error
+
+
+class Grammars:
+    """Compiles what clients ask for. Any number of threads may use it."""
+
+    def __init__(
+        self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int], seconds: float = 10.0
+    ) -> None:
+        """tokenizer_json: the contents of a tokenizer.json; seconds: that compiling a grammar may take."""
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._eos_tokens = list(eos_token_ids)
+        self._seconds = seconds
+        self._tools: _Tools | None = None  # made at first use: that takes a second
+        self._verdicts: OrderedDict[str, str] = OrderedDict()  # of the last trials, the latest one asked for last
+        self._lock = threading.Lock()
+
+    def compile(self, spec: Spec) -> GrammarGuide:
+        """A guide for one request. Takes its time. Raises RequestError for what cannot be followed."""
+        grammar = spec.grammar()
+        tools = self._made_tools()
+        verdict = "" if spec.kind == "json_object" else self._verdict(grammar, tools.trial)
+        if verdict:
+            raise RequestError(f"{spec.kind} cannot be followed: {_reason(verdict)}")
+        # Not a copy of one that others use: copies share a lexer and its limits.
+        return GrammarGuide(spec.kind, make_matcher(tools.tokenizer, grammar), tools.drawable)
+
+    def close(self) -> None:
+        """End the process in which grammars are tried."""
+        with self._lock:
+            if self._tools is not None:
+                self._tools.trial.close()
+
+    def _verdict(self, grammar: str, trial: Trial) -> str:
+        """What is wrong with a grammar, by its trial; empty if nothing is."""
+        with self._lock:
+            if grammar in self._verdicts:
+                self._verdicts.move_to_end(grammar)
+                return self._verdicts[grammar]
+        try:
+            verdict = trial.run(grammar)
+        except TimeoutError as error:
+            raise RequestError(str(error)) from error
+        with self._lock:
+            self._verdicts[grammar] = verdict
+            if len(self._verdicts) > NUM_REMEMBERED:
+                self._verdicts.popitem(last=False)
+        return verdict
+
+    def _made_tools(self) -> _Tools:
+        with self._lock:
+            if self._tools is None:
+                try:
+                    size = make_tokenizer(self._tokenizer_json, []).vocab_size
+                    ends = [token for token in self._eos_tokens if token < size]
+                    tokenizer = make_tokenizer(self._tokenizer_json, ends)
+                except ValueError as error:
+                    raise RequestError(f"no grammar can be followed with this model's tokenizer: {error}") from error
+                # What a trial survives is compiled once more here.
+                trial = Trial(self._seconds / 2, self._tokenizer_json, ends)
+                drawable = np.arange(size) < self._vocab_size
+                if not ends:  # the model can tell no end: what would stand for one here is some other token
+                    drawable[tokenizer.eos_tokens] = False
+                self._tools = _Tools(tokenizer, trial, np.packbits(drawable, bitorder="little"))
+            return self._tools
+
+
+class _Tools(NamedTuple):
+    tokenizer: LLTokenizer
+    trial: Trial
+    drawable: NDArray[np.uint8]  # a bit for each of the tokenizer's tokens: whether the model ever draws it
+
+
+class GrammarGuide:
+    """A `Guide`: one request's way through a grammar."""
+
+    def __init__(self, kind: str, matcher: LLMatcher, drawable: NDArray[np.uint8]) -> None:
+        """Raises RequestError where no text can follow the grammar."""
+        self._kind = kind
+        self._matcher = matcher
+        self._drawable = drawable
+        self._num_tokens, self._spent = 0, 0.0
+        self._allowed = self._mask()
+
+    def allowed(self) -> NDArray[np.int32]:
+        """The tokens that may come next, a bit each."""
+        return self._allowed
+
+    def accept(self, token: int) -> None:
+        """Go on behind a token. Raises RequestError where the grammar gets too large or too slow, or ends nowhere."""
+        begin = time.thread_time()
+        self._matcher.consume_token(token)
+        self._allowed = self._mask()
+        self._num_tokens += 1
+        self._spent += time.thread_time() - begin
+        if self._spent > ALLOWANCE + ALLOWANCE_A_TOKEN * self._num_tokens:
+            told = f"{self._spent:.2f} s for {self._num_tokens} tokens"
+            raise RequestError(f"{self._kind} takes too long to be followed: {told}")
+
+    @property
+    def done(self) -> bool:
+        """Whether the text is complete, and nothing can be added."""
+        return self._matcher.is_stopped()
+
+    def copy(self) -> GrammarGuide:
+        """The same way, to be continued differently."""
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
+
+    def _mask(self) -> NDArray[np.int32]:
+        mask: NDArray[np.int32] = np.frombuffer(self._matcher.compute_bitmask(), np.int32).copy()
+        if self._matcher.is_error() or (self._matcher.is_stopped() and not self._matcher.is_accepting()):
+            raise RequestError(f"{self._kind} cannot be followed: {_reason(self._matcher.get_error())}")
+        mask.view(np.uint8)[: len(self._drawable)] &= self._drawable
+        return mask
+
+
+def _check_depth(schema: Mapping[str, Any]) -> None:
+    """Raise RequestError for a schema that is too deeply nested to be written or read."""
+    level: list[Any] = [schema]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ())
+        ]
+    if level:
+        raise RequestError(f"json_schema is nested more than {MAX_DEPTH} levels deep")
+
+
+def _reason(told: str) -> str:
+    """What llguidance says, without excerpts of the grammar and its own state."""
+    lines = told.splitlines()
+    if not lines or lines[0] == "NoExtensionBias":
+        return "there is no such text"
+    reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    return reason if len(reason) <= MAX_REASON else reason[:MAX_REASON] + "..."

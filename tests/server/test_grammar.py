@@ -1,0 +1,464 @@
+"""Structured output on the embedded model, and what a grammar may not do to a server."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import random
+import re
+import socket
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import WordLevel
+
+from quire import LLM
+from quire.errors import RequestError
+from quire.request import Request, SamplingParams
+from quire.server import grammar as grammar_module
+from quire.server.grammar import MAX_SIZE, NUM_REMEMBERED, GrammarGuide, Grammars, Spec
+from quire.server.grammar_trial import Trial
+from quire.text import CompletionOutput, OutputProcessor, RequestOutput, make_requests
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "ž"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+ARITHMETIC = r"""
+start: sum
+sum: product (("+" | "-") product)~0..2
+product: atom ("*" atom)?
+atom: NUMBER | "(" sum ")"
+NUMBER: /[1-9][0-9]{0,2}/
+"""
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(dtype="float32", num_blocks=1024, max_num_seqs=64)
+
+
+@pytest.fixture(scope="module")
+def grammars(llm: LLM) -> Iterator[Grammars]:
+    made = Grammars(llm.tokenizer.json(), llm.engine.vocab_size, llm.engine.eos_token_ids)
+    yield made
+    made.close()
+
+
+Job = tuple[RequestOutput, list[Request]]
+
+
+def asked(llm: LLM, name: str, guide: GrammarGuide | None, **sampling: Any) -> Job:
+    params = SamplingParams(**({"max_tokens": 300} | sampling))
+    output, requests = make_requests(name, None, llm.tokenizer.encode("x = "), params)
+    for request in requests:
+        request.guide = guide and guide.copy()
+    return output, requests
+
+
+def generate(llm: LLM, jobs: list[Job]) -> list[CompletionOutput]:
+    """What each sample of each job got."""
+    processor = OutputProcessor(llm.engine, llm.tokenizer)
+    for output, requests in jobs:
+        for request in requests:
+            processor.add(request, output, deque())
+    while llm.engine.has_work:
+        list(processor.process(llm.engine.step()))
+    return [sample for output, _ in jobs for sample in output.outputs]
+
+
+def texts(llm: LLM, guide: GrammarGuide, count: int, **sampling: Any) -> list[str]:
+    """Whole ones, of different seeds."""
+    found = generate(llm, [asked(llm, f"{i}", guide, seed=i, **sampling) for i in range(count)])
+    assert {sample.finish_reason for sample in found} <= {"stop", "length"}
+    return [sample.text for sample in found if sample.finish_reason == "stop"]
+
+
+def mask_of(guide: GrammarGuide) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(guide.allowed().view(np.uint8), bitorder="little")).tolist())
+
+
+def follow(guide: GrammarGuide, llm: LLM, text: str) -> None:
+    for token in llm.tokenizer.encode(text)[1:]:
+        assert token in mask_of(guide)
+        guide.accept(token)
+
+
+# ------------------------------------------------------------------------------------------------ what comes out
+
+
+def test_objects_can_be_parsed(llm: LLM, grammars: Grammars) -> None:
+    found = texts(llm, grammars.compile(Spec("json_object")), 64, max_tokens=100)
+    assert len(found) > 20
+    assert all(isinstance(json.loads(text), dict) for text in found)
+    assert len(set(found)) > 10
+
+
+def test_siblings_go_their_own_ways(llm: LLM, grammars: Grammars) -> None:
+    samples = generate(llm, [asked(llm, "s", grammars.compile(Spec.of_schema(PERSON)), seed=1, n=3)])
+    assert len({sample.text for sample in samples}) == 3
+    for person in (json.loads(sample.text) for sample in samples):
+        assert list(person) == ["name", "age", "tags"]
+        assert 0 <= person["age"] <= 150
+
+
+PATTERNS = (
+    r"\d{3}-\d{4}",
+    r"(yes|no|maybe)",
+    r"[A-Z][a-z]{2,8}( [A-Z][a-z]{2,8}){1,2}",
+    r'"[^"\n]{0,20}"',
+    "[\u4e00-\u9fff]{2,5}",
+    "(🙂|🙃){2,4}",
+    r"a/b\.c(\n|\t)?",
+    r"^anchored$",
+    r"",
+)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_regular_expressions(llm: LLM, grammars: Grammars, pattern: str) -> None:
+    found = texts(llm, grammars.compile(Spec("regex", pattern)), 8, max_tokens=80)
+    assert len(found) == 8
+    assert all(re.fullmatch(pattern, text) for text in found)
+
+
+def test_grammars_of_lark(llm: LLM, grammars: Grammars) -> None:
+    found = texts(llm, grammars.compile(Spec("grammar", ARITHMETIC)), 32)
+    assert len(found) > 16
+    for text in found:
+        assert re.fullmatch(r"[0-9+*()-]+", text)
+        ast.parse(text, mode="eval")
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "array", "object"]
+    kind = rng.choice(kinds if depth < 2 else kinds[:6])
+    if kind == "string":
+        low = rng.randint(0, 4)
+        return {"type": kind, "minLength": low, "maxLength": low + rng.randint(0, 9)}
+    if kind in ("integer", "number"):
+        low = rng.randint(-500, 500)
+        return {"type": kind, "minimum": low, "maximum": low + rng.randint(0, 300)}
+    if kind == "enum":
+        return {"enum": rng.sample(["é", "two\nlines", 3, -1.5, None, True, [1], {"k": 2}], rng.randint(1, 5))}
+    if kind == "array":
+        low = rng.randint(0, 2)
+        items = random_schema(rng, depth + 1)
+        return {"type": kind, "items": items, "minItems": low, "maxItems": low + rng.randint(0, 2)}
+    if kind == "object":
+        names = rng.sample(["a", "b c", "ü", 'quo"te', "d\\e"], rng.randint(0, 4))
+        return {
+            "type": kind,
+            "properties": {name: random_schema(rng, depth + 1) for name in names},
+            "required": [name for name in names if rng.random() < 0.7],
+            "additionalProperties": False,
+        }
+    return {"type": kind}
+
+
+def conforms(value: Any, schema: dict[str, Any]) -> bool:
+    if "enum" in schema:
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in schema["enum"])
+    kind = schema["type"]
+    if kind == "string":
+        return isinstance(value, str) and schema["minLength"] <= len(value) <= schema["maxLength"]
+    if kind in ("integer", "number"):
+        is_kind = isinstance(value, int if kind == "integer" else (int, float)) and not isinstance(value, bool)
+        return is_kind and schema["minimum"] <= value <= schema["maximum"]
+    if kind == "array":
+        in_bounds = isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]
+        return in_bounds and all(conforms(item, schema["items"]) for item in value)
+    if kind == "object":
+        properties = schema["properties"]
+        named = isinstance(value, dict) and set(schema["required"]) <= set(value) <= set(properties)
+        return named and all(conforms(item, properties[name]) for name, item in value.items())
+    return isinstance(value, bool) if kind == "boolean" else value is None
+
+
+def test_random_schemas(llm: LLM, grammars: Grammars) -> None:
+    rng = random.Random(5)
+    schemas = [random_schema(rng) for _ in range(100)]
+    jobs = [
+        asked(llm, f"{i}", grammars.compile(Spec.of_schema(schema)), seed=i, temperature=i % 3, max_tokens=100)
+        for i, schema in enumerate(schemas)
+    ]
+    ended = 0
+    for schema, sample in zip(schemas, generate(llm, jobs), strict=True):
+        assert sample.error is None
+        if sample.finish_reason == "stop":
+            assert conforms(json.loads(sample.text), schema), (schema, sample.text)
+            ended += 1
+    assert ended > 80  # a number may have any number of digits behind its point
+
+
+@pytest.mark.parametrize(
+    "draft", ["http://json-schema.org/draft-07/schema#", "https://json-schema.org/draft/2020-12/schema"]
+)
+def test_what_pydantic_writes(llm: LLM, grammars: Grammars, draft: str) -> None:
+    schema = {
+        "$schema": draft,
+        "$defs": {
+            "Point": {"properties": {"x": {"title": "X", "type": "integer"}}, "required": ["x"], "type": "object"}
+        },
+        "title": "Shape",
+        "description": "…",
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/Point"}, "name": {"anyOf": [{"type": "string"}, {"type": "null"}]}},
+        "required": ["at", "name"],
+    }
+    follow(grammars.compile(Spec.of_schema(schema)), llm, '{"at": {"x": -12}, "name": null}')
+
+
+def test_there_is_little_white_space_unless_a_schema_asks_for_it(llm: LLM, grammars: Grammars) -> None:
+    guide = grammars.compile(Spec.of_schema(PERSON))
+    for text in (json.dumps({"name": "x", "age": 3, "tags": ["a", "b"]}), '{"name":"x","age":3,"tags":["a","b"]}'):
+        own = guide.copy()
+        follow(own, llm, text)
+        assert own.done
+    for text in ("{", '{"name":', '{"name": "x",'):
+        own = guide.copy()
+        follow(own, llm, text)
+        may = {llm.tokenizer.decode([token]) for token in mask_of(own)}
+        assert not any(piece.startswith(("\n", "  ", "\t")) for piece in may)
+    loose = grammars.compile(Spec.of_schema(PERSON | {"x-guidance": {"whitespace_flexible": True}}))
+    follow(loose, llm, '{\n    "name": "x",\n')
+
+
+def test_end_tokens(llm: LLM, grammars: Grammars) -> None:
+    """Allowed where a text may end. A model without one never gets to draw one."""
+    [end] = llm.engine.eos_token_ids
+    whole = grammars.compile(Spec.of_schema({"type": "integer"}))
+    assert end not in mask_of(whole)
+    follow(whole, llm, "12")
+    assert end in mask_of(whole)
+    assert not whole.done
+    endless = Grammars(llm.tokenizer.json(), llm.engine.vocab_size, [])
+    guide = endless.compile(Spec.of_schema({"type": "array", "items": {"type": "integer"}}))
+    follow(guide, llm, "[12]")
+    assert guide.done
+    guide = endless.compile(Spec.of_schema({"type": "integer"}))
+    follow(guide, llm, "12")
+    assert end not in mask_of(guide)
+    endless.close()
+
+
+def test_a_vocabulary_unlike_the_tokenizers(llm: LLM) -> None:
+    """What the one has beyond the other is never drawn."""
+    own = llm.engine.vocab_size
+    for size in (own - 100, own + 100):
+        other = Grammars(llm.tokenizer.json(), size, llm.engine.eos_token_ids)
+        anything = other.compile(Spec("grammar", r"start: /(.|\n)*/"))
+        assert max(mask_of(anything)) < min(own, size)
+        assert len(mask_of(anything)) > own / 2
+        other.close()
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def chain(length: int) -> str:
+    rules = [f"r{i}: r{i + 1}" for i in range(length)]
+    return "\n".join(["start: r0", *rules, f'r{length}: "a"'])
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+REFUSED: dict[str, tuple[Spec, str]] = {
+    "look-ahead": (Spec("regex", "(?=a)b"), "look-around, including look-ahead and look-behind, is not supported"),
+    "back-reference": (Spec("regex", r"(a)\1"), "regex cannot be followed: backreferences are not supported"),
+    "open group": (Spec("regex", "("), "unclosed group"),
+    "no text": (Spec("regex", r"[^\s\S]"), "regex cannot be followed: there is no such text"),
+    "half a character": (Spec("regex", "a\ud800"), "surrogates not allowed"),
+    "parentheses": (Spec("regex", "(" * 30_000 + ")" * 30_000), "exceed the maximum number of nested"),
+    "optional groups": (Spec("regex", "[ab]?" * 3_000), "regex cannot be followed: lexer precomputation failed"),
+    "long": (Spec("regex", "a" * (MAX_SIZE + 1)), "regex has 65537 characters; it may have at most 65536"),
+    "type": (Spec.of_schema({"type": "strin"}), "json_schema cannot be followed: Invalid type: strin"),
+    "keyword": (Spec.of_schema({"type": "array", "uniqueItems": True}), 'Unimplemented keys: \\["uniqueItems"\\]'),
+    "bounds": (Spec.of_schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum .5. is greater"),
+    "itself": (Spec.of_schema({"$ref": "#"}), "json_schema cannot be followed: there is no such text"),
+    "pattern": (Spec.of_schema({"type": "string", "pattern": "^(?!a).*$"}), "look-around"),
+    "no schema": (Spec("json_schema", "[]"), "Expecting object schema"),
+    "number": (Spec("json_schema", '{"minimum": 1e999}'), "number out of range"),
+    "chain": (Spec("grammar", chain(5_000)), "it takes too much memory, or is too deeply nested, to be compiled"),
+    "no start": (Spec("grammar", 'a: "b"'), "grammar cannot be followed: no start rule found"),
+    "unknown name": (Spec("grammar", "start: b"), 'unknown name: "b"'),
+    "import": (Spec("grammar", "start: A\n%import .secret.A"), "Unknown common regex"),
+    "terminal": (Spec("grammar", 'start: A\nA: A "x"'), 'circular reference in token "A" definition'),
+    "panic": (Spec("grammar", 'start: a::0\na::_: "x" a::incr(_)'), "grammar cannot be followed: panic"),
+}
+
+
+@pytest.mark.parametrize(("spec", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_followed_is_refused(
+    grammars: Grammars, spec: Spec, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a short sentence, without a word on the server's own streams, and as often as it is asked for."""
+    for _ in range(2):
+        with pytest.raises(RequestError, match=reason) as caught:
+            grammars.compile(spec)
+        assert len(str(caught.value)) < 400
+        assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+    grammars.compile(Spec("regex", "good"))
+
+
+def test_schemas_that_are_no_json() -> None:
+    for schema, reason in (
+        (nested(1_000_0), "json_schema is nested more than 100 levels deep"),
+        ({"const": float("nan")}, "json_schema is no JSON"),
+        ({"const": {1, 2}}, "json_schema is no JSON"),
+    ):
+        with pytest.raises(RequestError, match=reason):
+            Spec.of_schema(schema)
+
+
+NAMES = [f"p{i}" for i in range(900)]
+BOUNDED = {
+    "quantifiers": Spec("regex", "(a{1,1000}){1,1000}"),
+    "dots": Spec("regex", "(.*.*)*" * 10),
+    "minItems": Spec.of_schema({"type": "array", "minItems": 10**9}),
+    "lengths": Spec.of_schema({"type": "string", "minLength": 10**5, "maxLength": 10**9}),
+    "enum": Spec.of_schema({"enum": [f"number {i}" for i in range(3_000)]}),
+    "required": Spec.of_schema({"properties": {name: {} for name in NAMES}, "required": NAMES}),
+    "tree": Spec.of_schema({"$defs": {"n": {"properties": {"l": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}),
+    "doubling": Spec.of_schema(
+        {"$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)} | {"d40": {}},
+         "$ref": "#/$defs/d0"}
+    ),
+    "repeated rules": Spec("grammar", 'start: x{1000000000}\nx: "a" | "b" x'),
+    "ambiguous": Spec("grammar", 'start: start start | start "a" | "a"'),
+}  # fmt: skip
+
+
+def test_what_is_large_is_followed_or_ends_with_an_error(llm: LLM, grammars: Grammars) -> None:
+    jobs = [asked(llm, name, grammars.compile(spec), max_tokens=40) for name, spec in BOUNDED.items()]
+    [alone] = generate(llm, [asked(llm, "plain", None, seed=1, max_tokens=40)])
+    *found, plain = generate(llm, [*jobs, asked(llm, "plain", None, seed=1, max_tokens=40)])
+    assert plain == alone
+    for sample in found:
+        assert (sample.finish_reason == "error") == (sample.error is not None)
+        assert sample.error is None or sample.error.startswith("RequestError: ")
+
+
+def test_a_grammar_that_outgrows_its_limits_ends_its_request(llm: LLM, grammars: Grammars) -> None:
+    many = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(700)}}
+    [sample] = generate(llm, [asked(llm, "r", grammars.compile(Spec.of_schema(many)))])
+    told = "RequestError: json_schema cannot be followed: Parser Error: Current row has .* items"
+    assert re.match(told, str(sample.error))
+
+
+def test_a_grammar_that_takes_too_long_ends_its_request(
+    llm: LLM, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = grammars.compile(Spec("grammar", ARITHMETIC))
+    monkeypatch.setattr(grammar_module, "ALLOWANCE", 0.0)
+    monkeypatch.setattr(grammar_module, "ALLOWANCE_A_TOKEN", 0.0)
+    [sample] = generate(llm, [asked(llm, "r", guide)])
+    told = r"RequestError: grammar takes too long to be followed: .* s for 1 tokens"
+    assert re.fullmatch(told, str(sample.error))
+
+
+def test_nothing_is_fetched(grammars: Grammars) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        listening.setblocking(False)
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        for schema in (
+            {"$ref": f"{address}x.json"},
+            {"$id": address, "$ref": "other.json"},
+            {"$schema": address, "type": "object"},
+            {"$ref": "file:///etc/hostname"},
+        ):
+            with pytest.raises(RequestError, match="does not fetch resources"):
+                grammars.compile(Spec.of_schema(schema))
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+
+
+def test_a_tokenizer_that_gives_no_bytes() -> None:
+    words = FastTokenizer(WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    with pytest.raises(RequestError, match="no grammar can be followed with this model's tokenizer: can't determine"):
+        Grammars(words.to_str(), 2, []).compile(Spec("json_object"))
+
+
+# ------------------------------------------------------------------------------------------------ the trial
+
+
+def test_slow_grammars_are_given_up(llm: LLM) -> None:
+    hasty = Grammars(llm.tokenizer.json(), llm.engine.vocab_size, llm.engine.eos_token_ids, seconds=1.0)
+    numbers = {"allOf": [{"type": "integer", "multipleOf": p} for p in (9973, 9967, 9949, 9941)]}  # this one for hours
+    for spec in (Spec("regex", "[ab]?" * 12_000), Spec.of_schema(numbers)):
+        for _ in range(2):
+            with pytest.raises(RequestError, match=r"cannot be followed: it is not compiled within 0\.5 s"):
+                hasty.compile(spec)
+    assert hasty.compile(Spec("regex", "a|b")).allowed().any()
+    hasty.close()
+
+
+def test_many_threads(llm: LLM, grammars: Grammars) -> None:
+    """What each gets is its own."""
+    specs = [Spec("regex", f"{i % 7}x{{{i % 7 + 1}}}") for i in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        guides = list(pool.map(grammars.compile, specs))
+    for i, guide in enumerate(guides):
+        follow(guide, llm, f"{i % 7}" + "x" * (i % 7 + 1))
+        assert guide.done
+
+
+def test_trials_are_remembered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(Trial, "run", lambda self, grammar: tried.append(grammar) or "")
+    fresh = Grammars(llm.tokenizer.json(), llm.engine.vocab_size, llm.engine.eos_token_ids)
+    first = Spec("regex", "first")
+    for i in range(NUM_REMEMBERED):
+        fresh.compile(first)
+        fresh.compile(Spec("regex", f"{i}"))
+    assert len(tried) == NUM_REMEMBERED + 1
+    for i in reversed(range(NUM_REMEMBERED)):
+        fresh.compile(Spec("regex", f"{i}"))
+    assert len(tried) == NUM_REMEMBERED + 2
+    fresh.compile(Spec("json_object"))
+    assert len(tried) == NUM_REMEMBERED + 2
+
+
+def test_the_process_of_the_trials(llm: LLM) -> None:
+    """It starts with the first grammar, survives good and bad ones, is replaced when it dies, and ends with `close`."""
+    trial = Trial(5.0, llm.tokenizer.json(), [0])
+    assert trial._process is None
+    trial.close()
+    good, bad = Spec("regex", "a").grammar(), Spec("regex", "(").grammar()
+    assert trial.run(good) == ""
+    process = trial._process
+    assert "unclosed group" in trial.run(bad)
+    assert trial._process is process
+    process.kill()
+    process.wait()
+    assert trial.run(good) == ""
+    second = trial._process
+    assert second is not process
+    trial.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(second.pid, 0)
+    assert trial.run(good) == ""
+    third = trial._process
+    third.stdin.close()  # as if the server were killed
+    assert third.wait(timeout=20) == 0
+    trial.close()
