@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from quire.bench.workloads import WORKLOADS
+from quire.cli import bench_serve
 from quire.cli.options import (
     AsJson,
     Backend,
@@ -33,6 +34,8 @@ from quire.errors import QuireError
 from quire.progress import progress_bar
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed, start-up and memory on this machine.")
+app.command("serve")(bench_serve.serve)
+app.command("http")(bench_serve.http)
 
 
 @app.command()
