@@ -1,0 +1,262 @@
+"""What happens to blocks and requests, noted as it happens and told as lines of JSON when somebody asks.
+
+A line holds ids and counts, never a token. All times are seconds since the noting began.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.cache import events as cache
+from quire.cache.events import CacheEvent
+from quire.engine.engine import Engine
+from quire.request import Event, PrefixReport, Request
+from quire.server.sse import dumps
+
+MAX_HEARD = 8192  # happenings that are kept until they are told; older ones are lost
+
+WAITING, RUNNING, SWAPPED = "waiting", "running", "swapped"
+# With these a request begins to run, or goes on.
+BEGINNINGS = frozenset({cache.BlocksAllocated, cache.BlocksShared, cache.BlocksForked, cache.BlocksSwappedIn})
+PLAIN = {cache.BlocksAllocated: "allocated", cache.BlocksShared: "shared", cache.BlocksFreed: "freed"}
+SWAPS = {cache.BlocksSwappedOut: "swapped_out", cache.BlocksSwappedIn: "swapped_in"}
+
+
+@dataclass(eq=False, slots=True)
+class Life:
+    """A request that has not ended, as far as it was noted."""
+
+    request: Request
+    arrived: float
+    state: str = WAITING
+    ran: float | None = None  # when it first did
+    spoke: float | None = None  # when its first token came
+    num_prompt: int = 0  # tokens of the prompt that were counted as computed, or found in the cache
+    num_generated: int = 0  # tokens that were counted as generated, or taken over from a parent
+    told: tuple[int, ...] = ()  # its numbers, as last told
+
+
+class Happenings:
+    """Notes what happens in an engine. All methods are for the thread that the engine belongs to."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.lives: dict[str, Life] = {}  # by request id
+        self.counts = {"copies": 0, "swapped_out": 0, "swapped_in": 0, "evictions": 0}  # blocks, so far
+        self.num_prompt_tokens = self.num_generated_tokens = 0  # computed and generated, so far
+        self._scheduler = engine.scheduler
+        self._start = engine.scheduler.clock()
+        # Events with their request's ordinal, and lines about requests.
+        self._heard: deque[tuple[CacheEvent, int] | list[Any]] = deque(maxlen=MAX_HEARD)
+        self._silent: dict[str, Life] = {}  # the lives that have run, but have no token yet
+        self._states: Counter[str] = Counter()  # how many lives are in each state
+        self._last_met = -1  # ordinal
+        self._meet(self._start)
+        self._reconcile(self._start)
+        engine.listen(self._hear)
+
+    def __len__(self) -> int:
+        """Happenings that were not told. Any thread may ask."""
+        return len(self._heard)
+
+    @property
+    def now(self) -> float:
+        """The time."""
+        return self._at(self._scheduler.clock())
+
+    def _at(self, moment: float) -> float:
+        return round(moment - self._start, 4)
+
+    # ------------------------------------------------------------------------------------------------- noting
+
+    def _hear(self, event: CacheEvent) -> None:
+        name, ordinal = getattr(event, "request_id", None), -1
+        if name is not None:
+            life = self.lives.get(name) or self._arrive(self._scheduler.requests[name], event.time)
+            ordinal = life.request.ordinal
+            if life.state is not RUNNING and event.__class__ in BEGINNINGS:
+                self._run(life, event.time)
+        if isinstance(event, cache.BlockCopied):
+            self.counts["copies"] += 1
+        elif isinstance(event, cache.BlockRemoved):
+            self.counts["evictions"] += len(event.blocks)
+        elif isinstance(event, (cache.BlocksSwappedOut, cache.BlocksSwappedIn)):
+            self.counts[SWAPS[type(event)]] += len(event.blocks)
+        self._heard.append((event, ordinal))
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """Take in what a step told."""
+        scheduler, silent = self._scheduler, self._silent
+        now = scheduler.clock()
+        self._meet(scheduler.manager.now)
+        if silent:
+            for event in events:
+                if event.token is not None or event.logprobs is not None:  # a steered request is told no token
+                    life = silent.pop(event.request_id, None)
+                    if life is not None:
+                        life.spoke = self._at(now)
+                        self._heard.append(["first_token", life.spoke, life.request.ordinal])
+        for event in [event for event in events if event.finish_reason is not None]:
+            self._end(event, now)
+        if self._states[RUNNING] != len(scheduler.running) or self._states[SWAPPED] != len(scheduler.swapped):
+            self._reconcile(now)
+
+    def _meet(self, now: float) -> None:
+        """Find the requests that have come."""
+        new: list[Request] = []
+        for request in reversed(self._scheduler.requests.values()):
+            if request.ordinal <= self._last_met:
+                break
+            new.append(request)
+        for request in reversed(new):
+            self._last_met = request.ordinal
+            if request.id not in self.lives:
+                self._arrive(request, now)
+
+    def _arrive(self, request: Request, now: float) -> Life:
+        life = self.lives[request.id] = Life(request, self._at(now))
+        self._states[WAITING] += 1
+        limit = self._scheduler.longest(request)
+        line = ["arrived", life.arrived, request.ordinal, request.id, request.num_prompt, limit, request.sample_index]
+        self._heard.append(line)
+        return life
+
+    def _run(self, life: Life, now: float) -> None:
+        """A request has got blocks."""
+        request = life.request
+        if life.state is WAITING:  # from the host it comes back with all that it had
+            life.num_prompt = min(request.num_cached, request.num_prompt)
+        self._move(life, RUNNING)
+        if life.ran is None:
+            life.ran = self._at(now)
+            life.num_generated = request.num_generated
+            self._silent[request.id] = life
+            self._heard.append(["ran", life.ran, request.ordinal, request.prefix_report])
+        else:
+            self._heard.append(["resumed", self._at(now), request.ordinal])
+
+    def _move(self, life: Life, state: str) -> None:
+        self._states[life.state] -= 1
+        self._states[state] += 1
+        life.state = state
+        life.told = ()  # a snapshot in between may have told others
+
+    def _reconcile(self, now: float) -> None:
+        """Find the requests that lost their blocks, but have not ended."""
+        for life in self.lives.values():
+            request = life.request
+            state = RUNNING if request.block_ids else SWAPPED if request.host_block_ids else WAITING
+            if state is RUNNING and life.state is not RUNNING:  # since before anything was noted
+                self._run(life, now)
+            elif state is not life.state:
+                if life.state is RUNNING:
+                    self._heard.append(["preempted", self._at(now), request.ordinal, state, request.num_generated])
+                self._move(life, state)
+
+    def _end(self, event: Event, now: float) -> None:
+        life = self.lives.pop(event.request_id, None)
+        error = None if event.error is None else event.error.partition(":")[0]  # the rest may quote anything
+        line = ["ended", self._at(now), -1, event.request_id, event.finish_reason, 0, 0, error]
+        if life is not None:  # else it came and went between two steps
+            request = life.request
+            self._silent.pop(request.id, None)
+            self._states[life.state] -= 1
+            self._count(life)
+            line[2], line[5], line[6] = request.ordinal, request.num_prompt, request.num_generated
+        self._heard.append(line)
+
+    def _count(self, life: Life) -> None:
+        """Count the tokens that a request has computed and generated since the last call."""
+        request = life.request
+        computed = request.num_prompt if life.spoke is not None else min(request.num_computed, request.num_prompt)
+        self.num_prompt_tokens += max(0, computed - life.num_prompt)
+        life.num_prompt = max(computed, life.num_prompt)
+        self.num_generated_tokens += max(0, request.num_generated - life.num_generated)
+        life.num_generated = request.num_generated
+
+    # ------------------------------------------------------------------------------------------------- telling
+
+    def take(self) -> list[bytes]:
+        """A line for each happening since the last call: its name, the time, and more."""
+        self._meet(self._scheduler.clock())
+        lines: list[list[Any]] = []
+        while self._heard:
+            heard = self._heard.popleft()
+            if isinstance(heard, list):
+                lines.append([plain(value) for value in heard])
+                continue
+            line = self._line(*heard)
+            if lines and line[0] in ("stored", "evicted") and lines[-1][:-2] == line[:-2]:
+                lines[-1][-2] += line[-2]  # such events are told a block each
+                lines[-1][-1] += line[-1]
+            else:
+                lines.append(line)
+        return [dumps([_shortened(value) for value in line]) for line in lines]
+
+    def _line(self, event: CacheEvent, ordinal: int) -> list[Any]:
+        at, group = self._at(event.time), event.group
+        if isinstance(event, (cache.BlocksAllocated, cache.BlocksShared, cache.BlocksFreed)):
+            return [PLAIN[type(event)], at, group, ordinal, event.blocks]
+        if isinstance(event, cache.BlocksForked):
+            return ["forked", at, group, ordinal, event.parent_id, event.blocks]
+        if isinstance(event, cache.BlockCopied):
+            return ["copied", at, group, ordinal, event.src, event.dst]
+        if isinstance(event, (cache.BlocksSwappedOut, cache.BlocksSwappedIn)):
+            return [SWAPS[type(event)], at, group, ordinal, event.blocks, event.host_blocks]
+        if isinstance(event, cache.HostBlocksFreed):
+            return ["host_freed", at, group, ordinal, event.host_blocks]
+        if isinstance(event, cache.BlockStored):
+            return ["stored", at, group, ordinal, [*event.blocks], [_name(digest) for digest in event.block_hashes]]
+        if isinstance(event, cache.BlockRemoved):
+            return ["evicted", at, group, [*event.blocks], [_name(digest) for digest in event.block_hashes]]
+        return ["cleared", at, group]
+
+    def numbers(self) -> list[list[int]]:
+        """Of each running request whose numbers changed: ordinal, tokens generated and stored, blocks given back."""
+        rows = []
+        for request in self._scheduler.running:
+            life = self.lives[request.id]
+            numbers = (request.num_generated, max(request.num_computed, request.num_cached), *request.num_given_back)
+            if numbers != life.told:
+                life.told = numbers
+                self._count(life)
+                rows.append([request.ordinal, *numbers])
+        return rows
+
+
+def shorten(blocks: Iterable[int]) -> list[int]:
+    """Block ids, runs made short: behind an id, -2k stands for k more that ascend from it, -2k-1 for k that descend."""
+    short: list[int] = []
+    last, step, count = -2, 0, 0
+    for block in blocks:
+        if count and block - last == step:
+            count += 1
+        elif count == 0 and short and block - last in (1, -1):
+            step, count = block - last, 1
+        else:
+            if count:
+                short.append(-2 * count - (step < 0))
+            short.append(block)
+            count = 0
+        last = block
+    if count:
+        short.append(-2 * count - (step < 0))
+    return short
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, PrefixReport):
+        return {"cached": value.num_cached, "miss": value.miss, "text": str(value)}
+    return value
+
+
+def _shortened(value: Any) -> Any:
+    return shorten(value) if isinstance(value, list) and value and isinstance(value[0], int) else value
+
+
+def _name(digest: bytes) -> str:
+    """Enough of a block's digest to tell it from others."""
+    return digest.hex()[:8]

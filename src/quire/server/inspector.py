@@ -1,0 +1,323 @@
+"""The block inspector: records of what happens in the cache, for a page that draws it.
+
+A watcher gets a snapshot of all books, then records of what happened since, at most one every INTERVAL seconds; from
+these he can rebuild every table. While nobody watches, what happens is only noted, so that a snapshot can tell the
+stories up to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from fastapi import APIRouter
+from starlette.responses import HTMLResponse, Response
+
+from quire.engine.engine import Engine
+from quire.request import Event
+from quire.server.errors import ApiError
+from quire.server.happenings import MAX_HEARD, Happenings, Life, plain, shorten
+from quire.server.sse import EventStream, dumps
+
+log = logging.getLogger("quire.server")
+
+INTERVAL = 0.05  # seconds from one record to the next
+MAX_HISTORY = 400_000  # bytes of happenings that a snapshot tells of the time before it
+MAX_OUTSTANDING = 4 * 2**20  # bytes that may be on their way to a watcher; beyond, records are left out for him
+MAX_WATCHERS = 16
+PATIENCE = 0.2  # seconds after which a stream asks for what no record has told yet
+HEARTBEAT = 15.0  # seconds of silence after which a stream shows that it is alive
+T = TypeVar("T")
+
+
+class Watcher:
+    """Somebody who watches."""
+
+    def __init__(self, deliver: Callable[[bytes], None]) -> None:
+        """deliver: takes a part of the stream, on the engine's thread; an empty one is the end."""
+        self.deliver = deliver
+        self.gone = False  # set by whoever reads: he wants nothing more
+        self.num_taken = 0  # bytes; whoever reads counts
+        self.num_delivered = 0  # bytes; Inspector counts
+        self.missed = False  # records were left out for him: the next thing he gets is a snapshot; set by Inspector
+
+
+class Inspector:
+    """Tells watchers what happens in an engine. Methods are for the thread that it belongs to, where none is named."""
+
+    def __init__(self, engine: Engine, about: Mapping[str, str | int] | None = None) -> None:
+        """about: what the page shows of the server, such as the model's name."""
+        self._scheduler = engine.scheduler
+        self._about = dict(about or {})
+        self._happenings = Happenings(engine)
+        self._epoch = time.time() - self._happenings.now
+        self._history: deque[bytes] = deque()  # happenings that were told
+        self._history_size = 0  # bytes
+        self._watchers: list[Watcher] = []
+        self._number = 0  # of the last record
+        self._next_flush = 0.0
+        self._closed = False
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something happened that no record has told. Any thread may ask."""
+        return len(self._happenings) > 0
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """Take in what a step told, and tell whoever watches if it is time."""
+        self._happenings.observe(events)
+        if self._watchers and (time.monotonic() >= self._next_flush or len(self._happenings) > MAX_HEARD // 2):
+            self.flush()
+
+    def subscribe(self, watcher: Watcher) -> None:
+        """Send a watcher a snapshot, and from then on every record.
+
+        Raises ApiError (503) where too many watch already.
+        """
+        self.flush()  # the others then know what he will be told
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise ApiError(f"{MAX_WATCHERS} watch the blocks already", HTTPStatus.SERVICE_UNAVAILABLE, code="watched")
+        self._watchers.append(watcher)
+        self._deliver(watcher, self._snapshot())
+        if self._closed:
+            self._hand(watcher, b"")
+
+    def unsubscribe(self, watcher: Watcher) -> None:
+        """Tell a watcher nothing more. Any thread may call it."""
+        watcher.gone = True
+
+    def close(self) -> None:
+        """End the streams of all who watch, and of those who yet come. Any thread may call it."""
+        self._closed = True
+        for watcher in tuple(self._watchers):
+            self._hand(watcher, b"")
+
+    def flush(self) -> None:
+        """Tell whoever watches what happened since the last record."""
+        self._watchers = [watcher for watcher in self._watchers if not watcher.gone]
+        if not self._watchers:
+            return
+        self._next_flush = time.monotonic() + INTERVAL
+        if len(self._happenings) == MAX_HEARD:  # some may be lost
+            for watcher in self._watchers:
+                watcher.missed = True
+        events, numbers = self._take(), self._happenings.numbers()
+        if events or numbers:
+            self._number += 1
+            head = {"kind": "record", "id": self._number, "time": self._happenings.now}
+            head |= {"requests": numbers, "gauges": self._gauges()}
+            record = self._part(head, "events", events)
+            for watcher in self._watchers:
+                on_its_way = watcher.num_delivered - watcher.num_taken
+                watcher.missed |= on_its_way + len(record) > MAX_OUTSTANDING
+                if not watcher.missed:
+                    self._deliver(watcher, record)
+        late = [w for w in self._watchers if w.missed and w.num_taken == w.num_delivered]
+        snapshot = self._snapshot() if late else b""
+        for watcher in late:
+            watcher.missed = False
+            self._deliver(watcher, snapshot)
+
+    def _deliver(self, watcher: Watcher, part: bytes) -> None:
+        watcher.num_delivered += len(part)
+        self._hand(watcher, part)
+
+    def _hand(self, watcher: Watcher, part: bytes) -> None:
+        try:
+            watcher.deliver(part)
+        except Exception as error:  # such as an event loop that is closed
+            log.debug("a watcher is let go: %s", error)
+            watcher.gone = True
+
+    def _take(self) -> list[bytes]:
+        """What happened since the last record. It joins the history."""
+        lines = self._happenings.take()
+        self._history += lines
+        self._history_size += sum(map(len, lines))
+        while self._history_size > MAX_HISTORY:
+            self._history_size -= len(self._history.popleft())
+        return lines
+
+    def _part(self, head: Mapping[str, Any], name: str, lines: Iterable[bytes]) -> bytes:
+        """A server-sent event: the head's fields and, under that name, these lines, which are JSON already."""
+        start = f"id: {self._number}\ndata: ".encode() + dumps(head)[:-1]
+        return start + f',"{name}":['.encode() + b",".join(lines) + b"]}\n\n"
+
+    def _gauges(self) -> dict[str, int]:
+        """How many requests there are, and what was counted so far."""
+        scheduler, hits = self._scheduler, self._scheduler.manager.hits
+        return {
+            "waiting": len(scheduler.waiting),
+            "running": len(scheduler.running),
+            "swapped": len(scheduler.swapped),
+            "preemptions": scheduler.num_preemptions,
+            "generated_tokens": self._happenings.num_generated_tokens,
+            "prompt_tokens": self._happenings.num_prompt_tokens,  # computed
+            "hits": hits.hits,
+            "partial_hits": hits.partial_hits,
+            "misses": hits.misses,
+            "asked_tokens": hits.prompt_tokens,
+            "cached_tokens": hits.cached_tokens,  # of those asked for
+            **self._happenings.counts,
+        }
+
+    def _snapshot(self) -> bytes:
+        """All books as they stand, and what happened before."""
+        self._take()
+        self._happenings.numbers()
+        scheduler, manager = self._scheduler, self._scheduler.manager
+        head = {
+            "kind": "snapshot",
+            "id": self._number,
+            "time": self._happenings.now,
+            "epoch": round(self._epoch, 3),
+            "about": self._about,
+            "config": {
+                "block_size": manager.block_size,
+                "num_blocks": manager.num_blocks,
+                "num_host_blocks": manager.host_pools[0].num_blocks,
+                "windows": [group.window for group in manager.groups],
+                "layers": [len(group.layers) for group in manager.groups],
+                "max_num_seqs": scheduler.max_num_seqs,
+                "max_model_len": scheduler.max_model_len,
+                "prefix_caching": manager.enable_prefix_caching,
+            },
+            "requests": [self._books_of(life) for life in self._happenings.lives.values()],
+            "cached": [shorten(sorted(index.by_block)) for index in manager.indexes],
+            "gauges": self._gauges(),
+        }
+        return self._part(head, "history", self._history)
+
+    def _books_of(self, life: Life) -> dict[str, Any]:
+        request, manager = life.request, self._scheduler.manager
+        return {
+            "key": request.ordinal,
+            "id": request.id,
+            "sample": request.sample_index,
+            "state": life.state,
+            "prompt": request.num_prompt,
+            "limit": self._scheduler.longest(request),
+            "generated": request.num_generated,
+            "stored": max(request.num_computed, request.num_cached),
+            "report": plain(request.prefix_report),
+            "times": [life.arrived, life.ran, life.spoke],
+            "given": request.num_given_back,
+            "tables": [shorten(manager.owned(request, g)) for g in range(len(request.block_ids))],
+            "hosts": [shorten(table) for table in request.host_block_ids],
+        }
+
+
+# ------------------------------------------------------------------------------------------------------- HTTP
+
+
+class EngineThread(Protocol):
+    """What the routes need of whoever runs the engine."""
+
+    def call(self, function: Callable[[], T]) -> Coroutine[Any, Any, T]:
+        """Run a function on the engine's thread, between two steps."""
+
+
+def router(inspector: Inspector, worker: EngineThread) -> APIRouter:
+    """GET /inspector, the page, and /inspector/events, what it shows."""
+    routes = APIRouter()
+    page = (Path(__file__).parent / "static" / "inspector.html").read_text(encoding="utf-8")
+    headers = {
+        "Content-Security-Policy": _policy(page),
+        "Cache-Control": "no-cache",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+    @routes.get("/inspector", include_in_schema=False)
+    async def inspector_page() -> Response:
+        return HTMLResponse(page, headers=headers)
+
+    @routes.get("/inspector/events", include_in_schema=False)
+    async def inspector_events() -> Response:
+        reader = _Reader(inspector, worker)
+        try:
+            await worker.call(partial(inspector.subscribe, reader.watcher))
+        except BaseException:
+            reader.leave()
+            raise
+        return EventStream(reader.parts(), reader.leave)
+
+    return routes
+
+
+def _policy(page: str) -> str:
+    """The page may run what stands in it and talk to this server, nothing else."""
+
+    def hashes(tag: str) -> str:
+        texts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    nothing = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    some = f"connect-src 'self'; img-src data:; script-src {hashes('script')}; style-src {hashes('style')}"
+    return f"{nothing}; {some}"
+
+
+class _Reader:
+    """A watcher's end on the event loop."""
+
+    def __init__(self, inspector: Inspector, worker: EngineThread) -> None:
+        self.watcher = Watcher(self._deliver)
+        self._inspector, self._worker = inspector, worker
+        self._loop = asyncio.get_running_loop()
+        self._parts: deque[bytes] = deque()
+        self._wake = asyncio.Event()
+
+    def _deliver(self, part: bytes) -> None:
+        """The engine thread's."""
+        self._parts.append(part)
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    def leave(self) -> None:
+        """End the stream."""
+        self._inspector.unsubscribe(self.watcher)
+        self._wake.set()
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """What was delivered, as it comes."""
+        last = time.monotonic()
+        while not self.watcher.gone:
+            if self._parts:
+                part = self._parts.popleft()
+                if not part:
+                    return
+                yield part
+                self.watcher.num_taken += len(part)
+                last = time.monotonic()
+                continue
+            self._wake.clear()
+            if self._parts:
+                continue
+            try:
+                await asyncio.wait_for(self._wake.wait(), PATIENCE)
+            except asyncio.TimeoutError:
+                if (self._inspector.has_news or self.watcher.missed) and not await self._flush():
+                    return
+                if time.monotonic() - last >= HEARTBEAT:
+                    last = time.monotonic()
+                    yield b": still here\n\n"
+
+    async def _flush(self) -> bool:
+        """Have told what no record has told, as nothing came for a while. False: the engine will not run again."""
+        try:
+            await asyncio.wait_for(self._worker.call(self._inspector.flush), HEARTBEAT)
+        except asyncio.TimeoutError:
+            return True  # it is in a long step
+        except ApiError:
+            return False
+        return True

@@ -1,0 +1,440 @@
+"""The inspector's page in a real browser, against a live engine: what it shows is what the engine has."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cache.manager import CacheGroup
+from quire.server import inspector
+from tests.engine.fakes import VOCAB, fake_engine, request, siblings
+from tests.server.watching import EngineOnAThread, Served, load
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium to open the page in")
+
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+             "--disable-sync", "--no-first-run"]  # fmt: skip
+TWO = (CacheGroup((0,)), CacheGroup((1,), window=8))
+PAGE = Path(inspector.__file__).parent / "static" / "inspector.html"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+class Shown:
+    """A page that is open, and the engine behind it."""
+
+    def __init__(self, page: Any, server: Served | None) -> None:
+        self.page, self.server = page, server
+        if server is not None:
+            self.worker, self.engine = server.worker, server.worker.engine
+
+    def ask(self, what: str) -> Any:
+        return self.page.evaluate(what)
+
+    def until(self, what: str) -> None:
+        deadline = time.monotonic() + 10
+        while not self.ask(what):
+            assert time.monotonic() < deadline, f"{what} did not come true"
+            time.sleep(0.01)
+
+    def catch_up(self) -> None:
+        """Wait until the page has been told everything, and has drawn it."""
+        watched = self.worker.hub.inspector
+        number = self.worker.do(lambda: watched.flush() or watched._number)
+        self.until(f"inspector.state?.number === {number}")
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until all is drawn, panels too."""
+        self.ask("inspector.drawn().then(() => true)")
+
+    def click_block(self, block: int) -> None:
+        self.page.mouse.click(*self.ask(f"inspector.place({block})"))
+        self.settle()
+
+    def click_request(self, name: str) -> None:
+        self.page.locator("#requests .row", has_text=name).first.click()
+        self.settle()
+
+    def text(self, selector: str) -> str:
+        return self.page.locator(selector).inner_text()
+
+    def tables(self) -> dict[str, list[list[int]]]:
+        """Of each request that has not ended, its blocks a group."""
+        return self.ask(
+            "Object.fromEntries([...inspector.state.requests.values()].filter(r => r.state !== 'ended')"
+            ".map(r => [r.id, r.tables]))"
+        )
+
+    def check(self) -> None:
+        """The page's books are those of the engine."""
+        manager = self.engine.scheduler.manager
+        for g, pool in enumerate(manager.pools):
+            assert self.ask(f"[...inspector.state.pools[{g}].refs]") == list(pool.ref_counts)
+            cached = self.ask(f"[...inspector.state.pools[{g}].cached].flatMap((on, block) => on ? [block] : [])")
+            assert cached == sorted(manager.indexes[g].by_block)
+            assert self.ask(f"[...inspector.state.hosts[{g}].refs]") == list(manager.host_pools[g].ref_counts)
+        assert self.tables() == {
+            r.id: [manager.owned(r, g).tolist() if r.block_ids else [] for g in range(len(manager.groups))]
+            for r in self.engine.scheduler.requests.values()
+        }
+        usage, shown = self.engine.scheduler.usage(), self.ask("inspector.state.usage()")
+        for name in ("num_blocks", "used_blocks", "logical_blocks", "cached_blocks", "filled_slots", "host_blocks"):
+            assert shown[name] == getattr(usage, name), name
+        assert shown["wasted_slots"] == usage.wasted_slots
+        assert self.text("#g-used") == f"{usage.used_blocks:,}"
+        assert self.text("#g-saved") == f"{usage.logical_blocks - usage.used_blocks:,}"
+
+
+@contextmanager
+def shown(browser: Any, engine: Any = None, url: str | None = None, **options: Any) -> Iterator[Shown]:
+    """A page that complains of nothing and talks to nobody else."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="dark", **options)
+    page = context.new_page()
+    complaints: list[str] = []
+    addresses: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda sent: addresses.append(sent.url))
+    server = Served(EngineOnAThread(engine)) if engine is not None else None
+    try:
+        page.goto(server.url if server else url)
+        it = Shown(page, server)
+        if server:
+            it.until("inspector.status[0] === 'live'")
+        yield it
+        assert complaints == []
+        home = server.url if server else "file://"
+        assert [address for address in addresses if not address.startswith((home, "data:", "blob:"))] == []
+    finally:
+        context.close()
+        if server:
+            server.stop()
+
+
+def test_the_page_has_the_books_of_the_engine(browser: Any) -> None:
+    """Under forks, copies, swaps, evictions, preemptions and aborts, in both groups and on the host."""
+    rng = random.Random(4)
+    engine = fake_engine(num_blocks=24, groups=TWO, num_host_blocks=24, max_num_batched_tokens=16)
+    with shown(browser, engine) as it:
+        it.worker.do(lambda: load(engine, rng))
+        for turn in range(12):
+            it.worker.steps(rng.randint(1, 12))
+            if turn % 4 == 3:
+                it.worker.do(lambda: engine.abort(rng.choice(list(engine.scheduler.requests))))
+            if turn == 8:
+                it.worker.do(engine.reset_prefix_cache)
+            it.catch_up()
+            it.check()
+        assert it.ask("inspector.state.gauges.copies") > 0
+        assert it.ask("inspector.state.gauges.swapped_out") > 0
+        assert it.ask("inspector.state.gauges.evictions") > 0
+        it.page.get_by_role("tab", name="Window 8").click()
+        it.settle()
+        used = it.engine.scheduler.manager.pools[1].num_used
+        assert it.text("#mapsum").startswith(f"{used} owned")
+        it.worker.finish()
+        it.catch_up()
+        it.check()
+        assert it.text("#g-running") == "0"
+
+
+def test_colours_tell_owners(browser: Any) -> None:
+    engine = fake_engine(num_blocks=40)
+    with shown(browser, engine) as it:
+        it.worker.do(lambda: [engine.add(request(name, [ord(name)] * 10, max_tokens=30)) for name in "ab"])
+        it.worker.do(lambda: [engine.add(r) for r in siblings("s", [7] * 8, 3, max_tokens=30)])
+        it.worker.steps(3)
+        it.catch_up()
+        requests, pool = engine.scheduler.requests, engine.scheduler.manager.pools[0]
+        free = it.ask("inspector.colourAt(39)")
+        seen = {tuple(free)}
+        for r in requests.values():
+            colour = it.ask(f"inspector.ownerColour({r.ordinal})")
+            alone = [b for b in r.block_ids[0][:-1] if pool.ref_counts[b] == 1]
+            for block in alone:
+                assert it.ask(f"inspector.colourAt({block})") == colour
+            seen.add(tuple(colour))
+        assert len(seen) == 1 + len(requests)  # no two alike
+        [shared] = {b for b in range(40) if pool.ref_counts[b] == 3} & set(requests["s-0"].block_ids[0][:1])
+        assert tuple(it.ask(f"inspector.colourAt({shared})")) not in seen
+        # Selecting a request leaves its own blocks as they are, and dims those of others.
+        b_first, a_first = requests["b"].block_ids[0][0], requests["a"].block_ids[0][0]
+        it.click_request("a")
+        assert it.ask(f"inspector.colourAt({a_first})") == it.ask("inspector.ownerColour(0)")
+        assert it.ask(f"inspector.colourAt({b_first})") != it.ask("inspector.ownerColour(1)")
+        assert it.ask(f"inspector.colourAt({shared})") != [243, 239, 228]
+        it.page.keyboard.press("Escape")
+        it.settle()
+        assert it.ask(f"inspector.colourAt({b_first})") == it.ask("inspector.ownerColour(1)")
+        it.page.emulate_media(color_scheme="light")
+        it.settle()
+        assert it.ask("inspector.colourAt(39)") != free
+
+
+def test_blocks_and_requests_tell_their_stories(browser: Any) -> None:
+    engine = fake_engine(num_blocks=30)
+    with shown(browser, engine) as it:
+        it.worker.do(lambda: engine.add(request("early", list(range(13)), max_tokens=2)))
+        it.worker.finish()
+        it.worker.do(lambda: [engine.add(r) for r in siblings("late", [*range(9), 99, 98, 97, 96], 4, max_tokens=9)])
+        it.worker.steps(3)
+        it.catch_up()
+        [first, *others] = engine.scheduler.requests.values()
+        table = first.block_ids[0]
+
+        it.click_request("late-0")
+        assert it.text("#d-title") == "late-0"
+        assert it.text("#d-why") == str(first.prefix_report)
+        assert "differs from token 9 on" in it.text("#d-why")
+        rows = it.page.locator("#table .row:visible").all_inner_texts()
+        counts = engine.scheduler.manager.pools[0].ref_counts
+        filled = [min(4, first.num_computed - 4 * i) for i in range(len(table))]
+        expected = zip(table, filled, strict=True)
+        assert [row.split() for row in rows] == [
+            [str(i), str(block), str(tokens), str(counts[block])] for i, (block, tokens) in enumerate(expected)
+        ]
+        story = it.text("#d-story")
+        for part in ("arrived with 13 prompt tokens", "found 2 blocks in the cache", "first token, ", "copied"):
+            assert part in story
+
+        it.click_block(table[0])
+        assert it.text("#d-title") == f"Block {table[0]}"
+        assert it.text("#d-badge") == "shared by 4"
+        assert it.page.locator("#d-owners .chip").count() == 4
+        story = " ".join(it.text("#d-story").split())
+        for part in ("given to early", "full, and reusable as", "given back by early", "found in the cache by late-0",
+                     "shared with late-1 as a fork of late-0"):  # fmt: skip
+            assert part in story
+        assert it.ask("document.querySelectorAll('#d-story time').length") >= 7
+
+        it.page.locator("#d-owners .chip", has_text="late-2").click()  # from a block on to its owner
+        it.settle()
+        assert it.text("#d-title") == "late-2"
+        rows = it.page.locator("#table .row:visible").all_inner_texts()
+        assert others[1].block_ids[0].tolist() == [int(row.split()[1]) for row in rows]
+        it.page.focus("#device")
+        it.page.keyboard.press("ArrowRight")
+        it.page.keyboard.press("ArrowRight")
+        it.settle()
+        assert it.text("#d-title") == "Block 1"
+        assert it.text("#said").startswith("Block 1: shared by 4")
+
+        it.worker.finish()
+        it.catch_up()
+        it.click_request("late-1")
+        assert it.text("#d-badge") == "ended: length"
+        assert "ended after 9 tokens: all its tokens" in it.text("#d-story")
+
+
+def test_names_are_texts_and_nothing_else(browser: Any) -> None:
+    engine = fake_engine()
+    with shown(browser, engine) as it:
+        name = "<img src=x onerror=alert(1)>"
+        it.worker.do(lambda: engine.add(request(name, [1, 2, 3], max_tokens=50)))
+        it.worker.steps(2)
+        it.catch_up()
+        it.click_block(0)
+        assert "<img src=…" in it.text("#d-story")
+        assert it.page.locator("img").count() == 0
+
+
+def test_a_pause_freezes_the_view_and_resuming_catches_up(browser: Any) -> None:
+    engine = fake_engine(num_blocks=60)
+    with shown(browser, engine) as it:
+        it.worker.do(lambda: [engine.add(request(f"r{i}", [i] * 9, max_tokens=40)) for i in range(4)])
+        it.worker.steps(3)
+        it.catch_up()
+        it.page.keyboard.press(" ")
+        before, number = it.tables(), it.ask("inspector.state.number")
+        drawn = it.ask("inspector.device.drawn.cells")
+        for _ in range(5):
+            it.worker.steps(6)
+            it.worker.do(it.worker.hub.inspector.flush)
+        it.until("inspector.timeline.end >= inspector.timeline.cursor + 5")
+        it.settle()
+        assert it.text("#status") == "Paused"
+        assert it.tables() == before
+        assert it.ask("inspector.state.number") == number
+        assert it.ask("inspector.device.drawn.cells") == drawn
+        it.page.get_by_role("button", name="Resume").click()
+        it.catch_up()
+        it.check()
+        assert it.text("#status") == "Live"
+        it.page.focus("#device")
+        it.page.locator("#back").click()
+        it.settle()
+        assert it.ask("inspector.timeline.end - inspector.timeline.cursor") == 1
+        assert it.text("#status") == "Paused"
+        it.page.locator("#play").click()  # plays on to the end, and follows again
+        it.until("inspector.timeline.isFollowing")
+        it.settle()
+        it.check()
+
+
+def test_a_full_recording_takes_no_more_and_resuming_begins_anew(browser: Any) -> None:
+    engine = fake_engine(num_blocks=60)
+    with shown(browser, engine) as it:
+        it.worker.do(lambda: [engine.add(request(f"r{i}", [i] * 9, max_tokens=90)) for i in range(4)])
+        it.worker.steps(2)
+        it.catch_up()
+        it.page.locator("#pause").click()
+        it.ask("inspector.timeline.size = 47999900")
+        it.worker.steps(9)
+        it.worker.do(it.worker.hub.inspector.flush)
+        it.until("inspector.timeline.isFull")
+        assert it.ask("inspector.timeline.end - inspector.timeline.cursor") == 0
+        it.page.locator("#pause").click()
+        it.until("inspector.state && inspector.timeline.items.length === 1")
+        it.catch_up()
+        it.check()
+        # While somebody follows, a full recording loses its first half instead.
+        for _ in range(5):
+            it.worker.steps(4)
+            it.catch_up()
+        it.ask("inspector.timeline.size = 47999900")
+        it.worker.steps(4)
+        it.catch_up()
+        assert it.ask("inspector.timeline.items.length") <= 4
+        assert it.ask("inspector.timeline.size") < 100_000
+        it.check()
+        it.ask("inspector.timeline.seek(0)")
+        it.ask("inspector.timeline.seek(inspector.timeline.end)")
+        it.settle()
+        it.check()
+
+
+def test_a_recording_opens_offline_and_shows_the_same(browser: Any, tmp_path: Path) -> None:
+    engine = fake_engine(num_blocks=24, num_host_blocks=12, max_num_batched_tokens=16)
+    # Books at a moment: all that can be seen of them.
+    books = "inspector.state.save().replace(/,\"series\":.*/, '')"
+    with shown(browser, engine) as it:
+        it.worker.do(lambda: load(engine, random.Random(2)))
+        saved = []
+        for _ in range(12):
+            it.worker.steps(3)
+            it.catch_up()
+            saved.append((it.ask("inspector.timeline.cursor"), it.ask(books)))
+        with it.page.expect_download() as download:
+            it.page.get_by_role("button", name="Export").click()
+        download.value.save_as(tmp_path / "recording.json")
+        assert download.value.suggested_filename.startswith("quire-inspector-")
+    recording = json.loads((tmp_path / "recording.json").read_text())
+    assert recording["format"] == "quire-inspector"
+    (tmp_path / "other.json").write_text('{"items": []}')
+    with shown(browser, url=PAGE.as_uri()) as it:
+        assert it.page.locator("#welcome").is_visible()
+        it.page.locator("#file").set_input_files(tmp_path / "other.json")
+        it.until("!document.getElementById('toast').hidden")
+        assert "other.json is no recording" in it.text("#toast")
+        it.page.locator("#file").set_input_files(tmp_path / "recording.json")
+        it.until("inspector.state")
+        it.settle()
+        assert it.text("#status") == "recording.json"
+        assert it.ask("inspector.timeline.cursor") == 0
+        for cursor, expected in (saved[-1], saved[3], saved[7], saved[0]):  # forth and back
+            it.page.locator("#scrub").fill(str(cursor))
+            it.until(f"inspector.timeline.cursor === {cursor}")
+            assert json.loads(it.ask(books) + "}") == json.loads(expected + "}")
+        it.page.locator("#scrub").fill("0")
+        it.page.locator("#speed").select_option("16")
+        it.page.locator("#play").click()
+        it.until("inspector.timeline.cursor === inspector.timeline.end")
+
+
+def test_the_page_comes_back_after_the_server_does(browser: Any) -> None:
+    with shown(browser, fake_engine(num_blocks=8)) as it:
+        port = int(it.page.url.split(":")[2].split("/")[0])
+        it.server.stop()
+        it.until("inspector.status[0] === 'lost'")
+        assert it.text("#status").startswith("Disconnected: again in ")
+        engine = fake_engine(num_blocks=13)
+        it.page.context.clear_cookies()
+        server = Served(EngineOnAThread(engine), port)
+        try:
+            it.until("inspector.status[0] === 'live' && inspector.state.config.num_blocks === 13")
+            it.settle()
+            assert it.text("#mapsum") == "0 owned · 0 reusable · 13 free"
+        finally:
+            it.page.goto("about:blank")
+            server.stop()
+
+
+def test_100_000_blocks(browser: Any) -> None:
+    """The numbers are right, and of 100,000 cells only those are drawn again that have changed."""
+    engine = fake_engine(num_blocks=100_000, block_size=1, max_model_len=2048, max_num_batched_tokens=16_384,
+                         max_num_seqs=64)  # fmt: skip
+    for i in range(40):
+        for r in siblings(f"r{i}", [i % VOCAB, *range(200)] * 4, 2, max_tokens=40):
+            engine.add(r)
+    with shown(browser, engine) as it:
+        it.worker.steps(5)
+        it.catch_up()
+        pool = engine.scheduler.manager.pools[0]
+        assert pool.num_used > 20_000
+        assert it.ask("[...inspector.state.pools[0].refs]") == list(pool.ref_counts)
+        assert it.text("#g-used") == f"{pool.num_used:,}"
+        for r in list(engine.scheduler.running)[:5]:
+            block = r.block_ids[0][-1]
+            assert it.ask(f"inspector.colourAt({block})") == it.ask(f"inspector.ownerColour({r.ordinal})")
+        drawn = it.ask("({...inspector.device.drawn})")
+        used = pool.num_used
+        for _ in range(5):
+            it.worker.steps(1)
+            it.catch_up()
+        new = pool.num_used - used
+        assert new > 200
+        after = it.ask("({...inspector.device.drawn})")
+        assert after["all"] == drawn["all"]
+        assert new <= after["cells"] - drawn["cells"] <= 3 * new  # given out, written, and stored
+        assert it.ask("[...inspector.state.pools[0].refs]") == list(pool.ref_counts)
+
+        block = engine.scheduler.running[3].block_ids[0][700]
+        place = it.ask(f"inspector.place({block})")
+        if place[1] < 690:
+            it.click_block(block)
+            assert it.text("#d-title") == f"Block {block:,}"
+            assert it.text("#d-badge") == "shared by 2"
+        for _ in range(6):
+            it.page.locator("#in").click()
+        it.settle()
+        assert it.ask("inspector.device.cell") > 6
+        assert it.ask("inspector.device.root.scrollHeight") > 20 * it.ask("inspector.device.root.clientHeight")
+        before = it.ask("inspector.device.drawn.cells")
+        it.ask(f"inspector.device.root.scrollTop = {block} / inspector.device.columns * inspector.device.cell - 50")
+        it.settle()
+        assert it.ask("inspector.device.drawn.cells") - before < 30_000  # only what is seen
+        it.click_block(block)
+        assert it.text("#d-title") == f"Block {block:,}"
+
+
+def test_windows_without_a_group_of_full_attention(browser: Any) -> None:
+    """Entries at the front of a table that were given back are not counted, and the indexes say so."""
+    engine = fake_engine(num_blocks=30, groups=(CacheGroup((0, 1), window=8),))
+    with shown(browser, engine) as it:
+        it.worker.do(lambda: engine.add(request("r", [1] * 10, max_tokens=40)))
+        it.worker.steps(20)
+        it.catch_up()
+        it.check()
+        r = engine.scheduler.requests["r"]
+        it.click_request("r")
+        rows = [row.split()[:2] for row in it.page.locator("#table .row:visible").all_inner_texts()]
+        given = r.num_given_back[0]
+        assert given > 2
+        assert rows == [[str(given + i), str(block)] for i, block in enumerate(r.block_ids[0][given:])]

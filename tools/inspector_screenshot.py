@@ -1,0 +1,107 @@
+"""The screenshots in docs/: `quire serve` with the embedded model, busy with prompts that share what they can.
+
+python tools/inspector_screenshot.py [directory]: writes inspector.png and inspector-request.png. Needs chromium.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from playwright.sync_api import Page, sync_playwright
+
+ROOT = Path(__file__).parent.parent
+SERVE = ["-m", "quire", "serve", "--port", "0", "--num-blocks", "768", "--max-num-seqs", "40"]
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+CLIENTS = 22
+WARM_UP = 24.0  # seconds of load before a picture is taken
+
+# A block that as many as possible share, and the request that says most: a prefix of which the end was not there.
+MOST_SHARED = """(() => {
+  const { refs } = inspector.state.pools[0], most = Math.max(...refs);
+  select({ block: refs.indexOf(most), group: 0, isHost: false });
+})()"""
+MOST_TOLD = """(() => {
+  const running = [...inspector.state.requests.values()].filter(r => r.state === "running" && r.report.cached > 0);
+  const left = r => r.limit - r.prompt - r.generated;
+  running.sort((a, b) => (b.report.miss === "differs") - (a.report.miss === "differs") || left(b) - left(a));
+  select({ key: running[0].key });
+})()"""
+
+
+def prompts(rng: random.Random) -> tuple[str, int]:
+    """A prompt that begins as many do and ends as few do, and how many samples of it are wanted."""
+    files = sorted((ROOT / "src" / "quire").rglob("*.py"))
+    head = rng.choice(files[8:12]).read_text(encoding="utf-8")[: rng.choice([400, 700, 900])]
+    body = rng.choice(files).read_text(encoding="utf-8")
+    start = rng.randrange(max(1, len(body) - 300))
+    return head + "\n\n" + body[start : start + rng.randrange(40, 300)], rng.choice([1, 1, 1, 2, 4])
+
+
+def ask(port: int, seed: int, stop: threading.Event) -> None:
+    """A client: one completion after the other."""
+    rng = random.Random(seed)
+    while not stop.is_set():
+        prompt, n = prompts(rng)
+        body = {"prompt": prompt, "n": n, "max_tokens": rng.randrange(60, 240), "ignore_eos": True}
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise RuntimeError(answer.read())
+        answer.read()
+        connection.close()
+
+
+def take(page: Page, path: Path, selecting: str) -> None:
+    """Select something, let the page draw it, and take the picture."""
+    page.evaluate(selecting)
+    page.wait_for_timeout(700)
+    page.evaluate("inspector.drawn().then(() => true)")
+    page.screenshot(path=path)
+    print(path, f"{path.stat().st_size / 1024:.0f} KiB")
+
+
+def main() -> None:
+    """Serve, ask, look."""
+    out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs"
+    server = subprocess.Popen(
+        [sys.executable, *SERVE], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    stop = threading.Event()
+    try:
+        assert server.stdout is not None
+        line = next(line for line in server.stdout if "http://" in line)
+        port = int(line.split("http://")[1].split()[0].rsplit(":", 1)[1])
+        clients = [threading.Thread(target=ask, args=(port, seed, stop), daemon=True) for seed in range(CLIENTS)]
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=ARGUMENTS)
+            page = browser.new_page(
+                viewport={"width": 1280, "height": 800}, device_scale_factor=1.5, color_scheme="dark"
+            )
+            page.goto(f"http://127.0.0.1:{port}/inspector")
+            for client in clients:
+                client.start()
+                time.sleep(0.1)
+            time.sleep(WARM_UP)
+            take(page, out / "inspector.png", MOST_SHARED)
+            page.emulate_media(color_scheme="light")
+            take(page, out / "inspector-request.png", MOST_TOLD)
+            browser.close()
+        stop.set()
+        for client in clients:
+            client.join()
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+if __name__ == "__main__":
+    main()
