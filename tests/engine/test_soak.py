@@ -110,15 +110,14 @@ def add(state: Soak, engine, processor: OutputProcessor) -> None:
         include_stop_str_in_output=rng.random() < 0.5,
     )
     request = Request(name, array("i", prompt), len(prompt), sampling)
+    output = RequestOutput(name, None, prompt, [CompletionOutput(0)])
     try:
-        engine.add(request)
+        processor.add(request, output, deque())
     except RequestError:  # it can never fit
         state.refused += 1
         return
     state.events += 1
-    state.prompts[name] = prompt
-    state.outputs[name] = RequestOutput(name, None, prompt, [CompletionOutput(0)])
-    processor.add(request, state.outputs[name], deque())
+    state.prompts[name], state.outputs[name] = prompt, output
 
 
 def check_tokens(state: Soak, groups: tuple[CacheGroup, ...]) -> None:

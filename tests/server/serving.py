@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
-
 from quire.server.app import build_app
 from quire.server.config import ServerConfig
 from quire.server.inspector import Inspector
 from quire.server.metrics import Metrics
-from quire.server.run import _Server, build_service
+from quire.server.run import _Server, build_service, settings
 from quire.server.service import Service
 
 SMALL = {"num_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256}
@@ -113,22 +112,21 @@ def serving(
     **config: Any,
 ) -> Iterator[Serving]:
     """A server of the embedded model; `prepare` may change its parts before it starts."""
-    service, metrics, inspector = build_service(SMALL | (options or {}), ServerConfig(port=0, **config))
+    own = ServerConfig(port=0, **{"shutdown_timeout": 2.0} | config)
+    service, metrics, inspector = build_service(SMALL | (options or {}), own)
     prepare(service)
     app = build_app(service, metrics, inspector)
     here = Serving(service, metrics, inspector)
     ready = threading.Event()
-    settings = uvicorn.Config(
-        app, host="127.0.0.1", port=0, log_config=None, access_log=False, timeout_graceful_shutdown=2
-    )
+    listening = socket.create_server(("127.0.0.1", 0))
+    here.port = listening.getsockname()[1]
 
     def told() -> None:
-        here.port = server.servers[0].sockets[0].getsockname()[1]
         here.loop = asyncio.get_running_loop()
         ready.set()
 
-    server = here.server = _Server(settings, service.worker, inspector, told)
-    thread = threading.Thread(target=server.run)
+    server = here.server = _Server(settings(app, own), service.worker, inspector, told)
+    thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
         assert ready.wait(30)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
+import reprlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -17,7 +20,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.errors import QuireError
-from quire.server import inspector
+from quire.server import inspector, openapi
 from quire.server.chat import chat, conversation
 from quire.server.completions import complete
 from quire.server.errors import ApiError
@@ -25,7 +28,7 @@ from quire.server.guard import Guard
 from quire.server.inspector import Inspector
 from quire.server.metrics import Metrics
 from quire.server.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from quire.server.service import Service
+from quire.server.service import Service, aside
 from quire.server.sse import JsonBody
 
 log = logging.getLogger("quire.server")
@@ -57,6 +60,7 @@ def build_app(service: Service, metrics: Metrics, watched: Inspector) -> FastAPI
         service.worker.start()
         yield
         await service.worker.stop()
+        service.close()
 
     app = FastAPI(
         title="Quire",
@@ -65,7 +69,8 @@ def build_app(service: Service, metrics: Metrics, watched: Inspector) -> FastAPI
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        responses={"4XX": {"description": "The request cannot be served; `error` says why"}},
+        redirect_slashes=False,  # to wherever the Host header says
+        responses=openapi.ERRORS,
     )
     app.add_middleware(
         Guard,
@@ -80,6 +85,7 @@ def build_app(service: Service, metrics: Metrics, watched: Inspector) -> FastAPI
     _add_openai_routes(app, service)
     _add_other_routes(app, service, metrics)
     app.include_router(inspector.router(watched, service.worker))
+    openapi.describe(app, service)
     return app
 
 
@@ -95,29 +101,29 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
             "max_model_len": service.max_model_len,
         }
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", response_model=None, responses=openapi.answer(openapi.Models, "The models' names"))
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model(name) for name in service.names]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", response_model=None, responses=openapi.answer(openapi.Model, "The model"))
     async def one_model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return model(name)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=openapi.answer(openapi.Completion, "The prompts, continued"))
     async def completions(request: HttpRequest, body: CompletionRequest) -> Response:
         _log(service, request, body)
         return await complete(service, request, body)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=openapi.answer(openapi.ChatCompletion, "What is said next"))
     async def chat_completions(request: HttpRequest, body: ChatRequest) -> Response:
         _log(service, request, body)
         return await chat(service, request, body)
 
 
 def _add_other_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    @app.post("/tokenize", response_model=None, responses=openapi.answer(openapi.Tokens, "The token ids"))
+    async def tokenize(body: TokenizeRequest) -> Response:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError("there must be something to tokenize; give either prompt or messages", param="prompt")
@@ -127,33 +133,36 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
                 prompt = await service.encode(prompt.text or "", add_special_tokens=True)
         else:
             prompt = await service.encode(body.prompt or "", body.add_special_tokens is not False)
-        answer = {"count": len(prompt.tokens), "max_model_len": service.max_model_len, "tokens": prompt.tokens}
+        tokens, tokenizer = prompt.tokens, service.tokenizer
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
         if body.return_token_strs:
-            tokenizer = service.tokenizer
-            answer["token_strs"] = [tokenizer.token_bytes(token).decode(errors="replace") for token in prompt.tokens]
-        return answer
+            answer["token_strs"] = await aside(
+                len(tokens), lambda: [tokenizer.token_bytes(token).decode(errors="replace") for token in tokens]
+            )
+        return JsonBody(answer)
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", response_model=None, responses=openapi.answer(openapi.DetokenizedText, "The text"))
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         service.check_model(body.model)
         vocab_size = service.worker.engine.vocab_size
-        for i, token in enumerate(body.tokens):
-            if token >= vocab_size:
-                message = f"tokens[{i}] is {token}; token ids of this model lie in 0..{vocab_size - 1}"
-                raise ApiError(message, param="tokens")
-        return {"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        if (largest := max(body.tokens, default=0)) >= vocab_size:
+            place = body.tokens.index(largest)
+            message = f"tokens[{place}] is {largest}; token ids of this model lie in 0..{vocab_size - 1}"
+            raise ApiError(message, param="tokens")
+        decode = partial(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return {"prompt": await aside(len(body.tokens), decode)}
 
-    @app.get("/health")
+    @app.get("/health", response_class=Response)
     async def health() -> Response:
         """200 while the engine serves, 503 with the reason while it does not."""
         service.worker.check_health()
         return Response()
 
-    @app.get("/version")
+    @app.get("/version", response_model=None, responses=openapi.answer(openapi.Version, "Quire's version"))
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=Response, responses=openapi.SCRAPED)
     async def scrape(request: HttpRequest) -> Response:
         body, content_type = metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"Content-Type": content_type})
@@ -161,7 +170,8 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
 def _log(service: Service, request: HttpRequest, body: Body) -> None:
     if service.config.enable_log_requests:
-        log.info("%s %s", request.url.path, body.model_dump_json(exclude_unset=True))
+        # As ASCII, so that nothing in it begins a line or steers a terminal.
+        log.info("%s %s", request.url.path, json.dumps(body.model_dump(exclude_unset=True)))
 
 
 # ------------------------------------------------------------------------------------------------- errors
@@ -180,13 +190,15 @@ async def _refused(_: HttpRequest, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     message = str(error.detail)
+    if error.status_code == HTTPStatus.BAD_REQUEST:  # the framework's one word for all that a parser can raise
+        message = "the body cannot be read: it is no UTF-8, nests too deeply, or has a number of too many digits"
     if error.status_code == HTTPStatus.NOT_FOUND:
         message = "there is no such route; those of this server stand in /openapi.json"
     return _answer(ApiError(message, error.status_code, headers=error.headers))
 
 
 async def _broken(request: HttpRequest, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    log.error("%s %r failed", request.method, request.url.path, exc_info=error)
     told = f"an error of the server's own: {type(error).__name__}"
     return _answer(ApiError(told, HTTPStatus.INTERNAL_SERVER_ERROR, code="internal_error"))
 
@@ -201,17 +213,19 @@ async def _invalid(_: HttpRequest, error: Exception) -> Response:
 
 
 def _field_of(path: Sequence[str | int]) -> str | None:
-    return str(path[0]) if path and isinstance(path[0], str) else None
+    return _cut(path[0]) if path and isinstance(path[0], str) else None
 
 
 def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
     """What is wrong, where, with the value, and what would be right."""
     kind, message = found["type"], found["msg"]
+    name, value = _dotted(path), _shown(found.get("input"))
     if kind == "json_invalid":
         return f"the body is not JSON: {found.get('ctx', {}).get('error', message)} at character {path[-1]}"
+    if kind == "value_error":
+        return f"{name or 'the body'} is {value}; {message.removeprefix('Value error, ')}"
     if not path:
         return "the body is missing or no JSON object; send one with Content-Type: application/json"
-    name, value = _dotted(path), _shown(found.get("input"))
     if kind == "missing":
         return f"{name} is missing"
     if kind == "extra_forbidden":
@@ -220,10 +234,8 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
             return f"there is no field {name!r} here; use {ALSO_CALLED[word]}"
         known = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
         close = difflib.get_close_matches(word[:MAX_SHOWN], known, n=1)
-        return f"there is no field {name[:MAX_SHOWN]!r}" + (f"; did you mean {close[0]!r}?" if close else "")
-    if kind == "value_error":
-        return f"{name} is {value}; {message.removeprefix('Value error, ')}"
-    if (field := next((part for part in reversed(path) if part in WANTED), None)) is not None:
+        return f"there is no field {_cut(name)!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+    if (field := next((part for part in reversed(path[:-1]) if part in WANTED), None)) is not None:
         return f"{_dotted(path[: list(path).index(field) + 1])} cannot be read; {WANTED[str(field)]}"
     return f"{name} is {value}; {message[:1].lower()}{message[1:]}"
 
@@ -236,5 +248,10 @@ def _dotted(path: Sequence[str | int]) -> str:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    short = reprlib.Repr()  # of a large value, it writes a few entries only
+    short.maxstring = MAX_SHOWN
+    return _cut(short.repr(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

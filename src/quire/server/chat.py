@@ -33,7 +33,7 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
         choices = [_choice(i, text, None, reason, None) for i, (text, reason, _) in enumerate(found)]
         generated = sum(count for _, _, count in found)
         return JsonBody(head | {"choices": choices, "usage": usage(len(prompt.tokens), generated, 0)})
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(f"top_logprobs is {body.top_logprobs} without logprobs; set logprobs to true", param="logprobs")
     service.check_logprobs("top_logprobs", body.top_logprobs)
     count = body.top_logprobs or 0
@@ -77,7 +77,7 @@ async def conversation(service: Service, messages: Sequence[Message], add_genera
 def _plain(message: Message) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
+        content = "\n".join(part["text"] for part in content)
     named = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": content or ""} | named
 

@@ -13,7 +13,7 @@ from quire.request import SamplingParams
 from quire.server.errors import ApiError, request_failed
 from quire.server.jobs import Delta, Generation, Stream
 from quire.server.protocol import CompletionRequest
-from quire.server.service import Prompt, Service, counted, finite, new_name
+from quire.server.service import Prompt, Service, aside, counted, finite, new_name
 from quire.server.sse import DONE, Chunks, EventStream, JsonBody, data, usage
 from quire.text import CompletionOutput, Logprob, RequestOutput, Tokenizer
 
@@ -23,7 +23,8 @@ Candidates = dict[int, Logprob]
 async def complete(service: Service, request: HttpRequest, body: CompletionRequest) -> Response:
     """Answer a request."""
     service.check_model(body.model)
-    prompts = [await _prompt(service, given, body) for given in _listed(body.prompt)]
+    given = _listed(body.prompt)
+    prompts = await aside(sum(map(len, given)), lambda: [_prompt(service, one, body) for one in given])
     # Without a new token nothing would run, so one is drawn, and not told.
     max_tokens = service.room_for(prompts, body, "max_tokens") or (1 if body.max_tokens == 0 else None)
     if body.max_tokens == 0 and not body.echo:
@@ -51,9 +52,9 @@ def _listed(prompt: Any) -> list[str | list[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
 
 
-async def _prompt(service: Service, given: str | list[int], body: CompletionRequest) -> Prompt:
+def _prompt(service: Service, given: str | list[int], body: CompletionRequest) -> Prompt:
     if isinstance(given, str):
-        return await service.encode(given, body.add_special_tokens)
+        return Prompt(given, service.tokenizer.encode(given, body.add_special_tokens))
     text = None
     if body.echo and service.llm.tokenizer is not None:
         text = service.llm.tokenizer.decode(given, skip_special_tokens=False)
@@ -187,7 +188,8 @@ class _Writer:
     def _echoed(self, output: RequestOutput) -> list[tuple[int, Candidates | None]]:
         if self._body.logprobs is None or output.prompt_logprobs is None:
             return []
-        return list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))
+        # Fewer than tokens where the request was taken back within its prompt.
+        return list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=False))
 
     def _prompt_logprobs(self, output: RequestOutput) -> dict[str, Any]:
         if self._body.prompt_logprobs is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from quire.errors import QuireError
+from quire.errors import QuireError, RequestError
 
 # OpenAI's names of kinds of errors, by status; others are "invalid_request_error" below 500 and "server_error" above.
 KINDS = {
@@ -67,5 +67,8 @@ def deadline_passed(seconds: float) -> ApiError:
 
 
 def request_failed(why: str) -> ApiError:
-    """A step failed, or something in it, for which the client can do nothing."""
+    """A request ended with an error: its own, as a grammar that grows too large, or a step's, which nobody could help."""
+    own = f"{RequestError.__name__}: "
+    if why.startswith(own):
+        return ApiError(why.removeprefix(own))
     return ApiError(f"the request failed: {why}", HTTPStatus.INTERNAL_SERVER_ERROR, code="engine_error")

@@ -83,7 +83,7 @@ class Grammars:
         """A guide for one request. Takes its time. Raises RequestError for what cannot be followed."""
         grammar = spec.grammar()
         tools = self._made_tools()
-        verdict = "" if spec.kind == "json_object" else self._verdict(grammar, tools.trial)
+        verdict = "" if spec == Spec("json_object") else self._verdict(grammar, tools.trial)
         if verdict:
             raise RequestError(f"{spec.kind} cannot be followed: {_reason(verdict)}")
         # Not a copy of one that others use: copies share a lexer and its limits.
@@ -115,16 +115,14 @@ class Grammars:
         with self._lock:
             if self._tools is None:
                 try:
-                    size = make_tokenizer(self._tokenizer_json, []).vocab_size
-                    ends = [token for token in self._eos_tokens if token < size]
-                    tokenizer = make_tokenizer(self._tokenizer_json, ends)
+                    tokenizer = make_tokenizer(self._tokenizer_json, self._eos_tokens)
                 except ValueError as error:
                     raise RequestError(f"no grammar can be followed with this model's tokenizer: {error}") from error
-                # What a trial survives is compiled once more here.
-                trial = Trial(self._seconds / 2, self._tokenizer_json, ends)
-                drawable = np.arange(size) < self._vocab_size
-                if not ends:  # the model can tell no end: what would stand for one here is some other token
+                drawable = np.arange(tokenizer.vocab_size) < self._vocab_size
+                if not self._eos_tokens:  # the model can tell no end: what would stand for one is some other token
                     drawable[tokenizer.eos_tokens] = False
+                # What a trial survives is compiled once more here.
+                trial = Trial(self._seconds / 2, self._tokenizer_json, self._eos_tokens)
                 self._tools = _Tools(tokenizer, trial, np.packbits(drawable, bitorder="little"))
             return self._tools
 

@@ -34,16 +34,17 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        refusal = self._check_key(scope, headers) or self._check_length(headers)
+        refusal = self._check_key(scope) or self._check_length(headers)
         if refusal is not None:
             await JsonBody(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)
             return
         await self._app(scope, _Bounded(receive, self._max_body_size), send)
 
-    def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
+    def _check_key(self, scope: Scope) -> ApiError | None:
         if not self._keys or scope["path"] in OPEN_PATHS:
             return None
-        shown = _shown_key(headers.get(b"authorization", b""))
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        shown = _shown_key(given[0]) if len(given) == 1 else b""  # of several, a proxy may have checked another one
         # Each key is compared, and in constant time, so that the time taken tells nothing of any.
         found = [key for key in self._keys if hmac.compare_digest(key, shown)]
         if found:
@@ -72,13 +73,17 @@ class _Bounded:
         self._receive = receive
         self._limit = limit
         self._left = limit
+        self._end: float | None = None
         self._is_complete = False
 
     async def __call__(self) -> Message:
         if self._is_complete:
             return await self._receive()
+        now = asyncio.get_running_loop().time()
+        if self._end is None:
+            self._end = now + BODY_TIMEOUT
         try:
-            message = await asyncio.wait_for(self._receive(), BODY_TIMEOUT)
+            message = await asyncio.wait_for(self._receive(), self._end - now)
         except asyncio.TimeoutError:
             raise HTTPException(
                 HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {BODY_TIMEOUT:g} s"

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from typing_extensions import TypedDict
 
 from quire.engine.beam import MAX_LENGTH_PENALTY
 from quire.request import MAX_PRIORITY, MAX_SEED, SMALLEST
@@ -18,20 +27,39 @@ MAX_TOKEN = 2**31 - 1
 MAX_NAME = 256
 MAX_MESSAGES = 4096
 MAX_GRAMMAR = 2**16
+MAX_FIELDS = 100  # of an object; none has as many
 
 Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
-Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_PROMPT)]
+# fail_fast: one error is told, so a million of them need not be found.
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_PROMPT, fail_fast=True)]
 Text = Annotated[str, StringConstraints(max_length=MAX_PROMPT)]
 Name = Annotated[str, StringConstraints(max_length=MAX_NAME)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKEN)]
+# Of fields that must ask for nothing: their validators say why, the OpenAPI document says it to programs.
+NoText = Annotated[str, WithJsonSchema({"type": "string", "maxLength": 0})]
+NoList = Annotated[list[Any], WithJsonSchema({"type": "array", "maxItems": 0})]
+NoObject = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "maxProperties": 0})]
+NoChoice = Annotated[Any, WithJsonSchema({"enum": ["none", "auto", None]})]
+
+
+def _bound_fields(value: Any) -> None:
+    if isinstance(value, dict) and len(value) > MAX_FIELDS:
+        raise ValueError(f"it has {len(value)} fields, of which most cannot be known here")
 
 
 class Body(BaseModel):
     """A request's body: no field is ignored, and no value is bent into shape."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def bound_fields(cls, value: Any) -> Any:
+        """Without a bound, each unknown field would make an error of its own, for seconds."""
+        _bound_fields(value)
+        return value
 
 
 class StreamOptions(Body):
@@ -67,7 +95,7 @@ class Sampling(Body):
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -77,7 +105,7 @@ class Sampling(Body):
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = 0.0
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = 1.0
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = 0
-    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -90,9 +118,9 @@ class Sampling(Body):
     grammar: Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR)] | None = None
 
     # Fields of OpenAI's that are taken where they ask for nothing, since clients send them, and otherwise refused.
-    logit_bias: dict[str, Any] | None = None
+    logit_bias: NoObject | None = None
     metadata: dict[str, Any] | None = None
-    store: bool | None = None
+    store: Annotated[bool, WithJsonSchema({"const": False})] | None = None
     service_tier: Name | None = None
 
     NOT_SERVED: ClassVar[dict[str, str]] = {
@@ -112,8 +140,8 @@ class Sampling(Body):
 class CompletionRequest(Sampling):
     """The body of /v1/completions."""
 
-    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
-    suffix: str | None = None
+    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    suffix: NoText | None = None
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = 16
     echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
@@ -123,8 +151,10 @@ class CompletionRequest(Sampling):
     NOT_SERVED = Sampling.NOT_SERVED | {"suffix": "text cannot be filled in before a suffix: models here only continue"}
 
 
-class TextPart(Body):
-    """A part of a message."""
+class TextPart(TypedDict):
+    """A part of a message. As a dictionary, since there may be very many, and an object of each takes its time."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
     type: Literal["text"]
     text: Text
@@ -134,10 +164,19 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     name: Name | None = None
     refusal: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: NoList | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def bound_parts(cls, value: Any) -> Any:
+        """As for all other objects."""
+        if isinstance(value, list):
+            for part in value:
+                _bound_fields(part)
+        return value
 
     @field_validator("tool_calls", mode="after")
     @classmethod
@@ -148,7 +187,7 @@ class Message(Body):
         return value
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ChatRequest(Sampling):
@@ -161,16 +200,16 @@ class ChatRequest(Sampling):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
     add_generation_prompt: bool = True
 
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: NoList | None = None
+    tool_choice: NoChoice = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    chat_template: str | None = None
-    modalities: list[str] | None = None
-    audio: dict[str, Any] | None = None
-    prediction: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    functions: NoList | None = None
+    function_call: NoChoice = None
+    chat_template: NoText | None = None
+    modalities: Annotated[list[str], WithJsonSchema({"const": ["text"]})] | None = None
+    audio: NoObject | None = None
+    prediction: NoObject | None = None
+    reasoning_effort: NoText | None = None
 
     NOT_SERVED = Sampling.NOT_SERVED | {
         "tools": "tools are not served here",
@@ -213,4 +252,4 @@ class DetokenizeRequest(Body):
     """The body of /detokenize."""
 
     model: Name | None = None
-    tokens: Annotated[list[Token], Field(max_length=MAX_PROMPT)]
+    tokens: Annotated[list[Token], Field(max_length=MAX_PROMPT, fail_fast=True)]

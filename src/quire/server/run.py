@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from quire import __version__
 from quire.cache.manager import most_blocks
@@ -20,6 +21,7 @@ from quire.ops.cpu import native
 from quire.server.app import build_app
 from quire.server.chat_template import ChatTemplate
 from quire.server.config import ServerConfig
+from quire.server.connection import Connection
 from quire.server.inspector import Inspector
 from quire.server.metrics import Metrics
 from quire.server.service import Service
@@ -42,20 +44,12 @@ def serve(options: Mapping[str, Any], config: ServerConfig, tell: Callable[[str]
     try:
         service, metrics, inspector = build_service(options, config)
         app = build_app(service, metrics, inspector)
-        settings = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
-        )
 
         def ready() -> None:
             for line in listening_lines(service, listening, time.monotonic() - began):
                 tell(line)
 
-        server = _Server(settings, service.worker, inspector, ready)
+        server = _Server(settings(app, config), service.worker, inspector, ready)
         server.run(sockets=[listening])
     finally:
         listening.close()
@@ -71,6 +65,21 @@ def build_service(options: Mapping[str, Any], config: ServerConfig) -> tuple[Ser
     inspector = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.NAME})
     worker = Worker(llm.engine, llm.tokenizer, inspector, metrics, config.max_num_queued_reqs, config.request_timeout)
     return Service(llm, worker, config, names, template), metrics, inspector
+
+
+def settings(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """How an application is served."""
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        proxy_headers=False,  # nothing depends on where a client is
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
+    )
 
 
 class _Server(uvicorn.Server):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
@@ -26,7 +28,9 @@ from quire.server.sse import told_of_disconnect
 from quire.server.worker import Worker
 from quire.text import RequestOutput, Tokenizer, beam_sequences, make_requests
 
-LONG_TEXT = 4096  # characters above which a text is taken apart on another thread
+A = TypeVar("A")
+T = TypeVar("T")
+LONG_TEXT = 4096  # characters or tokens above which a text is taken apart on another thread
 KEY_STATE = "key"  # where the guard of the server leaves the key that a client has shown
 LOWEST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON has not
 COPIED = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty",
@@ -73,6 +77,7 @@ class Service:
     template: ChatTemplate | None
     created: int = field(default_factory=lambda: int(time.time()))
     grammars: Grammars | None = None  # made at first use
+    _compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "quire-grammar"))
 
     @property
     def max_model_len(self) -> int:
@@ -96,10 +101,7 @@ class Service:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> Prompt:
         """A text and its tokens."""
-        tokenizer = self.tokenizer
-        if len(text) > LONG_TEXT:
-            return Prompt(text, await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
-        return Prompt(text, tokenizer.encode(text, add_special_tokens))
+        return Prompt(text, await aside(len(text), partial(self.tokenizer.encode, text, add_special_tokens)))
 
     def check_length(self, prompt: Prompt) -> int:
         """Tokens that there is room for behind a prompt. Raises ApiError if there is none."""
@@ -159,7 +161,8 @@ class Service:
         elif form is not None and form.type == "json_schema":
             if not isinstance(form.json_schema, JsonSchema):
                 raise ApiError("response_format.json_schema is missing; it must hold the schema", param="json_schema")
-            found["response_format"] = Spec.of_schema(form.json_schema.schema_)
+            # On another thread, as the schema may be as large as a body.
+            found["response_format"] = await self._beside(Spec.of_schema, form.json_schema.schema_)
         for name in ("regex", "grammar"):
             if (text := getattr(body, name)) is not None:
                 found[name] = Spec(name, text)
@@ -168,15 +171,26 @@ class Service:
         if len(found) > 1:
             raise ApiError(f"{' and '.join(found)} were given; a text can follow one of them only", param=[*found][1])
         if self.grammars is None:
-            engine, tokenizer = self.worker.engine, self.tokenizer
-            self.grammars = Grammars(tokenizer.json(), engine.vocab_size, engine.eos_token_ids)
-        return await asyncio.to_thread(self.grammars.compile, next(iter(found.values())))
+            engine = self.worker.engine
+            self.grammars = Grammars(self.tokenizer.json(), engine.vocab_size, engine.eos_token_ids)
+        return await self._beside(self.grammars.compile, next(iter(found.values())))
+
+    async def _beside(self, function: Callable[[A], T], argument: A) -> T:
+        """What a function returns on one of the threads for grammars: bad ones may take long, and hold up no text."""
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, function, argument)
+
+    def close(self) -> None:
+        """End what runs beside the engine."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        if self.grammars is not None:
+            self.grammars.close()
 
     def requests(
         self, request: HttpRequest, body: Sampling, name: str, prompts: Sequence[Prompt], params: SamplingParams,
         guide: Guide | None,
     ) -> list[tuple[RequestOutput, list[Request]]]:  # fmt: skip
-        """An output and the requests of its samples for each prompt."""
+        """An output and the requests of its samples for each prompt. Raises ApiError if there is no room for them."""
+        self.worker.check_room(len(prompts) * params.n)  # before they are made, as there can be very many
         made = []
         for i, prompt in enumerate(prompts):
             salt = self.salt(request, body)
@@ -235,6 +249,11 @@ class Service:
             Found((one.text or "").removeprefix(before), one.finish_reason, len(one.tokens) - len(prompt.tokens))
             for one in found
         ]
+
+
+async def aside(size: int, function: Callable[[], T]) -> T:
+    """What a function returns; it runs on another thread if what it goes through is long, so that nobody waits."""
+    return await asyncio.to_thread(function) if size > LONG_TEXT else function()
 
 
 def new_name(kind: str) -> str:

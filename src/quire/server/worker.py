@@ -116,14 +116,18 @@ class Worker:
         self._inbox.put(run)
         return await future
 
-    def submit(self, job: Job) -> None:
-        """Queue a job. Raises RequestError or ApiError, queueing nothing, if it cannot be served."""
+    def check_room(self, num_samples: int) -> None:
+        """Raise ApiError if so many samples cannot be taken now."""
         if self.failure is not None:
             raise engine_stopped(self.failure)
-        if job.num_samples > self._limit:
-            raise ApiError(f"the request asks for {job.num_samples} samples; this server takes {self._limit} at a time")
-        if self._num_samples + job.num_samples > self._limit:
+        if num_samples > self._limit:
+            raise ApiError(f"the request asks for {num_samples} samples; this server takes {self._limit} at a time")
+        if self._num_samples + num_samples > self._limit:
             raise queue_full(self._limit)
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Raises RequestError or ApiError, queueing nothing, if it cannot be served."""
+        self.check_room(job.num_samples)
         job.check(self.engine)
         self._num_samples += job.num_samples
         timer = None

@@ -1,0 +1,279 @@
+"""The OpenAPI document: what the routes answer, and what only this server knows of what it takes.
+
+Answers are written without these models, which is faster; the tests hold each of them against its model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict
+from pydantic.json_schema import models_json_schema
+
+from quire.server.guard import OPEN_PATHS
+from quire.server.service import Service
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+BODIES = ("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest")
+
+
+class Answer(BaseModel):
+    """All of its fields are here."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class ErrorDetail(Answer):
+    """Why a request was not served: in words, its kind, the field that is wrong, and a word for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Answer):
+    """What a request that was not served is answered."""
+
+    error: ErrorDetail
+
+
+class PromptDetails(Answer):
+    """Of the prompt's tokens, those that were found in the cache."""
+
+    cached_tokens: int
+
+
+class Usage(Answer):
+    """Numbers of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class PromptLogprob(Answer):
+    """A candidate at a position of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None] | None  # by token id
+
+
+class CompletionLogprobs(Answer):
+    """A choice's tokens, each with its place in the text and its candidates."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(Answer):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs = None
+
+
+class Completion(Answer):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CompletionChunk(Answer):
+    """A piece of it: of one choice, or at the end of none, if numbers were asked for."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(Answer):
+    """A candidate."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    """A token, with its most probable rivals."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    """A message's tokens."""
+
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class ChatMessage(Answer):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Answer):
+    """One continuation of a conversation."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+class ChatCompletion(Answer):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs = None
+
+
+class ChatDelta(Answer):
+    """What a piece adds to a message."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+
+
+class ChatChunkChoice(Answer):
+    """A piece of a choice; the last one has a finish_reason."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+
+
+class ChatChunk(Answer):
+    """A piece of it: of one choice, or at the end of none, if numbers were asked for."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class Model(Answer):
+    """A model that is served, by one of its names."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class Models(Answer):
+    """The answer of /v1/models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(Answer):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] = []
+
+
+class DetokenizedText(Answer):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+class Version(Answer):
+    """The answer of /version."""
+
+    version: str
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": Error, "description": "The request cannot be served; `error` says why"},
+    "5XX": {"model": Error, "description": "The server cannot serve it now; `error` says why"},
+}
+
+
+def answer(model: type[Answer], told: str) -> dict[int | str, dict[str, Any]]:
+    """A route's responses: an answer of this form."""
+    return {200: {"model": model, "description": told}}
+
+
+TEXT = {"schema": {"type": "string"}}
+SCRAPED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Prometheus's text format, or OpenMetrics where that is accepted",
+        "content": {"text/plain": TEXT, "application/openmetrics-text": TEXT},
+    }
+}
+
+
+CHUNKS: dict[str, type[Answer]] = {"/v1/completions": CompletionChunk, "/v1/chat/completions": ChatChunk}
+
+
+def describe(app: FastAPI, service: Service) -> None:
+    """Put into the document what the routes cannot say: streams, the models' names, and whether keys are wanted."""
+    document = app.openapi()
+    schemas, paths = document["components"]["schemas"], document["paths"]
+    _, made = models_json_schema(
+        [(chunk, "serialization") for chunk in CHUNKS.values()], ref_template="#/components/schemas/{model}"
+    )
+    schemas.update(made["$defs"])
+    for path, chunk in CHUNKS.items():
+        paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = _stream_of(chunk)
+    named = {"type": "string", "enum": list(service.names)}
+    for body in BODIES:
+        schemas[body]["properties"]["model"] = {"anyOf": [named, {"type": "null"}]}
+    [parameter] = paths["/v1/models/{name}"]["get"]["parameters"]
+    parameter["schema"] = named
+    if service.config.api_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, operations in paths.items():
+            for operation in operations.values():
+                operation["security"] = [] if path in OPEN_PATHS else [{"key": []}]
+
+
+def _stream_of(chunk: type[Answer]) -> dict[str, Any]:
+    """A media type: server-sent events, each a chunk or an error, and at the end a word. OpenAPI 3.2 has itemSchema."""
+    forms = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in (chunk, Error)]
+    piece = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": forms}}
+    event = {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, piece]}}}
+    return {"itemSchema": event}

@@ -1,0 +1,304 @@
+"""A connection takes no more than it should, whatever a client sends over it, and answers all else as OpenAI does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from quire.server import connection, guard
+from tests.server.serving import Answer, Serving, serving
+from tests.server.test_robust import hook, runner, until
+
+HOST = b"Host: here\r\n"
+JSON = b"Content-Type: application/json\r\n"
+GET = b"GET /version HTTP/1.1\r\n" + HOST + b"\r\n"
+POST = b"POST /tokenize HTTP/1.1\r\n" + HOST + JSON
+BODY = b'{"prompt": "a"}'
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+
+
+class Raw:
+    """A client that sends what it likes."""
+
+    def __init__(self, server: Serving, *parts: bytes) -> None:
+        self.socket = socket.create_connection((server.host, server.port), timeout=20)
+        self._got = b""
+        for part in parts:
+            self.send(part)
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, part: bytes) -> None:
+        """Send it, unless the server does not want more."""
+        with contextlib.suppress(OSError):
+            self.socket.sendall(part)
+
+    def _read_to(self, mark: bytes) -> bytes:
+        while mark not in self._got:
+            part = self.socket.recv(65536)
+            assert part, self._got
+            self._got += part
+        found, _, self._got = self._got.partition(mark)
+        return found
+
+    def answer(self) -> Answer:
+        """The next one."""
+        status, *lines = self._read_to(b"\r\n\r\n").decode().split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        length = int(headers["content-length"])
+        while len(self._got) < length:
+            self._got += self.socket.recv(65536)
+        body, self._got = self._got[:length], self._got[length:]
+        return Answer(int(status.split()[1]), headers, body)
+
+    def is_closed(self) -> bool:
+        """Whether the server ends the connection without another word."""
+        try:
+            return self._got + self.socket.recv(65536) == b""
+        except ConnectionResetError:
+            return True
+
+
+def asked(server: Serving, *parts: bytes) -> Answer:
+    with Raw(server, *parts) as client:
+        return client.answer()
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Serving]:
+    with serving(api_key=("the-key",)) as running:
+        yield running
+
+
+# ------------------------------------------------------------------------------------- what is no HTTP, or doubtful
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n",
+        b"Content-Length: 5\r\nContent-Length: 6\r\n",
+        b"Content-Length: +5\r\n",
+        b"Content-Length: -5\r\n",
+        b"Content-Length: 5, 5\r\n",
+        b"Content-Length: 0x5\r\n",
+        b"Content-Length: 99999999999999999999999\r\n",
+        b"Transfer-Encoding: xchunked\r\n",
+        b"Transfer-Encoding: chunked, identity\r\n",
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n",
+        b"Content-Length : 5\r\n",
+        b"X: a\r\n continued\r\n",
+        b"X: a\x00b\r\n",
+        b"X\xff: a\r\n",
+        b"X: a\rY: b\r\n",
+    ],
+)
+def test_a_request_with_two_meanings_is_refused_and_what_follows_is_not_read(server: Serving, head: bytes) -> None:
+    smuggled = b"0\r\n\r\n" + GET
+    with Raw(server, b"POST /tokenize HTTP/1.1\r\n" + HOST + head + b"\r\n" + smuggled) as client:
+        answer = client.answer()
+        assert answer.status == 400
+        assert answer.error()["type"] == "invalid_request_error"
+        assert client.is_closed()
+
+
+@pytest.mark.parametrize("size", [b"zz", b"-5", b"FFFFFFFFFFFFFFFFFFFF", b"", b" 5", b"5 5", b"0x5"])
+def test_chunk_sizes_that_are_none_are_refused(server: Serving, size: bytes) -> None:
+    head = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+    with Raw(server, head + size + b"\r\nabcde\r\n0\r\n\r\n") as client:
+        assert client.answer().error()["message"]
+        assert client.is_closed()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        bytes.fromhex("1603010200010001fc0303") + b"a" * 200,
+        b"GET /version HTTP/9.9\r\n" + HOST + b"\r\n",
+        b"GET /version HTTP/1.1\n" + b"Host: here\n\n",
+        "GET /vérsion HTTP/1.1\r\n".encode() + HOST + b"\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"GET http://here HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"CONNECT here:80 HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"BREW /version HTTP/1.1\r\n" + HOST + b"\r\n",
+    ],
+)
+def test_what_is_no_http_gets_an_error_in_openais_shape(server: Serving, sent: bytes) -> None:
+    answer = asked(server, sent)
+    assert (answer.status, answer.error()["type"]) == (400, "invalid_request_error")
+
+
+def test_odd_requests_are_answered(server: Serving) -> None:
+    assert asked(server, b"GET /version HTTP/1.0\r\n\r\n").headers["connection"] == "close"
+    assert asked(server, b"GET http://elsewhere/version HTTP/1.1\r\n" + HOST + b"\r\n").status == 200
+    assert asked(server, b"\r\n\r\n" + GET).status == 200
+    for path in (b"/%ff%fe%zz", b"/%00", b"/%0d%0aX:%20y", b"/" + b"a" * 60_000, b"/v1/models/%f0%9f%8e"):
+        assert asked(server, b"GET " + path + b" HTTP/1.1\r\n" + HOST + b"\r\n").error()["type"] == "not_found_error"
+    assert asked(server, b"GET /version HTTP/1.1\r\nHost: \xff\xfe\r\nX-\xc3: \xe2\x28\r\n\r\n").status in (200, 400)
+    expecting = POST + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+    with Raw(server, expecting) as client:
+        assert client._read_to(b"\r\n\r\n").startswith(b"HTTP/1.1 100")
+        client.send(BODY)
+        assert client.answer().json()["count"] == 2
+
+
+def test_an_offer_of_another_protocol_is_declined_and_the_request_served(server: Serving) -> None:
+    """As those are that every client in Java sends."""
+    length = b"Content-Length: %d\r\n\r\n" % len(BODY)
+    chunked = b"Transfer-Encoding: chunked\r\n\r\n5\r\n" + BODY[:5] + b"\r\na\r\n" + BODY[5:] + b"\r\n0\r\n\r\n"
+    for sent in (POST + OFFER + length + BODY, POST + OFFER + chunked):
+        with Raw(server, sent + GET) as client:
+            assert client.answer().json()["tokens"][1:] == [65]
+            assert client.answer().json()["version"]
+            client.send(sent)
+            assert client.answer().status == 200
+    with Raw(server, POST + OFFER + length, BODY[:7]) as client:
+        client.send(BODY[7:])
+        assert client.answer().status == 200
+    websocket = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: AAAA\r\nSec-WebSocket-Version: 13\r\n"
+    assert asked(server, b"GET /version HTTP/1.1\r\n" + HOST + websocket + b"\r\n").status == 200
+
+
+# ---------------------------------------------------------------------------------------------------- how much
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        b"GET /version HTTP/1.1\r\nX: " + b"a" * 65536,
+        b"GET /" + b"a" * 65536,
+        b"GET /version HTTP/1.1\r\n" + b"X: y\r\n" * 20_000,
+        b"\r\n" * 40_000,
+        POST + b"Transfer-Encoding: chunked\r\n\r\n5;" + b"a" * 65536,
+        POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 40_000,
+        POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: " + b"a" * 65536,
+    ],
+    ids=["header", "path", "headers", "blank lines", "extension", "chunks", "trailer"],
+)
+def test_what_surrounds_a_body_is_bounded(server: Serving, flood: bytes) -> None:
+    with Raw(server) as client:
+        for _ in range(24):  # several megabytes in all, or as many of them as are wanted
+            client.send(flood[-65536:] if _ else flood)
+        with contextlib.suppress(ConnectionResetError):
+            assert client.answer().status in (431, 400)
+    until(lambda: not server.server.server_state.connections)  # type: ignore[union-attr]
+
+
+def test_a_large_head_is_told_of(server: Serving) -> None:
+    with Raw(server, b"GET /version HTTP/1.1\r\n") as client:
+        until(lambda: bool(server.server.server_state.connections))  # type: ignore[union-attr]
+        client.send(b"X: " + b"a" * connection.MAX_HEAD)
+        answer = client.answer()
+        assert (answer.status, answer.error()["code"]) == (431, "head_too_large")
+
+
+def test_headers_behind_a_body_do_not_count(keyed: Serving) -> None:
+    key = b"Authorization: Bearer the-key\r\n"
+    head = b"GET /version HTTP/1.1\r\n" + HOST
+    assert asked(keyed, head + key + b"\r\n").status == 200
+    assert asked(keyed, head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + key + b"\r\n").status == 401
+    assert asked(keyed, head + key + b"Authorization: Bearer other\r\n\r\n").status == 401
+    assert asked(keyed, head + b"Authorization: Bearer other\r\n" + key + b"\r\n").status == 401
+
+
+def test_requests_that_do_not_wait_for_answers_are_served_in_turn_if_they_are_not_many(server: Serving) -> None:
+    with Raw(server, GET * 10) as client:
+        assert [client.answer().status for _ in range(10)] == [200] * 10
+        client.send(GET * 1000)
+        assert "more than 16 requests" in client.answer().error()["message"]
+        assert client.is_closed()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_client_that_hangs_up_with_a_request_in_line_is_noticed(later: bool) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 400, "ignore_eos": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\n" + HOST + JSON + b"Content-Length: %d\r\n\r\n" % len(body)
+    gate = threading.Event()
+    with serving(prepare=hook) as server:
+        runner(server).before = lambda batch: runner(server).num_steps > 5 and gate.wait(20) and None
+        client = Raw(server, head + body + (b"" if later else GET))
+        until(lambda: runner(server).num_steps > 5)
+        if later:
+            client.send(GET)
+        client.socket.close()
+        until(lambda: not server.server.server_state.connections)  # type: ignore[union-attr]
+        gate.set()
+        until(lambda: server.service.worker.num_samples == 0)
+        assert runner(server).num_steps < 300
+        assert server.is_idle()
+
+
+# ------------------------------------------------------------------------------------------------------ how long
+
+
+def test_clients_that_send_nothing_or_slowly_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT", 0.2)
+    monkeypatch.setattr(connection, "LINGER", 0.2)
+    monkeypatch.setattr(guard, "BODY_TIMEOUT", 0.3)
+    with serving(api_key=("the-key",)) as server:
+        with Raw(server) as silent, Raw(server, b"GET /ver") as slow, Raw(server, b"\r\n") as blank:
+            assert silent.is_closed()
+            assert slow.is_closed()
+            assert blank.is_closed()
+        with Raw(server, GET, b"GET /ver") as second:
+            assert second.answer().status == 401
+            assert second.is_closed()
+        key = b"Authorization: Bearer the-key\r\n"
+        with Raw(server, POST + key + b"Content-Length: 100\r\n\r\n") as trickling:
+            stop = threading.Event()
+
+            def trickle() -> None:
+                while not stop.wait(0.05):
+                    trickling.send(b" ")
+
+            thread = threading.Thread(target=trickle)
+            thread.start()
+            assert trickling.answer().status == 408
+            assert trickling.is_closed()
+            stop.set()
+            thread.join()
+        with Raw(server, POST + b"Content-Length: 100\r\n\r\n") as refused:
+            assert refused.answer().status == 401
+            assert refused.is_closed()
+
+
+def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "READ_TIMEOUT", 0.2)
+    body = b'{"prompt": "' + b"a" * 2_000_000 + b'"}'
+    with serving() as server, Raw(server) as client:
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.send(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        for _ in range(3):  # answers larger than what the system holds for a client
+            client.send(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        assert client.socket.recv(10)
+        until(lambda: not server.server.server_state.connections)  # type: ignore[union-attr]
+
+
+def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 3)
+    with serving() as server:
+        state = server.server.server_state  # type: ignore[union-attr]
+        open_ones = [Raw(server) for _ in range(3)]
+        until(lambda: len(state.connections) == 3)
+        with Raw(server) as late:
+            answer = late.answer()
+            assert (answer.status, answer.error()["code"]) == (503, "too_many_connections")
+            assert late.is_closed()
+        open_ones[0].send(GET)
+        assert open_ones[0].answer().status == 200
+        for client in open_ones:
+            client.socket.close()
+        until(lambda: not state.connections)
+        assert server.get("/version").status == 200
