@@ -102,7 +102,7 @@ def test_commands() -> None:
     gathered = json.loads(run("throughput single --warmup 0 --runs 1 --json --attention gather"))
     assert gathered["new_tokens"] == 128
     seconds = [json.loads(line) for line in run("startup --runs 1 --json").splitlines()]
-    assert [one["what"] for one in seconds][:2] == ["first token", "quire --help"]
+    assert [one["what"] for one in seconds][:2] == ["first token", "first token that quire serve streams"]
     assert all(len(one["seconds"]) == 1 and one["median_seconds"] > 0 for one in seconds)
     assert "first token" in run("startup --runs 1")
     refused = CliRunner().invoke(app, ["bench", "throughput", "prefix"])  # longer than the embedded model serves

@@ -1,11 +1,17 @@
-"""Seconds from the start of a process to the first token, and to the answer of `quire --help`."""
+"""Seconds from the start of a process to the first token, offline and served, and to the answer of `quire --help`."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
 import time
+import urllib.request
+from collections.abc import Callable
+from functools import partial
+
+from quire.bench.http_path import server
 
 FIRST_TOKEN = """
 import sys
@@ -16,12 +22,13 @@ if len(output.outputs[0].token_ids) != 1 or "transformers" in sys.modules:
 """
 
 
-def commands(model: str | None) -> dict[str, list[str]]:
-    """What is measured: a name and a command each."""
+def measured(model: str | None) -> dict[str, Callable[[], float]]:
+    """What is measured: a name, and a function that returns the seconds of one fresh process."""
     return {
-        "first token": [sys.executable, "-c", FIRST_TOKEN, model or ""],
-        "quire --help": [sys.executable, "-m", "quire", "--help"],
-        "import torch (a floor of the first)": [sys.executable, "-c", "import torch"],
+        "first token": partial(seconds, [sys.executable, "-c", FIRST_TOKEN, model or ""]),
+        "first token that quire serve streams": partial(seconds_served, model),
+        "quire --help": partial(seconds, [sys.executable, "-m", "quire", "--help"]),
+        "import torch (a floor of the first)": partial(seconds, [sys.executable, "-c", "import torch"]),
     }
 
 
@@ -32,12 +39,23 @@ def seconds(command: list[str]) -> float:
     return time.perf_counter() - start
 
 
+def seconds_served(model: str | None) -> float:
+    """From the start of a server's process to the first token that a client reads."""
+    body = json.dumps({"prompt": [2], "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": True}).encode()
+    start = time.perf_counter()
+    with server(*([] if model is None else ["--model", model])) as process:
+        request = urllib.request.Request(f"{process.url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            answer.readline()
+            return time.perf_counter() - start
+
+
 def measure(model: str | None, runs: int) -> dict[str, list[float]]:
-    """The seconds of each command's runs, sorted, after one run that warms the page cache."""
+    """The seconds of each one's runs, sorted, after one run that warms the page cache."""
     found = {}
-    for name, command in commands(model).items():
-        seconds(command)
-        found[name] = sorted(seconds(command) for _ in range(runs))
+    for name, run in measured(model).items():
+        run()
+        found[name] = sorted(run() for _ in range(runs))
     return found
 
 

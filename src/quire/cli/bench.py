@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from quire.bench.workloads import WORKLOADS
-from quire.cli import bench_serve
+from quire.cli import bench_serve, bench_soak
 from quire.cli.options import (
     AsJson,
     Backend,
@@ -36,6 +36,7 @@ from quire.progress import progress_bar
 app = typer.Typer(no_args_is_help=True, help="Measure speed, start-up and memory on this machine.")
 app.command("serve")(bench_serve.serve)
 app.command("http")(bench_serve.http)
+app.command("soak")(bench_soak.soak)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,6 +104,7 @@ def serve(
     ] = False,
 ) -> None:
     """Serve a model over HTTP as OpenAI does, with a window into its KV cache at /inspector."""
+    began = time.monotonic()
     try:
         from quire.server.config import ServerConfig
 
@@ -142,7 +144,7 @@ def serve(
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        status = run(engine, server, lambda line: print(line, file=sys.stderr, flush=True))
+        status = run(engine, server, began, lambda line: print(line, file=sys.stderr, flush=True))
     except QuireError as error:
         fail(error)
     raise typer.Exit(status)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-import reprlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -23,7 +22,7 @@ from quire.errors import QuireError
 from quire.server import inspector, openapi
 from quire.server.chat import chat, conversation
 from quire.server.completions import complete
-from quire.server.errors import ApiError
+from quire.server.errors import MAX_SHOWN, ApiError, cut, shown
 from quire.server.guard import Guard
 from quire.server.inspector import Inspector
 from quire.server.metrics import Metrics
@@ -33,7 +32,6 @@ from quire.server.sse import JsonBody
 
 log = logging.getLogger("quire.server")
 
-MAX_SHOWN = 80  # characters of a value that an error shows
 # Of fields that may be of several kinds: one sentence instead of one for each kind.
 WANTED = {
     "prompt": "it must be a text, a list of token ids, or a list of these",
@@ -213,13 +211,13 @@ async def _invalid(_: HttpRequest, error: Exception) -> Response:
 
 
 def _field_of(path: Sequence[str | int]) -> str | None:
-    return _cut(path[0]) if path and isinstance(path[0], str) else None
+    return cut(path[0]) if path and isinstance(path[0], str) else None
 
 
 def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
     """What is wrong, where, with the value, and what would be right."""
     kind, message = found["type"], found["msg"]
-    name, value = _dotted(path), _shown(found.get("input"))
+    name, value = _dotted(path), shown(found.get("input"))
     if kind == "json_invalid":
         return f"the body is not JSON: {found.get('ctx', {}).get('error', message)} at character {path[-1]}"
     if kind == "value_error":
@@ -234,7 +232,7 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
             return f"there is no field {name!r} here; use {ALSO_CALLED[word]}"
         known = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
         close = difflib.get_close_matches(word[:MAX_SHOWN], known, n=1)
-        return f"there is no field {_cut(name)!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+        return f"there is no field {cut(name)!r}" + (f"; did you mean {close[0]!r}?" if close else "")
     if (field := next((part for part in reversed(path[:-1]) if part in WANTED), None)) is not None:
         return f"{_dotted(path[: list(path).index(field) + 1])} cannot be read; {WANTED[str(field)]}"
     return f"{name} is {value}; {message[:1].lower()}{message[1:]}"
@@ -245,13 +243,3 @@ def _dotted(path: Sequence[str | int]) -> str:
     for part in path:
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else str(part)
     return name
-
-
-def _shown(value: object) -> str:
-    short = reprlib.Repr()  # of a large value, it writes a few entries only
-    short.maxstring = MAX_SHOWN
-    return _cut(short.repr(value))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

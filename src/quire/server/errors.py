@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -14,6 +15,19 @@ KINDS = {
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
+MAX_SHOWN = 80  # characters of what a client sent that an error shows
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it."""
+    short = reprlib.Repr()  # of a large one, it writes a few entries only
+    short.maxstring = MAX_SHOWN
+    return cut(short.repr(value))
+
+
+def cut(text: str) -> str:
+    """A text, or the beginning of a long one."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 class ApiError(QuireError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -21,6 +22,7 @@ from quire.server.grammar_trial import Trial, make_matcher, make_tokenizer
 MAX_SIZE = 2**16  # characters of a grammar
 MAX_DEPTH = 100  # of a schema's nesting; llguidance reads 128
 MAX_REASON = 300  # characters of what is told about a grammar that is wrong
+LONG_WORD = re.compile(r"(\S{80})\S+")  # which is the client's own
 NUM_REMEMBERED = 64  # grammars that need no further trial
 # CPU time that a grammar may take while it is followed. Most need microseconds a token; ambiguous ones get ever slower.
 ALLOWANCE = 0.25  # s
@@ -197,4 +199,5 @@ def _reason(told: str) -> str:
     if not lines or lines[0] == "NoExtensionBias":
         return "there is no such text"
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    reason = LONG_WORD.sub(r"\1...", reason)
     return reason if len(reason) <= MAX_REASON else reason[:MAX_REASON] + "..."

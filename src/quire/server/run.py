@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import uvicorn
@@ -33,13 +32,13 @@ KEEP_ALIVE = 30  # seconds that a connection stays open for a next request
 EMBEDDED_NAME = "quire-embedded"  # what clients call the model that comes with Quire
 
 
-def serve(options: Mapping[str, Any], config: ServerConfig, tell: Callable[[str], None]) -> int:
+def serve(options: Mapping[str, Any], config: ServerConfig, began: float, tell: Callable[[str], None]) -> int:
     """Serve a model until the process is told to stop. Returns its exit status.
 
-    options: those of `LLM`. tell: is given the lines that say what was chosen, when the server listens.
+    options: those of `LLM`. began: time.monotonic() at the start of it all. tell: is given the lines that say what was
+    chosen, when the server listens.
     Raises QuireError where an option cannot be honoured; nothing was served then.
     """
-    began = time.monotonic()
     listening = _listen(config.host, config.port)  # before a model is loaded for nothing
     try:
         service, metrics, inspector = build_service(options, config)
@@ -104,15 +103,6 @@ class _Server(uvicorn.Server):
         """Answer what is running, then end."""
         self._inspector.close()
         await super().shutdown(sockets)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """As the parent's, but an interrupt that has been obeyed is not raised again."""
-        try:
-            with super().capture_signals():
-                yield
-        except KeyboardInterrupt:
-            pass
 
     def _fail(self) -> None:
         self.engine_failed = True

@@ -20,7 +20,7 @@ from quire.llm import LLM
 from quire.request import MAX_SEED, Guide, Request, SamplingParams
 from quire.server.chat_template import ChatTemplate
 from quire.server.config import ServerConfig
-from quire.server.errors import ApiError, request_failed
+from quire.server.errors import ApiError, request_failed, shown
 from quire.server.grammar import Grammars, Spec
 from quire.server.jobs import Generation, Job, Search
 from quire.server.protocol import JsonSchema, Sampling
@@ -94,7 +94,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for a model that is not served here."""
         if name is not None and name not in self.names:
-            message = f"there is no model {name!r} here; this server has {', '.join(map(repr, self.names))}"
+            message = f"there is no model {shown(name)} here; this server has {', '.join(map(repr, self.names))}"
             raise ApiError(message, 404, param="model", code="model_not_found")
 
     # ------------------------------------------------------------------------------------------------- prompts
