@@ -32,6 +32,12 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
 
 
+def num_threads() -> int:
+    """Threads but those of the pools, which come when they are first needed and stay."""
+    pools = ("asyncio_", "uvloop_", "quire-grammar_")
+    return sum(not thread.name.startswith(pools) for thread in threading.enumerate())
+
+
 def num_tasks(server: Serving) -> int:
     async def count() -> int:
         return len(asyncio.all_tasks())
@@ -111,10 +117,10 @@ def storm(server: Serving, count: int, seed: int) -> Report:
     """So many clients that hang up; then what they left behind."""
     asyncio.run(clients(server, min(count, 2 * AT_A_TIME), seed + 1))  # so that all that is made once is there
     settle(server)
-    before = num_tasks(server), num_descriptors(), threading.active_count()
+    before = num_tasks(server), num_descriptors(), num_threads()
     completed = asyncio.run(clients(server, count, seed))
     settle(server)
-    after = num_tasks(server), num_descriptors(), threading.active_count()
+    after = num_tasks(server), num_descriptors(), num_threads()
     leaked = [
         f"{now - then} {what}"
         for what, then, now in zip(("tasks", "file descriptors", "threads"), before, after, strict=True)

@@ -82,12 +82,14 @@ def test_logprobs(server: Serving) -> None:
     chunks = stream(server, logprobs=True, top_logprobs=3)
     pieces = [c["logprobs"]["content"] for chunk in chunks for c in chunk["choices"] if c["logprobs"]]
     assert [entry for piece in pieces for entry in piece] == content
-    assert all(entry["top_logprobs"] == [] for entry in chat(server, logprobs=True)["choices"][0]["logprobs"]["content"])
+    alone = chat(server, logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert all(entry["top_logprobs"] == [] for entry in alone)
 
 
 def test_parts_of_a_message_and_beam_search(server: Serving) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert chat(server, messages=parts)["choices"] == chat(server, messages=[{"role": "user", "content": "a\nb"}])["choices"]
+    whole = [{"role": "user", "content": "a\nb"}]
+    assert chat(server, messages=parts)["choices"] == chat(server, messages=whole)["choices"]
     found = chat(server, use_beam_search=True, n=2)
     assert [choice["index"] for choice in found["choices"]] == [0, 1]
     assert found["choices"][0]["message"]["content"]
@@ -127,8 +129,8 @@ def test_what_cannot_be_served_is_refused_by_name(
 
 
 def test_neutral_values_of_unserved_fields_are_taken(server: Serving) -> None:
-    neutral = {"tools": [], "tool_choice": "none", "logit_bias": {}, "store": False, "user": "me", "modalities": ["text"]}
-    assert chat(server, **neutral)["choices"] == chat(server)["choices"]
+    neutral = {"tools": [], "tool_choice": "none", "logit_bias": {}, "store": False, "user": "me"}
+    assert chat(server, **neutral, modalities=["text"])["choices"] == chat(server)["choices"]
 
 
 def test_without_a_template_a_chat_is_refused_with_the_way_out() -> None:

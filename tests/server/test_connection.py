@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from quire.server import connection, guard
+from quire.server import connection, guard, run
 from tests.server.serving import Answer, Serving, serving
 from tests.server.test_robust import hook, runner, until
 
@@ -71,6 +72,13 @@ class Raw:
 def asked(server: Serving, *parts: bytes) -> Answer:
     with Raw(server, *parts) as client:
         return client.answer()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Serving]:
+    """One with no clients but these."""
+    with serving() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +206,8 @@ def test_what_surrounds_a_body_is_bounded(server: Serving, flood: bytes) -> None
 
 def test_a_large_head_is_told_of(server: Serving) -> None:
     with Raw(server, b"GET /version HTTP/1.1\r\n") as client:
-        until(lambda: bool(server.server.server_state.connections))  # type: ignore[union-attr]
+        state = server.server.server_state  # type: ignore[union-attr]
+        until(lambda: any(one._in_message for one in state.connections))
         client.send(b"X: " + b"a" * connection.MAX_HEAD)
         answer = client.answer()
         assert (answer.status, answer.error()["code"]) == (431, "head_too_large")
@@ -276,29 +285,47 @@ def test_clients_that_send_nothing_or_slowly_are_let_go(monkeypatch: pytest.Monk
 
 def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "READ_TIMEOUT", 0.2)
-    body = b'{"prompt": "' + b"a" * 2_000_000 + b'"}'
+    body = b'{"prompt": "' + b"a" * 2_000_000 + b'"}'  # the answer is larger than what the system holds for a client
     with serving() as server, Raw(server) as client:
         client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.send(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        for _ in range(3):  # answers larger than what the system holds for a client
-            client.send(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         assert client.socket.recv(10)
         until(lambda: not server.server.server_state.connections)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [((100, 1000), [(1000, 1000)]), ((1024, -1), [(4352, -1)]), ((1024, 10**6), [(4352, 10**6)]), ((9999, 9999), []),
+     ((-1, -1), [])],
+)  # fmt: skip
+def test_there_may_be_a_file_for_each_connection(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], expected: list[tuple[int, int]]
+) -> None:
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: found.append(new))
+    run.allow_connections()
+    assert found == expected
+
+
 def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "MAX_CONNECTIONS", 3)
-    with serving() as server:
+    body = json.dumps({"prompt": "x", "max_tokens": 5}).encode()
+    ask = b"POST /v1/completions HTTP/1.1\r\n" + HOST + JSON + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    gate = threading.Event()
+    with serving(prepare=hook) as server:
+        runner(server).before = lambda batch: gate.wait(20) and None
         state = server.server.server_state  # type: ignore[union-attr]
-        open_ones = [Raw(server) for _ in range(3)]
-        until(lambda: len(state.connections) == 3)
+        busy = [Raw(server, ask) for _ in range(2)]
+        idle = Raw(server)
+        until(lambda: server.service.worker.num_samples == 2 and len(state.connections) == 3)
+        busy.append(Raw(server, ask))
+        assert idle.is_closed()
+        until(lambda: server.service.worker.num_samples == 3)
         with Raw(server) as late:
             answer = late.answer()
             assert (answer.status, answer.error()["code"]) == (503, "too_many_connections")
             assert late.is_closed()
-        open_ones[0].send(GET)
-        assert open_ones[0].answer().status == 200
-        for client in open_ones:
-            client.socket.close()
-        until(lambda: not state.connections)
+        gate.set()
+        assert [client.answer().status for client in busy] == [200] * 3
         assert server.get("/version").status == 200

@@ -31,12 +31,13 @@ def test_models(client: OpenAI) -> None:
 
 
 def test_completions(client: OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt="import ", max_tokens=6, temperature=0, logprobs=2, echo=True)
+    given = {"model": MODEL, "prompt": "import ", "max_tokens": 6, "temperature": 0}
+    answer = client.completions.create(**given, logprobs=2, echo=True)
     assert answer.choices[0].text.startswith("import ")
     assert answer.choices[0].logprobs is not None
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 6
-    pieces = client.completions.create(model=MODEL, prompt="import ", max_tokens=6, temperature=0, stream=True)
+    pieces = client.completions.create(**given, stream=True)
     assert "import " + "".join(piece.choices[0].text for piece in pieces) == answer.choices[0].text
 
 

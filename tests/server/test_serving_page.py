@@ -59,5 +59,6 @@ def test_the_container_file_copies_what_there_is_and_serves() -> None:
         *sources, _ = line.split()
         assert all((ROOT / source).exists() for source in sources), line
     assert 'ENTRYPOINT ["quire", "serve"' in text
-    needed = re.findall(r"^readme = \"(.*)\"|^license-files = \[\"(.*)\"\]", (ROOT / "pyproject.toml").read_text(), re.M)
+    project = (ROOT / "pyproject.toml").read_text()
+    needed = re.findall(r"^readme = \"(.*)\"|^license-files = \[\"(.*)\"\]", project, re.MULTILINE)
     assert all(name in text for pair in needed for name in pair if name)

@@ -14,7 +14,7 @@ from quire.server.completions import prompt_logprobs
 from quire.server.errors import ApiError, request_failed
 from quire.server.jobs import Generation, Stream
 from quire.server.protocol import ChatRequest, Message
-from quire.server.service import Prompt, Service, counted, finite, new_name
+from quire.server.service import Prompt, Service, aside, counted, finite, new_name, num_logprobs
 from quire.server.sse import DONE, Chunks, EventStream, JsonBody, data, usage
 from quire.text import Logprob, Tokenizer
 
@@ -45,28 +45,30 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
         head["object"] = "chat.completion.chunk"
         return EventStream(_stream(service, body, head, job), lambda: service.worker.abort(job))
     outputs = await service.run(request, Generation(made))
-    choices = [
-        _choice(
-            sample.index,
-            sample.text,
-            _logprobs(service.tokenizer, sample.token_ids, sample.logprobs, count),
-            sample.finish_reason,
-            sample.stop_reason,
-        )
-        for sample in outputs[0].outputs
-    ]
-    answer = head | {"choices": choices, "usage": usage(*counted(outputs))}
-    if body.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = prompt_logprobs(outputs[0])
-    return JsonBody(answer)
+
+    def answer() -> JsonBody:
+        choices = [
+            _choice(
+                sample.index,
+                sample.text,
+                _logprobs(service.tokenizer, sample.token_ids, sample.logprobs, count),
+                sample.finish_reason,
+                sample.stop_reason,
+            )
+            for sample in outputs[0].outputs
+        ]
+        asked = {} if body.prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs(outputs[0])}
+        return JsonBody(head | {"choices": choices, "usage": usage(*counted(outputs))} | asked)
+
+    return await aside(num_logprobs(outputs), answer)
 
 
 async def conversation(service: Service, messages: Sequence[Message], add_generation_prompt: bool) -> Prompt:
     """The prompt that a conversation makes. Raises ApiError without a template, RequestError where it refuses."""
     if service.template is None:
         message = (
-            f"{service.names[0]} has no chat template, so it continues prompts only (/v1/completions); the server takes "
-            f"a template as --chat-template FILE"
+            f"{service.names[0]} has no chat template, so it continues prompts only (/v1/completions); the server "
+            f"takes a template as --chat-template FILE"
         )
         raise ApiError(message, param="messages")
     plain = [_plain(message) for message in messages]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -13,7 +14,16 @@ from quire.request import SamplingParams
 from quire.server.errors import ApiError, request_failed
 from quire.server.jobs import Delta, Generation, Stream
 from quire.server.protocol import CompletionRequest
-from quire.server.service import Prompt, Service, aside, counted, finite, new_name
+from quire.server.service import (
+    Prompt,
+    Service,
+    aside,
+    counted,
+    finite,
+    new_name,
+    num_logprobs,
+    num_prompt_logprobs,
+)
 from quire.server.sse import DONE, Chunks, EventStream, JsonBody, data, usage
 from quire.text import CompletionOutput, Logprob, RequestOutput, Tokenizer
 
@@ -39,12 +49,18 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
     if body.stream:
         job = Stream(made)
         service.worker.submit(job)
-        return EventStream(_stream(body, head, writer, job), lambda: service.worker.abort(job))
+        return EventStream(
+            _stream(body, head, writer, job, num_prompt_logprobs(prompts, params)), lambda: service.worker.abort(job)
+        )
     outputs = await service.run(request, Generation(made))
-    num_prompt, num_generated, num_cached = counted(outputs)
-    choices = [choice for i, output in enumerate(outputs) for choice in writer.choices(i, output)]
-    numbers = usage(num_prompt, 0 if body.max_tokens == 0 else num_generated, num_cached)
-    return JsonBody(head | {"choices": choices, "usage": numbers})
+
+    def answer() -> JsonBody:
+        num_prompt, num_generated, num_cached = counted(outputs)
+        choices = [choice for i, output in enumerate(outputs) for choice in writer.choices(i, output)]
+        numbers = usage(num_prompt, 0 if body.max_tokens == 0 else num_generated, num_cached)
+        return JsonBody(head | {"choices": choices, "usage": numbers})
+
+    return await aside(num_logprobs(outputs), answer)
 
 
 def _listed(prompt: Any) -> list[str | list[int]]:
@@ -97,8 +113,10 @@ async def _search(
     return JsonBody(head | {"choices": choices, "usage": usage(len(prompt.tokens), generated, 0)})
 
 
-async def _stream(body: CompletionRequest, head: dict[str, Any], writer: _Writer, job: Stream) -> AsyncIterator[bytes]:
-    """The answer in pieces."""
+async def _stream(
+    body: CompletionRequest, head: dict[str, Any], writer: _Writer, job: Stream, size: int
+) -> AsyncIterator[bytes]:
+    """The answer in pieces. size: logprobs that the first ones may have."""
     chunks = Chunks(head, body.stream_options)
     numbers = {output.request_id: i for i, output in enumerate(job.outputs)}
     generated = [0] * len(numbers)
@@ -110,7 +128,7 @@ async def _stream(body: CompletionRequest, head: dict[str, Any], writer: _Writer
                 generated[number] += len(delta.token_ids)
             if delta.error is not None:
                 parts.append(data(request_failed(delta.error).body()))
-            elif (choice := writer.piece(number, delta)) is not None:
+            elif (choice := await aside(size, partial(writer.piece, number, delta))) is not None:
                 parts.append(chunks.choice(choice, len(delta.output.prompt_token_ids), generated[number]))
         if parts:
             yield b"".join(parts)

@@ -13,7 +13,9 @@ from quire.server.errors import ApiError
 from quire.server.sse import dumps
 
 MAX_CONNECTIONS = 4096
-MAX_HEAD = 2**16  # bytes of a request's head, and of what comes with its body that is not its body
+# Bytes of a request's head, and of what comes with its body that is not its body; what was read with the end of the
+# request before it comes on top.
+MAX_HEAD = 2**16
 MAX_PIPELINE = 16  # requests that wait for the answer before theirs
 HEAD_TIMEOUT = 20.0  # seconds for a request's head to come
 LINGER = 5.0  # seconds for what comes of a request that has been answered already
@@ -31,8 +33,8 @@ class Connection(HttpToolsProtocol):
         self._answered: RequestResponseCycle | None = None  # what is being answered, or was last
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
-        if len(self.connections) > MAX_CONNECTIONS:
-            told = f"{MAX_CONNECTIONS} connections are open, which is as many as this server takes; try again later"
+        if len(self.connections) > MAX_CONNECTIONS and not self._take_place():
+            told = f"{MAX_CONNECTIONS} connections are busy, which is as many as this server takes; try again later"
             self._refuse(ApiError(told, HTTPStatus.SERVICE_UNAVAILABLE, code="too_many_connections"))
         else:
             self._close_in(HEAD_TIMEOUT)
@@ -135,12 +137,25 @@ class Connection(HttpToolsProtocol):
         self._answered = cycle
         super()._start_asgi_task(cycle, app)
 
+    def _take_place(self) -> bool:
+        """Close a connection on which nothing is asked: a crowd of these must keep nobody out. False: all are busy."""
+        for other in self.connections:
+            is_idle = isinstance(other, Connection) and not (other._is_answering or other.transport.is_closing())
+            if is_idle and other is not self:
+                other.transport.close()
+                return True
+        return False
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._answered is not None and not self._answered.response_complete
+
     def _close_in(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self._close, seconds)
 
     def _close(self, seconds: float) -> None:
         """Close a connection on which nothing happens."""
-        if self._answered is not None and not self._answered.response_complete:
+        if self._is_answering:
             self._close_in(seconds)
         else:
             self.transport.close()

@@ -81,7 +81,7 @@ def deadline_passed(seconds: float) -> ApiError:
 
 
 def request_failed(why: str) -> ApiError:
-    """A request ended with an error: its own, as a grammar that grows too large, or a step's, which nobody could help."""
+    """A request ended with an error: its own, such as a grammar that grows too large, or a failing step's."""
     own = f"{RequestError.__name__}: "
     if why.startswith(own):
         return ApiError(why.removeprefix(own))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from quire.ops.cpu import native
 from quire.server.app import build_app
 from quire.server.chat_template import ChatTemplate
 from quire.server.config import ServerConfig
-from quire.server.connection import Connection
+from quire.server.connection import MAX_CONNECTIONS, Connection
 from quire.server.inspector import Inspector
 from quire.server.metrics import Metrics
 from quire.server.service import Service
@@ -40,6 +41,7 @@ def serve(options: Mapping[str, Any], config: ServerConfig, began: float, tell: 
     Raises QuireError where an option cannot be honoured; nothing was served then.
     """
     listening = _listen(config.host, config.port)  # before a model is loaded for nothing
+    allow_connections()
     try:
         service, metrics, inspector = build_service(options, config)
         app = build_app(service, metrics, inspector)
@@ -107,6 +109,20 @@ class _Server(uvicorn.Server):
     def _fail(self) -> None:
         self.engine_failed = True
         self.should_exit = True
+
+
+def allow_connections() -> None:
+    """Let the process have a file for each connection, as far as it may: the system's default is often 1,024."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + 256
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -30,6 +30,7 @@ from quire.text import RequestOutput, Tokenizer, beam_sequences, make_requests
 
 A = TypeVar("A")
 T = TypeVar("T")
+MAX_PROMPT_LOGPROBS = 2**19  # in one request: a hundred bytes each, and as many in the answer
 LONG_TEXT = 4096  # characters or tokens above which a text is taken apart on another thread
 KEY_STATE = "key"  # where the guard of the server leaves the key that a client has shown
 LOWEST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON has not
@@ -191,6 +192,12 @@ class Service:
     ) -> list[tuple[RequestOutput, list[Request]]]:  # fmt: skip
         """An output and the requests of its samples for each prompt. Raises ApiError if there is no room for them."""
         self.worker.check_room(len(prompts) * params.n)  # before they are made, as there can be very many
+        if (count := num_prompt_logprobs(prompts, params)) > MAX_PROMPT_LOGPROBS:
+            message = (
+                f"the request asks for {count} logprobs of its prompts; this server gives {MAX_PROMPT_LOGPROBS} at a "
+                f"time, so ask for fewer at each position, or in several requests"
+            )
+            raise ApiError(message, param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs")
         made = []
         for i, prompt in enumerate(prompts):
             salt = self.salt(request, body)
@@ -266,6 +273,19 @@ def counted(outputs: Sequence[RequestOutput]) -> tuple[int, int, int]:
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     generated = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     return prompt, generated, sum(output.num_cached_tokens or 0 for output in outputs)
+
+
+def num_prompt_logprobs(prompts: Sequence[Prompt], params: SamplingParams) -> int:
+    """Logprobs that prompts will have."""
+    count = params.prompt_logprobs
+    return 0 if count is None else (count + 1) * sum(len(prompt.tokens) for prompt in prompts)
+
+
+def num_logprobs(outputs: Sequence[RequestOutput]) -> int:
+    """Logprobs that ended outputs have."""
+    prompts = (found for output in outputs for found in output.prompt_logprobs or ())
+    samples = (found for output in outputs for sample in output.outputs for found in sample.logprobs or ())
+    return sum(len(found or ()) for found in prompts) + sum(map(len, samples))
 
 
 def finite(logprob: float) -> float:

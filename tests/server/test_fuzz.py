@@ -1,0 +1,46 @@
+"""A few hundred cases of what `python -m tests.server.fuzz` does for long."""
+
+from __future__ import annotations
+
+from tests.server.fuzz import Report, attack, faults, fuzz, narrowed, target, told, watching
+
+
+def test_no_case_brings_the_server_down_or_changes_a_text() -> None:
+    with target() as server:
+        report = fuzz(server, 200, max_examples=20, phases=("examples", "fuzzing"))
+    assert not report.wrong, told(report)
+    assert report.num_cases >= 200
+    assert report.num_canaries >= 4
+    operations = {label for label, _, _ in report.cases}
+    assert len(operations) == 9
+    assert {mode for _, _, mode in report.cases} == {"positive", "negative"}
+    assert report.statuses["POST /v1/completions", 200] > 5
+    assert report.statuses["POST /v1/chat/completions", 200] > 5
+
+
+def test_what_is_wrong_is_found() -> None:
+    """The checks of the fuzz themselves."""
+    good = b'{"error": {"message": "m", "type": "t", "param": null, "code": null}}'
+    json = "application/json"
+    assert not list(faults(400, json, good, "/v1/completions"))
+    assert not list(faults(200, "text/event-stream", b'data: {"a": 1}\n\ndata: [DONE]\n\n', "/v1/completions"))
+    for status, kind, content in (
+        (500, json, good),
+        (307, json, b"{}"),
+        (400, "text/plain", b"no"),
+        (400, json, b'{"detail": "no"}'),
+        (400, json, good.replace(b'"m"', b'"' + b"m" * 500 + b'"')),
+        (400, json, good.replace(b'"param": null', b'"param": 5')),
+        (200, "text/event-stream", b'data: {"a": 1}\n\n'),
+        (200, "text/event-stream", b'data: {"error": {}}\n\ndata: [DONE]\n\n'),
+        (200, "text/html", b"<html>"),
+    ):
+        assert list(faults(status, kind, content, "/v1/completions")), content
+    with target() as server:
+        document = narrowed(server.get("/openapi.json").json())
+        document["paths"] = {"/version": document["paths"]["/version"]}
+        document["components"]["schemas"]["Version"]["properties"]["version"] = {"type": "integer"}
+        report = Report()
+        with watching(report, server):
+            attack(server, report, document, "positive", 0, 1, ("fuzzing",))
+        assert any("schema" in what for what in report.wrong), report.wrong

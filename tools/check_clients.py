@@ -1,0 +1,230 @@
+"""Do the clients that people use pass against `quire serve`? lm_eval and guidellm, run as their users run them.
+
+`python tools/check_clients.py [DIRECTORY]` keeps them in a virtual environment of their own, .venv-clients by default.
+What lm_eval finds is compared with what `quire.LLM` says of the same texts. Everything is local: no model, data set or
+tokenizer is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
+
+from quire import LLM, SamplingParams
+from quire.bench.http_path import server
+from quire.server.chat_template import ChatTemplate
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ["lm_eval[api]==0.4.13", "guidellm==0.8.1"]
+TOKENIZER = ROOT / "src" / "quire" / "embedded"
+TASKS = "tests/data/lm_eval"
+MODEL = "quire-embedded"
+MAX_LENGTH = 1024
+WINDOW = MAX_LENGTH - 2  # tokens that lm_eval lets such a model predict at a time, one before them and one after
+LARGEST_ERROR = 1e-3  # of a log-likelihood
+NUM_REQUESTS = 20
+INPUT_LEN, OUTPUT_LEN = 64, 32
+
+
+# The clients' programs, the server's URL, an empty directory, and the model itself -> what was found.
+Check: TypeAlias = Callable[[Path, str, Path, LLM], str]
+
+
+class Failed(Exception):
+    """A client did not get what it has to get."""
+
+
+def main() -> int:
+    """Run all clients; 1 if one of them failed."""
+    directory = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv-clients").absolute()
+    binaries = install(directory)
+    print(", ".join(versions(binaries)))
+    llm, failed = LLM(), False
+    with server("--max-num-seqs", "32") as process:
+        for name, check in CHECKS.items():
+            try:
+                with TemporaryDirectory() as made:
+                    told = check(binaries, process.url, Path(made), llm)
+            except Failed as error:
+                told, failed = f"FAILED: {error}", True
+            print(f"{name:30s} {told}", flush=True)
+    return int(failed)
+
+
+def install(directory: Path) -> Path:
+    """An environment with the clients: the directory of its programs."""
+    binaries = directory / "bin"
+    if not binaries.exists():
+        venv.create(directory, with_pip=True)
+    pip = [str(binaries / "pip"), "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), *PACKAGES], check=True)
+    return binaries
+
+
+def versions(binaries: Path) -> list[str]:
+    """Of the clients."""
+    listed = subprocess.run([binaries / "pip", "freeze"], check=True, capture_output=True, text=True).stdout
+    return [line for line in listed.splitlines() if line.startswith(("lm_eval==", "guidellm==", "torch=="))]
+
+
+def run(command: list[str | Path], made: Path) -> None:
+    """Run a client, with no way to any hub. Raises Failed with the end of what it said."""
+    nowhere = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(made / "home")}
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | nowhere, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise Failed(f"status {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+
+
+# ------------------------------------------------------------------------------------------------- lm_eval
+
+
+def task(name: str, compare: Callable[[list[dict[str, Any]], LLM], str], batch_size: int = 1) -> Check:
+    """A check of a task that is asked as completions. lm_eval takes texts apart itself and sends token ids."""
+    options = ["--model", "local-completions", "--batch_size", str(batch_size)]
+    arguments = f"/v1/completions,max_length={MAX_LENGTH},tokenizer_backend=huggingface,tokenizer={TOKENIZER}"
+    return lambda binaries, url, made, llm: compare(evaluate(binaries, made, name, options, url + arguments), llm)
+
+
+def chat_task(name: str, compare: Callable[[list[dict[str, Any]], LLM], str]) -> Check:
+    """A check of a task that is asked as chats."""
+    options = ["--model", "local-chat-completions", "--apply_chat_template"]
+    arguments = "/v1/chat/completions"
+    return lambda binaries, url, made, llm: compare(evaluate(binaries, made, name, options, url + arguments), llm)
+
+
+def evaluate(binaries: Path, made: Path, name: str, options: list[str], arguments: str) -> list[dict[str, Any]]:
+    """A task's samples, as lm_eval notes them."""
+    run([binaries / "lm_eval", "run", *options, "--model_args", f"model={MODEL},num_concurrent=4,base_url={arguments}",
+         "--tasks", name, "--include_path", TASKS, "--output_path", made / "out", "--log_samples"], made)  # fmt: skip
+    [path] = (made / "out").rglob(f"samples_{name}_*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def compare_choices(samples: list[dict[str, Any]], llm: LLM) -> str:
+    """The log-likelihood of each choice behind its text."""
+    largest, count = 0.0, 0
+    for sample in samples:
+        for asked, [[told, is_greedy]] in zip(sample["arguments"].values(), sample["resps"], strict=True):
+            # As lm_eval has it: blanks belong to the choice, whose tokens are those behind as many as the text's alone.
+            before, whole = (
+                tokens_of(llm, text) for text in (asked["arg_0"].rstrip(), asked["arg_0"] + asked["arg_1"])
+            )
+            found = logprobs(llm, before + whole[len(before) :])[len(before) :]
+            largest = max(largest, abs(sum(value for value, _ in found) - float(told)))
+            count += 1
+            if all(rank == 1 for _, rank in found) != (str(is_greedy) == "True"):
+                raise Failed(f"{asked['arg_1']!r} behind {asked['arg_0']!r} is greedy for one of the two alone")
+    return within(largest, f"{count} log-likelihoods of choices")
+
+
+def compare_rolling(samples: list[dict[str, Any]], llm: LLM) -> str:
+    """The log-likelihood of each whole text."""
+    largest = 0.0
+    for sample in samples:
+        [asked] = sample["arguments"].values()
+        tokens = tokens_of(llm, asked["arg_0"])
+        truth = sum(sum(value for value, _ in logprobs(llm, seen)[-count:]) for seen, count in windows(tokens))
+        [[told]] = sample["resps"]
+        largest = max(largest, abs(truth - float(told[0] if isinstance(told, list) else told)))
+    return within(largest, f"{len(samples)} log-likelihoods of texts")
+
+
+def windows(tokens: list[int]) -> Iterator[tuple[list[int], int]]:
+    """As lm_eval cuts a text: windows with as much before as has room, and how many tokens of each are counted."""
+    told = [0, *tokens]  # behind the token that begins a text
+    for start in range(0, len(tokens), WINDOW):
+        end = min(start + WINDOW, len(tokens))
+        yield told[max(0, end - WINDOW) : end + 1], end - start
+
+
+def compare_texts(samples: list[dict[str, Any]], llm: LLM) -> str:
+    """The text behind each prompt."""
+    return compare_outputs(samples, llm, lambda asked: asked)
+
+
+def compare_chats(samples: list[dict[str, Any]], llm: LLM) -> str:
+    """The answer to each chat of one message."""
+    template = ChatTemplate.find(TOKENIZER)
+    if template is None:
+        raise Failed("the embedded model has no chat template")
+    return compare_outputs(samples, llm, lambda asked: template.render(json.loads(asked[0]), True))
+
+
+def compare_outputs(samples: list[dict[str, Any]], llm: LLM, prompt_of: Callable[[Any], str]) -> str:
+    """What came, and what comes behind the prompts that it was asked for with."""
+    params = SamplingParams(max_tokens=24, temperature=0, stop=["\n"])
+    for sample in samples:
+        [asked] = sample["arguments"].values()
+        [output] = llm.generate([tokens_of(llm, prompt_of(asked["arg_0"]))], params)
+        if (told := sample["resps"][0][0]) != (truth := output.outputs[0].text):
+            raise Failed(f"behind {asked['arg_0']!r} came {told!r}; LLM says {truth!r}")
+    return f"{len(samples)} texts equal those of LLM"
+
+
+def tokens_of(llm: LLM, text: str) -> list[int]:
+    """The tokens of a text."""
+    if llm.tokenizer is None:
+        raise Failed("the embedded model has no tokenizer")
+    return llm.tokenizer.encode(text, add_special_tokens=False)
+
+
+def logprobs(llm: LLM, tokens: list[int]) -> list[tuple[float, int]]:
+    """The logprob and the rank of each token but the first, which has none."""
+    [output] = llm.generate([tokens], SamplingParams(max_tokens=1, prompt_logprobs=1))
+    found = zip(tokens, output.prompt_logprobs or [], strict=True)
+    return [(math.nan, 0) if each is None else (each[token].logprob, each[token].rank) for token, each in found]
+
+
+def within(largest: float, what: str) -> str:
+    """What was compared, if it is equal enough."""
+    if not largest <= LARGEST_ERROR:
+        raise Failed(f"{what} differ by up to {largest:.3g} from those of LLM; expected {LARGEST_ERROR:g} at most")
+    return f"{what} equal those of LLM within {largest:.1g}"
+
+
+# ------------------------------------------------------------------------------------------------- guidellm
+
+
+def load(route: str, profile: str) -> Check:
+    """A check of a load on a route."""
+
+    def check(binaries: Path, url: str, made: Path, _: LLM) -> str:
+        path = made / "report.json"
+        run([binaries / "guidellm", "run", "--disable-console-interactive",
+             "--backend", f"kind=openai_http,target={url},model={MODEL},request_format={route},stream=true",
+             "--tokenizer", f"kind=huggingface_auto,model={TOKENIZER}",
+             "--data", f"kind=synthetic_text,prompt_tokens={INPUT_LEN},output_tokens={OUTPUT_LEN}",
+             "--profile", profile, "--constraint", f"kind=max_requests,count={NUM_REQUESTS}",
+             "--output", f"kind=json,path={path}"], made)  # fmt: skip
+        [benchmark] = json.loads(path.read_text())["benchmarks"]
+        totals = benchmark["metrics"]["request_totals"]
+        if totals != {"successful": NUM_REQUESTS, "errored": 0, "incomplete": 0, "total": NUM_REQUESTS}:
+            raise Failed(f"of {NUM_REQUESTS} requests: {totals}")
+        for request in benchmark["requests"]["successful"]:
+            if request["output_tokens"] != OUTPUT_LEN or request["time_to_first_token_ms"] is None:
+                raise Failed(f"a request got {request['output_tokens']} tokens, streamed; expected {OUTPUT_LEN}")
+        return f"{NUM_REQUESTS} requests of {OUTPUT_LEN} tokens, streamed"
+
+    return check
+
+
+CHECKS: dict[str, Check] = {
+    "lm_eval multiple_choice": task("quire_choice", compare_choices),
+    "lm_eval, several at a time": task("quire_choice", compare_choices, batch_size=4),
+    "lm_eval loglikelihood_rolling": task("quire_rolling", compare_rolling),
+    "lm_eval generate_until": task("quire_generate", compare_texts),
+    "lm_eval chat generate_until": chat_task("quire_generate", compare_chats),
+    "guidellm completions": load("/v1/completions", "kind=concurrent,streams=4"),
+    "guidellm chat completions": load("/v1/chat/completions", "kind=poisson,rate=20"),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
