@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from quire.bench import http_path
 from quire.cli import bench_serve
 from quire.errors import ConfigError, QuireError
-from quire.server.load import Run, Server, first_model, send
-from quire.server.load_prompts import Prompt, arrival_times, random_prompts, request_body
-from quire.server.load_report import Report
+from quire.server.load.client import Run, Server, first_model, send
+from quire.server.load.prompts import Prompt, arrival_times, random_prompts, request_body
+from quire.server.load.report import Report
 from tests.server.fake_openai import Fake, Reply, Script, answer_whole, chunk, event, whole
 
 app = typer.Typer()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from quire.errors import ConfigError
-from quire.server import load_report
-from quire.server.load import Record, Run
-from quire.server.load_prompts import (
+from quire.server.load import report as load_report
+from quire.server.load.client import Record, Run
+from quire.server.load.prompts import (
     Prompt,
     arrival_times,
     in_words,
@@ -21,8 +21,8 @@ from quire.server.load_prompts import (
     request_body,
     workload_prompts,
 )
-from quire.server.load_report import Report, percentile, token_gaps
-from quire.server.load_stream import MAX_LINE, Answer, StreamError, error_message
+from quire.server.load.report import Report, percentile, token_gaps
+from quire.server.load.stream import MAX_LINE, Answer, StreamError, error_message
 from tests.server.fake_openai import DONE, chunk, event, usage, whole
 
 # ------------------------------------------------------------------------------------------------------- one answer

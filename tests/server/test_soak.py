@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from quire.bench.http_path import Process
 from quire.cli import bench_soak
 from quire.errors import ConfigError
-from quire.server import soak as module
-from quire.server.soak import Soak, soak
-from quire.server.soak_load import Asker, Wrong, read_answer
-from quire.server.soak_report import MAX_TOLD, Findings, Sample, growth, judge, table
+from quire.server.load import soak as module
+from quire.server.load.mix import Asker, Wrong, read_answer
+from quire.server.load.soak import Soak, soak
+from quire.server.load.verdict import MAX_TOLD, Findings, Sample, growth, judge, table
 
 MIB = 2**20
 IDLE = Sample(0.0, 500 * MIB, 400 * MIB, 10, 14, 0, 0, 0, 0, 0)

@@ -25,7 +25,7 @@ import json, sys
 from quire import LLM
 from quire.bench.throughput import measure
 from quire.bench.workloads import Workload
-from quire.server.load_prompts import random_prompts
+from quire.server.load.prompts import random_prompts
 model, count, input_len, output_len, seed = sys.argv[1] or None, *map(int, sys.argv[2:])
 prompts = random_prompts(count, input_len, output_len, seed)
 work = Workload("http", [prompt.content for prompt in prompts], [prompt.max_tokens for prompt in prompts])

@@ -16,7 +16,7 @@ from quire.errors import ConfigError, QuireError
 from quire.progress import progress_bar
 
 if TYPE_CHECKING:
-    from quire.server.load_prompts import Prompt
+    from quire.server.load.prompts import Prompt
 
 DEFAULT_REQUESTS, DEFAULT_LENGTH = 100, 128
 MANY_TOKENS = 1.2  # in a chunk: random weights draw tokens that have no text, and a server may hold chunks together
@@ -61,38 +61,39 @@ def serve(
 ) -> None:
     """Load any OpenAI-compatible server: latencies, tokens a second, goodput. Requests do not wait for answers."""
     from quire.bench.plot import check_path
-    from quire.server import load, load_prompts, load_report
+    from quire.server.load import client, report
+    from quire.server.load.prompts import arrival_times, in_words, request_body
 
     try:
         if plot is not None:
             check_path(plot)
-        metrics = load_report.parse_metrics(percentile_metrics)
-        percents = load_report.parse_percents(metric_percentiles)
-        limits = load_report.parse_limits(goodput or [])
-        server = load.Server(url, endpoint, api_key, timeout)
+        metrics = report.parse_metrics(percentile_metrics)
+        percents = report.parse_percents(metric_percentiles)
+        limits = report.parse_limits(goodput or [])
+        server = client.Server(url, endpoint, api_key, timeout)
         sizes = (random_input_len, random_output_len)
         prompts = _prompts(workload, dataset, sizes, num_prompts, seed)
         if endpoint == "chat" and dataset is None:
-            prompts = [load_prompts.in_words(prompt) for prompt in prompts]
-        arrivals = load_prompts.arrival_times(len(prompts), request_rate, seed)
+            prompts = [in_words(prompt) for prompt in prompts]
+        arrivals = arrival_times(len(prompts), request_rate, seed)
         options = {"temperature": temperature} | ({"ignore_eos": True} if ignore_eos else {}) | _fields(extra_body)
-        name = load.first_model(server) if model is None else model
-        bodies = [load_prompts.request_body(prompt, endpoint, name, options) for prompt in prompts]
+        name = client.first_model(server) if model is None else model
+        bodies = [request_body(prompt, endpoint, name, options) for prompt in prompts]
         with progress_bar("requests", len(bodies)) as advance:
-            run = load.send(server, bodies, arrivals, max_concurrency, advance)
-        report = load_report.Report(run, metrics, percents, limits)
+            run = client.send(server, bodies, arrivals, max_concurrency, advance)
+        found = report.Report(run, metrics, percents, limits)
         if as_json:
-            print(json.dumps({"url": url, "model": name, "endpoint": endpoint, "seed": seed} | report.as_dict()))
+            print(json.dumps({"url": url, "model": name, "endpoint": endpoint, "seed": seed} | found.as_dict()))
         else:
-            for title, told in report.table():
+            for title, told in found.table():
                 row(title, told)
         if plot is not None:
-            report.plot(plot)
+            found.plot(plot)
     except QuireError as error:
         fail(error)
     if run.interrupted:
         raise typer.Exit(130)
-    if not report.completed:
+    if not found.completed:
         fail(f"no request of {len(bodies):,} was completed")
 
 
@@ -100,16 +101,16 @@ def _prompts(
     workload: str | None, dataset: Path | None, sizes: tuple[int | None, int | None], count: int | None, seed: int
 ) -> list[Prompt]:
     """Those of the one source that was chosen. Raises ConfigError where it is more than one."""
-    from quire.server import load_prompts
+    from quire.server.load import prompts
 
     if [workload is not None, dataset is not None, sizes != (None, None)].count(True) > 1:
         raise ConfigError("give one of --workload, --dataset and --random-input-len, --random-output-len; not several")
     if workload is not None:
-        return load_prompts.repeated(load_prompts.workload_prompts(workload), count)
+        return prompts.repeated(prompts.workload_prompts(workload), count)
     if dataset is not None:
-        return load_prompts.repeated(load_prompts.read_prompts(dataset), count)
+        return prompts.repeated(prompts.read_prompts(dataset), count)
     chosen = [DEFAULT_LENGTH if size is None else size for size in sizes]
-    return load_prompts.random_prompts(DEFAULT_REQUESTS if count is None else count, chosen[0], chosen[1], seed)
+    return prompts.random_prompts(DEFAULT_REQUESTS if count is None else count, chosen[0], chosen[1], seed)
 
 
 def _fields(extra_body: str | None) -> dict[str, Any]:

@@ -23,9 +23,9 @@ def soak(
 ) -> None:
     """Is quire serve as it was after hours of mixed load, hang-ups and bad requests? Status 1 if it is not."""
     try:
-        from quire.server.soak import Soak
-        from quire.server.soak import soak as run
-        from quire.server.soak_report import judge, table
+        from quire.server.load.soak import Soak
+        from quire.server.load.soak import soak as run
+        from quire.server.load.verdict import judge, table
 
         warm_up = min(5.0, max(3.0, minutes / 10)) if warm_up is None else warm_up
         plan = Soak(60 * minutes, 60 * warm_up, clients, seed)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, check_integer, check_number
-from quire.server.load_stream import MAX_LINE, MAX_MESSAGE, Answer, StreamError, error_message
+from quire.server.load.stream import MAX_LINE, MAX_MESSAGE, Answer, StreamError, error_message
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession

@@ -12,8 +12,8 @@ from itertools import accumulate
 from typing import Any
 
 from quire.bench.workloads import FIRST_TOKEN, VOCABULARY
-from quire.server.load_prompts import WORDS
-from quire.server.load_stream import error_message
+from quire.server.load.prompts import WORDS
+from quire.server.load.stream import error_message
 
 Fields = dict[str, Any]
 

@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.bench.http_path import Process, server
 from quire.errors import ConfigError, check_integer, check_number
-from quire.server.soak_load import Ask, Asker, Wrong, read_answer
-from quire.server.soak_report import Findings, Sample
+from quire.server.load.mix import Ask, Asker, Wrong, read_answer
+from quire.server.load.verdict import Findings, Sample
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession

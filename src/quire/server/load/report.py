@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.bench.plot import drawn
 from quire.errors import ConfigError, check_number
-from quire.server.load import Record, Run
+from quire.server.load.client import Record, Run
 
 METRICS = {
     "ttft": "time to first token",
