@@ -3,6 +3,7 @@
 import random
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -13,8 +14,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from quire.errors import ModelError, RequestError
 from quire.models import EMBEDDED
-from quire.request import Event, FinishReason, Request, SamplingParams
-from quire.text import CompletionOutput, Detokenizer, OutputProcessor, RequestOutput, Tokenizer, find_tokenizer
+from quire.request import Event, FinishReason, Request, SamplingParams, TokenLogprobs
+from quire.text import CompletionOutput, Detokenizer, OutputProcessor, RequestOutput, Tokenizer, _certain, find_tokenizer
 
 TEXTS = ["plain text, two  spaces", "žluťoučký kůň", "漢字と仮名", "🙂🙃 👩‍👩‍👧‍👦 e\u0301", "a\ufffdb", "\n\t x", ""]
 
@@ -247,6 +248,35 @@ def test_random_stop_strings_agree_with_a_plain_search(bytewise: Tokenizer) -> N
         assert all(output.text.startswith(shown) for shown in seen)
 
 
+def test_what_is_certain_agrees_with_its_definition() -> None:
+    """Also where a whole stop string was passed over, as within min_tokens."""
+    rng = random.Random(1)
+    for _ in range(3000):
+        letters = rng.choice(["a", "ab", "abc"])
+        stops = ["".join(rng.choices(letters, k=rng.randint(1, 9))) for _ in range(rng.randint(0, 4))]
+        text, certain = "", 0
+        for _ in range(6):
+            text += "".join(rng.choices(letters, k=rng.randint(0, 4)))
+            certain = _certain(text, certain, stops)
+            begun = (n for n in range(len(text), 0, -1) if any(text.endswith(s[:n]) for s in stops if n < len(s)))
+            assert certain == len(text) - next(begun, 0), (text, stops)
+
+
+def test_where_no_stop_string_begins_is_looked_at_once() -> None:
+    class Stop(str):
+        def startswith(self, end: str) -> bool:  # type: ignore[override]
+            looked.append(len(text) - len(end))
+            return super().startswith(end)
+
+    looked: list[int] = []
+    stops = [Stop("a" * 200 + "b" * 55), Stop("ab" * 100)]
+    text, certain = "", 0
+    for i in range(400):
+        text += "a" if i % 150 else "c"
+        certain = _certain(text, certain, stops)
+    assert len(looked) < 4 * len(text)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_prompts_and_texts(tokenizer: Tokenizer, seed: int) -> None:
     """Characters of one to four bytes; the context is cut anywhere, also within a run of bytes."""
@@ -283,3 +313,29 @@ def test_a_short_stop_string_within_min_tokens_does_not_end_a_longer_ones_wait(b
     output, seen, _ = told(bytewise, "x.yz.", FinishReason.LENGTH, stop=[".", "END!!"], min_tokens=2)
     assert output.text == "x.yz"
     assert seen == sorted(seen, key=len)
+
+
+def test_a_candidates_text_is_decoded_once(bytewise: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[list[int]] = []
+    real = bytewise.decode
+
+    def decode(tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if not skip_special_tokens:
+            decoded.append(list(tokens))
+        return real(tokens, skip_special_tokens)
+
+    monkeypatch.setattr(bytewise, "decode", decode)
+    processor = OutputProcessor(FakeEngine(), bytewise)  # type: ignore[arg-type]
+    output = RequestOutput("p", None, [], [CompletionOutput(0), CompletionOutput(1)])
+    for i in range(2):
+        params = SamplingParams(max_tokens=None, logprobs=2)
+        processor.add(Request(f"{i}", array("i"), 0, params, i), output, deque())
+    [a, b, half] = bytewise.encode("ab") + bytewise.encode("é")[:1]
+    for token in (a, b, a, half):
+        logprobs = TokenLogprobs(token, -1.0, 3, ((b, -0.1), (half, -0.2)))
+        list(processor.process([Event(f"{i}", token, logprobs) for i in range(2)]))
+    assert sorted(decoded) == sorted([[a], [b], [half]])
+    for sample in output.outputs:
+        texts = [{token: one.decoded_token for token, one in position.items()} for position in sample.logprobs or []]
+        common = {b: "b", half: "\ufffd"}
+        assert texts == [common | {a: "a"}, common, common | {a: "a"}, common]

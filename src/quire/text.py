@@ -9,6 +9,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -56,6 +57,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included. A model may have room for more."""
         return int(self._fast.get_vocab_size())
+
+    @cached_property
+    def max_token_length(self) -> int:
+        """Characters that a token stands for at most, or a few more: its bytes are written as letters."""
+        return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The text's tokens; if asked for, with the special tokens that the model expects around a prompt.
@@ -298,6 +304,7 @@ class OutputProcessor:
         self._engine = engine
         self._tokenizer = tokenizer
         self._samples: dict[str, _Sample] = {}
+        self._decoded: dict[int, str] = {}  # the text of each token that was a candidate: the vocabulary at most
 
     def add(self, request: Request, output: RequestOutput, ended: deque[RequestOutput]) -> None:
         """Queue the request, and gather its events in the output's sample of its index.
@@ -374,7 +381,7 @@ class OutputProcessor:
                 sample.text = sample.text[:kept]
                 output.finish_reason, output.stop_reason = FinishReason.STOP.value, stop
                 self._engine.finish(request_id, FinishReason.STOP)
-        sample.searched = len(sample.text) - _stop_begun(sample.text, stops)
+        sample.searched = _certain(sample.text, sample.searched, stops)
 
     def _candidates(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
         """The chosen token and the most probable ones: token id -> Logprob."""
@@ -386,13 +393,22 @@ class OutputProcessor:
         return chosen | top
 
     def _decode(self, token: int) -> str | None:
-        return self._tokenizer.decode([token], skip_special_tokens=False) if self._tokenizer else None
+        if self._tokenizer is None:
+            return None
+        text = self._decoded.get(token)
+        if text is None:
+            text = self._decoded[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
 
 
-def _stop_begun(text: str, stops: Sequence[str]) -> int:
-    """Characters at the end of the text with which a stop string may have begun."""
+def _certain(text: str, searched: int, stops: Sequence[str]) -> int:
+    """Length of the part of the text in which no stop string can have begun; searched: the same of a shorter text.
+
+    A place where none begins is looked at once as the text grows, so long stop strings cost no more than short ones.
+    """
     longest = max((len(stop) for stop in stops), default=1) - 1
-    return next(
-        (n for n in range(min(longest, len(text)), 0, -1) if text.endswith(tuple(s[:n] for s in stops if n < len(s)))),
-        0,
-    )
+    for at in range(max(searched, len(text) - longest), len(text)):
+        end = text[at:]
+        if any([stop.startswith(end) and stop != end for stop in stops]):
+            return at
+    return len(text)

@@ -125,7 +125,7 @@ def serving(
         here.loop = asyncio.get_running_loop()
         ready.set()
 
-    server = here.server = _Server(settings(app, own), service.worker, inspector, told)
+    server = here.server = _Server(settings(app, own), service, inspector, told)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:

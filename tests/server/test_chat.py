@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletionMessage
 
 from quire import LLM, SamplingParams
 from tests.server.serving import SMALL, Serving, serving
@@ -114,7 +115,18 @@ def test_braces_in_a_message_are_its_text(server: Serving) -> None:
         ({"logprobs": False, "top_logprobs": 2}, "logprobs", "set logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         ({"max_tokens": 10**6}, "max_tokens", "room"),
-        ({"max_completion_tokens": 10**6}, "max_completion_tokens", "room"),
+        ({"max_tokens": None, "max_completion_tokens": 10**6}, "max_completion_tokens", "room"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "one limit"),
+        ({"top_logprobs": 2, "use_beam_search": True}, "logprobs", "set logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        ({"verbosity": "low"}, "verbosity", "max_completion_tokens"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "effort"),
+        ({"messages": [{"role": "assistant", "refusal": "No."}]}, "messages", "refusals"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages", "functions"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "tools"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages", "text"),
+        ({"messages": [{"role": "assistant", "annotations": [{}]}]}, "messages", "annotations"),
         ({"modalities": ["audio"]}, "modalities", "text"),
         ({"prompt": "a"}, "prompt", "no field"),
     ],
@@ -130,7 +142,26 @@ def test_what_cannot_be_served_is_refused_by_name(
 
 def test_neutral_values_of_unserved_fields_are_taken(server: Serving) -> None:
     neutral = {"tools": [], "tool_choice": "none", "logit_bias": {}, "store": False, "user": "me"}
-    assert chat(server, **neutral, modalities=["text"])["choices"] == chat(server)["choices"]
+    neutral |= {"prompt_cache_key": "k", "safety_identifier": "me", "verbosity": "medium", "reasoning_effort": None}
+    neutral |= {"max_completion_tokens": 12, "modalities": ["text"]}
+    assert chat(server, **neutral)["choices"] == chat(server)["choices"]
+
+
+def test_an_answer_is_taken_back_as_a_message(server: Serving) -> None:
+    """As OpenAI's package writes it down, and as this server does."""
+    told = chat(server)["choices"][0]["message"]
+    dumped = ChatCompletionMessage(**told).model_dump()
+    assert {"annotations", "audio", "function_call", "tool_calls", "refusal"} < set(dumped)
+    empty = told | {"annotations": [], "audio": {}, "function_call": {}, "tool_calls": [], "refusal": ""}
+    first = chat(server, messages=[*MESSAGES, {"role": "assistant", "content": told["content"]}])["choices"]
+    for message in (told, dumped, empty):
+        assert chat(server, messages=[*MESSAGES, message])["choices"] == first
+
+
+def test_prompt_logprobs_come_with_a_whole_answer(server: Serving) -> None:
+    found = chat(server, prompt_logprobs=1, n=2)
+    assert len(found["prompt_logprobs"]) == found["usage"]["prompt_tokens"]
+    assert set(found) == {"id", "object", "created", "model", "choices", "usage", "prompt_logprobs"}
 
 
 def test_without_a_template_a_chat_is_refused_with_the_way_out() -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine.beam import BeamSearchParams
-from tests.server.serving import SMALL, Serving
+from quire.server import completions
+from tests.server.serving import SMALL, Serving, serving
+from tests.server.test_robust import hook, runner
 
 PROMPT = "import os\n\n\ndef "
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "a"}]
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +211,14 @@ def test_the_default_max_tokens_is_cut_to_what_there_is_room_for(server: Serving
         ({"min_tokens": 20}, None, "min_tokens"),
         ({"stop_token_ids": [10**6]}, None, "stop_token_ids"),
         ({"use_beam_search": True, "stop": "x"}, "stop", "use_beam_search"),
+        ({"length_penalty": 0.5}, "length_penalty", "use_beam_search"),
+        ({"service_tier": "flex"}, "service_tier", "tier"),
+        ({"stream_options": {}}, "stream_options", "stream"),
+        ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format", "ignore"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format", "ignore"),
+        ({"min_tokens": 1, "regex": "a*"}, "min_tokens", "regex"),
+        ({"min_tokens": 1, "grammar": "start: /a*/"}, "min_tokens", "grammar"),
+        ({"min_tokens": 1, "response_format": {"type": "json_object"}}, "min_tokens", "response_format"),
         ({"use_beam_search": True, "prompt": ["a", "b"]}, "prompt", "one prompt"),
     ],
 )
@@ -217,3 +230,40 @@ def test_what_cannot_be_served_is_refused_by_name(
     error = answer.error()
     assert error["param"] == param, error
     assert words in error["message"], error
+
+
+def test_fields_that_ask_for_nothing_are_taken(server: Serving) -> None:
+    neutral = {"length_penalty": 1, "metadata": {"run": 5}, "response_format": {"type": "text", "json_schema": None}}
+    for tier in ("auto", "default", None):
+        assert complete(server, service_tier=tier, min_tokens=1, **neutral)["choices"] == complete(server)["choices"]
+    # Clients of benchmarks send it with everything; a grammar ends where it ends.
+    [choice] = complete(server, regex="abc", ignore_eos=True)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "stop")
+
+
+def test_an_answer_is_encoded_choice_by_choice(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the encoder works, no other thread does."""
+    old, encoded = completions.dumps, []
+
+    def dumps(value: Any) -> bytes:
+        encoded.append(value)
+        return old(value)
+
+    monkeypatch.setattr(completions, "dumps", dumps)
+    for path, given in ((COMPLETIONS, {"prompt": ["a", "b"]}), (CHAT, {"messages": MESSAGES})):
+        encoded.clear()
+        found = server.post(path, n=3, max_tokens=2, temperature=1, **given).json()["choices"]
+        assert [value for value in encoded if "index" in value] == found
+        assert not any("choices" in value for value in encoded)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_stream_that_is_cut_off_ends_in_an_error_alone(path: str) -> None:
+    """And in no finish_reason, of which OpenAI's clients do not know "abort"."""
+    with serving({}, hook, request_timeout=0.3) as server:
+        runner(server).before = lambda batch: time.sleep(0.02)
+        given: dict[str, Any] = {"prompt": "x = "} if path == COMPLETIONS else {"messages": MESSAGES}
+        *pieces, last = server.post(path, **given, n=2, max_tokens=400, ignore_eos=True, stream=True).events()
+        assert last["error"]["code"] == "deadline"
+        assert len(pieces) > 2
+        assert {choice["finish_reason"] for piece in pieces for choice in piece["choices"]} == {None}

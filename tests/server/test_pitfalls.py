@@ -123,6 +123,28 @@ def test_logprobs_of_prompts_are_counted_before_they_are_made(server: Serving) -
     assert_serves(server)
 
 
+def test_logprobs_of_samples_are_counted_before_they_are_made(server: Serving) -> None:
+    """Some hundred bytes of a body would be hundreds of MiB of an answer."""
+    room = server.service.max_model_len
+    for path, body, param in (
+        (COMPLETIONS, {"n": 128, "max_tokens": 500, "logprobs": 20}, "logprobs"),
+        (COMPLETIONS, {"n": 128, "max_tokens": None, "logprobs": 20}, "logprobs"),
+        (COMPLETIONS, {"n": 64, "max_tokens": 500, "logprobs": 20, "stream": True}, "logprobs"),
+        (COMPLETIONS, {"prompt": ["a"] * 128, "max_tokens": 500, "logprobs": 20}, "logprobs"),
+        (COMPLETIONS, {"prompt": ["a"] * 16, "best_of": 128, "max_tokens": 500}, "best_of"),
+        (CHAT, {"n": 128, "max_tokens": 400, "logprobs": True, "top_logprobs": 20}, "top_logprobs"),
+        (CHAT, {"n": 128, "logprobs": True, "top_logprobs": 20, "stream": True}, "top_logprobs"),
+    ):
+        given: dict[str, Any] = {"prompt": "a"} if path == COMPLETIONS else {"messages": MESSAGES}
+        refused = server.post(path, **given | body)
+        assert refused.status == 400, body
+        assert (refused.error()["param"], "524288" in refused.error()["message"]) == (param, True)
+    # As many as there may be: no more tokens are counted than there is room for.
+    tokens = [5] * (room - 2)
+    assert server.post(COMPLETIONS, prompt=tokens, max_tokens=None, logprobs=20, n=2, temperature=1).status == 200
+    assert_serves(server)
+
+
 def test_a_bad_body_makes_few_errors() -> None:
     """Each error would cost what a request does, and a body has room for a million."""
     unknown = {f"k{i}": 1 for i in range(5000)}

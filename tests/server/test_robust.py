@@ -90,9 +90,9 @@ def test_a_client_that_hangs_up_is_forgotten_within_two_steps(hooked: Serving, s
     noticed: list[int] = []
     old = hooked.service.worker.abort
 
-    def abort(job: Any, error: Any = None) -> None:
+    def abort(job: Any) -> None:
         noticed.append(runner(hooked).num_steps)
-        old(job, error)
+        old(job)
 
     hooked.service.worker.abort = abort  # type: ignore[method-assign]
     client = Client(hooked, **ENDLESS, stream=stream)
@@ -357,3 +357,114 @@ def test_prompts_are_logged_only_when_asked_for(caplog: pytest.LogCaptureFixture
             server.post("/v1/completions", prompt="my secret prompt", max_tokens=1)
             server.post("/v1/completions", prompt="my secret prompt", max_tokens="x")
         assert ("my secret prompt" in caplog.text) is asked
+
+
+# ----------------------------------------------------------------------------------------------- being stopped
+
+
+def test_who_is_not_done_when_the_server_must_end_is_told_so() -> None:
+    with serving({}, hook, shutdown_timeout=0.3) as server:
+        runner(server).before = lambda batch: time.sleep(0.05)
+        with ThreadPoolExecutor(3) as pool:
+            plain = pool.submit(server.post, "/v1/completions", **ENDLESS)
+            streamed = pool.submit(server.post, "/v1/completions", **ENDLESS, stream=True)
+            until(lambda: server.service.worker.num_samples == 2)
+            assert server.server is not None
+            server.server.should_exit = True
+            assert plain.result().status == 503
+            assert "told to stop" in plain.result().error()["message"]
+            assert "told to stop" in streamed.result().events()[-1]["error"]["message"]
+
+
+def test_a_deadline_is_kept_even_by_an_engine_that_is_stuck() -> None:
+    with serving({}, hook, request_timeout=0.2) as server:
+        gate = threading.Event()
+        runner(server).before = lambda batch: gate.wait(30) and None
+        assert server.post("/v1/completions", **ENDLESS).status == 504
+        assert server.post("/v1/completions", **ENDLESS, stream=True).events()[-1]["error"]["code"] == "deadline"
+        assert server.post("/v1/completions", prompt="a", use_beam_search=True, n=2).status == 504
+        assert server.service.worker.num_samples == 4  # the engine has them still
+        gate.set()
+        until(server.is_idle)
+
+
+def test_an_open_body_does_not_hold_a_seat_at_the_inspector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "BODY_TIMEOUT", 0.1)
+    with serving() as server:
+        for _ in range(20):
+            one = socket.create_connection((server.host, server.port), timeout=30)
+            one.sendall(b"GET /inspector/events HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\n")
+            assert b" 200 " in one.recv(4096)
+            until(lambda: not any(not watcher.gone for watcher in server.inspector._watchers))
+            one.close()
+
+
+def test_bodies_are_held_within_a_bound_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "MAX_HELD_BODIES", 1)
+    with serving(prepare=hook, max_body_size=2000) as server:
+        gate = threading.Event()
+        runner(server).before = lambda batch: gate.wait(30) and None
+        large = {"prompt": "a " * 700, "max_tokens": 1}
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(server.post, "/v1/completions", **large)
+            until(lambda: server.service.worker.num_samples == 1)
+            refused = server.post("/v1/completions", **large)
+            assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+            assert server.post("/v1/completions", prompt="a", max_tokens=10**6).status == 400  # a small one gets in
+            gate.set()
+            assert first.result().status == 200
+        assert server.post("/v1/completions", **large).status == 200
+
+
+def test_a_text_that_can_never_fit_is_refused_before_it_is_taken_apart(server: Serving) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "a" * 1_000_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 1_000_000}]}),
+    ):
+        refused = server.ask("POST", path, body)
+        assert refused.error()["code"] == "context_length_exceeded"
+        assert "characters" in refused.error()["message"]
+
+
+def test_a_grammar_whose_client_has_gone_is_not_compiled(hooked: Serving) -> None:
+    service, begun, gate = hooked.service, threading.Semaphore(0), threading.Event()
+
+    class Slow:
+        def compile(self, spec: Any) -> None:
+            begun.release()
+            gate.wait(30)
+            raise RuntimeError("nobody asks for this")
+
+        def close(self) -> None:
+            gate.set()
+
+    service.grammars = Slow()  # type: ignore[assignment]
+    clients = [Client(hooked, prompt="a", regex=f"[a-z]{i}") for i in range(6)]
+    assert begun.acquire(timeout=20)
+    until(lambda: service._num_grammars == 6)
+    for client in clients:
+        client.hang_up()
+    until(lambda: service._num_grammars == 0)
+    gate.set()
+    assert hooked.get("/health").status == 200
+    until(lambda: service._compilers._work_queue.empty())
+    assert sum(begun.acquire(blocking=False) for _ in range(6)) <= 1  # those that had begun
+
+
+def test_beam_searches_are_counted() -> None:
+    with serving() as server:
+        server.post("/v1/completions", prompt="a", max_tokens=5, use_beam_search=True, n=3, ignore_eos=True)
+        told = server.get("/metrics").body.decode()
+        assert 'quire:generation_tokens_total{engine="0",model_name="quire-embedded"} 15.0' in told
+        assert 'finished_reason="length",model_name="quire-embedded"} 1.0' in told
+
+
+def test_with_keys_the_inspector_does_not_tell_of_others_salts() -> None:
+    for keys, told in (((), "salt"), (("one", "two"), "unseen")):
+        with serving(api_key=keys) as server:
+            for salt in ("mine", "yours"):
+                headers = {"Authorization": "Bearer one"} if keys else {}
+                body = {"prompt": "import os\n" * 20, "max_tokens": 1, "cache_salt": salt}
+                assert server.ask("POST", "/v1/completions", body, headers).status == 200
+            miss = server.on_engine(lambda: [str(line) for line in server.inspector._happenings.take()])
+            assert f'"miss":"{told}"' in "".join(miss)

@@ -94,7 +94,7 @@ def serve(
     preemption: Preemption = "recompute",
     swap_space: SwapSpace = None,
     max_num_queued_reqs: Annotated[int, typer.Option(help="Samples that may wait; more get 429.")] = 1024,
-    max_body_size: Annotated[int, typer.Option(help="Bytes of a request's body.")] = 8 * 2**20,
+    max_body_size: Annotated[int, typer.Option(help="Bytes of a request's body.")] = 4 * 2**20,
     max_logprobs: Annotated[int, typer.Option(help="Candidates at a position that may be asked for.")] = 20,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds a request may take. Default: any.")] = None,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for running requests at SIGTERM.")] = 30.0,

@@ -42,6 +42,7 @@ class BeamDriver:
             Request(f"{name}-{i}", array("i", prompt), len(prompt), sampling, i, 0, cache_salt, group, steered=True)
             for i in range(params.beam_width)
         ]
+        self.request = group.members[0]  # the one that computes the prompt
         self._beams, self._spare = group.members[:1], group.members[1:]  # one request a live beam, and those without
         self._found: dict[str, Sequence[tuple[int, float]]] = {}  # a beam's candidates for its next token
 

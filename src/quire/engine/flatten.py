@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -104,10 +106,9 @@ def sampling_rows(requests: list[Request]) -> SamplingRows:
     params = [request.sampling for request in requests]
     penalties = [_penalised(row, request) for row, request in enumerate(requests) if _has_penalty(request)]
     banned = [
-        (row, token)
+        (row, request.ending_tokens)
         for row, request in enumerate(requests)
         if request.num_generated < request.sampling.min_tokens
-        for token in sorted(request.ending_tokens)
     ]
     return SamplingRows(
         temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
@@ -128,8 +129,14 @@ def sampling_rows(requests: list[Request]) -> SamplingRows:
         repetition=torch.tensor([p.repetition_penalty for p in params], dtype=torch.float32),
         presence=torch.tensor([p.presence_penalty for p in params], dtype=torch.float32),
         frequency=torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32),
-        banned_rows=torch.tensor([row for row, _ in banned], dtype=torch.int64),
-        banned_tokens=torch.tensor([token for _, token in banned], dtype=torch.int64),
+        banned_rows=torch.from_numpy(
+            np.repeat(
+                np.array([row for row, _ in banned], np.int64), np.array([len(tokens) for _, tokens in banned], np.int64)
+            )
+        ),
+        banned_tokens=torch.from_numpy(  # in any order within a row
+            np.fromiter(chain.from_iterable(tokens for _, tokens in banned), np.int64)
+        ),
         masks=_masks({row: request.allowed for row, request in enumerate(requests) if request.allowed is not None}),
     )
 

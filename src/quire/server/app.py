@@ -18,7 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire import __version__
-from quire.errors import QuireError
+from quire.errors import RequestError
 from quire.server import inspector, openapi
 from quire.server.chat import chat, conversation
 from quire.server.completions import complete
@@ -78,7 +78,8 @@ def build_app(service: Service, metrics: Metrics, watched: Inspector) -> FastAPI
     )
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(QuireError, _failed)
+    app.add_exception_handler(ApiError, _failed)
+    app.add_exception_handler(RequestError, _failed)
     app.add_exception_handler(Exception, _broken)
     _add_openai_routes(app, service)
     _add_other_routes(app, service, metrics)

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.server.completions import prompt_logprobs
+from quire.server.completions import ABORTED, check_num_logprobs, prompt_logprobs, whole
 from quire.server.errors import ApiError, request_failed
 from quire.server.jobs import Generation, Stream
 from quire.server.protocol import ChatRequest, Message
@@ -20,8 +20,13 @@ from quire.text import Logprob, Tokenizer
 
 
 async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Response:
-    """Answer a request."""
+    """Answer a request.
+
+    Where one of its samples fails, the whole answer is that error. A stream has an error event in that sample's place,
+    and the others go on to their ends.
+    """
     service.check_model(body.model)
+    body.check_together()
     prompt = await conversation(service, body.messages, body.add_generation_prompt)
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = service.room_for([prompt], body, field)
@@ -33,12 +38,11 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
         choices = [_choice(i, text, None, reason, None) for i, (text, reason, _) in enumerate(found)]
         generated = sum(count for _, _, count in found)
         return JsonBody(head | {"choices": choices, "usage": usage(len(prompt.tokens), generated, 0)})
-    if body.top_logprobs and not body.logprobs:
-        raise ApiError(f"top_logprobs is {body.top_logprobs} without logprobs; set logprobs to true", param="logprobs")
     service.check_logprobs("top_logprobs", body.top_logprobs)
     count = body.top_logprobs or 0
     params = service.sampling(body, max_tokens=max_tokens, logprobs=count if body.logprobs else None)
-    made = service.requests(request, body, name, [prompt], params, await service.guide(body))
+    check_num_logprobs(service, [prompt], params, "top_logprobs" if count else "logprobs")
+    made = service.requests(request, body, name, [prompt], params, await service.guide(request, body))
     if body.stream:
         job = Stream(made)
         service.worker.submit(job)
@@ -46,8 +50,8 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
         return EventStream(_stream(service, body, head, job), lambda: service.worker.abort(job))
     outputs = await service.run(request, Generation(made))
 
-    def answer() -> JsonBody:
-        choices = [
+    def answer() -> Response:
+        choices = (
             _choice(
                 sample.index,
                 sample.text,
@@ -56,9 +60,9 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
                 sample.stop_reason,
             )
             for sample in outputs[0].outputs
-        ]
+        )
         asked = {} if body.prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs(outputs[0])}
-        return JsonBody(head | {"choices": choices, "usage": usage(*counted(outputs))} | asked)
+        return whole(head, choices, {"usage": usage(*counted(outputs))} | asked)
 
     return await aside(num_logprobs(outputs), answer)
 
@@ -73,6 +77,7 @@ async def conversation(service: Service, messages: Sequence[Message], add_genera
         raise ApiError(message, param="messages")
     plain = [_plain(message) for message in messages]
     text = await asyncio.to_thread(service.template.render, plain, add_generation_prompt)
+    service.check_text(text)
     return await service.encode(text, add_special_tokens=False)  # the template writes those itself
 
 
@@ -111,6 +116,8 @@ async def _stream(service: Service, body: ChatRequest, head: dict[str, Any], job
     while deltas := await job.deltas():
         parts = []
         for delta in deltas:
+            if delta.finish_reason == ABORTED:
+                continue
             generated += len(delta.token_ids)
             if delta.error is not None:
                 parts.append(data(request_failed(delta.error).body()))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.request import SamplingParams
+from quire.request import FinishReason, SamplingParams
 from quire.server.errors import ApiError, request_failed
 from quire.server.jobs import Delta, Generation, Stream
 from quire.server.protocol import CompletionRequest
 from quire.server.service import (
+    MAX_PROMPT_LOGPROBS,
     Prompt,
     Service,
     aside,
@@ -24,17 +25,24 @@ from quire.server.service import (
     num_logprobs,
     num_prompt_logprobs,
 )
-from quire.server.sse import DONE, Chunks, EventStream, JsonBody, data, usage
+from quire.server.sse import DONE, Chunks, EventStream, JsonBody, data, dumps, usage
 from quire.text import CompletionOutput, Logprob, RequestOutput, Tokenizer
 
 Candidates = dict[int, Logprob]
+# Of samples that are taken back; no reason of OpenAI's. A client that is still there is told by the job's error.
+ABORTED = FinishReason.ABORT.value
 
 
 async def complete(service: Service, request: HttpRequest, body: CompletionRequest) -> Response:
-    """Answer a request."""
+    """Answer a request.
+
+    Where one of its samples fails, the whole answer is that error. A stream has an error event in that sample's place,
+    and the others go on to their ends.
+    """
     service.check_model(body.model)
+    body.check_together()
     given = _listed(body.prompt)
-    prompts = await aside(sum(map(len, given)), lambda: [_prompt(service, one, body) for one in given])
+    prompts = await service.take_apart(sum(map(len, given)), lambda: [_prompt(service, one, body) for one in given])
     # Without a new token nothing would run, so one is drawn, and not told.
     max_tokens = service.room_for(prompts, body, "max_tokens") or (1 if body.max_tokens == 0 else None)
     if body.max_tokens == 0 and not body.echo:
@@ -44,7 +52,8 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
     if body.use_beam_search:
         return await _search(service, request, body, head, prompts, max_tokens)
     params = _params(service, body, max_tokens)
-    made = service.requests(request, body, name, prompts, params, await service.guide(body))
+    check_num_logprobs(service, prompts, params, "best_of" if body.logprobs is None else "logprobs")
+    made = service.requests(request, body, name, prompts, params, await service.guide(request, body))
     writer = _Writer(service, body, prompts)
     if body.stream:
         job = Stream(made)
@@ -54,13 +63,35 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
         )
     outputs = await service.run(request, Generation(made))
 
-    def answer() -> JsonBody:
+    def answer() -> Response:
         num_prompt, num_generated, num_cached = counted(outputs)
-        choices = [choice for i, output in enumerate(outputs) for choice in writer.choices(i, output)]
+        choices = (choice for i, output in enumerate(outputs) for choice in writer.choices(i, output))
         numbers = usage(num_prompt, 0 if body.max_tokens == 0 else num_generated, num_cached)
-        return JsonBody(head | {"choices": choices, "usage": numbers})
+        return whole(head, choices, {"usage": numbers})
 
     return await aside(num_logprobs(outputs), answer)
+
+
+def check_num_logprobs(service: Service, prompts: Sequence[Prompt], params: SamplingParams, name: str) -> None:
+    """Raise ApiError, naming a field, for more logprobs of generated tokens than one answer may have."""
+    if params.logprobs is None:
+        return
+    rooms = [service.max_model_len - len(prompt.tokens) for prompt in prompts]
+    num_tokens = sum(rooms if params.max_tokens is None else (min(room, params.max_tokens) for room in rooms))
+    if (count := (params.logprobs + 1) * params.n * num_tokens) > MAX_PROMPT_LOGPROBS:
+        message = (
+            f"the request asks for up to {count} logprobs of generated tokens, {params.logprobs + 1} of each in "
+            f"{params.n} samples of up to {num_tokens} tokens; this server gives {MAX_PROMPT_LOGPROBS} at a time, so "
+            f"ask for fewer, or set max_tokens"
+        )
+        raise ApiError(message, param=name)
+
+
+def whole(head: dict[str, Any], choices: Iterable[dict[str, Any]], end: dict[str, Any]) -> Response:
+    """An answer, encoded choice by choice: the encoder lets no other thread run before it is done."""
+    encoded = b",".join(map(dumps, choices))
+    content = dumps(head)[:-1] + b',"choices":[' + encoded + b"]," + dumps(end)[1:]
+    return Response(content, media_type=JsonBody.media_type)
 
 
 def _listed(prompt: Any) -> list[str | list[int]]:
@@ -70,6 +101,7 @@ def _listed(prompt: Any) -> list[str | list[int]]:
 
 def _prompt(service: Service, given: str | list[int], body: CompletionRequest) -> Prompt:
     if isinstance(given, str):
+        service.check_text(given)
         return Prompt(given, service.tokenizer.encode(given, body.add_special_tokens))
     text = None
     if body.echo and service.llm.tokenizer is not None:
@@ -123,6 +155,8 @@ async def _stream(
     while deltas := await job.deltas():
         parts = []
         for delta in deltas:
+            if delta.finish_reason == ABORTED:
+                continue
             number = numbers[delta.output.request_id]
             if body.max_tokens != 0:
                 generated[number] += len(delta.token_ids)

@@ -20,7 +20,7 @@ class ServerConfig:
     api_key: tuple[str, ...] = ()  # clients must know one of them; (): everybody is served
     chat_template: Path | None = None  # instead of the model's own
     max_num_queued_reqs: int = 1024  # samples that wait for a seat; more are turned away with 429
-    max_body_size: int = 8 * 2**20  # bytes of a request
+    max_body_size: int = 4 * 2**20  # bytes of a request
     max_logprobs: int = 20  # most candidates that may be asked for at a position
     request_timeout: float | None = None  # seconds after which a request is ended; None: never
     shutdown_timeout: float = 30.0  # seconds that running requests have to end when the server is told to stop

@@ -24,9 +24,10 @@ MAX_DEPTH = 100  # of a schema's nesting; llguidance reads 128
 MAX_REASON = 300  # characters of what is told about a grammar that is wrong
 LONG_WORD = re.compile(r"(\S{80})\S+")  # which is the client's own
 NUM_REMEMBERED = 64  # grammars that need no further trial
-# CPU time that a grammar may take while it is followed. Most need microseconds a token; ambiguous ones get ever slower.
-ALLOWANCE = 0.25  # s
+# CPU time that a guide and its copies may take together: for each token, and in all beyond that. Most grammars need
+# microseconds a token; ambiguous ones get ever slower.
 ALLOWANCE_A_TOKEN = 0.002  # s
+ALLOWANCE = 0.25  # s
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,27 @@ class _Tools(NamedTuple):
     drawable: NDArray[np.uint8]  # a bit for each of the tokenizer's tokens: whether the model ever draws it
 
 
+@dataclass
+class _Budget:
+    """CPU time of a guide and its copies, all of which are followed on the engine's thread."""
+
+    num_tokens: int = 0
+    spent: float = 0.0  # s
+    overdrawn: float = 0.0  # s beyond the allowance a token. What fast tokens leave of it saves nothing up for slow ones.
+
+    def add_token(self, seconds: float) -> None:
+        """Account for a token."""
+        self.num_tokens += 1
+        self.spent += seconds
+        self.overdrawn = max(0.0, self.overdrawn + seconds - ALLOWANCE_A_TOKEN)
+
+    def check(self, kind: str) -> None:
+        """Raise RequestError where too much is spent."""
+        if self.overdrawn > ALLOWANCE:
+            told = f"{self.spent:.2f} s for {self.num_tokens} tokens"
+            raise RequestError(f"{kind} takes too long to be followed: {told}")
+
+
 class GrammarGuide:
     """A `Guide`: one request's way through a grammar."""
 
@@ -143,7 +165,7 @@ class GrammarGuide:
         self._kind = kind
         self._matcher = matcher
         self._drawable = drawable
-        self._num_tokens, self._spent = 0, 0.0
+        self._budget = _Budget()
         self._allowed = self._mask()
 
     def allowed(self) -> NDArray[np.int32]:
@@ -152,14 +174,12 @@ class GrammarGuide:
 
     def accept(self, token: int) -> None:
         """Go on behind a token. Raises RequestError where the grammar gets too large or too slow, or ends nowhere."""
+        self._budget.check(self._kind)  # what a copy has overdrawn costs the others nothing more
         begin = time.thread_time()
         self._matcher.consume_token(token)
         self._allowed = self._mask()
-        self._num_tokens += 1
-        self._spent += time.thread_time() - begin
-        if self._spent > ALLOWANCE + ALLOWANCE_A_TOKEN * self._num_tokens:
-            told = f"{self._spent:.2f} s for {self._num_tokens} tokens"
-            raise RequestError(f"{self._kind} takes too long to be followed: {told}")
+        self._budget.add_token(time.thread_time() - begin)
+        self._budget.check(self._kind)
 
     @property
     def done(self) -> bool:
@@ -167,7 +187,7 @@ class GrammarGuide:
         return self._matcher.is_stopped()
 
     def copy(self) -> GrammarGuide:
-        """The same way, to be continued differently."""
+        """The same way, to be continued differently, at the expense of the same allowance."""
         other = copy(self)
         other._matcher = self._matcher.deep_copy()
         return other

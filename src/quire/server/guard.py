@@ -6,6 +6,7 @@ import asyncio
 import base64
 import binascii
 import hmac
+from collections.abc import Callable
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
@@ -15,7 +16,9 @@ from quire.server.errors import ApiError
 from quire.server.sse import JsonBody
 
 OPEN_PATHS = frozenset({"/health"})  # what is answered without a key
+KEY_STATE = "key"  # where a request's state holds the key that was shown
 BODY_TIMEOUT = 60.0  # seconds for a body to come
+MAX_HELD_BODIES = 16  # of the largest size: as many bytes are held at a time for requests that are being answered
 
 
 class Guard:
@@ -27,6 +30,7 @@ class Guard:
         self._keys = [key.encode() for key in keys]
         self._max_body_size = max_body_size
         self._realm_paths = realm_paths
+        self._held = 0  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request pass, or answer it."""
@@ -38,7 +42,18 @@ class Guard:
         if refusal is not None:
             await JsonBody(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)
             return
-        await self._app(scope, _Bounded(receive, self._max_body_size), send)
+        body = _Bounded(receive, self._max_body_size, self._hold)
+        try:
+            await self._app(scope, body, send)
+        finally:
+            self._held -= body.held
+
+    def _hold(self, count: int) -> None:
+        """Make room for bytes of a body. Raises HTTPException (429) where there is none."""
+        if self._held + count > MAX_HELD_BODIES * self._max_body_size:
+            told = f"{self._held} bytes of requests are being served, as many as this server takes; try again later"
+            raise HTTPException(HTTPStatus.TOO_MANY_REQUESTS, told, {"Retry-After": "1"})
+        self._held += count
 
     def _check_key(self, scope: Scope) -> ApiError | None:
         if not self._keys or scope["path"] in OPEN_PATHS:
@@ -48,7 +63,7 @@ class Guard:
         # Each key is compared, and in constant time, so that the time taken tells nothing of any.
         found = [key for key in self._keys if hmac.compare_digest(key, shown)]
         if found:
-            scope.setdefault("state", {})["key"] = found[0].decode()
+            scope.setdefault("state", {})[KEY_STATE] = found[0].decode()
             return None
         told = 'send "Authorization: Bearer KEY" with a key of this server'
         challenge = "Basic" if scope["path"].startswith(self._realm_paths) else "Bearer"
@@ -69,7 +84,10 @@ class Guard:
 class _Bounded:
     """A `receive` that ends a body where it becomes too large or too late."""
 
-    def __init__(self, receive: Receive, limit: int) -> None:
+    def __init__(self, receive: Receive, limit: int, hold: Callable[[int], None]) -> None:
+        """hold: is asked for room for bytes that came."""
+        self.held = 0
+        self._hold = hold
         self._receive = receive
         self._limit = limit
         self._left = limit
@@ -89,10 +107,12 @@ class _Bounded:
                 HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {BODY_TIMEOUT:g} s"
             ) from None
         if message["type"] == "http.request":
-            self._left -= len(message.get("body", b""))
+            self._left -= (count := len(message.get("body", b"")))
             if self._left < 0:
                 error = _too_large(self._limit)
                 raise HTTPException(error.status, str(error))
+            self._hold(count)
+            self.held += count
             self._is_complete = not message.get("more_body", False)
         return message
 

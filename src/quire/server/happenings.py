@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.cache import events as cache
 from quire.cache.events import CacheEvent
 from quire.engine.engine import Engine
-from quire.request import Event, PrefixReport, Request
+from quire.request import Event, Miss, PrefixReport, Request
 from quire.server.sse import dumps
 
 MAX_HEARD = 8192  # happenings that are kept until they are told; older ones are lost
@@ -42,7 +42,9 @@ class Life:
 class Happenings:
     """Notes what happens in an engine. All methods are for the thread that the engine belongs to."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, tells_salts: bool = True) -> None:
+        """tells_salts: whether a miss may say that the same text is cached under another salt."""
+        self._tells_salts = tells_salts
         self.lives: dict[str, Life] = {}  # by request id
         self.counts = {"copies": 0, "swapped_out": 0, "swapped_in": 0, "evictions": 0}  # blocks, so far
         self.num_prompt_tokens = self.num_generated_tokens = 0  # computed and generated, so far
@@ -133,9 +135,16 @@ class Happenings:
             life.ran = self._at(now)
             life.num_generated = request.num_generated
             self._silent[request.id] = life
-            self._heard.append(["ran", life.ran, request.ordinal, request.prefix_report])
+            self._heard.append(["ran", life.ran, request.ordinal, self.report(request)])
         else:
             self._heard.append(["resumed", self._at(now), request.ordinal])
+
+    def report(self, request: Request) -> PrefixReport | None:
+        """What the prefix cache had for a request, as far as it may be told."""
+        found = request.prefix_report
+        if found is None or found.miss is not Miss.SALT or self._tells_salts:
+            return found
+        return replace(found, miss=Miss.UNSEEN)
 
     def _move(self, life: Life, state: str) -> None:
         self._states[life.state] -= 1

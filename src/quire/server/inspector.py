@@ -55,11 +55,15 @@ class Watcher:
 class Inspector:
     """Tells watchers what happens in an engine. Methods are for the thread that it belongs to, where none is named."""
 
-    def __init__(self, engine: Engine, about: Mapping[str, str | int] | None = None) -> None:
-        """about: what the page shows of the server, such as the model's name."""
+    def __init__(self, engine: Engine, about: Mapping[str, str | int] | None = None, tells_salts: bool = True) -> None:
+        """about: what the page shows of the server, such as the model's name.
+
+        tells_salts: whether a miss may say that the same text is cached under another salt. Not where clients must not
+        know of each other, as each of them may look.
+        """
         self._scheduler = engine.scheduler
         self._about = dict(about or {})
-        self._happenings = Happenings(engine)
+        self._happenings = Happenings(engine, tells_salts)
         self._epoch = time.time() - self._happenings.now
         self._history: deque[bytes] = deque()  # happenings that were told
         self._history_size = 0  # bytes
@@ -209,7 +213,7 @@ class Inspector:
             "limit": self._scheduler.longest(request),
             "generated": request.num_generated,
             "stored": max(request.num_computed, request.num_cached),
-            "report": plain(request.prefix_report),
+            "report": plain(self._happenings.report(request)),
             "times": [life.arrived, life.ran, life.spoke],
             "given": request.num_given_back,
             "tables": [shorten(manager.owned(request, g)) for g in range(len(request.block_ids))],

@@ -35,7 +35,7 @@ class Job(Protocol):
     """What a worker serves."""
 
     num_samples: int  # seats that it takes at most
-    requests: list[Request]  # those that draw their own tokens
+    requests: list[Request]  # those that are counted
     ended: asyncio.Event
     error: ApiError | None  # why it ended, if not for its samples' own reasons
 
@@ -47,6 +47,9 @@ class Job(Protocol):
 
     def stop(self, engine: Engine) -> None:
         """Take it back."""
+
+    def take(self, deltas: list[Delta]) -> None:
+        """Take in what a step brought."""
 
 
 class Generation:
@@ -128,7 +131,7 @@ class Search:
 
     def __init__(self, driver: BeamDriver) -> None:
         self.driver = driver
-        self.requests: list[Request] = []
+        self.requests = [driver.request]
         self.num_samples = len(driver.request_ids)
         self.ended = asyncio.Event()
         self.error: ApiError | None = None
@@ -144,3 +147,6 @@ class Search:
     def stop(self, engine: Engine) -> None:
         """Take it back."""
         self.driver.stop()
+
+    def take(self, deltas: list[Delta]) -> None:
+        """Nothing comes before its end."""

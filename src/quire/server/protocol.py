@@ -17,6 +17,7 @@ from typing_extensions import TypedDict
 
 from quire.engine.beam import MAX_LENGTH_PENALTY
 from quire.request import MAX_PRIORITY, MAX_SEED, SMALLEST
+from quire.server.errors import ApiError
 
 MAX_N = 128  # samples of a prompt, as OpenAI has it
 MAX_PROMPTS = 1024  # in one request
@@ -28,6 +29,7 @@ MAX_NAME = 256
 MAX_MESSAGES = 4096
 MAX_GRAMMAR = 2**16
 MAX_FIELDS = 100  # of an object; none has as many
+TIERS = ("auto", "default")
 
 Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
 # fail_fast: one error is told, so a million of them need not be found.
@@ -54,11 +56,21 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
+    NOT_SERVED: ClassVar[dict[str, str]] = {}  # why, by the names of fields that must ask for nothing
+
     @model_validator(mode="before")
     @classmethod
     def bound_fields(cls, value: Any) -> Any:
         """Without a bound, each unknown field would make an error of its own, for seconds."""
         _bound_fields(value)
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def refuse_what_is_not_served(cls, value: Any, info: Any) -> Any:
+        """An option that cannot be honoured is refused, not ignored."""
+        if value and info.field_name in cls.NOT_SERVED:
+            raise ValueError(f"{cls.NOT_SERVED[info.field_name]}; leave it out")
         return value
 
 
@@ -84,6 +96,13 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @model_validator(mode="after")
+    def refuse_other_schemas(self) -> ResponseFormat:
+        """Only one type keeps to a schema."""
+        if self.json_schema is not None and self.type != "json_schema":
+            raise ValueError(f"type {self.type!r} would ignore its json_schema; the type 'json_schema' keeps to it")
+        return self
+
 
 class Sampling(Body):
     """What completions and chat completions have in common. The second part is vLLM's."""
@@ -107,7 +126,7 @@ class Sampling(Body):
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = 0
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # a grammar's end is no end of the model's own, so it ends the text nevertheless
     skip_special_tokens: bool = True
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
@@ -119,22 +138,36 @@ class Sampling(Body):
 
     # Fields of OpenAI's that are taken where they ask for nothing, since clients send them, and otherwise refused.
     logit_bias: NoObject | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None  # of no consequence, by definition: what a client notes for itself
     store: Annotated[bool, WithJsonSchema({"const": False})] | None = None
-    service_tier: Name | None = None
+    service_tier: Annotated[Name, WithJsonSchema({"enum": [*TIERS]})] | None = None
 
-    NOT_SERVED: ClassVar[dict[str, str]] = {
+    NOT_SERVED = {
         "logit_bias": "tokens cannot be biased here",
         "store": "nothing is stored here",
     }
 
-    @field_validator("*", mode="after")
+    @field_validator("service_tier", mode="after")
     @classmethod
-    def refuse_what_is_not_served(cls, value: Any, info: Any) -> Any:
-        """An option that cannot be honoured is refused, not ignored."""
-        if value and info.field_name in cls.NOT_SERVED:
-            raise ValueError(f"{cls.NOT_SERVED[info.field_name]}; leave it out")
+    def refuse_tiers(cls, value: str | None) -> str | None:
+        """All requests are served alike, but for their priority."""
+        if value is not None and value not in TIERS:
+            raise ValueError("there is one tier of service here, 'default' (and see priority); leave it out")
         return value
+
+    def check_together(self) -> None:
+        """Raise ApiError for a field that is right by itself, but has no effect beside the others, or without one."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError("stream_options goes with stream only; set stream to true", param="stream_options")
+        if self.length_penalty != 1 and not self.use_beam_search:
+            message = f"length_penalty is {self.length_penalty:g} without use_beam_search; only there has it an effect"
+            raise ApiError(message, param="length_penalty")
+        is_json = self.response_format is not None and self.response_format.type != "text"
+        guides = {"response_format": is_json, "regex": self.regex is not None, "grammar": self.grammar is not None}
+        if self.min_tokens and any(guides.values()):
+            guide = next(name for name, given in guides.items() if given)
+            message = f"min_tokens does not go with {guide}, which says where the text ends; leave one of them out"
+            raise ApiError(message, param="min_tokens")
 
 
 class CompletionRequest(Sampling):
@@ -166,8 +199,21 @@ class Message(Body):
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     name: Name | None = None
-    refusal: str | None = None
+
+    # An assistant's message as it was answered has these, and there they say nothing.
+    refusal: NoText | None = None
+    annotations: NoList | None = None
+    audio: NoObject | None = None
+    function_call: NoObject | None = None
     tool_calls: NoList | None = None
+
+    NOT_SERVED = {
+        "refusal": "models here have no words for refusals; say it in content",
+        "annotations": "annotations are not served here",
+        "audio": "only text is served here",
+        "function_call": "functions are not served here",
+        "tool_calls": "tools are not served here",
+    }
 
     @field_validator("content", mode="before")
     @classmethod
@@ -176,14 +222,6 @@ class Message(Body):
         if isinstance(value, list):
             for part in value:
                 _bound_fields(part)
-        return value
-
-    @field_validator("tool_calls", mode="after")
-    @classmethod
-    def refuse_tools(cls, value: list[Any] | None) -> list[Any] | None:
-        """Tools are not served."""
-        if value:
-            raise ValueError("tools are not served here; leave it out")
         return value
 
 
@@ -199,6 +237,8 @@ class ChatRequest(Sampling):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
     add_generation_prompt: bool = True
+    prompt_cache_key: Text | None = None  # of no consequence: there is one cache, which all requests go to
+    safety_identifier: Text | None = None  # of no consequence, like user
 
     tools: NoList | None = None
     tool_choice: NoChoice = None
@@ -210,6 +250,7 @@ class ChatRequest(Sampling):
     audio: NoObject | None = None
     prediction: NoObject | None = None
     reasoning_effort: NoText | None = None
+    verbosity: Annotated[Name, WithJsonSchema({"const": "medium"})] | None = None
 
     NOT_SERVED = Sampling.NOT_SERVED | {
         "tools": "tools are not served here",
@@ -235,6 +276,31 @@ class ChatRequest(Sampling):
         if value is not None and value != ["text"]:
             raise ValueError("only text is served here; leave it out")
         return value
+
+    @field_validator("verbosity", mode="after")
+    @classmethod
+    def refuse_verbosity(cls, value: str | None) -> str | None:
+        """The model says as much as it says, which is what the default asks for."""
+        if value is not None and value != "medium":
+            raise ValueError("how much is said cannot be set here, except by max_completion_tokens; leave it out")
+        return value
+
+    def check_together(self) -> None:
+        """As for completions, and what only a chat has."""
+        super().check_together()
+        if self.stream and self.prompt_logprobs is not None:
+            message = "prompt_logprobs does not go with stream: a chat's first piece is sent before the prompt has run"
+            raise ApiError(message, param="prompt_logprobs")
+        if self.top_logprobs and not self.logprobs:
+            message = f"top_logprobs is {self.top_logprobs} without logprobs; set logprobs to true"
+            raise ApiError(message, param="logprobs")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            message = (
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}; they are "
+                f"two names of one limit, so give one of them"
+            )
+            raise ApiError(message, param="max_tokens")
 
 
 class TokenizeRequest(Body):

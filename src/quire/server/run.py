@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
+import math
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -29,6 +33,7 @@ from quire.server.worker import Worker
 
 log = logging.getLogger("quire.server")
 
+FAREWELL = 5  # seconds in which those that did not end in time are told so
 KEEP_ALIVE = 30  # seconds that a connection stays open for a next request
 EMBEDDED_NAME = "quire-embedded"  # what clients call the model that comes with Quire
 
@@ -50,7 +55,9 @@ def serve(options: Mapping[str, Any], config: ServerConfig, began: float, tell: 
             for line in listening_lines(service, listening, time.monotonic() - began):
                 tell(line)
 
-        server = _Server(settings(app, config), service.worker, inspector, ready)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: a large body must not make the collector look through it
+        server = _Server(settings(app, config), service, inspector, ready)
         server.run(sockets=[listening])
     finally:
         listening.close()
@@ -63,7 +70,7 @@ def build_service(options: Mapping[str, Any], config: ServerConfig) -> tuple[Ser
     names = config.served_model_name or (llm.config.model or EMBEDDED_NAME,)
     template = ChatTemplate.find(llm.directory, config.chat_template)
     metrics = Metrics(llm.engine, names[0], config.vllm_metrics)
-    inspector = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.NAME})
+    inspector = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.NAME}, not config.api_key)
     worker = Worker(llm.engine, llm.tokenizer, inspector, metrics, config.max_num_queued_reqs, config.request_timeout)
     return Service(llm, worker, config, names, template), metrics, inspector
 
@@ -79,7 +86,7 @@ def settings(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
+        timeout_graceful_shutdown=math.ceil(config.shutdown_timeout) + FAREWELL,
     )
 
 
@@ -87,13 +94,14 @@ class _Server(uvicorn.Server):
     """Says when it listens, lets the streams that never end go first, and stops when the engine has failed."""
 
     def __init__(
-        self, settings: uvicorn.Config, worker: Worker, inspector: Inspector, ready: Callable[[], None]
+        self, settings: uvicorn.Config, service: Service, inspector: Inspector, ready: Callable[[], None]
     ) -> None:
         super().__init__(settings)
         self.engine_failed = False
+        self._service = service
         self._inspector = inspector
         self._ready = ready
-        worker.on_failure = self._fail
+        service.worker.on_failure = self._fail
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
@@ -104,7 +112,10 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer what is running, then end."""
         self._inspector.close()
+        end_all = partial(self._service.worker.end_all, "the server is told to stop")
+        timer = asyncio.get_running_loop().call_later(self._service.config.shutdown_timeout, end_all)
         await super().shutdown(sockets)
+        timer.cancel()
 
     def _fail(self) -> None:
         self.engine_failed = True

@@ -20,19 +20,20 @@ from quire.llm import LLM
 from quire.request import MAX_SEED, Guide, Request, SamplingParams
 from quire.server.chat_template import ChatTemplate
 from quire.server.config import ServerConfig
-from quire.server.errors import ApiError, request_failed, shown
+from quire.server.errors import ApiError, deadline_passed, queue_full, request_failed, shown
 from quire.server.grammar import Grammars, Spec
+from quire.server.guard import KEY_STATE
 from quire.server.jobs import Generation, Job, Search
 from quire.server.protocol import JsonSchema, Sampling
 from quire.server.sse import told_of_disconnect
 from quire.server.worker import Worker
 from quire.text import RequestOutput, Tokenizer, beam_sequences, make_requests
 
-A = TypeVar("A")
 T = TypeVar("T")
 MAX_PROMPT_LOGPROBS = 2**19  # in one request: a hundred bytes each, and as many in the answer
+MAX_GRAMMARS = 64  # that are compiled, or wait for it
+MAX_LONG_TEXTS = 2  # that are taken apart at the same time
 LONG_TEXT = 4096  # characters or tokens above which a text is taken apart on another thread
-KEY_STATE = "key"  # where the guard of the server leaves the key that a client has shown
 LOWEST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON has not
 COPIED = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty",
           "min_tokens")  # fmt: skip
@@ -78,6 +79,8 @@ class Service:
     template: ChatTemplate | None
     created: int = field(default_factory=lambda: int(time.time()))
     grammars: Grammars | None = None  # made at first use
+    _num_grammars: int = 0  # requests whose grammar is being compiled
+    _long_texts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LONG_TEXTS))
     _compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "quire-grammar"))
 
     @property
@@ -102,7 +105,24 @@ class Service:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> Prompt:
         """A text and its tokens."""
-        return Prompt(text, await aside(len(text), partial(self.tokenizer.encode, text, add_special_tokens)))
+        return Prompt(text, await self.take_apart(len(text), partial(self.tokenizer.encode, text, add_special_tokens)))
+
+    def check_text(self, text: str) -> None:
+        """Raise ApiError for a text that is too long whatever its tokens are, before anybody looks for them."""
+        longest = self.max_model_len * self.tokenizer.max_token_length
+        if len(text) > longest:
+            message = (
+                f"the prompt has {len(text)} characters; this model serves sequences of up to {self.max_model_len} "
+                f"tokens, which are {longest} characters at most"
+            )
+            raise ApiError(message, param="prompt", code="context_length_exceeded")
+
+    async def take_apart(self, size: int, function: Callable[[], T]) -> T:
+        """What a function returns that looks for tokens in texts: of long ones, a few at a time."""
+        if size <= LONG_TEXT:
+            return function()
+        async with self._long_texts:
+            return await aside(size, function)
 
     def check_length(self, prompt: Prompt) -> int:
         """Tokens that there is room for behind a prompt. Raises ApiError if there is none."""
@@ -153,8 +173,28 @@ class Service:
             message = f"{name} is {count}; this server reports at most {self.config.max_logprobs} (--max-logprobs)"
             raise ApiError(message, param=name)
 
-    async def guide(self, body: Sampling) -> Guide | None:
-        """The grammar that the text has to follow, compiled on another thread. Raises ApiError, RequestError."""
+    async def guide(self, request: HttpRequest, body: Sampling) -> Guide | None:
+        """The grammar that the text has to follow, compiled on another thread. Raises ApiError, RequestError.
+
+        A client that goes meanwhile takes its grammar back.
+        """
+        if self._num_grammars >= MAX_GRAMMARS:
+            raise queue_full(MAX_GRAMMARS)
+        self._num_grammars += 1
+        compiling = asyncio.create_task(self._compiled(body))
+        try:
+            async with told_of_disconnect(request.receive, lambda: _cancel(compiling)):
+                return await asyncio.wait_for(compiling, self.config.request_timeout)
+        except asyncio.TimeoutError:
+            raise deadline_passed(self.config.request_timeout or 0.0) from None
+        except asyncio.CancelledError:
+            if not compiling.cancelled():
+                raise
+            raise ApiError("the client has gone") from None
+        finally:
+            self._num_grammars -= 1
+
+    async def _compiled(self, body: Sampling) -> Guide | None:
         found: dict[str, Spec] = {}
         form = body.response_format
         if form is not None and form.type == "json_object":
@@ -163,7 +203,7 @@ class Service:
             if not isinstance(form.json_schema, JsonSchema):
                 raise ApiError("response_format.json_schema is missing; it must hold the schema", param="json_schema")
             # On another thread, as the schema may be as large as a body.
-            found["response_format"] = await self._beside(Spec.of_schema, form.json_schema.schema_)
+            found["response_format"] = await asyncio.to_thread(Spec.of_schema, form.json_schema.schema_)
         for name in ("regex", "grammar"):
             if (text := getattr(body, name)) is not None:
                 found[name] = Spec(name, text)
@@ -174,11 +214,10 @@ class Service:
         if self.grammars is None:
             engine = self.worker.engine
             self.grammars = Grammars(self.tokenizer.json(), engine.vocab_size, engine.eos_token_ids)
-        return await self._beside(self.grammars.compile, next(iter(found.values())))
-
-    async def _beside(self, function: Callable[[A], T], argument: A) -> T:
-        """What a function returns on one of the threads for grammars: bad ones may take long, and hold up no text."""
-        return await asyncio.get_running_loop().run_in_executor(self._compilers, function, argument)
+        [spec] = found.values()
+        # Those of strangers may take long, so they have threads of their own.
+        pool = None if spec.kind == "json_object" else self._compilers
+        return await asyncio.get_running_loop().run_in_executor(pool, self.grammars.compile, spec)
 
     def close(self) -> None:
         """End what runs beside the engine."""
@@ -256,6 +295,10 @@ class Service:
             Found((one.text or "").removeprefix(before), one.finish_reason, len(one.tokens) - len(prompt.tokens))
             for one in found
         ]
+
+
+def _cancel(task: asyncio.Task[T]) -> None:
+    task.cancel()
 
 
 async def aside(size: int, function: Callable[[], T]) -> T:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -102,7 +103,10 @@ async def told_of_disconnect(
     """Within it, on_disconnect is called when the client goes; and when the server cancels what serves it."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
+        try:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        except HTTPException:  # the guard's, of a body that nobody asked for: who sends such a thing is as good as gone
             pass
         on_disconnect()
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from quire.cache.events import BlocksAllocated, BlocksForked, BlocksShared, CacheEvent
 from quire.engine.engine import Engine
-from quire.request import Event, Request
+from quire.request import Event, FinishReason, Request
 from quire.server.errors import ApiError, deadline_passed, engine_stopped, queue_full
 from quire.server.inspector import Inspector
 from quire.server.jobs import Delta, Generation, Job, Search
@@ -64,6 +64,7 @@ class Worker:
         self._searches: dict[str, Search] = {}  # by the id of each beam
         self._clocks: dict[str, RequestClock] = {}  # by request id
         self._waiting: set[str] = set()  # requests that have never run
+        self._num_found = 0  # tokens of searches that ended in this step
         engine.listen(self._hear)
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -77,7 +78,7 @@ class Worker:
         """End. Who still waits is told so; the step that is being computed is waited for, but not for ever."""
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, STUCK_AFTER)
-        self._fail_all("the server is told to stop")
+        self.end_all("the server is told to stop")
 
     @property
     def num_samples(self) -> int:
@@ -132,49 +133,68 @@ class Worker:
         self._num_samples += job.num_samples
         timer = None
         if self._timeout is not None:
-            late = deadline_passed(self._timeout)
-            timer = asyncio.get_running_loop().call_later(self._timeout, self.abort, job, late)
+            timer = asyncio.get_running_loop().call_later(self._timeout, self._expire, job, self._timeout)
         self._open[job] = timer
         clocks = {request.id: self._clock(request) for request in job.requests}
         self._inbox.put(partial(self._begin, job, clocks))
 
-    def abort(self, job: Job, error: ApiError | None = None) -> None:
-        """Take a job back: it ends with the engine's next step. `error` is what the client is told."""
+    def abort(self, job: Job) -> None:
+        """Take a job back: it ends with the engine's next step."""
         if job in self._open and self.failure is None:
-            job.error = job.error or error
             self._inbox.put(partial(job.stop, self.engine))
 
-    # ---------------------------------------------------------------------------- called by the engine's thread
-
-    def _close(self, job: Job, error: ApiError | None = None) -> None:
-        timer = self._open.pop(job, None)
-        if not job.ended.is_set():
-            self._num_samples -= job.num_samples
-            job.error = job.error or error
-            job.ended.set()
-        if timer is not None:
-            timer.cancel()
-
-    def _deliver(self, told: Sequence[tuple[Generation, list[Delta], bool]]) -> None:
-        """Hand over what a step brought to each job, and whether it was the last of it."""
-        for job, deltas, is_last in told:
-            if is_last:
-                self._close(job)
-            job.take(deltas)
-
-    def _fail_all(self, why: str) -> None:
+    def end_all(self, why: str) -> None:
+        """Tell everybody who waits that no step will be computed for him any more, and take nobody else."""
         if self.failure is not None:
             return
         self.failure = why
         for job in list(self._open):
-            self._close(job, engine_stopped(why))
-            if isinstance(job, Generation):
-                job.take([])
+            self._tell(job, engine_stopped(why))
+            self._release(job)
         for future in list(self._calls):
             _set_exception(future, engine_stopped(why))
 
+    def _tell(self, job: Job, error: ApiError | None = None) -> None:
+        """Let whoever waits for a job go on. Its blocks may still be the engine's."""
+        if not job.ended.is_set():
+            job.error = error
+            job.ended.set()
+            job.take([])
+
+    def _release(self, job: Job) -> None:
+        """The engine has done with a job."""
+        if job in self._open:
+            self._num_samples -= job.num_samples
+            timer = self._open.pop(job)
+            if timer is not None:
+                timer.cancel()
+
+    def _expire(self, job: Job, seconds: float) -> None:
+        """A job's time is up. Who waits is told at once, even if the engine is in a step that never ends."""
+        self._tell(job, deadline_passed(seconds))
+        self.abort(job)
+
+    def _clock(self, request: Request) -> RequestClock:
+        """A request's clock starts when it comes, not when a step has time for it."""
+        sampling = request.sampling
+        return self._metrics.request(request.num_prompt, sampling.max_tokens, sampling.n)
+
+    # ---------------------------------------------------------------------------- called by the engine's thread
+
+    def _close(self, job: Job, error: ApiError | None = None) -> None:
+        self._release(job)
+        self._tell(job, error)
+
+    def _deliver(self, told: Sequence[tuple[Generation, list[Delta], bool]]) -> None:
+        """Hand over what a step brought to each job, and whether it was the last of it."""
+        for job, deltas, is_last in told:
+            if not job.ended.is_set():  # else its time was up
+                job.take(deltas)
+            if is_last:
+                self._close(job)
+
     def _die(self, why: str) -> None:
-        self._fail_all(why)
+        self.end_all(why)
         self.on_failure()
 
     # ---------------------------------------------------------------------------------------- the engine's thread
@@ -254,18 +274,12 @@ class Worker:
                 self._clocks.pop(name, None)
                 self._waiting.discard(name)
             told = ApiError(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR)
-            self._post(partial(self._drop, job, told))
+            self._post(partial(self._close, job, told))
             return
         if isinstance(job, Generation):
             self._generations.update((output.request_id, job) for output in job.outputs)
         elif isinstance(job, Search):
             self._searches.update((name, job) for name in job.driver.request_ids)
-
-    def _drop(self, job: Job, error: ApiError) -> None:
-        """The event loop's: end a job that never began."""
-        self._close(job, error)
-        if isinstance(job, Generation):
-            job.take([])
 
     def _lead(self, search: Search, event: Event) -> None:
         """Give a search an event of one of its beams."""
@@ -279,22 +293,30 @@ class Worker:
         if driver.done:
             for name in driver.request_ids:
                 self._searches.pop(name, None)
+            self._count_search(search)
             self._post(partial(self._close, search))
 
     # ------------------------------------------------------------------------------------------------- metrics
-
-    def _clock(self, request: Request) -> RequestClock:
-        """The event loop's: a request's clock starts when it comes, not when a step has time for it."""
-        sampling = request.sampling
-        return self._metrics.request(request.num_prompt, sampling.max_tokens, sampling.n)
 
     def _hear(self, event: CacheEvent) -> None:
         if self._waiting and isinstance(event, FIRST_BLOCKS) and event.request_id in self._waiting:
             self._waiting.discard(event.request_id)
             self._clocks[event.request_id].scheduled(event.time)
 
+    def _count_search(self, search: Search) -> None:
+        """Its tokens are known at its end, all at once."""
+        driver, clock = search.driver, self._clocks.pop(search.driver.request.id)
+        self._waiting.discard(driver.request.id)
+        found, now = driver.results(), time.monotonic()
+        if driver.error is None and found:
+            self._num_found += (count := sum(len(hypothesis.tokens) for hypothesis in found))
+            clock.tokens(count, now)
+            clock.ended(found[0].finish_reason.value, now)
+        else:
+            clock.ended(FinishReason.ERROR.value, now)
+
     def _count(self, events: Sequence[Event], start: float, now: float) -> None:
-        num_new = 0
+        num_new, self._num_found = self._num_found, 0
         for event in events:
             clock = self._clocks.get(event.request_id)
             if clock is None:
