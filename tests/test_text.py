@@ -15,7 +15,15 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from quire.errors import ModelError, RequestError
 from quire.models import EMBEDDED
 from quire.request import Event, FinishReason, Request, SamplingParams, TokenLogprobs
-from quire.text import CompletionOutput, Detokenizer, OutputProcessor, RequestOutput, Tokenizer, _certain, find_tokenizer
+from quire.text import (
+    CompletionOutput,
+    Detokenizer,
+    OutputProcessor,
+    RequestOutput,
+    Tokenizer,
+    _certain,
+    find_tokenizer,
+)
 
 TEXTS = ["plain text, two  spaces", "žluťoučký kůň", "漢字と仮名", "🙂🙃 👩‍👩‍👧‍👦 e\u0301", "a\ufffdb", "\n\t x", ""]
 

@@ -409,6 +409,6 @@ def _certain(text: str, searched: int, stops: Sequence[str]) -> int:
     longest = max((len(stop) for stop in stops), default=1) - 1
     for at in range(max(searched, len(text) - longest), len(text)):
         end = text[at:]
-        if any([stop.startswith(end) and stop != end for stop in stops]):
+        if any(stop.startswith(end) and stop != end for stop in stops):
             return at
     return len(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import socket
 import threading
@@ -285,12 +286,18 @@ def test_clients_that_send_nothing_or_slowly_are_let_go(monkeypatch: pytest.Monk
 
 def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "READ_TIMEOUT", 0.2)
-    body = b'{"prompt": "' + b"a" * 2_000_000 + b'"}'  # the answer is larger than what the system holds for a client
+    body = b'{"prompt": "' + b"a" * 300_000 + b'"}'
     with serving() as server, Raw(server) as client:
+        state = server.server.server_state  # type: ignore[union-attr]
+        until(lambda: len(state.connections) == 1)
+        [its] = state.connections
+        # So that the system holds little of the answer.
+        with socket.socket(fileno=os.dup(its.transport.get_extra_info("socket").fileno())) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.send(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         assert client.socket.recv(10)
-        until(lambda: not server.server.server_state.connections)  # type: ignore[union-attr]
+        until(lambda: not state.connections)
 
 
 @pytest.mark.parametrize(

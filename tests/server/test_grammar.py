@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import socket
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from quire import LLM
 from quire.errors import RequestError
 from quire.request import Request, SamplingParams
 from quire.server import grammar as grammar_module
-from quire.server.grammar import MAX_SIZE, NUM_REMEMBERED, GrammarGuide, Grammars, Spec
+from quire.server.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE, NUM_REMEMBERED, GrammarGuide, Grammars, Spec
 from quire.server.grammar_trial import Trial
 from quire.text import CompletionOutput, OutputProcessor, RequestOutput, make_requests
 
@@ -373,6 +375,31 @@ def test_a_grammar_that_takes_too_long_ends_its_request(
     [sample] = generate(llm, [asked(llm, "r", guide)])
     told = r"RequestError: grammar takes too long to be followed: .* s for 1 tokens"
     assert re.fullmatch(told, str(sample.error))
+
+
+def set_pace(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let each token of a grammar take that long."""
+    clock = SimpleNamespace(thread_time=itertools.count(0.0, seconds).__next__)
+    monkeypatch.setattr(grammar_module, "time", clock)
+
+
+def test_copies_share_one_allowance(llm: LLM, grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many samples a request asks for, and however fast the others were before."""
+    guide, other = (grammars.compile(Spec("regex", "(a|b){40}")) for _ in range(2))
+    copies = [guide.copy() for _ in range(32)]
+    copies += [copies[-1].copy() for _ in range(32)]
+    [token] = llm.tokenizer.encode("a")[1:]
+    set_pace(monkeypatch, 0.0)
+    for each in copies * 20:
+        each.accept(token)
+    set_pace(monkeypatch, ALLOWANCE / 49.5 + ALLOWANCE_A_TOKEN)
+    for each in copies[:49]:
+        each.accept(token)
+    with pytest.raises(RequestError, match=r"regex takes too long to be followed: .* s for 1330 tokens"):
+        copies[49].accept(token)
+    jobs = [asked(llm, "slow", guide, n=16), asked(llm, "other", other, n=2, max_tokens=3)]
+    found = generate(llm, jobs)
+    assert [sample.finish_reason for sample in found] == ["error"] * 16 + ["length"] * 2
 
 
 def test_nothing_is_fetched(grammars: Grammars) -> None:

@@ -130,9 +130,7 @@ def sampling_rows(requests: list[Request]) -> SamplingRows:
         presence=torch.tensor([p.presence_penalty for p in params], dtype=torch.float32),
         frequency=torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32),
         banned_rows=torch.from_numpy(
-            np.repeat(
-                np.array([row for row, _ in banned], np.int64), np.array([len(tokens) for _, tokens in banned], np.int64)
-            )
+            np.repeat(np.array([row for row, _ in banned], np.int64), [len(tokens) for _, tokens in banned])
         ),
         banned_tokens=torch.from_numpy(  # in any order within a row
             np.fromiter(chain.from_iterable(tokens for _, tokens in banned), np.int64)

@@ -95,13 +95,26 @@ class PackedLinear:
     dtype: torch.dtype  # that products are formed in
 
     def __call__(self, x: Tensor) -> Tensor:
-        count = x.shape[0]
+        count, size = x.shape[0], padded_rows(x.shape[0])
         if count == 0:
             return x.new_empty(0, self.packed.shape[0])
-        # A single row takes another kernel, with another order of summation.
-        rows = x.to(self.dtype) if count > 1 else x.to(self.dtype).expand(2, -1)
+        rows = x.to(self.dtype)
+        if size > count:
+            rows = torch.cat([rows, rows.new_zeros(size - count, x.shape[1])])
         out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
-        return (out if count > 1 else out[:1]).to(x.dtype)
+        return out[:count].to(x.dtype)
+
+
+def padded_rows(count: int) -> int:
+    """Rows that oneDNN multiplies where there are so many: beyond the first 64 at most an eighth more.
+
+    A single row takes another kernel, with another order of summation. And for each number of rows oneDNN makes a
+    kernel when it first comes, and keeps it: half a millisecond and half a MiB for each shape of weight.
+    """
+    if count <= 8:
+        return max(2, count)
+    step = 8 if count <= 64 else 1 << (count - 1).bit_length() - 4
+    return -(-count // step) * step
 
 
 class LinearFactory:

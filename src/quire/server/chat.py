@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.server.completions import ABORTED, check_num_logprobs, prompt_logprobs, whole
+from quire.server.completions import check_num_logprobs, prompt_logprobs, whole
 from quire.server.errors import ApiError, request_failed
 from quire.server.jobs import Generation, Stream
 from quire.server.protocol import ChatRequest, Message
@@ -116,8 +116,6 @@ async def _stream(service: Service, body: ChatRequest, head: dict[str, Any], job
     while deltas := await job.deltas():
         parts = []
         for delta in deltas:
-            if delta.finish_reason == ABORTED:
-                continue
             generated += len(delta.token_ids)
             if delta.error is not None:
                 parts.append(data(request_failed(delta.error).body()))

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.request import FinishReason, SamplingParams
+from quire.request import SamplingParams
 from quire.server.errors import ApiError, request_failed
 from quire.server.jobs import Delta, Generation, Stream
 from quire.server.protocol import CompletionRequest
@@ -29,8 +29,6 @@ from quire.server.sse import DONE, Chunks, EventStream, JsonBody, data, dumps, u
 from quire.text import CompletionOutput, Logprob, RequestOutput, Tokenizer
 
 Candidates = dict[int, Logprob]
-# Of samples that are taken back; no reason of OpenAI's. A client that is still there is told by the job's error.
-ABORTED = FinishReason.ABORT.value
 
 
 async def complete(service: Service, request: HttpRequest, body: CompletionRequest) -> Response:
@@ -155,8 +153,6 @@ async def _stream(
     while deltas := await job.deltas():
         parts = []
         for delta in deltas:
-            if delta.finish_reason == ABORTED:
-                continue
             number = numbers[delta.output.request_id]
             if body.max_tokens != 0:
                 generated[number] += len(delta.token_ids)
