@@ -447,7 +447,7 @@ def test_a_grammar_whose_client_has_gone_is_not_compiled(hooked: Serving) -> Non
     until(lambda: service._num_grammars == 0)
     gate.set()
     assert hooked.get("/health").status == 200
-    until(lambda: service._compilers._work_queue.empty())
+    until(service._compilers._work_queue.empty)
     assert sum(begun.acquire(blocking=False) for _ in range(6)) <= 1  # those that had begun
 
 

@@ -15,7 +15,7 @@ from quire.server.errors import ApiError, request_failed
 from quire.server.jobs import Delta, Generation, Stream
 from quire.server.protocol import CompletionRequest
 from quire.server.service import (
-    MAX_PROMPT_LOGPROBS,
+    MAX_LOGPROBS,
     Prompt,
     Service,
     aside,
@@ -76,10 +76,10 @@ def check_num_logprobs(service: Service, prompts: Sequence[Prompt], params: Samp
         return
     rooms = [service.max_model_len - len(prompt.tokens) for prompt in prompts]
     num_tokens = sum(rooms if params.max_tokens is None else (min(room, params.max_tokens) for room in rooms))
-    if (count := (params.logprobs + 1) * params.n * num_tokens) > MAX_PROMPT_LOGPROBS:
+    if (count := (params.logprobs + 1) * params.n * num_tokens) > MAX_LOGPROBS:
         message = (
             f"the request asks for up to {count} logprobs of generated tokens, {params.logprobs + 1} of each in "
-            f"{params.n} samples of up to {num_tokens} tokens; this server gives {MAX_PROMPT_LOGPROBS} at a time, so "
+            f"{params.n} samples of up to {num_tokens} tokens; this server gives {MAX_LOGPROBS} at a time, so "
             f"ask for fewer, or set max_tokens"
         )
         raise ApiError(message, param=name)

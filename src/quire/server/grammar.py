@@ -142,9 +142,7 @@ class _Budget:
 
     num_tokens: int = 0
     spent: float = 0.0  # s
-    overdrawn: float = (
-        0.0  # s beyond the allowance a token. What fast tokens leave of it saves nothing up for slow ones.
-    )
+    overdrawn: float = 0.0  # s beyond the allowance a token; what fast tokens leave of it is not saved for slow ones
 
     def add_token(self, seconds: float) -> None:
         """Account for a token."""

@@ -30,7 +30,7 @@ from quire.server.worker import Worker
 from quire.text import RequestOutput, Tokenizer, beam_sequences, make_requests
 
 T = TypeVar("T")
-MAX_PROMPT_LOGPROBS = 2**19  # in one request: a hundred bytes each, and as many in the answer
+MAX_LOGPROBS = 2**19  # in one request: a hundred bytes each, and as many in the answer
 MAX_GRAMMARS = 64  # that are compiled, or wait for it
 MAX_LONG_TEXTS = 2  # that are taken apart at the same time
 LONG_TEXT = 4096  # characters or tokens above which a text is taken apart on another thread
@@ -49,6 +49,18 @@ NOT_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
     "response_format": (None,),
     "regex": (None,),
     "grammar": (None,),
+    "best_of": (None,),
+    "temperature": (None, 0, 1),
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "seed": (None,),
+    "priority": (0,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
 }
 
 
@@ -231,9 +243,9 @@ class Service:
     ) -> list[tuple[RequestOutput, list[Request]]]:  # fmt: skip
         """An output and the requests of its samples for each prompt. Raises ApiError if there is no room for them."""
         self.worker.check_room(len(prompts) * params.n)  # before they are made, as there can be very many
-        if (count := num_prompt_logprobs(prompts, params)) > MAX_PROMPT_LOGPROBS:
+        if (count := num_prompt_logprobs(prompts, params)) > MAX_LOGPROBS:
             message = (
-                f"the request asks for {count} logprobs of its prompts; this server gives {MAX_PROMPT_LOGPROBS} at a "
+                f"the request asks for {count} logprobs of its prompts; this server gives {MAX_LOGPROBS} at a "
                 f"time, so ask for fewer at each position, or in several requests"
             )
             raise ApiError(message, param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs")

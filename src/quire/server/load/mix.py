@@ -172,11 +172,13 @@ class Asker:
 
     def _regex(self, rng: random.Random) -> Ask:
         body = self._sampling(rng) | {"prompt": self._text(rng), "regex": rng.choice(REGEXES)}
+        body.pop("min_tokens", None)  # a grammar knows itself when it is complete
         return _generation("regex", "/v1/completions", body)
 
     def _schema(self, rng: random.Random) -> Ask:
         form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
         body = self._sampling(rng) | {"messages": [{"role": "user", "content": "a thing"}], "response_format": form}
+        body.pop("min_tokens", None)
         return _generation("json schema", "/v1/chat/completions", body)
 
     def _tokenize(self, rng: random.Random) -> Ask:
