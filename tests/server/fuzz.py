@@ -43,7 +43,7 @@ NARROW: dict[str, Any] = {
     "max_tokens": {"type": "integer", "minimum": 1, "maximum": 12},
     "max_completion_tokens": {"type": "integer", "minimum": 1, "maximum": 12},
     "n": {"type": "integer", "minimum": 1, "maximum": 4},
-    "min_tokens": {"const": 1},
+    "min_tokens": {"const": 0},
     "prompt_logprobs": {"type": "integer", "minimum": 0, "maximum": 5},
     "stop_token_ids": TOKENS,
     "regex": {"enum": ["[a-z]{2,9}", "(0|1)+", "é🎉*"]},
@@ -51,7 +51,7 @@ NARROW: dict[str, Any] = {
     "prompt": {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 10}, TOKENS | {"minItems": 1}]},
     "content": {"type": "string", "maxLength": 4},
 }  # fmt: skip
-NARROWED_OUT = ("best_of", "grammar", "response_format", "top_logprobs", "use_beam_search", "name")
+NARROWED_OUT = ("best_of", "grammar", "response_format", "top_logprobs", "use_beam_search", "length_penalty", "name")
 
 
 @dataclass

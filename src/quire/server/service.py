@@ -93,7 +93,7 @@ class Service:
     grammars: Grammars | None = None  # made at first use
     _num_grammars: int = 0  # requests whose grammar is being compiled
     _long_texts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LONG_TEXTS))
-    _compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "quire-grammar"))
+    _compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "quire-grammar"))
 
     @property
     def max_model_len(self) -> int:
