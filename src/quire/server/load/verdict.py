@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-POOL_THREADS = min(
+POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)  # that asyncio makes one by one, when there is more to do
     32, (os.cpu_count() or 1) + 4
 )  # that asyncio's own pool makes one by one, when there is work for more
 MAX_GROWTH = 0.01  # of the resident memory, over a whole run
