@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)  # that asyncio makes one by one, when there is more to do
-    32, (os.cpu_count() or 1) + 4
-)  # that asyncio's own pool makes one by one, when there is work for more
 MAX_GROWTH = 0.01  # of the resident memory, over a whole run
 MAX_TOLD = 20  # wrong answers that are told
 # Of what a server counts, what shows how much of it a load has reached.
