@@ -125,9 +125,11 @@ class _Soaking:
                         self._found.samples.append(sample)
                     await self._wait(min(end, time.monotonic() + self._plan.interval))
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
+                pending = set(tasks)
+                while pending:  # again: wait_for may lose a cancellation that comes together with its result
+                    for task in pending:
+                        task.cancel()
+                    _, pending = await asyncio.wait(pending, timeout=1.0)
             for task in tasks:
                 if not task.cancelled():
                     task.result()  # raises: a client ends only by a fault of its own
