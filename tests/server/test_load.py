@@ -22,6 +22,7 @@ from quire.server.load.client import Run, Server, first_model, send
 from quire.server.load.prompts import Prompt, arrival_times, random_prompts, request_body
 from quire.server.load.report import Report
 from tests.server.fake_openai import Fake, Reply, Script, answer_whole, chunk, event, whole
+from tests.server.interrupts import obey
 
 app = typer.Typer()
 app.command("serve")(bench_serve.serve)
@@ -290,7 +291,7 @@ def test_ctrl_c_tells_what_was_done() -> None:
             "4",
             "--json",
         ]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=obey)
         with fake.came:
             assert fake.came.wait_for(lambda: len(fake.replies) == 4, timeout=20)
         time.sleep(0.1)  # for the first answer to be read

@@ -16,13 +16,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.interrupts import obey
+
 
 class Process:
     """A running `quire serve`."""
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "quire", "serve", "--port", "0", *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=obey
+        )
         self.lines: list[str] = []
         assert self.process.stderr is not None
         for line in self.process.stderr:
