@@ -15,6 +15,7 @@ import pytest
 from quire.batch import Batch
 from quire.engine.plan import StepOutput
 from quire.server import guard, worker
+from quire.server import service as service_module
 from quire.server.service import Service
 from tests.server.serving import Answer, Serving, serving
 
@@ -449,6 +450,13 @@ def test_a_grammar_whose_client_has_gone_is_not_compiled(hooked: Serving) -> Non
     assert hooked.get("/health").status == 200
     until(service._compilers._work_queue.empty)
     assert sum(begun.acquire(blocking=False) for _ in range(6)) <= 1  # those that had begun
+
+
+def test_who_wants_no_grammar_does_not_wait_for_one(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "MAX_GRAMMARS", 0)
+    assert server.post("/v1/completions", prompt="a", max_tokens=1).status == 200
+    assert server.post("/v1/completions", prompt="a", max_tokens=1, response_format={"type": "text"}).status == 200
+    assert server.post("/v1/completions", prompt="a", max_tokens=1, regex="a").status == 429
 
 
 def test_beam_searches_are_counted() -> None:

@@ -24,7 +24,7 @@ from quire.server.errors import ApiError, deadline_passed, queue_full, request_f
 from quire.server.grammar import Grammars, Spec
 from quire.server.guard import KEY_STATE
 from quire.server.jobs import Generation, Job, Search
-from quire.server.protocol import JsonSchema, Sampling
+from quire.server.protocol import Sampling
 from quire.server.sse import told_of_disconnect
 from quire.server.worker import Worker
 from quire.text import RequestOutput, Tokenizer, beam_sequences, make_requests
@@ -190,10 +190,13 @@ class Service:
 
         A client that goes meanwhile takes its grammar back.
         """
+        name = _grammar_field(body)
+        if name is None:
+            return None
         if self._num_grammars >= MAX_GRAMMARS:
             raise queue_full(MAX_GRAMMARS)
         self._num_grammars += 1
-        compiling = asyncio.create_task(self._compiled(body))
+        compiling = asyncio.create_task(self._compiled(body, name))
         try:
             async with told_of_disconnect(request.receive, lambda: _cancel(compiling)):
                 return await asyncio.wait_for(compiling, self.config.request_timeout)
@@ -206,28 +209,20 @@ class Service:
         finally:
             self._num_grammars -= 1
 
-    async def _compiled(self, body: Sampling) -> Guide | None:
-        found: dict[str, Spec] = {}
+    async def _compiled(self, body: Sampling, name: str) -> Guide:
         form = body.response_format
-        if form is not None and form.type == "json_object":
-            found["response_format"] = Spec("json_object", "")
-        elif form is not None and form.type == "json_schema":
-            if not isinstance(form.json_schema, JsonSchema):
-                raise ApiError("response_format.json_schema is missing; it must hold the schema", param="json_schema")
-            # On another thread, as the schema may be as large as a body.
-            found["response_format"] = await asyncio.to_thread(Spec.of_schema, form.json_schema.schema_)
-        for name in ("regex", "grammar"):
-            if (text := getattr(body, name)) is not None:
-                found[name] = Spec(name, text)
-        if not found:
-            return None
-        if len(found) > 1:
-            raise ApiError(f"{' and '.join(found)} were given; a text can follow one of them only", param=[*found][1])
+        if form is None or name != "response_format":
+            spec = Spec(name, getattr(body, name))
+        elif form.type == "json_object":
+            spec = Spec("json_object")
+        elif form.json_schema is None:
+            raise ApiError("response_format.json_schema is missing; it must hold the schema", param="response_format")
+        else:  # on another thread, as the schema may be as large as a body
+            spec = await asyncio.to_thread(Spec.of_schema, form.json_schema.schema_)
         if self.grammars is None:
             engine = self.worker.engine
             self.grammars = Grammars(self.tokenizer.json(), engine.vocab_size, engine.eos_token_ids)
-        [spec] = found.values()
-        # Those of strangers may take long, so they have threads of their own.
+        # Those of strangers may take long, so they have a thread of their own.
         pool = None if spec.kind == "json_object" else self._compilers
         return await asyncio.get_running_loop().run_in_executor(pool, self.grammars.compile, spec)
 
@@ -307,6 +302,16 @@ class Service:
             Found((one.text or "").removeprefix(before), one.finish_reason, len(one.tokens) - len(prompt.tokens))
             for one in found
         ]
+
+
+def _grammar_field(body: Sampling) -> str | None:
+    """The field that asks for a grammar, if one does. Raises ApiError where several do."""
+    given = [name for name in ("regex", "grammar") if getattr(body, name) is not None]
+    if body.response_format is not None and body.response_format.type != "text":
+        given.insert(0, "response_format")
+    if len(given) > 1:
+        raise ApiError(f"{' and '.join(given)} were given; a text can follow one of them only", param=given[1])
+    return given[0] if given else None
 
 
 def _cancel(task: asyncio.Task[T]) -> None:
