@@ -162,12 +162,19 @@ class Sampling(Body):
         if self.length_penalty != 1 and not self.use_beam_search:
             message = f"length_penalty is {self.length_penalty:g} without use_beam_search; only there has it an effect"
             raise ApiError(message, param="length_penalty")
-        is_json = self.response_format is not None and self.response_format.type != "text"
-        guides = {"response_format": is_json, "regex": self.regex is not None, "grammar": self.grammar is not None}
-        if self.min_tokens and any(guides.values()):
-            guide = next(name for name, given in guides.items() if given)
-            message = f"min_tokens does not go with {guide}, which says where the text ends; leave one of them out"
+        if (field := self.grammar_field()) is not None and self.min_tokens:
+            message = f"min_tokens does not go with {field}, which says where the text ends; leave one of them out"
             raise ApiError(message, param="min_tokens")
+
+    def grammar_field(self) -> str | None:
+        """The field that asks for a grammar, if one does. Raises ApiError where several do."""
+        given = [name for name in ("regex", "grammar") if getattr(self, name) is not None]
+        if self.response_format is not None and self.response_format.type != "text":
+            given.insert(0, "response_format")
+        if len(given) > 1:
+            message = f"{' and '.join(given)} were given; a text can follow one of them only"
+            raise ApiError(message, param=given[1])
+        return given[0] if given else None
 
 
 class CompletionRequest(Sampling):

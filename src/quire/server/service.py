@@ -190,7 +190,7 @@ class Service:
 
         A client that goes meanwhile takes its grammar back.
         """
-        name = _grammar_field(body)
+        name = body.grammar_field()
         if name is None:
             return None
         if self._num_grammars >= MAX_GRAMMARS:
@@ -302,16 +302,6 @@ class Service:
             Found((one.text or "").removeprefix(before), one.finish_reason, len(one.tokens) - len(prompt.tokens))
             for one in found
         ]
-
-
-def _grammar_field(body: Sampling) -> str | None:
-    """The field that asks for a grammar, if one does. Raises ApiError where several do."""
-    given = [name for name in ("regex", "grammar") if getattr(body, name) is not None]
-    if body.response_format is not None and body.response_format.type != "text":
-        given.insert(0, "response_format")
-    if len(given) > 1:
-        raise ApiError(f"{' and '.join(given)} were given; a text can follow one of them only", param=given[1])
-    return given[0] if given else None
 
 
 def _cancel(task: asyncio.Task[T]) -> None:
