@@ -14,7 +14,7 @@ from pydantic.json_schema import models_json_schema
 from quire.server.guard import OPEN_PATHS
 from quire.server.service import Service
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length"]  # a request that fails is answered with an error
 BODIES = ("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest")
 
 

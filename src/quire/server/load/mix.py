@@ -117,11 +117,6 @@ class Asker:
         }
         return _generation("canary", "/v1/completions", body)
 
-    def wide(self) -> Ask:
-        """A text so long that it is taken apart on another thread."""
-        text = " ".join(self._starts)
-        return Ask("tokenize", "/tokenize", _encoded({"prompt": text}), _check_tokens)
-
     # -------------------------------------------------------------------------------------------------- kinds
 
     def _text(self, rng: random.Random) -> str:

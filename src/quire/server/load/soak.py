@@ -34,7 +34,6 @@ TIMEOUT = 120.0  # seconds that a request may take
 PROBE_TIMEOUT = 10.0  # seconds within which a server has to say how it is
 CANARY_INTERVAL = 0.5  # seconds
 REST = 30.0  # seconds within which everything has to come back
-WIDE = 64  # requests that occupy all threads for long texts
 ERROR = re.compile(r"^(?:\S+ \S+ (?:ERROR|CRITICAL) |Exception ).*", re.MULTILINE)  # in a log
 
 
@@ -117,8 +116,6 @@ class _Soaking:
             jobs += [self._canary(session), self._inspect(session)]
             tasks = [asyncio.create_task(job) for job in jobs]
             try:
-                if not is_counted:
-                    await asyncio.gather(*(self._ask(session, self._asker.wide()) for _ in range(WIDE)))
                 while time.monotonic() < end:
                     sample = await self._sample()
                     if is_counted:
