@@ -10,6 +10,7 @@ from quire.cache.manager import CacheGroup
 from quire.cache.storage import KVCache, bytes_per_block, choose_num_blocks, free_memory
 from quire.config import CacheConfig, parse_memory
 from quire.errors import ConfigError
+from quire.ops.memory import HUGE_PAGE
 
 GROUP = (CacheGroup((0, 1, 2)),)
 
@@ -33,7 +34,7 @@ def test_memory_on_a_cpu_starts_at_a_huge_page_and_holds_zeros(monkeypatch: pyte
         cache = KVCache(GROUP, num_blocks=300, block_size=16, num_kv_heads=4, head_dim=64, dtype=torch.float16)
         for layer in range(3):
             kv = cache.layer(layer)
-            assert kv.k.data_ptr() % storage.HUGE_PAGE == 0
+            assert kv.k.data_ptr() % HUGE_PAGE == 0
             assert not kv.k.any()
             assert not kv.v.any()
             assert cache.layer(layer) is kv

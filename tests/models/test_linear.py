@@ -11,16 +11,32 @@ import torch
 from quire.models import linear
 from quire.models.linear import (
     LinearFactory,
-    PackedLinear,
+    OneDnnLinear,
     PlainLinear,
     RowLinear,
     TritonLinear,
     TwoLinears,
     rows_are_independent,
 )
+from quire.ops.cpu import native
+from quire.ops.cpu.linear import PackedLinear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (0, 1, 2, 3, 5, 16, 17, 64, 100, 513)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that does not run our own."""
+    monkeypatch.setattr(native, "unavailable", lambda: "not here")
+
+
+@pytest.fixture(params=["own", "oneDNN"])
+def factory(request: pytest.FixtureRequest) -> LinearFactory:
+    """With our own kernels, and without."""
+    if request.param == "oneDNN":
+        request.getfixturevalue("no_kernels")
+    return LinearFactory()
 
 
 def tensors(dtype: torch.dtype, bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -31,10 +47,10 @@ def tensors(dtype: torch.dtype, bias: bool) -> tuple[torch.Tensor, torch.Tensor,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_product(dtype: torch.dtype, bias: bool) -> None:
+def test_the_product(factory: LinearFactory, dtype: torch.dtype, bias: bool) -> None:
     x, weight, offset = tensors(dtype, bias)
     exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
-    for made in (LinearFactory()(weight, offset), RowLinear(weight, offset)):
+    for made in (factory(weight, offset), RowLinear(weight, offset)):
         for rows in ROWS:
             out = made(x[:rows])
             assert out.dtype == dtype
@@ -48,9 +64,9 @@ def test_the_product(dtype: torch.dtype, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_keeps_its_bits(dtype: torch.dtype) -> None:
+def test_a_row_keeps_its_bits(factory: LinearFactory, dtype: torch.dtype) -> None:
     x, weight, offset = tensors(dtype, bias=True)
-    made = LinearFactory()(weight, offset)
+    made = factory(weight, offset)
     whole = made(x)
     for rows in ROWS:
         for first in (0, 7, 513 - rows):
@@ -76,6 +92,7 @@ def test_the_probe_compares_two_ways() -> None:
     assert not rows_are_independent(one, RowLinear(weight, torch.full((5,), 1e-6)), weight)
 
 
+@pytest.mark.usefixtures("no_kernels")
 def test_a_shape_is_probed_once_and_refused_shapes_go_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
 
@@ -87,7 +104,7 @@ def test_a_shape_is_probed_once_and_refused_shapes_go_row_by_row(monkeypatch: py
     monkeypatch.setattr(linear, "rows_are_independent", probe)
     factory = LinearFactory()
     made = [factory(torch.zeros(out, 16)) for out in (8, 4, 8, 4)]
-    assert [type(one) for one in made] == [RowLinear, PackedLinear, RowLinear, PackedLinear]
+    assert [type(one) for one in made] == [RowLinear, OneDnnLinear, RowLinear, OneDnnLinear]
     assert asked == [(8, 16), (4, 16)]
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import mmap
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +14,8 @@ from quire.cache.side_stream import SideStream
 from quire.config import CacheConfig, parse_memory
 from quire.errors import ConfigError, Unsupported
 from quire.ops import PagedKV, unavailable
+from quire.ops.memory import in_huge_pages
 
-HUGE_PAGE = 2 * 2**20  # bytes
 RESIDENT = 512 * 2**20  # bytes that are there from the start; more would be seconds before the first request
 DEFAULT_SWAP_SPACE = "4GiB"
 
@@ -49,12 +46,12 @@ class KVCache:
         shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
         self._groups = tuple(groups)
         layers = [layer for group in groups for layer in group.layers]
-        make = partial(_in_huge_pages, touched=RESIDENT // max(1, len(layers)))
+        make = partial(in_huge_pages, touched=RESIDENT // max(1, len(layers)))
         if device != "cpu":
             make = partial(torch.empty, device=device)
         self._memory = {layer: make(shape, dtype=dtype) for layer in layers}
         host_shape = (num_host_blocks, *shape[1:])
-        self._host = {layer: _in_huge_pages(host_shape, dtype, touched=0) for layer in layers}
+        self._host = {layer: in_huge_pages(host_shape, dtype) for layer in layers}
         self._side: SideStream | None = None
         if device != "cpu" and num_host_blocks:
             if (reason := unavailable("triton", device)) is not None:
@@ -108,21 +105,6 @@ class KVCache:
             return
         for source, target in pairs.values():
             target[torch.tensor(dst)] = source[torch.tensor(src)]
-
-
-def _in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype, touched: int) -> torch.Tensor:
-    """Memory of zeros that starts at a huge page, its first `touched` bytes already given by the system."""
-    size = math.prod(shape) * dtype.itemsize
-    if size == 0:
-        return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, size + HUGE_PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
-    start = -whole.data_ptr() % HUGE_PAGE
-    whole[start : start + min(size, touched)].zero_()
-    return whole[start : start + size].view(dtype).view(shape)
 
 
 def bytes_per_block(

@@ -1,8 +1,10 @@
 """Linear layers whose rows have the same bits whatever stands beside them.
 
-On a CPU the weight is packed once, for oneDNN's kernels. Their order of summation is known to be the same for all
-numbers of rows but one, which is padded to two; whether it really is, is tried out at load for every shape of weight.
-Where it is not, rows are multiplied one by one: slow, and still reproducible.
+On a CPU the weight is packed once, for our own kernels, which have one order of summation.
+
+Where those do not run it is packed for oneDNN's. Their order of summation is known to be the same for all numbers of
+rows but one, which is padded to two; whether it really is, is tried out at load for every shape of weight. Where it is
+not, rows are multiplied one by one: slow, and still reproducible.
 
 On a GPU the framework's product takes another kernel for other numbers of rows. Who asks for reproducibility there gets
 our own product.
@@ -18,6 +20,9 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from quire.ops.cpu import native
+from quire.ops.cpu.linear import Packer
 
 PROBED_ROWS = (2, 3, 16, 17, 64, 512)
 FEW_ROWS = 256  # on a GPU: rows that are multiplied in the time that reading the weight takes
@@ -87,7 +92,7 @@ class RowLinear:
 
 
 @dataclass(frozen=True)
-class PackedLinear:
+class OneDnnLinear:
     """oneDNN's product with a weight in its own layout, computed in the weight's dtype."""
 
     packed: Tensor
@@ -124,6 +129,7 @@ class LinearFactory:
         """reproducible: on a GPU too."""
         self._reproducible = reproducible
         self._proved: dict[tuple[object, ...], bool] = {}
+        self._pack = Packer() if native.unavailable() is None else None
 
     def __call__(
         self,
@@ -133,10 +139,12 @@ class LinearFactory:
         """The linear of that weight, the fastest that is reproducible on its device."""
         if weight.device.type != "cpu":
             return self._triton(weight, bias) if self._reproducible else PlainLinear(weight, bias)
+        if self._pack is not None and weight.dtype in native.DTYPES:
+            return self._pack(weight, bias)
         dtype = product_dtype(weight.dtype)
         if dtype is None:
             return RowLinear(weight, bias)
-        packed = PackedLinear(
+        packed = OneDnnLinear(
             torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), PROBED_ROWS[-1]),
             None if bias is None else bias.to(dtype),
             dtype,
@@ -145,6 +153,15 @@ class LinearFactory:
         if key not in self._proved:
             self._proved[key] = rows_are_independent(packed, packed, weight)
         return packed if self._proved[key] else RowLinear(weight, bias)
+
+    def head(
+        self,
+        weight: Tensor,  # [V, H]
+    ) -> Linear:
+        """The linear that makes logits: in fp32 where the product has them so, rounded to its dtype elsewhere."""
+        if self._pack is not None and weight.is_cpu and weight.dtype in native.DTYPES:
+            return self._pack(weight, out_dtype=torch.float32)
+        return self(weight)
 
     def _triton(self, weight: Tensor, bias: Tensor | None) -> Linear:
         from quire.ops.triton import linear  # who needs no GPU needs no Triton

@@ -69,6 +69,16 @@ class WriteParams(Structure):
     ]
 
 
+class LinearParams(Structure):
+    """One product: addresses, the bytes from one row of x to the next, and sizes."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "x weight bias out".split()),
+        *((name, c_int64) for name in "x_stride rows in_size out_size".split()),
+        *((name, c_int32) for name in "dtype out_dtype threads".split()),
+    ]
+
+
 # Entry points of every instruction set: result, arguments behind the address of torch's parallel_for.
 _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -78,6 +88,8 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rms_norm": (None, (_P, _L, _L, _L, _P, _L, _P, _P, _L, _L, _F, _I)),
     "layer_norm": (None, (_P, _L, _L, _L, _P, _P, _P, _L, _L, _F, _I)),
     "rope": (_L, (_P, _L, _L, _L, _P, _L, _L, _L, _P, _P, _P, _L, _L, _L, _I)),
+    "linear": (None, (POINTER(LinearParams),)),
+    "pack": (None, (_P, _L, _L, _L, _P, _I)),
     "swiglu": (None, (_P, _L, _P, _L, _L, _I)),
     "gelu": (None, (_P, _L, _L, _L, _P, _L, _L, _I, _I)),
     "logsumexp": (None, (_P, _L, _P, _L, _L)),
@@ -104,6 +116,16 @@ class Library:
     num_parts: Callable[..., int]
     write_kv: Callable[..., None]
     copy_blocks: Callable[..., None]
+
+    @property
+    def lanes(self) -> int:
+        """fp32 numbers in a vector."""
+        return 8 if self.isa == "avx2" else 16
+
+    @property
+    def multiplies_bf16(self) -> bool:
+        """Whether it multiplies pairs of bf16 as they are; else they are widened."""
+        return self.isa == "avx512_bf16"
 
     def __call__(self, kernel: str, *arguments: object) -> Any:
         """Run a kernel on torch's threads."""

@@ -169,10 +169,10 @@ struct Worker {
                 const float* q = query + (int64_t)first * lanes;
                 float* s = scores + (int64_t)first * TILE + at;
                 with_rows(rows, [&]<int R>() {
-                    auto idle = [] {};
-                    auto fetching = [&] { fetcher.fetch(FETCH_SCORE); };
-                    if (few) micro_kernel<typename K::M, R, COLUMNS, false>(q, lanes, keys, s, TILE, 0, lanes, fetching);
-                    else micro_kernel<typename K::M, R, COLUMNS, false>(q, lanes, keys, s, TILE, 0, lanes, idle);
+                    auto fetching = [&](int) { fetcher.fetch(FETCH_SCORE); };
+                    const Panel operand{keys};
+                    if (few) micro_kernel<typename K::M, R, COLUMNS, Sums::REPLACED>(q, lanes, operand, s, TILE, 0, lanes, fetching);
+                    else micro_kernel<typename K::M, R, COLUMNS, Sums::REPLACED>(q, lanes, operand, s, TILE, 0, lanes, idle);
                 });
             }
         }
@@ -205,7 +205,7 @@ struct Worker {
             float* to = sums + (int64_t)first * wide + column;
             with_width(left, [&]<int N, bool WHOLE>() {
                 with_rows(count, [&]<int R>() {
-                    if (packed) micro_kernel<typename K::M, R, N, true>(w, lda_weights, values, to, wide, begin, end, [] {});
+                    if (packed) micro_kernel<typename K::M, R, N, Sums::CONTINUED>(w, lda_weights, Panel{values}, to, wide, begin, end, idle);
                     else weigh_panel<K, R, N, WHOLE>(w, lda_weights, rows, begin, end, column, left, to, wide, fetcher);
                 });
             });

@@ -24,6 +24,9 @@ struct BF16 {
     using T = uint16_t;
     QUIRE_INLINE V get(const T* p) { return widen_bf16(p); }
     QUIRE_INLINE void put(T* p, V v) {
+#ifdef QUIRE_BF16_DOT
+        return narrow_bf16(p, v);
+#endif
         U bits = (U)v;
         U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
         U quiet = (bits >> 16) | 0x40u;  // adding could turn a NaN into an infinity

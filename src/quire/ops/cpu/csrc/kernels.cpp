@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "ceilings.h"
+#include "linear.h"
 #include "small.h"
 
 #define QUIRE_NAME_(name, isa) quire_##name##_##isa
@@ -18,19 +19,24 @@ static void with_element(int32_t dtype, const F& f) {
     else f(BF16{});
 }
 
+// The kind of number that operands of this dtype become.
+template <class F>
+static void with_kind(int32_t dtype, const F& f) {
+    if (dtype == DTYPE_F32) f.template operator()<Fp32>();
+    else if (dtype == DTYPE_F16) f.template operator()<Widened<F16>>();
+#ifdef QUIRE_BF16_DOT
+    else f.template operator()<Pairs>();
+#else
+    else f.template operator()<Widened<BF16>>();
+#endif
+}
+
 static int64_t rows_a_thread(int64_t dim) { return dim >= GRAIN ? 1 : (GRAIN + dim - 1) / (dim ? dim : 1); }
 
 }  // namespace
 
 ENTRY(attention)(ParallelFor parallel_for, const Plan* plan, const AttentionParams* params) {
-    const int32_t dtype = plan->spec.dtype;
-    if (dtype == DTYPE_F32) attend<Fp32>(parallel_for, plan, params);
-    else if (dtype == DTYPE_F16) attend<Widened<F16>>(parallel_for, plan, params);
-#ifdef QUIRE_BF16_DOT
-    else attend<Pairs>(parallel_for, plan, params);
-#else
-    else attend<Widened<BF16>>(parallel_for, plan, params);
-#endif
+    with_kind(plan->spec.dtype, [&]<class K>() { attend<K>(parallel_for, plan, params); });
 }
 
 // out = (e^lse_a * out_a + e^lse_b * out_b) / (e^lse_a + e^lse_b); rows [rows, dim], LSEs [rows], all contiguous.
@@ -124,6 +130,16 @@ extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(rope, QUIRE_ISA)(
         });
     });
     return -1;
+}
+
+ENTRY(linear)(ParallelFor parallel_for, const LinearParams* params) {
+    with_kind(params->dtype, [&]<class K>() { linear<K>(parallel_for, params); });
+}
+
+// weight: [rows, in]. packed: strips of W rows each.
+ENTRY(pack)(
+    ParallelFor parallel_for, const void* weight, int64_t row_stride, int64_t rows, int64_t in, void* packed, int32_t dtype) {
+    with_kind(dtype, [&]<class K>() { pack<K>(parallel_for, weight, row_stride, rows, in, packed); });
 }
 
 ENTRY(swiglu)(ParallelFor parallel_for, const void* x, int64_t stride, void* out, int64_t rows, int64_t dim, int32_t dtype) {

@@ -110,14 +110,14 @@ template <class K, int N, bool WHOLE, class T = typename K::E::T>
 QUIRE_INLINE void get_values(const T* const* rows, int column, int left, V* to) {
     if constexpr (K::PAIR == 2) {
 #ifdef QUIRE_BF16_DOT
-        for (int j = 0; j < N; j += 2) {
+        QUIRE_UNROLL for (int j = 0; j < N; j += 2) {
             const int at = column + j * W, bytes = WHOLE ? 64 : (left - j * W) * 2;
             V high;
             interleave_bf16(load_lanes(rows[0] + at, bytes), load_lanes(rows[1] + at, bytes), to + j, j + 1 < N ? to + j + 1 : &high);
         }
 #endif
     } else {
-        for (int j = 0; j < N; j++)
+        QUIRE_UNROLL for (int j = 0; j < N; j++)
             to[j] = WHOLE ? K::E::get(rows[0] + column + j * W) : get_part<typename K::E>(rows[0] + column + j * W, left - j * W);
     }
 }
@@ -129,7 +129,7 @@ static void pack_panel(const T* const* rows, int count, int column, int left, fl
         V values[N];
         get_values<K, N, WHOLE>(rows + t, column, left, values);
         fetcher.fetch(FETCH_WEIGH);
-        for (int j = 0; j < N; j++) store(to + j * W, values[j]);
+        QUIRE_UNROLL for (int j = 0; j < N; j++) store(to + j * W, values[j]);
     }
 }
 
@@ -140,19 +140,19 @@ static void weigh_panel(
     const float* weights, int64_t stride, const T* const* rows, int begin, int end, int column, int left, float* sums,
     int64_t sums_stride, Fetcher<T>& fetcher) {
     V sum[R][N];
-    for (int i = 0; i < R; i++)
-        for (int j = 0; j < N; j++) sum[i][j] = load(sums + i * sums_stride + j * W);
+    QUIRE_UNROLL for (int i = 0; i < R; i++)
+        QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = load(sums + i * sums_stride + j * W);
     for (int k = begin; k < end; k++) {
         V values[N];
         get_values<K, N, WHOLE>(rows + k * K::PAIR, column, left, values);
         fetcher.fetch(FETCH_WEIGH);
-        for (int i = 0; i < R; i++) {
+        QUIRE_UNROLL for (int i = 0; i < R; i++) {
             const V weight = broadcast(weights + i * stride + k);
-            for (int j = 0; j < N; j++) sum[i][j] = K::M::mac(sum[i][j], weight, values[j]);
+            QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = K::M::mac(sum[i][j], weight, values[j]);
         }
     }
-    for (int i = 0; i < R; i++)
-        for (int j = 0; j < N; j++) store(sums + i * sums_stride + j * W, sum[i][j]);
+    QUIRE_UNROLL for (int i = 0; i < R; i++)
+        QUIRE_UNROLL for (int j = 0; j < N; j++) store(sums + i * sums_stride + j * W, sum[i][j]);
 }
 
 // Call f.template operator()<N, WHOLE>() for a panel with `left` columns.

@@ -1,7 +1,7 @@
-// C[rows, columns] (+)= A[rows, lanes] * B[lanes, columns], B packed in panels, in steps of 32-bit lanes.
+// A[rows, lanes] * B[lanes, columns], in steps of 32-bit lanes of A.
 //
-// A lane is an fp32 number, or a pair of bf16 numbers whose products are added together. Every element of C is one chain
-// of multiply-adds in ascending order of lanes, so its bits depend neither on the other rows nor on how they are blocked.
+// A lane is an fp32 number, or a pair of bf16 numbers whose products are added together. Every element is one chain of
+// multiply-adds in ascending order of lanes, so its bits depend neither on the other rows nor on how they are blocked.
 #pragma once
 
 #include "simd.h"
@@ -18,24 +18,38 @@ struct MultiplyPairs {
 };
 #endif
 
-// `pause` is called after each step: a place to do something else meanwhile.
-template <class M, int R, int N, bool ADD, class F>
+// An operand packed in panels.
+struct Panel {
+    const float* data;
+    __attribute__((always_inline)) V operator()(int64_t k, int j) const { return load(data + k * PANEL + j * W); }
+};
+
+static const auto idle = [](int64_t) {};
+
+// What happens to the sums in memory: they are replaced, the chain goes on from them, or its end is added to them.
+enum class Sums { REPLACED, CONTINUED, ADDED };
+
+// b(k, j) is vector j of lane k of B. `pause(k)` is called after each step: a place to do something else meanwhile.
+template <class M, int R, int N, Sums SUMS, class B, class F>
 static void micro_kernel(
-    const float* a, int64_t lda, const float* b, float* c, int64_t ldc, int begin, int end, const F& pause) {
+    const float* a, int64_t lda, const B& b, float* c, int64_t ldc, int begin, int end, const F& pause) {
     V sum[R][N];
-    for (int i = 0; i < R; i++)
-        for (int j = 0; j < N; j++) sum[i][j] = ADD ? load(c + i * ldc + j * W) : V{};
+    QUIRE_UNROLL for (int i = 0; i < R; i++)
+        QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = SUMS == Sums::CONTINUED ? load(c + i * ldc + j * W) : V{};
     for (int k = begin; k < end; k++) {
         V column[N];
-        for (int j = 0; j < N; j++) column[j] = load(b + (int64_t)k * PANEL + j * W);
-        for (int i = 0; i < R; i++) {
+        QUIRE_UNROLL for (int j = 0; j < N; j++) column[j] = b(k, j);
+        QUIRE_UNROLL for (int i = 0; i < R; i++) {
             V row = broadcast(a + i * lda + k);
-            for (int j = 0; j < N; j++) sum[i][j] = M::mac(sum[i][j], row, column[j]);
+            QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = M::mac(sum[i][j], row, column[j]);
         }
-        pause();
+        pause(k);
     }
-    for (int i = 0; i < R; i++)
-        for (int j = 0; j < N; j++) store(c + i * ldc + j * W, sum[i][j]);
+    QUIRE_UNROLL for (int i = 0; i < R; i++)
+        QUIRE_UNROLL for (int j = 0; j < N; j++) {
+            float* at = c + i * ldc + j * W;
+            store(at, SUMS == Sums::ADDED ? load(at) + sum[i][j] : sum[i][j]);
+        }
 }
 
 // Call f.template operator()<R>() for a block of that many rows.

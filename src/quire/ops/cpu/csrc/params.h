@@ -52,3 +52,14 @@ struct WriteParams {
     int64_t k_block, k_head, k_slot;
     int64_t v_block, v_head, v_slot;
 };
+
+struct LinearParams {
+    const void* x;       // [T, in], as 32-bit lanes: fp32 numbers, or pairs of bf16 where the ISA multiplies those
+    const void* weight;  // strips
+    const float* bias;   // [out]; null: none
+    void* out;           // [T, out], contiguous, of the weight's dtype or fp32
+    int64_t x_stride;    // bytes from one row to the next
+    int64_t rows, in_size, out_size;
+    int32_t dtype, out_dtype;
+    int32_t threads;
+};

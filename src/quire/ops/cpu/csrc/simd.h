@@ -7,6 +7,10 @@
 
 #define QUIRE_INLINE static inline __attribute__((always_inline))
 
+// Before a loop over an array of vectors: unrolled early, the array becomes registers; else the compiler may keep it in
+// memory and store every vector in every step.
+#define QUIRE_UNROLL _Pragma("GCC unroll 16")
+
 #if defined(__AVX512F__)
 #include "simd_avx512.h"
 #elif defined(__AVX2__)

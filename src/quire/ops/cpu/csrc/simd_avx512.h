@@ -58,6 +58,11 @@ QUIRE_INLINE V upper_fp16(V lanes) {
 // acc + a.low * b.low + a.high * b.high, each lane a pair of bf16.
 QUIRE_INLINE V dot_bf16(V acc, V a, V b) { return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
 
+// 16 numbers rounded to bf16; those below the smallest normal one become zero.
+QUIRE_INLINE void narrow_bf16(uint16_t* p, V v) {
+    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+}
+
 // 32 numbers rounded to bf16, in order.
 QUIRE_INLINE V pair_bf16(V first, V second) { return (V)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first); }
 

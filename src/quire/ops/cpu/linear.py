@@ -1,0 +1,103 @@
+"""x @ weight.T + bias on a CPU, for weights that were packed once.
+
+A row's bits depend on nothing but the row, the weight and the instruction set: not on the other rows, the threads, or
+how the work is cut. Sums are formed in fp32, from the bias on, in ascending order of the inputs.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.ops.cpu import native
+from quire.ops.memory import in_huge_pages
+
+BLOCK = 64 * 2**20  # bytes that weights share, since a small one alone fills no huge page
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """A weight in the order in which the kernel reads it, and its bias."""
+
+    packed: Tensor  # uint8
+    bias: Tensor | None  # fp32 [out]
+    out_size: int
+    in_size: int
+    dtype: torch.dtype  # of the weight
+    out_dtype: torch.dtype
+    lanes: torch.dtype  # that rows are handed over in
+    library: native.Library
+
+    def __call__(
+        self,
+        x: Tensor,  # [T, in], of the weight's dtype
+    ) -> Tensor:
+        """The projection: [T, out]."""
+        out = torch.empty(x.shape[0], self.out_size, dtype=self.out_dtype)
+        if self.lanes != x.dtype:
+            x = x.to(self.lanes)
+        elif x.dtype == torch.bfloat16 and self.in_size % 2:
+            x = F.pad(x, (0, 1))  # the kernel reads pairs
+        if x.stride(1) != 1 or x.stride(0) * x.element_size() % 4:
+            x = x.contiguous()
+        params = native.LinearParams(
+            x.data_ptr(),
+            self.packed.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            out.data_ptr(),
+            x.stride(0) * x.element_size(),
+            x.shape[0],
+            self.in_size,
+            self.out_size,
+            native.DTYPES[self.dtype],
+            native.DTYPES[self.out_dtype],
+            torch.get_num_threads(),
+        )
+        self.library("linear", byref(params))
+        return out
+
+
+class Packer:
+    """Packs the weights of a model, one after the other, into memory that they share."""
+
+    def __init__(self, library: native.Library | None = None) -> None:
+        """library: by default the kernels for this machine. Raises Unsupported where there are none."""
+        self._library = library or native.default()
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(
+        self,
+        weight: Tensor,  # [out, in], of a dtype of native.DTYPES
+        bias: Tensor | None = None,  # [out]
+        out_dtype: torch.dtype | None = None,  # fp32, or the weight's
+    ) -> PackedLinear:
+        """The linear of that weight. Its results are of `out_dtype`, by default of the weight's."""
+        library, dtype, (out_size, in_size) = self._library, weight.dtype, weight.shape
+        pairs = dtype == torch.bfloat16 and library.multiplies_bf16
+        numbers = -(-out_size // library.lanes) * library.lanes * (in_size + in_size % 2 if pairs else in_size)
+        packed = self._take(numbers * weight.element_size())
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        library("pack", weight.data_ptr(), weight.stride(0), *weight.shape, packed.data_ptr(), native.DTYPES[dtype])
+        return PackedLinear(
+            packed,
+            None if bias is None else bias.float(),
+            out_size,
+            in_size,
+            dtype,
+            out_dtype or dtype,
+            dtype if pairs else torch.float32,
+            library,
+        )
+
+    def _take(self, size: int) -> Tensor:
+        """That many bytes, aligned to a cache line."""
+        size = -(-size // 64) * 64
+        if size > len(self._left):
+            self._left = in_huge_pages((max(size, BLOCK),), torch.uint8)
+        taken, self._left = self._left[:size], self._left[size:]
+        return taken
