@@ -14,6 +14,7 @@ from quire.cache.manager import CacheGroup
 from quire.cache.storage import KVCache
 from quire.errors import ModelError
 from quire.models.linear import Linear, LinearFactory
+from quire.models.native import NativeLayers
 from quire.models.norm import LayerNorm, Norm, RMSNorm
 from quire.models.rope import rope_table
 from quire.ops import AttentionPlan, Ops
@@ -168,7 +169,9 @@ class Decoder:
         if config.rope is not None:
             cos, sin = rope_table(config.rope, config.head_dim, config.max_position_embeddings, max_model_len)
             self.cos_sin = cos.to(self.device), sin.to(self.device)
-        self._group_of_layer = {layer: g for g, group in enumerate(config.groups) for layer in group.layers}
+        groups = {layer: g for g, group in enumerate(config.groups) for layer in group.layers}
+        self.group_of_layer = [groups[layer] for layer in range(config.num_layers)]
+        self.native_layers = NativeLayers(self) if NativeLayers.serves(self) else None
 
     def forward(self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan]) -> Tensor:
         """Hidden states after the final norm: [T, H]. Writes the batch's K and V to the cache.
@@ -177,10 +180,12 @@ class Decoder:
         """
         positions = batch.positions.to(self.device)
         residual = self._embed(batch.token_ids.to(self.device), positions)
+        if self.native_layers is not None:
+            return self.native_layers(residual, positions, cache, plans)
         hidden = self.layers[0].input_norm(residual)
         norms_after = [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
         for i, (layer, norm_after) in enumerate(zip(self.layers, norms_after, strict=True)):
-            branch = self._attention(layer, i, hidden, positions, cache, plans[self._group_of_layer[i]])
+            branch = self._attention(layer, i, hidden, positions, cache, plans[self.group_of_layer[i]])
             hidden = layer.mlp_norm.of_sum(branch, residual)
             branch = layer.mlp_out(self._activate(layer.mlp_in(hidden)))
             if layer.mlp_output_norm is not None:

@@ -287,6 +287,8 @@ def layer_norm(
             "layer_norm",
             x.data_ptr(),
             *row_strides(x),
+            None,
+            0,
             weight.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),

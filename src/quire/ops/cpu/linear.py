@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from quire.errors import BadShape
 from quire.ops.cpu import native
 from quire.ops.memory import in_huge_pages
 
@@ -29,7 +29,6 @@ class PackedLinear:
     in_size: int
     dtype: torch.dtype  # of the weight
     out_dtype: torch.dtype
-    lanes: torch.dtype  # that rows are handed over in
     library: native.Library
 
     def __call__(
@@ -37,28 +36,27 @@ class PackedLinear:
         x: Tensor,  # [T, in], of the weight's dtype
     ) -> Tensor:
         """The projection: [T, out]."""
+        if x.shape[1:] != (self.in_size,) or x.dtype is not self.dtype:
+            raise BadShape(f"x is {x.dtype} {tuple(x.shape)}; the weight takes {self.dtype} [T, {self.in_size}]")
         out = torch.empty(x.shape[0], self.out_size, dtype=self.out_dtype)
-        if self.lanes != x.dtype:
-            x = x.to(self.lanes)
-        elif x.dtype == torch.bfloat16 and self.in_size % 2:
-            x = F.pad(x, (0, 1))  # the kernel reads pairs
-        if x.stride(1) != 1 or x.stride(0) * x.element_size() % 4:
+        if x.stride(1) != 1:
             x = x.contiguous()
-        params = native.LinearParams(
-            x.data_ptr(),
-            self.packed.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            out.data_ptr(),
-            x.stride(0) * x.element_size(),
-            x.shape[0],
-            self.in_size,
-            self.out_size,
-            native.DTYPES[self.dtype],
-            native.DTYPES[self.out_dtype],
-            torch.get_num_threads(),
-        )
+        params = self.params()
+        params.x, params.x_stride, params.rows = x.data_ptr(), x.stride(0), x.shape[0]
+        params.out, params.threads = out.data_ptr(), torch.get_num_threads()
         self.library("linear", byref(params))
         return out
+
+    def params(self) -> native.LinearParams:
+        """What the kernel is told of the weight; its rows are the caller's to fill in."""
+        return native.LinearParams(
+            weight=self.packed.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            in_size=self.in_size,
+            out_size=self.out_size,
+            dtype=native.DTYPES[self.dtype],
+            out_dtype=native.DTYPES[self.out_dtype],
+        )
 
 
 class Packer:
@@ -90,7 +88,6 @@ class Packer:
             in_size,
             dtype,
             out_dtype or dtype,
-            dtype if pairs else torch.float32,
             library,
         )
 

@@ -79,6 +79,64 @@ class LinearParams(Structure):
     ]
 
 
+OPS = ("linear", "norm", "rope", "write", "attention", "swiglu", "gelu", "multiply")  # in the order of their numbers
+MAX_BUFFERS = 12
+
+
+class Columns(Structure):
+    """Numbers of a buffer's rows, from a column on; buffer -1: none."""
+
+    _fields_ = [("buffer", c_int32), ("first", c_int32)]
+
+
+class Op(Structure):
+    """An operator of a program."""
+
+    _fields_ = [
+        ("kind", c_int32),
+        ("group", c_int32),
+        *((name, Columns) for name in "x y out".split()),
+        ("params", c_void_p),
+    ]
+
+
+class NormParams(Structure):
+    """A norm over `heads` rows of each token; without a bias it is an RMSNorm."""
+
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("heads", c_int64), ("dim", c_int64), ("eps", c_float)]
+
+
+class RopeParams(Structure):
+    """A rotation by tables of `length` positions."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "cos sin".split()),
+        *((name, c_int64) for name in "length half q_heads k_heads head_dim".split()),
+    ]
+
+
+class ActivationParams(Structure):
+    """An activation of `dim` numbers a token."""
+
+    _fields_ = [("dim", c_int64), ("tanh", c_int32)]
+
+
+class ProgramParams(Structure):
+    """One run of a program."""
+
+    _fields_ = [
+        ("ops", POINTER(Op)),
+        ("num_ops", c_int64),
+        *((name, c_void_p) for name in "seconds positions".split()),
+        ("plans", POINTER(c_void_p)),
+        ("buffers", c_void_p * MAX_BUFFERS),
+        ("widths", c_int64 * MAX_BUFFERS),
+        ("rows", c_int64),
+        ("dtype", c_int32),
+        ("threads", c_int32),
+    ]
+
+
 # Entry points of every instruction set: result, arguments behind the address of torch's parallel_for.
 _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -86,9 +144,10 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "merge_states": (None, (_P, _P, _P, _P, _P, _P, _L, _L, _I)),
     "apply_sinks": (None, (_P, _P, _P, _P, _L, _L, _L, _I)),
     "rms_norm": (None, (_P, _L, _L, _L, _P, _L, _P, _P, _L, _L, _F, _I)),
-    "layer_norm": (None, (_P, _L, _L, _L, _P, _P, _P, _L, _L, _F, _I)),
+    "layer_norm": (None, (_P, _L, _L, _L, _P, _L, _P, _P, _P, _L, _L, _F, _I)),
     "rope": (_L, (_P, _L, _L, _L, _P, _L, _L, _L, _P, _P, _P, _L, _L, _L, _I)),
     "linear": (None, (POINTER(LinearParams),)),
+    "program": (_L, (POINTER(ProgramParams),)),
     "pack": (None, (_P, _L, _L, _L, _P, _I)),
     "swiglu": (None, (_P, _L, _P, _L, _L, _I)),
     "gelu": (None, (_P, _L, _L, _L, _P, _L, _L, _I, _I)),

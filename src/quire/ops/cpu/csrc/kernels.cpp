@@ -8,6 +8,8 @@
 
 #define QUIRE_NAME_(name, isa) quire_##name##_##isa
 #define QUIRE_NAME(name, isa) QUIRE_NAME_(name, isa)
+extern "C" void quire_write_kv(ParallelFor parallel_for, const Plan* plan, const WriteParams* p);  // in cache.cpp
+
 #define ENTRY(name) extern "C" QUIRE_EXPORT void QUIRE_NAME(name, QUIRE_ISA)
 
 namespace {
@@ -30,8 +32,6 @@ static void with_kind(int32_t dtype, const F& f) {
     else f.template operator()<Widened<BF16>>();
 #endif
 }
-
-static int64_t rows_a_thread(int64_t dim) { return dim >= GRAIN ? 1 : (GRAIN + dim - 1) / (dim ? dim : 1); }
 
 }  // namespace
 
@@ -89,26 +89,24 @@ ENTRY(rms_norm)(
         using T = typename E::T;
         const Rows<const T> from{(const T*)x, outer_stride, inner, inner_stride};
         parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) {
-            const T* row = from[i];
-            if (residual) {
-                T* total = (T*)residual + i * residual_stride;
-                add_row<E>(row, total, dim);
-                row = total;
-            }
+            const T* row = summed<E>(from[i], residual ? (T*)residual + i * residual_stride : nullptr, dim);
             rms_norm_row<E>(row, weight, (T*)out + i * dim, dim, eps);
         });
     });
 }
 
 ENTRY(layer_norm)(
-    ParallelFor parallel_for, const void* x, int64_t outer_stride, int64_t inner, int64_t inner_stride,
-    const float* weight, const float* bias, void* out, int64_t rows, int64_t dim, float eps, int32_t dtype) {
+    ParallelFor parallel_for, const void* x, int64_t outer_stride, int64_t inner, int64_t inner_stride, void* residual,
+    int64_t residual_stride, const float* weight, const float* bias, void* out, int64_t rows, int64_t dim, float eps,
+    int32_t dtype) {
     with_element(dtype, [&](auto element) {
         using E = decltype(element);
         using T = typename E::T;
         const Rows<const T> from{(const T*)x, outer_stride, inner, inner_stride};
-        parallel(parallel_for, rows, rows_a_thread(dim),
-                 [&](int64_t i) { layer_norm_row<E>(from[i], weight, bias, (T*)out + i * dim, dim, eps); });
+        parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) {
+            const T* row = summed<E>(from[i], residual ? (T*)residual + i * residual_stride : nullptr, dim);
+            layer_norm_row<E>(row, weight, bias, (T*)out + i * dim, dim, eps);
+        });
     });
 }
 
@@ -191,3 +189,5 @@ extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(multiply, QUIRE_ISA)(
     parallel(parallel_for, threads, 1, [&](int64_t i) { results[i] = multiply_all(rounds); });
     return rounds * 2 * ROWS * W * 2;
 }
+
+#include "program.h"

@@ -8,6 +8,8 @@
 // and number, not of all inputs.
 #pragma once
 
+#include <vector>
+
 #include "kinds.h"
 #include "parallel.h"
 #include "params.h"
@@ -60,7 +62,8 @@ static void pack_strip(const T* weight, int64_t row_stride, int64_t rows, int64_
 // What all workers of a call share.
 struct LinearCall {
     const LinearParams* params;
-    int64_t strips, lanes, panels, chunks;
+    const float* x;  // [T, x_stride] lanes
+    int64_t x_stride, strips, lanes, panels, chunks;
     int64_t next;  // item that nobody has taken yet
 };
 
@@ -73,6 +76,8 @@ struct LinearWorker {
     LinearCall& call;
     const LinearParams& p;
     alignas(64) float sums[CHUNK * PANEL];
+
+    explicit LinearWorker(LinearCall& call) : call(call), p(*call.params) {}
 
     struct Item {
         int64_t first_row, first_strip;
@@ -124,8 +129,8 @@ struct LinearWorker {
 
     void multiply(const Item& item, int64_t begin, int64_t end, const char* next) {
         const RowBlocks blocks(item.rows);
-        const int64_t lda = p.x_stride / 4, stride = item.weight.stride;
-        const float* x = (const float*)p.x + item.first_row * lda;
+        const int64_t lda = call.x_stride, stride = item.weight.stride;
+        const float* x = call.x + item.first_row * lda;
         next -= begin * S::VECTOR;
         for (int b = 0; b < blocks.blocks; b++) {
             const float* a = x + blocks.first(b) * lda;
@@ -167,19 +172,36 @@ struct LinearWorker {
     }
 };
 
+// The rows of x as lanes: where they lie if they are that already, else copied to memory that the calling thread keeps.
+template <class K>
+static void take_rows(ParallelFor parallel_for, LinearCall& call) {
+    using T = typename K::E::T;
+    static thread_local std::vector<float> copy;
+    const LinearParams& p = *call.params;
+    if (sizeof(T) * K::PAIR == 4 && p.in_size % K::PAIR == 0 && p.x_stride % K::PAIR == 0) {
+        call.x = (const float*)p.x, call.x_stride = p.x_stride / K::PAIR;
+        return;
+    }
+    copy.resize((size_t)(p.rows * call.lanes));
+    float* to = copy.data();
+    parallel(parallel_for, p.rows, rows_a_thread(p.in_size),
+             [&](int64_t i) { pack_query<K>((const T*)p.x + i * p.x_stride, (int)p.in_size, to + i * call.lanes); });
+    call.x = to, call.x_stride = call.lanes;
+}
+
 template <class K>
 static void linear(ParallelFor parallel_for, const LinearParams* p) {
-    LinearCall call = {p, (p->out_size + W - 1) / W, (p->in_size + K::PAIR - 1) / K::PAIR, 0, (p->rows + CHUNK - 1) / CHUNK, 0};
+    LinearCall call = {};
+    call.params = p;
+    call.strips = (p->out_size + W - 1) / W, call.lanes = (p->in_size + K::PAIR - 1) / K::PAIR;
+    take_rows<K>(parallel_for, call);
     const int64_t threads = p->rows * p->in_size * p->out_size < FORK ? 1 : p->threads;
-    call.panels = (call.strips + COLUMNS - 1) / COLUMNS;
-    if (call.panels * call.chunks < MANY * threads) {  // else narrower ones, so that all threads end together
+    call.panels = (call.strips + COLUMNS - 1) / COLUMNS, call.chunks = (p->rows + CHUNK - 1) / CHUNK;
+    if (call.panels * call.chunks < MANY * threads) {  // narrower ones, so that all threads end together
         const int64_t turns = (call.panels + threads - 1) / threads;
         call.panels = turns * threads < call.strips ? turns * threads : call.strips;
     }
-    parallel(parallel_for, threads, 1, [&](int64_t) {
-        LinearWorker<K> worker{call, *p, {}};
-        worker.work();
-    });
+    parallel(parallel_for, threads, 1, [&](int64_t) { LinearWorker<K>(call).work(); });
 }
 
 template <class K>

@@ -6,6 +6,10 @@
 typedef void (*ParallelBody)(int64_t begin, int64_t end, void* context);
 typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, ParallelBody body, void* context);
 
+constexpr int64_t GRAIN = 32768;  // numbers that are worth a thread
+
+static inline int64_t rows_a_thread(int64_t dim) { return dim >= GRAIN ? 1 : (GRAIN + dim - 1) / (dim ? dim : 1); }
+
 // Call body(i) for i in 0..count - 1, on as many threads as torch uses. The bodies must not wait for each other: where
 // the pool is busy they run one after the other.
 template <class Body>

@@ -54,12 +54,60 @@ struct WriteParams {
 };
 
 struct LinearParams {
-    const void* x;       // [T, in], as 32-bit lanes: fp32 numbers, or pairs of bf16 where the ISA multiplies those
+    const void* x;       // [T, in]
     const void* weight;  // strips
     const float* bias;   // [out]; null: none
     void* out;           // [T, out], contiguous, of the weight's dtype or fp32
-    int64_t x_stride;    // bytes from one row to the next
+    int64_t x_stride;    // in elements
     int64_t rows, in_size, out_size;
-    int32_t dtype, out_dtype;
+    int32_t dtype, out_dtype;  // the first one of x and the weight
     int32_t threads;
+};
+
+// ------------------------------------------------------------------------------------------- programs, see program.h
+
+enum OpKind : int32_t { OP_LINEAR, OP_NORM, OP_ROPE, OP_WRITE, OP_ATTENTION, OP_SWIGLU, OP_GELU, OP_MULTIPLY };
+
+// Numbers of a buffer's rows, from a column on.
+struct Columns {
+    int32_t buffer;  // -1: none
+    int32_t first;
+};
+
+struct Op {
+    int32_t kind;
+    int32_t group;  // whose plan attention takes
+    Columns x, y, out;
+    void* params;  // of the kind
+};
+
+struct NormParams {
+    const float* weight;  // [dim]
+    const float* bias;    // [dim]; null: RMSNorm
+    int64_t heads, dim;   // rows of x within a token
+    float eps;
+};
+
+struct RopeParams {
+    const float *cos, *sin;  // [length, half]
+    int64_t length, half, q_heads, k_heads, head_dim;
+};
+
+struct ActivationParams {
+    int64_t dim;
+    int32_t tanh;
+};
+
+constexpr int MAX_BUFFERS = 12;
+
+struct ProgramParams {
+    const Op* ops;
+    int64_t num_ops;
+    double* seconds;  // [num_ops], what each one took; null: not wanted
+    const int64_t* positions;  // [rows]
+    const struct Plan* const* plans;  // [groups]
+    void* buffers[MAX_BUFFERS];  // each [rows, width]
+    int64_t widths[MAX_BUFFERS];
+    int64_t rows;
+    int32_t dtype, threads;
 };

@@ -8,8 +8,6 @@
 
 namespace {
 
-constexpr int64_t GRAIN = 32768;  // numbers that are worth a thread
-
 // Rows of a tensor [outer, inner, dim] with a unit last stride.
 template <class T>
 struct Rows {
@@ -32,12 +30,15 @@ QUIRE_INLINE int part(int64_t dim, int64_t at) { return dim - at < W ? (int)(dim
 // Zero in the lanes behind the row's end.
 QUIRE_INLINE V only(V x, int lanes) { return iota() < (float)lanes ? x : V{}; }
 
+// What is normalised: x, or the residual once it has taken in x.
 template <class E>
-static void add_row(const typename E::T* x, typename E::T* residual, int64_t dim) {
+static const typename E::T* summed(const typename E::T* x, typename E::T* residual, int64_t dim) {
+    if (!residual) return x;
     for (int64_t c = 0; c < dim; c += W) {
         const int n = part(dim, c);
         put_part<E>(residual + c, get_part<E>(residual + c, n) + get_part<E>(x + c, n), n);
     }
+    return residual;
 }
 
 template <class E>
@@ -114,6 +115,21 @@ static void gelu_row(const typename E::T* x, typename E::T* out, int64_t dim, bo
         V v = get_part<E>(x + c, n);
         put_part<E>(out + c, tanh ? gelu_tanh(v) : gelu_erf(v), n);
     }
+}
+
+// out *= x
+template <class E>
+static void multiply_rows(
+    ParallelFor parallel_for, const void* x, int64_t x_stride, void* out, int64_t out_stride, int64_t rows, int64_t dim) {
+    using T = typename E::T;
+    parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) {
+        const T* from = (const T*)x + i * x_stride;
+        T* to = (T*)out + i * out_stride;
+        for (int64_t c = 0; c < dim; c += W) {
+            const int n = part(dim, c);
+            put_part<E>(to + c, get_part<E>(to + c, n) * get_part<E>(from + c, n), n);
+        }
+    });
 }
 
 // --------------------------------------------------------------------------------------------- for the sampler

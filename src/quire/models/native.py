@@ -1,0 +1,118 @@
+"""All layers of a decoder as one call of the native CPU library: what `Decoder` computes, bit for bit."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from quire.cache.storage import KVCache
+from quire.models.norm import LayerNorm, Norm, RMSNorm
+from quire.ops import AttentionPlan
+from quire.ops.cpu.linear import PackedLinear
+from quire.ops.cpu.program import Place, Program
+from quire.ops.cpu.worklist import CpuPlan
+
+if TYPE_CHECKING:
+    from quire.models.decoder import Decoder, Layer
+
+RESIDUAL, HIDDEN, BRANCH = ("residual", 0), ("hidden", 0), ("branch", 0)
+
+
+class NativeLayers:
+    """A decoder's layers, from the embedded tokens to the final norm."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        """Write the program. The decoder's linears are all `PackedLinear`."""
+        config = decoder.config
+        self._groups = decoder.group_of_layer
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        inner = config.intermediate_size
+        widths = {
+            **{"residual": config.hidden_size, "hidden": config.hidden_size, "branch": config.hidden_size},
+            **{"qkv": q + 2 * kv, "attended": q},
+            **{"inner": (2 if config.gated_mlp else 1) * inner, "activated": inner},
+            **({"q": q, "k": kv} if config.qk_norm else {}),
+        }
+        self._program = Program(decoder.dtype, widths)
+        self._bound: weakref.ref[KVCache] | None = None
+        norms_after = [*(layer.input_norm for layer in decoder.layers[1:]), decoder.final_norm]
+        self._norm(decoder.layers[0].input_norm, RESIDUAL, HIDDEN)
+        for i, (layer, norm_after) in enumerate(zip(decoder.layers, norms_after, strict=True)):
+            self._attention(decoder, layer, i)
+            self._norm(layer.mlp_norm, BRANCH, HIDDEN, RESIDUAL)
+            self._mlp(decoder, layer)
+            self._norm(norm_after, BRANCH, HIDDEN, RESIDUAL)
+
+    @staticmethod
+    def serves(decoder: Decoder) -> bool:
+        """Whether this backend and these linears can be called so."""
+        linears = (
+            linear for layer in decoder.layers for linear in (layer.qkv, layer.output, layer.mlp_in, layer.mlp_out)
+        )
+        return decoder.ops.NAME == "cpu" and all(isinstance(linear, PackedLinear) for linear in linears)
+
+    def __call__(
+        self,
+        residual: Tensor,  # [T, H], the embedded tokens; overwritten
+        positions: Tensor,  # int64 [T]
+        cache: KVCache,
+        plans: Sequence[AttentionPlan],  # one a cache group
+        seconds: Tensor | None = None,  # fp64 [operators], filled with what each of them took
+    ) -> Tensor:
+        """Hidden states after the final norm: [T, H]."""
+        own = cast(Sequence[CpuPlan], plans)
+        if self._bound is None or self._bound() is not cache:
+            self._program.bind([own[group].cache(cache.layer(i)) for i, group in enumerate(self._groups)])
+            self._bound = weakref.ref(cache)
+        hidden = torch.empty_like(residual)
+        self._program.run(residual, hidden, positions, own, seconds)
+        return hidden
+
+    @property
+    def kinds(self) -> list[str]:
+        """The operators' names, in order."""
+        return self._program.kinds
+
+    def _norm(self, norm: Norm, x: Place, out: Place, residual: Place | None = None, heads: int = 1) -> None:
+        if isinstance(norm, RMSNorm):
+            self._program.norm(x, norm.weight, None, norm.eps, out, residual, heads)
+        elif isinstance(norm, LayerNorm):
+            self._program.norm(x, norm.weight, norm.bias, norm.eps, out, residual, heads)
+
+    def _linear(self, linear: object, x: str, out: str) -> None:
+        self._program.linear((x, 0), cast(PackedLinear, linear), (out, 0))
+
+    def _attention(self, decoder: Decoder, layer: Layer, index: int) -> None:
+        config, program = decoder.config, self._program
+        heads, dim = (config.num_heads, config.num_kv_heads), config.head_dim
+        self._linear(layer.qkv, "hidden", "qkv")
+        q, k, v = ("qkv", 0), ("qkv", heads[0] * dim), ("qkv", sum(heads) * dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            self._norm(layer.q_norm, q, ("q", 0), heads=heads[0])
+            self._norm(layer.k_norm, k, ("k", 0), heads=heads[1])
+            q, k = ("q", 0), ("k", 0)
+        if decoder.cos_sin is not None:
+            program.rope(q, k, *decoder.cos_sin, heads, dim)
+        scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
+        group = self._groups[index]
+        program.attention(q, k, v, ("attended", 0), group, scale, decoder.alibi_slopes, config.attention_softcap)
+        self._linear(layer.output, "attended", "branch")
+        if layer.output_norm is not None:
+            self._norm(layer.output_norm, BRANCH, BRANCH)
+
+    def _mlp(self, decoder: Decoder, layer: Layer) -> None:
+        config, program, inner = decoder.config, self._program, decoder.config.intermediate_size
+        self._linear(layer.mlp_in, "hidden", "inner")
+        if config.activation == "silu":
+            program.swiglu(("inner", 0), ("activated", 0), inner)
+        else:
+            program.gelu(("inner", 0), ("activated", 0), inner, config.activation == "gelu_tanh")
+            if config.gated_mlp:
+                program.multiply(("inner", inner), ("activated", 0), inner)
+        self._linear(layer.mlp_out, "activated", "branch")
+        if layer.mlp_output_norm is not None:
+            self._norm(layer.mlp_output_norm, BRANCH, BRANCH)

@@ -1,0 +1,96 @@
+// All layers of a decoder in one call: a list of operators on numbered buffers, written once for a model.
+//
+// An operator is what the entry point of its name does; what changes from step to step is the number of rows, the addresses
+// of the buffers, and the attention plans. Included behind the entry points.
+#pragma once
+
+#include <chrono>
+
+namespace {
+
+struct Program {
+    ParallelFor parallel_for;
+    const ProgramParams& p;
+
+    int64_t size() const { return p.dtype == DTYPE_F32 ? 4 : 2; }
+    void* at(const Columns& c) const { return c.buffer < 0 ? nullptr : (char*)p.buffers[c.buffer] + c.first * size(); }
+    int64_t width(const Columns& c) const { return c.buffer < 0 ? 0 : p.widths[c.buffer]; }
+
+    void run(const Op& op, const LinearParams& linear) const {
+        LinearParams call = linear;
+        call.x = at(op.x), call.x_stride = width(op.x), call.out = at(op.out);
+        call.rows = p.rows, call.threads = p.threads;
+        QUIRE_NAME(linear, QUIRE_ISA)(parallel_for, &call);
+    }
+
+    void run(const Op& op, const NormParams& norm) const {
+        const int64_t rows = p.rows * norm.heads;
+        if (norm.bias)
+            QUIRE_NAME(layer_norm, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), norm.heads, norm.dim, at(op.y), width(op.y),
+                                              norm.weight, norm.bias, at(op.out), rows, norm.dim, norm.eps, p.dtype);
+        else
+            QUIRE_NAME(rms_norm, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), norm.heads, norm.dim, at(op.y), width(op.y),
+                                            norm.weight, at(op.out), rows, norm.dim, norm.eps, p.dtype);
+    }
+
+    bool run(const Op& op, const RopeParams& r) const {
+        return QUIRE_NAME(rope, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), r.q_heads, r.head_dim, at(op.y), width(op.y),
+                                           r.k_heads, r.head_dim, p.positions, r.cos, r.sin, p.rows, r.length, r.half, p.dtype) < 0;
+    }
+
+    void run(const Op& op, const WriteParams& write) const {
+        const SpecParams& spec = p.plans[op.group]->spec;
+        WriteParams call = write;
+        call.k_new = at(op.x), call.k_new_token = width(op.x), call.k_new_head = spec.head_dim;
+        call.v_new = at(op.y), call.v_new_token = width(op.y), call.v_new_head = spec.head_dim_v;
+        quire_write_kv(parallel_for, p.plans[op.group], &call);
+    }
+
+    void run(const Op& op, const AttentionParams& attention) const {
+        const SpecParams& spec = p.plans[op.group]->spec;
+        AttentionParams call = attention;
+        call.q = at(op.x), call.q_token = width(op.x), call.q_head = spec.head_dim;
+        call.out = at(op.out), call.out_token = width(op.out), call.out_head = spec.head_dim_v;
+        QUIRE_NAME(attention, QUIRE_ISA)(parallel_for, p.plans[op.group], &call);
+    }
+
+    // Whether all positions are known.
+    bool run(const Op& op) const {
+        const ActivationParams* activation = (const ActivationParams*)op.params;
+        switch (op.kind) {
+            case OP_LINEAR: run(op, *(const LinearParams*)op.params); break;
+            case OP_NORM: run(op, *(const NormParams*)op.params); break;
+            case OP_ROPE: return run(op, *(const RopeParams*)op.params);
+            case OP_WRITE: run(op, *(const WriteParams*)op.params); break;
+            case OP_ATTENTION: run(op, *(const AttentionParams*)op.params); break;
+            case OP_SWIGLU:
+                QUIRE_NAME(swiglu, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), at(op.out), p.rows, activation->dim, p.dtype);
+                break;
+            case OP_GELU:
+                QUIRE_NAME(gelu, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), 1, 0, at(op.out), p.rows, activation->dim,
+                                            activation->tanh, p.dtype);
+                break;
+            case OP_MULTIPLY:
+                with_element(p.dtype, [&](auto element) {
+                    using E = decltype(element);
+                    multiply_rows<E>(parallel_for, at(op.x), width(op.x), at(op.out), width(op.out), p.rows, activation->dim);
+                });
+                break;
+        }
+        return true;
+    }
+};
+
+}  // namespace
+
+// Returns the operator that found a position beyond its table, or -1. What stands before it has been done.
+extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(program, QUIRE_ISA)(ParallelFor parallel_for, const ProgramParams* params) {
+    const Program program{parallel_for, *params};
+    using Clock = std::chrono::steady_clock;
+    for (int64_t i = 0; i < params->num_ops; i++) {
+        const Clock::time_point start = params->seconds ? Clock::now() : Clock::time_point();
+        if (!program.run(params->ops[i])) return i;
+        if (params->seconds) params->seconds[i] = std::chrono::duration<double>(Clock::now() - start).count();
+    }
+    return -1;
+}

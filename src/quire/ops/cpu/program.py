@@ -1,0 +1,163 @@
+"""A decoder's layers as a list of operators that the native library runs in one call.
+
+Who calls the operators one by one from Python pays some microseconds for each: with small models and few rows more than
+for the work itself. A program is written once for a model. Each of its operators is the one of the same name in this
+backend, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import Structure, addressof, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadValue
+from quire.ops.cpu import native
+from quire.ops.cpu.linear import PackedLinear
+from quire.ops.cpu.worklist import Cache, CpuPlan
+
+Place = tuple[str, int]  # a buffer, and the first of its columns
+
+
+class Program:
+    """Operators on buffers of rows, one row a token."""
+
+    def __init__(self, dtype: torch.dtype, widths: Mapping[str, int], library: native.Library | None = None) -> None:
+        """dtype: of all buffers. widths: their columns, by name; the first two are the caller's, see `run`."""
+        if len(widths) > native.MAX_BUFFERS:
+            raise BadValue(f"a program has {len(widths)} buffers; {native.MAX_BUFFERS} are the most")
+        self._dtype, self._widths = dtype, list(widths.values())
+        self._buffers = {name: i for i, name in enumerate(widths)}
+        self._own_width = sum(self._widths[2:])
+        self._library = library or native.default()
+        self._ops: list[native.Op] = []
+        self._array = (native.Op * 0)()
+        self._kept: list[object] = []  # what the operators point to
+        self._caches: list[tuple[native.WriteParams, native.AttentionParams]] = []  # by layer
+        self._scratch = torch.empty(0, dtype=dtype)
+
+    # ------------------------------------------------------------------------------------------ writing it
+
+    def linear(self, x: Place, packed: PackedLinear, out: Place) -> None:
+        """out = x @ weight.T + bias."""
+        self._kept.append(packed)
+        self._add("linear", packed.params(), x, None, out)
+
+    def norm(
+        self,
+        x: Place,
+        weight: Tensor,  # fp32 [dim]
+        bias: Tensor | None,  # fp32 [dim]; None: RMSNorm
+        eps: float,
+        out: Place,
+        residual: Place | None = None,
+        heads: int = 1,
+    ) -> None:
+        """out = the norm of x, or of the residual once it has taken in x. `heads`: rows of each token."""
+        self._kept += [weight, bias]
+        offset = None if bias is None else bias.data_ptr()
+        params = native.NormParams(weight.data_ptr(), offset, heads, len(weight), eps)
+        self._add("norm", params, x, residual, out)
+
+    def rope(self, q: Place, k: Place, cos: Tensor, sin: Tensor, heads: tuple[int, int], head_dim: int) -> None:
+        """Rotate q and k where they stand."""
+        self._kept += [cos, sin]
+        self._add("rope", native.RopeParams(cos.data_ptr(), sin.data_ptr(), *cos.shape, *heads, head_dim), q, k)
+
+    def attention(
+        self,
+        q: Place,
+        k: Place,
+        v: Place,
+        out: Place,
+        group: int,
+        scale: float,
+        alibi_slopes: Tensor | None,  # fp32 [Hq]
+        softcap: float | None,
+    ) -> None:
+        """Store k and v in the layer's cache, and attend to all that stands there."""
+        self._kept.append(alibi_slopes)
+        write = native.WriteParams()
+        attention = native.AttentionParams(
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes.data_ptr(), scale=scale, softcap=softcap or 0.0
+        )
+        self._add("write", write, k, v, group=group)
+        self._add("attention", attention, q, None, out, group=group)
+        self._caches.append((write, attention))
+
+    def swiglu(self, x: Place, out: Place, size: int) -> None:
+        """silu(gate) * up; x holds the gate, then up."""
+        self._add("swiglu", native.ActivationParams(size), x, None, out)
+
+    def gelu(self, x: Place, out: Place, size: int, tanh: bool) -> None:
+        """GELU in its exact or its tanh form."""
+        self._add("gelu", native.ActivationParams(size, tanh), x, None, out)
+
+    def multiply(self, x: Place, out: Place, size: int) -> None:
+        """out *= x."""
+        self._add("multiply", native.ActivationParams(size), x, None, out)
+
+    def _add(
+        self, kind: str, params: Structure, x: Place, y: Place | None = None, out: Place | None = None, group: int = 0
+    ) -> None:
+        self._kept.append(params)
+        places = (
+            native.Columns(-1, 0) if p is None else native.Columns(self._buffers[p[0]], p[1]) for p in (x, y, out)
+        )
+        self._ops.append(native.Op(native.OPS.index(kind), group, *places, addressof(params)))
+
+    # ------------------------------------------------------------------------------------------ running it
+
+    @property
+    def kinds(self) -> list[str]:
+        """The operators' names, in order."""
+        return [native.OPS[op.kind] for op in self._ops]
+
+    def bind(self, caches: Sequence[Cache]) -> None:
+        """Let the layers' attention work on these caches, in order."""
+        for pair, cache in zip(self._caches, caches, strict=True):
+            for params, home in zip(pair, (cache.write, cache.attention), strict=True):
+                for name in ("k", "v", "k_block", "k_head", "k_slot", "v_block", "v_head", "v_slot"):
+                    setattr(params, name, getattr(home, name))
+
+    def run(
+        self,
+        first: Tensor,  # [T, width], contiguous: the first buffer
+        second: Tensor,  # [T, width], contiguous: the second
+        positions: Tensor,  # int64 [T], contiguous
+        plans: Sequence[CpuPlan],  # one a cache group, with T tokens each
+        seconds: Tensor | None = None,  # fp64 [operators], filled with what each of them took
+    ) -> None:
+        """Run all operators. Raises BadValue for a position that a table does not hold."""
+        rows = first.shape[0]
+        for plan in plans:
+            if plan.num_tokens != rows or not plan.writable:
+                raise BadValue(f"a plan is for {plan.num_tokens} tokens, the program for {rows}; update it with slots")
+        if len(self._array) != len(self._ops):
+            self._array = (native.Op * len(self._ops))(*self._ops)
+        if rows * self._own_width > len(self._scratch):
+            self._scratch = torch.empty(rows * self._own_width, dtype=self._dtype)
+        address, size = self._scratch.data_ptr(), self._dtype.itemsize
+        buffers = [first.data_ptr(), second.data_ptr()]
+        for width in self._widths[2:]:
+            buffers.append(address)
+            address += rows * width * size
+        beyond = self._library(
+            "program",
+            native.ProgramParams(
+                ops=self._array,
+                num_ops=len(self._ops),
+                seconds=None if seconds is None else seconds.data_ptr(),
+                positions=positions.data_ptr(),
+                plans=(c_void_p * len(plans))(*(plan.view for plan in plans)),
+                buffers=(c_void_p * native.MAX_BUFFERS)(*buffers),
+                widths=(c_int64 * native.MAX_BUFFERS)(*self._widths),
+                rows=rows,
+                dtype=native.DTYPES[self._dtype],
+                threads=torch.get_num_threads(),
+            ),
+        )
+        if beyond >= 0:
+            raise BadValue(f"a position lies beyond its table: {positions.min()} to {positions.max()}")

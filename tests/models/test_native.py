@@ -1,0 +1,87 @@
+"""A decoder's layers as one call: the same bits as one operator after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.errors import BadValue
+from quire.ops.cpu import native
+from quire.ops.cpu.program import Program
+from tests.models.checkpoints import engine, probed_logits, save
+from tests.models.test_families import VARIANTS
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=native.unavailable() or "")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PROMPTS = [list(range(2, 2 + n)) for n in (1, 16, 17, 50)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_every_bit_is_that_of_the_operators_one_by_one(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    """Prompts in chunks mixed with decoding; logits of every row."""
+    family, changes = VARIANTS[kind]
+    save(tmp_path, family, dtype, **changes)
+    found = []
+    for one_by_one in (False, True):
+        made = engine(tmp_path, block_size=4, num_blocks=100, max_num_batched_tokens=24)
+        assert made.runner.model.native_layers is not None
+        if one_by_one:
+            made.runner.model.native_layers = None
+        found.append(probed_logits(made, PROMPTS, max_tokens=12))
+    (once, tokens), (again, same_tokens) = found
+    assert {"prefill", "decode"} in once.steps
+    assert tokens == same_tokens
+    assert once.found.keys() == again.found.keys()
+    for row, logits in once.found.items():
+        assert torch.equal(logits, again.found[row])
+
+
+def test_another_cache_is_found(tmp_path: Path) -> None:
+    """A model may serve one engine after another."""
+    save(tmp_path)
+    first, second = (engine(tmp_path, block_size=size) for size in (4, 8))
+    second.runner.model = first.runner.model
+    _, tokens = probed_logits(first, PROMPTS, max_tokens=5)
+    first.runner.model = second.runner.model
+    _, same = probed_logits(second, PROMPTS, max_tokens=5)
+    assert same == tokens
+
+
+def test_what_each_operator_took(tmp_path: Path) -> None:
+    save(tmp_path, "Gemma2")
+    made = engine(tmp_path)
+    layers = made.runner.model.native_layers
+    seconds = torch.full((len(layers.kinds),), -1.0, dtype=torch.float64)
+    run = layers._program.run
+    layers._program.run = lambda *args: run(*args[:4], seconds)  # type: ignore[method-assign]
+    probed_logits(made, PROMPTS, max_tokens=1)
+    assert layers.kinds[:4] == ["norm", "linear", "rope", "write"]
+    assert {"attention", "gelu", "multiply"} < set(layers.kinds)
+    assert (seconds >= 0).all()
+
+
+def test_a_position_beyond_the_table_is_refused() -> None:
+    program = Program(torch.float32, {"first": 8, "second": 4})
+    program.rope(("first", 0), ("first", 4), torch.ones(5, 2), torch.zeros(5, 2), (1, 1), 4)
+    x, out = torch.ones(2, 8), torch.empty(2, 4)
+    program.run(x, out, torch.tensor([0, 4]), [])
+    with pytest.raises(BadValue, match="0 to 5"):
+        program.run(x, out, torch.tensor([5, 0]), [])
+
+
+def test_a_plan_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    made = engine(tmp_path)
+    probed_logits(made, PROMPTS[:1], max_tokens=1)
+    model = made.runner.model.model
+    hidden, positions = torch.zeros(2, 48), torch.arange(2)
+    with pytest.raises(BadValue, match="for 1 tokens, the program for 2"):
+        model.native_layers(hidden, positions, made.runner.cache, made.runner.plans)
+
+
+def test_a_program_has_only_so_many_buffers() -> None:
+    with pytest.raises(BadValue, match="13 buffers"):
+        Program(torch.float32, {str(i): 1 for i in range(13)})
