@@ -19,6 +19,7 @@ from quire.engine.cost import DEVICES, ModelCost
 from quire.engine.flatten import Buffers, flatten
 from quire.engine.order import by_priority
 from quire.engine.plan import Plan, StepOutput
+from quire.engine.sharing import unborn
 from quire.engine.simulate import Simulation
 from quire.request import FinishReason, Group, Request, SamplingParams
 from tests.engine.fakes import FakeRunner, continuation, forget_free_blocks
@@ -215,8 +216,8 @@ class RandomRun(Simulation):
             return
         scheduler = self.scheduler
         waiting = list(scheduler.waiting)
-        unborn = [sibling for request in scheduler.running for sibling in scheduler._unborn(request)]
-        states = {"waiting": waiting, "unborn": unborn, "running": scheduler.running, "swapped": scheduler.swapped}
+        unforked = [sibling for request in scheduler.running for sibling in unborn(request, scheduler.waiting)]
+        states = {"waiting": waiting, "unborn": unforked, "running": scheduler.running, "swapped": scheduler.swapped}
         there = [name for name, requests in states.items() if requests]
         if there:
             state = self.rng.choice(there)

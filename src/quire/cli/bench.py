@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from quire.bench.workloads import WORKLOADS
-from quire.cli import bench_serve, bench_soak
+from quire.cli import bench_blocks, bench_latency, bench_scheduler, bench_serve, bench_soak
 from quire.cli.options import (
     AsJson,
     Backend,
@@ -23,6 +23,7 @@ from quire.cli.options import (
     MaxNumSeqs,
     Model,
     NumBlocks,
+    NumSpeculativeTokens,
     Preemption,
     PrefixCaching,
     SchedulingPolicy,
@@ -34,6 +35,9 @@ from quire.errors import QuireError
 from quire.progress import progress_bar
 
 app = typer.Typer(no_args_is_help=True, help="Measure speed, start-up and memory on this machine.")
+app.command("latency")(bench_latency.latency)
+app.command("scheduler")(bench_scheduler.scheduler)
+app.command("blocks")(bench_blocks.blocks)
 app.command("serve")(bench_serve.serve)
 app.command("http")(bench_serve.http)
 app.command("soak")(bench_soak.soak)
@@ -56,6 +60,7 @@ def throughput(
     preemption: Preemption = "recompute",
     swap_space: SwapSpace = None,
     scheduling_policy: SchedulingPolicy = "fcfs",
+    num_speculative_tokens: NumSpeculativeTokens = 0,
     warmup: Annotated[int, typer.Option(min=0, help="Runs before those that count.")] = 1,
     runs: Annotated[int, typer.Option(min=1, help="Runs that count; their median is told.")] = 3,
     as_json: AsJson = False,
@@ -82,6 +87,7 @@ def throughput(
             preemption=preemption,
             swap_space=swap_space,
             scheduling_policy=scheduling_policy,
+            num_speculative_tokens=num_speculative_tokens,
         )
         for work in chosen:
             with progress_bar(work.name, work.num_new_tokens * (warmup + runs)) as advance:

@@ -117,15 +117,15 @@ def attended(items: Sequence[PlanItem], window: int | None) -> tuple[int, int]:
     """Keys that a step reads, each once for every request, and pairs of a query token and a key that it sees."""
     keys = pairs = 0
     if window is None:
-        for request, num_new in items:
-            context = request.num_computed + num_new
+        for item in items:
+            num_new, context = item.num_rows, item.request.num_computed + item.num_rows
             keys += context
             pairs += num_new * context - num_new * (num_new - 1) // 2
     else:
-        for request, num_new in items:
-            context = request.num_computed + num_new
+        for item in items:
+            num_new, context = item.num_rows, item.request.num_computed + item.num_rows
             keys += min(context, window - 1 + num_new)
-            pairs += _seen(context, window) - _seen(request.num_computed, window)
+            pairs += _seen(context, window) - _seen(item.request.num_computed, window)
     return keys, pairs
 
 

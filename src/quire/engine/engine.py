@@ -21,6 +21,7 @@ from quire.engine.order import ORDERS
 from quire.engine.plan import StepOutput
 from quire.engine.runner import MAX_LOGIT_ROWS, Runner
 from quire.engine.scheduler import Scheduler
+from quire.engine.speculation import PromptLookup
 from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError, RequestError
 from quire.models.decoder import Decoder, DecoderConfig
@@ -201,6 +202,8 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         device=config.device,
         reproducible=config.reproducible,
     )
+    # Where a token could come out differently beside its guesses, there are none.
+    guesses = config.num_speculative_tokens > 0 and config.device == "cpu" and ops.LIMITS.reproducible
     scheduler = Scheduler(
         BlockManager(
             groups,
@@ -215,6 +218,7 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         order=ORDERS[config.scheduling_policy],
+        lookup=PromptLookup(config.num_speculative_tokens) if guesses else None,
     )
     max_blocks = -(-model.max_model_len // block_size)
     limits = (config.max_num_batched_tokens, config.max_num_seqs, max_blocks)

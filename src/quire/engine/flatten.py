@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -37,19 +38,21 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
     widest = 0
     known: list[int] = []  # rows whose K and V stand in the cache: blocks that others share are never written
     for s, item in enumerate(plan.items):
-        request, start, stop = item.request, item.request.num_computed, item.request.num_computed + item.num_new
+        request, start, end = item.request, item.request.num_computed, t + item.num_rows
+        stop = start + item.num_new
         # A view of an array('i') pins its size, so none may outlive its statement: the request appends to it later.
         buffers.token_ids[t : t + item.num_new] = np.frombuffer(request.tokens, np.int32)[start:stop]
-        buffers.positions[t : t + item.num_new] = np.arange(start, stop)
-        buffers.sequence[t : t + item.num_new] = s
+        buffers.token_ids[t + item.num_new : end] = item.guesses
+        buffers.positions[t:end] = np.arange(start, start + item.num_rows)
+        buffers.sequence[t:end] = s
         for g, table in enumerate(request.block_ids):
             buffers.block_tables[g, s, : len(table)] = np.frombuffer(table, np.int32)
             widest = max(widest, len(table))
         if start < request.num_cached:
             known += range(t, t + min(request.num_cached - start, item.num_new))
-        t += item.num_new
+        t = end
         buffers.query_starts[s + 1] = t
-        buffers.context_lens[s] = stop
+        buffers.context_lens[s] = start + item.num_rows
     num_seqs = len(plan.items)
     position, sequence = buffers.positions[:t], buffers.sequence[:t]
     for tables, slots in zip(buffers.block_tables, buffers.slots, strict=True):
@@ -66,16 +69,22 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         )
         for g, (slots, tables) in enumerate(zip(buffers.slots, buffers.block_tables, strict=True))
     )
-    sampled = [(item, int(buffers.query_starts[s + 1]) - 1) for s, item in enumerate(plan.items) if item.samples]
+    # Rows to draw behind: the last one of a request, with the number of guesses up to it.
+    drawn = [
+        (item.request, int(buffers.query_starts[s + 1]) - 1 - len(item.guesses) + ahead, ahead)
+        for s, item in enumerate(plan.items)
+        if item.samples
+        for ahead in range(len(item.guesses) + 1)
+    ]
     return Batch(
         token_ids=torch.from_numpy(buffers.token_ids[:t]),
         positions=torch.from_numpy(buffers.positions[:t]),
         query_starts=torch.from_numpy(buffers.query_starts[: num_seqs + 1]),
         context_lens=torch.from_numpy(buffers.context_lens[:num_seqs]),
         groups=groups,
-        logit_rows=torch.tensor([row for _, row in sampled], dtype=torch.int64),
-        logit_ids=[item.request.id for item, _ in sampled],
-        sampling=sampling_rows([item.request for item, _ in sampled]),
+        logit_rows=torch.tensor([row for _, row, _ in drawn], dtype=torch.int64),
+        logit_ids=[request.id for request, _, _ in drawn],
+        sampling=sampling_rows([request for request, _, _ in drawn], [ahead for _, _, ahead in drawn]),
         prompt=prompt_rows(plan.items),
     )
 
@@ -101,14 +110,15 @@ def _in_turns(moves: list[Move]) -> list[Pairs]:
     return turns
 
 
-def sampling_rows(requests: list[Request]) -> SamplingRows:
-    """How each of these requests draws its next token."""
+def sampling_rows(requests: list[Request], ahead: Sequence[int] | None = None) -> SamplingRows:
+    """How each of these requests draws its next token, or the one that comes so many tokens behind that."""
+    ahead = ahead or [0] * len(requests)
     params = [request.sampling for request in requests]
     penalties = [_penalised(row, request) for row, request in enumerate(requests) if _has_penalty(request)]
     banned = [
         (row, request.ending_tokens)
         for row, request in enumerate(requests)
-        if request.num_generated < request.sampling.min_tokens
+        if request.num_generated + ahead[row] < request.sampling.min_tokens
     ]
     return SamplingRows(
         temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
@@ -118,7 +128,7 @@ def sampling_rows(requests: list[Request]) -> SamplingRows:
         uniforms=torch.from_numpy(
             uniforms(
                 np.array([request.seed for request in requests], np.uint64),
-                np.array([len(request.tokens) for request in requests], np.uint64),
+                np.array([len(request.tokens) + n for request, n in zip(requests, ahead, strict=True)], np.uint64),
                 np.array([request.sample_index for request in requests], np.uint64),
             )
         ),
@@ -182,7 +192,7 @@ def prompt_rows(items: list[PlanItem]) -> PromptRows:
                 tokens.append(request.tokens[position + 1])
                 num_logprobs.append(wanted)
                 request_ids.append(request.id)
-        start += item.num_new
+        start += item.num_rows
     return PromptRows(
         rows=torch.tensor(rows, dtype=torch.int64),
         tokens=torch.tensor(tokens, dtype=torch.int64),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,10 +13,16 @@ INVALID_TOKEN = -1  # what the sampler returns for a row without a finite logit
 
 
 class PlanItem(NamedTuple):
-    """One request's part of a step: its next `num_new` tokens."""
+    """One request's part of a step: its next `num_new` tokens, and guesses at what comes behind its last one."""
 
     request: Request
     num_new: int
+    guesses: Sequence[int] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens to compute."""
+        return self.num_new + len(self.guesses)
 
     @property
     def samples(self) -> bool:
@@ -34,17 +41,17 @@ class Plan:
     preempted: list[Request] = field(default_factory=list)  # what they had is forgotten, or among swap_out
     resumed: list[Request] = field(default_factory=list)  # came back from the host
     failed: list[tuple[Request, Exception]] = field(default_factory=list)  # could not be planned
-    num_tokens: int = 0  # of all items
+    num_tokens: int = 0  # to compute, of all items
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing for a runner to do."""
         return not (self.items or self.swap_out or self.swap_in or self.copies)
 
-    def add(self, request: Request, num_new: int) -> None:
+    def add(self, request: Request, num_new: int, guesses: Sequence[int] = ()) -> None:
         """Plan the request's next tokens."""
-        self.items.append(PlanItem(request, num_new))
-        self.num_tokens += num_new
+        self.items.append(PlanItem(request, num_new, guesses))
+        self.num_tokens += num_new + len(guesses)
 
 
 @dataclass
@@ -54,3 +61,5 @@ class StepOutput:
     tokens: dict[str, int]  # the token drawn for each request that samples; INVALID_TOKEN where no logit was finite
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)  # of these tokens, where asked for
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    behind_guesses: dict[str, list[int]] = field(default_factory=dict)  # a token for each guess, if all were right
+    behind_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # of these

@@ -113,6 +113,7 @@ class Runner:
         output: StepOutput,
     ) -> None:
         drawn: list[Tensor] = []  # read when all are queued; logprobs, part by part
+        logprobs: dict[int, TokenLogprobs] = {}  # by row
         for start in range(0, len(hidden), MAX_LOGIT_ROWS):
             logits = self.model.logits(hidden[start : start + MAX_LOGIT_ROWS])
             rows = batch.sampling.part(start, start + MAX_LOGIT_ROWS)
@@ -122,9 +123,16 @@ class Runner:
             drawn.append(sample(logits, rows, self.ops))
             if raw is not None:
                 found = token_logprobs(raw, drawn[-1][there].clamp(min=0), rows.num_logprobs[reported], self.ops)
-                ids = batch.logit_ids[start:]
-                output.logprobs.update(zip((ids[i] for i in reported.tolist()), found, strict=True))
-        output.tokens.update(zip(batch.logit_ids, torch.cat(drawn).tolist(), strict=True))
+                logprobs.update(zip((reported + start).tolist(), found, strict=True))
+        for row, (request_id, token) in enumerate(zip(batch.logit_ids, torch.cat(drawn).tolist(), strict=True)):
+            if request_id not in output.tokens:
+                output.tokens[request_id] = token
+                if row in logprobs:
+                    output.logprobs[request_id] = logprobs[row]
+            else:  # behind a guess
+                output.behind_guesses.setdefault(request_id, []).append(token)
+                if row in logprobs:
+                    output.behind_logprobs.setdefault(request_id, []).append(logprobs[row])
 
     def _report_prompt(
         self,

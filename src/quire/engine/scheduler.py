@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable
 from itertools import islice, pairwise
 from operator import gt, le
 
 from quire.cache.audit import audit
 from quire.cache.manager import BlockManager, Move
 from quire.cache.usage import CacheUsage, cache_usage
+from quire.engine.limits import check_size
 from quire.engine.order import BLIND_TO_PRIORITY, Order, first_come_first_served
 from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.engine.queue import PLACE, PlaceList, WaitingQueue
-from quire.engine.sharing import ComingBlocks
+from quire.engine.sharing import ComingBlocks, unborn
+from quire.engine.speculation import NOTHING, PromptLookup
 from quire.errors import BadValue, OutOfBlocks, RequestError
-from quire.request import Event, FinishReason, Request
+from quire.request import Event, FinishReason, Request, TokenLogprobs
 
 log = logging.getLogger("quire")
 
@@ -41,6 +44,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         order: Order = first_come_first_served,
+        lookup: PromptLookup | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
@@ -48,6 +52,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.order = order
+        self.lookup = lookup  # if set, what comes next is guessed where that is worth while
         self.clock = clock
         self.running = PlaceList()
         self.swapped = PlaceList()
@@ -84,39 +89,10 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raise RequestError if the request could never run here, with the numbers."""
-        limit = self.longest(request)
-        if request.num_prompt < 1:
-            raise RequestError(f"request {request.id} has an empty prompt; it needs at least one token")
-        if request.num_prompt >= self.max_model_len:
-            raise RequestError(
-                f"request {request.id} has a prompt of {request.num_prompt} tokens; with max_model_len="
-                f"{self.max_model_len} a prompt may have at most {self.max_model_len - 1}"
-            )
         if request.priority and self.order in BLIND_TO_PRIORITY:
             told = f"request {request.id} has priority {request.priority}"
             raise RequestError(f"{told}; only scheduling_policy='priority' heeds it")
-        # The last token is drawn, but never computed: it takes no slot.
-        needed = max(self.manager.most_blocks(limit - 1, limit - 1, group) for group in self.manager.groups)
-        what = ""
-        if request.steered and request.group is not None:  # its siblings go on side by side, or not at all
-            width, shared = len(request.group.members), request.num_prompt // self.manager.block_size
-            if width > self.max_num_seqs:
-                raise RequestError(
-                    f"request {request.id} has {width} beams; with max_num_seqs={self.max_num_seqs} beam_width may be "
-                    f"at most {self.max_num_seqs}"
-                )
-            what = f" for each of {width} beams"
-            windowed = any(group.window is not None for group in self.manager.groups)
-            needed = width * needed if windowed else shared + width * (needed - shared)
-        existing = self.manager.num_blocks
-        if needed > existing:
-            raise RequestError(
-                f"request {request.id} can never fit: {request.num_prompt} prompt tokens and up to "
-                f"{limit - request.num_prompt} new ones{what} need {needed} KV blocks of {self.manager.block_size} "
-                f"tokens, and the cache has {existing}; lower max_tokens or give the cache more blocks"
-                + (", or lower beam_width" if what else "")
-                + (", or lower max_num_batched_tokens" if any(g.window for g in self.manager.groups) else "")
-            )
+        check_size(request, self.longest(request), self.manager, self.max_model_len, self.max_num_seqs)
 
     def longest(self, request: Request) -> int:
         """Tokens, prompt included, at which the request ends at the latest."""
@@ -197,6 +173,9 @@ class Scheduler:
         """
         budget = self.max_num_batched_tokens
         singles = sum([len(request.tokens) - request.num_computed == 1 for request in self.running])
+        guessed = 0  # tokens for each, where all decode
+        if self.lookup is not None and singles == len(self.running) and not self.waiting and not self.swapped:
+            guessed = min(self.lookup.most(singles), budget // max(1, singles) - 1)
         lacking = [0] * len(self.manager.groups)
         at = 0
         while at < len(self.running) and budget > 0:  # the list may lose its tail on the way
@@ -210,18 +189,27 @@ class Scheduler:
             if num_new <= 0:
                 lacking = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
                 continue
+            guesses = NOTHING
             try:
-                has_room = self._make_room(request, request.num_computed + num_new, plan)
+                if guessed and self.lookup is not None:
+                    guesses = self._guess(self.lookup, request, guessed, plan)
+                has_room = guesses or self._make_room(request, request.num_computed + num_new, plan)
             except Exception as error:
                 plan.failed.append((request, error))
                 continue
             if has_room:
-                plan.items.append(PlanItem(request, num_new))
-                budget -= num_new
+                plan.items.append(PlanItem(request, num_new, guesses))
+                budget -= num_new + len(guesses)
                 if num_new < missing:
                     lacking = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
         plan.num_tokens = self.max_num_batched_tokens - budget
         return lacking
+
+    def _guess(self, lookup: PromptLookup, request: Request, most: int, plan: Plan) -> array[int]:
+        """Guesses at what follows a request that decodes, with room for them; none where blocks are short."""
+        guesses = lookup.guess(request, min(most, self.longest(request) - len(request.tokens) - 1))
+        has_room = guesses and self.manager.grow(request, len(request.tokens) + len(guesses), plan.copies)
+        return guesses if has_room else NOTHING
 
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         """Let a running request grow, preempting the last ones while blocks are short. False: it was the last."""
@@ -347,7 +335,7 @@ class Scheduler:
                 return False
         match = self.manager.match(request)
         seats = self.max_num_seqs - len(self.running) - 1
-        forks = sum(1 for _ in islice(self._unborn(request), seats))
+        forks = sum(1 for _ in islice(unborn(request, self.waiting), seats))
         needed = [count + forks for count in self.manager.needed(request, match)]
         if any(map(gt, needed, spare)) and (forks == 0 or self.running or plan.items):
             self._blocked = (request.ordinal, spare, self._num_plans)
@@ -389,6 +377,8 @@ class Scheduler:
             event = self._commit_item(item, output)
             if event is not None:
                 events.append(event)
+                if item.guesses:
+                    events += self._commit_guesses(item, event, output)
         return events + self._end_marked() if self._marked else events
 
     def fail(self, plan: Plan, error: BaseException) -> list[Event]:
@@ -402,15 +392,10 @@ class Scheduler:
         return events + self._end_marked()
 
     def _commit_item(self, item: PlanItem, output: StepOutput) -> Event | None:
-        request, num_new = item
+        request, num_new, _ = item
         token = output.tokens[request.id] if num_new == len(request.tokens) - request.num_computed else None
         if token == INVALID_TOKEN:  # what it computed is not to be shared
-            at = f"at position {len(request.tokens)}"
-            if request.guide is not None:
-                told = f"no token that the grammar allows may be drawn and has a finite logit {at}"
-                return self._end_failed(request, RequestError(told))
-            error = f"the model gave no finite logit {at}"
-            return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=error))
+            return self._end_without_logit(request)
         if token is not None and request.group is not None and request.num_generated == 0:
             self._fork_unborn(request)
         self.manager.advance(request, num_new)
@@ -421,34 +406,42 @@ class Scheduler:
         logprobs = output.logprobs.get(request.id)
         if request.steered:
             return Event(request.id, None, logprobs, prompt_logprobs)
+        return self._append(request, token, logprobs, prompt_logprobs)
+
+    def _commit_guesses(self, item: PlanItem, event: Event, output: StepOutput) -> list[Event]:
+        """What was drawn behind the guesses, as long as these are what was drawn. event: of the token before."""
+        request, events = item.request, [event]
+        logprobs = output.behind_logprobs.get(request.id, [None] * len(item.guesses))
+        for guess, token, logprob in zip(item.guesses, output.behind_guesses[request.id], logprobs, strict=True):
+            if events[-1].token != guess or events[-1].finish_reason is not None:
+                break
+            if token == INVALID_TOKEN:
+                events.append(self._end_without_logit(request))
+                break
+            self.manager.advance(request, 1)  # the guess, which was computed
+            events.append(self._append(request, token, logprob))
+        if self.lookup is not None:
+            self.lookup.judge(request, len(events) - 1)
+        return events[1:]
+
+    def _append(
+        self, request: Request, token: int, logprobs: TokenLogprobs | None, of_prompt: tuple[TokenLogprobs, ...] = ()
+    ) -> Event:
+        """Give a request the token that was drawn, and end it if that was its last one."""
         request.tokens.append(token)
         try:
             reason = self._reason_to_end(request, token)
         except Exception as error:  # its guide's
             return self._end_failed(request, error)
         if reason is None:
-            return Event(request.id, token, logprobs, prompt_logprobs)
+            return Event(request.id, token, logprobs, of_prompt)
         stop_token = token if reason is FinishReason.STOP and token in request.sampling.stop_tokens else None
-        return self._end(Event(request.id, token, logprobs, prompt_logprobs, reason, stop_token))
-
-    def _unborn(self, request: Request) -> Iterator[Request]:
-        """The siblings that wait to be forked from a request whose prompt is being computed."""
-        group = request.group
-        if group is None or request.steered or request.num_generated > 0:
-            return iter(())
-
-        def is_unborn(member: Request) -> bool:
-            return member in self.waiting and member.num_generated == 0 and member.finish_reason is None
-
-        members = group.members
-        while group.num_born < len(members) and not is_unborn(members[group.num_born]):
-            group.num_born += 1
-        return filter(is_unborn, islice(members, group.num_born, None))
+        return self._end(Event(request.id, token, logprobs, of_prompt, reason, stop_token))
 
     def _fork_unborn(self, request: Request) -> None:
         """Let the siblings begin with the prompt's blocks, as seats allow. Each of them computes the last row anew."""
         seats = self.max_num_seqs - len(self.running)
-        for sibling in list(islice(self._unborn(request), seats)) if seats else ():
+        for sibling in list(islice(unborn(request, self.waiting), seats)) if seats else ():
             self.waiting.remove(sibling)
             self.manager.fork(request, sibling)
             self.running.add(sibling)
@@ -466,6 +459,14 @@ class Scheduler:
         if request.guide is not None:
             request.allowed = request.guide.allowed()
         return None
+
+    def _end_without_logit(self, request: Request) -> Event:
+        at = f"at position {len(request.tokens)}"
+        if request.guide is not None:
+            error = RequestError(f"no token that the grammar allows may be drawn and has a finite logit {at}")
+            return self._end_failed(request, error)
+        told = f"the model gave no finite logit {at}"
+        return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=told))
 
     def _end_failed(self, request: Request, error: BaseException) -> Event:
         message = f"{type(error).__name__}: {error}"

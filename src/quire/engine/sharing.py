@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from quire.cache.manager import BlockManager
+from quire.engine.queue import WaitingQueue
 from quire.request import Request
 
 
@@ -35,3 +37,18 @@ class ComingBlocks:
             index < reusable and self._manager.digest(request, index) in digests
             for index, digests in self._digests.items()
         )
+
+
+def unborn(request: Request, waiting: WaitingQueue) -> Iterator[Request]:
+    """The siblings that wait to be forked from a request whose prompt is being computed."""
+    group = request.group
+    if group is None or request.steered or request.num_generated > 0:
+        return iter(())
+
+    def is_unborn(member: Request) -> bool:
+        return member in waiting and member.num_generated == 0 and member.finish_reason is None
+
+    members = group.members
+    while group.num_born < len(members) and not is_unborn(members[group.num_born]):
+        group.num_born += 1
+    return filter(is_unborn, islice(members, group.num_born, None))

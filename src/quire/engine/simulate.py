@@ -225,9 +225,9 @@ class Simulation:
     def compute(self, plan: Plan) -> StepOutput:
         """What a runner would find: some token for each request that draws one."""
         tokens = {}
-        for request, num_new in plan.items:
-            length = len(request.tokens)
-            if request.num_computed + num_new == length:
+        for item in plan.items:
+            request, length = item.request, len(item.request.tokens)
+            if item.samples:
                 tokens[request.id] = (40_503 * request.ordinal + 30_011 * length) % NUM_FAKE_TOKENS
         return StepOutput(tokens)
 
@@ -299,7 +299,7 @@ class Simulation:
 
 def _written(plan: Plan, now: float) -> str:
     """Everything that was decided, as text."""
-    items = [(request.id, num_new) for request, num_new in plan.items]
+    items = [(item.request.id, item.num_new) for item in plan.items]
     moves = [[(m.group, m.src, m.dst) for m in part] for part in (plan.swap_out, plan.swap_in, plan.copies)]
     named = [[request.id for request in part] for part in (plan.preempted, plan.resumed)]
     return f"{now!r} {items} {moves} {named} {[(request.id, str(error)) for request, error in plan.failed]}\n"

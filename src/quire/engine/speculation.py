@@ -1,0 +1,81 @@
+"""Prompt lookup: guesses at the next tokens, from what stood behind the same tokens before (Saxena 2023).
+
+A step computes the guesses with the request's own token, as a piece of a prompt is computed, and draws a token behind
+each of them. Those that agree with the guesses are kept. Since a row has the same bits whatever stands beside it, and a
+draw depends on its position alone, these are the tokens that would have come one by one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from dataclasses import dataclass
+
+from quire.request import Request
+
+MATCHED = (4, 3, 2)  # last tokens that must have stood together before, as many as possible
+MAX_ROWS = 8  # of a step, guesses included: up to here reading the weights takes most of the time
+LONGEST_PAUSE = 64  # steps
+NOTHING: array[int] = array("i")
+
+
+@dataclass
+class _Luck:
+    """How a request's guesses went."""
+
+    misses: int = 0  # guesses in a row of which none was right
+    pause: int = 0  # steps to let pass before the next one
+
+
+class PromptLookup:
+    """Guesses for requests that decode, fewer where they were wrong before."""
+
+    def __init__(self, num_tokens: int) -> None:
+        """num_tokens: guessed at a time, at most."""
+        self._num_tokens = num_tokens
+        self._luck: weakref.WeakKeyDictionary[Request, _Luck] = weakref.WeakKeyDictionary()
+
+    def most(self, num_rows: int) -> int:
+        """Guesses for each of so many requests that decode together."""
+        return min(self._num_tokens, (MAX_ROWS - num_rows) // num_rows) if 0 < num_rows < MAX_ROWS else 0
+
+    def guess(self, request: Request, most: int) -> array[int]:
+        """Up to that many tokens that may follow the request's."""
+        if most <= 0 or not _can_be_guessed(request):
+            return NOTHING
+        luck = self._luck.get(request)
+        if luck is not None and luck.pause > 0:
+            luck.pause -= 1
+            return NOTHING
+        return _behind_the_same(request.tokens, most)
+
+    def judge(self, request: Request, num_right: int) -> None:
+        """So many of the request's last guesses were right."""
+        luck = self._luck.setdefault(request, _Luck())
+        luck.misses = 0 if num_right else luck.misses + 1
+        luck.pause = min(LONGEST_PAUSE, 2**luck.misses) if luck.misses else 0
+
+
+def _can_be_guessed(request: Request) -> bool:
+    """Whether its draws depend on nothing that earlier draws change but the tokens themselves."""
+    p = request.sampling
+    return (
+        request.num_generated > 0
+        and request.guide is None
+        and not request.steered
+        and p.repetition_penalty == 1.0
+        and p.presence_penalty == p.frequency_penalty == 0.0
+    )
+
+
+def _behind_the_same(tokens: array[int], most: int) -> array[int]:
+    """What followed where the last tokens stood before, at the latest place."""
+    size, data = tokens.itemsize, tokens.tobytes()
+    for count in (count for count in MATCHED if count < len(tokens)):
+        end, limit = data[-count * size :], len(data) - size
+        while (at := data.rfind(end, 0, limit)) >= 0:
+            if at % size == 0:
+                behind = tokens[at // size + count :][:most]
+                return (behind * -(-most // len(behind)))[:most]  # what runs into the end goes round
+            limit = at + len(end) - 1  # it began within a token
+    return NOTHING

@@ -1,0 +1,175 @@
+"""Prompt lookup: what it guesses, and that nobody can tell from the tokens whether it did."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.engine import Engine
+from quire.engine.speculation import LONGEST_PAUSE, MATCHED, MAX_ROWS, PromptLookup, _behind_the_same
+from quire.errors import ConfigError
+from quire.request import Event, Request, SamplingParams
+from tests.models.checkpoints import engine, save
+
+NUM_TOKENS = 60
+LOOPS = [[5, 6, 7, 8] * 5, [9, 3] * 6, list(range(2, 30)), [4]]
+
+
+def request(tokens: list[int], num_prompt: int | None = None, **params: Any) -> Request:
+    sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True} | params))
+    return Request("r", array("i", tokens), num_prompt or len(tokens), sampling)
+
+
+# ------------------------------------------------------------------------------------------------------ guesses
+
+
+def plainly(tokens: array[int], most: int) -> array[int]:
+    """The same, token by token."""
+    for count in MATCHED:
+        for at in range(len(tokens) - count - 1, -1, -1):
+            if tokens[at : at + count] == tokens[-count:]:
+                known = array("i", tokens)
+                for i in range(most):
+                    known.append(known[at + count + i])
+                return known[len(tokens) :]
+    return array("i")
+
+
+def test_guesses_are_what_stood_behind_the_same_tokens() -> None:
+    """Ids whose bytes look alike at every offset."""
+    rng = random.Random(0)
+    found = 0
+    for _ in range(5_000):
+        tokens = array("i", rng.choices([0, 1, 256, 65_536, 2**24], k=rng.randrange(20)))
+        guesses = _behind_the_same(tokens, 3)
+        assert guesses == plainly(tokens, 3)
+        found += len(guesses) == 3
+    assert found > 1_000
+
+
+def test_few_rows_are_shared_among_those_that_decode() -> None:
+    lookup = PromptLookup(5)
+    assert [lookup.most(rows) for rows in (0, 1, 2, 3, 4, 5, MAX_ROWS, 100)] == [0, 5, 3, 1, 1, 0, 0, 0]
+    assert PromptLookup(1).most(1) == 1
+
+
+def test_who_was_wrong_pauses_longer_and_longer() -> None:
+    lookup, unlucky, other = PromptLookup(4), request([1, 2, 3, 1, 2], 2), request([1, 2, 3, 1, 2], 2)
+    pauses = []
+    for _ in range(8):
+        assert lookup.guess(unlucky, 2) == array("i", [3, 1])
+        lookup.judge(unlucky, 0)
+        pauses.append(0)
+        while not lookup.guess(unlucky, 2):
+            pauses[-1] += 1
+    assert pauses == [2, 4, 8, 16, 32, 64, LONGEST_PAUSE, LONGEST_PAUSE]
+    lookup.judge(unlucky, 1)
+    assert lookup.guess(unlucky, 2)
+    assert lookup.guess(other, 2)
+
+
+def test_no_guesses_for_whose_draws_depend_on_more_than_their_tokens() -> None:
+    lookup, tokens = PromptLookup(4), [1, 2, 3, 1, 2]
+    assert lookup.guess(request(tokens, 2), 4)
+    assert not lookup.guess(request(tokens), 4), "its prompt is still to be shared with its siblings"
+    for params in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}):
+        assert not lookup.guess(request(tokens, 2, **params), 4)
+    for name, value in (("steered", True), ("guide", object())):
+        special = request(tokens, 2)
+        setattr(special, name, value)
+        assert not lookup.guess(special, 4)
+    assert not lookup.guess(request(tokens, 2), 0)
+
+
+# ----------------------------------------------------------------------------------------------------- the engine
+
+
+def run(made: Engine, prompts: list[list[int]], **params: Any) -> tuple[dict[str, list[Event]], int]:
+    """Every event of each request, and the steps that it took."""
+    sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True} | params))
+    for i, prompt in enumerate(prompts):
+        made.add(Request(f"r{i}", array("i", prompt), len(prompt), sampling))
+    events: dict[str, list[Event]] = {f"r{i}": [] for i in range(len(prompts))}
+    steps = 0
+    while made.has_work:
+        for event in made.step():
+            assert event.error is None, event.error
+            events[event.request_id].append(event)
+        made.scheduler.audit()
+        steps += 1
+    return events, steps
+
+
+def save_looping(directory: Path, kind: str = "Llama", **changes: Any) -> None:
+    """A model whose next token hangs on the last one above all, so that it soon goes in circles."""
+    model = save(directory, kind, **changes)
+    for name, parameter in model.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            parameter.data.mul_(0.03)
+    model.save_pretrained(directory)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"temperature": 0.3, "seed": 1},
+    "drawn from few": {"temperature": 1.0, "top_k": 2, "seed": 3},
+    "logprobs": {"logprobs": 3},
+    "prompt logprobs": {"prompt_logprobs": 1, "logprobs": 0},
+    "stop token": {"stop_token_ids": [5, 6, 7, 9, 11]},
+    "no stop token at first": {"stop_token_ids": list(range(20)), "min_tokens": 25},
+    "penalties": {"repetition_penalty": 1.2},
+    "short": {"max_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
+def test_tokens_are_those_that_come_one_by_one(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    """Bit for bit, logprobs included; one request, and four that share the rows."""
+    save_looping(tmp_path, kind, **({"sliding_window": 9} if kind == "Gemma2" else {}))
+    saved = 0
+    for prompts in ([LOOPS[0]], LOOPS):
+        for limits in ({}, {"block_size": 4, "num_blocks": 40, "max_num_batched_tokens": 16}):
+            plain, plain_steps = run(engine(tmp_path, num_speculative_tokens=0, **limits), prompts, **options)
+            guessed, steps = run(engine(tmp_path, num_speculative_tokens=5, **limits), prompts, **options)
+            assert guessed == plain
+            saved += plain_steps - steps
+    if kind == "Llama" and options.keys() <= {"logprobs"}:
+        assert saved > 50, "hardly anything was guessed"
+
+
+def test_guessing_never_takes_blocks_from_others(tmp_path: Path) -> None:
+    save_looping(tmp_path)
+    made = engine(tmp_path, block_size=4, num_blocks=21, num_speculative_tokens=5, max_model_len=80)
+    _, steps = run(made, LOOPS[:2])
+    plain = engine(tmp_path, block_size=4, num_blocks=21, num_speculative_tokens=0, max_model_len=80)
+    _, plain_steps = run(plain, LOOPS[:2])
+    assert made.scheduler.num_preemptions <= plain.scheduler.num_preemptions
+    assert steps < plain_steps
+
+
+def test_siblings_guess_for_themselves(tmp_path: Path) -> None:
+    from quire import LLM
+
+    save(tmp_path)
+    outputs = []
+    for count in (0, 5):
+        llm = LLM(str(tmp_path), num_speculative_tokens=count, num_blocks=64)
+        params = SamplingParams(n=2, temperature=0.2, max_tokens=40, ignore_eos=True, seed=5)
+        [output] = llm.generate([{"prompt_token_ids": LOOPS[0]}], params)
+        outputs.append([sample.token_ids for sample in output.outputs])
+    assert outputs[0] == outputs[1]
+    assert outputs[0][0] != outputs[0][1]
+
+
+def test_only_where_a_row_keeps_its_bits(tmp_path: Path) -> None:
+    save(tmp_path)
+    assert engine(tmp_path).scheduler.lookup is not None
+    assert engine(tmp_path, attention_backend="reference").scheduler.lookup is None
+    assert engine(tmp_path, num_speculative_tokens=0).scheduler.lookup is None
+    with pytest.raises(ConfigError, match="num_speculative_tokens is -1"):
+        engine(tmp_path, num_speculative_tokens=-1)
