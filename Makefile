@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test check bench bench-long clients wheel sanitize clean
+.PHONY: demo test check bench bench-peers bench-long clients wheel sanitize clean
 
 demo: $(INSTALLED)  ## generate text with the embedded model and show what it cost
 	$(BIN)/python examples/demo.py
@@ -15,6 +15,7 @@ check: $(INSTALLED)  ## style, types, and the rules of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy -p bench
 	$(BIN)/python -m pytest tests/test_architecture.py
 
 bench: $(INSTALLED)  ## speed on this machine
@@ -23,6 +24,9 @@ bench: $(INSTALLED)  ## speed on this machine
 	$(BIN)/quire bench throughput rose --attention gather
 	$(BIN)/quire bench memory
 	$(BIN)/quire bench planning
+
+bench-peers: $(INSTALLED)  ## Quire beside other engines: PEERS="--models DIR --vllm PYTHON ...", see bench/peers.py
+	$(BIN)/python -m bench.peers $(PEERS)
 
 bench-long: $(INSTALLED)  ## 100,000,000 operations of the block manager, 1,000,000 simulated requests; the server: 20,000 cases, 10,000 clients that hang up, an hour
 	$(BIN)/python -m tests.cache.machine 1000 1000 100000
