@@ -15,7 +15,7 @@ from quire.progress import progress_bar
 def soak(
     minutes: Annotated[float, typer.Option(help="Of load that counts.")] = 60.0,
     warm_up: Annotated[
-        float | None, typer.Option(help="Minutes of load before those. Default: a tenth, but 3 to 5.")
+        float | None, typer.Option(help="Minutes of load before those. Default: a third, but 3 to 20.")
     ] = None,
     clients: Annotated[int, typer.Option(help="That ask at the same time.")] = 24,
     seed: Annotated[int, typer.Option(help="Of what they ask.")] = 0,
@@ -27,7 +27,7 @@ def soak(
         from quire.server.load.soak import soak as run
         from quire.server.load.verdict import judge, table
 
-        warm_up = min(5.0, max(3.0, minutes / 10)) if warm_up is None else warm_up
+        warm_up = min(20.0, max(3.0, minutes / 3)) if warm_up is None else warm_up
         plan = Soak(60 * minutes, 60 * warm_up, clients, seed)
         with progress_bar("seconds", round(plan.warm_up + plan.seconds)) as advance:
             found = run(plan, advance)
