@@ -15,6 +15,9 @@ UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "ki
          "tib": 2**40}  # fmt: skip
 
 
+MAX_SPECULATIVE_TOKENS = 7  # with the token before them, as many rows as take hardly longer than one
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """How much KV cache there is and how it is cut into blocks."""
@@ -53,7 +56,7 @@ class EngineConfig:
     max_num_seqs: int = 256  # sequences that run at the same time
     max_num_batched_tokens: int = 2048  # query tokens a step
     scheduling_policy: str = "fcfs"  # who comes first: "fcfs", "priority" (lower first) or "shortest" (prompt)
-    num_speculative_tokens: int = 5  # guessed at a time by prompt lookup, where few requests decode on a CPU; 0: none
+    num_speculative_tokens: int = 0  # guessed at a time by prompt lookup, where few requests decode on a CPU
     seed: int = 0  # requests without a seed of their own derive one from it
     reproducible: bool = False  # on a GPU: the same bits whatever the batch and the chunks; on a CPU that always holds
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -63,7 +66,7 @@ class EngineConfig:
             check_integer(ConfigError, "max_model_len", self.max_model_len, 1)
         check_integer(ConfigError, "max_num_seqs", self.max_num_seqs, 1)
         check_integer(ConfigError, "max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        check_integer(ConfigError, "num_speculative_tokens", self.num_speculative_tokens, 0, 32)
+        check_integer(ConfigError, "num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         check_integer(ConfigError, "seed", self.seed, 0, 2**63 - 1)
         if not isinstance(self.reproducible, bool):
             raise ConfigError(f"reproducible is {self.reproducible!r}; it must be True or False")

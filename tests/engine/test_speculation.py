@@ -168,8 +168,29 @@ def test_siblings_guess_for_themselves(tmp_path: Path) -> None:
 
 def test_only_where_a_row_keeps_its_bits(tmp_path: Path) -> None:
     save(tmp_path)
-    assert engine(tmp_path).scheduler.lookup is not None
-    assert engine(tmp_path, attention_backend="reference").scheduler.lookup is None
-    assert engine(tmp_path, num_speculative_tokens=0).scheduler.lookup is None
-    with pytest.raises(ConfigError, match="num_speculative_tokens is -1"):
-        engine(tmp_path, num_speculative_tokens=-1)
+    assert engine(tmp_path, num_speculative_tokens=1).scheduler.lookup is not None
+    assert engine(tmp_path).scheduler.lookup is None
+    with pytest.raises(ConfigError, match="not with 'reference' on 'cpu'"):
+        engine(tmp_path, num_speculative_tokens=1, attention_backend="reference")
+    for count in (-1, 8):
+        with pytest.raises(ConfigError, match=f"num_speculative_tokens is {count}"):
+            engine(tmp_path, num_speculative_tokens=count)
+
+
+def test_a_wrong_guess_that_overflows_hurts_nobody(tmp_path: Path) -> None:
+    """Its K and V are infinite in the layers above, and so are the rows beside it; they are computed again alone."""
+    model = save(tmp_path)
+    model.model.embed_tokens.weight.data[7] = float("nan")
+    model.save_pretrained(tmp_path)
+    made = [engine(tmp_path, num_speculative_tokens=count) for count in (0, 5)]
+    lookup, prompt, tried = made[1].scheduler.lookup, [5, 6, 8, 9] * 3, []
+
+    def wrong(request: Request, most: int) -> array[int]:
+        tried.append(most if len(tried) % 3 == 0 else 0)  # in between none, as after a pause
+        return array("i", [7] * tried[-1])
+
+    lookup.guess = wrong  # type: ignore[method-assign]
+    plain, _ = run(made[0], [prompt], max_tokens=20)
+    again, _ = run(made[1], [prompt], max_tokens=20)
+    assert again == plain
+    assert sum(tried) > 0

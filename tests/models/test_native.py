@@ -85,3 +85,10 @@ def test_a_plan_of_other_tokens_is_refused(tmp_path: Path) -> None:
 def test_a_program_has_only_so_many_buffers() -> None:
     with pytest.raises(BadValue, match="13 buffers"):
         Program(torch.float32, {str(i): 1 for i in range(13)})
+
+
+def test_a_plan_for_other_heads_is_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    model, other = engine(tmp_path).runner.model, engine(tmp_path, dtype="bfloat16").runner
+    with pytest.raises(BadValue, match=r"a plan is for .*bfloat16.*; the model has .*float32"):
+        model.native_layers(torch.zeros(1, 48), torch.arange(1), other.cache, other.plans)

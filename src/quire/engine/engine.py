@@ -202,8 +202,12 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         device=config.device,
         reproducible=config.reproducible,
     )
-    # Where a token could come out differently beside its guesses, there are none.
-    guesses = config.num_speculative_tokens > 0 and config.device == "cpu" and ops.LIMITS.reproducible
+    guesses = config.num_speculative_tokens > 0
+    if guesses and (config.device != "cpu" or not ops.LIMITS.reproducible):
+        raise ConfigError(
+            f"num_speculative_tokens is {config.num_speculative_tokens}; tokens are guessed only where a row keeps its "
+            f"bits beside others: with the backend 'cpu' on a CPU, not with {ops.NAME!r} on {config.device!r}"
+        )
     scheduler = Scheduler(
         BlockManager(
             groups,

@@ -48,10 +48,10 @@ class Plan:
         """Whether there is nothing for a runner to do."""
         return not (self.items or self.swap_out or self.swap_in or self.copies)
 
-    def add(self, request: Request, num_new: int, guesses: Sequence[int] = ()) -> None:
+    def add(self, request: Request, num_new: int) -> None:
         """Plan the request's next tokens."""
-        self.items.append(PlanItem(request, num_new, guesses))
-        self.num_tokens += num_new + len(guesses)
+        self.items.append(PlanItem(request, num_new))
+        self.num_tokens += num_new
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections.abc import Callable
 from itertools import islice, pairwise
 from operator import gt, le
@@ -17,7 +16,7 @@ from quire.engine.order import BLIND_TO_PRIORITY, Order, first_come_first_served
 from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.engine.queue import PLACE, PlaceList, WaitingQueue
 from quire.engine.sharing import ComingBlocks, unborn
-from quire.engine.speculation import NOTHING, PromptLookup
+from quire.engine.speculation import PromptLookup
 from quire.errors import BadValue, OutOfBlocks, RequestError
 from quire.request import Event, FinishReason, Request, TokenLogprobs
 
@@ -173,9 +172,7 @@ class Scheduler:
         """
         budget = self.max_num_batched_tokens
         singles = sum([len(request.tokens) - request.num_computed == 1 for request in self.running])
-        guessed = 0  # tokens for each, where all decode
-        if self.lookup is not None and singles == len(self.running) and not self.waiting and not self.swapped:
-            guessed = min(self.lookup.most(singles), budget // max(1, singles) - 1)
+        all_decode = singles == len(self.running) and not self.swapped
         lacking = [0] * len(self.manager.groups)
         at = 0
         while at < len(self.running) and budget > 0:  # the list may lose its tail on the way
@@ -189,27 +186,21 @@ class Scheduler:
             if num_new <= 0:
                 lacking = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
                 continue
-            guesses = NOTHING
             try:
-                if guessed and self.lookup is not None:
-                    guesses = self._guess(self.lookup, request, guessed, plan)
-                has_room = guesses or self._make_room(request, request.num_computed + num_new, plan)
+                has_room = self._make_room(request, request.num_computed + num_new, plan)
             except Exception as error:
                 plan.failed.append((request, error))
                 continue
             if has_room:
-                plan.items.append(PlanItem(request, num_new, guesses))
-                budget -= num_new + len(guesses)
+                plan.items.append(PlanItem(request, num_new))
+                budget -= num_new
                 if num_new < missing:
                     lacking = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
         plan.num_tokens = self.max_num_batched_tokens - budget
+        nobody_comes = not self.waiting or len(self.running) >= self.max_num_seqs
+        if self.lookup is not None and all_decode and nobody_comes and not plan.preempted:
+            self.lookup.add_to(plan, self.manager, self.longest, budget)
         return lacking
-
-    def _guess(self, lookup: PromptLookup, request: Request, most: int, plan: Plan) -> array[int]:
-        """Guesses at what follows a request that decodes, with room for them; none where blocks are short."""
-        guesses = lookup.guess(request, min(most, self.longest(request) - len(request.tokens) - 1))
-        has_room = guesses and self.manager.grow(request, len(request.tokens) + len(guesses), plan.copies)
-        return guesses if has_room else NOTHING
 
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         """Let a running request grow, preempting the last ones while blocks are short. False: it was the last."""
@@ -392,7 +383,12 @@ class Scheduler:
         return events + self._end_marked()
 
     def _commit_item(self, item: PlanItem, output: StepOutput) -> Event | None:
-        request, num_new, _ = item
+        request, num_new, guesses = item
+        if guesses and INVALID_TOKEN in (output.tokens[request.id], *output.behind_guesses[request.id]):
+            # What a wrong guess overflows in reaches the rows beside it: they are computed again, alone.
+            if self.lookup is not None:
+                self.lookup.judge(request, 0)
+            return None
         token = output.tokens[request.id] if num_new == len(request.tokens) - request.num_computed else None
         if token == INVALID_TOKEN:  # what it computed is not to be shared
             return self._end_without_logit(request)
@@ -414,9 +410,6 @@ class Scheduler:
         logprobs = output.behind_logprobs.get(request.id, [None] * len(item.guesses))
         for guess, token, logprob in zip(item.guesses, output.behind_guesses[request.id], logprobs, strict=True):
             if events[-1].token != guess or events[-1].finish_reason is not None:
-                break
-            if token == INVALID_TOKEN:
-                events.append(self._end_without_logit(request))
                 break
             self.manager.advance(request, 1)  # the guess, which was computed
             events.append(self._append(request, token, logprob))

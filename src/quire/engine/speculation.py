@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import weakref
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire.cache.manager import BlockManager
+from quire.config import MAX_SPECULATIVE_TOKENS
+from quire.engine.plan import Plan, PlanItem
 from quire.request import Request
 
 MATCHED = (4, 3, 2)  # last tokens that must have stood together before, as many as possible
-MAX_ROWS = 8  # of a step, guesses included: up to here reading the weights takes most of the time
+MAX_ROWS = MAX_SPECULATIVE_TOKENS + 1  # of a step: up to here reading the weights takes most of the time
 LONGEST_PAUSE = 64  # steps
 NOTHING: array[int] = array("i")
 
@@ -35,6 +39,19 @@ class PromptLookup:
         self._num_tokens = num_tokens
         self._luck: weakref.WeakKeyDictionary[Request, _Luck] = weakref.WeakKeyDictionary()
 
+    def add_to(self, plan: Plan, manager: BlockManager, longest: Callable[[Request], int], budget: int) -> None:
+        """Add guesses to a step in which all requests decode: for that many tokens, and where blocks are left.
+
+        longest: tokens at which a request ends.
+        """
+        most = min(self.most(len(plan.items)), budget // max(1, len(plan.items)))
+        for i, (request, num_new, _) in enumerate(plan.items):
+            known = len(request.tokens)
+            guesses = self.guess(request, min(most, longest(request) - known - 1))
+            if guesses and manager.grow(request, known + len(guesses), plan.copies):
+                plan.items[i] = PlanItem(request, num_new, guesses)
+                plan.num_tokens += len(guesses)
+
     def most(self, num_rows: int) -> int:
         """Guesses for each of so many requests that decode together."""
         return min(self._num_tokens, (MAX_ROWS - num_rows) // num_rows) if 0 < num_rows < MAX_ROWS else 0
@@ -47,7 +64,10 @@ class PromptLookup:
         if luck is not None and luck.pause > 0:
             luck.pause -= 1
             return NOTHING
-        return _behind_the_same(request.tokens, most)
+        guesses = _behind_the_same(request.tokens, most)
+        if not guesses:  # looking for them is not free
+            self.judge(request, 0)
+        return guesses
 
     def judge(self, request: Request, num_right: int) -> None:
         """So many of the request's last guesses were right."""

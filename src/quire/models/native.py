@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from threading import Lock
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from quire.cache.storage import KVCache
+from quire.errors import BadValue
 from quire.models.norm import LayerNorm, Norm, RMSNorm
 from quire.ops import AttentionPlan
 from quire.ops.cpu.linear import PackedLinear
@@ -38,6 +40,8 @@ class NativeLayers:
             **({"q": q, "k": kv} if config.qk_norm else {}),
         }
         self._program = Program(decoder.dtype, widths)
+        self._heads = (decoder.dtype, config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
+        self._lock = Lock()
         self._bound: weakref.ref[KVCache] | None = None
         norms_after = [*(layer.input_norm for layer in decoder.layers[1:]), decoder.final_norm]
         self._norm(decoder.layers[0].input_norm, RESIDUAL, HIDDEN)
@@ -65,11 +69,16 @@ class NativeLayers:
     ) -> Tensor:
         """Hidden states after the final norm: [T, H]."""
         own = cast(Sequence[CpuPlan], plans)
-        if self._bound is None or self._bound() is not cache:
-            self._program.bind([own[group].cache(cache.layer(i)) for i, group in enumerate(self._groups)])
-            self._bound = weakref.ref(cache)
+        for plan in own:
+            spec = plan.spec
+            if (spec.dtype, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dim_v) != self._heads:
+                raise BadValue(f"a plan is for {spec}; the model has dtype, heads and dimensions {self._heads}")
         hidden = torch.empty_like(residual)
-        self._program.run(residual, hidden, positions, own, seconds)
+        with self._lock:  # engines on several threads may share the model
+            if self._bound is None or self._bound() is not cache:
+                self._program.bind([own[group].cache(cache.layer(i)) for i, group in enumerate(self._groups)])
+                self._bound = weakref.ref(cache)
+            self._program.run(residual, hidden, positions, own, seconds)
         return hidden
 
     @property
@@ -82,6 +91,8 @@ class NativeLayers:
             self._program.norm(x, norm.weight, None, norm.eps, out, residual, heads)
         elif isinstance(norm, LayerNorm):
             self._program.norm(x, norm.weight, norm.bias, norm.eps, out, residual, heads)
+        else:
+            raise BadValue(f"there is no operator for a {type(norm).__name__}")
 
     def _linear(self, linear: object, x: str, out: str) -> None:
         self._program.linear((x, 0), cast(PackedLinear, linear), (out, 0))

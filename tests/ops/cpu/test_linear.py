@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from quire.errors import BadShape, Unsupported
 from quire.ops.cpu.linear import BLOCK, Packer
 from quire.ops.memory import HUGE_PAGE
 
@@ -96,6 +97,12 @@ def test_rows_keep_their_nans_to_themselves(backend, dtype):
     assert torch.equal(as_bits(out)[others], whole[others])
 
 
+def handing_out(first: Tensor) -> Callable[..., Tensor]:
+    """torch.empty, but for its first call."""
+    given, empty = [first], torch.empty
+    return lambda *size, **kinds: given.pop() if given else empty(*size, **kinds)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_writes_its_own_rows_only(backend, dtype, monkeypatch):
     """The output is the middle of a larger tensor, all of it poison."""
@@ -105,7 +112,7 @@ def test_it_writes_its_own_rows_only(backend, dtype, monkeypatch):
         whole = made(x[:rows])
         poison = torch.full((rows + 2, 37), -77.0, dtype=dtype)
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", lambda *_, poison=poison, rows=rows, **__: poison[1 : 1 + rows])
+            patch.setattr(torch, "empty", handing_out(poison[1 : 1 + rows]))
             assert torch.equal(made(x[:rows]), whole)
         assert (poison[0] == -77).all()
         assert (poison[-1] == -77).all()
@@ -123,3 +130,21 @@ def test_weights_share_memory_and_keep_apart(backend):
     x = torch.randn(2, 100, generator=gen)
     for weight, one in zip(weights, made, strict=True):
         torch.testing.assert_close(one(x), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_packed_or_multiplied_is_refused(backend):
+    pack, weight = Packer(), torch.zeros(5, 8, dtype=torch.bfloat16)
+    for wrong in (torch.zeros(5, 0), torch.zeros(0, 8), torch.zeros(5)):
+        with pytest.raises(BadShape, match="expected \\[out, in\\]"):
+            pack(wrong)
+    with pytest.raises(BadShape, match="bias \\(4,\\)"):
+        pack(weight, torch.zeros(4))
+    with pytest.raises(Unsupported, match="float64"):
+        pack(weight.double())
+    with pytest.raises(Unsupported, match="float16"):
+        pack(weight, out_dtype=torch.float16)
+    for x in (torch.zeros(2, 7, dtype=torch.bfloat16), torch.zeros(2, 8)):
+        with pytest.raises(BadShape, match="the weight takes"):
+            pack(weight)(x)
+    bias = torch.arange(10.0)[::2]
+    assert torch.equal(pack(weight.float(), bias)(torch.zeros(1, 8))[0], bias)

@@ -1,7 +1,7 @@
 """x @ weight.T + bias on a CPU, for weights that were packed once.
 
 A row's bits depend on nothing but the row, the weight and the instruction set: not on the other rows, the threads, or
-how the work is cut. Sums are formed in fp32, from the bias on, in ascending order of the inputs.
+how the work is cut. Sums are formed in fp32: the bias, and one sum for each stretch of inputs, all in ascending order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.errors import BadShape
+from quire.errors import BadShape, Unsupported
 from quire.ops.cpu import native
 from quire.ops.memory import in_huge_pages
 
@@ -44,8 +44,17 @@ class PackedLinear:
         params = self.params()
         params.x, params.x_stride, params.rows = x.data_ptr(), x.stride(0), x.shape[0]
         params.out, params.threads = out.data_ptr(), torch.get_num_threads()
+        copy = torch.empty(x.shape[0] * self.copied_lanes(x.stride(0)), dtype=torch.float32)
+        params.copy = copy.data_ptr()
         self.library("linear", byref(params))
         return out
+
+    def copied_lanes(self, stride: int) -> int:
+        """fp32 numbers that the kernel needs for each row of x, whose rows lie so many numbers apart."""
+        pairs = self.dtype == torch.bfloat16 and self.library.multiplies_bf16
+        if self.dtype == torch.float32 or (pairs and self.in_size % 2 == 0 and stride % 2 == 0):
+            return 0
+        return -(-self.in_size // 2) if pairs else self.in_size
 
     def params(self) -> native.LinearParams:
         """What the kernel is told of the weight; its rows are the caller's to fill in."""
@@ -74,7 +83,13 @@ class Packer:
         out_dtype: torch.dtype | None = None,  # fp32, or the weight's
     ) -> PackedLinear:
         """The linear of that weight. Its results are of `out_dtype`, by default of the weight's."""
-        library, dtype, (out_size, in_size) = self._library, weight.dtype, weight.shape
+        library, dtype = self._library, weight.dtype
+        if dtype not in native.DTYPES or out_dtype not in (None, dtype, torch.float32):
+            raise Unsupported(f"weight is {dtype} and out_dtype {out_dtype}; the kernel takes {list(native.DTYPES)}")
+        if weight.dim() != 2 or weight.numel() == 0 or (bias is not None and bias.shape != weight.shape[:1]):
+            told = None if bias is None else tuple(bias.shape)
+            raise BadShape(f"weight has shape {tuple(weight.shape)} and bias {told}; expected [out, in] and [out]")
+        out_size, in_size = weight.shape
         pairs = dtype == torch.bfloat16 and library.multiplies_bf16
         numbers = -(-out_size // library.lanes) * library.lanes * (in_size + in_size % 2 if pairs else in_size)
         packed = self._take(numbers * weight.element_size())
@@ -83,7 +98,7 @@ class Packer:
         library("pack", weight.data_ptr(), weight.stride(0), *weight.shape, packed.data_ptr(), native.DTYPES[dtype])
         return PackedLinear(
             packed,
-            None if bias is None else bias.float(),
+            None if bias is None else bias.float().contiguous(),
             out_size,
             in_size,
             dtype,

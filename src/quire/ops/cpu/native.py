@@ -70,10 +70,10 @@ class WriteParams(Structure):
 
 
 class LinearParams(Structure):
-    """One product: addresses, the bytes from one row of x to the next, and sizes."""
+    """One product: addresses, the numbers from one row of x to the next, and sizes."""
 
     _fields_ = [
-        *((name, c_void_p) for name in "x weight bias out".split()),
+        *((name, c_void_p) for name in "x weight bias out copy".split()),
         *((name, c_int64) for name in "x_stride rows in_size out_size".split()),
         *((name, c_int32) for name in "dtype out_dtype threads".split()),
     ]

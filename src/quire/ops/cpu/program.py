@@ -36,14 +36,20 @@ class Program:
         self._array = (native.Op * 0)()
         self._kept: list[object] = []  # what the operators point to
         self._caches: list[tuple[native.WriteParams, native.AttentionParams]] = []  # by layer
+        self._linears: list[native.LinearParams] = []
+        self._copied_lanes = 0  # for each row, of the linear that needs most
         self._scratch = torch.empty(0, dtype=dtype)
+        self._copy = torch.empty(0)
 
     # ------------------------------------------------------------------------------------------ writing it
 
     def linear(self, x: Place, packed: PackedLinear, out: Place) -> None:
         """out = x @ weight.T + bias."""
         self._kept.append(packed)
-        self._add("linear", packed.params(), x, None, out)
+        params = packed.params()
+        self._linears.append(params)
+        self._copied_lanes = max(self._copied_lanes, packed.copied_lanes(self._widths[self._buffers[x[0]]]))
+        self._add("linear", params, x, None, out)
 
     def norm(
         self,
@@ -137,8 +143,12 @@ class Program:
                 raise BadValue(f"a plan is for {plan.num_tokens} tokens, the program for {rows}; update it with slots")
         if len(self._array) != len(self._ops):
             self._array = (native.Op * len(self._ops))(*self._ops)
-        if rows * self._own_width > len(self._scratch):
+        if rows * self._own_width > len(self._scratch) or rows * self._copied_lanes > len(self._copy):
+            self._scratch = self._copy = torch.empty(0)  # freed before there are larger ones
             self._scratch = torch.empty(rows * self._own_width, dtype=self._dtype)
+            self._copy = torch.empty(rows * self._copied_lanes)
+            for params in self._linears:
+                params.copy = self._copy.data_ptr()
         address, size = self._scratch.data_ptr(), self._dtype.itemsize
         buffers = [first.data_ptr(), second.data_ptr()]
         for width in self._widths[2:]:

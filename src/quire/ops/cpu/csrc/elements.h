@@ -25,12 +25,13 @@ struct BF16 {
     QUIRE_INLINE V get(const T* p) { return widen_bf16(p); }
     QUIRE_INLINE void put(T* p, V v) {
 #ifdef QUIRE_BF16_DOT
-        return narrow_bf16(p, v);
-#endif
+        narrow_bf16(p, v);
+#else
         U bits = (U)v;
         U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
         U quiet = (bits >> 16) | 0x40u;  // adding could turn a NaN into an infinity
         narrow_32_to_16(p, (U)(v != v) ? quiet : rounded);
+#endif
     }
     QUIRE_INLINE V lower(V lanes) { return (V)((U)lanes << 16); }
     QUIRE_INLINE V upper(V lanes) { return (V)((U)lanes & 0xffff0000u); }

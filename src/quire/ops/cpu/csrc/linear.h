@@ -8,8 +8,6 @@
 // and number, not of all inputs.
 #pragma once
 
-#include <vector>
-
 #include "kinds.h"
 #include "parallel.h"
 #include "params.h"
@@ -172,18 +170,16 @@ struct LinearWorker {
     }
 };
 
-// The rows of x as lanes: where they lie if they are that already, else copied to memory that the calling thread keeps.
+// The rows of x as lanes: where they lie if they are that already, else copied.
 template <class K>
 static void take_rows(ParallelFor parallel_for, LinearCall& call) {
     using T = typename K::E::T;
-    static thread_local std::vector<float> copy;
     const LinearParams& p = *call.params;
     if (sizeof(T) * K::PAIR == 4 && p.in_size % K::PAIR == 0 && p.x_stride % K::PAIR == 0) {
         call.x = (const float*)p.x, call.x_stride = p.x_stride / K::PAIR;
         return;
     }
-    copy.resize((size_t)(p.rows * call.lanes));
-    float* to = copy.data();
+    float* to = p.copy;
     parallel(parallel_for, p.rows, rows_a_thread(p.in_size),
              [&](int64_t i) { pack_query<K>((const T*)p.x + i * p.x_stride, (int)p.in_size, to + i * call.lanes); });
     call.x = to, call.x_stride = call.lanes;

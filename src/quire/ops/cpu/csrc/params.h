@@ -58,6 +58,7 @@ struct LinearParams {
     const void* weight;  // strips
     const float* bias;   // [out]; null: none
     void* out;           // [T, out], contiguous, of the weight's dtype or fp32
+    float* copy;         // [T, lanes]: room for x as 32-bit lanes; unused where x is that already
     int64_t x_stride;    // in elements
     int64_t rows, in_size, out_size;
     int32_t dtype, out_dtype;  // the first one of x and the weight
