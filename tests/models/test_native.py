@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,15 @@ def test_a_plan_for_other_heads_is_refused(tmp_path: Path) -> None:
     model, other = engine(tmp_path).runner.model, engine(tmp_path, dtype="bfloat16").runner
     with pytest.raises(BadValue, match=r"a plan is for .*bfloat16.*; the model has .*float32"):
         model.native_layers(torch.zeros(1, 48), torch.arange(1), other.cache, other.plans)
+
+
+def test_engines_on_several_threads_may_share_a_model(tmp_path: Path) -> None:
+    """While one computes, the other would else bind the layers to its own cache."""
+    save(tmp_path)
+    _, alone = probed_logits(engine(tmp_path), PROMPTS, max_tokens=40)
+    made = [engine(tmp_path) for _ in range(3)]
+    for one in made[1:]:
+        one.runner.model = made[0].runner.model
+    with ThreadPoolExecutor(len(made)) as pool:
+        found = list(pool.map(lambda one: probed_logits(one, PROMPTS, max_tokens=40)[1], made))
+    assert found == [alone] * len(made)
