@@ -16,6 +16,7 @@ struct Place {
     int head;            // KV head
     int tile;            // position of the tile's first key
     int begin, end;      // keys to compute, relative to the tile: multiples of SUBTILE
+    int stop;            // behind the last key that is the item's
     const T* keys[TILE];
     const T* values[TILE];
 };
@@ -45,6 +46,7 @@ struct Worker {
     const int wide;  // columns of the sums
     ScoreRule rule;
     bool bent;
+    int64_t taken = 0, taken_end = 0;  // what this worker took and has not begun
     float *query, *keys, *values, *scores, *weights, *sums, *total_sums;
     float *top, *total, *whole_top, *whole_total;
     int *low, *high;
@@ -67,9 +69,22 @@ struct Worker {
 
     // ---------------------------------------------------------------------------------------- walking
 
+    // Items and heads that nobody has taken, as many as are worth a turn.
+    bool take_turn() {
+        taken = __atomic_load_n(&call.next, __ATOMIC_RELAXED);
+        do {
+            taken_end = taken;
+            for (int64_t sum = 0; taken_end < call.end && (sum < plan.grain || taken_end == taken); taken_end++) {
+                const Item& item = plan.items[taken_end / spec.num_kv_heads];
+                sum += cost(item.count, item.begin, item.end);
+            }
+        } while (!__atomic_compare_exchange_n(&call.next, &taken, taken_end, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+        return taken < taken_end;
+    }
+
     bool take_item(Step& step) {
-        const int64_t index = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED);
-        if (index >= call.end) return false;
+        if (taken == taken_end && !take_turn()) return false;
+        const int64_t index = taken++;
         step.item = plan.items + index / spec.num_kv_heads;
         step.head = (int)(index % spec.num_kv_heads);
         locate(step, step.item->begin / TILE * TILE);
@@ -90,6 +105,7 @@ struct Worker {
         const int first = most(item.begin - tile, 0), stop = least(item.end - tile, TILE);
         step.tile = tile;
         step.begin = first / SUBTILE * SUBTILE;
+        step.stop = stop;
         step.end = stop > first ? (stop + SUBTILE - 1) / SUBTILE * SUBTILE : step.begin;
         const int32_t* table = plan.step.block_tables + item.table * plan.step.table_stride;
         const T *k = (const T*)params.k + step.head * params.k_head, *v = (const T*)params.v + step.head * params.v_head;
@@ -158,11 +174,12 @@ struct Worker {
     void compute(const Step& step, const Step& after, bool more) {
         const RowBlocks blocks(step.item->count);
         const bool few = blocks.blocks <= FEW_BLOCKS;
-        Fetcher<T> fetcher{after.keys + after.begin, after.keys + after.end, after.values + after.begin,
-                           spec.head_dim * (int)sizeof(T), spec.head_dim_v * (int)sizeof(T), after.end - after.begin};
+        Fetcher<T> fetcher{after.keys + after.begin, after.keys + after.stop, after.values + after.begin,
+                           spec.head_dim * (int)sizeof(T), spec.head_dim_v * (int)sizeof(T), after.stop - after.begin};
         if (!more) fetcher.row = fetcher.end, fetcher.values = nullptr;
-        for (int at = step.begin; at < step.end; at += PANEL) {
-            pack_keys<K>(step.keys + at, spec.head_dim, keys, fetcher);
+        for (int at = step.begin; at < least(step.end, step.stop); at += PANEL) {
+            const int count = least(step.stop - at, PANEL);
+            pack_keys<K>(step.keys + at, count, spec.head_dim, keys, fetcher);
             for (int b = 0; b < blocks.blocks; b++) {
                 const int first = blocks.first(b), rows = blocks.rows(b);
                 if (!sees(step.tile + at, PANEL, first, rows)) continue;
@@ -171,8 +188,10 @@ struct Worker {
                 with_rows(rows, [&]<int R>() {
                     auto fetching = [&](int) { fetcher.fetch(FETCH_SCORE); };
                     const Panel operand{keys};
-                    if (few) micro_kernel<typename K::M, R, COLUMNS, Sums::REPLACED>(q, lanes, operand, s, TILE, 0, lanes, fetching);
-                    else micro_kernel<typename K::M, R, COLUMNS, Sums::REPLACED>(q, lanes, operand, s, TILE, 0, lanes, idle);
+                    if (!few) return micro_kernel<typename K::M, R, COLUMNS, Sums::REPLACED>(q, lanes, operand, s, TILE, 0, lanes, idle);
+                    with_vectors((count + W - 1) / W, [&]<int N>() {
+                        micro_kernel<typename K::M, R, N, Sums::REPLACED>(q, lanes, operand, s, TILE, 0, lanes, fetching);
+                    });
                 });
             }
         }

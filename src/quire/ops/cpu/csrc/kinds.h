@@ -82,12 +82,12 @@ struct Fetcher {
     }
 };
 
-// PANEL keys, transposed: to[lane][key].
+// Up to PANEL keys, transposed: to[lane][key]. W at a time, so that `count` is taken as a multiple of that.
 template <class K, class T = typename K::E::T>
-static void pack_keys(const T* const* rows, int dim, float* to, Fetcher<T>& fetcher) {
+static void pack_keys(const T* const* rows, int count, int dim, float* to, Fetcher<T>& fetcher) {
     constexpr int step = W * K::PER_LANE;  // numbers of a key in one vector
     constexpr int lanes_of_step = K::PAIR == 2 ? W : step;
-    for (int t = 0; t < PANEL; t += W) {
+    for (int t = 0; t < count; t += W) {
         for (int c = 0; c < dim; c += step) {
             V lanes[W];
             const int left = dim - c;

@@ -37,14 +37,16 @@ struct Strips {
     }
 };
 
-// Brings COUNT strips into the cache, a vector of each for each lane that is multiplied.
-template <class S, int COUNT>
+// Brings COUNT strips into the cache, a vector of each for each lane that is multiplied. LOCALITY 3: into all caches, for
+// other rows that will want them. 0: past the larger ones, where the weights of a step would drive out all that is used
+// from step to step, the interpreter's code not least.
+template <class S, int COUNT, int LOCALITY>
 struct Fetch {
     const char* at;
     int64_t stride;
 
     __attribute__((always_inline)) void operator()(int64_t k) const {
-        for (int j = 0; j < COUNT; j++) __builtin_prefetch(at + j * stride + k * S::VECTOR, 0, 3);
+        for (int j = 0; j < COUNT; j++) __builtin_prefetch(at + j * stride + k * S::VECTOR, 0, LOCALITY);
     }
 };
 
@@ -133,16 +135,17 @@ struct LinearWorker {
         for (int b = 0; b < blocks.blocks; b++) {
             const float* a = x + blocks.first(b) * lda;
             float* c = sums + blocks.first(b) * PANEL;
-            with_strips(item.strips, [&]<int N>() {
+            with_vectors(item.strips, [&]<int N>() {
                 with_rows(blocks.rows(b), [&]<int R>() {
-                    const auto run = [&]<int COUNT>() {
-                        const Fetch<S, COUNT> fetch{b * COUNT < COLUMNS ? next + b * COUNT * stride : next, stride};
+                    const auto run = [&]<int COUNT, int LOCALITY>() {
+                        const Fetch<S, COUNT, LOCALITY> fetch{b * COUNT < COLUMNS ? next + b * COUNT * stride : next, stride};
                         micro_kernel<typename K::M, R, N, Sums::ADDED>(a, lda, item.weight, c, PANEL, begin, end, fetch);
                     };
                     // The blocks of rows share the strips that are to be fetched.
-                    if (blocks.blocks == 1) run.template operator()<COLUMNS>();
-                    else if (blocks.blocks < COLUMNS) run.template operator()<2>();
-                    else run.template operator()<1>();
+                    if (blocks.blocks == 1) run.template operator()<COLUMNS, 0>();
+                    else if (blocks.blocks < COLUMNS) run.template operator()<2, 0>();
+                    else if (call.chunks == 1) run.template operator()<1, 0>();
+                    else run.template operator()<1, 3>();
                 });
             });
         }
@@ -157,16 +160,6 @@ struct LinearWorker {
             for (int64_t c = 0; c < columns; c += W)
                 put_part<Out>(out + c, load(sums + i * PANEL + c), columns - c < W ? (int)(columns - c) : W);
         }
-    }
-
-    template <class F>
-    __attribute__((always_inline)) void with_strips(int strips, const F& f) {
-        if constexpr (COLUMNS == 4) {
-            if (strips == 4) return f.template operator()<4>();
-            if (strips == 3) return f.template operator()<3>();
-        }
-        if (strips == 2) return f.template operator()<2>();
-        return f.template operator()<1>();
     }
 };
 

@@ -11,8 +11,8 @@
 
 namespace {
 
-constexpr int64_t MEMORY_ROWS = 12;  // reading a key costs as much as computing this many rows with it
 constexpr int64_t ITEMS_A_THREAD = 4;
+constexpr int64_t TURNS_A_THREAD = 16;  // in which it takes these items: each turn has to tell the other threads
 constexpr int64_t WORTH_WAITING = 4096;  // keys and heads not read: about as long as it takes to start another phase
 
 struct Buffer {  // memory that grows and starts at a cache line
@@ -51,7 +51,6 @@ struct QuirePlan {
     void update(const StepParams& step);
 
   private:
-    int64_t cost(int64_t rows, int64_t begin, int64_t end) const { return (end - begin) * (rows + MEMORY_ROWS) + 64; }
     void make_tiles();
     int compare(int32_t a, int32_t b, int32_t at) const;
     std::vector<std::vector<int32_t>> groups(std::vector<int32_t> candidates, int32_t at) const;
@@ -219,6 +218,9 @@ void QuirePlan::make_items() {
     std::stable_sort(items.begin(), items.end(), [&](const Item& a, const Item& b) {
         return a.phase != b.phase ? a.phase < b.phase : cost(a.count, a.begin, a.end) > cost(b.count, b.begin, b.end);
     });
+    total = 0;
+    for (const Item& item : items) total += cost(item.count, item.begin, item.end);
+    view.grain = total * spec.num_kv_heads / (view.step.num_threads * TURNS_A_THREAD);
     view.num_phases = 0;
     for (size_t i = 0; i < items.size(); i++) {
         view.num_phases = items[i].phase + 1;  // every phase has items, since the next one goes on from them

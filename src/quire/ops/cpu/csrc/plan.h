@@ -19,6 +19,10 @@ struct Item {
     int32_t phase;       // 0; else the item goes on, within a split, from the states that items of the phase before left
 };
 
+// About what so many rows over these keys take. Reading a key takes as long as computing MEMORY_ROWS rows with it.
+constexpr int64_t MEMORY_ROWS = 12;
+static inline int64_t cost(int64_t rows, int64_t begin, int64_t end) { return (end - begin) * (rows + MEMORY_ROWS) + 64; }
+
 constexpr int PHASES = SPLIT / TILE;  // at most
 
 // A state is what attention over one split leaves of a row: Dv sums, the maximum, the total.
@@ -28,6 +32,7 @@ struct Plan {
     const Item* items;  // phase by phase, the most expensive first
     int64_t phase_ends[PHASES];
     int64_t num_phases;
+    int64_t grain;  // cost of what a thread takes at a time
     const int32_t* row_tokens;     // query token of each row
     const int32_t* row_positions;  // its absolute position
     const int32_t* split_tokens;   // tokens whose rows were computed in parts
