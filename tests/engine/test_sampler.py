@@ -10,7 +10,7 @@ import torch
 from quire import ops
 from quire.engine import sampler
 from quire.engine.flatten import sampling_rows
-from quire.engine.sampler import sample, token_logprobs
+from quire.engine.sampler import TILE, _argmax, sample, token_logprobs
 from quire.request import Request, SamplingParams
 
 V = 50
@@ -73,6 +73,18 @@ def test_greedy_takes_the_lowest_of_equal_logits() -> None:
     row[0, [7, 30]] = 2.0
     row[2] = -5.0
     assert sample(row, sampling_rows([request(temperature=0.0)] * 3), OPS).tolist() == [7, 0, 0]
+
+
+@pytest.mark.parametrize("size", [1, TILE - 1, TILE, TILE + 1, 5 * TILE, 5 * TILE + 3])
+def test_the_greedy_choice_is_argmax(size: int) -> None:
+    """With ties, infinities and NaN anywhere, the ends of tiles among them."""
+    logits = torch.randint(-3, 3, (300, size)).float()
+    for row, value in enumerate([torch.nan, torch.inf, -torch.inf] * 50):
+        logits[row, torch.randint(size, (row % 4,))] = value
+    logits[250:] = -torch.inf
+    for place in (0, size - 1, *range(TILE - 1, size, TILE)):
+        logits[place % 300, place] = torch.nan
+    assert torch.equal(_argmax(logits), logits.argmax(-1))
 
 
 def test_ties_in_a_cut_go_to_the_lowest_ids() -> None:

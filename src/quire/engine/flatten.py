@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ class Buffers:
         self.block_size = block_size
         self.token_ids = np.zeros(max_tokens, np.int64)
         self.positions = np.zeros(max_tokens, np.int64)
-        self.sequence = np.zeros(max_tokens, np.int64)  # which sequence owns the row
         self.query_starts = np.zeros(max_seqs + 1, np.int32)
         self.context_lens = np.zeros(max_seqs, np.int32)
         self.slots = np.zeros((num_groups, max_tokens), np.int64)
@@ -34,28 +33,30 @@ class Buffers:
 
 def flatten(plan: Plan, buffers: Buffers) -> Batch:
     """Lay out the plan's items one after the other."""
-    t = 0
-    widest = 0
+    items, num_seqs = plan.items, len(plan.items)
+    flat = array("i")
+    for request, num_new, guesses in items:
+        flat += request.tokens[request.num_computed : request.num_computed + num_new]
+        flat.extend(guesses)
+    t = len(flat)
+    computed = np.array([item.request.num_computed for item in items], np.int64)
+    num_rows = np.array([item.num_rows for item in items], np.int64)
+    starts = buffers.query_starts[: num_seqs + 1]
+    np.cumsum(num_rows, out=starts[1:])
+    np.add(computed, num_rows, out=buffers.context_lens[:num_seqs], casting="same_kind")
+    sequence = np.repeat(np.arange(num_seqs), num_rows)
+    buffers.token_ids[:t] = np.frombuffer(flat, np.int32)
+    position = buffers.positions[:t]
+    np.add((computed - starts[:-1])[sequence], np.arange(t), out=position)
     known: list[int] = []  # rows whose K and V stand in the cache: blocks that others share are never written
-    for s, item in enumerate(plan.items):
-        request, start, end = item.request, item.request.num_computed, t + item.num_rows
-        stop = start + item.num_new
-        # A view of an array('i') pins its size, so none may outlive its statement: the request appends to it later.
-        buffers.token_ids[t : t + item.num_new] = np.frombuffer(request.tokens, np.int32)[start:stop]
-        buffers.token_ids[t + item.num_new : end] = item.guesses
-        buffers.positions[t:end] = np.arange(start, start + item.num_rows)
-        buffers.sequence[t:end] = s
-        for g, table in enumerate(request.block_ids):
-            buffers.block_tables[g, s, : len(table)] = np.frombuffer(table, np.int32)
-            widest = max(widest, len(table))
-        if start < request.num_cached:
-            known += range(t, t + min(request.num_cached - start, item.num_new))
-        t = end
-        buffers.query_starts[s + 1] = t
-        buffers.context_lens[s] = start + item.num_rows
-    num_seqs = len(plan.items)
-    position, sequence = buffers.positions[:t], buffers.sequence[:t]
-    for tables, slots in zip(buffers.block_tables, buffers.slots, strict=True):
+    for s, (request, num_new, _) in enumerate(items):
+        if request.num_computed < request.num_cached:
+            first = int(starts[s])
+            known += range(first, first + min(request.num_cached - request.num_computed, num_new))
+    widest = max((len(table) for item in items for table in item.request.block_ids), default=0)
+    for g, (tables, slots) in enumerate(zip(buffers.block_tables, buffers.slots, strict=True)):
+        rows = b"".join([item.request.block_ids[g].tobytes().ljust(4 * widest, b"\0") for item in items])
+        tables[:num_seqs, :widest] = np.frombuffer(rows, np.int32).reshape(num_seqs, widest)
         block = tables[sequence, position // buffers.block_size]
         slots[:t] = block.astype(np.int64) * buffers.block_size + position % buffers.block_size
         slots[known] = -1
@@ -71,21 +72,21 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
     )
     # Rows to draw behind: the last one of a request, with the number of guesses up to it.
     drawn = [
-        (item.request, int(buffers.query_starts[s + 1]) - 1 - len(item.guesses) + ahead, ahead)
-        for s, item in enumerate(plan.items)
+        (item.request, end - 1 - len(item.guesses) + ahead, ahead)
+        for item, end in zip(items, starts[1:].tolist(), strict=True)
         if item.samples
         for ahead in range(len(item.guesses) + 1)
     ]
     return Batch(
         token_ids=torch.from_numpy(buffers.token_ids[:t]),
         positions=torch.from_numpy(buffers.positions[:t]),
-        query_starts=torch.from_numpy(buffers.query_starts[: num_seqs + 1]),
+        query_starts=torch.from_numpy(starts),
         context_lens=torch.from_numpy(buffers.context_lens[:num_seqs]),
         groups=groups,
         logit_rows=torch.tensor([row for _, row, _ in drawn], dtype=torch.int64),
         logit_ids=[request.id for request, _, _ in drawn],
         sampling=sampling_rows([request for request, _, _ in drawn], [ahead for _, _, ahead in drawn]),
-        prompt=prompt_rows(plan.items),
+        prompt=prompt_rows(items),
     )
 
 
@@ -114,38 +115,51 @@ def sampling_rows(requests: list[Request], ahead: Sequence[int] | None = None) -
     """How each of these requests draws its next token, or the one that comes so many tokens behind that."""
     ahead = ahead or [0] * len(requests)
     params = [request.sampling for request in requests]
+    real = [
+        (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params
+    ]
+    temperature, top_p, min_p, repetition, presence, frequency = (
+        torch.tensor(real, dtype=torch.float32).reshape(-1, 6).T.contiguous()
+    )
+    whole = [(p.top_k if p.top_k > 0 else KEEP_ALL, -1 if p.logprobs is None else p.logprobs) for p in params]
+    top_k, num_logprobs = torch.tensor(whole, dtype=torch.int64).reshape(-1, 2).T.contiguous()
     penalties = [_penalised(row, request) for row, request in enumerate(requests) if _has_penalty(request)]
     banned = [
-        (row, request.ending_tokens)
+        (row, token)
         for row, request in enumerate(requests)
         if request.num_generated + ahead[row] < request.sampling.min_tokens
+        for token in request.ending_tokens  # in any order
     ]
+    banned_rows, banned_tokens = torch.tensor(banned, dtype=torch.int64).reshape(-1, 2).T.contiguous()
     return SamplingRows(
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
-        top_k=torch.tensor([p.top_k if p.top_k > 0 else KEEP_ALL for p in params], dtype=torch.int64),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-        uniforms=torch.from_numpy(
-            uniforms(
-                np.array([request.seed for request in requests], np.uint64),
-                np.array([len(request.tokens) + n for request, n in zip(requests, ahead, strict=True)], np.uint64),
-                np.array([request.sample_index for request in requests], np.uint64),
-            )
-        ),
-        num_logprobs=torch.tensor([-1 if p.logprobs is None else p.logprobs for p in params], dtype=torch.int64),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        uniforms=_uniforms(requests, ahead),
+        num_logprobs=num_logprobs,
         penalty_rows=_concatenated([rows for rows, _, _ in penalties], torch.int64),
         penalty_tokens=_concatenated([tokens for _, tokens, _ in penalties], torch.int64),
         penalty_counts=_concatenated([counts for _, _, counts in penalties], torch.float32),
-        repetition=torch.tensor([p.repetition_penalty for p in params], dtype=torch.float32),
-        presence=torch.tensor([p.presence_penalty for p in params], dtype=torch.float32),
-        frequency=torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32),
-        banned_rows=torch.from_numpy(
-            np.repeat(np.array([row for row, _ in banned], np.int64), [len(tokens) for _, tokens in banned])
-        ),
-        banned_tokens=torch.from_numpy(  # in any order within a row
-            np.fromiter(chain.from_iterable(tokens for _, tokens in banned), np.int64)
-        ),
+        repetition=repetition,
+        presence=presence,
+        frequency=frequency,
+        banned_rows=banned_rows,
+        banned_tokens=banned_tokens,
         masks=_masks({row: request.allowed for row, request in enumerate(requests) if request.allowed is not None}),
+    )
+
+
+def _uniforms(requests: list[Request], ahead: Sequence[int]) -> torch.Tensor:
+    """A random number for each row, fp64 [R]; zeros where nobody draws."""
+    if not any(request.sampling.temperature for request in requests):
+        return torch.zeros(len(requests), dtype=torch.float64)
+    return torch.from_numpy(
+        uniforms(
+            np.array([request.seed for request in requests], np.uint64),
+            np.array([len(request.tokens) + n for request, n in zip(requests, ahead, strict=True)], np.uint64),
+            np.array([request.sample_index for request in requests], np.uint64),
+        )
     )
 
 

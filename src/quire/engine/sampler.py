@@ -20,6 +20,7 @@ from quire.engine.transfer import send
 from quire.ops import Ops
 from quire.request import TokenLogprobs
 
+TILE = 128  # tokens of which only the best one counts at first
 CANDIDATES = 1_024  # tokens of a row that are ranked at first; more if they do not hold its nucleus
 MAX_DRAWN_ROWS = 16  # rows at a time that hold several float64 numbers a token: some 100 MiB for a vocabulary of 128k
 UNIT = 2**44  # the best token's weight where weights are integers: 2**18 of them add up to less than 2**63
@@ -39,7 +40,7 @@ def sample(
         _change(logits, rows)
     if rows.masks is not None:
         _mask(logits, rows.masks)
-    tokens = logits.argmax(-1)  # of equal logits the first; NaN counts as the largest
+    tokens = _argmax(logits) if logits.is_cpu else logits.argmax(-1)  # of equal logits the first; NaN is the largest
     best = logits.gather(1, tokens[:, None])
     valid = torch.isfinite(best.flatten())
     draw = _draw_looking if logits.is_cpu else _draw_blindly
@@ -79,6 +80,21 @@ def _mask(
 
 
 # ------------------------------------------------------------------------------------------------ on a CPU
+
+
+def _argmax(
+    logits: Tensor,  # fp32 [R, V]
+) -> Tensor:
+    """As logits.argmax(-1): int64 [R]. That looks at one number at a time; this does so only where the best one is."""
+    rows, vocabulary = logits.shape
+    whole = vocabulary // TILE
+    best = logits[:, : whole * TILE].view(rows, whole, TILE).amax(-1)
+    if whole * TILE < vocabulary:
+        best = torch.cat([best, logits[:, whole * TILE :].amax(-1, keepdim=True)], 1)
+    first = best.argmax(-1) * TILE
+    places = (first[:, None] + torch.arange(TILE)).clamp(max=vocabulary - 1)  # what is doubled stands behind
+    best_place: Tensor = logits.gather(1, places).argmax(-1)
+    return first + best_place
 
 
 def _draw_looking(
