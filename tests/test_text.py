@@ -190,7 +190,7 @@ def told(
     tokens, seen = tokenizer.encode(text), []
     for i, token in enumerate(tokens):
         events = [Event("r", token, finish_reason=reason if i == len(tokens) - 1 else None)]
-        seen += [found.outputs[0].text for found in processor.process(events)]
+        seen += [found.outputs[0].text for _, found in processor.process(events)]
     return output.outputs[0], seen, engine
 
 
@@ -206,6 +206,40 @@ def test_a_stop_string_ends_the_text_before_it(bytewise: Tokenizer) -> None:
     assert engine.ended == ["r"]
     assert len(seen) == len("one two END")  # later events are not for us any more
     assert all("one two ".startswith(text) for text in seen)  # nothing of it was ever shown
+
+
+def test_what_came_behind_a_stop_string_in_the_same_step_is_left_out(bytewise: Tokenizer) -> None:
+    engine = FakeEngine()
+    processor = OutputProcessor(engine, bytewise)  # type: ignore[arg-type]
+    output = RequestOutput("p", None, [], [CompletionOutput(0)])
+    params = SamplingParams(max_tokens=6, stop="c", logprobs=0)
+    processor.add(Request("r", array("i"), 0, params), output, deque())
+    step = [Event("r", token, TokenLogprobs(token, -1.0, 1, ())) for token in bytewise.encode("abcdef")]
+    step[-1] = step[-1]._replace(finish_reason=FinishReason.LENGTH)
+    taken = list(processor.process([*step[:4], Event("stranger", 1), *step[4:]]))
+    assert taken == [(event, output) for event in (*step[:2], step[2]._replace(finish_reason=FinishReason.STOP))]
+    [sample] = output.outputs
+    assert (sample.text, sample.token_ids, len(sample.logprobs or [])) == ("ab", bytewise.encode("abc"), 3)
+    assert (sample.finish_reason, sample.stop_reason, sample.cumulative_logprob) == ("stop", "c", -3.0)
+    assert engine.ended == ["r"]
+    assert not list(processor.process([Event("r", finish_reason=FinishReason.STOP)]))
+
+
+def test_a_tokenizer_that_fails_ends_the_sample_with_that_event(bytewise: Tokenizer) -> None:
+    class Ending(FakeEngine):
+        def finish(self, request_id: str, reason: FinishReason) -> None:
+            self.ended.append(f"{request_id}: {reason.value}")
+
+    engine = Ending()
+    processor = OutputProcessor(engine, bytewise)  # type: ignore[arg-type]
+    output = RequestOutput("p", None, [], [CompletionOutput(0)])
+    processor.add(Request("r", array("i"), 0, SamplingParams(max_tokens=6)), output, deque())
+    step = [Event("r", 5), Event("r", -3), Event("r", 6)]  # no tokenizer has a negative id
+    [first, (event, _)] = processor.process(step)
+    assert first == (step[0], output)
+    assert (event.token, event.finish_reason, event.error) == (-3, FinishReason.ERROR, output.outputs[0].error)
+    assert event.error
+    assert engine.ended == ["r: error"]
 
 
 def test_a_stop_string_may_be_kept(bytewise: Tokenizer) -> None:

@@ -164,7 +164,7 @@ class LLM:
 
     def _step(self) -> list[RequestOutput]:
         """One step of the engine: the outputs that have grown, whoever asked for them."""
-        return list({output.request_id: output for output in self._processor.process(self.engine.step())}.values())
+        return list({output.request_id: output for _, output in self._processor.process(self.engine.step())}.values())
 
     # ------------------------------------------------------------------------------------------- its input
 

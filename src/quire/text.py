@@ -327,8 +327,11 @@ class OutputProcessor:
             output.prompt_logprobs = [None]
         self._samples[request.id] = _Sample(request, output, sample, sampling, detokenizer, ended)
 
-    def process(self, events: Sequence[Event]) -> Iterator[RequestOutput]:
-        """Take in a step's events; each output that they change, once an event."""
+    def process(self, events: Sequence[Event]) -> Iterator[tuple[Event, RequestOutput]]:
+        """Take in a step's events: each of them, and the output that it changed.
+
+        An event with which the text ended a sample, at a stop string for one, tells so; those behind it are left out.
+        """
         for event in events:
             sample = self._samples.get(event.request_id)
             if sample is not None:  # else a stop string has ended it
@@ -342,11 +345,14 @@ class OutputProcessor:
                     sample.output.error = f"{type(error).__name__}: {error}"
                     self._engine.finish(event.request_id, FinishReason.ERROR)
                 if sample.output.finished:
+                    event = event._replace(
+                        finish_reason=FinishReason(sample.output.finish_reason), error=sample.output.error
+                    )
                     del self._samples[event.request_id]
                     sample.request.num_running -= 1
                     if sample.request.finished:
                         sample.ended.append(sample.request)
-                yield sample.request
+                yield event, sample.request
 
     def _process_event(self, sample: _Sample, event: Event) -> None:
         output = sample.output

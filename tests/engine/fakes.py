@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,25 +15,45 @@ from quire.engine.flatten import Buffers
 from quire.engine.order import Order, first_come_first_served
 from quire.engine.plan import StepOutput
 from quire.engine.scheduler import Scheduler
-from quire.request import Group, Request, SamplingParams
+from quire.engine.speculation import PromptLookup
+from quire.request import Group, Request, SamplingParams, TokenLogprobs
 
 VOCAB = 251
+CIRCLE = 6  # tokens
 EMPTY = -1
+
+
+def digest(context: list[int]) -> int:
+    """A number that depends on each of these tokens and on their order."""
+    value = 7
+    for token in context:
+        value = (value * 31 + token + 1) % 1_000_003
+    return value
 
 
 def next_token(context: list[int]) -> int:
     """What the fake model says after these tokens: depends on each of them and on their order."""
-    value = 7
-    for token in context:
-        value = (value * 31 + token + 1) % 1_000_003
-    return value % VOCAB
+    return digest(context) % VOCAB
 
 
-def continuation(prompt: list[int], count: int, window: int = 0) -> list[int]:
+def circling(context: list[int]) -> int:
+    """The same of a model that mostly goes in a circle of a few tokens, so that much can be guessed, but not all."""
+    value = digest(context)
+    return value % VOCAB if value % 8 == 0 else (context[-1] + 1) % CIRCLE
+
+
+def logprobs_after(context: list[int], token: int) -> TokenLogprobs:
+    """What the fake model reports of that token: depends on each token of the context, as the token may not."""
+    return TokenLogprobs(token, -1.0 - digest(context), 1, ())
+
+
+def continuation(
+    prompt: list[int], count: int, window: int = 0, model: Callable[[list[int]], int] = next_token
+) -> list[int]:
     """What a request must generate, computed without any cache; with a window the model sees the last tokens only."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens[-window:]))
+        tokens.append(model(tokens[-window:]))
     return tokens[len(prompt) :]
 
 
@@ -39,8 +61,14 @@ class FakeRunner:
     """Writes each token to its slot and reads a sequence's whole past back through its block table."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, groups: tuple[CacheGroup, ...], num_host_blocks: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        groups: tuple[CacheGroup, ...],
+        num_host_blocks: int = 0,
+        model: Callable[[list[int]], int] = next_token,
     ) -> None:
+        self.model = model
         self.block_size = block_size
         self.windows = [group.window for group in groups]
         self.memory = np.full((len(groups), num_blocks * block_size), EMPTY)
@@ -62,7 +90,7 @@ class FakeRunner:
         self.move(batch)
         starts = batch.query_starts.tolist()
         assert starts[-1] == len(batch.token_ids) == len(batch.positions)
-        contexts = []
+        pasts = []  # of each sequence, all that its rows see, or more
         for memory, group in zip(self.memory, batch.groups, strict=True):
             slots, token_ids = group.slots.numpy(), batch.token_ids.numpy()
             written = slots >= 0
@@ -71,20 +99,30 @@ class FakeRunner:
         for s, length in enumerate(batch.context_lens.tolist()):
             positions = batch.positions[starts[s] : starts[s + 1]].tolist()
             assert positions == list(range(length - len(positions), length))
-            pasts = []
+            seen = []
             for memory, group, window in zip(self.memory, batch.groups, self.windows, strict=True):
                 table = group.block_tables[s].numpy()
                 at = np.arange(0 if window is None else max(0, positions[0] - window + 1), length)  # all that is seen
-                pasts.append(memory[table[at // self.block_size] * self.block_size + at % self.block_size].tolist())
-            longest = max(pasts, key=len)
-            assert all(longest[len(longest) - len(past) :] == past for past in pasts)
-            contexts.append(longest if None in self.windows else longest[-max(self.windows) :])
-        last_rows = {starts[s + 1] - 1: s for s in range(len(contexts))}
-        tokens = {
-            request_id: next_token(contexts[last_rows[row]])
-            for request_id, row in zip(batch.logit_ids, batch.logit_rows.tolist(), strict=True)
-        }
-        return StepOutput(tokens)
+                seen.append(memory[table[at // self.block_size] * self.block_size + at % self.block_size].tolist())
+            pasts.append(max(seen, key=len))
+            assert all(pasts[-1][len(pasts[-1]) - len(past) :] == past for past in seen)
+        output = StepOutput({})
+        window = 0 if None in self.windows else max(self.windows)
+        drawn = zip(batch.logit_ids, batch.logit_rows.tolist(), batch.sampling.num_logprobs.tolist(), strict=True)
+        for request_id, row, num_logprobs in drawn:
+            s = bisect_right(starts, row) - 1
+            context = pasts[s][: len(pasts[s]) - (starts[s + 1] - 1 - row)][-window:]
+            token = self.model(context)
+            logprobs = logprobs_after(context, token)
+            if request_id not in output.tokens:
+                output.tokens[request_id] = token
+                if num_logprobs >= 0:
+                    output.logprobs[request_id] = logprobs
+            else:
+                output.behind_guesses.setdefault(request_id, []).append(token)
+                if num_logprobs >= 0:
+                    output.behind_logprobs.setdefault(request_id, []).append(logprobs)
+        return output
 
     def move(self, batch: Batch) -> None:
         """Swap out, swap in, copy."""
@@ -110,6 +148,8 @@ def fake_engine(
     num_host_blocks: int = 0,
     enable_prefix_caching: bool = True,
     order: Order = first_come_first_served,
+    lookup: PromptLookup | None = None,
+    model: Callable[[list[int]], int] = next_token,
 ) -> Engine:
     manager = BlockManager(
         groups,
@@ -125,10 +165,11 @@ def fake_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         order=order,
+        lookup=lookup,
     )
     max_blocks = -(-max_model_len // block_size)
     buffers = Buffers(len(groups), block_size, max_num_batched_tokens, max_num_seqs, max_blocks)
-    return Engine(scheduler, FakeRunner(num_blocks, block_size, groups, num_host_blocks), buffers, VOCAB, eos)
+    return Engine(scheduler, FakeRunner(num_blocks, block_size, groups, num_host_blocks, model), buffers, VOCAB, eos)
 
 
 def request(name: str, prompt: list[int], **sampling: object) -> Request:

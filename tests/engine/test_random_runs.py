@@ -1,7 +1,8 @@
 """10,000 small runs over random pools, policies and loads, with aborts in every state: all end, and nothing leaks.
 
 Every fifth of them runs on a memory: each request must read its own tokens through its tables, the events must rebuild
-the books, and some of these runs have allocations and look-ups that fail.
+the books, and some of these runs have allocations and look-ups that fail. 1,000 more runs guess tokens, and are done
+without guesses as well.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from quire.cache.manager import CacheGroup
-from quire.config import CacheConfig, EngineConfig
+from quire.config import MAX_SPECULATIVE_TOKENS, CacheConfig, EngineConfig
 from quire.engine.cost import DEVICES, ModelCost
 from quire.engine.flatten import Buffers, flatten
 from quire.engine.order import by_priority
-from quire.engine.plan import Plan, StepOutput
+from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.engine.sharing import unborn
 from quire.engine.simulate import Simulation
-from quire.request import FinishReason, Group, Request, SamplingParams
-from tests.engine.fakes import FakeRunner, continuation, forget_free_blocks
+from quire.engine.speculation import PromptLookup
+from quire.request import Event, FinishReason, Group, Request, SamplingParams, TokenLogprobs
+from tests.engine.fakes import CIRCLE, FakeRunner, circling, continuation, forget_free_blocks, logprobs_after
 from tests.engine.test_cache_events import Replay
 
 GROUPS = (
@@ -136,6 +139,12 @@ class RandomRun(Simulation):
         self.searches: dict[Group, Search] = {}
         self.abort_rate = rng.choice([0.0, 0.0, 0.05, 0.3])
         self.failure_rate = rng.choice([0.0, 0.0, 0.02])
+
+    @property
+    def window(self) -> int:
+        """Tokens that the model sees; 0: all."""
+        windows = [group.window for group in self.groups]
+        return 0 if None in windows else max(windows)
 
     def break_things(self) -> None:
         """Let some allocations and look-ups fail."""
@@ -269,14 +278,12 @@ class RandomRun(Simulation):
         for pool in (*manager.pools, *manager.host_pools):
             assert pool.num_free == pool.num_blocks
         assert self.reasons.keys() == self.asked.keys()
-        windows = [group.window for group in self.groups]
-        seen_by_the_model = 0 if None in windows else max(windows)
         for name, reason in self.reasons.items():
             request = self.asked[name]
             if self.runner is not None and not request.steered:
                 tokens = request.tokens.tolist()
                 prompt = tokens[: request.num_prompt]
-                assert tokens == prompt + continuation(prompt, request.num_generated, seen_by_the_model)
+                assert tokens == prompt + continuation(prompt, request.num_generated, self.window, self.runner.model)
             if reason is FinishReason.LENGTH:
                 assert not request.steered
                 assert len(request.tokens) == scheduler.longest(request)
@@ -301,3 +308,114 @@ def test_random_runs(shard: int) -> None:
         except Exception as error:
             raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
     assert not [what for what in SEEN if not seen[what]]
+
+
+# ------------------------------------------------------------------------------------------------------- guesses
+
+GUESSED_SEEDS, GUESSED_SHARDS = 1_000, 5
+GUESSED_SEEN = """
+all right, some right, none right, overflowed, stopped among guesses, aborted with guesses, failed
+preempted, swapped out, swapped in, restarted, copied, found a prefix, forked
+""".replace("\n", ", ").strip(", ").split(", ")  # fmt: skip
+
+
+class GuessedRun(RandomRun):
+    """A run of a model that mostly goes in a circle, so that its tokens can be guessed. Some are reported as lost.
+
+    Each token comes with a logprob that depends on everything before it, as the token itself may not.
+    """
+
+    def __init__(self, seed: int, seen: Counter[str], num_guessed: int) -> None:
+        super().__init__(seed, seen, checked=True)
+        assert self.runner is not None
+        self.runner.model = circling
+        self.scheduler.lookup = PromptLookup(num_guessed) if num_guessed else None
+        self.told: dict[str, list[TokenLogprobs]] = {}
+        self.items: list[PlanItem] = []  # of the step, those with guesses
+
+    def unit(self, name: str) -> list[Request]:
+        """Its prompts go in the circle, too, and some end at a token of it."""
+        rng, unit = self.rng, super().unit(name)
+        length, start = rng.randint(1, 2 * CIRCLE), rng.randrange(CIRCLE)
+        ending = frozenset([rng.randrange(CIRCLE)] if rng.random() < 0.3 else [])
+        for request in unit:
+            if not request.steered:
+                request.tokens += array("i", [(start + i) % CIRCLE for i in range(length)])
+                request.num_prompt = len(request.tokens)
+                request.sampling = replace(request.sampling, logprobs=0)
+                request.ending_tokens = ending
+        return unit
+
+    def compute(self, plan: Plan) -> StepOutput:
+        self.items = [item for item in plan.items if item.guesses]
+        if self.items and self.rng.random() < self.abort_rate:
+            self.abort(self.rng.choice(self.items).request, "with guesses")
+        output = super().compute(plan)
+        for drawn in output.behind_guesses.values():
+            if self.rng.random() < 0.03:
+                drawn[self.rng.randrange(len(drawn))] = INVALID_TOKEN
+        return output
+
+    def step(self) -> list[Event]:
+        events = super().step()
+        for event in events:
+            if event.token is not None:
+                assert event.logprobs is not None
+                assert event.logprobs.token == event.token
+                self.told.setdefault(event.request_id, []).append(event.logprobs)
+        for item in self.items:
+            self.count_right(item, [event for event in events if event.request_id == item.request.id])
+        return events
+
+    def count_right(self, item: PlanItem, events: list[Event]) -> None:
+        """events: what the item's request was told."""
+        seen, guesses, reason = self.seen, list(item.guesses), events[-1].finish_reason if events else None
+        tokens = [event.token for event in events if event.token is not None]
+        if not tokens:
+            seen["overflowed"] += 1
+            return
+        num_right = len(tokens) - 1
+        assert tokens[:-1] == guesses[:num_right]
+        if tokens == guesses[: len(tokens)]:
+            assert reason is FinishReason.STOP
+            seen["stopped among guesses"] += 1
+        else:
+            seen["all right" if num_right == len(guesses) else "some right" if num_right else "none right"] += 1
+
+    def check_end(self) -> None:
+        super().check_end()
+        for name, reason in self.reasons.items():
+            request = self.asked[name]
+            if not request.steered:
+                tokens, start = request.tokens.tolist(), request.num_prompt
+                contexts = (tokens[:at][-self.window :] for at in range(start, len(tokens)))
+                assert self.told.get(name, []) == list(map(logprobs_after, contexts, tokens[start:]))
+                ends = [token in request.ending_tokens for token in tokens[start:]]
+                assert ends.count(True) == ends[-1:].count(True) == (reason is FinishReason.STOP)
+
+
+def whole_tokens(seed: int, seen: Counter[str], num_guessed: int) -> dict[str, list[int]]:
+    """The tokens of each request that got all of them."""
+    one = GuessedRun(seed, seen, num_guessed)
+    one.scheduler.manager.listeners.append(lambda event: seen.update(forked=type(event).__name__ == "BlocksForked"))
+    one.go()
+    own = {FinishReason.STOP, FinishReason.LENGTH}
+    found = [one.asked[name] for name, reason in one.reasons.items() if reason in own]
+    return {request.id: request.tokens.tolist() for request in found if not request.steered}
+
+
+@pytest.mark.parametrize("shard", range(GUESSED_SHARDS))
+def test_random_runs_with_guesses(shard: int) -> None:
+    seen: Counter[str] = Counter()
+    compared = 0
+    for seed in range(shard, GUESSED_SEEDS, GUESSED_SHARDS):
+        try:
+            guessed = whole_tokens(seed, seen, 1 + seed % MAX_SPECULATIVE_TOKENS)
+            plain = whole_tokens(seed, Counter(), 0)
+            both = plain.keys() & guessed.keys()
+            assert {name: plain[name] for name in both} == {name: guessed[name] for name in both}
+            compared += len(both)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+    assert compared > GUESSED_SEEDS // GUESSED_SHARDS
+    assert not [what for what in GUESSED_SEEN if not seen[what]]

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from quire import LLM
+from quire.cli import app
 from quire.engine.engine import Engine
 from quire.engine.speculation import LONGEST_PAUSE, MATCHED, MAX_ROWS, PromptLookup, _behind_the_same
+from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError
-from quire.request import Event, Request, SamplingParams
+from quire.request import Event, FinishReason, Request, SamplingParams
 from tests.models.checkpoints import engine, save
 
 NUM_TOKENS = 60
@@ -88,19 +94,36 @@ def test_no_guesses_for_whose_draws_depend_on_more_than_their_tokens() -> None:
 # ----------------------------------------------------------------------------------------------------- the engine
 
 
-def run(made: Engine, prompts: list[list[int]], **params: Any) -> tuple[dict[str, list[Event]], int]:
-    """Every event of each request, and the steps that it took."""
+def run(
+    made: Engine,
+    prompts: list[list[int]],
+    arrivals: Sequence[int] = (),
+    aborts: Mapping[str, int] = MappingProxyType({}),
+    **params: Any,
+) -> tuple[dict[str, list[Event]], int]:
+    """Every event of each request, and the steps that it took.
+
+    arrivals: before which step each request comes; all before the first one if not given. aborts: request id -> before
+    which step it is taken back.
+    """
     sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True} | params))
-    for i, prompt in enumerate(prompts):
-        made.add(Request(f"r{i}", array("i", prompt), len(prompt), sampling))
-    events: dict[str, list[Event]] = {f"r{i}": [] for i in range(len(prompts))}
+    to_come = [Request(f"r{i}", array("i", prompt), len(prompt), sampling) for i, prompt in enumerate(prompts)]
+    events: dict[str, list[Event]] = {request.id: [] for request in to_come}
+    left = sorted(arrivals) or [0] * len(to_come)
     steps = 0
-    while made.has_work:
+    while left or made.has_work:
+        while left and left[0] <= steps:
+            made.add(to_come[-len(left)])
+            left.pop(0)
+        for name, step in aborts.items():
+            if step == steps:
+                made.abort(name)
         for event in made.step():
             assert event.error is None, event.error
             events[event.request_id].append(event)
         made.scheduler.audit()
         steps += 1
+    assert all(pool.num_used == 0 for pool in made.scheduler.manager.pools)
     return events, steps
 
 
@@ -142,6 +165,124 @@ def test_tokens_are_those_that_come_one_by_one(tmp_path: Path, kind: str, option
         assert saved > 50, "hardly anything was guessed"
 
 
+def judgements(made: Engine) -> list[int]:
+    """Filled as the engine runs: how many guesses of a request were right, each time."""
+    lookup, judged = made.scheduler.lookup, []
+    assert lookup is not None
+    judge = lookup.judge
+
+    def listening(request: Request, num_right: int) -> None:
+        judged.append(num_right)
+        judge(request, num_right)
+
+    lookup.judge = listening  # type: ignore[method-assign]
+    return judged
+
+
+ARRIVALS = (0, 2, 9, 10, 25, 60)
+SIX = [*LOOPS, [5, 6, 7, 8] * 5 + [5], [11, 12] * 4]
+LIMITS: tuple[dict[str, Any], ...] = ({}, {"block_size": 4, "num_blocks": 30, "max_num_batched_tokens": 16})
+
+
+@pytest.mark.parametrize("options", [{"logprobs": 2}, {"temperature": 0.3, "seed": 1}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("limits", LIMITS, ids=["room", "little room"])
+def test_others_may_come_at_any_time(tmp_path: Path, limits: dict[str, Any], options: dict[str, Any]) -> None:
+    save_looping(tmp_path)
+    engines = [engine(tmp_path, num_speculative_tokens=count, max_model_len=100, **limits) for count in (0, 5)]
+    judged = judgements(engines[1])
+    (plain, _), (guessed, _) = (run(made, SIX, ARRIVALS, **options) for made in engines)
+    assert guessed == plain
+    assert sum(judged) > 10, "hardly anything was guessed"
+    assert all(made.scheduler.num_preemptions > 0 for made in engines) == bool(limits)
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=["room", "little room"])
+def test_aborts_end_who_is_guessed_and_nobody_else(tmp_path: Path, limits: dict[str, Any]) -> None:
+    save_looping(tmp_path)
+    whole, _ = run(engine(tmp_path, max_model_len=100, **limits), SIX, logprobs=0)
+    among_guesses = 0
+    for step in range(3, 30, 3):
+        made = engine(tmp_path, num_speculative_tokens=5, max_model_len=100, **limits)
+        aborts = {"r0": step, "r2": step + 1, "r5": 2 * step}
+        found, _ = run(made, SIX, ARRIVALS, aborts, logprobs=0)
+        for name, events in found.items():
+            if events[-1].finish_reason is FinishReason.ABORT:
+                assert name in aborts
+                assert events[-1] == Event(name, finish_reason=FinishReason.ABORT)
+                assert events[:-1] == whole[name][: len(events) - 1]
+                among_guesses += len(events) > 2
+            else:
+                assert events == whole[name]
+    assert among_guesses > 9
+
+
+STOPS: dict[str, dict[str, Any]] = {
+    "one": {"stop": "-2001-2"},
+    "kept": {"stop": ["never", "1-20"], "include_stop_str_in_output": True},
+    "not at first": {"stop": ["0", "e"], "min_tokens": 17},
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("options", STOPS.values(), ids=STOPS)
+def test_stop_strings_end_a_text_where_they_would(options: dict[str, Any]) -> None:
+    """Of the embedded model, which soon repeats itself, so that some stop strings end among guesses."""
+    params = [SamplingParams(**({"temperature": t, "seed": 1, "max_tokens": 60, "logprobs": 1, "n": n} | options))
+              for t, n in ((0.0, 1), (0.5, 1), (0.5, 3))]  # fmt: skip
+    outputs, steps = [], []
+    for count in (0, 7):
+        llm = LLM(num_blocks=200, num_speculative_tokens=count)
+        outputs.append([])
+        steps.append(0)
+        for prompt in ("x = ", "class Stack:\n"):
+            for sampling in params:
+                seen = [""] * sampling.n
+                for output in llm.stream(prompt, sampling):
+                    steps[-1] += 1
+                    for i, sample in enumerate(output.outputs):
+                        assert sample.text.startswith(seen[i])
+                        seen[i] = sample.text
+                outputs[-1] += output.outputs
+        assert not llm.engine.has_work
+        assert all(pool.num_used == 0 for pool in llm.engine.scheduler.manager.pools)
+    assert outputs[0] == outputs[1]
+    assert steps[1] < steps[0]
+    stopped = [sample.stop_reason in options["stop"] for sample in outputs[0] if sample.stop_reason is not None]
+    assert all(stopped)
+    assert bool(stopped) == bool(options)
+
+
+def test_a_trace_of_guessed_requests_is_that_of_others(tmp_path: Path) -> None:
+    save_looping(tmp_path)
+    found = []
+    for count in (0, 5):
+        made = engine(tmp_path, num_speculative_tokens=count)
+        made.recorder = TraceRecorder()
+        run(made, LOOPS, stop_token_ids=[5, 9])
+        found.append([(row.prompt_tokens, row.new_tokens, row.prefix_id) for row in made.recorder.rows()])
+    assert found[0] == found[1]
+    assert len({new_tokens for _, new_tokens, _ in found[0]}) > 1
+
+
+def test_who_gets_no_blocks_for_guesses_goes_on_without(tmp_path: Path) -> None:
+    """Also where taking them fails."""
+    save_looping(tmp_path)
+    plain, _ = run(engine(tmp_path, block_size=1, num_blocks=256), LOOPS)
+    made = engine(tmp_path, block_size=1, num_blocks=256, num_speculative_tokens=5)
+    [pool] = made.scheduler.manager.pools
+    allocate, failed = pool.allocate, []
+
+    def failing(count: int) -> array[int]:
+        if 1 < count < 8:  # no step without guesses takes so many, but for the shortest prompt's
+            failed.append(count)
+            raise MemoryError("injected")
+        return allocate(count)
+
+    pool.allocate = failing  # type: ignore[method-assign]
+    assert run(made, LOOPS)[0] == plain
+    assert len(failed) > 5
+
+
 def test_guessing_never_takes_blocks_from_others(tmp_path: Path) -> None:
     save_looping(tmp_path)
     made = engine(tmp_path, block_size=4, num_blocks=21, num_speculative_tokens=5, max_model_len=80)
@@ -153,8 +294,6 @@ def test_guessing_never_takes_blocks_from_others(tmp_path: Path) -> None:
 
 
 def test_siblings_guess_for_themselves(tmp_path: Path) -> None:
-    from quire import LLM
-
     save(tmp_path)
     outputs = []
     for count in (0, 5):
@@ -175,6 +314,14 @@ def test_only_where_a_row_keeps_its_bits(tmp_path: Path) -> None:
     for count in (-1, 8):
         with pytest.raises(ConfigError, match=f"num_speculative_tokens is {count}"):
             engine(tmp_path, num_speculative_tokens=count)
+
+
+def test_quire_generate_takes_the_number_of_guesses() -> None:
+    arguments = ["generate", "x = ", "--json", "--temperature", "0", "--max-tokens", "40", "--num-speculative-tokens"]
+    found = [CliRunner().invoke(app, [*arguments, count]) for count in ("0", "5", "9")]
+    assert [result.exit_code for result in found] == [0, 0, 1]
+    assert found[0].stdout == found[1].stdout
+    assert "num_speculative_tokens is 9" in found[2].stderr
 
 
 def test_a_wrong_guess_that_overflows_hurts_nobody(tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.engine import Engine
+from quire.engine.speculation import PromptLookup
 from quire.request import Request
 from quire.server.metrics import Metrics, RequestClock
-from tests.engine.fakes import fake_engine, request, siblings
+from tests.engine.fakes import CIRCLE, circling, fake_engine, request, siblings
+from tests.server.serving import serving
 
 BOARD = Path(__file__).parent.parent.parent / "deploy" / "grafana" / "quire.json"
 LABELS = {"model_name": "a model", "engine": "0"}
@@ -133,21 +135,72 @@ class TestCounting:
         clock = driver.metrics.request(10, None, 1)
         start = clock._arrived
         clock.scheduled(start + 1)
-        for seconds in (3, 3.25, 4, 4, 6):  # at 4 two samples got a token
+        for seconds in (3, 3.25, 4, 4, 6):  # at 4 a guess was right
             clock.tokens(1, start + seconds)
         clock.ended("stop", start + 7)
         told = Samples(driver.metrics)
         sums = {name: told(f"quire:{name}_seconds_sum") for name in (
             "time_to_first_token", "inter_token_latency", "request_time_per_output_token", "e2e_request_latency",
             "request_queue_time", "request_prefill_time", "request_decode_time", "request_inference_time")}  # fmt: skip
-        assert sums == pytest.approx(dict(zip(sums, (3, 3, 1, 7, 1, 2, 3, 5), strict=True)))
+        assert sums == pytest.approx(dict(zip(sums, (3, 3, 0.75, 7, 1, 2, 3, 5), strict=True)))
         assert told("quire:inter_token_latency_seconds_count") == 3
         assert told("quire:inter_token_latency_seconds_bucket", le="0.2") == 0
         assert told("quire:inter_token_latency_seconds_bucket", le="0.3") == 1
         assert told("quire:inter_token_latency_seconds_bucket", le="+Inf") == 3
         assert told("quire:request_generation_tokens_sum") == 5
-        assert told("quire:request_max_num_generation_tokens_sum") == 4
+        assert told("quire:request_max_num_generation_tokens_sum") == 5
         assert told("quire:request_params_max_tokens_count") == 0
+
+    def test_what_comes_at_one_moment_has_no_time_between_tokens(self, driver: Driver) -> None:
+        clock = driver.metrics.request(10, None, 1)
+        clock.scheduled(clock._arrived)
+        clock.tokens(3, clock._arrived + 1)
+        clock.ended("length", clock._arrived + 1)
+        told = Samples(driver.metrics)
+        assert told("quire:request_generation_tokens_sum") == told("quire:request_max_num_generation_tokens_sum") == 3
+        assert told("quire:request_decode_time_seconds_count") == 1
+        for name in ("inter_token_latency", "request_time_per_output_token"):
+            assert told(f"quire:{name}_seconds_count") == 0
+
+    def test_a_search_has_one_clock_for_all_that_it_finds(self, driver: Driver) -> None:
+        clock = driver.metrics.request(10, None, 3)
+        clock.scheduled(clock._arrived)
+        clock.found([4, 9, 2], clock._arrived + 1)
+        clock.ended("stop", clock._arrived + 1)
+        told = Samples(driver.metrics)
+        assert told("quire:request_generation_tokens_sum") == 15
+        assert told("quire:request_max_num_generation_tokens_sum") == 9
+        assert told("quire:time_to_first_token_seconds_count") == 1
+        assert told("quire:inter_token_latency_seconds_count") == 0
+
+    def test_a_served_search_is_counted_at_its_end(self) -> None:
+        with serving() as server:
+            fields = {"use_beam_search": True, "n": 3, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+            answer = server.post("/v1/completions", prompt="import os\n", **fields).json()
+            server.on_engine(lambda: None)  # its last step is counted now
+            told = Samples(server.metrics)
+        assert answer["usage"]["completion_tokens"] == 18
+        for name, value in (("generation_tokens_total", 18), ("request_generation_tokens_sum", 18),
+                            ("request_max_num_generation_tokens_sum", 6),
+                            ("time_to_first_token_seconds_count", 1)):  # fmt: skip
+            assert told(f"quire:{name}", model_name="quire-embedded") == value
+
+    def test_right_guesses_make_arrivals_fewer_than_tokens(self) -> None:
+        driver = Driver(fake_engine(model=circling, lookup=PromptLookup(5)))
+        driver.add(request("a", [i % CIRCLE for i in range(14)], max_tokens=40))
+        steps = 0
+        while driver.engine.has_work:
+            driver.step()
+            steps += 1
+        told = driver.run()
+        assert steps < 40
+        assert told("quire:inter_token_latency_seconds_count") == steps - 1
+        for name in ("generation_tokens_total", "request_generation_tokens_sum",
+                     "request_max_num_generation_tokens_sum"):  # fmt: skip
+            assert told(f"quire:{name}") == 40
+        assert told("quire:iteration_tokens_total_sum") == 40 + 14
+        mean = told("quire:request_time_per_output_token_seconds_sum")
+        assert mean == pytest.approx(told("quire:request_decode_time_seconds_sum") / 39)
 
     def test_what_never_ran_has_no_phases(self, driver: Driver) -> None:
         clock = driver.metrics.request(10, 5, 1)

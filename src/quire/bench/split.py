@@ -105,7 +105,7 @@ def recorded(llm: LLM, processor: OutputProcessor) -> Iterator[Timeline]:
             for name, part in parts.items():
                 put(owner, name, timeline.timed(part, name, getattr(owner, name)))
 
-        def process(events: Sequence[Event]) -> list[RequestOutput]:
+        def process(events: Sequence[Event]) -> list[tuple[Event, RequestOutput]]:
             return list(untimed(events))
 
         untimed = processor.process

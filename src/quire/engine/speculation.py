@@ -7,6 +7,7 @@ draw depends on its position alone, these are the tokens that would have come on
 
 from __future__ import annotations
 
+import logging
 import weakref
 from array import array
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from quire.cache.manager import BlockManager
 from quire.config import MAX_SPECULATIVE_TOKENS
 from quire.engine.plan import Plan, PlanItem
 from quire.request import Request
+
+log = logging.getLogger("quire")
 
 MATCHED = (4, 3, 2)  # last tokens that must have stood together before, as many as possible
 MAX_ROWS = MAX_SPECULATIVE_TOKENS + 1  # of a step: up to here reading the weights takes most of the time
@@ -47,8 +50,13 @@ class PromptLookup:
         most = min(self.most(len(plan.items)), budget // max(1, len(plan.items)))
         for i, (request, num_new, _) in enumerate(plan.items):
             known = len(request.tokens)
-            guesses = self.guess(request, min(most, longest(request) - known - 1))
-            if guesses and manager.grow(request, known + len(guesses), plan.copies):
+            try:
+                guesses = self.guess(request, min(most, longest(request) - known - 1))
+                has_room = len(guesses) > 0 and manager.grow(request, known + len(guesses), plan.copies)
+            except Exception:  # nothing was taken
+                log.exception("request %s goes on without guesses", request.id)
+                continue
+            if has_room:
                 plan.items[i] = PlanItem(request, num_new, guesses)
                 plan.num_tokens += len(guesses)
 

@@ -170,7 +170,10 @@ class TraceRecorder:
         self._added.append((self._clock(), request))
 
     def rows(self) -> list[TraceRow]:
-        """The trace so far, from the first arrival on: what was generated, and which prompts begin alike."""
+        """The trace so far, from the first arrival on: what was generated, and which prompts begin alike.
+
+        Tokens that a step with guesses drew behind a stop string count as generated.
+        """
         if not self._added:
             return []
         start = self._added[0][0]

@@ -36,7 +36,7 @@ STEP = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 
 # Name -> what it is, and its buckets; None: 1, 2, 5, 10, ... up to the longest sequence that is served.
 HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
     "time_to_first_token_seconds": ("From a request's arrival to its first token.", FIRST_TOKEN),
-    "inter_token_latency_seconds": ("Between two tokens of a request.", NEXT_TOKEN),
+    "inter_token_latency_seconds": ("Between two steps that brought a request tokens.", NEXT_TOKEN),
     "request_time_per_output_token_seconds": ("Mean time between a request's tokens.", NEXT_TOKEN),
     "e2e_request_latency_seconds": ("From a request's arrival to its end.", REQUEST),
     "request_queue_time_seconds": ("From a request's arrival to its first step.", REQUEST),
@@ -102,20 +102,19 @@ class Histogram:
 
 
 class RequestClock:
-    """One request's moments, in seconds of time.monotonic().
+    """The moments of one sample, or of one search with all its beams, in seconds of time.monotonic().
 
-    A prompt with several samples may have one clock for all of them or one for each: tokens that come at the same
-    moment count as one arrival.
+    What comes at one moment is one arrival: of a step with right guesses several tokens, of a search all it found.
     """
 
-    __slots__ = ("_arrived", "_first", "_gaps", "_last", "_max_tokens", "_metrics", "_n", "_num_arrivals",
-                 "_num_prompt", "_num_tokens", "_scheduled")  # fmt: skip
+    __slots__ = ("_arrived", "_first", "_gaps", "_last", "_longest", "_max_tokens", "_metrics", "_n", "_num_prompt",
+                 "_num_tokens", "_scheduled")  # fmt: skip
 
     def __init__(self, metrics: Metrics, num_prompt: int, max_tokens: int | None, n: int, arrived: float) -> None:
         self._metrics = metrics
         self._gaps = metrics.histograms["inter_token_latency_seconds"]
         self._num_prompt, self._max_tokens, self._n = num_prompt, max_tokens, n
-        self._num_tokens = self._num_arrivals = 0
+        self._num_tokens = self._longest = 0
         self._arrived = arrived
         self._scheduled = self._first = self._last = -1.0  # has not happened
 
@@ -125,13 +124,13 @@ class RequestClock:
         self._metrics.histograms["request_queue_time_seconds"].observe(now - self._arrived)
 
     def tokens(self, count: int, now: float) -> None:
-        """So many tokens came."""
+        """So many tokens came to a sample."""
         self._num_tokens += count
+        self._longest += count
         last = self._last
         if now == last:
             return
         self._last = now
-        self._num_arrivals += 1
         if last >= 0:
             gap, gaps = now - last, self._gaps
             gaps.counts[bisect_left(gaps.bounds, gap)] += 1
@@ -140,6 +139,11 @@ class RequestClock:
             self._first = now
             self._metrics.prompt_done(self._num_prompt, now - self._arrived)
 
+    def found(self, lengths: Sequence[int], now: float) -> None:
+        """A search found sequences of so many new tokens each, all at once."""
+        self.tokens(sum(lengths), now)
+        self._longest = max(lengths)
+
     def ended(self, reason: str, now: float) -> None:
         """It ended, for a reason of FinishReason. What it had not come to is not counted."""
         metrics, histograms = self._metrics, self._metrics.histograms
@@ -147,18 +151,17 @@ class RequestClock:
         histograms["e2e_request_latency_seconds"].observe(now - self._arrived)
         histograms["request_prompt_tokens"].observe(self._num_prompt)
         histograms["request_generation_tokens"].observe(self._num_tokens)
-        histograms["request_max_num_generation_tokens"].observe(self._num_arrivals)
+        histograms["request_max_num_generation_tokens"].observe(self._longest)
         histograms["request_params_n"].observe(self._n)
         if self._max_tokens is not None:
             histograms["request_params_max_tokens"].observe(self._max_tokens)
-        if self._num_arrivals > 0 and self._scheduled >= 0:
+        if self._first >= 0 and self._scheduled >= 0:
             decoding = self._last - self._first
             histograms["request_prefill_time_seconds"].observe(self._first - self._scheduled)
             histograms["request_decode_time_seconds"].observe(decoding)
             histograms["request_inference_time_seconds"].observe(self._last - self._scheduled)
-            if self._num_arrivals > 1:
-                mean = decoding / (self._num_arrivals - 1)
-                histograms["request_time_per_output_token_seconds"].observe(mean)
+            if decoding > 0:  # else all came at one moment
+                histograms["request_time_per_output_token_seconds"].observe(decoding / (self._num_tokens - 1))
 
 
 class Metrics:

@@ -24,7 +24,7 @@ from quire.server.errors import ApiError, deadline_passed, engine_stopped, queue
 from quire.server.inspector import Inspector
 from quire.server.jobs import Delta, Generation, Job, Search
 from quire.server.metrics import Metrics, RequestClock
-from quire.text import OutputProcessor, Tokenizer
+from quire.text import OutputProcessor, RequestOutput, Tokenizer
 
 log = logging.getLogger("quire.server")
 
@@ -242,7 +242,8 @@ class Worker:
         for event in events:
             if (search := self._searches.get(event.request_id)) is not None:
                 self._lead(search, event)
-        grown = {output.request_id: output for output in self._processor.process(events)}
+        taken = list(self._processor.process(events))
+        grown = {output.request_id: output for _, output in taken}
         told = []
         for name, output in grown.items():
             job = self._generations.get(name)
@@ -257,7 +258,7 @@ class Worker:
         if told:
             self._post(partial(self._deliver, told))
         try:
-            self._count(events, start, now)
+            self._count(taken, start, now)
             self._inspector.observe(events)
         except Exception:  # who watches must not hurt who is served
             log.exception("a step could not be counted or shown")
@@ -309,15 +310,16 @@ class Worker:
         self._waiting.discard(driver.request.id)
         found, now = driver.results(), time.monotonic()
         if driver.error is None and found:
-            self._num_found += (count := sum(len(hypothesis.tokens) for hypothesis in found))
-            clock.tokens(count, now)
+            lengths = [len(hypothesis.tokens) for hypothesis in found]
+            self._num_found += sum(lengths)
+            clock.found(lengths, now)
             clock.ended(found[0].finish_reason.value, now)
         else:
             clock.ended(FinishReason.ERROR.value, now)
 
-    def _count(self, events: Sequence[Event], start: float, now: float) -> None:
+    def _count(self, taken: Sequence[tuple[Event, RequestOutput]], start: float, now: float) -> None:
         num_new, self._num_found = self._num_found, 0
-        for event in events:
+        for event, _ in taken:
             clock = self._clocks.get(event.request_id)
             if clock is None:
                 continue
