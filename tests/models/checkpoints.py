@@ -62,10 +62,17 @@ class LogitsProbe:
     plan: Any = None  # of the step that runs
     found: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # tokens up to a row -> its logits
     preempted: list[str] = field(default_factory=list)
+    parts: int = 0  # steps in which only some rows were wanted
+    alike: int = 0  # of these, those in which they had the same bits as among all
     steps: list[set[str]] = field(default_factory=list)  # what each step had: "prefill", "decode"
 
-    def forward(self, batch: Any, cache: Any, plans: Any) -> torch.Tensor:
+    def forward(self, batch: Any, cache: Any, plans: Any, rows: Any = None) -> torch.Tensor:
         hidden = self.model.forward(batch, cache, plans)
+        if rows is not None:
+            wanted = self.model.forward(batch, cache, plans, rows)
+            self.alike += torch.equal(wanted, hidden[rows])
+            torch.testing.assert_close(wanted, hidden[rows])
+            self.parts += 1
         logits = self.model.logits(hidden)
         starts = batch.query_starts.tolist()
         self.steps.append(set())
@@ -74,7 +81,7 @@ class LogitsProbe:
             self.steps[-1].add("prefill" if request.num_computed < request.num_prompt else "decode")
             for row in range(start, stop):
                 self.found[tuple(tokens[: int(batch.positions[row]) + 1])] = logits[row].clone()
-        return hidden
+        return hidden if rows is None else hidden[rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.logits(hidden)

@@ -34,6 +34,7 @@ def test_every_bit_is_that_of_the_operators_one_by_one(tmp_path: Path, kind: str
         found.append(probed_logits(made, PROMPTS, max_tokens=12))
     (once, tokens), (again, same_tokens) = found
     assert {"prefill", "decode"} in once.steps
+    assert once.alike == again.alike == once.parts == again.parts > 0
     assert tokens == same_tokens
     assert once.found.keys() == again.found.keys()
     for row, logits in once.found.items():
@@ -57,7 +58,7 @@ def test_what_each_operator_took(tmp_path: Path) -> None:
     layers = made.runner.model.native_layers
     seconds = torch.full((len(layers.kinds),), -1.0, dtype=torch.float64)
     run = layers._program.run
-    layers._program.run = lambda *args: run(*args[:4], seconds)  # type: ignore[method-assign]
+    layers._program.run = lambda *args: run(*args[:5], seconds)  # type: ignore[method-assign]
     probed_logits(made, PROMPTS, max_tokens=1)
     assert layers.kinds[:4] == ["norm", "linear", "rope", "write"]
     assert {"attention", "gelu", "multiply"} < set(layers.kinds)
@@ -80,7 +81,19 @@ def test_a_plan_of_other_tokens_is_refused(tmp_path: Path) -> None:
     model = made.runner.model.model
     hidden, positions = torch.zeros(2, 48), torch.arange(2)
     with pytest.raises(BadValue, match="for 1 tokens, the program for 2"):
-        model.native_layers(hidden, positions, made.runner.cache, made.runner.plans)
+        model.native_layers(hidden, positions, made.runner.cache, made.runner.plans, None)
+
+
+def test_rows_out_of_order_are_refused() -> None:
+    program = Program(torch.float32, {"first": 8, "second": 8})
+    program.keep(("first", 0), ("second", 0))
+    for rows in ([1, 0], [0, 0], [-1, 2], [0, 3]):
+        with pytest.raises(BadValue, match=r"rows to keep are .*; they must ascend within 0..2"):
+            program.run(torch.ones(3, 8), torch.ones(3, 8), torch.arange(3), [], torch.tensor(rows))
+    x, y = torch.arange(24.0).view(3, 8), -torch.arange(24.0).view(3, 8)
+    program.run(x, y, torch.arange(3), [], torch.tensor([1, 2]))
+    assert torch.equal(x[:2], torch.arange(24.0).view(3, 8)[1:])
+    assert torch.equal(y[:2], -x[:2])
 
 
 def test_a_program_has_only_so_many_buffers() -> None:
@@ -92,7 +105,7 @@ def test_a_plan_for_other_heads_is_refused(tmp_path: Path) -> None:
     save(tmp_path)
     model, other = engine(tmp_path).runner.model, engine(tmp_path, dtype="bfloat16").runner
     with pytest.raises(BadValue, match=r"a plan is for .*bfloat16.*; the model has .*float32"):
-        model.native_layers(torch.zeros(1, 48), torch.arange(1), other.cache, other.plans)
+        model.native_layers(torch.zeros(1, 48), torch.arange(1), other.cache, other.plans, None)
 
 
 def test_engines_on_several_threads_may_share_a_model(tmp_path: Path) -> None:

@@ -148,10 +148,12 @@ def _timed_layers(layers: NativeLayers, timeline: Timeline) -> Callable[..., Ten
     """The layers, each operator noted as the native library timed it."""
     kinds = layers.kinds
 
-    def call(residual: Tensor, positions: Tensor, cache: KVCache, plans: Sequence[AttentionPlan]) -> Tensor:
+    def call(
+        residual: Tensor, positions: Tensor, cache: KVCache, plans: Sequence[AttentionPlan], rows: Tensor | None
+    ) -> Tensor:
         seconds = torch.zeros(len(kinds), dtype=torch.float64)
         start = time.perf_counter()
-        hidden = layers(residual, positions, cache, plans, seconds)
+        hidden = layers(residual, positions, cache, plans, rows, seconds)
         for kind, took in zip(kinds, seconds.tolist(), strict=True):
             timeline.add(NATIVE.get(kind, SMALL), kind, start, took)
             start += took

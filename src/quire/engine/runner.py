@@ -25,8 +25,10 @@ MAX_LOGIT_ROWS = 256  # rows of V numbers held at a time: 128 MiB for a vocabula
 class Model(Protocol):
     """What a runner needs of a model."""
 
-    def forward(self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan]) -> Tensor:
-        """Hidden states: [T, H]. Writes the batch's K and V to the cache."""
+    def forward(
+        self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan], rows: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states: [T, H], or those of the rows int64 [R], ascending. Writes the batch's K and V to the cache."""
 
     def logits(
         self,
@@ -90,14 +92,16 @@ class Runner:
     def compute(self, batch: Batch) -> StepOutput:
         """What `run` does when blocks have moved."""
         update(self.plans, batch)
-        token_ids, positions = send([batch.token_ids, batch.positions], self.device)
-        hidden = self.model.forward(replace(batch, token_ids=token_ids, positions=positions), self.cache, self.plans)
-        return self.finish(batch, hidden)
+        wanted = batch.logit_rows
+        token_ids, positions, rows = send([batch.token_ids, batch.positions, wanted], self.device)
+        there = replace(batch, token_ids=token_ids, positions=positions)
+        every = len(batch.prompt.rows) > 0 or len(wanted) == len(batch.token_ids)
+        return self.finish(batch, self.model.forward(there, self.cache, self.plans, None if every else rows))
 
     def finish(
         self,
         batch: Batch,
-        hidden: Tensor,  # [T, H]
+        hidden: Tensor,  # [T, H]; or [R, H], of the logit rows, where no prompt is reported
     ) -> StepOutput:
         """Draw a token for each logit row, and gather the logprobs that were asked for."""
         output = StepOutput({}, {}, {})

@@ -173,19 +173,27 @@ class Decoder:
         self.group_of_layer = [groups[layer] for layer in range(config.num_layers)]
         self.native_layers = NativeLayers(self) if NativeLayers.serves(self) else None
 
-    def forward(self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan]) -> Tensor:
+    def forward(
+        self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan], rows: Tensor | None = None
+    ) -> Tensor:
         """Hidden states after the final norm: [T, H]. Writes the batch's K and V to the cache.
 
         plans: one a cache group, updated for this batch.
+        rows: int64 [R], ascending. If given, the result is these rows, [R, H]: the others end with the last attention.
         """
         positions = batch.positions.to(self.device)
         residual = self._embed(batch.token_ids.to(self.device), positions)
         if self.native_layers is not None:
-            return self.native_layers(residual, positions, cache, plans)
+            return self.native_layers(residual, positions, cache, plans, rows)
         hidden = self.layers[0].input_norm(residual)
         norms_after = [*(layer.input_norm for layer in self.layers[1:]), self.final_norm]
         for i, (layer, norm_after) in enumerate(zip(self.layers, norms_after, strict=True)):
-            branch = self._attention(layer, i, hidden, positions, cache, plans[self.group_of_layer[i]])
+            attended = self._attention(layer, i, hidden, positions, cache, plans[self.group_of_layer[i]])
+            if rows is not None and i == len(self.layers) - 1:
+                attended, residual = attended[rows], residual[rows]
+            branch = layer.output(attended)
+            if layer.output_norm is not None:
+                branch = layer.output_norm(branch)
             hidden = layer.mlp_norm.of_sum(branch, residual)
             branch = layer.mlp_out(self._activate(layer.mlp_in(hidden)))
             if layer.mlp_output_norm is not None:
@@ -230,8 +238,7 @@ class Decoder:
             alibi_slopes=self.alibi_slopes,
             softcap=config.attention_softcap,
         )
-        branch = layer.output(attended.flatten(1))
-        return branch if layer.output_norm is None else layer.output_norm(branch)
+        return attended.flatten(1)
 
     def _activate(
         self,

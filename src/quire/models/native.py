@@ -65,9 +65,10 @@ class NativeLayers:
         positions: Tensor,  # int64 [T]
         cache: KVCache,
         plans: Sequence[AttentionPlan],  # one a cache group
+        rows: Tensor | None,  # int64 [R], ascending: those that are wanted; None: all
         seconds: Tensor | None = None,  # fp64 [operators], filled with what each of them took
     ) -> Tensor:
-        """Hidden states after the final norm: [T, H]."""
+        """Hidden states after the final norm: [T, H], or [R, H]."""
         own = cast(Sequence[CpuPlan], plans)
         for plan in own:
             spec = plan.spec
@@ -78,8 +79,8 @@ class NativeLayers:
             if self._bound is None or self._bound() is not cache:
                 self._program.bind([own[group].cache(cache.layer(i)) for i, group in enumerate(self._groups)])
                 self._bound = weakref.ref(cache)
-            self._program.run(residual, hidden, positions, own, seconds)
-        return hidden
+            self._program.run(residual, hidden, positions, own, rows, seconds)
+        return hidden if rows is None else hidden[: len(rows)]
 
     @property
     def kinds(self) -> list[str]:
@@ -111,6 +112,8 @@ class NativeLayers:
         scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
         group = self._groups[index]
         program.attention(q, k, v, ("attended", 0), group, scale, decoder.alibi_slopes, config.attention_softcap)
+        if index == len(decoder.layers) - 1:
+            program.keep(("attended", 0), RESIDUAL)
         self._linear(layer.output, "attended", "branch")
         if layer.output_norm is not None:
             self._norm(layer.output_norm, BRANCH, BRANCH)

@@ -79,7 +79,17 @@ class LinearParams(Structure):
     ]
 
 
-OPS = ("linear", "norm", "rope", "write", "attention", "swiglu", "gelu", "multiply")  # in the order of their numbers
+OPS = (
+    "linear",
+    "norm",
+    "rope",
+    "write",
+    "attention",
+    "swiglu",
+    "gelu",
+    "multiply",
+    "keep",
+)  # in the order of their numbers
 MAX_BUFFERS = 12
 
 
@@ -132,6 +142,8 @@ class ProgramParams(Structure):
         ("buffers", c_void_p * MAX_BUFFERS),
         ("widths", c_int64 * MAX_BUFFERS),
         ("rows", c_int64),
+        ("kept", c_void_p),
+        ("num_kept", c_int64),
         ("dtype", c_int32),
         ("threads", c_int32),
     ]

@@ -105,6 +105,10 @@ class Program:
         """out *= x."""
         self._add("multiply", native.ActivationParams(size), x, None, out)
 
+    def keep(self, x: Place, y: Place) -> None:
+        """Of these two buffers, go on with the rows that `run` is told to keep; the others end here."""
+        self._add("keep", native.ActivationParams(), x, y)
+
     def _add(
         self, kind: str, params: Structure, x: Place, y: Place | None = None, out: Place | None = None, group: int = 0
     ) -> None:
@@ -134,9 +138,10 @@ class Program:
         second: Tensor,  # [T, width], contiguous: the second
         positions: Tensor,  # int64 [T], contiguous
         plans: Sequence[CpuPlan],  # one a cache group, with T tokens each
+        kept: Tensor | None = None,  # int64 [R], contiguous, ascending: what `keep` keeps; None: all rows
         seconds: Tensor | None = None,  # fp64 [operators], filled with what each of them took
     ) -> None:
-        """Run all operators. Raises BadValue for a position that a table does not hold."""
+        """Run all operators. Raises BadValue for a position that a table does not hold, and for rows out of order."""
         rows = first.shape[0]
         for plan in plans:
             if plan.num_tokens != rows or not plan.writable:
@@ -165,9 +170,13 @@ class Program:
                 buffers=(c_void_p * native.MAX_BUFFERS)(*buffers),
                 widths=(c_int64 * native.MAX_BUFFERS)(*self._widths),
                 rows=rows,
+                kept=None if kept is None else kept.data_ptr(),
+                num_kept=rows if kept is None else len(kept),
                 dtype=native.DTYPES[self._dtype],
                 threads=torch.get_num_threads(),
             ),
         )
+        if beyond >= 0 and native.OPS[self._ops[beyond].kind] == "keep":
+            raise BadValue(f"rows to keep are {kept}; they must ascend within 0..{rows - 1}")
         if beyond >= 0:
             raise BadValue(f"a position lies beyond its table: {positions.min()} to {positions.max()}")

@@ -67,7 +67,7 @@ struct LinearParams {
 
 // ------------------------------------------------------------------------------------------- programs, see program.h
 
-enum OpKind : int32_t { OP_LINEAR, OP_NORM, OP_ROPE, OP_WRITE, OP_ATTENTION, OP_SWIGLU, OP_GELU, OP_MULTIPLY };
+enum OpKind : int32_t { OP_LINEAR, OP_NORM, OP_ROPE, OP_WRITE, OP_ATTENTION, OP_SWIGLU, OP_GELU, OP_MULTIPLY, OP_KEEP };
 
 // Numbers of a buffer's rows, from a column on.
 struct Columns {
@@ -110,5 +110,7 @@ struct ProgramParams {
     void* buffers[MAX_BUFFERS];  // each [rows, width]
     int64_t widths[MAX_BUFFERS];
     int64_t rows;
+    const int64_t* kept;  // [num_kept], ascending: the rows that are left from `keep` on; null: all
+    int64_t num_kept;
     int32_t dtype, threads;
 };

@@ -11,6 +11,7 @@ namespace {
 struct Program {
     ParallelFor parallel_for;
     const ProgramParams& p;
+    int64_t rows = p.rows;  // so far
 
     int64_t size() const { return p.dtype == DTYPE_F32 ? 4 : 2; }
     void* at(const Columns& c) const { return c.buffer < 0 ? nullptr : (char*)p.buffers[c.buffer] + c.first * size(); }
@@ -19,23 +20,23 @@ struct Program {
     void run(const Op& op, const LinearParams& linear) const {
         LinearParams call = linear;
         call.x = at(op.x), call.x_stride = width(op.x), call.out = at(op.out);
-        call.rows = p.rows, call.threads = p.threads;
+        call.rows = rows, call.threads = p.threads;
         QUIRE_NAME(linear, QUIRE_ISA)(parallel_for, &call);
     }
 
     void run(const Op& op, const NormParams& norm) const {
-        const int64_t rows = p.rows * norm.heads;
+        const int64_t all = rows * norm.heads;
         if (norm.bias)
             QUIRE_NAME(layer_norm, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), norm.heads, norm.dim, at(op.y), width(op.y),
-                                              norm.weight, norm.bias, at(op.out), rows, norm.dim, norm.eps, p.dtype);
+                                              norm.weight, norm.bias, at(op.out), all, norm.dim, norm.eps, p.dtype);
         else
             QUIRE_NAME(rms_norm, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), norm.heads, norm.dim, at(op.y), width(op.y),
-                                            norm.weight, at(op.out), rows, norm.dim, norm.eps, p.dtype);
+                                            norm.weight, at(op.out), all, norm.dim, norm.eps, p.dtype);
     }
 
     bool run(const Op& op, const RopeParams& r) const {
         return QUIRE_NAME(rope, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), r.q_heads, r.head_dim, at(op.y), width(op.y),
-                                           r.k_heads, r.head_dim, p.positions, r.cos, r.sin, p.rows, r.length, r.half, p.dtype) < 0;
+                                           r.k_heads, r.head_dim, p.positions, r.cos, r.sin, rows, r.length, r.half, p.dtype) < 0;
     }
 
     void run(const Op& op, const WriteParams& write) const {
@@ -54,8 +55,22 @@ struct Program {
         QUIRE_NAME(attention, QUIRE_ISA)(parallel_for, p.plans[op.group], &call);
     }
 
-    // Whether all positions are known.
-    bool run(const Op& op) const {
+    // The rows that are wanted move to the front. Whether there are such rows.
+    bool keep(const Op& op) {
+        if (!p.kept) return true;
+        for (int64_t i = 0; i < p.num_kept; i++)
+            if (p.kept[i] >= rows || p.kept[i] < (i ? p.kept[i - 1] + 1 : 0)) return false;
+        for (const Columns& c : {op.x, op.y}) {
+            const int64_t bytes = width(c) * size();
+            char* data = (char*)p.buffers[c.buffer];
+            for (int64_t i = 0; i < p.num_kept; i++) memmove(data + i * bytes, data + p.kept[i] * bytes, (size_t)bytes);
+        }
+        rows = p.num_kept;
+        return true;
+    }
+
+    // Whether all positions, or rows, are known.
+    bool run(const Op& op) {
         const ActivationParams* activation = (const ActivationParams*)op.params;
         switch (op.kind) {
             case OP_LINEAR: run(op, *(const LinearParams*)op.params); break;
@@ -64,18 +79,19 @@ struct Program {
             case OP_WRITE: run(op, *(const WriteParams*)op.params); break;
             case OP_ATTENTION: run(op, *(const AttentionParams*)op.params); break;
             case OP_SWIGLU:
-                QUIRE_NAME(swiglu, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), at(op.out), p.rows, activation->dim, p.dtype);
+                QUIRE_NAME(swiglu, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), at(op.out), rows, activation->dim, p.dtype);
                 break;
             case OP_GELU:
-                QUIRE_NAME(gelu, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), 1, 0, at(op.out), p.rows, activation->dim,
+                QUIRE_NAME(gelu, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), 1, 0, at(op.out), rows, activation->dim,
                                             activation->tanh, p.dtype);
                 break;
             case OP_MULTIPLY:
                 with_element(p.dtype, [&](auto element) {
                     using E = decltype(element);
-                    multiply_rows<E>(parallel_for, at(op.x), width(op.x), at(op.out), width(op.out), p.rows, activation->dim);
+                    multiply_rows<E>(parallel_for, at(op.x), width(op.x), at(op.out), width(op.out), rows, activation->dim);
                 });
                 break;
+            case OP_KEEP: return keep(op);
         }
         return true;
     }
@@ -83,9 +99,9 @@ struct Program {
 
 }  // namespace
 
-// Returns the operator that found a position beyond its table, or -1. What stands before it has been done.
+// Returns the operator that found a position beyond its table, or a row beyond the last one, or -1. What stands before it has been done.
 extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(program, QUIRE_ISA)(ParallelFor parallel_for, const ProgramParams* params) {
-    const Program program{parallel_for, *params};
+    Program program{parallel_for, *params};
     using Clock = std::chrono::steady_clock;
     for (int64_t i = 0; i < params->num_ops; i++) {
         const Clock::time_point start = params->seconds ? Clock::now() : Clock::time_point();
