@@ -56,7 +56,7 @@ class EngineConfig:
     max_num_seqs: int = 256  # sequences that run at the same time
     max_num_batched_tokens: int = 2048  # query tokens a step
     scheduling_policy: str = "fcfs"  # who comes first: "fcfs", "priority" (lower first) or "shortest" (prompt)
-    num_speculative_tokens: int = 0  # guessed at a time by prompt lookup, where few requests decode on a CPU
+    num_speculative_tokens: int | None = None  # guessed at a time by prompt lookup; None: 3 where rows keep their bits
     seed: int = 0  # requests without a seed of their own derive one from it
     reproducible: bool = False  # on a GPU: the same bits whatever the batch and the chunks; on a CPU that always holds
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -66,7 +66,8 @@ class EngineConfig:
             check_integer(ConfigError, "max_model_len", self.max_model_len, 1)
         check_integer(ConfigError, "max_num_seqs", self.max_num_seqs, 1)
         check_integer(ConfigError, "max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        check_integer(ConfigError, "num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
+        if self.num_speculative_tokens is not None:
+            check_integer(ConfigError, "num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         check_integer(ConfigError, "seed", self.seed, 0, 2**63 - 1)
         if not isinstance(self.reproducible, bool):
             raise ConfigError(f"reproducible is {self.reproducible!r}; it must be True or False")

@@ -308,7 +308,9 @@ def test_siblings_guess_for_themselves(tmp_path: Path) -> None:
 def test_only_where_a_row_keeps_its_bits(tmp_path: Path) -> None:
     save(tmp_path)
     assert engine(tmp_path, num_speculative_tokens=1).scheduler.lookup is not None
-    assert engine(tmp_path).scheduler.lookup is None
+    assert engine(tmp_path, num_speculative_tokens=0).scheduler.lookup is None
+    assert engine(tmp_path, num_speculative_tokens=None).scheduler.lookup is not None
+    assert engine(tmp_path, num_speculative_tokens=None, attention_backend="reference").scheduler.lookup is None
     with pytest.raises(ConfigError, match="not with 'reference' on 'cpu'"):
         engine(tmp_path, num_speculative_tokens=1, attention_backend="reference")
     for count in (-1, 8):

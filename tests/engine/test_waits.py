@@ -206,8 +206,8 @@ def test_a_step_waits_once_for_what_was_drawn(
         output = runner.run(flatten(plan, buffers))
     assert len(output.tokens) == 70
     assert [len(part) for part in drawn] == [32, 32, 6]
-    # Token ids with positions; the rows that need logits, where others do not; two for each part, as above.
-    assert watch.copies == 1 + (num_new > 1) + 2 * len(drawn)
+    # Token ids with positions and the rows that need logits; two for each part, as above.
+    assert watch.copies == 1 + 2 * len(drawn)
 
 
 def test_tensors_that_travel_together_keep_their_numbers() -> None:

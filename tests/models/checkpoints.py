@@ -49,7 +49,7 @@ def save(directory: Path, kind: str = "Llama", dtype: torch.dtype = torch.float3
 
 
 def engine(directory: Path, **options: Any) -> Engine:
-    config: EngineConfig = engine_config(**({"num_blocks": 64} | options))
+    config: EngineConfig = engine_config(**({"num_blocks": 64, "num_speculative_tokens": 0} | options))
     ops = load(config.attention_backend)
     return build_engine(load_model(directory, config, ops), ops, config)
 

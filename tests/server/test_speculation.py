@@ -20,6 +20,12 @@ Chunk = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
+def plain() -> Iterator[Serving]:
+    with serving({"num_speculative_tokens": 0}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
 def guessing() -> Iterator[Serving]:
     with serving({"num_speculative_tokens": 5}) as running:
         yield running
@@ -57,24 +63,24 @@ def joined(chunks: list[Chunk]) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.parametrize(("path", "fields"), CASES.values(), ids=CASES)
 def test_streams_are_those_of_a_server_that_does_not_guess(
-    server: Serving, guessing: Serving, path: str, fields: dict[str, Any]
+    plain: Serving, guessing: Serving, path: str, fields: dict[str, Any]
 ) -> None:
     """Text, logprobs and usage, the last bit of each; and whole answers too."""
     streams = []
-    for here in (server, guessing):
+    for here in (plain, guessing):
         here.on_engine(here.service.llm.reset_prefix_cache)
         streams.append(here.post(path, **asked(path, fields), stream=True, stream_options=USAGE).events())
-    plain, guessed = streams
-    assert joined(guessed) == joined(plain)
-    assert guessed[-1]["usage"] == plain[-1]["usage"]
+    slow, guessed = streams
+    assert joined(guessed) == joined(slow)
+    assert guessed[-1]["usage"] == slow[-1]["usage"]
     assert guessed[-1]["choices"] == []
-    for here in (server, guessing):
+    for here in (plain, guessing):
         here.on_engine(here.service.llm.reset_prefix_cache)
-    wholes = [here.post(path, **asked(path, fields)).json() for here in (server, guessing)]
+    wholes = [here.post(path, **asked(path, fields)).json() for here in (plain, guessing)]
     assert wholes[0]["choices"] == wholes[1]["choices"]
     assert wholes[0]["usage"] == wholes[1]["usage"] == guessed[-1]["usage"]
     if path == COMPLETIONS and "stop" not in fields:
-        assert len(guessed) < len(plain), "nothing was guessed"
+        assert len(guessed) < len(slow), "nothing was guessed"
 
 
 def test_usage_so_far_counts_every_token_of_a_chunk(guessing: Serving) -> None:

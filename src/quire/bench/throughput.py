@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -62,13 +63,16 @@ def measure(
 
     def run() -> float:
         llm.reset_prefix_cache()
-        start, num_new = time.perf_counter(), 0
+        start, num_new, known = time.perf_counter(), 0, Counter[str]()
         for output in llm.stream(prompts, params):
-            advance()
+            told = len(output.outputs[0].token_ids)
+            for _ in range(known[output.request_id], told):
+                advance()
+            known[output.request_id] = told
             if output.finished:
                 if output.outputs[0].error is not None:
                     raise QuireError(f"workload {workload.name}: {output.outputs[0].error}")
-                num_new += len(output.outputs[0].token_ids)
+                num_new += told
         if num_new != workload.num_new_tokens:
             raise QuireError(f"workload {workload.name}: {num_new} new tokens; expected {workload.num_new_tokens}")
         return time.perf_counter() - start

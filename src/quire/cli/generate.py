@@ -45,7 +45,7 @@ def generate(
     dtype: Dtype = "auto",
     reproducible: Reproducible = False,
     max_model_len: MaxModelLen = None,
-    num_speculative_tokens: NumSpeculativeTokens = 0,
+    num_speculative_tokens: NumSpeculativeTokens = None,
     block_size: BlockSize = 16,
     num_blocks: NumBlocks = None,
     kv_cache_memory: CacheMemory = "50%",

@@ -24,7 +24,12 @@ SwapSpace = Annotated[str | None, typer.Option(help="On the host, for swap: byte
 SchedulingPolicy = Annotated[str, typer.Option(help="Who comes first: fcfs, priority or shortest.")]
 MaxNumSeqs = Annotated[int, typer.Option(help="Sequences that run at the same time.")]
 MaxNumBatchedTokens = Annotated[int, typer.Option(help="Query tokens a step.")]
-NumSpeculativeTokens = Annotated[int, typer.Option(help="Guessed at a time by prompt lookup; 0: none.")]
+NumSpeculativeTokens = Annotated[
+    int | None, typer.Option(help="Guessed at a time by prompt lookup; 0: none. Default: 3, on a GPU 0.")
+]
+MeasuredGuesses = Annotated[
+    int, typer.Option("--num-speculative-tokens", help="Guessed at a time by prompt lookup; 0: none.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -88,7 +88,7 @@ def serve(
     max_num_seqs: MaxNumSeqs = 256,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
     scheduling_policy: SchedulingPolicy = "fcfs",
-    num_speculative_tokens: NumSpeculativeTokens = 0,
+    num_speculative_tokens: NumSpeculativeTokens = None,
     block_size: BlockSize = 16,
     num_blocks: NumBlocks = None,
     kv_cache_memory: CacheMemory = "50%",

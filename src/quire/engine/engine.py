@@ -21,7 +21,7 @@ from quire.engine.order import ORDERS
 from quire.engine.plan import StepOutput
 from quire.engine.runner import MAX_LOGIT_ROWS, Runner
 from quire.engine.scheduler import Scheduler
-from quire.engine.speculation import PromptLookup
+from quire.engine.speculation import NUM_GUESSES, PromptLookup
 from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError, RequestError
 from quire.models.decoder import Decoder, DecoderConfig
@@ -202,12 +202,6 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         device=config.device,
         reproducible=config.reproducible,
     )
-    guesses = config.num_speculative_tokens > 0
-    if guesses and (config.device != "cpu" or not ops.LIMITS.reproducible):
-        raise ConfigError(
-            f"num_speculative_tokens is {config.num_speculative_tokens}; tokens are guessed only where a row keeps its "
-            f"bits beside others: with the backend 'cpu' on a CPU, not with {ops.NAME!r} on {config.device!r}"
-        )
     scheduler = Scheduler(
         BlockManager(
             groups,
@@ -222,7 +216,7 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         order=ORDERS[config.scheduling_policy],
-        lookup=PromptLookup(config.num_speculative_tokens) if guesses else None,
+        lookup=_lookup(config, ops),
     )
     max_blocks = -(-model.max_model_len // block_size)
     limits = (config.max_num_batched_tokens, config.max_num_seqs, max_blocks)
@@ -238,6 +232,19 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         runner = GraphRunner(eager, config.max_num_seqs, max_blocks, CudaCapture(device))
     buffers = Buffers(len(groups), block_size, *limits)
     return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, config.seed)
+
+
+def _lookup(config: EngineConfig, ops: Ops) -> PromptLookup | None:
+    """What guesses tokens: where nobody can tell from the tokens that it does."""
+    wanted, keeps_bits = config.num_speculative_tokens, config.device == "cpu" and ops.LIMITS.reproducible
+    if wanted and not keeps_bits:
+        raise ConfigError(
+            f"num_speculative_tokens is {wanted}; tokens are guessed only where a row keeps its bits beside others: "
+            f"with the backend 'cpu' on a CPU, not with {ops.NAME!r} on {config.device!r}"
+        )
+    if wanted is None:
+        wanted = NUM_GUESSES if keeps_bits else 0
+    return PromptLookup(wanted) if wanted else None
 
 
 def working_memory(decoder: DecoderConfig, itemsize: int, max_tokens: int) -> int:
