@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -92,7 +93,7 @@ def test_planning_measures_what_it_says() -> None:
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["3", "2"]
 
 
-def test_commands() -> None:
+def test_commands(tmp_path: Path) -> None:
     def run(arguments: str) -> str:
         result = CliRunner().invoke(app, ["bench", *arguments.split()])
         assert result.exit_code == 0, result.output
@@ -104,7 +105,14 @@ def test_commands() -> None:
     seconds = [json.loads(line) for line in run("startup --runs 1 --json").splitlines()]
     assert [one["what"] for one in seconds][:2] == ["first token", "first token that quire serve streams"]
     assert all(len(one["seconds"]) == 1 and one["median_seconds"] > 0 for one in seconds)
-    assert "first token" in run("startup --runs 1")
+    assert "first token" in run(f"startup --runs 1 --plot {tmp_path / 'startup.png'}")
+    run(f"throughput single --warmup 0 --runs 2 --plot {tmp_path / 'throughput.svg'}")
+    assert (tmp_path / "startup.png").stat().st_size > 1_000
+    assert "single" in (tmp_path / "throughput.svg").read_text()
+    for command in ("startup", "throughput"):
+        told = CliRunner().invoke(app, ["bench", command, "--plot", str(tmp_path / "x.odd")])
+        assert told.exit_code == 1
+        assert "its ending must be one of" in told.stderr
     refused = CliRunner().invoke(app, ["bench", "throughput", "prefix"])  # longer than the embedded model serves
     assert refused.exit_code == 1
     assert "a prompt may have at most 1023" in refused.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,26 @@ from quire.ops.cpu import native
 from quire.ops.cpu.program import Program
 from tests.models.checkpoints import engine, probed_logits, save
 from tests.models.test_families import VARIANTS
+from tests.ops.conftest import OTHER_ISAS, use_library
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=native.unavailable() or "")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROMPTS = [list(range(2, 2 + n)) for n in (1, 16, 17, 50)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", VARIANTS)
+@pytest.fixture(autouse=True)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best instruction set, or the one that a test asks for."""
+    use_library(request, monkeypatch, getattr(request, "param", None))
+
+
+CASES = [
+    *product([None], VARIANTS, DTYPES),
+    *product(OTHER_ISAS, ("grouped query", "gpt2", "gemma2", "qwen3"), DTYPES),  # all kinds of operators
+]
+
+
+@pytest.mark.parametrize(("isa", "kind", "dtype"), CASES, ids=str, indirect=["isa"])
 def test_every_bit_is_that_of_the_operators_one_by_one(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     """Prompts in chunks mixed with decoding; logits of every row."""
     family, changes = VARIANTS[kind]

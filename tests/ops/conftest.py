@@ -27,16 +27,21 @@ OTHER_ISAS = [] if native.unavailable() else native.runnable(native.library_path
 NATIVE = ["cpu", *(f"cpu on {isa}" for isa in OTHER_ISAS)]
 
 
+def use_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, isa: str | None) -> None:
+    """Let the native kernels be those of that instruction set, the best one by default, of the build that is tested."""
+    path = request.config.getoption("native_library")
+    if isa or path:
+        library = native.load(isa, path)
+        monkeypatch.setattr(native, "default", lambda: library)
+
+
 def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Ops:
     """The backend of that name; one that cannot run on this machine is skipped, with its own reason."""
     name, _, isa = request.param.partition(" on ")
-    path = request.config.getoption("native_library")
     reasons = [ops.unavailable(name, device) for device in DEVICES]
     if None not in reasons:
         pytest.skip("; ".join(filter(None, reasons)))
-    if isa or path:
-        library = native.load(isa or None, path)
-        monkeypatch.setattr(native, "default", lambda: library)
+    use_library(request, monkeypatch, isa or None)
     return ops.load(name, DEVICES[reasons.index(None)])
 
 

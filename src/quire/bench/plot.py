@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,3 +40,14 @@ def drawn(path: Path, rows: int, columns: int, size: tuple[float, float]) -> Ite
         raise ConfigError(f"{path} cannot be written: {error}") from error
     finally:
         pyplot.close(figure)
+
+
+def plot_runs(path: Path, unit: str, runs: Mapping[str, Sequence[float]]) -> None:
+    """Each run a dot, in a row for each name. Raises ConfigError where that cannot be drawn."""
+    with drawn(path, 1, 1, (8, 1 + 0.5 * len(runs))) as (_, [[panel]]):
+        for at, values in enumerate(runs.values()):
+            panel.plot(values, [at] * len(values), "o", alpha=0.5)
+        panel.set_yticks(range(len(runs)), list(runs))
+        panel.set_ylim(len(runs) - 0.5, -0.5)
+        panel.set_xlim(left=0)
+        panel.set_xlabel(unit)

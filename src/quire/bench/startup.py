@@ -50,12 +50,18 @@ def seconds_served(model: str | None) -> float:
             return time.perf_counter() - start
 
 
-def measure(model: str | None, runs: int) -> dict[str, list[float]]:
-    """The seconds of each one's runs, sorted, after one run that warms the page cache."""
+def measure(model: str | None, runs: int, advance: Callable[[], None] = lambda: None) -> dict[str, list[float]]:
+    """The seconds of each one's runs, sorted, after one run that warms the page cache.
+
+    `advance` is called after each of all these.
+    """
     found = {}
     for name, run in measured(model).items():
-        run()
-        found[name] = sorted(run() for _ in range(runs))
+        taken = []
+        for _ in range(1 + runs):
+            taken.append(run())
+            advance()
+        found[name] = sorted(taken[1:])
     return found
 
 

@@ -28,6 +28,11 @@ class Throughput:
         """The median run, in seconds."""
         return statistics.median(self.seconds)
 
+    @property
+    def num_tokens(self) -> int:
+        """Of a run: read and written."""
+        return self.workload.num_prompt_tokens + self.workload.num_new_tokens
+
     def as_dict(self) -> dict[str, object]:
         """The figures, for JSON."""
         new, prompt = self.workload.num_new_tokens, self.workload.num_prompt_tokens
@@ -39,7 +44,7 @@ class Throughput:
             "seconds": list(self.seconds),
             "median_seconds": self.median,
             "new_tokens_per_second": new / self.median,
-            "total_tokens_per_second": (new + prompt) / self.median,
+            "total_tokens_per_second": self.num_tokens / self.median,
             "most_blocks": self.most_blocks,
         }
 

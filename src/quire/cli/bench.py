@@ -63,14 +63,19 @@ def throughput(
     num_speculative_tokens: MeasuredGuesses = 0,
     warmup: Annotated[int, typer.Option(min=0, help="Runs before those that count.")] = 1,
     runs: Annotated[int, typer.Option(min=1, help="Runs that count; their median is told.")] = 3,
+    plot: Annotated[Path | None, typer.Option(help="Draw the runs into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokens a second of whole workloads, greedily, without stopping early. Default: decode."""
     from quire import LLM
+    from quire.bench.plot import check_path, plot_runs
     from quire.bench.throughput import measure
     from quire.bench.workloads import workload
 
     try:
+        if plot is not None:
+            check_path(plot)
+        found = {}
         chosen = [workload(name) for name in workloads or ["decode"]]
         llm = LLM(
             model,
@@ -91,13 +96,17 @@ def throughput(
         )
         for work in chosen:
             with progress_bar(work.name, work.num_new_tokens * (warmup + runs)) as advance:
-                figures = measure(llm, work, warmup, runs, advance).as_dict()
+                measured = measure(llm, work, warmup, runs, advance)
+            figures = measured.as_dict()
+            found[work.name] = [measured.num_tokens / seconds for seconds in measured.seconds]
             if as_json:
                 print(json.dumps(figures))
             else:
                 new, total = figures["new_tokens_per_second"], figures["total_tokens_per_second"]
                 told = f"{new:10.1f} new tok/s {total:10.1f} total tok/s {figures['most_blocks'] or '?':>7} blocks"
                 print(f"{work.name:12s} {figures['median_seconds']:9.2f} s {told}", flush=True)
+        if plot is not None:
+            plot_runs(plot, "total tokens a second", found)
     except QuireError as error:
         fail(error)
 
@@ -181,13 +190,22 @@ def cascade(
 def startup(
     model: Model = None,
     runs: Annotated[int, typer.Option(min=1, help="Fresh processes; their median is told.")] = 5,
+    plot: Annotated[Path | None, typer.Option(help="Draw the runs into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Seconds from the start of a process to the first token, with a warm page cache."""
-    from quire.bench.startup import measure, median
+    from quire.bench.plot import check_path, plot_runs
+    from quire.bench.startup import measure, measured, median
 
     try:
-        figures = measure(model, runs)
+        if plot is not None:
+            check_path(plot)
+        with progress_bar("processes", len(measured(model)) * (1 + runs)) as advance:
+            figures = measure(model, runs, advance)
+        if plot is not None:
+            plot_runs(plot, "seconds", figures)
+    except QuireError as error:
+        fail(error)
     except subprocess.CalledProcessError as error:
         fail(error.stderr.strip().splitlines()[-1])
     for name, seconds in figures.items():
