@@ -46,6 +46,7 @@ class Tokenizer:
             raise ModelError(f"{path} cannot be read: {error}") from error
         self._fast.no_truncation()  # a tokenizer saved after training may still cut and pad
         self._fast.no_padding()
+        self._single: dict[tuple[int, bool], str] = {}  # what tokens decode to alone: asked for with every new one
         self._decoders = _decoders(self._fast)
         self._marks_words = not {"ByteFallback", "Metaspace"}.isdisjoint(self._decoders)
         self._added = {
@@ -81,7 +82,14 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The tokens' text."""
-        return str(self._fast.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+        if len(tokens) != 1:
+            return str(self._fast.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+        [token] = tokens
+        text = self._single.get((token, skip_special_tokens))
+        if text is None:
+            text = str(self._fast.decode([token], skip_special_tokens=skip_special_tokens))
+            self._single[token, skip_special_tokens] = text
+        return text
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that the token stands for, be they whole characters or not; none for an id without a token."""
