@@ -26,6 +26,7 @@ from quire.cache.manager import CacheGroup
 from quire.cache.storage import KVCache
 from quire.errors import ConfigError
 from quire.ops.cpu import native
+from quire.ops.memory import in_huge_pages
 
 CACHE_BYTES = 192 * 2**20  # of K and V that decode goes round in, several times a last-level cache
 READ_BYTES = 256 * 2**20
@@ -272,7 +273,7 @@ def random_numbers(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def read_rate(threads: int) -> Callable[[], float]:
     """A measurement: GB/s that all threads together read."""
-    memory, results = torch.ones(READ_BYTES // 4), torch.zeros(threads)
+    memory, results = in_huge_pages((READ_BYTES,), torch.uint8, touched=READ_BYTES), torch.zeros(threads)
     library = native.default()
 
     def read() -> None:

@@ -16,7 +16,7 @@ from quire.errors import ConfigError, Unsupported
 from quire.ops import PagedKV, unavailable
 from quire.ops.memory import in_huge_pages
 
-RESIDENT = 512 * 2**20  # bytes that are there from the start; more would be seconds before the first request
+RESIDENT = 64 * 2**20  # bytes that are there from the start; more would be a part of a second before the first request
 DEFAULT_SWAP_SPACE = "4GiB"
 
 

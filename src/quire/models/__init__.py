@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelError, Unsupported
 from quire.models.decoder import Decoder, DecoderConfig
 from quire.models.rope import rope_type
-from quire.models.weights import Checkpoint, Sources, load_weights, read_json
+from quire.models.weights import Checkpoint, Sources, Weights, read_json
 from quire.ops import Ops
 
 # What a config.json calls its architecture -> the module that reads it.
@@ -124,7 +124,7 @@ def load_model(directory: Path, config: EngineConfig, ops: Ops) -> Decoder:
         )
     checkpoint = Checkpoint(directory)
     sources = family.weight_sources(decoder, checkpoint.names)
-    weights = load_weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device)
+    weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device)
     eos_token_ids = _eos_token_ids(raw, directory, decoder.vocab_size)
     return Decoder(decoder, weights, ops, max_model_len, eos_token_ids, config.reproducible)
 

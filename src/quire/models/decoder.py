@@ -151,7 +151,7 @@ class Decoder:
         self.eos_token_ids = eos_token_ids
         self.embedding = weights["embedding"]  # [V, H]
         make_linear = LinearFactory(reproducible)
-        self.lm_head = make_linear.head(weights["embedding" if config.tied_embeddings else "lm_head"])
+        self.lm_head = make_linear.head(self.embedding if config.tied_embeddings else weights["lm_head"])
         self.positions = weights.get("positions")  # [max_position_embeddings, H]
         self.dtype, self.device = self.embedding.dtype, self.embedding.device
         self.embedding_scale = (

@@ -6,7 +6,7 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,47 +102,60 @@ class Sources:
         return tuple(f"{self.layer_prefix.format(layer)}{theirs}.{kind}" for theirs in self.layer[part])
 
 
-def load_weights(
-    checkpoint: Checkpoint, sources: Sources, config: DecoderConfig, dtype: torch.dtype, device: str
-) -> dict[str, Tensor]:
-    """Copy every weight of `weight_shapes` into memory of its own: name -> tensor of that dtype, norms in fp32.
+class Weights(Mapping[str, Tensor]):
+    """A decoder's weights in a checkpoint, under the names of `weight_shapes`.
 
-    Memory of our own is aligned and stays resident; weights used straight out of a mapped file are neither.
-    Raises ModelError for a tensor that is missing, superfluous, or of a wrong shape.
+    Each is copied into memory of its own when it is asked for, so that who packs them holds one at a time twice. Memory
+    of our own is aligned and stays resident; weights used straight out of a mapped file are neither.
     """
-    shapes, rows = weight_shapes(config), stacked_rows(config)
-    expected = {part for name in shapes for part in sources.of(name)}
-    if missing := expected - checkpoint.names:
-        raise ModelError(f"{checkpoint.directory} lacks {len(missing)} tensors, among them {_first(missing)}")
-    superfluous = set(checkpoint.names - expected)
-    if config.tied_embeddings:
-        superfluous -= {sources.ends["lm_head"]}
-    if sources.ignored is not None:
-        superfluous = {name for name in superfluous if not sources.ignored.fullmatch(name)}
-    if superfluous:
-        raise ModelError(
-            f"{checkpoint.directory} has {len(superfluous)} tensors that this family does not use, among them "
-            f"{_first(superfluous)}; running without them would be a different model"
-        )
-    weights = {}
-    for name, shape in shapes.items():
-        parts = sources.of(name)
-        lengths = rows[name.split(".")[2]] if len(parts) > 1 else shape[:1]
+
+    def __init__(
+        self, checkpoint: Checkpoint, sources: Sources, config: DecoderConfig, dtype: torch.dtype, device: str
+    ) -> None:
+        """dtype: of all but norms, which are fp32. Raises ModelError for a tensor that is missing or superfluous."""
+        self._checkpoint, self._sources, self._dtype, self._device = checkpoint, sources, dtype, device
+        self._shapes, self._rows = weight_shapes(config), stacked_rows(config)
+        expected = {part for name in self._shapes for part in sources.of(name)}
+        if missing := expected - checkpoint.names:
+            raise ModelError(f"{checkpoint.directory} lacks {len(missing)} tensors, among them {_first(missing)}")
+        superfluous = set(checkpoint.names - expected)
+        if config.tied_embeddings:
+            superfluous -= {sources.ends["lm_head"]}
+        if sources.ignored is not None:
+            superfluous = {name for name in superfluous if not sources.ignored.fullmatch(name)}
+        if superfluous:
+            raise ModelError(
+                f"{checkpoint.directory} has {len(superfluous)} tensors that this family does not use, among them "
+                f"{_first(superfluous)}; running without them would be a different model"
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A copy of the weight. Raises ModelError where the checkpoint has it in a wrong shape."""
+        shape, parts = self._shapes[name], self._sources.of(name)
+        lengths = self._rows[name.split(".")[2]] if len(parts) > 1 else shape[:1]
         # Norms are small, and their weights multiply everything: they stay as exact as they came.
-        weight = torch.empty(shape, dtype=torch.float32 if "norm." in name else dtype, device=device)
+        weight = torch.empty(shape, dtype=torch.float32 if "norm." in name else self._dtype, device=self._device)
         for part, home in zip(parts, torch.split(weight, list(lengths)), strict=True):
-            tensor = checkpoint[part]
+            tensor = self._checkpoint[part]
             ours = tensor
-            if sources.adapt is not None and tensor.numel() == home.numel():
-                ours = sources.adapt(name, tensor)
+            if self._sources.adapt is not None and tensor.numel() == home.numel():
+                ours = self._sources.adapt(name, tensor)
             if ours.shape != home.shape:
                 raise ModelError(
-                    f"{checkpoint.directory}: {part} has shape {tuple(tensor.shape)}; config.json asks for "
+                    f"{self._checkpoint.directory}: {part} has shape {tuple(tensor.shape)}; config.json asks for "
                     f"{tuple(home.shape)}"
                 )
             home.copy_(ours)
-        weights[name] = weight
-    return weights
+        return weight
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
 
 
 def _first(names: set[str] | frozenset[str]) -> str:
