@@ -121,6 +121,23 @@ def test_a_plan_for_other_heads_is_refused(tmp_path: Path) -> None:
         model.native_layers(torch.zeros(1, 48), torch.arange(1), other.cache, other.plans, None)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_no_bit_depends_on_the_number_of_threads(tmp_path: Path, threads: int) -> None:
+    """Nor on whether there are cores for all of them."""
+    save(tmp_path, hidden_size=96, intermediate_size=640)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            found.append(probed_logits(engine(tmp_path, max_num_batched_tokens=48), PROMPTS, max_tokens=12))
+    finally:
+        torch.set_num_threads(before)
+    (alone, tokens), (together, same_tokens) = found
+    assert tokens == same_tokens
+    assert all(torch.equal(logits, together.found[row]) for row, logits in alone.found.items())
+
+
 def test_engines_on_several_threads_may_share_a_model(tmp_path: Path) -> None:
     """While one computes, the other would else bind the layers to its own cache."""
     save(tmp_path)

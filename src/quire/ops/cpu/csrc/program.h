@@ -6,6 +6,8 @@
 
 #include <chrono>
 
+#include "team.h"
+
 namespace {
 
 struct Program {
@@ -101,12 +103,15 @@ struct Program {
 
 // Returns the operator that found a position beyond its table, or a row beyond the last one, or -1. What stands before it has been done.
 extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(program, QUIRE_ISA)(ParallelFor parallel_for, const ProgramParams* params) {
-    Program program{parallel_for, *params};
     using Clock = std::chrono::steady_clock;
-    for (int64_t i = 0; i < params->num_ops; i++) {
-        const Clock::time_point start = params->seconds ? Clock::now() : Clock::time_point();
-        if (!program.run(params->ops[i])) return i;
-        if (params->seconds) params->seconds[i] = std::chrono::duration<double>(Clock::now() - start).count();
-    }
-    return -1;
+    int64_t failed = -1;
+    Team::run(parallel_for, params->threads, [&](ParallelFor team_for) {
+        Program program{team_for, *params};
+        for (int64_t i = 0; i < params->num_ops && failed < 0; i++) {
+            const Clock::time_point start = params->seconds ? Clock::now() : Clock::time_point();
+            if (!program.run(params->ops[i])) failed = i;
+            if (params->seconds) params->seconds[i] = std::chrono::duration<double>(Clock::now() - start).count();
+        }
+    });
+    return failed;
 }

@@ -1,0 +1,89 @@
+// Threads that stay together for many small pieces of parallel work, one after the other.
+//
+// Torch's pool waits in each of them for all of its threads: where another process has the core of one, for as long as the
+// system lets that process run, some milliseconds, thirty times as long as the piece. Here nobody is waited for who has not
+// come: whoever leads does what the others have not taken.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+
+#include "parallel.h"
+
+namespace {
+
+class Team {
+  public:
+    // Call lead(parallel_for) on this thread, while the pool's other threads take part in what it gives that function.
+    template <class Lead>
+    static void run(ParallelFor parallel_for, int threads, const Lead& lead) {
+        if (threads <= 1) return lead(parallel_for);
+        Team team(threads);
+        parallel(parallel_for, threads, 1, [&](int64_t i) {
+            if (i > 0) return team.follow();
+            current = &team;
+            lead(share);
+            team.state.store(OVER, std::memory_order_release);
+        });
+    }
+
+  private:
+    static constexpr int SPINS = 1 << 14;  // looks for work, some 0.1 ms, before others may have the core
+    static constexpr uint64_t ROUND = 1ull << 32, PIECE = 1ull << 16, OVER = ~0ull;
+
+    static thread_local Team* current;
+
+    const int threads;
+    // The round, its number of pieces, and how many of them are taken. What the round is about stands still until all are
+    // done, so whoever has taken a piece may read it.
+    alignas(64) std::atomic<uint64_t> state{0};
+    ParallelBody body;
+    void* context;
+    int64_t begin, end;
+    alignas(64) std::atomic<int> done{0};
+
+    explicit Team(int threads) : threads(threads) {}
+
+    // A ParallelFor.
+    static int32_t share(int64_t begin, int64_t end, int64_t grain, ParallelBody body, void* context) {
+        Team& team = *current;
+        const int64_t worth = (end - begin + grain - 1) / grain;
+        const int pieces = (int)(worth < team.threads ? worth : team.threads);
+        team.body = body, team.context = context, team.begin = begin, team.end = end;
+        team.done.store(0, std::memory_order_relaxed);
+        const uint64_t round = team.state.load(std::memory_order_relaxed) / ROUND + 1;
+        team.state.store(round % (ROUND - 1) * ROUND + (uint64_t)pieces * PIECE, std::memory_order_release);
+        while (team.take_piece()) {}
+        for (int spins = 0; team.done.load(std::memory_order_acquire) < pieces; spins++) wait(spins);
+        return 0;
+    }
+
+    // Do a piece that nobody has taken. False: there is none.
+    bool take_piece() {
+        uint64_t seen = state.load(std::memory_order_acquire), pieces, piece;
+        do {
+            pieces = seen % ROUND / PIECE, piece = seen % PIECE;
+            if (seen == OVER || piece >= pieces) return false;
+        } while (!state.compare_exchange_weak(seen, seen + 1, std::memory_order_acquire));
+        const int64_t size = end - begin;
+        body(begin + size * (int64_t)piece / (int64_t)pieces, begin + size * (int64_t)(piece + 1) / (int64_t)pieces, context);
+        done.fetch_add(1, std::memory_order_release);
+        return true;
+    }
+
+    void follow() {
+        for (int spins = 0; state.load(std::memory_order_relaxed) != OVER; spins++)
+            if (take_piece()) spins = 0;
+            else wait(spins);
+    }
+
+    static void wait(int spins) {
+        if (spins < SPINS) __builtin_ia32_pause();
+        else sched_yield();
+    }
+};
+
+thread_local Team* Team::current = nullptr;
+
+}  // namespace
