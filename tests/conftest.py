@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+LONGEST = ("test_wheel.py", "test_compiled.py")  # a minute a test; at the end one worker would be left alone with it
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -24,3 +26,7 @@ def pytest_configure() -> None:
         from tests import interpreter
 
         interpreter.enable()  # before anything imports a kernel
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)

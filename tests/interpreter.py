@@ -2,11 +2,16 @@
 
 bf16 and fp8 are kept as unsigned integers by the interpreter and mistaken for such by most of its operations; here
 torch converts them, and they are computed with in fp32. Call `enable()` before a module with kernels is imported.
+
+Most of its time goes into describing the type of every value anew; here each shape and dtype is described once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
+from triton._utils import validate_block_shape
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
@@ -100,20 +107,90 @@ def _tensors(bounds: Callable[..., range]) -> Callable[..., Iterator[Any]]:
     return lambda *args, **kwargs: map(interpreter.interpreter_semantic.to_tensor, bounds(*args, **kwargs))
 
 
-def _patch_lang(fn: object) -> Any:
-    """All of the language while a launch runs, so that the functions that its kernel calls need not do it again."""
+def _bound(member: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
+    """A function or method of the language, as the interpreter's semantics compute it."""
+    computes = getattr(member, "__wrapped__", member)  # without the question whether a kernel calls it
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return computes(*args, **kwargs)
+
+    return call
+
+
+def _patch_language() -> None:
+    """All of the language and for good, rather than anew for each launch."""
     scope = interpreter._LangPatchScope()
     for part in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
-        interpreter._patch_builtin(part, interpreter.interpreter_builder, scope)
+        for name, member in inspect.getmembers(part, tl.core.is_builtin):
+            setattr(part, name, _bound(member, interpreter.interpreter_semantic))
     interpreter._patch_lang_tensor(tl.tensor, scope)
     for module in (tl, tl.core):
         interpreter._patch_lang_core(module, scope)
-        scope.set_attr(module, "range", _tensors(module.range))
-    scope.set_attr(
-        tl.tensor, "__index__", lambda self: self.handle.data.item()
-    )  # int(array of one) is gone in numpy 2.4
-    return scope
+        module.range = _tensors(module.range)
+    tl.tensor.__index__ = lambda self: self.handle.data.item()  # int(array of one) is gone in numpy 2.4
 
+
+# ------------------------------------------------------------------------------------------------ types, once each
+
+
+@cache
+def _dimensions(shape: tuple[int, ...]) -> tuple[tl.constexpr, tl.tuple]:
+    """`numel` and `shape` of the tensors of that shape."""
+    return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+
+
+@cache
+def _sizes(shape: tuple[int, ...]) -> tuple[tl.tuple, int]:
+    """`shape` and `numel` of the types of such blocks."""
+    return tl.tuple(shape), validate_block_shape(shape)
+
+
+@cache
+def _name(shape: tuple[int, ...], element: str) -> str:
+    return f"<{shape}, {element}>"
+
+
+def _init_tensor(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.numel, self.shape = _dimensions(tuple(type.shape.values) if type.is_block() else ())
+
+
+def _init_block(self: tl.block_type, element_ty: tl.dtype, shape: Sequence[int | tl.constexpr]) -> None:
+    sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+    if not sizes:
+        raise TypeError("0d block_type is forbidden")
+    self.element_ty = element_ty
+    self.shape, self.numel = _sizes(sizes)
+    self.name = _name(sizes, element_ty.name)
+
+
+_broadcast = TritonSemantic.broadcast_impl_value
+
+
+def _broadcast_others(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Both as they are where they have one shape: `_sizes` makes each once."""
+    one, other = getattr(lhs.type, "shape", None), getattr(rhs.type, "shape", None)
+    return (lhs, rhs) if one is other else _broadcast(self, lhs, rhs)
+
+
+def _equal(self: tl.tuple, other: Iterable[Any]) -> tl.constexpr:
+    return tl.constexpr(self.values == [each.value if isinstance(each, tl.constexpr) else each for each in other])
+
+
+_numpy_dtype = interpreter._get_np_dtype
+_numpy_dtypes: dict[str, np.dtype[Any]] = {}
+
+
+def _known_numpy_dtype(dtype: tl.dtype) -> np.dtype[Any]:
+    """A type's equal has its name; only some of them can be hashed."""
+    name = dtype.scalar.name
+    if name not in _numpy_dtypes:
+        _numpy_dtypes[name] = _numpy_dtype(dtype)
+    return _numpy_dtypes[name]
+
+
+# --------------------------------------------------------------------------------------------------------- launches
 
 _launch = interpreter.GridExecutor.__call__
 
@@ -129,10 +206,18 @@ def enable() -> None:
     for name, method in vars(Repairs).items():
         if not name.startswith("__"):
             setattr(interpreter.InterpreterBuilder, name, method)
+    tl.tensor.__init__ = _init_tensor
+    tl.block_type.__init__ = _init_block
+    tl.tuple.__eq__ = _equal
+    TritonSemantic.broadcast_impl_value = _broadcast_others
+    tl.core._type_for_tuple_values = lambda values, fields=None: None  # that of a tuple is read by the compiler alone
+    interpreter._get_np_dtype = _known_numpy_dtype
     # Nothing reads the checks of overflow, which take as long as the operations themselves.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    interpreter._patch_lang = _patch_lang
+    _patch_language()
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     interpreter.GridExecutor.__call__ = _quiet_launch
     interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
     # The functions of triton's own library were imported before, and wait to be compiled.
-    JITFunction.__call__ = lambda self, *args, **kwargs: interpreter.InterpretedFunction(self.fn)(*args, **kwargs)
+    interpreted = cache(interpreter.InterpretedFunction)
+    JITFunction.__call__ = lambda self, *args, **kwargs: interpreted(self.fn)(*args, **kwargs)

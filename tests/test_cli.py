@@ -12,9 +12,16 @@ from quire.cli import app
 from tests.models.checkpoints import save
 
 
-def quire(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def quire(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "quire", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def generated(*arguments: str, stdin: str | None = None) -> str:
+    """What `quire generate` prints, without a process of its own."""
+    result = CliRunner().invoke(app, ["generate", *arguments], input=stdin)
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 HELP = """
@@ -50,17 +57,16 @@ def test_generate_prints_prompt_and_text_and_loads_no_transformers() -> None:
 def test_several_prompts_a_file_and_json(tmp_path: Path) -> None:
     (tmp_path / "prompt.py").write_text("import os\n")
     arguments = ["one", "two", "--file", str(tmp_path / "prompt.py"), "--max-tokens", "5", "--seed", "3"]
-    records = [json.loads(line) for line in quire("generate", *arguments, "--json").stdout.splitlines()]
+    records = [json.loads(line) for line in generated(*arguments, "--json").splitlines()]
     assert [record["prompt"] for record in records] == ["one", "two", "import os\n"]
     assert all(len(record["token_ids"]) <= 5 and record["finish_reason"] in ("length", "stop") for record in records)
-    plain = quire("generate", *arguments).stdout
-    assert plain == "\n\n".join(record["prompt"] + record["text"] for record in records) + "\n"
+    assert generated(*arguments) == "\n\n".join(record["prompt"] + record["text"] for record in records) + "\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["-"]])
 def test_stdin(arguments: list[str]) -> None:
-    result = quire("generate", *arguments, "--max-tokens", "3", "--json", stdin="class Stack:\n")
-    assert json.loads(result.stdout)["prompt"] == "class Stack:\n"
+    record = json.loads(generated(*arguments, "--max-tokens", "3", "--json", stdin="class Stack:\n"))
+    assert record["prompt"] == "class Stack:\n"
 
 
 def test_options_reach_the_engine(tmp_path: Path) -> None:

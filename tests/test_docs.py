@@ -2,14 +2,16 @@
 
 import inspect
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from quire import ops
+from quire.cli import app
 
 ROOT = Path(__file__).parent.parent
 SERVED = "serving.md"  # wants a running server, so tests/server/test_serving_page.py runs what is in it
@@ -28,16 +30,17 @@ COMMANDS = [(name, line[2:]) for name, body in blocks("console") for line in bod
 
 
 @pytest.mark.parametrize("command", [command for _, command in COMMANDS], ids=[f"{n}: {c}" for n, c in COMMANDS])
-def test_command(command: str) -> None:
-    program, arguments = command.removeprefix(".venv/bin/").split(" ", 1)
+def test_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    program, *arguments = shlex.split(command.removeprefix(".venv/bin/"))
     if program == "make":  # these tests run inside one of them: ask what would be done
         if shutil.which("make") is None:
             pytest.skip("this machine has no make")
-        command = f"make --dry-run {arguments}"
-    elif program == "quire":
-        command = f"{sys.executable} -m quire {arguments}"
-    result = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
+        assert subprocess.check_output(["make", "--dry-run", *arguments])
+        return
+    assert program == "quire"
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
     assert result.stdout
 
 

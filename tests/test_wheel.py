@@ -42,7 +42,7 @@ def build(directory: Path) -> Path:
 def runs_the_demo(wheel: Path, directory: Path) -> None:
     """In a fresh environment: what Quire depends on is lent to it, the editable install beside that is not."""
     home = directory / "venv"
-    venv.create(home, with_pip=True)
+    venv.create(home)
     python, [site] = home / "bin" / "python", home.glob("lib/python*/site-packages")
     (site / "lent.pth").write_text(sysconfig.get_path("purelib"))
     environment = {"PATH": str(home / "bin"), "HOME": str(directory), "OMP_NUM_THREADS": "1"}
@@ -52,7 +52,8 @@ def runs_the_demo(wheel: Path, directory: Path) -> None:
         done = subprocess.run(command, check=True, env=environment, cwd=directory, capture_output=True, text=True)
         return done.stdout
 
-    run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(wheel)], check=True, env=environment, cwd=directory)
     where, backend = run("-c", "import quire; print(quire.__file__); print(quire.ops.load().NAME)").split()
     assert Path(where).is_relative_to(site)
     assert backend == "cpu"

@@ -59,10 +59,10 @@ def allowed_probabilities(row: torch.Tensor, params: SamplingParams) -> dict[int
     ids=str,
 )  # fmt: skip
 def test_draws_follow_the_distribution(sampling: dict[str, float]) -> None:
-    n, row = 20_000, logits(V)
-    requests = [request((0,) * (i % 100 + 1), seed=i // 100, **sampling) for i in range(n)]
+    n, row, params = 20_000, logits(V), SamplingParams(**sampling)
+    requests = [Request("r", array("i", (0,) * k), k, params, seed=s) for s in range(n // 100) for k in range(1, 101)]
     drawn = Counter(sample(row.repeat(n, 1), sampling_rows(requests), OPS).tolist())
-    expected = allowed_probabilities(row, requests[0].sampling)
+    expected = allowed_probabilities(row, params)
     assert set(drawn) <= set(expected)
     for token, p in expected.items():
         assert abs(drawn[token] - n * p) <= 5 * math.sqrt(n * p * (1 - p)) + 1

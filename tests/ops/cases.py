@@ -58,6 +58,7 @@ class Case:
     spare_blocks: int = 2
     spare_columns: int = 1
     history_first: bool = True  # write the history, then this step's tokens; else all at once, then a read-only plan
+    written: int | None = None  # tokens of the history that write_kv writes, the others lie there before; None: all
     shared_prefix: bool = False  # sequences own their common full blocks together with the one before
 
     @classmethod
@@ -115,6 +116,7 @@ class Case:
             spare_columns=rng.choice((0, 1, 3)),
             history_first=rng.random() < 0.7,
             shared_prefix=rng.random() < 0.5,
+            written=rng.choice((None, 20, 20, 20)),
         )
 
     @property
@@ -315,7 +317,7 @@ class Step:
     # ------------------------------------------------------------------------------------------------- running
 
     def write(self, backend: ops.Ops) -> ops.AttentionPlan:
-        """Fill the cache through write_kv and return the plan of this step."""
+        """Fill the cache, through write_kv as far as the case says, and return the plan of this step."""
         metadata = (self.query_starts, self.context_lens, self.block_tables)
         new = [max(0, n - rows) for rows, n in zip(self.case.query_lens, self.case.context_lens, strict=True)]
         if not self.case.history_first:
@@ -335,11 +337,22 @@ class Step:
             torch.cat([x[:n] for x, n in zip(tokens, counts, strict=True)])[order]
             for tokens in (self.keys, self.values, self.written)
         )
-        _, k, v = self._strided(torch.zeros(len(order), self.case.num_heads, 1), k, v)
+        if self.case.written is not None:
+            self._place(slots[self.case.written :])
+            k, v, slots = (x[: self.case.written] for x in (k, v, slots))
+        _, k, v = self._strided(torch.zeros(len(slots), self.case.num_heads, 1), k, v)
         integers = self.case.int_dtype
-        starts, none = torch.tensor([0, len(order)], dtype=integers), torch.zeros(1, dtype=integers)
+        starts, none = torch.tensor([0, len(slots)], dtype=integers), torch.zeros(1, dtype=integers)
         plan = backend.plan(self.spec, starts, none, torch.zeros(1, 0, dtype=integers), slots)
         backend.write_kv(k, v, self.kv, plan)
+
+    def _place(self, slots: Tensor) -> None:
+        """Put what these slots are to hold in its place, as if it had been written."""
+        slots = slots[slots >= 0].to(self.device)
+        blocks, offsets = slots // self.case.block_size, slots % self.case.block_size
+        for view, storage in zip((self.kv.k, self.kv.v), self.expected_storages, strict=True):
+            expected = storage.as_strided(view.shape, view.stride(), view.storage_offset())
+            view[blocks, :, offsets] = expected[blocks, :, offsets]
 
     def check_cache(self) -> None:
         """Every bit of the cache: the tokens where they belong, the poison everywhere else."""

@@ -73,6 +73,7 @@ def test_the_sweep_reaches_everything(backend):
         "return_lse": (False, True),
         "history_first": (False, True),
         "shared_prefix": (False, True),
+        "written": (None, 20),
         "int_dtype": (torch.int32, torch.int64),
     }.items():
         missing = set(choices) - {getattr(case, field) for case in drawn}
@@ -183,7 +184,9 @@ LONG_CONTEXTS = [
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(("context_len", "options"), LONG_CONTEXTS)
 def test_contexts_at_and_beyond_the_edges_of_tiles_and_splits(backend, device, context_len, options, rows):
-    case = Case(query_lens=(rows, 1), context_lens=(context_len, 40), block_size=64, row_strides="packed", **options)
+    case = Case(
+        query_lens=(rows, 1), context_lens=(context_len, 40), block_size=64, row_strides="packed", written=20, **options
+    )
     check(backend, case, device)
     check(backend, replace(case, dtype=half_dtype(backend)), device)
 
@@ -199,7 +202,14 @@ def test_contexts_at_and_beyond_the_edges_of_tiles_and_splits(backend, device, c
     ],
 )
 def test_chunks_of_more_rows_than_a_tile_has(backend, device, options):
-    case = Case(query_lens=(257, 3, 130), context_lens=(257, 90, 700), block_size=32, row_strides="padded", **options)
+    case = Case(
+        query_lens=(257, 3, 130),
+        context_lens=(257, 90, 700),
+        block_size=32,
+        row_strides="padded",
+        written=20,
+        **options,
+    )
     check(backend, case, device)
 
 

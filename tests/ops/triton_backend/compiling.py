@@ -33,6 +33,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+COUNTED = re.compile(r"(attend \w+|linear) \d+ bf16")  # the kernels whose instructions are of interest
 UNALIGNED = ("scale", "cap", "window", "eps", "num_rows", "inner", "rows")  # arguments that are multiples of nothing
 
 
@@ -57,7 +58,7 @@ class Compiled:
     shared: int  # bytes
     warps: int
     buffers: dict[str, int]  # shape of a tile of keys or values -> how many the pipeline holds
-    instructions: dict[str, int]
+    instructions: dict[str, int]  # of the kernels that are COUNTED
 
 
 # --------------------------------------------------------------------------------------------------- the kernels
@@ -175,33 +176,49 @@ def compiled(kernel: Kernel, chip: str) -> Compiled:
         shape: int(count)
         for count, shape in re.findall(r"local_alloc.*memdesc<(\d+)x(\d+x\d+x\w+),", made.asm["ttgir"])
     }
-    usage = _amd(made.asm["amdgcn"]) if "amdgcn" in made.asm else _nvidia(made.asm["cubin"])
-    return Compiled(kernel.name, shared=made.metadata.shared, warps=made.metadata.num_warps, buffers=buffers, **usage)
+    usage, count = (_amd, _amd_instructions) if "amdgcn" in made.asm else (_nvidia, _nvidia_instructions)
+    code = made.asm["amdgcn" if "amdgcn" in made.asm else "cubin"]
+    return Compiled(
+        kernel.name,
+        *usage(code),
+        shared=made.metadata.shared,
+        warps=made.metadata.num_warps,
+        buffers=buffers,
+        instructions=count(code) if COUNTED.fullmatch(kernel.name) else {},
+    )
 
 
-def _nvidia(cubin: bytes) -> dict[str, object]:
+def _nvidia(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and how many more lie in memory: its stack holds nothing else."""
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", _output("cuobjdump", "-res-usage", cubin))
+    return int(usage[1]), int(usage[2]) // 4
+
+
+def _nvidia_instructions(cubin: bytes) -> dict[str, int]:
+    code = _output("nvdisasm", "-c", cubin)
+    names = ("HGMMA", "HMMA", "UTCHMMA", "LDGSTS", r"LDGSTS[.A-Z0-9]*\.128")
+    return {name.replace(r"[.A-Z0-9]*\.", "."): len(re.findall(rf"\b{name}\b", code)) for name in names}
+
+
+def _output(tool: str, option: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run(
-            [BIN / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-        code = subprocess.run([BIN / "nvdisasm", file.name], capture_output=True, text=True, check=True).stdout
-    registers = re.search(r"REG:(\d+)", usage)
-    names = ("HGMMA", "HMMA", "UTCHMMA", "LDGSTS", r"LDGSTS[.A-Z0-9]*\.128", r"LDG[.A-Z0-9]*\.128", "LDG", "STL", "LDL")
-    found = {name.replace(r"[.A-Z0-9]*\.", "."): len(re.findall(rf"\b{name}\b", code)) for name in names}
-    return {"registers": int(registers[1]), "spills": found["STL"] + found["LDL"], "instructions": found}
+        return subprocess.run([BIN / tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def _amd(code: str) -> dict[str, object]:
+def _amd(code: str) -> tuple[int, int]:
     def number(name: str) -> int:
         return int(re.search(rf"\.{name}:\s*(\d+)", code)[1])
 
-    found = {
+    return number("vgpr_count"), number("vgpr_spill_count")
+
+
+def _amd_instructions(code: str) -> dict[str, int]:
+    return {
         "MFMA": len(re.findall("v_mfma", code)),
         "LDG.128": len(re.findall("(?:global|buffer)_load_dwordx4", code)),
     }
-    return {"registers": number("vgpr_count"), "spills": number("vgpr_spill_count"), "instructions": found}
 
 
 if __name__ == "__main__":
