@@ -9,7 +9,7 @@ demo: $(INSTALLED)  ## generate text with the embedded model and show what it co
 	$(BIN)/python examples/demo.py
 
 test: $(INSTALLED)  ## the whole test suite
-	$(BIN)/python -m pytest --numprocesses auto
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 check: $(INSTALLED)  ## style, types, and the rules of the house
 	$(BIN)/ruff check .

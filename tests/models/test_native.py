@@ -107,6 +107,7 @@ def test_rows_out_of_order_are_refused() -> None:
     program.run(x, y, torch.arange(3), [], torch.tensor([1, 2]))
     assert torch.equal(x[:2], torch.arange(24.0).view(3, 8)[1:])
     assert torch.equal(y[:2], -x[:2])
+    program.run(x, y, torch.arange(3), [], torch.tensor([], dtype=torch.int64))  # none, which is not all
 
 
 def test_a_program_has_only_so_many_buffers() -> None:

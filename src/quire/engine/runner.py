@@ -92,7 +92,8 @@ class Runner:
     def compute(self, batch: Batch) -> StepOutput:
         """What `run` does when blocks have moved."""
         update(self.plans, batch)
-        wanted = batch.logit_rows
+        # A step that draws nothing, a piece of a long prompt, still has a row: operators take no less.
+        wanted = batch.logit_rows if len(batch.logit_rows) else torch.tensor([len(batch.token_ids) - 1])
         token_ids, positions, rows = send([batch.token_ids, batch.positions, wanted], self.device)
         there = replace(batch, token_ids=token_ids, positions=positions)
         every = len(batch.prompt.rows) > 0 or len(wanted) == len(batch.token_ids)

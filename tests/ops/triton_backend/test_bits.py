@@ -104,7 +104,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_chunk(monkeypatch, options):
     compared = 0
     for worth in (2**40, 0):
         monkeypatch.setattr(cutting, "WORTH_SHARING", worth)
-        for parts in batches:
+        for parts in batches if worth == 0 else batches[2:]:  # a sequence alone has nobody to share with
             results = caches.attend(*parts)
             [(first, out, lse)] = [
                 (start, *result) for (s, start, _), result in zip(parts, results, strict=True) if s == 0
@@ -113,7 +113,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_chunk(monkeypatch, options):
                 assert torch.equal(out[p - first], alone[p][0][0]), (worth, parts, p)
                 assert torch.equal(lse[p - first], alone[p][1][0]), (worth, parts, p)
                 compared += 1
-    assert compared == 2 * 9
+    assert compared == 9 + 5
     caches.dense(0, 2_599, 2_600).check(*alone[2_599], caches.spec.dtype)
 
 

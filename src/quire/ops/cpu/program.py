@@ -171,7 +171,7 @@ class Program:
                 widths=(c_int64 * native.MAX_BUFFERS)(*self._widths),
                 rows=rows,
                 kept=None if kept is None else kept.data_ptr(),
-                num_kept=rows if kept is None else len(kept),
+                num_kept=-1 if kept is None else len(kept),
                 dtype=native.DTYPES[self._dtype],
                 threads=torch.get_num_threads(),
             ),

@@ -110,7 +110,7 @@ struct ProgramParams {
     void* buffers[MAX_BUFFERS];  // each [rows, width]
     int64_t widths[MAX_BUFFERS];
     int64_t rows;
-    const int64_t* kept;  // [num_kept], ascending: the rows that are left from `keep` on; null: all
-    int64_t num_kept;
+    const int64_t* kept;  // [num_kept], ascending: the rows that are left from `keep` on
+    int64_t num_kept;     // -1: all rows are
     int32_t dtype, threads;
 };

@@ -59,7 +59,7 @@ struct Program {
 
     // The rows that are wanted move to the front. Whether there are such rows.
     bool keep(const Op& op) {
-        if (!p.kept) return true;
+        if (p.num_kept < 0) return true;
         for (int64_t i = 0; i < p.num_kept; i++)
             if (p.kept[i] >= rows || p.kept[i] < (i ? p.kept[i - 1] + 1 : 0)) return false;
         for (const Columns& c : {op.x, op.y}) {
@@ -104,9 +104,10 @@ struct Program {
 // Returns the operator that found a position beyond its table, or a row beyond the last one, or -1. What stands before it has been done.
 extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(program, QUIRE_ISA)(ParallelFor parallel_for, const ProgramParams* params) {
     using Clock = std::chrono::steady_clock;
-    int64_t failed = -1;
+    int64_t failed = 0;  // unless it is run
     Team::run(parallel_for, params->threads, [&](ParallelFor team_for) {
         Program program{team_for, *params};
+        failed = -1;
         for (int64_t i = 0; i < params->num_ops && failed < 0; i++) {
             const Clock::time_point start = params->seconds ? Clock::now() : Clock::time_point();
             if (!program.run(params->ops[i])) failed = i;

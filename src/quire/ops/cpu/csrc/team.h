@@ -15,7 +15,8 @@ namespace {
 
 class Team {
   public:
-    // Call lead(parallel_for) on this thread, while the pool's other threads take part in what it gives that function.
+    // Call lead(parallel_for) on this thread, while the pool's other threads take part in what it gives that function. They wait
+    // for its end; a pool that runs bodies one after the other begins with the first one, which leads.
     template <class Lead>
     static void run(ParallelFor parallel_for, int threads, const Lead& lead) {
         if (threads <= 1) return lead(parallel_for);
@@ -55,7 +56,7 @@ class Team {
         const uint64_t round = team.state.load(std::memory_order_relaxed) / ROUND + 1;
         team.state.store(round % (ROUND - 1) * ROUND + (uint64_t)pieces * PIECE, std::memory_order_release);
         while (team.take_piece()) {}
-        for (int spins = 0; team.done.load(std::memory_order_acquire) < pieces; spins++) wait(spins);
+        for (int64_t spins = 0; team.done.load(std::memory_order_acquire) < pieces; spins++) wait(spins);
         return 0;
     }
 
@@ -73,12 +74,12 @@ class Team {
     }
 
     void follow() {
-        for (int spins = 0; state.load(std::memory_order_relaxed) != OVER; spins++)
+        for (int64_t spins = 0; state.load(std::memory_order_relaxed) != OVER; spins++)
             if (take_piece()) spins = 0;
             else wait(spins);
     }
 
-    static void wait(int spins) {
+    static void wait(int64_t spins) {
         if (spins < SPINS) __builtin_ia32_pause();
         else sched_yield();
     }
