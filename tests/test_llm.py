@@ -306,7 +306,7 @@ def test_room_for_swapping_that_would_not_be_used_is_refused() -> None:
 
 
 def test_the_host_pool_is_what_the_cache_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.engine.free_memory", lambda *_: 400 * 2**20)
+    monkeypatch.setattr("quire.engine.engine.free_memory", lambda *_: 440 * 2**20)  # a step may take 40 of them
     options = {"num_blocks": 5_000, "preemption": "swap"}  # 20 KiB each: 98 MiB
     assert LLM(**options, swap_space="300MiB").engine.scheduler.manager.host_pools[0].num_blocks > 0
     with pytest.raises(ConfigError, match=r"swap_space='310MiB' asks for .* are free"):

@@ -12,7 +12,7 @@ from quire import ops
 from quire.cache.storage import bytes_per_block
 from quire.config import engine_config
 from quire.engine import engine as engine_module
-from quire.engine.engine import FIXED_RESERVE, Engine, build_engine, working_memory
+from quire.engine.engine import FIXED_RESERVE, LOGIT_BYTES, Engine, build_engine, working_memory
 from quire.errors import ConfigError, Unsupported
 from quire.models import EMBEDDED, load_model
 from quire.models.families import llama
@@ -31,7 +31,7 @@ def test_working_memory_grows_with_what_a_step_holds() -> None:
     memory = working_memory(decoder, 2, 2_048)
     assert 1.5 * GIB < memory < 2.5 * GIB
     widest = 2_048 * 2 * 14_336 * 2  # gate and up of all tokens
-    assert memory > FIXED_RESERVE + 256 * 128_256 * 4 + widest
+    assert memory > 256 * 128_256 * 4 + widest
     assert working_memory(decoder, 2, 4_096) - memory > widest
     assert working_memory(decoder, 4, 2_048) - memory > widest
 
@@ -50,7 +50,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, free: int, backend: str = "triton", 
 def test_the_cache_leaves_room_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = load_model(EMBEDDED, engine_config(), ops.load()).config
     a_block = bytes_per_block(decoder.groups, 16, decoder.num_kv_heads, decoder.head_dim, llama_dtype())
-    reserve = working_memory(decoder, llama_dtype().itemsize, 2_048)
+    reserve = working_memory(decoder, llama_dtype().itemsize, 2_048) + FIXED_RESERVE
     served = on_gpu(monkeypatch, reserve + 200 * a_block, kv_cache_memory="100%")
     assert served.scheduler.manager.num_blocks == 200
     served = on_gpu(monkeypatch, reserve + 200 * a_block)
@@ -58,6 +58,23 @@ def test_the_cache_leaves_room_for_a_step(monkeypatch: pytest.MonkeyPatch) -> No
     assert on_gpu(monkeypatch, reserve + 9 * a_block, num_blocks=9).scheduler.manager.num_blocks == 9
     with pytest.raises(ConfigError, match="num_blocks=9 asks for"):
         on_gpu(monkeypatch, reserve + 9 * a_block - 1, num_blocks=9)
+
+
+def test_a_cpu_keeps_room_for_a_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(EMBEDDED, engine_config(), ops.load())
+    a_block = bytes_per_block(model.config.groups, 16, model.config.num_kv_heads, model.config.head_dim, llama_dtype())
+    reserve = working_memory(model.config, llama_dtype().itemsize, 512)
+    options = {"kv_cache_memory": "100%", "max_num_batched_tokens": 512}
+    monkeypatch.setattr(engine_module, "free_memory", lambda device="cpu": reserve + 200 * a_block)
+    served = build_engine(model, ops.load(), engine_config(**options))
+    assert served.scheduler.manager.num_blocks == 200
+    monkeypatch.setattr(engine_module, "free_memory", lambda device="cpu": reserve - 1)
+    with pytest.raises(ConfigError, match="are kept for activations and logits; a smaller max_num_batched_tokens"):
+        build_engine(model, ops.load(), engine_config(**options))
+    if model.native_layers is not None:
+        program, size = model.native_layers._program, llama_dtype().itemsize
+        a_row = (2 * model.config.hidden_size + program._own_width) * size + program._copied_lanes * 4
+        assert 512 * a_row < reserve - 256 * model.config.vocab_size * LOGIT_BYTES
 
 
 def llama_dtype() -> Any:

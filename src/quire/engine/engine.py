@@ -171,10 +171,10 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         most_blocks(model.max_model_len, config.max_num_batched_tokens, group.window, block_size) for group in groups
     )
     device = torch.device(config.device)
-    reserve = 0
+    reserve = working_memory(decoder, model.dtype.itemsize, config.max_num_batched_tokens)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what was computed with while loading
-        reserve = working_memory(decoder, model.dtype.itemsize, config.max_num_batched_tokens)
+        reserve += FIXED_RESERVE
     free = free_memory(config.device)
     try:
         num_blocks = choose_num_blocks(
@@ -182,15 +182,13 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
             *(None if free is None else max(0, free - reserve), blocks_a_sequence),
         )
     except ConfigError as error:
-        if not reserve:
-            raise
         raise ConfigError(
             f"{error}. Of what is free on {config.device}, {reserve / 2**20:,.0f} MiB are kept for activations and "
             f"logits; a smaller max_num_batched_tokens than {config.max_num_batched_tokens} needs less"
         ) from None
     left = free_memory()
     if left is not None and config.device == "cpu":  # the cache will be taken of the same memory
-        left = max(0, left - num_blocks * block_bytes)
+        left = max(0, left - reserve - num_blocks * block_bytes)
     num_host_blocks = choose_num_host_blocks(cache_config, block_bytes, blocks_a_sequence * config.max_num_seqs, left)
     spec = AttentionSpec(
         num_heads=decoder.num_heads,
@@ -248,13 +246,12 @@ def _lookup(config: EngineConfig, ops: Ops) -> PromptLookup | None:
 
 
 def working_memory(decoder: DecoderConfig, itemsize: int, max_tokens: int) -> int:
-    """Bytes of a GPU that a step takes beside weights and cache, by a rule: nothing is run to find out.
+    """Bytes that a step takes beside weights and cache, by a rule: nothing is run to find out.
 
-    For each of max_tokens tokens the widest part of a layer (residual, its norm and the branch stand beside it), then
-    the logits of MAX_LOGIT_ROWS rows with all that is made of them, then FIXED_RESERVE.
+    For each of max_tokens tokens all that a layer computes, then the logits of MAX_LOGIT_ROWS rows with what is made of
+    them.
     """
     heads = 3 * decoder.num_heads + 2 * decoder.num_kv_heads  # q, k and v, what is attended, and a copy in rows
-    attention = heads * decoder.head_dim
     mlp = 4 * decoder.intermediate_size  # gate and up, the activation, and a number on the way to it
-    activations = max_tokens * (3 * decoder.hidden_size + max(attention, mlp)) * itemsize
-    return activations + MAX_LOGIT_ROWS * decoder.vocab_size * LOGIT_BYTES + FIXED_RESERVE
+    width = 3 * decoder.hidden_size + heads * decoder.head_dim + mlp  # the residual, its norm and the branch are first
+    return max_tokens * width * itemsize + MAX_LOGIT_ROWS * decoder.vocab_size * LOGIT_BYTES
