@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "request": {"errors"},
     "config": {"errors"},
     "ops": {"errors"},
-    "integrations": {"errors", "ops"},
+    "integrations": {"errors", "ops", "models"},
     "batch": {"errors", "request", "config"},
     "cache": {"errors", "request", "config", "ops"},
     "models": {"errors", "request", "config", "ops", "batch", "cache"},

@@ -11,6 +11,7 @@ from quire.errors import ConfigError, check_integer
 
 PREEMPTION = ("recompute", "swap")
 POLICIES = ("fcfs", "priority", "shortest")
+MODEL_IMPLS = ("auto", "quire", "transformers")
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
          "tib": 2**40}  # fmt: skip
 
@@ -50,6 +51,7 @@ class EngineConfig:
 
     model: str | None = None  # a directory or a Hugging Face repository; None: the embedded model
     dtype: str = "auto"  # "auto": the checkpoint's; or "float32", "bfloat16", "float16"
+    model_impl: str = "auto"  # "quire": our decoder; "transformers": its code with our attention; "auto": what there is
     device: str = "cpu"
     attention_backend: str = "auto"
     max_model_len: int | None = None  # tokens of the longest sequence; None: what the model was made for
@@ -71,6 +73,9 @@ class EngineConfig:
         check_integer(ConfigError, "seed", self.seed, 0, 2**63 - 1)
         if not isinstance(self.reproducible, bool):
             raise ConfigError(f"reproducible is {self.reproducible!r}; it must be True or False")
+        if self.model_impl not in MODEL_IMPLS:
+            known = ", ".join(map(repr, MODEL_IMPLS))
+            raise ConfigError(f"model_impl is {self.model_impl!r}; it must be one of {known}")
         if self.scheduling_policy not in POLICIES:
             known = ", ".join(map(repr, POLICIES))
             raise ConfigError(f"scheduling_policy is {self.scheduling_policy!r}; the policies are {known}")

@@ -35,7 +35,7 @@ def tokens(directory: Path, **options: Any) -> list[int]:
 
 
 def refused(directory: Path, match: str, error: type[ValueError] = ModelError, **options: Any) -> None:
-    config = engine_config(**options)
+    config = engine_config(**{"model_impl": "quire"} | options)
     with pytest.raises(error, match=match):
         load_model(directory, config, load())
 
@@ -122,7 +122,7 @@ class TestRefused:
 
     def test_unknown_architecture(self, tmp_path: Path) -> None:
         change_config(tmp_path, architectures=["MambaForCausalLM"])
-        refused(tmp_path, f"MambaForCausalLM, which is not supported; supported: {', '.join(FAMILIES)}")
+        refused(tmp_path, f"MambaForCausalLM, for which there is no decoder here; there is one for {', '.join(FAMILIES)}")
 
     def test_modelling_code_of_its_own(self, tmp_path: Path) -> None:
         change_config(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})

@@ -23,8 +23,9 @@ from quire.engine import runner as runner_room
 from quire.engine.engine import Engine
 from quire.engine.graphs import GraphRunner
 from quire.engine.runner import Runner
+from quire.errors import Unsupported
 from quire.llm import LLM
-from quire.models.decoder import Layer
+from quire.models.decoder import Decoder, Layer
 from quire.models.linear import Linear
 from quire.models.native import NativeLayers
 from quire.ops import AttentionPlan
@@ -93,8 +94,13 @@ class Timeline:
 
 @contextmanager
 def recorded(llm: LLM, processor: OutputProcessor) -> Iterator[Timeline]:
-    """While this is open, the calls of this engine and of this processor are noted."""
+    """While this is open, the calls of this engine and of this processor are noted.
+
+    Raises Unsupported for a model that transformers computes: its parts are not known.
+    """
     engine, decoder = llm.engine, llm.decoder
+    if not isinstance(decoder, Decoder):
+        raise Unsupported("the time of a step is split for models of Quire's own decoder; this one is transformers'")
     timeline = Timeline(torch.cuda.synchronize if decoder.device.type == "cuda" else lambda: None)
     with ExitStack() as stack:
 

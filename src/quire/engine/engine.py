@@ -23,8 +23,8 @@ from quire.engine.runner import MAX_LOGIT_ROWS, Runner
 from quire.engine.scheduler import Scheduler
 from quire.engine.speculation import NUM_GUESSES, PromptLookup
 from quire.engine.trace import TraceRecorder
-from quire.errors import ConfigError, RequestError
-from quire.models.decoder import Decoder, DecoderConfig
+from quire.errors import ConfigError, RequestError, Unsupported
+from quire.models.model import Model, ModelShape
 from quire.ops import AttentionSpec, Ops
 from quire.request import MAX_SEED, Event, FinishReason, Request
 
@@ -158,12 +158,14 @@ class Engine:
         return int.from_bytes(digest, "little") & MAX_SEED
 
 
-def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
+def build_engine(model: Model, ops: Ops, config: EngineConfig) -> Engine:
     """An engine for a loaded model, its cache sized for this machine.
 
     Raises ConfigError where the cache would not hold one sequence of the longest kind.
     """
     decoder, cache_config = model.config, config.cache
+    if config.reproducible and not model.rows_keep_bits:
+        raise Unsupported("reproducible is True; this model has products of transformers, which depend on the batch")
     groups, block_size = decoder.groups, cache_config.block_size
     shape = (decoder.num_kv_heads, decoder.head_dim, model.dtype)
     block_bytes = bytes_per_block(groups, block_size, *shape)
@@ -214,7 +216,7 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         order=ORDERS[config.scheduling_policy],
-        lookup=_lookup(config, ops),
+        lookup=_lookup(config, ops, model),
     )
     max_blocks = -(-model.max_model_len // block_size)
     limits = (config.max_num_batched_tokens, config.max_num_seqs, max_blocks)
@@ -226,26 +228,28 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         *limits,
     )
     runner: StepRunner = eager
-    if device.type == "cuda" and ops.NAME in GRAPHABLE:
+    if device.type == "cuda" and ops.NAME in GRAPHABLE and model.capturable:
         runner = GraphRunner(eager, config.max_num_seqs, max_blocks, CudaCapture(device))
     buffers = Buffers(len(groups), block_size, *limits)
     return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, config.seed)
 
 
-def _lookup(config: EngineConfig, ops: Ops) -> PromptLookup | None:
+def _lookup(config: EngineConfig, ops: Ops, model: Model) -> PromptLookup | None:
     """What guesses tokens: where nobody can tell from the tokens that it does."""
-    wanted, keeps_bits = config.num_speculative_tokens, config.device == "cpu" and ops.LIMITS.reproducible
+    wanted = config.num_speculative_tokens
+    keeps_bits = config.device == "cpu" and ops.LIMITS.reproducible and model.rows_keep_bits
     if wanted and not keeps_bits:
         raise ConfigError(
             f"num_speculative_tokens is {wanted}; tokens are guessed only where a row keeps its bits beside others: "
-            f"with the backend 'cpu' on a CPU, not with {ops.NAME!r} on {config.device!r}"
+            f"with the backend 'cpu' on a CPU and with products that are all Quire's, not with {ops.NAME!r} on "
+            f"{config.device!r} and this model's products"
         )
     if wanted is None:
         wanted = NUM_GUESSES if keeps_bits else 0
     return PromptLookup(wanted) if wanted else None
 
 
-def working_memory(decoder: DecoderConfig, itemsize: int, max_tokens: int) -> int:
+def working_memory(decoder: ModelShape, itemsize: int, max_tokens: int) -> int:
     """Bytes that a step takes beside weights and cache, by a rule: nothing is run to find out.
 
     For each of max_tokens tokens all that a layer computes, then the logits of MAX_LOGIT_ROWS rows with what is made of

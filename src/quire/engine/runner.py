@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,25 +15,11 @@ from quire.cache.storage import KVCache
 from quire.engine.plan import StepOutput
 from quire.engine.sampler import sample, token_logprobs
 from quire.engine.transfer import send
+from quire.models.model import Model
 from quire.ops import AttentionPlan, AttentionSpec, Ops
 from quire.request import TokenLogprobs
 
 MAX_LOGIT_ROWS = 256  # rows of V numbers held at a time: 128 MiB for a vocabulary of 128k
-
-
-class Model(Protocol):
-    """What a runner needs of a model."""
-
-    def forward(
-        self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan], rows: Tensor | None = None
-    ) -> Tensor:
-        """Hidden states: [T, H], or those of the rows int64 [R], ascending. Writes the batch's K and V to the cache."""
-
-    def logits(
-        self,
-        hidden: Tensor,  # [R, H]
-    ) -> Tensor:
-        """Logits over the vocabulary: fp32 [R, V]."""
 
 
 class Runner:

@@ -19,9 +19,6 @@ whole model under torch.compile.
 from __future__ import annotations
 
 import functools
-import inspect
-import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from quire import ops
 from quire.errors import Unsupported
+from quire.models.hub_gate import HARMLESS, attention_refusal
 
 __all__ = ["NAME", "Mask", "attention", "mask", "register"]
 
@@ -59,40 +57,11 @@ def register() -> None:
 
 # --------------------------------------------------------------------------------------------------- the model
 
-# Kinds of layers whose rows see neither all keys before them nor a window of these.
-REFUSED_LAYERS = {
-    "chunked_attention": "chunked attention: rows see only the keys of their own chunk",
-    "compressed_sparse_attention": "sparse attention over compressed keys",
-    "heavily_compressed_attention": "attention over compressed keys",
-    "minimax_m3_sparse": "sparse attention over chosen blocks",
-    "indexed_attention": "sparse attention over chosen keys",
-}
-
 
 def _check_model(model: type, config: Any) -> None:
     """Raise Unsupported, with the reason, for a model whose attention Quire would not compute."""
-    for kind in getattr(config.get_text_config(), "layer_types", None) or ():
-        if kind in REFUSED_LAYERS:
-            raise Unsupported(f"{model.__name__} cannot run with {NAME!r}: it has layers of {REFUSED_LAYERS[kind]}")
-    try:
-        source = inspect.getsource(sys.modules[model.__module__])
-    except (KeyError, OSError, TypeError) as error:
-        raise Unsupported(
-            f"{model.__name__} cannot run with {NAME!r}: the source of its module {model.__module__} cannot be read, "
-            "so it is not known whether its attention goes through transformers' AttentionInterface"
-        ) from error
-    if re.search(r"_CLASSES\[(self\.)?config\._attn_implementation\]", source):
-        raise Unsupported(
-            f"{model.__name__} cannot run with {NAME!r}: its module picks an attention class of its own by the name of "
-            'the implementation; load it with attn_implementation="eager"'
-        )
-    # A module without an attention class of its own is built of models that are asked in their turn.
-    own = re.search(r"^class (\w*Attention\w*)\(", source, re.MULTILINE)
-    if own and "ALL_ATTENTION_FUNCTIONS" not in source:
-        raise Unsupported(
-            f"{model.__name__} cannot run with {NAME!r}: its {own[1]} computes attention itself and never calls "
-            'transformers\' AttentionInterface; load it with attn_implementation="eager"'
-        )
+    if (reason := attention_refusal(model, config)) is not None:
+        raise Unsupported(f'{model.__name__} cannot run with {NAME!r}: {reason}; attn_implementation="eager" can')
 
 
 # ---------------------------------------------------------------------------------------------------- the mask
@@ -270,12 +239,6 @@ def _real_keys(attention_mask: Tensor, batch_size: int, offset: int, filled: int
 
 
 # --------------------------------------------------------------------------------------------- the attention
-
-# Arguments that come along and do not change the result of attention.
-HARMLESS = frozenset(
-    "cache_position deterministic logits_to_keep max_length_k max_length_q num_items_in_batch output_hidden_states "
-    "output_router_logits position_embeddings return_dict use_cache".split()
-)
 
 
 def attention(

@@ -1,20 +1,28 @@
-"""Weights to logits: finds a checkpoint, picks the family that understands it, and loads it."""
+"""Weights to logits: finds a checkpoint, picks who computes it, and loads it.
+
+A checkpoint whose config a family understands to the last key runs on Quire's own decoder. For every other one there is
+transformers' modelling code with Quire's attention in it, if a trial shows that this computes the same.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelError, Unsupported
 from quire.models.decoder import Decoder, DecoderConfig
+from quire.models.model import Model
 from quire.models.rope import rope_type
 from quire.models.weights import Checkpoint, Sources, Weights, read_json
 from quire.ops import Ops
+
+if TYPE_CHECKING:
+    from quire.models.hub_load import Found
 
 # What a config.json calls its architecture -> the module that reads it.
 FAMILIES = {
@@ -108,25 +116,77 @@ def read_config(path: Path) -> tuple[DecoderConfig, torch.dtype]:
     return decoder, _dtype("auto", raw)
 
 
-def load_model(directory: Path, config: EngineConfig, ops: Ops) -> Decoder:
-    """The model of that directory with its weights on the device.
+class Choice(NamedTuple):
+    """Who computes a checkpoint's model."""
 
-    Raises ModelError for a checkpoint that is not understood, ConfigError for options that do not suit it.
+    own: tuple[Family, DecoderConfig] | None  # Quire's decoder
+    found: Found | None  # else transformers' code
+    reason: str  # why it is not Quire's decoder
+
+    def __str__(self) -> str:
+        return f"adapter: because {self.reason}" if self.own is None else "own decoder"
+
+
+def choose(directory: Path, model_impl: str = "auto") -> Choice:
+    """Who computes the model of that directory.
+
+    model_impl: "auto", "quire" or "transformers". Raises ModelError, with all reasons, where nobody does.
     """
     raw = read_json(directory / "config.json")
-    family = _family_of(raw, directory)
-    decoder = family.decoder_config(raw)
-    max_model_len = config.max_model_len or decoder.max_position_embeddings
-    longest = longest_sequence(decoder)
+    reason = "model_impl is 'transformers'"
+    if model_impl != "transformers":
+        try:
+            family = _family_of(raw, directory)
+            return Choice((family, family.decoder_config(raw)), None, "")
+        except ModelError as error:
+            if model_impl == "quire":
+                raise
+            reason = str(error)
+    from quire.models.hub_load import find  # two seconds to import, which Quire's decoder does not take
+
+    try:
+        return Choice(None, find(directory), reason)
+    except Unsupported as error:
+        raise ModelError(f"{reason}. Nor can transformers' code be served: {error}") from error
+
+
+def load_model(directory: Path, config: EngineConfig, ops: Ops) -> Model:
+    """The model of that directory with its weights on the device.
+
+    Raises ModelError for a checkpoint that cannot be served, ConfigError for options that do not suit it.
+    """
+    choice = choose(directory, config.model_impl)
+    raw = read_json(directory / "config.json")
+    dtype = _dtype(config.dtype, raw)
+    if choice.own is not None:
+        family, decoder = choice.own
+        max_model_len = _max_model_len(config, directory, decoder.max_position_embeddings, longest_sequence(decoder))
+        checkpoint = Checkpoint(directory)
+        sources = family.weight_sources(decoder, checkpoint.names)
+        weights = Weights(checkpoint, sources, decoder, dtype, config.device)
+        eos_token_ids = _eos_token_ids(raw, directory, decoder.vocab_size)
+        return Decoder(decoder, weights, ops, max_model_len, eos_token_ids, config.reproducible)
+    from quire.models import hub_load
+
+    found = cast("Found", choice.found)
+    longest = hub_load.longest_sequence(found.config)
+    max_model_len = _max_model_len(config, directory, longest, longest)
+    eos_token_ids = _eos_token_ids(raw, directory, found.config.get_text_config().vocab_size)
+    try:
+        return hub_load.load(
+            directory, found, ops, dtype, config.device, max_model_len, eos_token_ids, config.reproducible
+        )
+    except Unsupported as error:
+        raise ModelError(f"{choice.reason}. Nor can transformers' {found.model.__name__} be served: {error}") from error
+
+
+def _max_model_len(config: EngineConfig, directory: Path, usual: int, longest: int) -> int:
+    max_model_len = config.max_model_len or usual
     if max_model_len > longest:
         raise ConfigError(
             f"max_model_len is {max_model_len}; {directory.name} was made for sequences of up to {longest}"
         )
-    checkpoint = Checkpoint(directory)
-    sources = family.weight_sources(decoder, checkpoint.names)
-    weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device)
-    eos_token_ids = _eos_token_ids(raw, directory, decoder.vocab_size)
-    return Decoder(decoder, weights, ops, max_model_len, eos_token_ids, config.reproducible)
+    return max_model_len
 
 
 def _family_of(raw: Mapping[str, Any], directory: Path) -> Family:
@@ -135,7 +195,7 @@ def _family_of(raw: Mapping[str, Any], directory: Path) -> Family:
         if architecture in FAMILIES:
             return cast(Family, importlib.import_module(FAMILIES[architecture]))
     raise ModelError(
-        f"{directory} is a {', '.join(map(str, architectures))}, which is not supported; supported: "
+        f"{directory} is a {', '.join(map(str, architectures))}, for which there is no decoder here; there is one for "
         f"{', '.join(FAMILIES)}"
     )
 

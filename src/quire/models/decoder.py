@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from quire.batch import Batch
-from quire.cache.manager import CacheGroup
 from quire.cache.storage import KVCache
 from quire.errors import ModelError
 from quire.models.linear import Linear, LinearFactory
+from quire.models.model import ModelShape
 from quire.models.native import NativeLayers
 from quire.models.norm import LayerNorm, Norm, RMSNorm
 from quire.models.rope import rope_table
@@ -21,18 +21,11 @@ from quire.ops import AttentionPlan, Ops
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class DecoderConfig(ModelShape):
     """The decoder's sizes and variations, in Quire's own words. The defaults are Llama's."""
 
-    vocab_size: int  # V
-    hidden_size: int  # H
-    intermediate_size: int  # I, of the MLP
     num_layers: int  # L
-    num_heads: int  # Hq
-    num_kv_heads: int  # Hkv
-    head_dim: int  # D
     max_position_embeddings: int
-    windows: tuple[int | None, ...]  # [L], keys that a row of the layer sees; None: all before it
     tied_embeddings: bool  # the output projection is the embedding
     # Positions: exactly one of the three.
     rope: Mapping[str, Any] | None = None  # the checkpoint's rope parameters, see rope.py
@@ -64,14 +57,6 @@ class DecoderConfig:
             raise ModelError("an MLP with silu and without a gate is not served")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
-
-    @property
-    def groups(self) -> tuple[CacheGroup, ...]:
-        """The layers by window, in order of first appearance."""
-        return tuple(
-            CacheGroup(tuple(i for i, w in enumerate(self.windows) if w == window), window)
-            for window in dict.fromkeys(self.windows)
-        )
 
 
 def stacked_rows(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -131,6 +116,9 @@ class Layer:
 
 class Decoder:
     """Token ids to logits through a paged cache."""
+
+    rows_keep_bits = True
+    capturable = True
 
     def __init__(
         self,

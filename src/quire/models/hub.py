@@ -1,0 +1,239 @@
+"""Models that have no family here: transformers' own modelling code, with paged attention in place of its own.
+
+The batch comes flattened, as one row of tokens with their positions. No masks are built, transformers keeps no cache,
+linears are those of Quire's decoder, and logits are made only of the rows that are asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from quire.batch import Batch
+from quire.cache.storage import KVCache
+from quire.errors import Unsupported
+from quire.models.hub_attention import NAME, LayerCall, PagedPass, Pass, Passes, Recorder, attention
+from quire.models.linear import Linear, LinearFactory
+from quire.models.model import ModelShape
+from quire.ops import AttentionPlan, Ops
+
+
+class HubModel:
+    """A causal language model of transformers behind the face of `Decoder`."""
+
+    def __init__(
+        self,
+        model: Any,  # a PreTrainedModel that was made with attn_implementation=NAME
+        ops: Ops,
+        max_model_len: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        reproducible: bool = False,
+    ) -> None:
+        """Take the model over: its linears are replaced by ours.
+
+        Raises Unsupported, with the reason, where a trial with two tokens shows a model that cannot be served.
+        """
+        self.ops, self.max_model_len, self.eos_token_ids = ops, max_model_len, eos_token_ids
+        self.dtype, self.device = model.dtype, model.device
+        self._lock = Lock()
+        self._passes = Passes()
+        fix_rope(model, max_model_len)
+        _replace_linears(model, LinearFactory(reproducible))
+        # The decoder within an OPT, say; some call their output projection a decoder.
+        inner = model.get_decoder()
+        self._backbone = inner if isinstance(inner, PreTrainedModel) and inner is not model else model.base_model
+        if self._backbone is model:
+            raise Unsupported(f"{type(model).__name__} has no part that ends before its logits")
+        for module in model.modules():
+            module.quire_passes = self._passes
+        self._layers, self._head = self._tried(model)
+        self.config = _shape(model, self._layers)
+        groups = {layer: g for g, group in enumerate(self.config.groups) for layer in group.layers}
+        self._group_of_layer = [groups[layer] for layer in range(len(self._layers))]
+        self.other_weights = _other_weights(model)
+
+    @property
+    def rows_keep_bits(self) -> bool:
+        """Whether all products are ours: experts and convolutions of transformers depend on the batch."""
+        return not self.other_weights
+
+    capturable = False  # transformers' code may ask the host
+
+    def forward(
+        self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan], rows: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states as the model hands them to its output projection: [T, H], or [R, H] of the rows int64 [R]."""
+        hidden = self.run(batch.token_ids.to(self.device), batch.positions.to(self.device), cache, plans)
+        return hidden if rows is None else hidden[rows]
+
+    def run(
+        self,
+        token_ids: Tensor,  # int64 [T]
+        positions: Tensor,  # int64 [T]
+        cache: KVCache,
+        plans: Sequence[AttentionPlan],
+    ) -> Tensor:
+        """Hidden states of all rows: [T, H]."""
+        step = PagedPass(self.ops, cache, plans, self._group_of_layer, self._layers, self.dtype, self.config.head_dim)
+        with self._during(step):
+            hidden: Tensor = _called(self._backbone, token_ids, positions)[0][0]
+        if step.done != len(self._layers):
+            raise Unsupported(f"the model called attention {step.done} times; when it was loaded {len(self._layers)}")
+        return hidden
+
+    def logits(
+        self,
+        hidden: Tensor,  # [R, H]
+    ) -> Tensor:
+        """Logits over the vocabulary: fp32 [R, V]."""
+        return self._head.of(hidden)
+
+    @contextmanager
+    def _during(self, step: Pass) -> Iterator[None]:
+        with self._lock:  # engines on several threads may share the model
+            self._passes.current = step
+            try:
+                yield
+            finally:
+                self._passes.current = None
+
+    def _tried(self, model: Any) -> tuple[tuple[LayerCall, ...], _Head]:
+        """What each layer asks for, and the part behind the backbone, from a run with two tokens."""
+        recorder = Recorder()
+        tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
+        with torch.inference_mode(), self._during(recorder):
+            output = _called(self._backbone, tokens, torch.arange(2, device=self.device))
+        head = _Head(model, self._backbone, output)
+        layers = tuple(recorder.calls)
+        depth = model.config.get_text_config().num_hidden_layers
+        if len(layers) != depth:
+            raise Unsupported(f"its {depth} layers called attention {len(layers)} times; each must call it once")
+        sizes = {replace(layer, window=None) for layer in layers}
+        if len(sizes) > 1:
+            raise Unsupported(f"its layers differ in heads: {', '.join(map(str, sizes))}")
+        return layers, head
+
+
+class _Head:
+    """What a causal language model does behind its backbone: projection, scaling, caps."""
+
+    def __init__(self, model: Any, backbone: nn.Module, output: Any) -> None:
+        """output: what the backbone returned once; its hidden states come first."""
+        self._stub = _Stub(output)
+        path = next(name for name, module in model.named_modules() if module is backbone).split(".")
+        self._model = _with(model, path, self._stub)
+
+    def of(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states [R, H]: fp32 [R, V]."""
+        self._stub.hidden = hidden[None]
+        token_ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        logits: Tensor = self._model(input_ids=token_ids, use_cache=False).logits[0]
+        return logits.float()
+
+
+def _with(module: Any, path: Sequence[str], replacement: nn.Module) -> Any:
+    """A module with the same parts but one, the one at `path`."""
+    if not path:
+        return replacement
+    changed = copy.copy(module)
+    part = _with(module._modules[path[0]], path[1:], replacement)
+    changed.__dict__["_modules"] = {**module._modules, path[0]: part}
+    return changed
+
+
+class _Stub(nn.Module):
+    """Stands for the backbone, and returns what it is told."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._kind = type(output)
+        self.hidden: Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._kind(last_hidden_state=self.hidden)
+
+
+class _PackedModule(nn.Module):
+    """One of our linears where transformers had one of its own."""
+
+    def __init__(self, linear: Linear, weight: Tensor) -> None:
+        super().__init__()
+        self.linear = linear
+        # Some ask for its dtype or shape. There are no values: they are in the linear.
+        self.weight = torch.empty_like(weight, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], len(self.weight))
+
+
+def _replace_linears(model: Any, make: LinearFactory) -> None:
+    head = model.get_output_embeddings()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) in (nn.Linear, Conv1D):
+                setattr(module, name, _packed(child, make, child is head))
+
+
+def _packed(theirs: Any, make: LinearFactory, is_head: bool) -> _PackedModule:
+    """theirs: an nn.Linear, or a Conv1D, which keeps its weight as [in, out]."""
+    weight = theirs.weight.detach().T if type(theirs) is Conv1D else theirs.weight.detach()
+    bias = None if theirs.bias is None else theirs.bias.detach()
+    linear = make.head(weight) if is_head and bias is None else make(weight.contiguous(), bias)
+    return _PackedModule(linear, weight)
+
+
+def _other_weights(model: nn.Module) -> list[str]:
+    """Weights of products that are not ours."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return [name for name, weight in model.named_parameters() if weight.dim() > 1 and id(weight) not in tables]
+
+
+def _called(backbone: Any, token_ids: Tensor, positions: Tensor) -> Any:
+    return backbone(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+
+
+def _shape(model: Any, layers: tuple[LayerCall, ...]) -> ModelShape:
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or [None] * len(layers)
+    windows = []
+    for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        window = layer.window
+        if kind == "sliding_attention" and window is None:
+            window = getattr(config, "sliding_window", None)
+        if kind == "full_attention" and window is not None:
+            raise Unsupported(f"layer {i} is of full attention and asks for a window of {window}")
+        windows.append(window)
+    first = layers[0]
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return ModelShape(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=max(inner) if isinstance(inner, list) else inner,
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=max(first.head_dim, first.head_dim_v),
+        windows=tuple(windows),
+    )
+
+
+def fix_rope(model: nn.Module, max_model_len: int) -> None:
+    """Let angles depend on max_model_len, where transformers lets them depend on the longest sequence of a batch."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            from transformers.modeling_rope_utils import longrope_frequency_update
+
+            longest = torch.tensor([[max_model_len - 1]])
+            longrope_frequency_update(module, longest, device=module.inv_freq.device)
+            module.__dict__["rope_type"] = "default"
+
+
+AttentionInterface.register(NAME, attention)

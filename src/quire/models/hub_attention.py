@@ -1,0 +1,127 @@
+"""The attention that a transformers model calls: what its layers ask for, and the paged attention that they get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.cache.storage import KVCache
+from quire.errors import Unsupported
+from quire.models.hub_gate import HARMLESS
+from quire.ops import AttentionPlan, Ops
+
+NAME = "quire_paged"  # what attn_implementation is called
+
+SCORES = frozenset("scaling softcap s_aux sliding_window dropout is_causal position_ids".split())
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What one attention layer asked for."""
+
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hkv
+    head_dim: int  # D
+    head_dim_v: int  # Dv
+    window: int | None
+
+
+class Pass(Protocol):
+    """What the layers' attention does in one forward pass of the model."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        """The next layer's attention: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv]."""
+
+
+@dataclass
+class Recorder:
+    """Notes what the layers ask for; they get zeros."""
+
+    calls: list[LayerCall] = field(default_factory=list)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        """Zeros."""
+        self.calls.append(LayerCall(q.shape[1], k.shape[1], q.shape[2], v.shape[2], options.get("sliding_window")))
+        return q.new_zeros(*q.shape[:2], v.shape[2])
+
+
+@dataclass
+class PagedPass:
+    """One step over the cache: the i-th call is layer i."""
+
+    ops: Ops
+    cache: KVCache
+    plans: Sequence[AttentionPlan]  # one a cache group
+    group_of_layer: Sequence[int]
+    layers: Sequence[LayerCall]  # as they were recorded
+    dtype: torch.dtype  # of the cache
+    width: int  # D of the cache: K and V are filled up with zeros to it
+    done: int = 0  # layers
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        """Store K and V in the layer's cache, and attend to all that stands there."""
+        index, self.done = self.done, self.done + 1
+        if index == len(self.layers):
+            raise Unsupported(f"the model called attention more than {index} times, and did not when it was loaded")
+        asked = LayerCall(q.shape[1], k.shape[1], q.shape[2], v.shape[2], options.get("sliding_window"))
+        if asked != self.layers[index]:
+            raise Unsupported(f"layer {index} asks for {asked}; when the model was loaded it was {self.layers[index]}")
+        plan, kv = self.plans[self.group_of_layer[index]], self.cache.layer(index)
+        scale = options.get("scaling")
+        sinks = options.get("s_aux")
+        self.ops.write_kv(self._filled(k), self._filled(v), kv, plan)
+        out = self.ops.attention(
+            self._filled(q),
+            kv,
+            plan,
+            scale=asked.head_dim**-0.5 if scale is None else float(scale),
+            softcap=options.get("softcap"),
+            sinks=None if sinks is None else sinks.detach().float().contiguous(),
+        )
+        return out[..., : asked.head_dim_v].to(q.dtype)
+
+    def _filled(self, x: Tensor) -> Tensor:
+        x = x.to(self.dtype)
+        if x.shape[2] < self.width:
+            return F.pad(x, (0, self.width - x.shape[2]))
+        return x if x.stride(2) == 1 else x.contiguous()
+
+
+@dataclass
+class Passes:
+    """The pass that is going on in one model; its modules keep this."""
+
+    current: Pass | None = None
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, Hq, T, D]
+    key: Tensor,  # [1, Hkv, T, D]
+    value: Tensor,  # [1, Hkv, T, Dv]
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers' AttentionInterface asks for: out [1, T, Hq, Dv], and no weights.
+
+    Raises Unsupported for an option that is not known, for a mask, and for tokens that are not one row.
+    """
+    passes = getattr(module, "quire_passes", None)
+    if passes is None or passes.current is None:
+        raise Unsupported(f"{NAME!r} is the attention of models that Quire's engine has loaded")
+    if attention_mask is not None:
+        raise Unsupported(f"{type(module).__name__} makes a mask of its own, of shape {tuple(attention_mask.shape)}")
+    for name, option in options.items():
+        if name not in HARMLESS and name not in SCORES and option is not None and option is not False:
+            raise Unsupported(f"{type(module).__name__} gives {name} to its attention, which is not known")
+    if options.get("dropout") or options.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise Unsupported(f"{type(module).__name__} asks for dropout, or for attention that is not causal")
+    if len(query) != 1 or not query.shape[2] == key.shape[2] == value.shape[2]:
+        raise Unsupported(f"{type(module).__name__} attends from {tuple(query.shape)} to {tuple(key.shape)}")
+    out = passes.current.attend(*(x[0].transpose(0, 1) for x in (query, key, value)), options)
+    return out[None], None

@@ -1,0 +1,151 @@
+"""The trial of a transformers model before it is served: a small copy of it has to compute what eager attention does.
+
+What a model's code does with masks, windows, positions or a cache of its own cannot be read off its config. So a model
+of the same kind with random weights and small layers answers a mixed batch of prompts, chunks of prompts and single
+tokens, and each of its sequences alone with eager attention; both answers have to be the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quire.cache.storage import KVCache
+from quire.errors import Unsupported
+from quire.models.hub import HubModel, fix_rope
+from quire.models.hub_attention import NAME
+from quire.models.hub_tiny import VOCAB, shrink
+from quire.ops import AttentionSpec, Ops
+
+BLOCK_SIZE, MAX_LEN = 4, 16
+TOLERANCE = 1e-4  # of logits whose largest is about 1
+# Rows that each step computes of each sequence: prompts whole and in chunks, then single tokens beside them.
+STEPS: tuple[dict[int, int], ...] = ({0: 5, 1: 1}, {0: 3, 1: 1, 2: 11}, {0: 1, 2: 1}, {1: 2, 0: 1, 2: 1})
+
+log = logging.getLogger("quire")
+
+
+class Verdict(NamedTuple):
+    """How far the small model was from eager attention."""
+
+    error: float  # the largest difference of two logits
+    scale: float  # the largest logit
+
+
+def check(model: type, config: Any, ops: Ops) -> Verdict:
+    """Compare the small form of a model with eager attention.
+
+    model: a causal language model's class; config: the checkpoint's.
+    Raises Unsupported, with the reason, where it cannot be built small, cannot be served, or answers differently.
+    """
+    eager, ours = _pair(model, config)
+    try:
+        with torch.inference_mode():
+            served = HubModel(ours, ops, MAX_LEN)
+            verdict = _compared(eager, served)
+    except Unsupported:
+        raise
+    except Exception as error:
+        raise Unsupported(f"a small copy of it fails: {type(error).__name__}: {error}") from error
+    if not verdict.error <= TOLERANCE * max(1.0, verdict.scale):  # NaN included
+        raise Unsupported(
+            f"a small copy of it answers otherwise than with eager attention: logits up to {verdict.scale:.2g} differ "
+            f"by {verdict.error:.2g}"
+        )
+    return verdict
+
+
+def _pair(model: type, config: Any) -> tuple[Any, Any]:
+    """Two small models with the same weights: with eager attention and with paged attention."""
+    try:
+        small = type(config).from_dict(shrink(config.to_dict()))
+        made = [_made(model, type(config).from_dict(small.to_dict()), name) for name in ("eager", NAME)]
+    except Exception as error:
+        raise Unsupported(f"no small copy of it can be made: {type(error).__name__}: {error}") from error
+    randomise(made[0])
+    made[1].load_state_dict(made[0].state_dict())
+    return made[0], made[1]
+
+
+def _made(model: Any, config: Any, attention: str) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        made = model._from_config(config, attn_implementation=attention, dtype=torch.float32)
+    return made.eval()
+
+
+def randomise(model: nn.Module) -> None:
+    """Weights with which every part of the model has its say: those of a fresh model are next to nothing."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
+            if weight.dim() > 1:
+                weight.copy_(noise * weight.shape[-1] ** -0.5)
+            else:
+                weight.add_(noise, alpha=0.1)
+
+
+def _compared(eager: Any, served: HubModel) -> Verdict:
+    fix_rope(eager, MAX_LEN)
+    generator = torch.Generator().manual_seed(1)
+    lengths = [sum(step.get(s, 0) for step in STEPS) for s in range(3)]
+    texts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+    expected = [_alone(eager, text) for text in texts]
+    got: list[list[Tensor]] = [[] for _ in texts]
+    for s, logits in packed(served, texts):
+        got[s].append(logits)
+    differences = [(torch.cat(rows) - logits).abs().max() for rows, logits in zip(got, expected, strict=True)]
+    return Verdict(float(torch.stack(differences).max()), float(torch.cat(expected).abs().max()))
+
+
+def _alone(eager: Any, text: Tensor) -> Tensor:
+    # Without positions: what the model takes them to be is what ours have to be.
+    logits: Tensor = eager(input_ids=text[None], use_cache=False).logits[0]
+    return logits.float()
+
+
+def packed(served: HubModel, texts: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """The logits [rows, V] of each piece of each text, in the order in which STEPS computes them."""
+    shape, blocks = served.config, -(-MAX_LEN // BLOCK_SIZE)
+    num_blocks = blocks * len(texts)
+    cache = KVCache(shape.groups, num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim, served.dtype)
+    for layer in range(len(shape.windows)):  # nobody reads what nobody has written
+        cache.layer(layer).k.fill_(float("nan"))
+        cache.layer(layer).v.fill_(float("nan"))
+    tables = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(2)).view(len(texts), blocks)
+    done = [0] * len(texts)
+    out = []
+    for step in STEPS:
+        pieces = [(s, done[s], done[s] + new) for s, new in step.items()]
+        positions = torch.cat([torch.arange(start, end) for _, start, end in pieces])
+        rows_of = torch.cat([torch.full((end - start,), s) for s, start, end in pieces])
+        slots = tables[rows_of, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        starts = torch.tensor([0, *step.values()]).cumsum(0).int()
+        ends = torch.tensor([end for _, _, end in pieces]).int()
+        plans = [
+            served.ops.plan(_spec(served, num_blocks, group.window), starts, ends, tables[list(step)].int(), slots)
+            for group in shape.groups
+        ]
+        tokens = torch.cat([texts[s][start:end] for s, start, end in pieces])
+        logits = served.logits(served.run(tokens, positions, cache, plans))
+        for (s, _, end), part in zip(pieces, torch.split(logits, list(step.values())), strict=True):
+            out.append((s, part))
+            done[s] = end
+    return out
+
+
+def _spec(served: HubModel, num_blocks: int, window: int | None) -> AttentionSpec:
+    shape = served.config
+    return AttentionSpec(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        dtype=served.dtype,
+        window=window,
+    )

@@ -1,0 +1,82 @@
+"""What is known to be wrong with running a transformers model over a paged cache, before anything is run."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from typing import Any
+
+# Arguments that come along and do not change the result of attention.
+HARMLESS = frozenset(
+    "cache_position deterministic logits_to_keep max_length_k max_length_q num_items_in_batch output_hidden_states "
+    "output_router_logits position_embeddings return_dict use_cache".split()
+)
+# Kinds of layers whose rows see all keys before them, or a window of these.
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
+# What the others are, where it can be said better than by their name.
+OTHER_LAYERS = {
+    "chunked_attention": "chunked attention, whose rows see only the keys of their own chunk",
+    "compressed_sparse_attention": "sparse attention over compressed keys",
+    "heavily_compressed_attention": "attention over compressed keys",
+    "minimax_m3_sparse": "sparse attention over chosen blocks",
+    "indexed_attention": "sparse attention over chosen keys",
+    "linear_attention": "linear attention, which keeps a state",
+    "conv": "convolutions, which keep a state",
+    "hybrid": "attention beside a part that keeps a state",
+    "hybrid_sliding": "attention beside a part that keeps a state",
+}
+
+
+def attention_refusal(model: type, config: Any, served: set[str] | None = None) -> str | None:
+    """Why the attention of a transformers model would not be computed by one that is registered; None: it would.
+
+    served: the kinds of layers that are; None: all that OTHER_LAYERS does not name.
+    """
+    for kind in getattr(config.get_text_config(), "layer_types", None) or ():
+        if kind in OTHER_LAYERS if served is None else kind not in served:
+            return f"it has layers of {OTHER_LAYERS.get(kind, kind)}"
+    try:
+        source = inspect.getsource(sys.modules[model.__module__])
+    except (KeyError, OSError, TypeError):
+        return (
+            f"the source of its module {model.__module__} cannot be read, so it is not known whether its attention "
+            "goes through transformers' AttentionInterface"
+        )
+    if re.search(r"_CLASSES\[(self\.)?config\._attn_implementation\]", source):
+        return "its module picks an attention class of its own by the name of the implementation"
+    # A module without an attention class of its own is built of models that are asked in their turn.
+    own = re.search(r"^class (\w*Attention\w*)\(", source, re.MULTILINE)
+    if own and "ALL_ATTENTION_FUNCTIONS" not in source:
+        return f"its {own[1]} computes attention itself and never calls transformers' AttentionInterface"
+    return None
+
+
+def refusal(model: type, config: Any) -> str | None:
+    """Why a causal language model of transformers cannot be served; None: nothing is known.
+
+    model: its class.
+    """
+    if getattr(config, "quantization_config", None):
+        return "its weights are quantised"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is the decoder of an encoder-decoder model"
+    if towers := [name for name in getattr(config, "sub_configs", {}) if re.search("vision|audio|vq|depth|text", name)]:
+        return f"it is made of several models ({', '.join(towers)}); only text models are served"
+    if getattr(model, "_is_stateful", False):
+        return "it keeps a state beside keys and values"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "transformers does not let its attention be replaced"
+    if "position_ids" not in inspect.signature(model.forward).parameters:  # type: ignore[attr-defined]
+        return "it cannot be told the positions of its tokens"
+    if (kind := _dynamic_rope(config)) is not None:
+        return f"its rope type is {kind!r}: its angles depend on the batch"
+    return attention_refusal(model, config, SERVED_LAYERS)
+
+
+def _dynamic_rope(config: Any) -> str | None:
+    """The kind of rope, if its angles change with the longest sequence of a batch."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    kinds = [str(each.get("rope_type")) for each in [parameters, *nested]]
+    return next((kind for kind in kinds if "dynamic" in kind), None)

@@ -1,0 +1,107 @@
+"""From a checkpoint to a `HubModel`: the model's class, whether it can be served, its trial, its weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as hub_logging
+
+from quire import ops as ops_room
+from quire.errors import ModelError, Unsupported
+from quire.models.hub import HubModel
+from quire.models.hub_attention import NAME
+from quire.models.hub_check import check
+from quire.models.hub_gate import refusal
+from quire.ops import Ops
+
+UNKNOWN_LENGTH = 2048  # of the longest sequence, where a config does not tell
+
+
+class Found(NamedTuple):
+    """What transformers has for a checkpoint."""
+
+    model: Any  # the class of its causal language model
+    config: Any
+
+
+def find(directory: Path) -> Found:
+    """The class and the config of a checkpoint, or of a directory with its config.json alone.
+
+    Raises Unsupported, with the reason, where transformers has none or where it is known not to be servable.
+    """
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # a config's ways to be wrong are many
+        raise Unsupported(f"transformers cannot read its config.json: {error}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise Unsupported(f"transformers has no causal language model of type {config.model_type!r}")
+    models = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model = models[0] if isinstance(models, tuple) else models
+    reason = refusal(model, config)
+    if reason is not None:
+        raise Unsupported(reason)
+    return Found(model, config)
+
+
+def longest_sequence(config: Any) -> int:
+    """Tokens of the longest sequence that a config was made for."""
+    text = config.get_text_config()
+    for key in ("max_position_embeddings", "max_seq_len", "seq_length"):
+        if isinstance(length := getattr(text, key, None), int) and length > 0:
+            return length
+    return UNKNOWN_LENGTH
+
+
+def load(
+    directory: Path,
+    found: Found,
+    ops: Ops,
+    dtype: torch.dtype,
+    device: str,
+    max_model_len: int,
+    eos_token_ids: frozenset[int],
+    reproducible: bool,
+) -> HubModel:
+    """The model with its weights, after its trial.
+
+    Raises Unsupported, with the reason, where it cannot be served; ModelError for weights that are missing or too many.
+    """
+    check(found.model, found.config, ops_room.load("auto", "cpu"))
+    with _silence():
+        try:
+            model, report = found.model.from_pretrained(
+                directory,
+                config=found.config,
+                dtype=dtype,
+                attn_implementation=NAME,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except Exception as error:
+            raise ModelError(f"{directory}: transformers cannot load its weights: {error}") from error
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
+        if names := sorted(map(str, report.get(what) or ())):
+            raise ModelError(
+                f"{directory} has {len(names)} {what.replace('_', ' ')}, among them {', '.join(names[:3])}; running "
+                "with them would be a different model"
+            )
+    model.eval()
+    return HubModel(model.to(device), ops, max_model_len, eos_token_ids, reproducible)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """No progress bars of transformers."""
+    shown = hub_logging.is_progress_bar_enabled()
+    hub_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hub_logging.enable_progress_bar()

@@ -1,0 +1,98 @@
+"""A model's config made small: the same kinds of layers with a few dozen numbers each, so that it can be tried out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HEAD_DIM, ROPE_DIM, HIDDEN, INNER, VOCAB, EXPERTS, WINDOW = 16, 8, 64, 48, 96, 4, 5
+LAYERS = 4
+
+# What a key that matches becomes, the first match first. Sizes that are left out (null) stay so.
+SIZES: tuple[tuple[str, int], ...] = (
+    (r"qk_rope_head_dim|index_head_dim", ROPE_DIM),
+    (r"(global_|swa_|cross_|attention_|v_|qk_nope_|kv_)*(head_dim|head_size|kv_channels)(_v)?|v_head_dim", HEAD_DIM),
+    (r"qk_head_dim", HEAD_DIM + ROPE_DIM),
+    (r"num_experts_per_tok\w*|moe_k|moe_top_?k|top_?k_experts|num_experts_per_token|experts_per_token|moe_topk", 2),
+    (r"(num|n|moe_num)_(local_|routed_)?experts|num_local_experts", EXPERTS),
+    (r"zero_expert_num", 1),
+    (r"n_group|topk_group|num_expert_group\w*|n_shared_experts|num_shared_experts?|moe_num_shared_experts", 1),
+    (r"q_lora_rank|kv_lora_rank|\w+_lora_rank|attention_rank|laurel_rank|altup_\w*rank", 16),
+    (r"hidden_size_per_layer_input", 8),
+    (r"vocab_size(_per_layer_input)?", VOCAB),
+    (r"(sliding_window|window_size|attention_window|local_attention|sliding_window_size)", WINDOW),
+    (r"embedding_size|hidden_size|d_model|n_embd|word_embed_proj_dim|dim_model", HIDDEN),
+    (
+        r"\w*(intermediate|ffn_hidden|expert|mlp)_(size|dim)|ffn_dim|d_ff|n_inner|\w*expert_ff_size",
+        INNER,
+    ),
+    (r"first_k_dense_replace|num_dense_layers|mlp_only_layers_count", 1),
+)
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "num_kv_heads", "n_head_kv", "kv_n_heads")
+DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+TOKENS = re.compile(r"\w+_token_ids?")
+FACTORS = ("short_factor", "long_factor")  # of longrope, one a rotated pair
+
+
+def shrink(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The small form of a config.json's content.
+
+    Layers of every kind that its lists tell apart are kept, and four at least where there are so many.
+    """
+    depth = next((raw[key] for key in DEPTH if isinstance(raw.get(key), int)), 0)
+    chosen = _chosen_layers(raw, depth)
+    return {key: _small(key, value, raw, depth, chosen) for key, value in raw.items()}
+
+
+def _chosen_layers(raw: Mapping[str, Any], depth: int) -> list[int]:
+    lists = [value for value in raw.values() if isinstance(value, list) and len(value) == depth]
+    if own := raw.get("per_layer_config"):
+        lists.append([own.get(layer, own.get(str(layer))) for layer in range(depth)])
+    kinds = [tuple(str(values[layer]) for values in lists) for layer in range(depth)]
+    # The first and the last of each kind: late layers may share the keys of early ones.
+    backwards = kinds[::-1]
+    chosen = {layer for kind in set(kinds) for layer in (kinds.index(kind), depth - 1 - backwards.index(kind))}
+    for layer in range(depth):
+        if len(chosen) >= LAYERS:
+            break
+        chosen.add(layer)
+    return sorted(chosen)
+
+
+def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: list[int]) -> Any:
+    if key == "per_layer_config":
+        by_layer = {int(layer): content for layer, content in value.items()}
+        return {
+            i: {name: _small(name, size, raw, 0, []) for name, size in by_layer[layer].items()}
+            for i, layer in enumerate(chosen)
+            if layer in by_layer
+        }
+    if isinstance(value, dict):
+        return {inner: _small(str(inner), content, {**raw, **value}, depth, chosen) for inner, content in value.items()}
+    if key in FACTORS and isinstance(value, list):
+        return value[: int(HEAD_DIM * (raw.get("partial_rotary_factor") or 1.0)) // 2]
+    if isinstance(value, list) and depth and len(value) == depth:
+        return [_small(key, value[layer], raw, 0, chosen) for layer in chosen]
+    if TOKENS.fullmatch(key):
+        ids = value if isinstance(value, list) else [value]
+        small = [token % VOCAB if isinstance(token, int) else token for token in ids]
+        return small if isinstance(value, list) else small[0]
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    if key in DEPTH:
+        return len(chosen)
+    if key == "num_kv_shared_layers":
+        return sum(layer >= depth - value for layer in chosen)
+    if key == "head_dim" and "qk_rope_head_dim" in raw:  # of DeepSeek's kind: what is rotated
+        return ROPE_DIM
+    if key in HEADS:
+        return HIDDEN // HEAD_DIM
+    if key in KV_HEADS:
+        heads = next((raw[name] for name in HEADS if isinstance(raw.get(name), int)), value)
+        return HIDDEN // HEAD_DIM if value >= heads else 1 if value == 1 else 2
+    for pattern, size in SIZES:
+        if re.fullmatch(pattern, key):
+            return min(value, size)
+    return value

@@ -1,0 +1,79 @@
+"""What the engine needs of a model, whoever wrote its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.batch import Batch
+from quire.cache.manager import CacheGroup
+from quire.cache.storage import KVCache
+from quire.ops import AttentionPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes that decide about memory and about the attention plans."""
+
+    vocab_size: int  # V
+    hidden_size: int  # H
+    intermediate_size: int  # I, of the MLP
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hkv
+    head_dim: int  # D
+    windows: tuple[int | None, ...]  # [L], keys that a row of the layer sees; None: all before it
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The layers by window, in order of first appearance."""
+        return tuple(
+            CacheGroup(tuple(i for i, w in enumerate(self.windows) if w == window), window)
+            for window in dict.fromkeys(self.windows)
+        )
+
+
+class Model(Protocol):
+    """Token ids to logits through a paged cache."""
+
+    @property
+    def config(self) -> ModelShape:
+        """Its sizes."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights and of the cache."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end a text."""
+
+    @property
+    def rows_keep_bits(self) -> bool:
+        """Whether what the model adds to attention gives a row the same bits whatever stands beside it."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step is kernels alone, so that a CUDA graph can repeat it."""
+
+    def forward(
+        self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan], rows: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states after the final norm: [T, H]. Writes the batch's K and V to the cache.
+
+        plans: one a cache group, updated for this batch.
+        rows: int64 [R], ascending. If given, the result is these rows, [R, H].
+        """
+
+    def logits(
+        self,
+        hidden: Tensor,  # [R, H]
+    ) -> Tensor:
+        """Logits over the vocabulary: fp32 [R, V]."""

@@ -1,0 +1,30 @@
+"""Which types of models are served how: what the test suite's sweep over transformers found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+PATH = Path(__file__).parent / "supported.json"
+
+
+class Supported(NamedTuple):
+    """What became of a type of model."""
+
+    name: str  # its model_type
+    how: str  # "own decoder", "adapter" or "refused"
+    reason: str  # why it is refused
+
+
+class Sweep(NamedTuple):
+    """All types of one release."""
+
+    transformers: str  # the release
+    types: list[Supported]
+
+
+def read() -> Sweep:
+    """What the sweep wrote."""
+    content = json.loads(PATH.read_text(encoding="utf-8"))
+    return Sweep(content["transformers"], [Supported(*row) for row in content["types"]])

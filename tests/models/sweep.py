@@ -1,0 +1,158 @@
+"""Every causal language model of the installed transformers in a small, random form: what Quire makes of it.
+
+`python -m tests.models.sweep` writes what it found into the package, where `quire models` reads it, and docs/models.md.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from quire.errors import ModelError
+from quire.models import choose
+from quire.models.hub_check import randomise
+from quire.models.hub_tiny import VOCAB, shrink
+from quire.models.supported import PATH, Supported, read
+from tests.models.checkpoints import engine, probed_logits
+
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# What a config of that type cannot be without, and its defaults leave out.
+DECODERS = "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert".split()
+GIVEN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys([*DECODERS, "xlm-roberta", "xlm-roberta-xl", "xmod"], {"is_decoder": True}),
+    **dict.fromkeys(["hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"], {"head_dim": 128}),
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "nemotron": {"num_key_value_heads": 8},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
+}
+LENGTHS = (1, 9, 23)
+STEP = 12  # tokens: prompts are cut into chunks, beside single tokens of the others
+TOLERANCE = 1e-4  # of logits whose largest is about 4
+
+
+class Row(NamedTuple):
+    """What became of a type."""
+
+    supported: Supported
+    error: float | None  # the largest difference of two logits from eager attention, over the largest logit
+
+
+def sweep(name: str) -> Row:
+    """Save a small model of that type, load it as anybody would, and compare it with eager attention.
+
+    Raises AssertionError where it is served and answers something else.
+    """
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        directory = Path(place)
+        kinds = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]]
+        kind = kinds[0] if isinstance(kinds, tuple) else kinds
+        try:
+            config = CONFIG_MAPPING[name](**GIVEN.get(name, {}))
+        except Exception as error:
+            return Row(Supported(name, "refused", f"its config has no defaults: {_line(error)}"), None)
+        model = _saved(kind, config, directory)
+        try:
+            choice = choose(directory)
+            made = engine(directory, max_num_batched_tokens=STEP, block_size=4)
+        except ModelError as error:
+            return Row(Supported(name, "refused", str(error).rpartition("be served: ")[2]), None)
+        return Row(Supported(name, "adapter" if choice.own is None else "own decoder", ""), _error(made, model))
+
+
+def _saved(kind: Any, config: Any, directory: Path) -> Any:
+    """A small model with its files in the directory; None, and the config alone, where none can be made."""
+    try:
+        small = type(config).from_dict(shrink(config.to_dict()))
+        model = kind._from_config(small, attn_implementation="eager", dtype=torch.float32).eval()
+        randomise(model)
+        model.save_pretrained(directory)
+    except Exception:
+        config.architectures = [kind.__name__]
+        config.save_pretrained(directory)
+        return None
+    return model
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+@torch.inference_mode()
+def _error(made: Any, eager: Any) -> float:
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+    probe, tokens = probed_logits(made, prompts, max_tokens=4)
+    assert {"prefill", "decode"} in probe.steps, "no step had prompts and single tokens"
+    worst, largest = 0.0, 0.0
+    for i, prompt in enumerate(prompts):
+        text = prompt + tokens[f"r{i}"]
+        expected = eager(input_ids=torch.tensor([text]), use_cache=False).logits[0].float()
+        for end in range(1, len(text)):
+            worst = max(worst, float((probe.found[tuple(text[:end])] - expected[end - 1]).abs().max()))
+        largest = max(largest, float(expected.abs().max()))
+    assert worst <= TOLERANCE * max(1.0, largest), f"logits up to {largest} differ by {worst}"
+    return worst / max(1.0, largest)
+
+
+def document(rows: Sequence[Supported]) -> str:
+    """docs/models.md."""
+    own, adapted, refused = ([row for row in rows if row.how == how] for how in ("own decoder", "adapter", "refused"))
+    lines = [
+        "# Models",
+        "",
+        "Point Quire at a checkpoint: `quire info --model DIRECTORY` says in one line who computes it, or why nobody does.",
+        "",
+        "- **own decoder**: Quire's, the fastest. A family is chosen only if it understands every key of the config.",
+        "- **adapter**: transformers' modelling code with Quire's paged attention and linears. Before a checkpoint is served, a",
+        "  small random copy of it answers a mixed batch and has to agree with eager attention; else it is refused.",
+        "- **refused**: with the reason.",
+        "",
+        "`model_impl=\"quire\"` or `\"transformers\"` asks for one of the two. Products that are not linears (fused experts,",
+        "convolutions) stay transformers' own in the adapter: then a row's bits may depend on the batch, and no tokens are guessed.",
+        "",
+        f"The types of causal language models that transformers {version('transformers')} has, each tried with a small random checkpoint",
+        "in a mixed batch of prompts, chunks and single tokens (`python -m tests.models.sweep` writes this page, `quire models` prints",
+        f"it): {len(own)} on Quire's decoder, {len(adapted)} through the adapter, {len(refused)} refused.",
+        "",
+        f"**Own decoder**: {', '.join(row.name for row in own)}.",
+        "",
+        f"**Adapter**: {', '.join(row.name for row in adapted)}.",
+        "",
+        "| refused | because |",
+        "|---|---|",
+        *(f"| {row.name} | {row.reason.replace('|', '/')} |" for row in refused),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write what there is."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    rows = []
+    for name in TYPES:
+        row = sweep(name)
+        rows.append(row.supported)
+        print(*row.supported, "" if row.error is None else f"{row.error:.1e}", flush=True)
+    content = {"transformers": version("transformers"), "types": [list(row) for row in rows]}
+    PATH.write_text(json.dumps(content, indent=0) + "\n", encoding="utf-8")
+    DOCS.write_text(document(read().types), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    main()
