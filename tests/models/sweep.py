@@ -31,8 +31,8 @@ TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 # What a config of that type cannot be without, and its defaults leave out.
 DECODERS = "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert".split()
 GIVEN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys([*DECODERS, "xlm-roberta", "xlm-roberta-xl", "xmod"], {"is_decoder": True}),
-    **dict.fromkeys(["hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"], {"head_dim": 128}),
+    **{name: {"is_decoder": True} for name in [*DECODERS, "xlm-roberta", "xlm-roberta-xl"]},
+    **{name: {"head_dim": 128} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "nemotron": {"num_key_value_heads": 8},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
@@ -107,36 +107,46 @@ def _error(made: Any, eager: Any) -> float:
     return worst / max(1.0, largest)
 
 
+PAGE = """# Models
+
+Point Quire at a checkpoint. `quire info --model DIRECTORY` says in one line who computes it, or why nobody does:
+
+- **own decoder**: Quire's, the fastest. A family is chosen only if it understands every key of the config.
+- **adapter**: transformers' modelling code with Quire's paged attention and linears. Before a checkpoint is served, a
+  small random copy of it answers a mixed batch and has to agree with eager attention; else it is refused.
+- **refused**, with the reason.
+
+`LLM(model, model_impl="quire")` or `model_impl="transformers"` asks for one of the two. Products that are not plain
+linears (experts, convolutions) stay transformers' own in the adapter: then a row's bits may depend on the batch, and no
+tokens are guessed.
+
+Below are the types of causal language models of transformers {release}, each tried with a small random checkpoint in a
+mixed batch of prompts, chunks and single tokens: {own} on Quire's decoder, {adapter} through the adapter, {refused}
+refused.
+`python -m tests.models.sweep` writes this page; `quire models` prints the same.
+
+**Own decoder**: {own_names}.
+
+**Adapter**: {adapter_names}.
+
+| refused | because |
+|---|---|
+{reasons}
+"""
+
+
 def document(rows: Sequence[Supported]) -> str:
     """docs/models.md."""
     own, adapted, refused = ([row for row in rows if row.how == how] for how in ("own decoder", "adapter", "refused"))
-    lines = [
-        "# Models",
-        "",
-        "Point Quire at a checkpoint: `quire info --model DIRECTORY` says in one line who computes it, or why nobody does.",
-        "",
-        "- **own decoder**: Quire's, the fastest. A family is chosen only if it understands every key of the config.",
-        "- **adapter**: transformers' modelling code with Quire's paged attention and linears. Before a checkpoint is served, a",
-        "  small random copy of it answers a mixed batch and has to agree with eager attention; else it is refused.",
-        "- **refused**: with the reason.",
-        "",
-        "`model_impl=\"quire\"` or `\"transformers\"` asks for one of the two. Products that are not linears (fused experts,",
-        "convolutions) stay transformers' own in the adapter: then a row's bits may depend on the batch, and no tokens are guessed.",
-        "",
-        f"The types of causal language models that transformers {version('transformers')} has, each tried with a small random checkpoint",
-        "in a mixed batch of prompts, chunks and single tokens (`python -m tests.models.sweep` writes this page, `quire models` prints",
-        f"it): {len(own)} on Quire's decoder, {len(adapted)} through the adapter, {len(refused)} refused.",
-        "",
-        f"**Own decoder**: {', '.join(row.name for row in own)}.",
-        "",
-        f"**Adapter**: {', '.join(row.name for row in adapted)}.",
-        "",
-        "| refused | because |",
-        "|---|---|",
-        *(f"| {row.name} | {row.reason.replace('|', '/')} |" for row in refused),
-        "",
-    ]
-    return "\n".join(lines)
+    return PAGE.format(
+        release=version("transformers"),
+        own=len(own),
+        adapter=len(adapted),
+        refused=len(refused),
+        own_names=", ".join(row.name for row in own),
+        adapter_names=", ".join(row.name for row in adapted),
+        reasons="\n".join(f"| {row.name} | {row.reason.replace('|', '/')} |" for row in refused),
+    )
 
 
 def main() -> None:

@@ -122,7 +122,9 @@ class TestRefused:
 
     def test_unknown_architecture(self, tmp_path: Path) -> None:
         change_config(tmp_path, architectures=["MambaForCausalLM"])
-        refused(tmp_path, f"MambaForCausalLM, for which there is no decoder here; there is one for {', '.join(FAMILIES)}")
+        refused(
+            tmp_path, f"MambaForCausalLM, for which there is no decoder here; there is one for {', '.join(FAMILIES)}"
+        )
 
     def test_modelling_code_of_its_own(self, tmp_path: Path) -> None:
         change_config(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})

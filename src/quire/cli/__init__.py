@@ -1,4 +1,4 @@
-"""The command line: `quire generate`, `quire serve`, `quire bench`, `quire simulate`, `quire info`.
+"""The command line: `quire generate`, `quire serve`, `quire bench`, `quire simulate`, `quire models`, `quire info`.
 
 Everything heavy is imported inside the commands, so that `quire --help` answers at once.
 """
@@ -10,6 +10,7 @@ import typer
 from quire.cli import bench
 from quire.cli.generate import generate
 from quire.cli.info import info
+from quire.cli.models import models
 from quire.cli.serve import serve
 from quire.cli.simulate import simulate
 
@@ -18,6 +19,7 @@ app.command()(generate)
 app.command()(serve)
 app.add_typer(bench.app, name="bench")
 app.command()(simulate)
+app.command()(models)
 app.command()(info)
 
 

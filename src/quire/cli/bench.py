@@ -23,6 +23,7 @@ from quire.cli.options import (
     MaxNumSeqs,
     MeasuredGuesses,
     Model,
+    ModelImpl,
     NumBlocks,
     Preemption,
     PrefixCaching,
@@ -50,6 +51,7 @@ def throughput(
     attention_backend: Backend = "auto",
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    model_impl: ModelImpl = "auto",
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = 256,
     max_num_batched_tokens: MaxNumBatchedTokens = 2048,
@@ -80,6 +82,7 @@ def throughput(
         llm = LLM(
             model,
             dtype=dtype,
+            model_impl=model_impl,
             device=device,
             attention_backend=attention_backend,
             max_model_len=max_model_len,

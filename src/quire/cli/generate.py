@@ -18,6 +18,7 @@ from quire.cli.options import (
     Dtype,
     MaxModelLen,
     Model,
+    ModelImpl,
     NumBlocks,
     NumSpeculativeTokens,
     Preemption,
@@ -43,6 +44,7 @@ def generate(
     attention_backend: Backend = "auto",
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    model_impl: ModelImpl = "auto",
     reproducible: Reproducible = False,
     max_model_len: MaxModelLen = None,
     num_speculative_tokens: NumSpeculativeTokens = None,
@@ -63,6 +65,7 @@ def generate(
         llm = LLM(
             model,
             dtype=dtype,
+            model_impl=model_impl,
             device=device,
             attention_backend=attention_backend,
             seed=seed,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from quire import __version__
-from quire.cli.options import row
+from quire.cli.options import fail, row
 from quire.errors import QuireError
 
 if TYPE_CHECKING:
@@ -15,8 +17,24 @@ if TYPE_CHECKING:
 ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_bf16", "asimd", "bf16")
 
 
-def info() -> None:
+def info(
+    model: Annotated[
+        str | None, typer.Option(help="Directory or hub name: say instead who computes that model, or why nobody does.")
+    ] = None,
+) -> None:
     """Show the version, the CPU's features, the backends, and the memory for the cache."""
+    if model is None:
+        _show_machine()
+        return
+    from quire.models import choose, locate
+
+    try:
+        row(model, str(choose(locate(model))))
+    except QuireError as error:
+        fail(error)
+
+
+def _show_machine() -> None:
     import platform
 
     import torch

@@ -11,6 +11,10 @@ Model = Annotated[str | None, typer.Option(help="Directory or hub name. Default:
 Backend = Annotated[str, typer.Option("--attention-backend", "--attention", help="auto or a name from `quire info`.")]
 Device = Annotated[str, typer.Option(help="cpu, or cuda.")]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
+ModelImpl = Annotated[
+    str,
+    typer.Option(help="quire: its decoder; transformers: its code with our attention; auto: what there is."),
+]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence in tokens.")]
 Reproducible = Annotated[
     bool, typer.Option("--reproducible", help="On a GPU too: the same bits whatever runs beside a request.")

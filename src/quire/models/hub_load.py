@@ -31,9 +31,9 @@ class Found(NamedTuple):
 
 
 def find(directory: Path) -> Found:
-    """The class and the config of a checkpoint, or of a directory with its config.json alone.
+    """The class and the config of a checkpoint, or of a directory with its config.json alone, after its trial.
 
-    Raises Unsupported, with the reason, where transformers has none or where it is known not to be servable.
+    Raises Unsupported, with the reason, where transformers has none, or has one that cannot be served.
     """
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -46,6 +46,7 @@ def find(directory: Path) -> Found:
     reason = refusal(model, config)
     if reason is not None:
         raise Unsupported(reason)
+    check(model, config, ops_room.load("auto", "cpu"))
     return Found(model, config)
 
 
@@ -68,11 +69,10 @@ def load(
     eos_token_ids: frozenset[int],
     reproducible: bool,
 ) -> HubModel:
-    """The model with its weights, after its trial.
+    """The model with its weights.
 
     Raises Unsupported, with the reason, where it cannot be served; ModelError for weights that are missing or too many.
     """
-    check(found.model, found.config, ops_room.load("auto", "cpu"))
     with _silence():
         try:
             model, report = found.model.from_pretrained(
