@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from quire.batch import Batch
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.models.hub_attention import NAME, LayerCall, PagedPass, Pass, Passes, Recorder, attention
-from quire.models.linear import Linear, LinearFactory
+from quire.models.hub_modules import leave_files, replace_activations, replace_linears, replace_rope, rows_depend
+from quire.models.linear import LinearFactory
 from quire.models.model import ModelShape
 from quire.ops import AttentionPlan, Ops
 
@@ -46,8 +46,10 @@ class HubModel:
         self.dtype, self.device = model.dtype, model.device
         self._lock = Lock()
         self._passes = Passes()
-        fix_rope(model, max_model_len)
-        _replace_linears(model, LinearFactory(reproducible))
+        replace_linears(model, LinearFactory(reproducible))
+        replace_activations(model, ops)
+        replace_rope(model, max_model_len)
+        leave_files(model)
         # The decoder within an OPT, say; some call their output projection a decoder.
         inner = model.get_decoder()
         self._backbone = inner if isinstance(inner, PreTrainedModel) and inner is not model else model.base_model
@@ -59,12 +61,12 @@ class HubModel:
         self.config = _shape(model, self._layers)
         groups = {layer: g for g, group in enumerate(self.config.groups) for layer in group.layers}
         self._group_of_layer = [groups[layer] for layer in range(len(self._layers))]
-        self.other_weights = _other_weights(model)
+        self.rows_depend = rows_depend(model)  # why a row's bits may depend on the rows beside it
 
     @property
     def rows_keep_bits(self) -> bool:
-        """Whether all products are ours: experts and convolutions of transformers depend on the batch."""
-        return not self.other_weights
+        """Whether what transformers computes here gives a row the same bits in every batch."""
+        return self.rows_depend is None
 
     capturable = False  # transformers' code may ask the host
 
@@ -162,41 +164,6 @@ class _Stub(nn.Module):
         return self._kind(last_hidden_state=self.hidden)
 
 
-class _PackedModule(nn.Module):
-    """One of our linears where transformers had one of its own."""
-
-    def __init__(self, linear: Linear, weight: Tensor) -> None:
-        super().__init__()
-        self.linear = linear
-        # Some ask for its dtype or shape. There are no values: they are in the linear.
-        self.weight = torch.empty_like(weight, device="meta")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], len(self.weight))
-
-
-def _replace_linears(model: Any, make: LinearFactory) -> None:
-    head = model.get_output_embeddings()
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) in (nn.Linear, Conv1D):
-                setattr(module, name, _packed(child, make, child is head))
-
-
-def _packed(theirs: Any, make: LinearFactory, is_head: bool) -> _PackedModule:
-    """theirs: an nn.Linear, or a Conv1D, which keeps its weight as [in, out]."""
-    weight = theirs.weight.detach().T if type(theirs) is Conv1D else theirs.weight.detach()
-    bias = None if theirs.bias is None else theirs.bias.detach()
-    linear = make.head(weight) if is_head and bias is None else make(weight.contiguous(), bias)
-    return _PackedModule(linear, weight)
-
-
-def _other_weights(model: nn.Module) -> list[str]:
-    """Weights of products that are not ours."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return [name for name, weight in model.named_parameters() if weight.dim() > 1 and id(weight) not in tables]
-
-
 def _called(backbone: Any, token_ids: Tensor, positions: Tensor) -> Any:
     return backbone(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
 
@@ -223,17 +190,6 @@ def _shape(model: Any, layers: tuple[LayerCall, ...]) -> ModelShape:
         head_dim=max(first.head_dim, first.head_dim_v),
         windows=tuple(windows),
     )
-
-
-def fix_rope(model: nn.Module, max_model_len: int) -> None:
-    """Let angles depend on max_model_len, where transformers lets them depend on the longest sequence of a batch."""
-    for module in model.modules():
-        if getattr(module, "rope_type", None) == "longrope":
-            from transformers.modeling_rope_utils import longrope_frequency_update
-
-            longest = torch.tensor([[max_model_len - 1]])
-            longrope_frequency_update(module, longest, device=module.inv_freq.device)
-            module.__dict__["rope_type"] = "default"
 
 
 AttentionInterface.register(NAME, attention)

@@ -1,0 +1,147 @@
+"""Parts of Quire's that stand in transformers' models for its own: linears, activations, and tables of RoPE's angles.
+
+They are faster, and a row's bits do not depend on the rows beside it, as they do with torch's SiLU: it computes the end
+of an array, and of each thread's part of it, otherwise than the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import activations
+from transformers.pytorch_utils import Conv1D
+
+from quire.models.linear import Linear, LinearFactory
+from quire.ops import Ops
+
+GELUS: dict[type, Literal["none", "tanh"]] = {
+    activations.GELUActivation: "none",
+    activations.GELUTanh: "tanh",
+    nn.GELU: "none",
+}
+SILUS = (activations.SiLUActivation, nn.SiLU)
+# Functions of torch whose bits depend on where a number stands in its array.
+BY_PLACE = re.compile(r"\b(sigmoid|silu|softplus|approximate=)")
+
+
+def replace_linears(model: Any, make: LinearFactory) -> None:
+    """Ours, packed, for all plain linears."""
+    head = model.get_output_embeddings()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) in (nn.Linear, Conv1D):
+                setattr(module, name, _packed(child, make, child is head))
+
+
+def replace_activations(model: nn.Module, ops: Ops) -> None:
+    """Ours for SiLU and GELU."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) in SILUS:
+                setattr(module, name, _Activation(_silu))
+            elif type(child) in GELUS and getattr(child, "approximate", "none") == "none":
+                setattr(module, name, _Activation(_Gelu(ops, GELUS[type(child)])))
+
+
+def replace_rope(model: nn.Module, max_model_len: int) -> None:
+    """Tables for modules that compute the angles of RoPE."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            parameters = list(inspect.signature(child.forward).parameters)
+            if type(child).__name__.endswith("RotaryEmbedding") and parameters[:2] == ["x", "position_ids"]:
+                setattr(module, name, _RopeTable(child, max_model_len))
+
+
+def leave_files(model: nn.Module) -> None:
+    """Copy what is left out of the mapped files: memory of our own is aligned and stays resident."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_cpu:
+            tensor.data = tensor.data.clone()
+
+
+def rows_depend(model: nn.Module) -> str | None:
+    """Why a row's bits may depend on the rows beside it, once all of ours are in place; None: they do not."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    others = [name for name, weight in model.named_parameters() if weight.dim() > 1 and id(weight) not in tables]
+    if others:
+        return f"{others[0]} is multiplied by transformers"
+    if found := BY_PLACE.search(inspect.getsource(sys.modules[type(model).__module__])):
+        return f"its code uses torch's {found[1].rstrip('=')}"
+    return None
+
+
+class _PackedModule(nn.Module):
+    """One of our linears."""
+
+    def __init__(self, linear: Linear, weight: Tensor) -> None:
+        super().__init__()
+        self.linear = linear
+        # Some ask for its dtype or shape. There are no values: they are in the linear.
+        self.weight = torch.empty_like(weight, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], len(self.weight))
+
+
+def _packed(theirs: Any, make: LinearFactory, is_head: bool) -> _PackedModule:
+    """theirs: an nn.Linear, or a Conv1D, which keeps its weight as [in, out]."""
+    weight = theirs.weight.detach().T if type(theirs) is Conv1D else theirs.weight.detach()
+    bias = None if theirs.bias is None else theirs.bias.detach()
+    linear = make.head(weight) if is_head and bias is None else make(weight.contiguous(), bias)
+    return _PackedModule(linear, weight)
+
+
+class _Activation(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._function(x)
+
+
+def _silu(x: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide / (1.0 + torch.exp(-wide))).to(x.dtype)
+
+
+class _Gelu:
+    def __init__(self, ops: Ops, approximate: Literal["none", "tanh"]) -> None:
+        self._ops, self._approximate = ops, approximate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return self._ops.gelu(rows, self._approximate).view(x.shape)
+
+
+class _RopeTable(nn.Module):
+    """Angles looked up by position, where transformers computes them anew in each step.
+
+    Its cosines have other bits at other places of an array, and with some kinds of RoPE the angles change with the
+    longest sequence of a batch. Here they are those of a sequence of max_model_len tokens.
+    """
+
+    def __init__(self, rope: nn.Module, max_model_len: int) -> None:
+        super().__init__()
+        self.rope, self._length = rope, max_model_len
+        self._tables: dict[Any, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # of the module that it stands for
+            return getattr(super().__getattr__("rope"), name)
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        key = (x.dtype, x.device, args, tuple(kwargs.items()))
+        if key not in self._tables:
+            every = torch.arange(self._length, device=x.device)[None]
+            self._tables[key] = self.rope(x, every, *args, **kwargs)
+        table, positions = self._tables[key], position_ids[0]
+        return table[:, positions] if isinstance(table, Tensor) else tuple(part[:, positions] for part in table)

@@ -1,0 +1,241 @@
+"""Models that transformers' code computes, with paged attention in it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.mistral import modeling_mistral
+
+from quire import LLM, SamplingParams, ops
+from quire.config import engine_config
+from quire.errors import ConfigError, ModelError, Unsupported
+from quire.models import choose, load_model
+from quire.models.hub import HubModel
+from quire.models.hub_attention import NAME
+from quire.models.hub_check import check, packed
+from quire.models.hub_tiny import shrink
+from tests.models.checkpoints import TINY, engine, probed_logits, save
+from tests.models.test_loading import change_config
+
+PROMPTS = [[5], [7, 3, 9, 11], list(range(2, 40))]
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32}
+
+
+def hub_engine(directory: Path, **options: Any) -> Any:
+    return engine(directory, **({"model_impl": "transformers"} | options))
+
+
+def loaded(directory: Path, **options: Any) -> Any:
+    return load_model(directory, engine_config(**({"model_impl": "transformers"} | options)), ops.load())
+
+
+# --------------------------------------------------------------------------------------------- what it computes
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Gemma2", "Qwen3"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_it_agrees_with_our_decoder(tmp_path: Path, kind: str, backend: str) -> None:
+    save(tmp_path, kind)
+    options = {"attention_backend": backend, "max_num_batched_tokens": 16}
+    (ours, our_tokens), (theirs, their_tokens) = (
+        probed_logits(engine(tmp_path, model_impl=impl, **options), PROMPTS, max_tokens=6)
+        for impl in ("quire", "transformers")
+    )
+    assert our_tokens == their_tokens
+    for text, logits in ours.found.items():
+        torch.testing.assert_close(theirs.found[text], logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_every_batch(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    save(tmp_path, kind, dtype)
+    together, tokens = probed_logits(hub_engine(tmp_path, max_num_batched_tokens=24), PROMPTS, max_tokens=5)
+    for i, prompt in enumerate(PROMPTS):
+        alone, its = probed_logits(hub_engine(tmp_path, max_num_batched_tokens=64), [prompt], max_tokens=5)
+        assert its["r0"] == tokens[f"r{i}"]
+        assert all(torch.equal(together.found[text], logits) for text, logits in alone.found.items())
+
+
+def test_prefix_hits_guesses_and_preemption_change_nothing(tmp_path: Path) -> None:
+    save(tmp_path)
+    prompts = [{"prompt_token_ids": [7, 8, 9] * 12 + [i]} for i in range(6)]
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+
+    def texts(**options: Any) -> list[list[int]]:
+        llm = LLM(str(tmp_path), model_impl="transformers", max_model_len=64, block_size=4, **options)
+        return [out.outputs[0].token_ids for _ in range(2) for out in llm.generate(prompts, params, use_tqdm=False)]
+
+    plain = texts(num_speculative_tokens=0, enable_prefix_caching=False, num_blocks=200)
+    assert texts(num_blocks=200) == plain
+    assert texts(num_blocks=30) == plain
+    assert texts(num_blocks=30, preemption="swap", swap_space="1MiB") == plain
+
+
+def test_longrope_goes_by_max_model_len(tmp_path: Path) -> None:
+    """The side is fixed at load, so a short prompt has the angles of a long one."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0 + i for i in range(4)],
+        "original_max_position_embeddings": 32,
+        "factor": 4.0,
+    }
+    save(tmp_path, "Phi3", rope_parameters=rope, pad_token_id=0, sliding_window=None)
+    short, long = (
+        probed_logits(hub_engine(tmp_path, max_model_len=length), [PROMPTS[1]], 2)[0].found[tuple(PROMPTS[1])]
+        for length in (32, 128)
+    )
+    kind = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    with torch.inference_mode():
+        expected = kind(torch.tensor([PROMPTS[1]])).logits[0, -1]
+    torch.testing.assert_close(short, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(short, long, atol=1e-2)
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_a_model_that_would_answer_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a layer does not tell its window; eager attention has it in its mask."""
+    original = modeling_mistral.ALL_ATTENTION_FUNCTIONS[NAME]
+
+    def forgetful(*args: Any, sliding_window: int | None = None, **options: Any) -> Any:
+        return original(*args, **options)
+
+    config = transformers.MistralConfig(**TINY, sliding_window=9)
+    kind = transformers.MistralForCausalLM
+    assert check(kind, config, ops.load()).error < 1e-4
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, NAME, forgetful)
+    with pytest.raises(Unsupported, match="answers otherwise than with eager attention: logits up to"):
+        check(kind, config, ops.load())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("Llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "its weights are quantised"),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "depend on the batch",
+        ),
+        ("Mamba", {}, "it keeps a state beside keys and values"),
+        ("Falcon", {}, "does not let its attention be replaced"),
+        ("Bart", {}, "it is the decoder of an encoder-decoder model"),
+        ("Doge", {}, "makes a mask of its own"),
+        ("Diffllama", {}, "each must call it once"),
+    ],
+)
+def test_reasons(tmp_path: Path, kind: str, changes: dict[str, Any], reason: str) -> None:
+    kind = {"Diffllama": "DiffLlama"}.get(kind, kind)
+    config = getattr(transformers, f"{kind}Config")()
+    config.architectures = [f"{kind}ForCausalLM"]
+    raw = shrink(config.to_dict()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    with pytest.raises(ModelError, match=f"Nor can transformers' code be served: .*{reason}"):
+        choose(tmp_path)
+
+
+def test_a_type_that_nobody_knows(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["XForCausalLM"], "model_type": "x"}', encoding="utf-8")
+    with pytest.raises(ModelError, match=r"XForCausalLM, for which there is no decoder here.*cannot read its config"):
+        choose(tmp_path)
+    with pytest.raises(ModelError, match=r"XForCausalLM, for which there is no decoder here; there is one for"):
+        choose(tmp_path, "quire")
+
+
+def test_who_computes_it_is_told(tmp_path: Path) -> None:
+    save(tmp_path)
+    assert str(choose(tmp_path)) == "own decoder"
+    change_config(tmp_path, logit_scale=2.0)
+    assert str(choose(tmp_path)).startswith("adapter: because config.json has keys that family 'llama' does not")
+    assert str(choose(tmp_path, "transformers")) == "adapter: because model_impl is 'transformers'"
+    with pytest.raises(ConfigError, match="model_impl is 'vllm'; it must be one of 'auto', 'quire', 'transformers'"):
+        engine_config(model_impl="vllm")
+
+
+@pytest.mark.parametrize(("change", "what"), [("lost", "missing keys"), ("more", "unexpected keys")])
+def test_weights_that_do_not_fit(tmp_path: Path, change: str, what: str) -> None:
+    save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    if change == "lost":
+        del weights["model.layers.1.mlp.up_proj.weight"]
+    else:
+        weights["model.layers.1.mlp.extra.weight"] = torch.ones(3)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"has 1 {what}, among them model.layers.1.mlp"):
+        loaded(tmp_path)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="transformers cannot load its weights"):
+        loaded(tmp_path)
+
+
+def test_attention_outside_of_the_engine(tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM._from_config(transformers.LlamaConfig(**TINY), attn_implementation=NAME)
+    with pytest.raises(Unsupported, match="is the attention of models that Quire's engine has loaded"):
+        model(torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_a_longer_sequence_than_it_was_made_for(tmp_path: Path) -> None:
+    save(tmp_path)
+    assert loaded(tmp_path).max_model_len == 256
+    with pytest.raises(ConfigError, match=r"max_model_len is 257; .* was made for sequences of up to 256"):
+        loaded(tmp_path, max_model_len=257)
+
+
+# --------------------------------------------------------------------------------------------------- its weights
+
+
+def test_products_of_others_are_not_reproducible(tmp_path: Path) -> None:
+    save(tmp_path, "GraniteMoeShared", **MOE)
+    model = loaded(tmp_path)
+    assert isinstance(model, HubModel)
+    assert not model.rows_keep_bits
+    assert model.rows_depend is not None
+    assert model.rows_depend.endswith("is multiplied by transformers")
+    assert engine(tmp_path, num_speculative_tokens=None).scheduler.lookup is None
+    with pytest.raises(ConfigError, match="tokens are guessed only where a row keeps its bits"):
+        engine(tmp_path, num_speculative_tokens=2)
+    with pytest.raises(Unsupported, match="reproducible is True; a row's bits may depend"):
+        engine(tmp_path, reproducible=True)
+
+
+def test_weights_lie_in_memory_of_their_own(tmp_path: Path) -> None:
+    """A subprocess tells which files it has mapped once the model is loaded."""
+    save(tmp_path)
+    code = (
+        "from quire import LLM; import gc; "
+        f"llm = LLM({str(tmp_path)!r}, model_impl='transformers'); gc.collect(); "
+        "print([line for line in open('/proc/self/maps') if 'model.safetensors' in line])"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"
+
+
+def test_our_decoder_needs_no_transformers() -> None:
+    code = "import sys; from quire import LLM; LLM(); print(sorted(m for m in sys.modules if m == 'transformers'))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"
+
+
+def test_unowned_slots_are_never_read(tmp_path: Path) -> None:
+    """The trial's cache is NaN but for what was written."""
+    save(tmp_path)
+    model = loaded(tmp_path)
+    texts = [torch.arange(2, 2 + n) for n in (11, 5, 13)]
+    with torch.inference_mode():
+        assert all(torch.isfinite(logits).all() for _, logits in packed(model, texts))
