@@ -42,7 +42,7 @@ class DecoderConfig:
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     embedding_norm: bool = False  # the embeddings are normalised
-    qk_norm: Literal["head", "all heads"] | None = None  # q and k are normalised before RoPE, in rows of so much
+    qk_norm: Literal["head", "all heads"] | None = None  # what of q, and of k, is normalised before RoPE
     input_norms: bool = True  # what a branch sees is normalised
     branch_norms: bool = False  # each branch is normalised before it is added to the residual
     # Branches.

@@ -36,7 +36,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 
 
 def _rotated(config: ConfigReader, num_layers: int) -> list[bool]:
-    """Whether each layer has RoPE: what `no_rope_layers` says with a 1, or all but every so-manieth layer."""
+    """Whether each layer has RoPE: where `no_rope_layers` has a 1, else all but each n-th layer."""
     every = config.integer("no_rope_layer_interval", 4)
     listed = config.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(num_layers)])
     if not isinstance(listed, list) or len(listed) < num_layers or not all(turns in (0, 1) for turns in listed):
