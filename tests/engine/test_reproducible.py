@@ -37,6 +37,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
          "max_position_embeddings": 1_536, "query_pre_attn_scalar": 24},
     ),
     "bloom, alibi": ("Bloom", {"hidden_size": 80, "n_layer": 2, "n_head": 5}),
+    "gpt_neox, branches in parallel": (
+        "GPTNeoX",
+        {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 1_536},
+    ),
+    "olmo2, no norms of inputs": ("Olmo2", {"num_hidden_layers": 2, "max_position_embeddings": 1_536}),
 }  # fmt: skip
 Bits = list[tuple[int, float, tuple[tuple[int, float], ...]]]
 

@@ -315,7 +315,7 @@ def test_every_group_costs_what_its_rows_see() -> None:
 def test_only_what_is_multiplied_is_counted() -> None:
     config, dtype = read_config(EMBEDDED)
     tied = model_cost(config, dtype)
-    untied = model_cost(replace(config, tied_embeddings=False, learned_positions=True, rope=None), dtype)
+    untied = model_cost(replace(config, tied_embeddings=False, learned_positions=True, ropes=()), dtype)
     assert (untied.layer_params, untied.head_params) == (tied.layer_params, tied.head_params)
 
 

@@ -28,18 +28,23 @@ TINY = {
     "max_position_embeddings": 256,
     "bos_token_id": 0,
     "eos_token_id": 1,
+    "pad_token_id": 0,
 }
 
 
 GPT2 = {"vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "bos_token_id": 0}
 BLOOM = {"vocab_size": 97, "hidden_size": 48, "n_layer": 3, "n_head": 6, "bos_token_id": 0, "eos_token_id": 1}
-BASES = {"GPT2": GPT2, "Bloom": BLOOM}
+SHORT = {key: value for key, value in TINY.items() if key != "head_dim"} | {"hidden_size": 96}  # heads of 16 too
+NEOX = {key: value for key, value in SHORT.items() if key != "num_key_value_heads"}
+PHI3 = SHORT | {"original_max_position_embeddings": 64}
+BASES = {"GPT2": GPT2, "Bloom": BLOOM, "Phi3": PHI3, "GPTNeoX": NEOX}
+CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 
 
 def save(directory: Path, kind: str = "Llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Save a random model of that family; the model itself, as transformers has it."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**(BASES.get(kind, TINY) | changes))
+    config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**(BASES.get(kind, TINY) | changes))
     model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config).eval()
     config._attn_implementation = "eager"  # the one that knows about softcaps
     for parameter in model.parameters():  # the usual initialisation is so small that attention would hardly matter

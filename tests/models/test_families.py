@@ -61,7 +61,64 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2",
         {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": None, "num_hidden_layers": 4},
     ),
+    "gemma3": ("Gemma3", {"sliding_window": 9, "query_pre_attn_scalar": 24, "sliding_window_pattern": 2}),
+    "gemma3, a rope for each kind of layer": (
+        "Gemma3",
+        {
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 3000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+            "final_logit_softcapping": 3.0,
+            "attention_bias": True,
+        },
+    ),
+    "phi3": ("Phi3", {}),
+    "phi3, window, part of each head": (
+        "Phi3",
+        {"sliding_window": 9, "rope_parameters": {"partial_rotary_factor": 0.75}, "tie_word_embeddings": True},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2, multi head, biases": ("Olmo2", {"num_key_value_heads": 6, "attention_bias": True}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6.0,
+        },
+    ),
+    "granite, biases": ("Granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.25}),
+    "smollm3, every second layer without rope": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "smollm3, listed layers without rope, which have windows": (
+        "SmolLM3",
+        {
+            "no_rope_layers": [0, 1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "starcoder2": ("Starcoder2", {"num_key_value_heads": 2}),
+    "starcoder2, window, no biases": (
+        "Starcoder2",
+        {"use_bias": False, "sliding_window": 9, "tie_word_embeddings": False},
+    ),
+    "gpt_neox": ("GPTNeoX", {}),
+    "gpt_neox, branches in turn": (
+        "GPTNeoX",
+        {"use_parallel_residual": False, "rotary_pct": 0.5, "rotary_emb_base": 500, "hidden_act": "gelu_new"},
+    ),
+    "gpt_neox, no biases of attention": (
+        "GPTNeoX",
+        {"attention_bias": False, "rotary_pct": 1.0, "hidden_act": "gelu_fast", "tie_word_embeddings": True},
+    ),
 }
+FAMILIES = {kind: (kind, changes) for kind, changes in reversed(VARIANTS.values())}  # the first variant of each
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 50)
 
 
@@ -99,16 +156,18 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(checkpoint: tuple[Pa
 
 
 @torch.no_grad()
-def test_longrope_takes_its_side_from_max_model_len(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "share"), [("Llama", 1.0), ("Phi3", 1.0), ("Phi3", 0.75)])
+def test_longrope_takes_its_side_from_max_model_len(tmp_path: Path, kind: str, share: float) -> None:
     """Not from the batch: a short request in an engine for long ones sees the long factors."""
     rope = {
         "rope_type": "longrope",
         "rope_theta": 1e4,
-        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
-        "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0],
+        "partial_rotary_factor": share,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7][: int(8 * share)],
+        "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0][: int(8 * share)],
         "original_max_position_embeddings": 64,
     }
-    theirs = save(tmp_path, rope_parameters=rope)
+    theirs = save(tmp_path, kind, rope_parameters=rope)
     long = torch.arange(2, 92).tolist()
     short = long[:20]
     expected = theirs(torch.tensor([long])).logits[0, -1]
@@ -121,9 +180,11 @@ def test_longrope_takes_its_side_from_max_model_len(tmp_path: Path) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Bloom", "Qwen2", "Qwen3", "Gemma2"])
-def test_low_precision_checkpoints_stay_close(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
-    theirs = save(tmp_path, kind, dtype=dtype).float()
+@pytest.mark.parametrize(("kind", "changes"), FAMILIES.values(), ids=FAMILIES)
+def test_low_precision_checkpoints_stay_close(
+    tmp_path: Path, kind: str, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    theirs = save(tmp_path, kind, dtype=dtype, **changes).float()
     ours = engine(tmp_path, block_size=8)
     assert ours.runner.model.dtype == dtype
     prompt = torch.arange(2, 60).tolist()
@@ -131,6 +192,22 @@ def test_low_precision_checkpoints_stay_close(tmp_path: Path, kind: str, dtype: 
     expected = theirs(torch.tensor([prompt])).logits[0, -1]
     error = (probe.found[tuple(prompt)] - expected).abs().max() / expected.abs().max()
     assert error < (0.05 if dtype is torch.bfloat16 else 0.01)
+
+
+@pytest.mark.parametrize(("kind", "changes"), FAMILIES.values(), ids=FAMILIES)
+def test_the_reference_backend_finds_the_same(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+    save(tmp_path, kind, **changes)
+    some = [p for p in prompts() if len(p) < 30]
+    (native, tokens), (plain, same_tokens) = (
+        probed_logits(
+            engine(tmp_path, block_size=4, max_num_batched_tokens=24, attention_backend=backend), some, max_tokens=8
+        )
+        for backend in ("cpu", "reference")
+    )
+    assert tokens == same_tokens
+    assert native.found.keys() == plain.found.keys()
+    for row, logits in native.found.items():
+        torch.testing.assert_close(logits, plain.found[row], atol=1e-4, rtol=0)
 
 
 def test_preemption_does_not_change_the_tokens(tmp_path: Path) -> None:

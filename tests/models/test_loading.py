@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,16 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quire import LLM, SamplingParams
 from quire.config import engine_config
 from quire.errors import ConfigError, ModelError
-from quire.models import FAMILIES, load_model, locate
+from quire.models import FAMILIES, load_model, locate, read_config
 from quire.models.rope import rope_table
 from quire.ops import load
-from tests.models.checkpoints import TINY, engine, probed_logits, save
+from tests.models.checkpoints import NEOX, TINY, engine, probed_logits, save
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -87,6 +89,14 @@ def test_the_old_forms_of_rope_and_dtype_mean_the_same(tmp_path: Path) -> None:
     assert tokens(old) == tokens(new)
 
 
+def test_a_config_that_says_nothing_of_rope_means_the_default(tmp_path: Path) -> None:
+    save(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
+    expected = tokens(tmp_path)
+    change_config(tmp_path, rope_parameters="DELETE")
+    assert read_config(tmp_path)[0].ropes == ({}, {}, {})
+    assert tokens(tmp_path) == expected
+
+
 def test_redundant_tensors_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
     save(tmp_path, tie_word_embeddings=True)
     expected = tokens(tmp_path)
@@ -113,6 +123,121 @@ def test_gpt2_from_an_old_state_dict(tmp_path: Path, form: str) -> None:
     content = {"model": state} if form == "under model" else state
     torch.save(content, tmp_path / "old" / name, _use_new_zipfile_serialization=form != "of 2019")
     assert tokens(tmp_path / "old") == tokens(tmp_path / "new")
+
+
+@pytest.mark.parametrize("head", ["embed_out.weight", "lm_head.weight"])
+def test_gpt_neox_with_the_buffers_of_old_checkpoints(tmp_path: Path, head: str) -> None:
+    """Its output projection has had two names."""
+    save(tmp_path, "GPTNeoX")
+    expected = tokens(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    [theirs] = {"embed_out.weight", "lm_head.weight"} & weights.keys()
+    weights[head] = weights.pop(theirs)
+    for i in range(3):
+        prefix = f"gpt_neox.layers.{i}.attention."
+        weights[f"{prefix}bias"] = torch.ones(1, 1, 256, 256).tril().bool()
+        weights[f"{prefix}masked_bias"] = torch.tensor(-1e9)
+        weights[f"{prefix}rotary_emb.inv_freq"] = torch.ones(2)
+    save_file(weights, tmp_path / "model.safetensors")
+    assert tokens(tmp_path) == expected
+
+
+def test_the_old_forms_of_gemma3_mean_the_same(tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    ropes = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 3.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 40.0},
+    }
+    for directory in (new, old):
+        save(directory, "Gemma3", sliding_window=3, sliding_window_pattern=2, rope_parameters=ropes)
+    change_config(old, rope_parameters="DELETE", layer_types="DELETE", _sliding_window_pattern=5,
+                  sliding_window_pattern=2, rope_theta=900.0, rope_local_base_freq=40,
+                  rope_scaling={"rope_type": "linear", "factor": 3.0})  # fmt: skip
+    assert tokens(old) == tokens(new)
+    assert read_config(old)[0].windows == (3, None, 3) == read_config(new)[0].windows
+    change_config(old, rope_theta="DELETE", rope_local_base_freq="DELETE", rope_scaling="DELETE")
+    config, _ = read_config(old)
+    assert config.ropes == ({"rope_theta": 10_000.0}, {"rope_theta": 1_000_000.0}, {"rope_theta": 10_000.0})
+
+
+def test_the_old_forms_of_phi3_mean_the_same(tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    factors = {"short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
+    for directory in (new, old):
+        save(directory, "Phi3", rope_parameters={"rope_type": "longrope", "rope_theta": 500.0, **factors})
+    own = "microsoft/Phi-3-mini-128k-instruct--"  # as transformers saves what it loaded from there
+    change_config(old, rope_parameters="DELETE", rope_theta=500.0, rope_scaling={"type": "su", **factors},
+                  auto_map={"AutoConfig": "configuration_phi3.Phi3Config",
+                            "AutoModelForCausalLM": f"{own}modeling_phi3.Phi3ForCausalLM"})  # fmt: skip
+    assert tokens(old) == tokens(new)
+    assert tokens(old, max_model_len=32) == tokens(new, max_model_len=32) != tokens(new)
+
+
+def test_the_original_length_is_nothing_to_a_rope_that_is_not_scaled_by_it(tmp_path: Path) -> None:
+    save(tmp_path, "Phi3")
+    expected = tokens(tmp_path)
+    change_config(tmp_path, original_max_position_embeddings=16)
+    assert tokens(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "match"),
+    [
+        ("Gemma3", {"hidden_activation": "silu"}, "hidden_activation is 'silu'; family 'gemma3' serves 'gelu_pyt"),
+        ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("Gemma3", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0; .* serves None only"),
+        ("Gemma3", {"final_logit_softcapping": -1.0}, r"final_logit_softcapping is -1\.0; it must be a positive"),
+        ("Gemma3", {"rope_parameters": {"rope_type": "default"}}, "serves one object for each of full_attention"),
+        ("Gemma3", {"rope_parameters": {"full_attention": 1.0}}, r"rope_parameters' full_attention is 1\.0; it must"),
+        (
+            "Gemma3",
+            {"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}},
+            r"partial_rotary_factor is 0\.5; family 'gemma3' serves 1\.0 only",
+        ),
+        ("Gemma3", {"layer_types": ["full_attention"]}, "must name one of full_attention, .* for each of 3 layers"),
+        ("Phi3", {"attention_bias": True}, "attention_bias is True; family 'phi3' serves False only"),
+        ("Phi3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; family 'phi3' serves 'silu' only"),
+        ("Phi3", {"interpolate_factor": 2}, "interpolate_factor is 2; family 'phi3' serves 1 only"),
+        (
+            "Phi3",
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "rope type is 'yarn'; family 'phi3' serves default",
+        ),
+        ("Phi3", {"auto_map": {"AutoModelForCausalLM": "own.Own"}}, "auto_map is .*own.Own.*; family 'phi3' knows"),
+        ("Olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; family 'olmo2' serves 'silu' only"),
+        ("Olmo2", {"clip_qkv": 8.0}, r"family 'olmo2' does not understand: clip_qkv=8\.0"),
+        ("Granite", {"residual_multiplier": "x"}, "residual_multiplier is 'x'; it must be a positive number"),
+        ("Granite", {"partial_rotary_factor": 0.5}, r"is 0\.5; family 'granite' serves 1\.0 only"),
+        ("SmolLM3", {"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]; it must have a 0 or a 1 for each of 3"),
+        ("SmolLM3", {"no_rope_layers": [1, 0, 2]}, r"no_rope_layers is \[1, 0, 2\]; it must have a 0 or a 1"),
+        ("SmolLM3", {"no_rope_layer_interval": 1, "no_rope_layers": None}, "in exactly one way; this one in 0"),
+        ("SmolLM3", {"layer_types": ["sliding_attention"] * 3}, "sliding_attention, which needs a sliding_window"),
+        ("Starcoder2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; .* serves 'gelu_pytorch_tanh' only"),
+        ("Starcoder2", {"mlp_type": "gated"}, "mlp_type is 'gated'; family 'starcoder2' serves 'default' only"),
+        ("Starcoder2", {"norm_type": "rms"}, "norm_type is 'rms'; family 'starcoder2' serves 'layer_norm' only"),
+        ("GPTNeoX", {"hidden_act": "relu"}, "hidden_act is 'relu'; family 'gpt_neox' serves 'gelu_new'"),
+        ("GPTNeoX", {"num_attention_heads": 7}, "num_attention_heads is 7, which does not divide the hidden size 96"),
+        ("GPTNeoX", {"num_key_value_heads": 2}, "family 'gpt_neox' does not understand: num_key_value_heads=2"),
+        ("GPTNeoX", {"rope_parameters": None, "rotary_pct": 0.2}, "of a head of 16 it is to rotate 3"),
+    ],
+)
+def test_what_a_family_does_not_serve_is_refused(
+    tmp_path: Path, kind: str, changes: dict[str, Any], match: str
+) -> None:
+    save(tmp_path, kind)
+    change_config(tmp_path, **changes)
+    refused(tmp_path, match)
+
+
+def test_a_decoder_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    config, _ = read_config(tmp_path)
+    with pytest.raises(ModelError, match="3 layers has 2 windows and 3 ropes"):
+        replace(config, windows=(None, None))
+    with pytest.raises(ModelError, match="3 layers has 3 windows and 1 ropes"):
+        replace(config, ropes=config.ropes[:1])
+    with pytest.raises(ModelError, match="parallel branches without norms of their inputs"):
+        replace(config, parallel_branches=True, input_norms=False)
 
 
 class TestRefused:
@@ -156,8 +281,13 @@ class TestRefused:
             ({"rope_parameters": {"rope_type": "nonsense"}}, "'nonsense' is not supported; supported: default, linear"),
             ({"rope_parameters": {"rope_type": "linear"}}, "'linear' lacks factor"),
             ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "not understood: mrope_section"),
-            ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5; only 1\.0"),
-            ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5; only 1\.0"),
+            (
+                {"rope_parameters": {"partial_rotary_factor": 0.5}},
+                r"partial_rotary_factor is 0\.5; family 'llama' serves 1\.0 only",
+            ),
+            ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5; family 'llama' serves 1\.0 only"),
+            ({"partial_rotary_factor": 1.5}, r"partial_rotary_factor is 1\.5; it must be at most 1"),
+            ({"partial_rotary_factor": "x"}, "partial_rotary_factor is 'x'; it must be a positive number"),
         ],
     )
     def test_config_values(self, tmp_path: Path, changes: dict[str, Any], match: str) -> None:
@@ -270,6 +400,25 @@ def test_rope_variants_are_those_of_transformers(parameters: dict[str, Any]) -> 
         torch.testing.assert_close(found, expected[0, :, :8], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("share", [0.25, 0.8])
+@pytest.mark.parametrize("parameters", ROPES[:7], ids=str)
+def test_rope_of_a_part_of_each_head_is_that_of_transformers(parameters: dict[str, Any], share: float) -> None:
+    parameters = parameters | {"rope_theta": 5000.0, "partial_rotary_factor": share}
+    config = transformers.GPTNeoXConfig(**(NEOX | {"hidden_size": 240, "rope_parameters": parameters}))
+    cos, sin = GPTNeoXRotaryEmbedding(config)(torch.zeros(1), torch.arange(60)[None])
+    ours = rope_table(config.rope_parameters, 40, max_position_embeddings=256, max_model_len=60)
+    half = int(40 * share) // 2
+    for expected, found in zip((cos, sin), ours, strict=True):
+        assert found.shape == (60, half)
+        torch.testing.assert_close(found, expected[0, :, :half], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("share", "dims"), [(0.3, 3), (0.05, 0)])
+def test_rope_rotates_pairs(share: float, dims: int) -> None:
+    with pytest.raises(ModelError, match=f"pairs of dimensions, and of a head of 10 it is to rotate {dims}"):
+        rope_table({"partial_rotary_factor": share}, 10, max_position_embeddings=8, max_model_len=3)
+
+
 def test_yarn_reaches_beyond_the_position_embeddings(tmp_path: Path) -> None:
     save(tmp_path, rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256})
     config = engine_config(max_model_len=1024)
@@ -278,7 +427,7 @@ def test_yarn_reaches_beyond_the_position_embeddings(tmp_path: Path) -> None:
 
 
 def test_rope_needs_no_more_than_its_theta() -> None:
-    cos, sin = rope_table({}, dim=4, max_position_embeddings=8, max_model_len=3)
+    cos, sin = rope_table({}, head_dim=4, max_position_embeddings=8, max_model_len=3)
     angles = torch.tensor([[0.0, 0.0], [1.0, 0.01], [2.0, 0.02]])
     torch.testing.assert_close(cos, angles.cos())
     torch.testing.assert_close(sin, angles.sin())

@@ -29,7 +29,8 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 CASES = [
     *product([None], VARIANTS, DTYPES),
-    *product(OTHER_ISAS, ("grouped query", "gpt2", "gemma2", "qwen3"), DTYPES),  # all kinds of operators
+    # all kinds of operators
+    *product(OTHER_ISAS, ("grouped query", "gpt2", "gemma2", "qwen3", "olmo2", "granite", "gpt_neox"), DTYPES),
 ]
 
 
@@ -95,6 +96,22 @@ def test_a_plan_of_other_tokens_is_refused(tmp_path: Path) -> None:
     hidden, positions = torch.zeros(2, 48), torch.arange(2)
     with pytest.raises(BadValue, match="for 1 tokens, the program for 2"):
         model.native_layers(hidden, positions, made.runner.cache, made.runner.plans, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_and_multiples(dtype: torch.dtype) -> None:
+    """Of a part of a buffer's columns; 33 are more than a vector's lanes and no multiple of them."""
+    program = Program(dtype, {"first": 40, "second": 35})
+    program.scale(("first", 3), ("first", 3), 33, 0.22)
+    program.add(("first", 3), ("second", 1), 33)
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(5, width, generator=generator).to(dtype) for width in (40, 35))
+    scaled, total = first.clone(), second.clone()
+    scaled[:, 3:36] *= 0.22
+    total[:, 1:34] += scaled[:, 3:36]
+    program.run(first, second, torch.arange(5), [])
+    assert torch.equal(first, scaled)
+    assert torch.equal(second, total)
 
 
 def test_rows_out_of_order_are_refused() -> None:

@@ -89,7 +89,74 @@ GEMMA2 = """{"architectures": ["Gemma2ForCausalLM"], "attention_bias": false, "a
 GEMMA2_9B = json.dumps(json.loads(GEMMA2) | {"head_dim": 256, "hidden_size": 3584, "sliding_window_size": 4096,
 "num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 42, "intermediate_size": 14336})  # fmt: skip
 
-F32, BF16 = torch.float32, torch.bfloat16
+GEMMA3_1B = """{"architectures": ["Gemma3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"attn_logit_softcapping": null, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+"final_logit_softcapping": null, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+"initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768, "model_type": "gemma3_text",
+"num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0,
+"query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": null,
+"rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
+"transformers_version": "4.50.0.dev0", "use_cache": true, "vocab_size": 262144}"""
+
+PHI3_MINI = """{"_name_or_path": "Phi-3-mini-4k-instruct", "architectures": ["Phi3ForCausalLM"],
+"attention_bias": false, "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config",
+"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}, "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000,
+"hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192,
+"max_position_embeddings": 4096, "model_type": "phi3", "num_attention_heads": 32, "num_hidden_layers": 32,
+"num_key_value_heads": 32, "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0,
+"rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000.0, "sliding_window": 2047,
+"tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.40.2", "use_cache": true,
+"vocab_size": 32064}"""
+
+PHI4_MINI = json.dumps(json.loads(PHI3_MINI) | {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False,
+"mlp_bias": False, "max_position_embeddings": 131072, "num_attention_heads": 24, "num_key_value_heads": 8,
+"partial_rotary_factor": 0.75, "rope_scaling": {"long_factor": [1.0] * 48, "short_factor": [1.0] * 48,
+"type": "longrope"}, "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064})  # fmt: skip
+
+OLMO2_1B = """{"architectures": ["Olmo2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+"intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "olmo2", "num_attention_heads": 16,
+"num_hidden_layers": 16, "num_key_value_heads": 16, "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+"rope_scaling": null, "rope_theta": 500000, "tie_word_embeddings": false, "torch_dtype": "float32",
+"transformers_version": "4.50.0", "use_cache": true, "vocab_size": 100352}"""
+
+GRANITE_3 = """{"architectures": ["GraniteForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"attention_multiplier": 0.015625, "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0,
+"hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+"logits_scaling": 8.0, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "granite",
+"num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "pad_token_id": 0,
+"residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000000.0,
+"tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.49.0", "use_cache": true,
+"vocab_size": 49159}"""
+
+SMOLLM3 = """{"architectures": ["SmolLM3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"bos_token_id": null, "eos_token_id": 128012, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+"intermediate_size": 11008, "layer_types": ["full_attention", "full_attention", "full_attention", "full_attention"],
+"max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": false, "model_type": "smollm3",
+"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "num_attention_heads": 16, "num_hidden_layers": 4,
+"num_key_value_heads": 4, "pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": null,
+"rope_theta": 5000000.0, "sliding_window": null, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0",
+"use_cache": false, "use_sliding_window": false, "vocab_size": 128256}"""  # 4 of its 36 layers
+
+STARCODER2 = """{"activation_function": "gelu", "architectures": ["Starcoder2ForCausalLM"], "attention_dropout": 0.1,
+"attention_softmax_in_fp32": true, "bos_token_id": 0, "embedding_dropout": 0.1, "eos_token_id": 0,
+"hidden_act": "gelu_pytorch_tanh", "hidden_size": 3072, "initializer_range": 0.018042, "intermediate_size": 12288,
+"layer_norm_epsilon": 1e-05, "max_position_embeddings": 16384, "mlp_type": "default", "model_type": "starcoder2",
+"norm_epsilon": 1e-05, "norm_type": "layer_norm", "num_attention_heads": 24, "num_hidden_layers": 30,
+"num_key_value_heads": 2, "residual_dropout": 0.1, "rope_theta": 999999.4420358813,
+"scale_attention_softmax_in_fp32": true, "scale_attn_weights": true, "sliding_window": 4096, "torch_dtype": "float32",
+"transformers_version": "4.37.0.dev0", "use_bias": true, "use_cache": true, "vocab_size": 49152}"""
+
+PYTHIA = """{"architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu",
+"hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-05,
+"max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 12, "num_hidden_layers": 12,
+"rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": false, "torch_dtype": "float16",
+"transformers_version": "4.24.0", "use_cache": true, "use_parallel_residual": true, "vocab_size": 50304}"""
+
+NEOX_20B = json.dumps(json.loads(PYTHIA) | {"attention_probs_dropout_prob": 0, "hidden_act": "gelu_fast",
+"hidden_dropout_prob": 0, "hidden_size": 6144, "num_attention_heads": 64, "num_hidden_layers": 44})  # fmt: skip
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 PUBLISHED = {
     "SmolLM": (SMOLLM, (3, 64, 10_000.0, 2048, None), BF16),
     "SmolLM2": (SMOLLM2, (3, 64, 100_000, 8192, None), BF16),
@@ -102,6 +169,15 @@ PUBLISHED = {
     "Qwen3": (QWEN3, (8, 128, 1_000_000, 40_960, None), BF16),
     "Gemma 2 9B": (GEMMA2_9B, (8, 256, 10_000.0, 8192, 4096), F32),
     "Gemma 2": (GEMMA2, (4, 256, 10_000.0, 8192, 4096), F32),
+    "Gemma 3 1B": (GEMMA3_1B, (1, 256, 10_000.0, 32_768, 512), BF16),
+    "Phi-3 mini": (PHI3_MINI, (32, 96, 10_000.0, 4096, 2047), BF16),
+    "Phi-4 mini": (PHI4_MINI, (8, 128, 10_000.0, 131_072, 262_144), BF16),
+    "OLMo 2": (OLMO2_1B, (16, 128, 500_000, 4096, None), F32),
+    "Granite 3": (GRANITE_3, (8, 64, 10_000_000.0, 131_072, None), BF16),
+    "SmolLM3": (SMOLLM3, (4, 128, 5_000_000.0, 65_536, None), BF16),
+    "StarCoder 2": (STARCODER2, (2, 128, 999999.4420358813, 16_384, 4096), F32),
+    "Pythia": (PYTHIA, (12, 64, 10_000, 2048, None), F16),
+    "GPT-NeoX 20B": (NEOX_20B, (64, 96, 10_000, 2048, None), F16),
 }
 
 
@@ -109,11 +185,22 @@ PUBLISHED = {
 def test_published(tmp_path: Path, text: str, expected: tuple[object, ...], dtype: torch.dtype) -> None:
     (tmp_path / "config.json").write_text(text)
     decoder, found_dtype = read_config(tmp_path)
-    rope = decoder.rope["rope_theta"] if decoder.rope else None
+    rope = next((rope["rope_theta"] for rope in decoder.ropes if rope is not None), None)
     found = (decoder.num_kv_heads, decoder.head_dim, rope, decoder.max_position_embeddings, decoder.windows[0])
     assert found == expected
     assert found_dtype is dtype
     assert len(decoder.windows) == decoder.num_layers
+
+
+def test_what_each_layer_does_in_the_published_configs(tmp_path: Path) -> None:
+    """Gemma 3's layers with and without windows have different RoPE; SmolLM3's fourth layers have none."""
+    (tmp_path / "config.json").write_text(GEMMA3_1B)
+    decoder, _ = read_config(tmp_path)
+    assert [i for i, window in enumerate(decoder.windows) if window is None] == [5, 11, 17, 23]
+    thetas = [None if rope is None else rope["rope_theta"] for rope in decoder.ropes]
+    assert thetas == [10_000.0 if window else 1_000_000.0 for window in decoder.windows]
+    (tmp_path / "config.json").write_text(SMOLLM3)
+    assert [rope is None for rope in read_config(tmp_path)[0].ropes] == [False, False, False, True]
 
 
 def test_what_a_missing_key_means_depends_on_the_architecture(tmp_path: Path) -> None:

@@ -135,6 +135,23 @@ def test_rope_in_a_packed_qkv(backend, device, head_dim, rotary_dim, int_dtype):
         assert torch.equal(exact(packed[0]), before[0])  # position 0 turns nothing
 
 
+def test_rope_of_a_part_of_heads_that_lie_anywhere(backend, device):
+    """Heads before tokens, every second token, and heads cut out of wider ones."""
+    cos, sin = angles(50, 3)
+    positions = torch.tensor([4, 0, 49, 7])
+    for dtype in dtypes(backend):
+        q_home, k_home = draw((5, 4, 10), dtype, device), draw((8, 3, 17), dtype, device)
+        q, k = q_home.transpose(0, 1), k_home[::2, ::2, 3:13]
+        before, k_before = exact(q), exact(k)
+        around = exact(k_home)
+        backend.rope(q, k, positions.to(device), cos.to(device), sin.to(device))
+        for name, heads, old in (("q", q, before), ("k", k, k_before)):
+            want, size = rotated(old, positions, cos, sin)
+            check_rounded(name, heads, want, dtype, size)
+        around[::2, ::2, 3:9] = exact(k)[..., :6]
+        assert torch.equal(exact(k_home), around)
+
+
 def test_rope_keeps_the_score_of_a_distance(backend, device):
     """q·k of two rotated vectors depends on how far apart they stand, and on nothing else."""
     cos, sin = (x.to(device) for x in angles(1_000, 16))

@@ -17,7 +17,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelError, Unsupported
 from quire.models.decoder import Decoder, DecoderConfig
 from quire.models.model import Model
-from quire.models.rope import rope_type
+from quire.models.rope import longest_rotated
 from quire.models.weights import Checkpoint, Sources, Weights, read_json
 from quire.ops import Ops
 
@@ -28,11 +28,18 @@ if TYPE_CHECKING:
 FAMILIES = {
     "BloomForCausalLM": "quire.models.families.bloom",
     "GPT2LMHeadModel": "quire.models.families.gpt2",
+    "GPTNeoXForCausalLM": "quire.models.families.gpt_neox",
     "Gemma2ForCausalLM": "quire.models.families.gemma2",
+    "Gemma3ForCausalLM": "quire.models.families.gemma3",
+    "GraniteForCausalLM": "quire.models.families.granite",
     "LlamaForCausalLM": "quire.models.families.llama",
     "MistralForCausalLM": "quire.models.families.llama",
+    "Olmo2ForCausalLM": "quire.models.families.olmo2",
+    "Phi3ForCausalLM": "quire.models.families.phi3",
     "Qwen2ForCausalLM": "quire.models.families.qwen2",
     "Qwen3ForCausalLM": "quire.models.families.qwen3",
+    "SmolLM3ForCausalLM": "quire.models.families.smollm3",
+    "Starcoder2ForCausalLM": "quire.models.families.starcoder2",
 }
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
@@ -201,11 +208,9 @@ def _family_of(raw: Mapping[str, Any], directory: Path) -> Family:
 
 
 def longest_sequence(decoder: DecoderConfig) -> int:
-    """What the positions were made for; yarn's scaling reaches beyond a max_position_embeddings left as it was."""
-    if decoder.rope is None or rope_type(decoder.rope) != "yarn":
-        return decoder.max_position_embeddings
-    original = decoder.rope.get("original_max_position_embeddings") or decoder.max_position_embeddings
-    return max(decoder.max_position_embeddings, int(original * (decoder.rope.get("factor") or 1.0)))
+    """The longest sequence that the positions of all layers were made for."""
+    longest = decoder.max_position_embeddings
+    return min((longest_rotated(rope, longest) for rope in decoder.ropes if rope is not None), default=longest)
 
 
 def _dtype(name: str, raw: Mapping[str, Any]) -> torch.dtype:

@@ -15,8 +15,8 @@ from quire.errors import ModelError
 from quire.models.linear import Linear, LinearFactory
 from quire.models.model import ModelShape
 from quire.models.native import NativeLayers
-from quire.models.norm import LayerNorm, Norm, RMSNorm
-from quire.models.rope import rope_table
+from quire.models.norm import LayerNorm, NoNorm, Norm, RMSNorm
+from quire.models.rope import rope_tables
 from quire.ops import AttentionPlan, Ops
 
 
@@ -28,15 +28,19 @@ class DecoderConfig(ModelShape):
     max_position_embeddings: int
     tied_embeddings: bool  # the output projection is the embedding
     # Positions: exactly one of the three.
-    rope: Mapping[str, Any] | None = None  # the checkpoint's rope parameters, see rope.py
+    ropes: tuple[Mapping[str, Any] | None, ...] = ()  # [L], rope parameters as rope.py reads them; None: no RoPE
     learned_positions: bool = False  # an embedding of each position is added to the token's
     alibi_slopes: tuple[float, ...] | None = None  # [Hq]
     # Normalisation.
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     embedding_norm: bool = False  # the embeddings are normalised
-    qk_norm: bool = False  # each head's q and k are normalised before RoPE
+    qk_norm: Literal["head", "all heads"] | None = None  # what of q, and of k, is normalised before RoPE
+    input_norms: bool = True  # what a branch sees is normalised
     branch_norms: bool = False  # each branch is normalised before it is added to the residual
+    # Branches.
+    parallel_branches: bool = False  # attention and MLP see the same residual; else the MLP sees what attention added
+    branch_scale: float | None = None  # multiplies what a branch adds to the residual
     # Attention and MLP.
     qkv_bias: bool = False
     output_bias: bool = False  # of attention's output projection
@@ -47,12 +51,20 @@ class DecoderConfig(ModelShape):
     attention_softcap: float | None = None
     # Both ends.
     embedding_scale: float | None = None  # multiplies the embeddings
+    logit_scale: float | None = None  # multiplies the logits
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
-        positions = [self.rope is not None, self.learned_positions, self.alibi_slopes is not None]
+        rotated = any(rope is not None for rope in self.ropes)
+        positions = [rotated, self.learned_positions, self.alibi_slopes is not None]
         if sum(positions) != 1:
             raise ModelError(f"a decoder knows positions in exactly one way; this one in {sum(positions)}")
+        if len(self.windows) != self.num_layers or len(self.ropes) not in (0, self.num_layers):
+            raise ModelError(
+                f"a decoder of {self.num_layers} layers has {len(self.windows)} windows and {len(self.ropes)} ropes"
+            )
+        if self.parallel_branches and not self.input_norms:
+            raise ModelError("parallel branches without norms of their inputs are not served")
         if self.activation == "silu" and not self.gated_mlp:
             raise ModelError("an MLP with silu and without a gate is not served")
         if self.num_heads % self.num_kv_heads:
@@ -86,9 +98,11 @@ def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
-        norms |= {f"{prefix}input_norm": H, f"{prefix}mlp_norm": H}
-        if config.qk_norm:
-            norms |= {f"{prefix}q_norm": D, f"{prefix}k_norm": D}
+        if config.input_norms:
+            norms |= {f"{prefix}input_norm": H, f"{prefix}mlp_norm": H}
+        if config.qk_norm is not None:
+            sizes = (D, D) if config.qk_norm == "head" else (q, kv)
+            norms |= {f"{prefix}q_norm": sizes[0], f"{prefix}k_norm": sizes[1]}
         if config.branch_norms:
             norms |= {f"{prefix}output_norm": H, f"{prefix}mlp_output_norm": H}
     for name, size in norms.items():
@@ -100,7 +114,7 @@ def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's weights. The norms that a family does not have are None."""
+    """One layer's weights. Where a family lacks a norm, that of an input does nothing, and another is None."""
 
     input_norm: Norm
     qkv: Linear  # H -> (Hq + 2 Hkv) D
@@ -153,10 +167,8 @@ class Decoder:
         self.alibi_slopes = (
             None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
         )  # fp32 [Hq]
-        self.cos_sin: tuple[Tensor, Tensor] | None = None  # fp32 [max_model_len, D / 2] each
-        if config.rope is not None:
-            cos, sin = rope_table(config.rope, config.head_dim, config.max_position_embeddings, max_model_len)
-            self.cos_sin = cos.to(self.device), sin.to(self.device)
+        tables = rope_tables(config.ropes, config.head_dim, config.max_position_embeddings, max_model_len, self.device)
+        self.rotations = tables or [None] * config.num_layers  # [L], cos and sin: fp32 [max_model_len, D_rot / 2] each
         groups = {layer: g for g, group in enumerate(config.groups) for layer in group.layers}
         self.group_of_layer = [groups[layer] for layer in range(config.num_layers)]
         self.native_layers = NativeLayers(self) if NativeLayers.serves(self) else None
@@ -179,14 +191,14 @@ class Decoder:
             attended = self._attention(layer, i, hidden, positions, cache, plans[self.group_of_layer[i]])
             if rows is not None and i == len(self.layers) - 1:
                 attended, residual = attended[rows], residual[rows]
-            branch = layer.output(attended)
-            if layer.output_norm is not None:
-                branch = layer.output_norm(branch)
-            hidden = layer.mlp_norm.of_sum(branch, residual)
+            branch = self._ended(layer.output(attended), layer.output_norm)
+            if self.config.parallel_branches:
+                hidden = layer.mlp_norm(residual)
+                residual += branch
+            else:
+                hidden = layer.mlp_norm.of_sum(branch, residual)
             branch = layer.mlp_out(self._activate(layer.mlp_in(hidden)))
-            if layer.mlp_output_norm is not None:
-                branch = layer.mlp_output_norm(branch)
-            hidden = norm_after.of_sum(branch, residual)
+            hidden = norm_after.of_sum(self._ended(branch, layer.mlp_output_norm), residual)
         return hidden
 
     def logits(
@@ -195,6 +207,8 @@ class Decoder:
     ) -> Tensor:
         """Logits over the vocabulary: fp32 [R, V]."""
         logits = self.lm_head(hidden).float()
+        if self.config.logit_scale is not None:
+            logits = logits * self.config.logit_scale
         cap = self.config.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -214,9 +228,12 @@ class Decoder:
         packed = layer.qkv(hidden).view(len(hidden), sum(heads), config.head_dim)
         q, k, v = torch.split(packed, heads, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = layer.q_norm(q), layer.k_norm(k)
-        if self.cos_sin is not None:
-            ops.rope(q, k, positions, *self.cos_sin)
+            if config.qk_norm == "all heads":
+                q, k = layer.q_norm(q.flatten(1)).view(q.shape), layer.k_norm(k.flatten(1)).view(k.shape)
+            else:
+                q, k = layer.q_norm(q), layer.k_norm(k)
+        if (rotation := self.rotations[index]) is not None:
+            ops.rope(q, k, positions, *rotation)
         ops.write_kv(k, v, kv, plan)
         attended = ops.attention(
             q,
@@ -227,6 +244,12 @@ class Decoder:
             softcap=config.attention_softcap,
         )
         return attended.flatten(1)
+
+    def _ended(self, branch: Tensor, norm: Norm | None) -> Tensor:
+        """The branch as it is added to the residual: [T, H]."""
+        if norm is not None:
+            branch = norm(branch)
+        return branch if self.config.branch_scale is None else branch * self.config.branch_scale
 
     def _activate(
         self,
@@ -260,21 +283,18 @@ def _layer(
     def linear(name: str) -> Linear:
         return make_linear(weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias"))
 
-    def norm(name: str) -> Norm:
-        return _required_norm(config, weights, ops, prefix + name)
-
-    def optional_norm(name: str) -> Norm | None:
+    def norm(name: str) -> Norm | None:
         return _norm(config, weights, ops, prefix + name)
 
     return Layer(
-        input_norm=norm("input_norm"),
+        input_norm=norm("input_norm") or NoNorm(),
         qkv=linear("qkv"),
-        q_norm=optional_norm("q_norm"),
-        k_norm=optional_norm("k_norm"),
+        q_norm=norm("q_norm"),
+        k_norm=norm("k_norm"),
         output=linear("output"),
-        output_norm=optional_norm("output_norm"),
-        mlp_norm=norm("mlp_norm"),
+        output_norm=norm("output_norm"),
+        mlp_norm=norm("mlp_norm") or NoNorm(),
         mlp_in=linear("mlp_in"),
         mlp_out=linear("mlp_out"),
-        mlp_output_norm=optional_norm("mlp_output_norm"),
+        mlp_output_norm=norm("mlp_output_norm"),
     )

@@ -32,7 +32,7 @@ class ConfigReader:
 
     def __init__(self, raw: Mapping[str, Any], family: str) -> None:
         self._raw = raw
-        self._family = family
+        self.family = family
         self._understood: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -61,6 +61,10 @@ class ConfigReader:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ModelError(f"config.json: {key} is {value!r}; it must be a positive number")
         return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        """A positive number; None where it is missing or null. Raises ModelError where it is something else."""
+        return None if self.get(key) is None else self.number(key, 1.0)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false. Raises ModelError where it is something else."""
@@ -105,7 +109,7 @@ class ConfigReader:
         value = self.get(key)
         if value is not None and value not in allowed:
             served = ", ".join(map(repr, allowed))
-            raise ModelError(f"config.json: {key} is {value!r}; family {self._family!r} serves {served} only")
+            raise ModelError(f"config.json: {key} is {value!r}; family {self.family!r} serves {served} only")
 
     def finish(self) -> None:
         """Raise ModelError if a key was set that nobody asked for: it may change what the model computes."""
@@ -117,6 +121,6 @@ class ConfigReader:
         if unknown:
             listed = ", ".join(f"{key}={value!r}" for key, value in sorted(unknown.items()))
             raise ModelError(
-                f"config.json has keys that family {self._family!r} does not understand: {listed}. It understands "
+                f"config.json has keys that family {self.family!r} does not understand: {listed}. It understands "
                 f"{', '.join(sorted(self._understood))}"
             )

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from quire.cache.storage import KVCache
 from quire.errors import BadValue
-from quire.models.norm import LayerNorm, Norm, RMSNorm
+from quire.models.norm import LayerNorm, NoNorm, Norm, RMSNorm
 from quire.ops import AttentionPlan
 from quire.ops.cpu.linear import PackedLinear
 from quire.ops.cpu.program import Place, Program
 from quire.ops.cpu.worklist import CpuPlan
 
 if TYPE_CHECKING:
-    from quire.models.decoder import Decoder, Layer
+    from quire.models.decoder import Decoder, DecoderConfig, Layer
 
 RESIDUAL, HIDDEN, BRANCH = ("residual", 0), ("hidden", 0), ("branch", 0)
 
@@ -30,26 +30,32 @@ class NativeLayers:
     def __init__(self, decoder: Decoder) -> None:
         """Write the program. The decoder's linears are all `PackedLinear`."""
         config = decoder.config
-        self._groups = decoder.group_of_layer
+        self._groups, self._hidden_size = decoder.group_of_layer, config.hidden_size
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size
         widths = {
             **{"residual": config.hidden_size, "hidden": config.hidden_size, "branch": config.hidden_size},
             **{"qkv": q + 2 * kv, "attended": q},
             **{"inner": (2 if config.gated_mlp else 1) * inner, "activated": inner},
-            **({"q": q, "k": kv} if config.qk_norm else {}),
+            **({} if config.qk_norm is None else {"q": q, "k": kv}),
         }
         self._program = Program(decoder.dtype, widths)
         self._heads = (decoder.dtype, config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim)
         self._lock = Lock()
         self._bound: weakref.ref[KVCache] | None = None
         norms_after = [*(layer.input_norm for layer in decoder.layers[1:]), decoder.final_norm]
-        self._norm(decoder.layers[0].input_norm, RESIDUAL, HIDDEN)
+        hidden = self._norm(decoder.layers[0].input_norm, RESIDUAL, HIDDEN)
         for i, (layer, norm_after) in enumerate(zip(decoder.layers, norms_after, strict=True)):
-            self._attention(decoder, layer, i)
-            self._norm(layer.mlp_norm, BRANCH, HIDDEN, RESIDUAL)
-            self._mlp(decoder, layer)
-            self._norm(norm_after, BRANCH, HIDDEN, RESIDUAL)
+            self._attention(decoder, layer, i, hidden)
+            self._end_branch(config, layer.output_norm)
+            if config.parallel_branches:
+                hidden = self._norm(layer.mlp_norm, RESIDUAL, HIDDEN)
+                self._program.add(BRANCH, RESIDUAL, config.hidden_size)
+            else:
+                hidden = self._norm(layer.mlp_norm, BRANCH, HIDDEN, RESIDUAL)
+            self._mlp(decoder, layer, hidden)
+            self._end_branch(config, layer.mlp_output_norm)
+            hidden = self._norm(norm_after, BRANCH, HIDDEN, RESIDUAL)
 
     @staticmethod
     def serves(decoder: Decoder) -> bool:
@@ -87,46 +93,55 @@ class NativeLayers:
         """The operators' names, in order."""
         return self._program.kinds
 
-    def _norm(self, norm: Norm, x: Place, out: Place, residual: Place | None = None, heads: int = 1) -> None:
+    def _norm(self, norm: Norm, x: Place, out: Place, residual: Place | None = None, heads: int = 1) -> Place:
+        """Where the normalised x, or the normalised new residual, then stands."""
         if isinstance(norm, RMSNorm):
             self._program.norm(x, norm.weight, None, norm.eps, out, residual, heads)
         elif isinstance(norm, LayerNorm):
             self._program.norm(x, norm.weight, norm.bias, norm.eps, out, residual, heads)
+        elif isinstance(norm, NoNorm) and residual is not None:
+            self._program.add(x, residual, self._hidden_size)
+            return residual
+        elif isinstance(norm, NoNorm):
+            return x
         else:
             raise BadValue(f"there is no operator for a {type(norm).__name__}")
+        return out
 
-    def _linear(self, linear: object, x: str, out: str) -> None:
-        self._program.linear((x, 0), cast(PackedLinear, linear), (out, 0))
+    def _linear(self, linear: object, x: Place, out: str) -> None:
+        self._program.linear(x, cast(PackedLinear, linear), (out, 0))
 
-    def _attention(self, decoder: Decoder, layer: Layer, index: int) -> None:
+    def _attention(self, decoder: Decoder, layer: Layer, index: int, hidden: Place) -> None:
         config, program = decoder.config, self._program
         heads, dim = (config.num_heads, config.num_kv_heads), config.head_dim
-        self._linear(layer.qkv, "hidden", "qkv")
+        self._linear(layer.qkv, hidden, "qkv")
         q, k, v = ("qkv", 0), ("qkv", heads[0] * dim), ("qkv", sum(heads) * dim)
         if layer.q_norm is not None and layer.k_norm is not None:
-            self._norm(layer.q_norm, q, ("q", 0), heads=heads[0])
-            self._norm(layer.k_norm, k, ("k", 0), heads=heads[1])
-            q, k = ("q", 0), ("k", 0)
-        if decoder.cos_sin is not None:
-            program.rope(q, k, *decoder.cos_sin, heads, dim)
+            rows = heads if config.qk_norm == "head" else (1, 1)
+            q = self._norm(layer.q_norm, q, ("q", 0), heads=rows[0])
+            k = self._norm(layer.k_norm, k, ("k", 0), heads=rows[1])
+        if (rotation := decoder.rotations[index]) is not None:
+            program.rope(q, k, *rotation, heads, dim)
         scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
         group = self._groups[index]
         program.attention(q, k, v, ("attended", 0), group, scale, decoder.alibi_slopes, config.attention_softcap)
         if index == len(decoder.layers) - 1:
             program.keep(("attended", 0), RESIDUAL)
-        self._linear(layer.output, "attended", "branch")
-        if layer.output_norm is not None:
-            self._norm(layer.output_norm, BRANCH, BRANCH)
+        self._linear(layer.output, ("attended", 0), "branch")
 
-    def _mlp(self, decoder: Decoder, layer: Layer) -> None:
+    def _end_branch(self, config: DecoderConfig, norm: Norm | None) -> None:
+        if norm is not None:
+            self._norm(norm, BRANCH, BRANCH)
+        if config.branch_scale is not None:
+            self._program.scale(BRANCH, BRANCH, config.hidden_size, config.branch_scale)
+
+    def _mlp(self, decoder: Decoder, layer: Layer, hidden: Place) -> None:
         config, program, inner = decoder.config, self._program, decoder.config.intermediate_size
-        self._linear(layer.mlp_in, "hidden", "inner")
+        self._linear(layer.mlp_in, hidden, "inner")
         if config.activation == "silu":
             program.swiglu(("inner", 0), ("activated", 0), inner)
         else:
             program.gelu(("inner", 0), ("activated", 0), inner, config.activation == "gelu_tanh")
             if config.gated_mlp:
                 program.multiply(("inner", inner), ("activated", 0), inner)
-        self._linear(layer.mlp_out, "activated", "branch")
-        if layer.mlp_output_norm is not None:
-            self._norm(layer.mlp_output_norm, BRANCH, BRANCH)
+        self._linear(layer.mlp_out, ("activated", 0), "branch")

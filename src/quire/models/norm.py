@@ -1,4 +1,4 @@
-"""The two normalisations of decoders, each also in the form that ends a residual branch."""
+"""The two normalisations of decoders, and none, each also in the form that ends a residual branch."""
 
 from __future__ import annotations
 
@@ -57,3 +57,14 @@ class LayerNorm:
     def of_sum(self, branch: Tensor, residual: Tensor) -> Tensor:
         residual += branch
         return self(residual)
+
+
+class NoNorm:
+    """Leaves everything as it is."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def of_sum(self, branch: Tensor, residual: Tensor) -> Tensor:
+        residual += branch
+        return residual

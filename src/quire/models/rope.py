@@ -7,7 +7,7 @@ long factors are chosen by max_model_len, and dynamic NTK, whose angles change w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ VARIANTS: dict[str, tuple[set[str], set[str]]] = {
 }
 
 NUMBERS = {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"} | {
-    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"
+    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor"
 }  # fmt: skip
 
 
@@ -51,8 +51,8 @@ def check_rope(parameters: Mapping[str, Any]) -> None:
         raise ModelError(f"rope type {kind!r} lacks {', '.join(sorted(missing))}")
     if unknown := given - COMMON_KEYS - required - optional:
         raise ModelError(f"rope type {kind!r} has keys that are not understood: {', '.join(sorted(unknown))}")
-    if parameters.get("partial_rotary_factor") not in (None, 1.0):
-        raise ModelError(f"partial_rotary_factor is {parameters['partial_rotary_factor']!r}; only 1.0 is supported")
+    if (share := rotated_share(parameters)) > 1.0:
+        raise ModelError(f"rope's partial_rotary_factor is {share!r}; it must be at most 1")
 
 
 def rope_type(parameters: Mapping[str, Any]) -> str:
@@ -61,17 +61,53 @@ def rope_type(parameters: Mapping[str, Any]) -> str:
     return "longrope" if kind == "su" else kind
 
 
-def rope_table(
-    parameters: Mapping[str, Any], dim: int, max_position_embeddings: int, max_model_len: int
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position's angles: fp32 [max_model_len, dim / 2] each.
+def longest_rotated(parameters: Mapping[str, Any], max_position_embeddings: int) -> int:
+    """What the angles were made for; yarn's scaling reaches beyond a max_position_embeddings left as it was."""
+    if rope_type(parameters) != "yarn":
+        return max_position_embeddings
+    original = parameters.get("original_max_position_embeddings") or max_position_embeddings
+    return max(max_position_embeddings, int(original * (parameters.get("factor") or 1.0)))
 
-    dim: rotated dimensions of a head. max_position_embeddings: the longest sequence the checkpoint was made for.
+
+def takes_original(parameters: Mapping[str, Any]) -> bool:
+    """Whether the variant knows the length that a checkpoint was first trained on."""
+    return "original_max_position_embeddings" in VARIANTS.get(rope_type(parameters), ((), ()))[1]
+
+
+def rotated_share(parameters: Mapping[str, Any]) -> float:
+    """How much of each head is rotated: its first dimensions, or all of them."""
+    share = parameters.get("partial_rotary_factor")
+    return 1.0 if share is None else float(share)
+
+
+def rope_tables(
+    ropes: Sequence[Mapping[str, Any] | None],
+    head_dim: int,
+    max_position_embeddings: int,
+    max_model_len: int,
+    device: torch.device,
+) -> list[tuple[Tensor, Tensor] | None]:
+    """Each layer's table, None for one that rotates nothing. Layers with the same parameters share theirs."""
+    tables: dict[str, tuple[Tensor, Tensor] | None] = {repr(None): None}
+    for parameters in ropes:
+        if parameters is not None and repr(parameters) not in tables:
+            cos, sin = rope_table(parameters, head_dim, max_position_embeddings, max_model_len)
+            tables[repr(parameters)] = cos.to(device), sin.to(device)
+    return [tables[repr(parameters)] for parameters in ropes]
+
+
+def rope_table(
+    parameters: Mapping[str, Any], head_dim: int, max_position_embeddings: int, max_model_len: int
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position's angles: fp32 [max_model_len, D_rot / 2] each.
+
+    max_position_embeddings: the longest sequence that the checkpoint was made for.
     """
     check_rope(parameters)
     kind = rope_type(parameters)
-    if dim % 2:
-        raise ModelError(f"RoPE rotates pairs of dimensions, and a head has {dim}")
+    dim = int(head_dim * rotated_share(parameters))  # D_rot
+    if dim % 2 or dim == 0:
+        raise ModelError(f"RoPE rotates pairs of dimensions, and of a head of {head_dim} it is to rotate {dim}")
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     frequencies = 1.0 / float(parameters.get("rope_theta", 10_000.0)) ** exponents
     attention_factor = 1.0  # multiplies q and k, so its square scales the scores
@@ -88,7 +124,7 @@ def rope_table(
         factor = parameters.get("factor") or max_position_embeddings / original
         side = "long_factor" if max_model_len > original else "short_factor"
         if len(parameters[side]) != dim // 2:
-            raise ModelError(f"rope's {side} has {len(parameters[side])} factors; heads of {dim} need {dim // 2}")
+            raise ModelError(f"rope's {side} has {len(parameters[side])} factors; {dim} dimensions need {dim // 2}")
         frequencies = frequencies / torch.tensor(parameters[side], dtype=torch.float32)
         attention_factor = parameters.get("attention_factor") or (
             1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))

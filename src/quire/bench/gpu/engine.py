@@ -56,7 +56,7 @@ EIGHT_B = DecoderConfig(  # Llama 3's shape
     max_position_embeddings=8192,
     windows=(None,) * 32,
     tied_embeddings=False,
-    rope={"rope_type": "default", "rope_theta": 500000.0},
+    ropes=({"rope_type": "default", "rope_theta": 500000.0},) * 32,
 )
 TINY_CONFIG = {"vocab_size": 2048, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 2}
 
@@ -231,7 +231,7 @@ def steps(bench: Bench) -> None:
     tiny = bench.settings.tiny
     small = gpt2.decoder_config(gpt2_config(bench))
     cut: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2}
-    cut |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "windows": (None, None)}
+    cut |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "windows": (None, None), "ropes": EIGHT_B.ropes[:2]}
     large = replace(EIGHT_B, **cut) if tiny else EIGHT_B
     bandwidth = copy(bench).work / race(bench, "memory", {"copy": copy(bench)})["copy"]
     shapes = (("gpt2, batch 64", small, 64, 900), ("8B, batch 32", large, 32, 2048), ("8B, batch 1", large, 1, 2048))

@@ -74,10 +74,10 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     for kind in ("weight", "bias"):
         ends[f"embedding_norm.{kind}"] = f"{prefix}word_embeddings_layernorm.{kind}"
         ends[f"final_norm.{kind}"] = f"{prefix}ln_f.{kind}"
-    return Sources(ends, f"{prefix}h.{{}}.", LAYER, adapt=partial(_adapt, config))
+    return Sources(ends, f"{prefix}h.{{}}.", LAYER, adapt=partial(apart, config))
 
 
-def _adapt(config: DecoderConfig, name: str, tensor: Tensor) -> Tensor:
+def apart(config: DecoderConfig, name: str, tensor: Tensor) -> Tensor:
     """From q, k and v of one head after the other to all of q, all of k, all of v."""
     if ".qkv." not in name:
         return tensor

@@ -42,15 +42,15 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         output_bias=attention_bias,
         activation="gelu_tanh",
         attention_scale=1.0 / math.sqrt(config.number("query_pre_attn_scalar", 256)),
-        attention_softcap=_cap(config, raw, "attn_logit_softcapping", 50.0),
-        logit_softcap=_cap(config, raw, "final_logit_softcapping", 30.0),
+        attention_softcap=cap(config, raw, "attn_logit_softcapping", 50.0),
+        logit_softcap=cap(config, raw, "final_logit_softcapping", 30.0),
         embedding_scale=math.sqrt(sizes["hidden_size"]),
     )
     config.finish()
     return decoder
 
 
-def _cap(config: ConfigReader, raw: Mapping[str, Any], key: str, default: float) -> float | None:
+def cap(config: ConfigReader, raw: Mapping[str, Any], key: str, default: float) -> float | None:
     """The cap; a null is no cap, a missing key Gemma's default."""
     return None if key in raw and raw[key] is None else config.number(key, default)
 
@@ -58,9 +58,9 @@ def _cap(config: ConfigReader, raw: Mapping[str, Any], key: str, default: float)
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Where the decoder's weights stand in a checkpoint with tensors of these names."""
     theirs = llama.weight_sources(config, names)
-    return replace(theirs, layer={**theirs.layer, **LAYER}, adapt=_adapt)
+    return replace(theirs, layer={**theirs.layer, **LAYER}, adapt=one_plus)
 
 
-def _adapt(name: str, tensor: Tensor) -> Tensor:
+def one_plus(name: str, tensor: Tensor) -> Tensor:
     """Gemma's norms multiply by 1 + weight."""
     return tensor.float() + 1.0 if "norm." in name else tensor

@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from quire.errors import ModelError
 from quire.models.decoder import DecoderConfig
 from quire.models.hf_config import ConfigReader
-from quire.models.rope import check_rope
+from quire.models.rope import check_rope, rotated_share, takes_original
 from quire.models.weights import Sources
 
 # Ours -> theirs below a layer; several of theirs are stacked in this order.
@@ -55,15 +56,43 @@ def common_fields(
     config: ConfigReader, num_kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False
 ) -> dict[str, Any]:
     """The fields of a DecoderConfig that Llama's relatives keep under the same keys, given their own defaults."""
-    num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
+    sizes = size_fields(config, num_kv_heads, head_dim, tied)
+    rope = rope_parameters(config)
+    check_whole_heads(config, rope)
+    return {**sizes, "ropes": (rope,) * sizes["num_layers"]}
+
+
+def check_whole_heads(config: ConfigReader, rope: Mapping[str, Any]) -> None:
+    """Raise ModelError where a part of each head is to be rotated, which is not known of this family."""
+    if (share := rotated_share(rope)) != 1.0:
+        raise ModelError(f"config.json: partial_rotary_factor is {share!r}; family {config.family!r} serves 1.0 only")
+
+
+def rope_parameters(
+    config: ConfigReader, theta_key: str = "rope_theta", share_key: str = "partial_rotary_factor"
+) -> dict[str, Any]:
+    """The rope parameters of a config of any age: those of all its layers."""
     old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")
     rope = old or new  # as transformers has it
-    for key in ("rope_theta", "partial_rotary_factor"):
+    for name, key in (("rope_theta", theta_key), ("partial_rotary_factor", share_key)):
         if (value := config.get(key)) is not None:
-            rope.setdefault(key, value)
-    if (original := config.get("original_max_position_embeddings")) is not None:
+            rope.setdefault(name, value)
+    original = config.get("original_max_position_embeddings")
+    if original is not None and takes_original(rope):
         rope["original_max_position_embeddings"] = original
     check_rope(rope)
+    return rope
+
+
+def size_fields(
+    config: ConfigReader,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    tied: bool = False,
+    norm_eps: str = "rms_norm_eps",
+) -> dict[str, Any]:
+    """As `common_fields`, without RoPE. norm_eps: the key of that number."""
+    num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
     return {
         "vocab_size": config.integer("vocab_size"),
         "hidden_size": hidden_size,
@@ -72,9 +101,8 @@ def common_fields(
         "num_heads": num_heads,
         "num_kv_heads": config.integer("num_key_value_heads", num_kv_heads or num_heads),
         "head_dim": config.integer("head_dim", head_dim or hidden_size // num_heads),
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "norm_eps": config.number(norm_eps, 1e-6),
         "max_position_embeddings": config.integer("max_position_embeddings", 2048),
-        "rope": rope,
         "tied_embeddings": config.flag("tie_word_embeddings", tied),
     }
 

@@ -23,7 +23,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     decoder = DecoderConfig(
         **sizes,
         windows=windows(config, sizes["num_layers"]),
-        qk_norm=True,
+        qk_norm="head",
         qkv_bias=attention_bias,
         output_bias=attention_bias,
     )

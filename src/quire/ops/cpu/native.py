@@ -88,6 +88,8 @@ OPS = (
     "swiglu",
     "gelu",
     "multiply",
+    "add",
+    "scale",
     "keep",
 )  # in the order of their numbers
 MAX_BUFFERS = 12
@@ -128,7 +130,7 @@ class RopeParams(Structure):
 class ActivationParams(Structure):
     """An activation of `dim` numbers a token."""
 
-    _fields_ = [("dim", c_int64), ("tanh", c_int32)]
+    _fields_ = [("dim", c_int64), ("tanh", c_int32), ("factor", c_float)]
 
 
 class ProgramParams(Structure):

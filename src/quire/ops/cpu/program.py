@@ -105,6 +105,14 @@ class Program:
         """out *= x."""
         self._add("multiply", native.ActivationParams(size), x, None, out)
 
+    def add(self, x: Place, out: Place, size: int) -> None:
+        """out += x."""
+        self._add("add", native.ActivationParams(size), x, None, out)
+
+    def scale(self, x: Place, out: Place, size: int, factor: float) -> None:
+        """out = x * factor."""
+        self._add("scale", native.ActivationParams(size, factor=factor), x, None, out)
+
     def keep(self, x: Place, y: Place) -> None:
         """Of these two buffers, go on with the rows that `run` is told to keep; the others end here."""
         self._add("keep", native.ActivationParams(), x, y)

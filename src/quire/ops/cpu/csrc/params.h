@@ -67,7 +67,9 @@ struct LinearParams {
 
 // ------------------------------------------------------------------------------------------- programs, see program.h
 
-enum OpKind : int32_t { OP_LINEAR, OP_NORM, OP_ROPE, OP_WRITE, OP_ATTENTION, OP_SWIGLU, OP_GELU, OP_MULTIPLY, OP_KEEP };
+enum OpKind : int32_t {
+    OP_LINEAR, OP_NORM, OP_ROPE, OP_WRITE, OP_ATTENTION, OP_SWIGLU, OP_GELU, OP_MULTIPLY, OP_ADD, OP_SCALE, OP_KEEP
+};
 
 // Numbers of a buffer's rows, from a column on.
 struct Columns {
@@ -97,6 +99,7 @@ struct RopeParams {
 struct ActivationParams {
     int64_t dim;
     int32_t tanh;
+    float factor;
 };
 
 constexpr int MAX_BUFFERS = 12;

@@ -57,6 +57,14 @@ struct Program {
         QUIRE_NAME(attention, QUIRE_ISA)(parallel_for, p.plans[op.group], &call);
     }
 
+    template <class F>
+    void combine(const Op& op, const ActivationParams& activation, const F& f) const {
+        with_element(p.dtype, [&](auto element) {
+            using E = decltype(element);
+            combine_rows<E>(parallel_for, at(op.x), width(op.x), at(op.out), width(op.out), rows, activation.dim, f);
+        });
+    }
+
     // The rows that are wanted move to the front. Whether there are such rows.
     bool keep(const Op& op) {
         if (p.num_kept < 0) return true;
@@ -87,12 +95,9 @@ struct Program {
                 QUIRE_NAME(gelu, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), 1, 0, at(op.out), rows, activation->dim,
                                             activation->tanh, p.dtype);
                 break;
-            case OP_MULTIPLY:
-                with_element(p.dtype, [&](auto element) {
-                    using E = decltype(element);
-                    multiply_rows<E>(parallel_for, at(op.x), width(op.x), at(op.out), width(op.out), rows, activation->dim);
-                });
-                break;
+            case OP_MULTIPLY: combine(op, *activation, [](V out, V x) { return out * x; }); break;
+            case OP_ADD: combine(op, *activation, [](V out, V x) { return out + x; }); break;
+            case OP_SCALE: combine(op, *activation, [&](V, V x) { return x * activation->factor; }); break;
             case OP_KEEP: return keep(op);
         }
         return true;

@@ -117,17 +117,18 @@ static void gelu_row(const typename E::T* x, typename E::T* out, int64_t dim, bo
     }
 }
 
-// out *= x
-template <class E>
-static void multiply_rows(
-    ParallelFor parallel_for, const void* x, int64_t x_stride, void* out, int64_t out_stride, int64_t rows, int64_t dim) {
+// out = f(out, x), number by number.
+template <class E, class F>
+static void combine_rows(
+    ParallelFor parallel_for, const void* x, int64_t x_stride, void* out, int64_t out_stride, int64_t rows, int64_t dim,
+    const F& f) {
     using T = typename E::T;
     parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) {
         const T* from = (const T*)x + i * x_stride;
         T* to = (T*)out + i * out_stride;
         for (int64_t c = 0; c < dim; c += W) {
             const int n = part(dim, c);
-            put_part<E>(to + c, get_part<E>(to + c, n) * get_part<E>(from + c, n), n);
+            put_part<E>(to + c, f(get_part<E>(to + c, n), get_part<E>(from + c, n)), n);
         }
     });
 }

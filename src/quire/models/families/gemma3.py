@@ -1,0 +1,80 @@
+"""Gemma 3, its text: Gemma 2 with normalised q and k, and with a RoPE of its own for each kind of layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.errors import ModelError
+from quire.models.decoder import DecoderConfig
+from quire.models.families import gemma2
+from quire.models.families.llama import check_whole_heads, size_fields
+from quire.models.hf_config import ConfigReader
+from quire.models.rope import check_rope
+from quire.models.weights import Sources
+
+DEFAULTS = {"max_position_embeddings": 131_072}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader({**DEFAULTS, **raw}, "gemma3")
+    sizes = size_fields(config, num_kv_heads=4, head_dim=256, tied=True)
+    num_layers = sizes["num_layers"]
+    config.only("hidden_activation", "gelu_pytorch_tanh")
+    config.only("use_bidirectional_attention", False)
+    config.only("attn_logit_softcapping", None)  # transformers reads it and passes it over
+    every = config.integer("sliding_window_pattern", 6)
+    config.get("_sliding_window_pattern")  # what layer_types was made by
+    alternating = ["full_attention" if i % every == every - 1 else "sliding_attention" for i in range(num_layers)]
+    kinds = config.get("layer_types", alternating)
+    windows = config.windows(kinds, config.window("sliding_window", 4096), num_layers)
+    ropes = _ropes(config)
+    attention_bias = config.flag("attention_bias")
+    decoder = DecoderConfig(
+        **sizes,
+        windows=windows,
+        ropes=tuple(ropes[kind] for kind in kinds),
+        qk_norm="head",
+        branch_norms=True,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        activation="gelu_tanh",
+        attention_scale=1.0 / math.sqrt(config.number("query_pre_attn_scalar", 256)),
+        logit_softcap=config.optional_number("final_logit_softcapping"),
+        embedding_scale=math.sqrt(sizes["hidden_size"]),
+    )
+    config.finish()
+    return decoder
+
+
+def _ropes(config: ConfigReader) -> dict[str, dict[str, Any]]:
+    """The rope parameters of each kind of layer. Older configs scale those of full attention alone."""
+    nested = config.mapping("rope_parameters")
+    scaling = config.mapping("rope_scaling")
+    thetas = {
+        "full_attention": config.number("rope_theta", 1_000_000.0),
+        "sliding_attention": config.number("rope_local_base_freq", 10_000.0),
+    }
+    if not nested.keys() <= thetas.keys():
+        raise ModelError(
+            f"config.json: rope_parameters is {nested!r}; family {config.family!r} serves one object for each of "
+            f"{', '.join(thetas)}"
+        )
+    ropes = {}
+    for kind, theta in thetas.items():
+        given = nested.get(kind) or {}
+        if not isinstance(given, dict):
+            raise ModelError(f"config.json: rope_parameters' {kind} is {given!r}; it must be an object")
+        ropes[kind] = {"rope_theta": theta} | given | (scaling if kind == "full_attention" else {})
+        check_rope(ropes[kind])
+        check_whole_heads(config, ropes[kind])
+    return ropes
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = gemma2.weight_sources(config, names)
+    return replace(theirs, layer={**theirs.layer, "q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)})

@@ -1,0 +1,74 @@
+"""GPT-NeoX, Pythia: attention and MLP side by side on the same residual, a RoPE of a part of each head, LayerNorm."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from quire.models.decoder import DecoderConfig
+from quire.models.families import bloom, gpt2
+from quire.models.families.llama import rope_parameters
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+DEFAULTS = {"rotary_pct": 0.25}
+LAYER = {
+    "input_norm": ("input_layernorm",),
+    "qkv": ("attention.query_key_value",),
+    "output": ("attention.dense",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp_in": ("mlp.dense_h_to_4h",),
+    "mlp_out": ("mlp.dense_4h_to_h",),
+}
+ACTIVATIONS = {**gpt2.ACTIVATIONS, "gelu_fast": "gelu_tanh"}
+BUFFERS = re.compile(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")  # of old checkpoints
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader({**DEFAULTS, **raw}, "gpt_neox")
+    hidden_size = config.integer("hidden_size")
+    num_heads = config.heads("num_attention_heads", hidden_size)
+    num_layers = config.integer("num_hidden_layers")
+    rope = rope_parameters(config, "rotary_emb_base", "rotary_pct")
+    activation = config.get("hidden_act", "gelu")
+    config.only("hidden_act", *ACTIVATIONS)
+    for key in ("classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob"):  # training
+        config.get(key)
+    attention_bias = config.flag("attention_bias", True)
+    decoder = DecoderConfig(
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        max_position_embeddings=config.integer("max_position_embeddings", 2048),
+        windows=(None,) * num_layers,
+        tied_embeddings=config.flag("tie_word_embeddings"),
+        ropes=(rope,) * num_layers,
+        norm="layer",
+        norm_eps=config.number("layer_norm_eps", 1e-5),
+        parallel_branches=config.flag("use_parallel_residual", True),
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=True,
+        gated_mlp=False,
+        activation=ACTIVATIONS[activation],
+    )
+    config.finish()
+    return decoder
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    ends = {
+        "embedding": "gpt_neox.embed_in.weight",
+        "final_norm.weight": "gpt_neox.final_layer_norm.weight",
+        "final_norm.bias": "gpt_neox.final_layer_norm.bias",
+        "lm_head": "lm_head.weight" if "lm_head.weight" in names else "embed_out.weight",
+    }
+    return Sources(ends, "gpt_neox.layers.{}.", LAYER, BUFFERS, partial(bloom.apart, config))

@@ -1,0 +1,46 @@
+"""OLMo 2: Llama with a norm behind each branch, not before it; all heads of q, and of k, are normalised as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.models.decoder import DecoderConfig
+from quire.models.families import llama
+from quire.models.families.llama import common_fields
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+DEFAULTS = {"rms_norm_eps": 1e-5}
+LAYER = {
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "output_norm": ("post_attention_layernorm",),
+    "mlp_output_norm": ("post_feedforward_layernorm",),
+}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader({**DEFAULTS, **raw}, "olmo2")
+    sizes = common_fields(config)
+    config.only("hidden_act", "silu")
+    attention_bias = config.flag("attention_bias")
+    decoder = DecoderConfig(
+        **sizes,
+        windows=(None,) * sizes["num_layers"],
+        qk_norm="all heads",
+        input_norms=False,
+        branch_norms=True,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+    )
+    config.finish()
+    return decoder
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = llama.weight_sources(config, names)
+    return replace(theirs, layer={**theirs.layer, **LAYER})

@@ -1,0 +1,51 @@
+"""Phi-3, Phi-4: Llama with its projections stacked in the checkpoint, a RoPE of a part of each head, and longrope."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.errors import ModelError
+from quire.models.decoder import DecoderConfig
+from quire.models.families import llama
+from quire.models.families.llama import rope_parameters, size_fields
+from quire.models.hf_config import ConfigReader
+from quire.models.rope import rope_type
+from quire.models.weights import Sources
+
+DEFAULTS = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+LAYER = {"qkv": ("self_attn.qkv_proj",), "mlp_in": ("mlp.gate_up_proj",)}
+ROPES = ("default", "longrope")
+# The code that came with the first checkpoints; it has been transformers' own since.
+CODE = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader({**DEFAULTS, **raw}, "phi3")
+    sizes = size_fields(config)
+    rope = rope_parameters(config)
+    if rope_type(rope) not in ROPES:
+        raise ModelError(f"rope type is {rope_type(rope)!r}; family 'phi3' serves {', '.join(ROPES)} only")
+    code = config.mapping("auto_map")
+    if any(str(code.get(key, known)).rpartition("--")[2] != known for key, known in CODE.items()):
+        raise ModelError(f"config.json: auto_map is {code!r}; family 'phi3' knows what the code of {CODE!r} does")
+    config.only("hidden_act", "silu")
+    for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        config.only(key, False)
+    for key in ("full_attn_mod", "interpolate_factor"):  # Phi-4's way of saying that nothing is special
+        config.only(key, 1)
+    decoder = DecoderConfig(
+        **sizes,
+        windows=(config.window("sliding_window"),) * sizes["num_layers"],
+        ropes=(rope,) * sizes["num_layers"],
+    )
+    config.finish()
+    return decoder
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = llama.weight_sources(config, names)
+    return replace(theirs, layer={**theirs.layer, **LAYER})

@@ -1,0 +1,61 @@
+"""SmolLM3: Llama with layers that do without RoPE, which may have windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.errors import ModelError
+from quire.models.decoder import DecoderConfig
+from quire.models.families.llama import common_fields, weight_sources
+from quire.models.hf_config import ConfigReader
+
+__all__ = ["decoder_config", "weight_sources"]
+
+DEFAULTS = {"max_position_embeddings": 32_768, "rope_theta": 2_000_000.0}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader({**DEFAULTS, **raw}, "smollm3")
+    sizes = common_fields(config, num_kv_heads=4, tied=True)
+    rotated = _rotated(config, sizes["num_layers"])
+    config.only("hidden_act", "silu")
+    config.get("max_window_layers")  # in the published configs; nothing reads it
+    attention_bias = config.flag("attention_bias")
+    sizes["ropes"] = tuple(rope if turns else None for rope, turns in zip(sizes["ropes"], rotated, strict=True))
+    decoder = DecoderConfig(
+        **sizes,
+        windows=_windows(config, rotated),
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=config.flag("mlp_bias"),
+    )
+    config.finish()
+    return decoder
+
+
+def _rotated(config: ConfigReader, num_layers: int) -> list[bool]:
+    """Whether each layer has RoPE: where `no_rope_layers` has a 1, else all but each n-th layer."""
+    every = config.integer("no_rope_layer_interval", 4)
+    listed = config.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(num_layers)])
+    if not isinstance(listed, list) or len(listed) < num_layers or not all(turns in (0, 1) for turns in listed):
+        raise ModelError(
+            f"config.json: no_rope_layers is {listed!r}; it must have a 0 or a 1 for each of {num_layers} layers"
+        )
+    return [turns == 1 for turns in listed[:num_layers]]
+
+
+def _windows(config: ConfigReader, rotated: list[bool]) -> tuple[int | None, ...]:
+    """Each layer's window: by `layer_types`, or that of all layers without RoPE, and only with `use_sliding_window`."""
+    window = config.window("sliding_window")
+    if not config.flag("use_sliding_window"):
+        window = None
+    kinds = ["full_attention" if turns or window is None else "sliding_attention" for turns in rotated]
+    kinds = config.get("layer_types", kinds)
+    windows = config.windows(kinds, window, len(rotated))
+    if window is None and "sliding_attention" in kinds:
+        raise ModelError(
+            "config.json: layer_types has sliding_attention, which needs a sliding_window, and use_sliding_window"
+        )
+    return windows

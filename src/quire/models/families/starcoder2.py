@@ -1,0 +1,51 @@
+"""StarCoder 2: grouped-query attention and RoPE as in Llama; LayerNorm, a plain GELU MLP and biases as in GPT-2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.models.decoder import DecoderConfig
+from quire.models.families import llama
+from quire.models.families.llama import rope_parameters, size_fields
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+DEFAULTS = {"max_position_embeddings": 4096, "norm_epsilon": 1e-5}
+LAYER = {"mlp_in": ("mlp.c_fc",), "mlp_out": ("mlp.c_proj",)}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader({**DEFAULTS, **raw}, "starcoder2")
+    sizes = size_fields(config, num_kv_heads=2, tied=True, norm_eps="norm_epsilon")
+    config.only("hidden_act", "gelu_pytorch_tanh")
+    config.only("mlp_type", "default")
+    config.only("norm_type", "layer_norm")
+    config.only("scale_attn_weights", True)
+    # The same again under names that nothing reads, how to round, training.
+    for key in ("activation_function", "layer_norm_epsilon", "attention_softmax_in_fp32",
+                "scale_attention_softmax_in_fp32", "residual_dropout", "embedding_dropout"):  # fmt: skip
+        config.get(key)
+    use_bias = config.flag("use_bias", True)
+    decoder = DecoderConfig(
+        **sizes,
+        windows=(config.window("sliding_window"),) * sizes["num_layers"],
+        ropes=(rope_parameters(config),) * sizes["num_layers"],
+        norm="layer",
+        qkv_bias=use_bias,
+        output_bias=use_bias,
+        mlp_bias=use_bias,
+        gated_mlp=False,
+        activation="gelu_tanh",
+    )
+    config.finish()
+    return decoder
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = llama.weight_sources(config, names)
+    ends = {**theirs.ends, "final_norm.bias": "model.norm.bias"}
+    return replace(theirs, ends=ends, layer={**theirs.layer, **LAYER})
