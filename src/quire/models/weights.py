@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import re
 import zipfile
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.models.decoder import DecoderConfig, stacked_rows, weight_shapes
-from quire.ops.memory import HUGE_PAGE, in_huge_pages
+from quire.ops.memory import mapped
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "model.pt", "*.pt")
@@ -136,7 +135,8 @@ class Weights(Mapping[str, Tensor]):
         shape, parts = self._shapes[name], self._sources.of(name)
         lengths = self._rows[name.split(".")[2]] if len(parts) > 1 else shape[:1]
         # Norms are small, and their weights multiply everything: they stay as exact as they came.
-        weight = _memory(shape, torch.float32 if "norm." in name else self._dtype, self._device)
+        dtype = torch.float32 if "norm." in name else self._dtype
+        weight = mapped(shape, dtype) if self._device == "cpu" else torch.empty(shape, dtype=dtype, device=self._device)
         for part, home in zip(parts, torch.split(weight, list(lengths)), strict=True):
             tensor = self._checkpoint[part]
             ours = tensor
@@ -158,16 +158,6 @@ class Weights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._shapes)
-
-
-def _memory(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Memory for a weight. A large one has its own mapping: whole again for the system once the weight is packed.
-
-    The heap would keep what it once had for temporary copies, in pieces between what stays.
-    """
-    if device == "cpu" and math.prod(shape) * dtype.itemsize >= HUGE_PAGE:
-        return in_huge_pages(shape, dtype)
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _first(names: set[str] | frozenset[str]) -> str:
