@@ -5,13 +5,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from quire import LLM
-from quire.bench import planning, startup, throughput
+from quire.bench import loading, planning, startup, throughput
+from quire.bench.loading import Loading
 from quire.bench.workloads import WORKLOADS, Workload, workload
 from quire.cli import app
 from quire.errors import ConfigError, QuireError
+from tests.models.checkpoints import save
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,33 @@ def test_planning_measures_what_it_says() -> None:
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["3", "2"]
 
 
+@pytest.mark.skipif(not loading.STATUS.exists(), reason="only Linux tells how much memory is anonymous")
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
+def test_loading_takes_little_more_memory_than_what_stays(tmp_path: Path, saved: torch.dtype) -> None:
+    """A sharded checkpoint of 64 MB with a tied embedding, as it was saved and narrowed."""
+    shape = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+    model = save(tmp_path / "one", dtype=saved, tie_word_embeddings=True, **shape)
+    model.save_pretrained(tmp_path / "many", max_shard_size="10MB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    config = tmp_path / "many" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"}))
+    found = loading.measure(str(tmp_path / "many"))
+    assert found is not None
+    assert found.weights == sum(one.numel() * (4 if one.dim() == 1 else 2) for one in model.parameters())
+    assert found.weights <= found.resident <= 1.15 * found.weights
+    assert found.resident <= found.peak <= 1.15 * found.resident
+    assert found.mapped > 0
+    assert found.as_dict()["ratio"] == found.peak / found.resident
+    assert f"{found.ratio:.2f} times" in loading.told(found)
+
+
+def test_a_system_that_tells_nothing_of_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(loading, "STATUS", tmp_path / "status")
+    assert loading.measure(None) is None
+    assert loading.told(None) == "this system does not tell"
+
+
 def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(arguments: str) -> str:
         result = CliRunner().invoke(app, ["bench", *arguments.split()])
@@ -103,13 +133,18 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = json.loads(run("throughput single --warmup 0 --runs 1 --json --attention gather"))
     assert gathered["new_tokens"] == 128
     startup_json = run(f"startup --runs 1 --json --plot {tmp_path / 'startup.png'}")
-    seconds = [json.loads(line) for line in startup_json.splitlines()]
+    *seconds, memory = [json.loads(line) for line in startup_json.splitlines()]
     assert [one["what"] for one in seconds][:2] == ["first token", "first token that quire serve streams"]
     assert all(len(one["seconds"]) == 1 and one["median_seconds"] > 0 for one in seconds)
     measured = {one["what"]: one["seconds"] for one in seconds}
-    with monkeypatch.context() as patched:  # each run of it starts eight processes
+    assert memory["what"] == "memory of loading"
+    found = None if memory["bytes"] is None else Loading(**{k: v for k, v in memory["bytes"].items() if k != "ratio"})
+    with monkeypatch.context() as patched:  # each run of it starts nine processes
         patched.setattr(startup, "measure", lambda *_: measured)
-        assert run("startup --runs 1").startswith("first token  ")
+        patched.setattr(loading, "measure", lambda *_: found)
+        lines = run("startup --runs 1").splitlines()
+        assert lines[0].startswith("first token  ")
+        assert lines[-1].startswith("memory of loading  ")
     assert (tmp_path / "startup.png").stat().st_size > 1_000
     assert "single" in (tmp_path / "throughput.svg").read_text()
     for command in ("startup", "throughput"):

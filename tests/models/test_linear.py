@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.models import linear
+from quire.models.embedding import PlainEmbedding
 from quire.models.linear import (
     LinearFactory,
     OneDnnLinear,
@@ -106,6 +107,41 @@ def test_a_shape_is_probed_once_and_refused_shapes_go_row_by_row(monkeypatch: py
     made = [factory(torch.zeros(out, 16)) for out in (8, 4, 8, 4)]
     assert [type(one) for one in made] == [RowLinear, OneDnnLinear, RowLinear, OneDnnLinear]
     assert asked == [(8, 16), (4, 16)]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("product", ["as it is", "widened", "row by row"])
+def test_a_tied_weight_gives_rows_and_logits(
+    factory: LinearFactory, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, product: str
+) -> None:
+    """Rows bit for bit, and the same logits as from a head of its own, up to the order of sums."""
+    x, weight, _ = tensors(dtype, bias=False)
+    if product == "widened":
+        monkeypatch.setattr(linear, "product_dtype", lambda dtype: torch.float32 if dtype in DTYPES else None)
+    elif product == "row by row":
+        monkeypatch.setattr(linear, "rows_are_independent", lambda *_: False)
+    embedding, head = factory.tied(weight)
+    token_ids = torch.tensor([199, 0, 16, 15, 199, 64])
+    for ids in (token_ids, token_ids[:1], token_ids[:0]):
+        embedded = embedding(ids)
+        assert embedded.dtype is dtype
+        assert torch.equal(embedded, weight[ids])
+    embedding(token_ids).zero_()  # whose memory is the caller's
+    assert torch.equal(embedding(token_ids), weight[token_ids])
+    like = factory.head(weight)
+    assert head(x).dtype is like(x).dtype
+    torch.testing.assert_close(head(x), like(x), rtol=torch.finfo(dtype).eps, atol=1e-5)
+    whole = head(x)
+    for rows in ROWS:
+        assert torch.equal(head(x[513 - rows :]), whole[513 - rows :])
+
+
+def test_a_tied_weight_on_a_gpu_is_one_tensor() -> None:
+    weight = torch.empty(8, 16, device="meta")
+    embedding, head = LinearFactory().tied(weight)
+    assert isinstance(embedding, PlainEmbedding)
+    assert isinstance(head, PlainLinear)
+    assert embedding.weight is head.weight is weight
 
 
 def test_where_there_is_no_packed_product_rows_go_one_by_one() -> None:

@@ -1,6 +1,8 @@
 """Checkpoints that load, and the errors of those that do not."""
 
+import gc
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -19,8 +21,10 @@ from quire import LLM, SamplingParams
 from quire.config import engine_config
 from quire.errors import ConfigError, ModelError
 from quire.models import FAMILIES, load_model, locate, read_config
+from quire.models.decoder import weight_shapes
 from quire.models.rope import rope_table
 from quire.ops import load
+from quire.ops.cpu import native
 from tests.models.checkpoints import NEOX, TINY, engine, probed_logits, save
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -52,16 +56,43 @@ def test_sharded_weights_are_the_same_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
 def test_weights_are_copied_into_aligned_memory(tmp_path: Path, saved: torch.dtype) -> None:
     """Straight out of the file they would stand wherever the header before them ends."""
-    save(tmp_path, vocab_size=96, tie_word_embeddings=True, dtype=saved)
+    save(tmp_path, vocab_size=96, tie_word_embeddings=False, dtype=saved)
     model = engine(tmp_path, dtype="float32").runner.model
     for layer in model.layers:
         for weight in (
-            model.embedding,
+            model.embedding.weight,
             model.final_norm.weight,
             layer.input_norm.weight,
         ):
             assert weight.dtype is torch.float32
             assert weight.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("kernels", ["own", "oneDNN"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
+def test_no_weight_is_held_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str, tied: bool, saved: torch.dtype
+) -> None:
+    """All tensors that are there after loading and were not before are as large together as the parameters."""
+    if kernels == "oneDNN":
+        monkeypatch.setattr(native, "unavailable", lambda: "not here")
+    whole = {"vocab_size": 1024, "hidden_size": 64, "num_attention_heads": 4}  # vectors: nothing is padded
+    save(tmp_path, **whole, tie_word_embeddings=tied, dtype=saved)
+    backend = load("reference")
+    before = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]  # kept: ids must not come again
+    known = {id(one) for one in before}
+    model = load_model(tmp_path, engine_config(dtype="bfloat16", max_model_len=16), backend)
+    gc.collect()
+    found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and id(one) not in known]
+    tables = {id(one) for one in model.cos_sin or ()}
+    bytes_at = {  # a layout of oneDNN's has no address
+        one.data_ptr() if one.layout is torch.strided else id(one): one.nbytes for one in found if id(one) not in tables
+    }
+    expected = sum(
+        math.prod(shape) * (4 if "norm." in name else 2) for name, shape in weight_shapes(model.config).items()
+    )
+    assert sum(bytes_at.values()) == expected
 
 
 @pytest.mark.parametrize(

@@ -196,15 +196,18 @@ def startup(
     plot: Annotated[Path | None, typer.Option(help="Draw the runs into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Seconds from the start of a process to the first token, with a warm page cache."""
+    """Seconds from the start of a process to the first token, with a warm page cache, and the memory of loading."""
+    from quire.bench import loading
     from quire.bench.plot import check_path, plot_runs
     from quire.bench.startup import measure, measured, median
 
     try:
         if plot is not None:
             check_path(plot)
-        with progress_bar("processes", len(measured(model)) * (1 + runs)) as advance:
+        with progress_bar("processes", len(measured(model)) * (1 + runs) + 1) as advance:
             figures = measure(model, runs, advance)
+            memory = loading.measure(model)
+            advance()
         if plot is not None:
             plot_runs(plot, "seconds", figures)
     except QuireError as error:
@@ -216,6 +219,10 @@ def startup(
             print(json.dumps({"what": name, "seconds": seconds, "median_seconds": median(seconds)}))
         else:
             print(f"{name:36s} {median(seconds):6.2f} s   ({seconds[0]:.2f} to {seconds[-1]:.2f})")
+    if as_json:
+        print(json.dumps({"what": "memory of loading", "bytes": None if memory is None else memory.as_dict()}))
+    else:
+        print(f"{'memory of loading':36s} {loading.told(memory)}")
 
 
 @app.command()

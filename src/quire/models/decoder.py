@@ -12,6 +12,7 @@ from torch import Tensor
 from quire.batch import Batch
 from quire.cache.storage import KVCache
 from quire.errors import ModelError
+from quire.models.embedding import Embedding, PlainEmbedding
 from quire.models.linear import Linear, LinearFactory
 from quire.models.model import ModelShape
 from quire.models.native import NativeLayers
@@ -151,11 +152,17 @@ class Decoder:
         self.ops = ops
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self.embedding = weights["embedding"]  # [V, H]
         make_linear = LinearFactory(reproducible)
-        self.lm_head = make_linear.head(self.embedding if config.tied_embeddings else weights["lm_head"])
+        embedding = weights["embedding"]  # [V, H]
+        self.dtype, self.device = embedding.dtype, embedding.device
+        self.embedding: Embedding
+        if config.tied_embeddings:
+            self.embedding, self.lm_head = make_linear.tied(embedding)
+        else:
+            self.embedding = PlainEmbedding(embedding, self.dtype)
+            self.lm_head = make_linear.head(weights["lm_head"])
+        del embedding  # else it would be held beside its packed form until all layers are read
         self.positions = weights.get("positions")  # [max_position_embeddings, H]
-        self.dtype, self.device = self.embedding.dtype, self.embedding.device
         self.embedding_scale = (
             None
             if config.embedding_scale is None
@@ -213,7 +220,7 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        embedded = self.embedding[token_ids]
+        embedded = self.embedding(token_ids)
         if self.embedding_scale is not None:
             embedded = embedded * self.embedding_scale
         if self.positions is not None:

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.models.embedding import Embedding, PackedEmbedding, PlainEmbedding
 from quire.ops.cpu import native
-from quire.ops.cpu.linear import Packer
+from quire.ops.cpu.linear import PackedLinear, Packer
 
 PROBED_ROWS = (2, 3, 16, 17, 64, 512)
 FEW_ROWS = 256  # on a GPU: rows that are multiplied in the time that reading the weight takes
@@ -93,20 +94,20 @@ class RowLinear:
 
 @dataclass(frozen=True)
 class OneDnnLinear:
-    """oneDNN's product with a weight in its own layout, computed in the weight's dtype."""
+    """oneDNN's product, computed in the weight's dtype."""
 
-    packed: Tensor
+    weight: Tensor  # [out, in], in oneDNN's own layout or in rows
     bias: Tensor | None  # [out]
     dtype: torch.dtype  # that products are formed in
 
     def __call__(self, x: Tensor) -> Tensor:
         count, size = x.shape[0], padded_rows(x.shape[0])
         if count == 0:
-            return x.new_empty(0, self.packed.shape[0])
+            return x.new_empty(0, self.weight.shape[0])
         rows = x.to(self.dtype)
         if size > count:
             rows = torch.cat([rows, rows.new_zeros(size - count, x.shape[1])])
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
         return out[:count].to(x.dtype)
 
 
@@ -144,24 +145,50 @@ class LinearFactory:
         dtype = product_dtype(weight.dtype)
         if dtype is None:
             return RowLinear(weight, bias)
-        packed = OneDnnLinear(
-            torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), PROBED_ROWS[-1]),
-            None if bias is None else bias.to(dtype),
-            dtype,
-        )
-        key = (*weight.shape, weight.dtype, bias is None)
-        if key not in self._proved:
-            self._proved[key] = rows_are_independent(packed, packed, weight)
-        return packed if self._proved[key] else RowLinear(weight, bias)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), PROBED_ROWS[-1])
+        return self._one_dnn(packed, dtype, weight, bias)
 
     def head(
         self,
         weight: Tensor,  # [V, H]
     ) -> Linear:
         """The linear that makes logits: in fp32 where the product has them so, rounded to its dtype elsewhere."""
-        if self._pack is not None and weight.is_cpu and weight.dtype in native.DTYPES:
-            return self._pack(weight, out_dtype=torch.float32)
-        return self(weight)
+        return self._packed_head(weight) or self(weight)
+
+    def tied(
+        self,
+        weight: Tensor,  # [V, H]
+    ) -> tuple[Embedding, Linear]:
+        """The embedding, and the linear that makes logits with the same weight, which is held once.
+
+        oneDNN's own layout does not give rows back, so there its product takes the weight in rows: a single row of
+        logits of a large vocabulary then takes two to three times as long.
+        """
+        if packed := self._packed_head(weight):
+            return PackedEmbedding(packed), packed
+        dtype = product_dtype(weight.dtype) if weight.is_cpu else None
+        if dtype is None:
+            return PlainEmbedding(weight, weight.dtype), self(weight)
+        head = self._one_dnn(weight.to(dtype), dtype, weight, None)
+        return PlainEmbedding(head.weight, weight.dtype), head
+
+    def _packed_head(self, weight: Tensor) -> PackedLinear | None:
+        if self._pack is None or not weight.is_cpu or weight.dtype not in native.DTYPES:
+            return None
+        return self._pack(weight, out_dtype=torch.float32)
+
+    def _one_dnn(
+        self,
+        ready: Tensor,  # the weight as oneDNN is to have it
+        dtype: torch.dtype,  # that products are formed in
+        weight: Tensor,  # [out, in]
+        bias: Tensor | None,  # [out]
+    ) -> OneDnnLinear | RowLinear:
+        made = OneDnnLinear(ready, None if bias is None else bias.to(dtype), dtype)
+        key = (*weight.shape, weight.dtype, bias is None, ready.layout)
+        if key not in self._proved:
+            self._proved[key] = rows_are_independent(made, made, weight)
+        return made if self._proved[key] else RowLinear(weight, bias)
 
     def _triton(self, weight: Tensor, bias: Tensor | None) -> Linear:
         from quire.ops.triton import linear  # who needs no GPU needs no Triton

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.models.decoder import DecoderConfig, stacked_rows, weight_shapes
+from quire.ops.memory import mapped
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "model.pt", "*.pt")
@@ -134,7 +135,8 @@ class Weights(Mapping[str, Tensor]):
         shape, parts = self._shapes[name], self._sources.of(name)
         lengths = self._rows[name.split(".")[2]] if len(parts) > 1 else shape[:1]
         # Norms are small, and their weights multiply everything: they stay as exact as they came.
-        weight = torch.empty(shape, dtype=torch.float32 if "norm." in name else self._dtype, device=self._device)
+        dtype = torch.float32 if "norm." in name else self._dtype
+        weight = mapped(shape, dtype) if self._device == "cpu" else torch.empty(shape, dtype=dtype, device=self._device)
         for part, home in zip(parts, torch.split(weight, list(lengths)), strict=True):
             tensor = self._checkpoint[part]
             ours = tensor

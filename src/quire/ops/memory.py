@@ -1,4 +1,4 @@
-"""Host memory for what is read over and over: a cache's blocks, a model's weights."""
+"""Host memory for what is large: a cache's blocks, a model's weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 * 2**20  # bytes
+SMALL = 128 * 2**10  # bytes; a mapping takes whole pages and a call of the system
 
 
 def in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype, touched: int = 0) -> Tensor:
@@ -21,17 +22,30 @@ def in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype, touched: int = 0) 
     if size == 0:
         return torch.zeros(shape, dtype=dtype)
     memory = _mapping(size + HUGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
     start = -whole.data_ptr() % HUGE_PAGE
     whole[start : start + min(size, touched)].zero_()
     return whole[start : start + size].view(dtype).view(shape)
 
 
+def mapped(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory that goes back to the system as soon as no tensor holds it, unless it is SMALL.
+
+    The heap would keep it: what is freed there lies between things that stay, and fits little of what comes later.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < SMALL:
+        return torch.empty(shape, dtype=dtype)
+    if size >= HUGE_PAGE:
+        return in_huge_pages(shape, dtype)
+    return torch.frombuffer(_mapping(size), dtype=dtype).view(shape)
+
+
 def _mapping(size: int) -> mmap.mmap:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
         return mmap.mmap(-1, size)
     # Private: what processes may share gets no huge pages by default.
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

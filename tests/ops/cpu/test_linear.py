@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.errors import BadShape, Unsupported
+from quire.errors import BadShape, BadValue, Unsupported
 from quire.ops.cpu.linear import BLOCK, Packer
 from quire.ops.memory import HUGE_PAGE
 
@@ -31,8 +31,12 @@ def tensors(dtype: torch.dtype, out_size: int, in_size: int) -> tuple[Tensor, Te
     return x.to(dtype), weight.to(dtype), torch.randn(out_size, generator=gen).to(dtype)
 
 
+def whole_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.int32 if dtype == torch.float32 else torch.int16
+
+
 def as_bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+    return x.contiguous().view(whole_dtype(x.dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -130,6 +134,33 @@ def test_weights_share_memory_and_keep_apart(backend):
     x = torch.randn(2, 100, generator=gen)
     for weight, one in zip(weights, made, strict=True):
         torch.testing.assert_close(one(x), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_come_back_as_they_were_packed(backend, dtype, shape):
+    """Every bit pattern, those of NaNs too; any order, any number of threads."""
+    whole = torch.iinfo(whole_dtype(dtype))
+    gen = torch.Generator().manual_seed(shape[0])
+    bits = torch.randint(whole.min, whole.max + 1, shape, generator=gen, dtype=whole_dtype(dtype))
+    made = Packer()(bits.view(dtype), out_dtype=torch.float32)
+    places = torch.randint(0, shape[0], (1_000,), generator=gen)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        for chosen in (places, places[:1], places[:0], places[::3], torch.arange(shape[0])):
+            rows = made.weight_rows(chosen)
+            assert rows.dtype is dtype
+            assert torch.equal(as_bits(rows), bits[chosen])
+
+
+def test_rows_that_are_none_are_refused(backend):
+    made = Packer()(torch.zeros(70, 8))
+    for wrong in (-1, 70, 2**40, -(2**40)):
+        with pytest.raises(BadValue, match=f"places\\[2\\] is {wrong}; the weight has rows 0..69"):
+            made.weight_rows(torch.tensor([0, 69, wrong]))
+    for places in (torch.zeros(2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int64)):
+        with pytest.raises(BadShape, match=r"expected torch\.int64 \[T\]"):
+            made.weight_rows(places)
 
 
 def test_what_cannot_be_packed_or_multiplied_is_refused(backend):

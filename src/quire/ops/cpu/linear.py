@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.errors import BadShape, Unsupported
+from quire.errors import BadShape, BadValue, Unsupported
 from quire.ops.cpu import native
 from quire.ops.memory import in_huge_pages
 
@@ -48,6 +48,24 @@ class PackedLinear:
         params.copy = copy.data_ptr()
         self.library("linear", byref(params))
         return out
+
+    def weight_rows(
+        self,
+        places: Tensor,  # int64 [T]
+    ) -> Tensor:
+        """Those rows of the weight, with the bits that were packed: [T, in]."""
+        if places.dtype is not torch.int64 or places.dim() != 1:
+            raise BadShape(f"places is {places.dtype} {tuple(places.shape)}; expected torch.int64 [T]")
+        places = places.contiguous()
+        rows = torch.empty(len(places), self.in_size, dtype=self.dtype)
+        sizes = (self.out_size, self.in_size)
+        dtype = native.DTYPES[self.dtype]
+        wrong = self.library(
+            "unpack", self.packed.data_ptr(), *sizes, places.data_ptr(), len(places), rows.data_ptr(), dtype
+        )
+        if wrong >= 0:
+            raise BadValue(f"places[{wrong}] is {int(places[wrong])}; the weight has rows 0..{self.out_size - 1}")
+        return rows
 
     def copied_lanes(self, stride: int) -> int:
         """fp32 numbers that the kernel needs for each row of x, whose rows lie so many numbers apart."""

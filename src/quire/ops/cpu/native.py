@@ -163,6 +163,7 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "linear": (None, (POINTER(LinearParams),)),
     "program": (_L, (POINTER(ProgramParams),)),
     "pack": (None, (_P, _L, _L, _L, _P, _I)),
+    "unpack": (_L, (_P, _L, _L, _P, _L, _P, _I)),
     "swiglu": (None, (_P, _L, _P, _L, _L, _I)),
     "gelu": (None, (_P, _L, _L, _L, _P, _L, _L, _I, _I)),
     "logsumexp": (None, (_P, _L, _P, _L, _L)),

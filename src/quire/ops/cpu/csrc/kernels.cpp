@@ -140,6 +140,16 @@ ENTRY(pack)(
     with_kind(dtype, [&]<class K>() { pack<K>(parallel_for, weight, row_stride, rows, in, packed); });
 }
 
+// Rows of a weight of [rows, in] that was packed. Writes nothing and returns a place in `places` that is no row, or -1.
+extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(unpack, QUIRE_ISA)(
+    ParallelFor parallel_for, const void* packed, int64_t rows, int64_t in, const int64_t* places, int64_t count, void* to,
+    int32_t dtype) {
+    for (int64_t i = 0; i < count; i++)
+        if (places[i] < 0 || places[i] >= rows) return i;
+    with_kind(dtype, [&]<class K>() { unpack<K>(parallel_for, packed, in, places, count, to); });
+    return -1;
+}
+
 ENTRY(swiglu)(ParallelFor parallel_for, const void* x, int64_t stride, void* out, int64_t rows, int64_t dim, int32_t dtype) {
     with_element(dtype, [&](auto element) {
         using E = decltype(element);

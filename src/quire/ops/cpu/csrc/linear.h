@@ -203,4 +203,19 @@ static void pack(ParallelFor parallel_for, const void* weight, int64_t row_strid
     });
 }
 
+// Rows of the weight, bit for bit what was packed: to[i] is row places[i]. A row has some numbers of each of its strip's cache
+// lines, so reading one costs as many bytes as W rows have.
+template <class K>
+static void unpack(
+    ParallelFor parallel_for, const void* packed, int64_t in, const int64_t* places, int64_t count, void* to) {
+    using T = typename K::E::T;
+    const int64_t lanes = (in + K::PAIR - 1) / K::PAIR, whole = in / K::PAIR;
+    parallel(parallel_for, count, rows_a_thread(in * W), [&](int64_t i) {
+        const T* from = (const T*)packed + (places[i] / W * lanes * W + places[i] % W) * K::PAIR;
+        T* row = (T*)to + i * in;
+        for (int64_t k = 0; k < whole; k++) memcpy(row + k * K::PAIR, from + k * W * K::PAIR, K::PAIR * sizeof(T));
+        if (whole < lanes) row[in - 1] = from[whole * W * K::PAIR];
+    });
+}
+
 }  // namespace
