@@ -85,8 +85,8 @@ def test_longrope_goes_by_max_model_len(tmp_path: Path) -> None:
     rope = {
         "rope_type": "longrope",
         "rope_theta": 1e4,
-        "short_factor": [1.0] * 4,
-        "long_factor": [3.0 + i for i in range(4)],
+        "short_factor": [1.0] * 8,
+        "long_factor": [3.0 + i for i in range(8)],
         "original_max_position_embeddings": 32,
         "factor": 4.0,
     }

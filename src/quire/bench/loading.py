@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import re
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 from quire import ops
 from quire.config import EngineConfig
 from quire.models import load_model, locate
-from quire.models.decoder import weight_shapes
+from quire.models.weights import Checkpoint
 
 PROGRAM = "import sys; from quire.bench.loading import report; report(sys.argv[1])"
 STATUS = Path("/proc/self/status")  # where Linux tells how much memory a process has
@@ -78,17 +77,15 @@ def report(model: str) -> None:
     watcher = Thread(target=watch)
     watcher.start()
     try:
-        decoder = load_model(directory, config, backend)
+        loaded = load_model(directory, config, backend)
     finally:
         done.set()
         watcher.join()
     gc.collect()
     resident = _memory()[0]
+    checkpoint = Checkpoint(directory)
     found = Loading(
-        weights=sum(
-            math.prod(shape) * (4 if "norm." in name else decoder.dtype.itemsize)
-            for name, shape in weight_shapes(decoder.config).items()
-        ),
+        weights=sum(checkpoint[name].numel() for name in checkpoint.names) * loaded.dtype.itemsize,
         peak=max(highest[0], resident) - anonymous,
         resident=resident - anonymous,
         mapped=highest[1] - files,

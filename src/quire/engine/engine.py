@@ -165,9 +165,7 @@ def build_engine(model: Model, ops: Ops, config: EngineConfig) -> Engine:
     """
     decoder, cache_config = model.config, config.cache
     if config.reproducible and not model.rows_keep_bits:
-        raise Unsupported(
-            "reproducible is True; a row's bits may depend on the batch with what transformers computes"
-        )
+        raise Unsupported("reproducible is True; a row's bits may depend on the batch with what transformers computes")
     groups, block_size = decoder.groups, cache_config.block_size
     shape = (decoder.num_kv_heads, decoder.head_dim, model.dtype)
     block_bytes = bytes_per_block(groups, block_size, *shape)

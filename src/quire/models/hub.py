@@ -21,7 +21,14 @@ from quire.batch import Batch
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.models.hub_attention import NAME, LayerCall, PagedPass, Pass, Passes, Recorder, attention
-from quire.models.hub_modules import leave_files, replace_activations, replace_linears, replace_rope, rows_depend
+from quire.models.hub_modules import (
+    leave_files,
+    replace_activations,
+    replace_linears,
+    replace_rope,
+    replace_tied_embedding,
+    rows_depend,
+)
 from quire.models.linear import LinearFactory
 from quire.models.model import ModelShape
 from quire.ops import AttentionPlan, Ops
@@ -46,7 +53,9 @@ class HubModel:
         self.dtype, self.device = model.dtype, model.device
         self._lock = Lock()
         self._passes = Passes()
-        replace_linears(model, LinearFactory(reproducible))
+        make = LinearFactory(reproducible)
+        replace_tied_embedding(model, make)
+        replace_linears(model, make)
         replace_activations(model, ops)
         replace_rope(model, max_model_len)
         leave_files(model)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
+from quire.models.embedding import Embedding, PlainEmbedding
 from quire.models.linear import Linear, LinearFactory
 from quire.ops import Ops
 
@@ -28,6 +29,25 @@ GELUS: dict[type, Literal["none", "tanh"]] = {
 SILUS = (activations.SiLUActivation, nn.SiLU)
 # Functions of torch whose bits depend on where a number stands in its array.
 BY_PLACE = re.compile(r"\b(sigmoid|silu|softplus|approximate=)")
+
+
+def replace_tied_embedding(model: Any, make: LinearFactory) -> None:
+    """One weight of ours where the output projection is the embedding."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None or head.weight is not embedding.weight:
+        return
+    # Some multiply what they look up; whether that is all is tried out.
+    scale = getattr(embedding, "embed_scale", None)
+    tokens = torch.arange(min(8, len(head.weight)), device=head.weight.device)
+    ours = _Embedding(PlainEmbedding(head.weight.detach(), head.weight.dtype), scale, head.weight)
+    if not torch.equal(embedding(tokens), ours(tokens)):
+        return
+    ours.rows, linear = make.tied(head.weight.detach())
+    for old, new in ((embedding, ours), (head, _PackedModule(linear, head.weight))):
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if child is old:
+                    setattr(module, name, new)
 
 
 def replace_linears(model: Any, make: LinearFactory) -> None:
@@ -74,6 +94,21 @@ def rows_depend(model: nn.Module) -> str | None:
     if found := BY_PLACE.search(inspect.getsource(sys.modules[type(model).__module__])):
         return f"its code uses torch's {found[1].rstrip('=')}"
     return None
+
+
+class _Embedding(nn.Module):
+    """Rows of a weight that the output projection has, too."""
+
+    def __init__(self, rows: Embedding, scale: Any, weight: Tensor) -> None:
+        super().__init__()
+        self.rows, self._scale = rows, scale
+        self.weight = torch.empty_like(weight, device="meta")
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        found = self.rows(token_ids.flatten()).view(*token_ids.shape, -1)
+        if self._scale is None:
+            return found
+        return found * (self._scale.to(found.dtype) if isinstance(self._scale, Tensor) else self._scale)
 
 
 class _PackedModule(nn.Module):

@@ -72,7 +72,8 @@ def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: lis
     if isinstance(value, dict):
         return {inner: _small(str(inner), content, {**raw, **value}, depth, chosen) for inner, content in value.items()}
     if key in FACTORS and isinstance(value, list):
-        return value[: int(HEAD_DIM * (raw.get("partial_rotary_factor") or 1.0)) // 2]
+        pairs = int(HEAD_DIM * (raw.get("partial_rotary_factor") or 1.0)) // 2
+        return (value * pairs)[:pairs]
     if isinstance(value, list) and depth and len(value) == depth:
         return [_small(key, value[layer], raw, 0, chosen) for layer in chosen]
     if TOKENS.fullmatch(key):
