@@ -167,13 +167,13 @@ class LLM:
         continuation. White space at the prompt's end counts as the continuation's beginning, since tokens hold it
         there. That is how lm_eval does it; special tokens stand before the prompt, if the tokenizer has any.
 
-        An empty prompt is one of these special tokens; without any it is refused, as nothing would stand before the
-        continuation's first token. Prompts of the same beginning are computed once, where there is a prefix cache.
+        An empty prompt is refused if no special token stands before it, as nothing would stand before the
+        continuation's first token. What prompts have in common is computed once, where there is a prefix cache.
 
         Raises RequestError for a pair that is invalid or can never fit; then nothing was computed. A pair whose step
         failed has no logprobs and says why in its `error`; the others are not affected.
         """
-        firsts, seconds = _listed(prompts), _listed(continuations)
+        firsts, seconds = _listed(prompts), _listed(continuations, "continuations")
         if len(firsts) != len(seconds):
             raise RequestError(f"{len(firsts)} prompts were given with {len(seconds)} continuations; give one each")
         requests: list[tuple[Request, RequestOutput]] = []
@@ -329,13 +329,13 @@ def _priorities(priority: Sequence[int] | None, count: int) -> list[int]:
     return priorities
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _listed(prompts: Prompt | Sequence[Prompt], name: str = "prompts") -> list[Prompt]:
     """The prompts as a list, also where a single one was given: a text, a mapping, or one list of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise RequestError(
-            f"prompts is a {type(prompts).__name__}; give a text, a list of token ids, or a list of these"
+            f"{name} is a {type(prompts).__name__}; give a text, a list of token ids, or a list of these"
         )
     if len(prompts) > 0 and isinstance(prompts[0], Integral):
         return [cast(Prompt, prompts)]

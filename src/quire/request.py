@@ -193,9 +193,9 @@ class Request:
     priority: int = 0  # lower comes first, where the scheduling policy asks for it
     cache_salt: str = ""  # only requests with the same one share blocks: a tenant's secret
     group: Group | None = None  # its siblings and itself
-    task: Task = Task.GENERATE
     steered: bool = False  # a driver chooses its tokens: the engine reports logprobs, and waits for Engine.extend
     guide: Guide | None = None  # which tokens it may draw, where not all of them; its own, not a sibling's
+    task: Task = Task.GENERATE
     allowed: NDArray[np.int32] | None = None  # what its guide allows next; set by Engine, then by Scheduler
     num_computed: int = 0  # tokens that need not be computed any more; set by BlockManager
     num_cached: int = 0  # tokens whose K and V it found in the cache, and must not write; set by BlockManager
