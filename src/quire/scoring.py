@@ -49,8 +49,8 @@ def check_pair(number: int, before: list[int], behind: list[int]) -> None:
     """Raise RequestError, naming the pair, where there is nothing to score or nothing to score it by."""
     if not behind:
         raise RequestError(
-            f"continuation {number} has no token of its own behind prompt {number}; it needs at least one, so give "
-            f"more text, or both as token ids"
+            f"continuation {number} has no token of its own behind prompt {number}: it is empty or becomes one token "
+            f"with the prompt's end; cut the text elsewhere, or give token ids"
         )
     if not before:
         raise RequestError(
