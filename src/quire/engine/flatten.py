@@ -70,14 +70,17 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         )
         for g, (slots, tables) in enumerate(zip(buffers.slots, buffers.block_tables, strict=True))
     )
+    ends = starts[1:].tolist()
     # Rows to draw behind: the last one of a request, with the number of guesses up to it.
     drawn = [
         (item.request, end - 1 - len(item.guesses) + ahead, ahead)
-        for item, end in zip(items, starts[1:].tolist(), strict=True)
+        for item, end in zip(items, ends, strict=True)
         if item.samples
         for ahead in range(len(item.guesses) + 1)
     ]
-    embedded = [(item.request.id, end - 1) for item, end in zip(items, starts[1:].tolist(), strict=True) if item.embeds]
+    embedded: list[tuple[str, int]] = []
+    if len(drawn) < t:  # else every row draws
+        embedded = [(item.request.id, end - 1) for item, end in zip(items, ends, strict=True) if item.embeds]
     return Batch(
         token_ids=torch.from_numpy(buffers.token_ids[:t]),
         positions=torch.from_numpy(buffers.positions[:t]),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+GENERATE = Task.GENERATE  # asked of each request in each step: a name is found sooner than an enum's member
 INVALID_TOKEN = -1  # what the sampler returns for a row without a finite logit
 
 
@@ -32,12 +33,13 @@ class PlanItem(NamedTuple):
     @property
     def samples(self) -> bool:
         """Whether the last of these tokens is the request's last, so that the next one is drawn."""
-        return self.num_new == self.request.num_missing and self.request.task is Task.GENERATE
+        request = self.request  # asked of every request in every step, so num_missing is written out
+        return self.num_new == len(request.tokens) - request.num_computed and request.task is GENERATE
 
     @property
     def embeds(self) -> bool:
         """Whether the last of these tokens is the last one of a prompt that is embedded."""
-        return self.num_new == self.request.num_missing and self.request.task is Task.EMBED
+        return self.request.task is Task.EMBED and self.num_new == self.request.num_missing
 
 
 @dataclass

@@ -13,7 +13,7 @@ from quire.cache.manager import BlockManager, Move
 from quire.cache.usage import CacheUsage, cache_usage
 from quire.engine.limits import check_size
 from quire.engine.order import BLIND_TO_PRIORITY, Order, first_come_first_served
-from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
+from quire.engine.plan import GENERATE, INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.engine.queue import PLACE, PlaceList, WaitingQueue
 from quire.engine.sharing import ComingBlocks, unborn
 from quire.engine.speculation import PromptLookup
@@ -95,7 +95,7 @@ class Scheduler:
 
     def longest(self, request: Request) -> int:
         """Tokens, prompt included, at which the request ends at the latest."""
-        asked = request.sampling.max_tokens if request.task is Task.GENERATE else 0
+        asked = request.sampling.max_tokens if request.task is GENERATE else 0
         return self.max_model_len if asked is None else min(self.max_model_len, request.num_prompt + asked)
 
     def add(self, request: Request) -> None:
@@ -389,7 +389,8 @@ class Scheduler:
             if self.lookup is not None:
                 self.lookup.judge(request, 0)
             return None
-        token = output.tokens[request.id] if item.samples else None
+        is_last = num_new == len(request.tokens) - request.num_computed
+        token = output.tokens[request.id] if is_last and request.task is GENERATE else None
         if token == INVALID_TOKEN or (token is None and output.is_broken(item)):  # what it computed is not to be shared
             return self._end_without_number(request)
         if token is not None and request.group is not None and request.num_generated == 0:
@@ -398,7 +399,7 @@ class Scheduler:
         prompt_logprobs = output.prompt_logprobs.get(request.id, ())
         request.num_prompt_logprobs += len(prompt_logprobs)
         if token is None:
-            if request.num_missing == 0:  # all that it asked for
+            if is_last:  # all that it asked for
                 event = Event(request.id, prompt_logprobs=prompt_logprobs, finish_reason=FinishReason.LENGTH)
                 return self._end(event._replace(hidden_state=output.hidden_states.get(request.id)))
             return Event(request.id, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
