@@ -23,7 +23,12 @@ MAY_IMPORT = {
     "models": {"errors", "request", "config", "ops", "batch", "cache"},
     "engine": {"errors", "request", "config", "ops", "batch", "cache", "models"},
     "text": {"errors", "request", "config", "ops", "batch", "cache", "models", "engine"},
-    "llm": {"errors", "request", "config", "ops", "batch", "cache", "models", "engine", "text", "progress"},
+    "embedding": {"errors", "request", "text"},
+    "scoring": {"errors", "request", "text"},
+    "llm": {
+        *("errors", "request", "config", "ops", "batch", "cache", "models", "engine", "text", "progress"),
+        *("embedding", "scoring"),
+    },
 }
 FACES = {"bench", "cli", "server", "__init__", "__main__"}  # may import everything
 

@@ -1,9 +1,9 @@
 """Batch: a step's plan as tensors. The only thing that models and runners see of it.
 
-Letters as in `quire.ops.interface`; P is the number of prompt positions whose logprobs are asked for, K of entries in
-a sparse list, W of bytes with a bit for each token. All tensors lie on the host; those of T and S entries are views of
-buffers that the next step overwrites. What a model reads as tensors of its device, token ids and positions, the runner
-sends there.
+Letters as in `quire.ops.interface`; P is the number of prompt positions whose logprobs are asked for, E of prompts that
+are embedded, K of entries in a sparse list, W of bytes with a bit for each token. All tensors lie on the host; those of
+T and S entries are views of buffers that the next step overwrites. What a model reads as tensors of its device, token
+ids and positions, the runner sends there.
 """
 
 from __future__ import annotations
@@ -99,6 +99,13 @@ class PromptRows:
     request_ids: list[str]  # [P]
 
 
+class EmbedRows(NamedTuple):
+    """Rows whose hidden states are asked for: those of the last tokens of prompts that are embedded."""
+
+    rows: torch.Tensor  # int64 [E], query rows, ascending
+    request_ids: list[str]  # [E]
+
+
 @dataclass(frozen=True)
 class Batch:
     """One step's work, flattened: all sequences' new tokens in one row of T."""
@@ -112,3 +119,4 @@ class Batch:
     logit_ids: list[str]  # [R], their requests
     sampling: SamplingRows
     prompt: PromptRows
+    embed: EmbedRows

@@ -1,4 +1,4 @@
-"""LLM: the offline face. Prompts in, texts out."""
+"""LLM: the offline face. Prompts in; texts, embeddings or log-likelihoods out."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, cast
 
 from quire import ops
 from quire.config import EngineConfig, engine_config
+from quire.embedding import EmbeddingRequestOutput, check_dimensions, embedding_output, embedding_request
 from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine, build_engine
@@ -18,6 +19,7 @@ from quire.errors import QuireError, RequestError, Unsupported, check_integer
 from quire.models import check_device, load_model, locate
 from quire.progress import progress_bar
 from quire.request import MAX_PRIORITY, Request, SamplingParams
+from quire.scoring import ScoreOutput, check_pair, encode_pair, score_output, score_request
 from quire.text import (
     BeamSearchOutput,
     OutputProcessor,
@@ -74,15 +76,7 @@ class LLM:
         Raises RequestError for a prompt that is invalid or can never fit; then nothing was computed. A prompt whose
         step failed has the finish_reason "error" and says why in its `error`; the others are not affected.
         """
-        outputs: dict[str, RequestOutput] = {}
-        requests = self._requests(prompts, sampling_params, priority)
-        total = len({output.request_id for _, output in requests})
-        with progress_bar("prompts", total) if use_tqdm else nullcontext(lambda: None) as advance:
-            for output in self._run(requests):
-                if output.finished:
-                    outputs[output.request_id] = output
-                    advance()
-        return [outputs[request_id] for request_id in dict.fromkeys(output.request_id for _, output in requests)]
+        return self._finished(self._requests(prompts, sampling_params, priority), use_tqdm)
 
     def stream(
         self,
@@ -133,9 +127,96 @@ class LLM:
             for text, tokens, driver in searches
         ]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """An embedding of each prompt: the hidden state of its last token behind the final norm, of length 1, in fp32.
+
+        The results are in the prompts' order. prompts, use_tqdm and priority are those of `generate`; prompts are
+        computed in the same batches, with the same prefix cache, and no token is drawn. dimensions: keep the first so
+        many numbers, for models that were trained so that these say nearly as much; they are normalised then.
+
+        Raises RequestError for a prompt that is invalid or can never fit; then nothing was computed. A prompt whose
+        step failed has no numbers and says why in its `error`; the others are not affected.
+        """
+        check_dimensions(dimensions, self.hidden_size)
+        listed = _listed(prompts)
+        requests: list[tuple[Request, RequestOutput]] = []
+        for prompt, place in zip(listed, _priorities(priority, len(listed)), strict=True):
+            text, tokens, salt = self._encoded(prompt)
+            requests.append(embedding_request(self._next_name(), text, tokens, place, salt))
+        return [embedding_output(output, dimensions) for output in self._finished(requests, use_tqdm)]
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: str | Sequence[int] | Sequence[str | Sequence[int]],
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[ScoreOutput]:
+        """How probable each continuation is behind its prompt, one for each; the results are in the prompts' order.
+
+        A text goes with a text and token ids with token ids, which are joined as they are. Of texts, the prompt with
+        the continuation behind it is taken apart as a whole, and what goes beyond the prompt's own tokens is the
+        continuation. White space at the prompt's end counts as the continuation's beginning, since tokens hold it
+        there. That is how lm_eval does it; special tokens stand before the prompt, if the tokenizer has any.
+
+        An empty prompt is refused if no special token stands before it, as nothing would stand before the
+        continuation's first token. What prompts have in common is computed once, where there is a prefix cache.
+
+        Raises RequestError for a pair that is invalid or can never fit; then nothing was computed. A pair whose step
+        failed has no logprobs and says why in its `error`; the others are not affected.
+        """
+        firsts, seconds = _listed(prompts), _listed(continuations, "continuations")
+        if len(firsts) != len(seconds):
+            raise RequestError(f"{len(firsts)} prompts were given with {len(seconds)} continuations; give one each")
+        requests: list[tuple[Request, RequestOutput]] = []
+        starts: list[tuple[str | None, str | None, int]] = []  # of each pair its texts, and the prompt's tokens
+        for i, place in enumerate(_priorities(priority, len(firsts))):
+            prompt, salt = _parsed(firsts[i])
+            continuation, _ = _parsed(seconds[i], "continuation")
+            texts: tuple[str | None, str | None] = (None, None)
+            if isinstance(prompt, str) and isinstance(continuation, str):
+                texts = (prompt, continuation)
+                before, behind = encode_pair(self._tokenizer_for(prompt), prompt, continuation)
+            elif isinstance(prompt, str) or isinstance(continuation, str):
+                kinds = ["a text" if isinstance(x, str) else "token ids" for x in (prompt, continuation)]
+                raise RequestError(
+                    f"prompt {i} is {kinds[0]} and its continuation {kinds[1]}; give both as texts or both as token ids"
+                )
+            else:
+                before, behind = prompt, continuation
+            check_pair(i, before, behind)
+            requests.append(score_request(self._next_name(), before, behind, place, salt))
+            starts.append((*texts, len(before)))
+        ended = self._finished(requests, use_tqdm)
+        return [score_output(output, *start) for output, start in zip(ended, starts, strict=True)]
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of an embedding."""
+        return self.decoder.config.hidden_size
+
     def reset_prefix_cache(self) -> None:
         """Forget all blocks that later prompts could reuse."""
         self.engine.reset_prefix_cache()
+
+    def _finished(self, requests: list[tuple[Request, RequestOutput]], use_tqdm: bool) -> list[RequestOutput]:
+        """Run the requests to their ends: their outputs, in the order in which they were given."""
+        outputs: dict[str, RequestOutput] = {}
+        names = list(dict.fromkeys(output.request_id for _, output in requests))
+        with progress_bar("prompts", len(names)) if use_tqdm else nullcontext(lambda: None) as advance:
+            for output in self._run(requests):
+                if output.finished:
+                    outputs[output.request_id] = output
+                    advance()
+        return [outputs[name] for name in names]
 
     def _run(self, requests: list[tuple[Request, RequestOutput]]) -> Iterator[RequestOutput]:
         for request, _ in requests:
@@ -176,11 +257,7 @@ class LLM:
     ) -> list[tuple[Request, RequestOutput]]:
         """A request for each sample of each prompt, with the output that it belongs to."""
         listed = _listed(prompts)
-        priorities = [0] * len(listed) if priority is None else list(priority)
-        if len(priorities) != len(listed):
-            raise RequestError(f"{len(listed)} prompts were given with {len(priorities)} priorities; give one each")
-        for i, value in enumerate(priorities):
-            check_integer(RequestError, f"priority[{i}]", value, -MAX_PRIORITY, MAX_PRIORITY)
+        priorities = _priorities(priority, len(listed))
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             each = [sampling_params or SamplingParams()] * len(listed)
         else:
@@ -208,36 +285,57 @@ class LLM:
 
     def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
         """The prompt's text, if it has one, its tokens and its cache_salt."""
-        salt = ""
-        if isinstance(prompt, Mapping):
-            salt = prompt.get("cache_salt", "")
-            if not isinstance(salt, str):
-                raise RequestError(f"cache_salt is {salt!r}; it must be a text")
-            keys = set(prompt) - {"cache_salt"}
-            if keys == {"prompt_token_ids"}:
-                prompt = prompt["prompt_token_ids"]
-            elif keys == {"prompt"}:
-                prompt = prompt["prompt"]
-            else:
-                raise RequestError(f"a prompt has the keys {sorted(keys)}; give either 'prompt' or 'prompt_token_ids'")
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(f"{prompt[:40]!r} is a text, and this model has no tokenizer; give token ids")
-            return prompt, self.tokenizer.encode(prompt), salt
-        if not isinstance(prompt, Sequence):
-            raise RequestError(f"a prompt is a {type(prompt).__name__}; give a text or a list of token ids")
-        for i, token in enumerate(prompt):
-            check_integer(RequestError, f"prompt token {i}", token, 0, 2**31 - 1)
-        return None, [int(token) for token in prompt], salt
+        given, salt = _parsed(prompt)
+        if isinstance(given, str):
+            return given, self._tokenizer_for(given).encode(given), salt
+        return None, given, salt
+
+    def _tokenizer_for(self, text: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{text[:40]!r} is a text, and this model has no tokenizer; give token ids")
+        return self.tokenizer
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _parsed(prompt: Prompt, what: str = "prompt") -> tuple[str | list[int], str]:
+    """The prompt's text or tokens, and its cache_salt. what: its name in errors; only a prompt may be a mapping."""
+    salt = ""
+    if isinstance(prompt, Mapping) and what == "prompt":
+        salt = prompt.get("cache_salt", "")
+        if not isinstance(salt, str):
+            raise RequestError(f"cache_salt is {salt!r}; it must be a text")
+        keys = set(prompt) - {"cache_salt"}
+        if keys == {"prompt_token_ids"}:
+            prompt = prompt["prompt_token_ids"]
+        elif keys == {"prompt"}:
+            prompt = prompt["prompt"]
+        else:
+            raise RequestError(f"a prompt has the keys {sorted(keys)}; give either 'prompt' or 'prompt_token_ids'")
+    if isinstance(prompt, str):
+        return prompt, salt
+    if not isinstance(prompt, Sequence):
+        raise RequestError(f"a {what} is a {type(prompt).__name__}; give a text or a list of token ids")
+    for i, token in enumerate(prompt):
+        check_integer(RequestError, f"{what} token {i}", token, 0, 2**31 - 1)
+    return [int(token) for token in prompt], salt
+
+
+def _priorities(priority: Sequence[int] | None, count: int) -> list[int]:
+    """A priority for each of that many prompts."""
+    priorities = [0] * count if priority is None else list(priority)
+    if len(priorities) != count:
+        raise RequestError(f"{count} prompts were given with {len(priorities)} priorities; give one each")
+    for i, value in enumerate(priorities):
+        check_integer(RequestError, f"priority[{i}]", value, -MAX_PRIORITY, MAX_PRIORITY)
+    return priorities
+
+
+def _listed(prompts: Prompt | Sequence[Prompt], name: str = "prompts") -> list[Prompt]:
     """The prompts as a list, also where a single one was given: a text, a mapping, or one list of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Sequence):
         raise RequestError(
-            f"prompts is a {type(prompts).__name__}; give a text, a list of token ids, or a list of these"
+            f"{name} is a {type(prompts).__name__}; give a text, a list of token ids, or a list of these"
         )
     if len(prompts) > 0 and isinstance(prompts[0], Integral):
         return [cast(Prompt, prompts)]

@@ -25,9 +25,17 @@ class FinishReason(str, Enum):
     """Why a request ended. The first two are OpenAI's."""
 
     STOP = "stop"  # a stop token or stop string
-    LENGTH = "length"  # max_tokens or the longest sequence that the engine serves
+    LENGTH = "length"  # max_tokens or the longest sequence that the engine serves; or no token was asked for
     ABORT = "abort"  # the caller took it back
     ERROR = "error"  # a step failed
+
+
+class Task(str, Enum):
+    """What a request is to bring. Where that is no new token, it ends when its prompt is computed."""
+
+    GENERATE = "generate"  # tokens behind the prompt
+    SCORE = "score"  # logprobs of the prompt's tokens, as prompt_logprobs asks for them
+    EMBED = "embed"  # the hidden state of the prompt's last token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +114,7 @@ class Miss(str, Enum):
     DIFFERS = "differs"  # the nearest cached sequence goes on with another token
     EVICTED = "evicted"  # it was there, and its memory was needed
     SALT = "salt"  # it is there, under another cache_salt
-    PROMPT_LOGPROBS = "prompt_logprobs"  # these need every position computed
+    PROMPT_LOGPROBS = "prompt_logprobs"  # these need their positions computed
     DISABLED = "disabled"  # there is no prefix cache
 
 
@@ -133,7 +141,7 @@ class PrefixReport:
             Miss.EVICTED: f"the block of tokens {self.num_cached}..{self.num_cached + self.block_size - 1} was evicted "
             f"{self.seconds_ago or 0:.1f} s before",
             Miss.SALT: "its first block is cached under another cache_salt",
-            Miss.PROMPT_LOGPROBS: "prompt_logprobs need every position computed",
+            Miss.PROMPT_LOGPROBS: "logprobs of the prompt's tokens need the positions before these computed",
             Miss.DISABLED: "the prefix cache is off",
         }[self.miss]
         return f"{told}, of {full} in full blocks: {reason}"
@@ -187,6 +195,7 @@ class Request:
     group: Group | None = None  # its siblings and itself
     steered: bool = False  # a driver chooses its tokens: the engine reports logprobs, and waits for Engine.extend
     guide: Guide | None = None  # which tokens it may draw, where not all of them; its own, not a sibling's
+    task: Task = Task.GENERATE
     allowed: NDArray[np.int32] | None = None  # what its guide allows next; set by Engine, then by Scheduler
     num_computed: int = 0  # tokens that need not be computed any more; set by BlockManager
     num_cached: int = 0  # tokens whose K and V it found in the cache, and must not write; set by BlockManager
@@ -200,7 +209,7 @@ class Request:
     place: tuple[float, int, int] = (0, -1, -1)  # in the order of service, siblings side by side; set by Scheduler
     seed: int = 0  # key of its random numbers, as given or derived; set by Engine
     ending_tokens: frozenset[int] = frozenset()  # stop tokens and the model's own end tokens; set by Engine
-    num_prompt_logprobs: int = 0  # prompt positions already reported; set by Scheduler
+    num_prompt_logprobs: int = 0  # prompt positions already reported, or not asked for; advanced by Scheduler
     finish_reason: FinishReason | None = None  # set by Scheduler, or asked for by Engine.finish
 
     @property
@@ -229,3 +238,4 @@ class Event(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_token: int | None = None  # the stop token that ended the request, where one other than EOS did
     error: str | None = None  # what failed, with FinishReason.ERROR
+    hidden_state: NDArray[np.float32] | None = None  # [H], of the prompt's last token, where asked for

@@ -11,13 +11,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from quire.engine.beam import Hypothesis
 from quire.engine.engine import Engine
 from quire.errors import ModelError, RequestError
-from quire.request import Event, FinishReason, Group, PrefixReport, Request, SamplingParams, TokenLogprobs
+from quire.request import Event, FinishReason, Group, PrefixReport, Request, SamplingParams, Task, TokenLogprobs
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 log = logging.getLogger("quire")
 
@@ -63,6 +68,12 @@ class Tokenizer:
     def max_token_length(self) -> int:
         """Characters that a token stands for at most, or a few more: its bytes are written as letters."""
         return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
+
+    @cached_property
+    def leading_tokens(self) -> list[int]:
+        """The special tokens that the model expects before a prompt."""
+        plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(plain)] == plain), [])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The text's tokens; if asked for, with the special tokens that the model expects around a prompt.
@@ -218,6 +229,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token, which nothing precedes
     prefix_report: PrefixReport | None = None  # what the prefix cache had; None until it runs
+    # [H], of the prompt's last token, of a request that is to bring nothing else.
+    hidden_state: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
     num_running: int = field(init=False, repr=False)  # samples that have not ended
 
     def __post_init__(self) -> None:
@@ -324,7 +337,7 @@ class OutputProcessor:
         sampling, sample = request.sampling, output.outputs[request.sample_index]
         detokenizer = (
             Detokenizer(self._tokenizer, output.prompt_token_ids, sampling.skip_special_tokens)
-            if self._tokenizer
+            if self._tokenizer and request.task is Task.GENERATE
             else None
         )
         self._engine.add(request)
@@ -366,6 +379,8 @@ class OutputProcessor:
         output = sample.output
         if sample.request.prompt_logprobs is not None and output.index == 0:
             sample.request.prompt_logprobs += [self._candidates(position) for position in event.prompt_logprobs]
+        if event.hidden_state is not None:
+            sample.request.hidden_state = event.hidden_state
         if event.token is not None:
             output.token_ids.append(event.token)
             if event.logprobs is not None and output.logprobs is not None:

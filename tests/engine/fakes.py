@@ -108,10 +108,22 @@ class FakeRunner:
             assert all(pasts[-1][len(pasts[-1]) - len(past) :] == past for past in seen)
         output = StepOutput({})
         window = 0 if None in self.windows else max(self.windows)
+
+        def context_of(row: int) -> list[int]:
+            s = bisect_right(starts, row) - 1
+            return pasts[s][: len(pasts[s]) - (starts[s + 1] - 1 - row)][-window:]
+
+        for request_id, row in zip(batch.embed.request_ids, batch.embed.rows.tolist(), strict=True):
+            output.hidden_states[request_id] = np.array([digest(context_of(row))], np.float32)
+        prompt = batch.prompt
+        for request_id, row, token in zip(
+            prompt.request_ids, prompt.rows.tolist(), prompt.tokens.tolist(), strict=True
+        ):
+            told = output.prompt_logprobs.get(request_id, ())
+            output.prompt_logprobs[request_id] = (*told, logprobs_after(context_of(row), token))
         drawn = zip(batch.logit_ids, batch.logit_rows.tolist(), batch.sampling.num_logprobs.tolist(), strict=True)
         for request_id, row, num_logprobs in drawn:
-            s = bisect_right(starts, row) - 1
-            context = pasts[s][: len(pasts[s]) - (starts[s + 1] - 1 - row)][-window:]
+            context = context_of(row)
             token = self.model(context)
             logprobs = logprobs_after(context, token)
             if request_id not in output.tokens:

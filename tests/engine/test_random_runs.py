@@ -24,8 +24,8 @@ from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.engine.sharing import unborn
 from quire.engine.simulate import Simulation
 from quire.engine.speculation import PromptLookup
-from quire.request import Event, FinishReason, Group, Request, SamplingParams, TokenLogprobs
-from tests.engine.fakes import CIRCLE, FakeRunner, circling, continuation, forget_free_blocks, logprobs_after
+from quire.request import Event, FinishReason, Group, Request, SamplingParams, Task, TokenLogprobs
+from tests.engine.fakes import CIRCLE, FakeRunner, circling, continuation, digest, forget_free_blocks, logprobs_after
 from tests.engine.test_cache_events import Replay
 
 GROUPS = (
@@ -46,6 +46,7 @@ MAX_MODEL_LEN = 40
 # What every shard must have seen, so that the runs prove something about it.
 SEEN = """
 preempted, swapped out, swapped in, restarted, restarted from the host, copied, found a prefix, forked, refused, failed
+embedded, scored, preempted without drawing
 aborted waiting, aborted running, aborted swapped, aborted unborn, aborted as it was preempted, aborted as it computed
 """.replace("\n", ", ").strip(", ").split(", ")  # fmt: skip
 
@@ -135,6 +136,9 @@ class RandomRun(Simulation):
                 self.break_things()
         self.asked: dict[str, Request] = {}
         self.reasons: dict[str, FinishReason] = {}
+        self.of_prompts: dict[str, list[TokenLogprobs]] = {}
+        self.states: dict[str, list[float]] = {}
+        self.wanted_from: dict[str, int] = {}  # the first position of a prompt of which logprobs are asked for
         self.to_come = [self.unit(f"u{i}") for i in range(rng.randint(1, 8))]
         self.searches: dict[Group, Search] = {}
         self.abort_rate = rng.choice([0.0, 0.0, 0.05, 0.3])
@@ -173,7 +177,13 @@ class RandomRun(Simulation):
         prompt_logprobs = 0 if rng.random() < 0.1 and not (group and steered) else None  # no beam search has any
         sampling = SamplingParams(max_tokens=rng.randint(1, 20), prompt_logprobs=prompt_logprobs)
         if group is None:
-            return [Request(f"{name}", prompt, len(prompt), sampling, 0, priority, salt)]
+            task = rng.choice([Task.GENERATE] * 3 + [Task.EMBED, Task.SCORE])
+            request = Request(f"{name}", prompt, len(prompt), sampling, 0, priority, salt, task=task)
+            if task is Task.SCORE:
+                request.sampling = replace(sampling, prompt_logprobs=0)
+                request.num_prompt_logprobs = rng.randrange(len(prompt))
+            self.wanted_from[name] = request.num_prompt_logprobs
+            return [request]
         group.members = [
             Request(f"{name}-{i}", prompt[:], len(prompt), sampling, i, priority, salt, group, steered)
             for i in range(rng.randint(2, 4))
@@ -209,6 +219,7 @@ class RandomRun(Simulation):
     def count(self, plan: Plan) -> None:
         seen = self.seen
         seen["preempted"] += len(plan.preempted)
+        seen["preempted without drawing"] += sum(request.task is not Task.GENERATE for request in plan.preempted)
         seen["restarted"] += sum(not request.host_block_ids for request in plan.preempted)
         seen["swapped out"] += sum(bool(request.host_block_ids) for request in plan.preempted)
         seen["swapped in"] += len(plan.resumed)
@@ -243,6 +254,10 @@ class RandomRun(Simulation):
         # First those that ended, as no beam goes on from them.
         for event in sorted(events, key=lambda event: event.finish_reason is None):
             assert event.error in (None, "RuntimeError: injected", "MemoryError: injected"), event.error
+            self.of_prompts.setdefault(event.request_id, []).extend(event.prompt_logprobs)
+            if event.hidden_state is not None:
+                assert event.finish_reason is FinishReason.LENGTH
+                self.states[event.request_id] = event.hidden_state.tolist()
             if event.finish_reason is not None:
                 assert event.request_id not in self.reasons
                 self.reasons[event.request_id] = event.finish_reason
@@ -285,9 +300,25 @@ class RandomRun(Simulation):
                 prompt = tokens[: request.num_prompt]
                 assert tokens == prompt + continuation(prompt, request.num_generated, self.window, self.runner.model)
             if reason is FinishReason.LENGTH:
+                self.check_prompt(request)
                 assert not request.steered
                 assert len(request.tokens) == scheduler.longest(request)
         self.seen["found a prefix"] += manager.hits.hits + manager.hits.partial_hits
+
+    def check_prompt(self, request: Request) -> None:
+        """What was asked of the prompt of a request that came to its end."""
+        self.seen["embedded"] += request.task is Task.EMBED
+        self.seen["scored"] += request.task is Task.SCORE
+        assert (request.id in self.states) == (request.task is Task.EMBED)
+        if self.runner is None:
+            return
+        prompt = request.tokens[: request.num_prompt].tolist()
+        if request.task is Task.EMBED:
+            assert self.states[request.id] == [digest(prompt[-self.window :])]
+        if request.sampling.prompt_logprobs is not None and request.group is None:  # a fork reports nothing again
+            asked = range(self.wanted_from.get(request.id, 0) + 1, len(prompt))
+            expected = [logprobs_after(prompt[:i][-self.window :], prompt[i]) for i in asked]
+            assert self.of_prompts[request.id] == expected
 
 
 def random_run(seed: int, seen: Counter[str]) -> str | None:

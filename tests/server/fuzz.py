@@ -48,6 +48,8 @@ NARROW: dict[str, Any] = {
     "stop_token_ids": TOKENS,
     "regex": {"enum": ["[a-z]{2,9}", "(0|1)+", "é🎉*"]},
     "priority": {"const": 0},
+    "dimensions": {"type": "integer", "minimum": 1, "maximum": 256},
+    "input": {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 10}, TOKENS | {"minItems": 1}]},
     "prompt": {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 10}, TOKENS | {"minItems": 1}]},
     "content": {"type": "string", "maxLength": 4},
 }  # fmt: skip
@@ -69,11 +71,13 @@ class Report:
 
 
 def canary(server: Serving) -> list[object]:
-    """The texts of requests that must always be given the same."""
+    """What requests are given that must always be given the same: texts, and a vector."""
     greedy = {"prompt": "import os\n\n\ndef ", "max_tokens": 12, "temperature": 0}
     seeded = {"prompt": "class A:\n", "max_tokens": 12, "temperature": 0.9, "seed": 7, "n": 2}
     answers = [server.post("/v1/completions", **body) for body in (greedy, seeded)]
-    return [[choice["text"] for choice in a.json()["choices"]] if a.status == 200 else a.body for a in answers]
+    texts = [[choice["text"] for choice in a.json()["choices"]] if a.status == 200 else a.body for a in answers]
+    embedded = server.post("/v1/embeddings", input="import os\n\n\ndef ", encoding_format="base64")
+    return [*texts, embedded.json()["data"] if embedded.status == 200 else embedded.body]
 
 
 def faults(status: int, kind: str, content: bytes, path: str) -> Iterator[str]:
@@ -185,7 +189,7 @@ def attack(
 def narrowed(document: Any) -> Any:
     """A document that allows less, so that most of what is as it says can be served."""
     found = deepcopy(document)
-    for name in ("CompletionRequest", "ChatRequest", "TokenizeRequest", "Message"):
+    for name in ("CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeRequest", "Message"):
         properties = found["components"]["schemas"][name]["properties"]
         properties |= {name: NARROW[name] for name in NARROW.keys() & properties.keys()}
         for unwanted in NARROWED_OUT:

@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -111,7 +112,17 @@ def test_requests_are_of_all_kinds_and_answers_are_checked() -> None:
     asker, rng = Asker(3), random.Random(3)
     asks = [asker.draw(rng) for _ in range(400)]
     kinds = Counter(ask.kind for ask in asks)
-    assert set(kinds) == {"completion", "chat", "logprobs", "beam search", "regex", "json schema", "tokenize", "bad"}
+    assert set(kinds) == {
+        "completion",
+        "chat",
+        "logprobs",
+        "beam search",
+        "regex",
+        "json schema",
+        "tokenize",
+        "embeddings",
+        "bad",
+    }
     assert asks[7].body == [Asker(3).draw(r) for r in [random.Random(3)] for _ in range(8)][7].body
     good = {"choices": [{"index": 0, "text": "x", "finish_reason": "length"}], "usage": {"completion_tokens": 1}}
     for ask in asks:
@@ -120,6 +131,16 @@ def test_requests_are_of_all_kinds_and_answers_are_checked() -> None:
         if ask.kind == "completion" and b'"stream"' not in (ask.body or b""):
             with pytest.raises(Wrong):
                 ask.check(200, json.dumps(good | {"choices": []}).encode())
+        if ask.kind == "embeddings":
+            count = len(json.loads(ask.body or b"")["input"])
+            for vectors, is_right in (
+                ([[0.6, 0.8]] * count, True),
+                ([[0.6, 0.8]] * 9, False),
+                ([[1.1]] * count, False),
+            ):
+                answer = json.dumps({"data": [{"embedding": vector} for vector in vectors]}).encode()
+                with nullcontext() if is_right else pytest.raises(Wrong):
+                    ask.check(200, answer)
 
 
 def test_what_cannot_be_is_refused() -> None:

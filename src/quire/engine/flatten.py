@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.batch import Batch, GroupTables, Masks, Pairs, PromptRows, SamplingRows
+from quire.batch import Batch, EmbedRows, GroupTables, Masks, Pairs, PromptRows, SamplingRows
 from quire.cache.manager import Move
 from quire.engine.philox import uniforms
 from quire.engine.plan import Plan, PlanItem
@@ -70,13 +70,17 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         )
         for g, (slots, tables) in enumerate(zip(buffers.slots, buffers.block_tables, strict=True))
     )
+    ends = starts[1:].tolist()
     # Rows to draw behind: the last one of a request, with the number of guesses up to it.
     drawn = [
         (item.request, end - 1 - len(item.guesses) + ahead, ahead)
-        for item, end in zip(items, starts[1:].tolist(), strict=True)
+        for item, end in zip(items, ends, strict=True)
         if item.samples
         for ahead in range(len(item.guesses) + 1)
     ]
+    embedded: list[tuple[str, int]] = []
+    if len(drawn) < t:  # else every row draws
+        embedded = [(item.request.id, end - 1) for item, end in zip(items, ends, strict=True) if item.embeds]
     return Batch(
         token_ids=torch.from_numpy(buffers.token_ids[:t]),
         positions=torch.from_numpy(buffers.positions[:t]),
@@ -87,6 +91,7 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         logit_ids=[request.id for request, _, _ in drawn],
         sampling=sampling_rows([request for request, _, _ in drawn], [ahead for _, _, ahead in drawn]),
         prompt=prompt_rows(items),
+        embed=EmbedRows(torch.tensor([row for _, row in embedded], dtype=torch.int64), [name for name, _ in embedded]),
     )
 
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from math import isnan
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.cache.manager import Move
-from quire.request import Request, TokenLogprobs
+from quire.request import Request, Task, TokenLogprobs
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+GENERATE = Task.GENERATE  # asked of each request in each step: a name is found sooner than an enum's member
 INVALID_TOKEN = -1  # what the sampler returns for a row without a finite logit
 
 
@@ -27,7 +33,13 @@ class PlanItem(NamedTuple):
     @property
     def samples(self) -> bool:
         """Whether the last of these tokens is the request's last, so that the next one is drawn."""
-        return self.num_new == self.request.num_missing
+        request = self.request  # asked of every request in every step, so num_missing is written out
+        return self.num_new == len(request.tokens) - request.num_computed and request.task is GENERATE
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the last of these tokens is the last one of a prompt that is embedded."""
+        return self.request.task is Task.EMBED and self.num_new == self.request.num_missing
 
 
 @dataclass
@@ -63,3 +75,12 @@ class StepOutput:
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     behind_guesses: dict[str, list[int]] = field(default_factory=dict)  # a token for each guess, if all were right
     behind_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # of these
+    # [H], of each prompt that was embedded; None where a number of it is not finite.
+    hidden_states: dict[str, NDArray[np.float32] | None] = field(default_factory=dict)
+
+    def is_broken(self, item: PlanItem) -> bool:
+        """Whether what an item that draws nothing was to bring is no number."""
+        if item.embeds:
+            return self.hidden_states[item.request.id] is None
+        is_scored = item.request.task is Task.SCORE
+        return is_scored and any(isnan(found.logprob) for found in self.prompt_logprobs.get(item.request.id, ()))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,23 +78,30 @@ class Runner:
     def compute(self, batch: Batch) -> StepOutput:
         """What `run` does when blocks have moved."""
         update(self.plans, batch)
-        # A step that draws nothing, a piece of a long prompt, still has a row: operators take no less.
-        wanted = batch.logit_rows if len(batch.logit_rows) else torch.tensor([len(batch.token_ids) - 1])
-        token_ids, positions, rows = send([batch.token_ids, batch.positions, wanted], self.device)
+        kept = _rows_to_keep(batch)
+        token_ids, positions, rows = send([batch.token_ids, batch.positions, kept], self.device)
         there = replace(batch, token_ids=token_ids, positions=positions)
-        every = len(batch.prompt.rows) > 0 or len(wanted) == len(batch.token_ids)
-        return self.finish(batch, self.model.forward(there, self.cache, self.plans, None if every else rows))
+        if len(kept) == len(batch.token_ids):
+            return self.finish(batch, self.model.forward(there, self.cache, self.plans))
+        return self.finish(batch, self.model.forward(there, self.cache, self.plans, rows), kept)
 
     def finish(
         self,
         batch: Batch,
-        hidden: Tensor,  # [T, H]; or [R, H], of the logit rows, where no prompt is reported
+        hidden: Tensor,  # [T, H]; or those that were kept
+        kept: Tensor | None = None,  # int64, host, ascending: the rows that `hidden` has; None: all
     ) -> StepOutput:
-        """Draw a token for each logit row, and gather the logprobs that were asked for."""
+        """Draw a token for each logit row, and gather the logprobs and hidden states that were asked for."""
         output = StepOutput({}, {}, {})
         if len(batch.logit_rows):
-            self._sample(batch, _rows(hidden, batch.logit_rows), output)
-        self._report_prompt(batch, hidden, output)
+            self._sample(batch, _rows(hidden, batch.logit_rows, kept), output)
+        if len(batch.prompt.rows):
+            self._report_prompt(batch, _rows(hidden, batch.prompt.rows, kept), output)
+        if len(batch.embed.rows):
+            found = _rows(hidden, batch.embed.rows, kept).float().cpu().numpy()
+            finite = np.isfinite(found).all(1).tolist()
+            for request_id, state, is_finite in zip(batch.embed.request_ids, found, finite, strict=True):
+                output.hidden_states[request_id] = state.copy() if is_finite else None  # what lies beside it is freed
         return output
 
     def _sample(
@@ -127,15 +135,15 @@ class Runner:
     def _report_prompt(
         self,
         batch: Batch,
-        hidden: Tensor,  # [T, H]
+        hidden: Tensor,  # [P, H]
         output: StepOutput,
     ) -> None:
         """Gather the logprobs of prompt tokens."""
         prompt, found = batch.prompt, defaultdict[str, list[TokenLogprobs]](list)
         for start in range(0, len(prompt.rows), MAX_LOGIT_ROWS):
             part = slice(start, start + MAX_LOGIT_ROWS)
-            rows, tokens = send([prompt.rows[part], prompt.tokens[part]], hidden.device)
-            logits = self.model.logits(hidden[rows])
+            [tokens] = send([prompt.tokens[part]], hidden.device)
+            logits = self.model.logits(hidden[part])
             for request_id, logprobs in zip(
                 prompt.request_ids[part],
                 token_logprobs(logits, tokens, prompt.num_logprobs[part], self.ops),
@@ -156,12 +164,26 @@ def device_context(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def _rows_to_keep(batch: Batch) -> Tensor:
+    """The rows that anything is asked of: int64, ascending.
+
+    Of a step that asks for nothing, a piece of a long prompt, the last one: operators take no less.
+    """
+    asked = [rows for rows in (batch.logit_rows, batch.prompt.rows, batch.embed.rows) if len(rows)]
+    if not asked:
+        return torch.tensor([len(batch.token_ids) - 1])
+    return asked[0] if len(asked) == 1 else torch.cat(asked).sort().values
+
+
 def _rows(
-    hidden: Tensor,  # [T, H]
+    hidden: Tensor,  # [T, H]; or those that were kept
     rows: Tensor,  # int64 [R], host, ascending
+    kept: Tensor | None,  # int64, host, ascending
 ) -> Tensor:
     """Those rows: [R, H]."""
     if len(rows) == len(hidden):
         return hidden
+    if kept is not None:
+        rows = torch.searchsorted(kept, rows)
     [there] = send([rows], hidden.device)
     return hidden[there]

@@ -13,12 +13,12 @@ from quire.cache.manager import BlockManager, Move
 from quire.cache.usage import CacheUsage, cache_usage
 from quire.engine.limits import check_size
 from quire.engine.order import BLIND_TO_PRIORITY, Order, first_come_first_served
-from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
+from quire.engine.plan import GENERATE, INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.engine.queue import PLACE, PlaceList, WaitingQueue
 from quire.engine.sharing import ComingBlocks, unborn
 from quire.engine.speculation import PromptLookup
 from quire.errors import BadValue, OutOfBlocks, RequestError
-from quire.request import Event, FinishReason, Request, TokenLogprobs
+from quire.request import Event, FinishReason, Request, Task, TokenLogprobs
 
 log = logging.getLogger("quire")
 
@@ -95,7 +95,7 @@ class Scheduler:
 
     def longest(self, request: Request) -> int:
         """Tokens, prompt included, at which the request ends at the latest."""
-        asked = request.sampling.max_tokens
+        asked = request.sampling.max_tokens if request.task is GENERATE else 0
         return self.max_model_len if asked is None else min(self.max_model_len, request.num_prompt + asked)
 
     def add(self, request: Request) -> None:
@@ -389,15 +389,19 @@ class Scheduler:
             if self.lookup is not None:
                 self.lookup.judge(request, 0)
             return None
-        token = output.tokens[request.id] if num_new == len(request.tokens) - request.num_computed else None
-        if token == INVALID_TOKEN:  # what it computed is not to be shared
-            return self._end_without_logit(request)
+        is_last = num_new == len(request.tokens) - request.num_computed
+        token = output.tokens[request.id] if is_last and request.task is GENERATE else None
+        if token == INVALID_TOKEN or (token is None and output.is_broken(item)):  # what it computed is not to be shared
+            return self._end_without_number(request)
         if token is not None and request.group is not None and request.num_generated == 0:
             self._fork_unborn(request)
         self.manager.advance(request, num_new)
         prompt_logprobs = output.prompt_logprobs.get(request.id, ())
         request.num_prompt_logprobs += len(prompt_logprobs)
         if token is None:
+            if is_last:  # all that it asked for
+                event = Event(request.id, prompt_logprobs=prompt_logprobs, finish_reason=FinishReason.LENGTH)
+                return self._end(event._replace(hidden_state=output.hidden_states.get(request.id)))
             return Event(request.id, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
         logprobs = output.logprobs.get(request.id)
         if request.steered:
@@ -453,12 +457,13 @@ class Scheduler:
             request.allowed = request.guide.allowed()
         return None
 
-    def _end_without_logit(self, request: Request) -> Event:
+    def _end_without_number(self, request: Request) -> Event:
         at = f"at position {len(request.tokens)}"
         if request.guide is not None:
             error = RequestError(f"no token that the grammar allows may be drawn and has a finite logit {at}")
             return self._end_failed(request, error)
-        told = f"the model gave no finite logit {at}"
+        lacks = {Task.SCORE: "logit within the prompt", Task.EMBED: "hidden state behind the prompt"}
+        told = f"the model gave no finite {lacks.get(request.task, f'logit {at}')}"
         return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=told))
 
     def _end_failed(self, request: Request, error: BaseException) -> Event:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quire.cache.events import BlockRemoved, CacheEvent
 from quire.cache.manager import BlockManager
 from quire.config import EngineConfig
@@ -223,13 +226,16 @@ class Simulation:
         return ending
 
     def compute(self, plan: Plan) -> StepOutput:
-        """What a runner would find: some token for each request that draws one."""
+        """What a runner would find: some token for each request that draws one, states without a number."""
         tokens = {}
         for item in plan.items:
             request, length = item.request, len(item.request.tokens)
             if item.samples:
                 tokens[request.id] = (40_503 * request.ordinal + 30_011 * length) % NUM_FAKE_TOKENS
-        return StepOutput(tokens)
+        states: dict[str, NDArray[np.float32] | None] = {
+            item.request.id: np.empty(0, np.float32) for item in plan.items if item.embeds
+        }
+        return StepOutput(tokens, hidden_states=states)
 
     def _observe(self, plan: Plan, told: Sequence[Event]) -> None:
         """Take in what a step did."""

@@ -22,11 +22,19 @@ from quire.errors import RequestError
 from quire.server import inspector, openapi
 from quire.server.chat import chat, conversation
 from quire.server.completions import complete
+from quire.server.embeddings import embed
 from quire.server.errors import MAX_SHOWN, ApiError, cut, shown
 from quire.server.guard import Guard
 from quire.server.inspector import Inspector
 from quire.server.metrics import Metrics
-from quire.server.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from quire.server.protocol import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 from quire.server.service import Service, aside
 from quire.server.sse import JsonBody
 
@@ -35,6 +43,7 @@ log = logging.getLogger("quire.server")
 # Of fields that may be of several kinds: one sentence instead of one for each kind.
 WANTED = {
     "prompt": "it must be a text, a list of token ids, or a list of these",
+    "input": "it must be a text, a list of token ids, or a list of these",
     "stop": "it must be a text or a list of texts, none of them empty or very long",
     "content": "it must be a text, or a list of parts of type text",
 }
@@ -118,6 +127,11 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
     async def chat_completions(request: HttpRequest, body: ChatRequest) -> Response:
         _log(service, request, body)
         return await chat(service, request, body)
+
+    @app.post("/v1/embeddings", responses=openapi.answer(openapi.Embeddings, "A vector for each input"))
+    async def embeddings(request: HttpRequest, body: EmbeddingRequest) -> Response:
+        _log(service, request, body)
+        return await embed(service, request, body)
 
 
 def _add_other_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
@@ -231,7 +245,7 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
         word = str(path[-1])
         if word in ALSO_CALLED:
             return f"there is no field {name!r} here; use {ALSO_CALLED[word]}"
-        known = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
+        known = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *EmbeddingRequest.model_fields}
         close = difflib.get_close_matches(word[:MAX_SHOWN], known, n=1)
         return f"there is no field {cut(name)!r}" + (f"; did you mean {close[0]!r}?" if close else "")
     if (field := next((part for part in reversed(path[:-1]) if part in WANTED), None)) is not None:

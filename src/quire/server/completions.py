@@ -21,6 +21,7 @@ from quire.server.service import (
     aside,
     counted,
     finite,
+    listed,
     new_name,
     num_logprobs,
     num_prompt_logprobs,
@@ -39,7 +40,7 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
     """
     service.check_model(body.model)
     body.check_together()
-    given = _listed(body.prompt)
+    given = listed(body.prompt)
     prompts = await service.take_apart(sum(map(len, given)), lambda: [_prompt(service, one, body) for one in given])
     # Without a new token nothing would run, so one is drawn, and not told.
     max_tokens = service.room_for(prompts, body, "max_tokens") or (1 if body.max_tokens == 0 else None)
@@ -90,11 +91,6 @@ def whole(head: dict[str, Any], choices: Iterable[dict[str, Any]], end: dict[str
     encoded = b",".join(map(dumps, choices))
     content = dumps(head)[:-1] + b',"choices":[' + encoded + b"]," + dumps(end)[1:]
     return Response(content, media_type=JsonBody.media_type)
-
-
-def _listed(prompt: Any) -> list[str | list[int]]:
-    """The prompts as a list, also where one was given."""
-    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
 
 
 def _prompt(service: Service, given: str | list[int], body: CompletionRequest) -> Prompt:

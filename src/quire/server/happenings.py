@@ -13,7 +13,7 @@ from typing import Any
 from quire.cache import events as cache
 from quire.cache.events import CacheEvent
 from quire.engine.engine import Engine
-from quire.request import Event, Miss, PrefixReport, Request
+from quire.request import Event, FinishReason, Miss, PrefixReport, Request
 from quire.server.sse import dumps
 
 MAX_HEARD = 8192  # happenings that are kept until they are told; older ones are lost
@@ -179,7 +179,8 @@ class Happenings:
     def _count(self, life: Life) -> None:
         """Count the tokens that a request has computed and generated since the last call."""
         request = life.request
-        computed = request.num_prompt if life.spoke is not None else min(request.num_computed, request.num_prompt)
+        whole = life.spoke is not None or request.finish_reason is FinishReason.LENGTH  # embedded, without a token
+        computed = request.num_prompt if whole else min(request.num_computed, request.num_prompt)
         self.num_prompt_tokens += max(0, computed - life.num_prompt)
         life.num_prompt = max(computed, life.num_prompt)
         self.num_generated_tokens += max(0, request.num_generated - life.num_generated)

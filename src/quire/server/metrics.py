@@ -139,6 +139,11 @@ class RequestClock:
             self._first = now
             self._metrics.prompt_done(self._num_prompt, now - self._arrived)
 
+    def computed(self, now: float) -> None:
+        """Its prompt is computed, and no token was asked for."""
+        self._first = self._last = now
+        self._metrics.prompt_computed(self._num_prompt)
+
     def found(self, lengths: Sequence[int], now: float) -> None:
         """A search found sequences of so many new tokens each, all at once."""
         self.tokens(sum(lengths), now)
@@ -200,8 +205,12 @@ class Metrics:
 
     def prompt_done(self, num_prompt_tokens: int, seconds: float) -> None:
         """A RequestClock's: its first token came, so many seconds after it."""
-        self._step_prompt_tokens += num_prompt_tokens
+        self.prompt_computed(num_prompt_tokens)
         self.histograms["time_to_first_token_seconds"].observe(seconds)
+
+    def prompt_computed(self, num_prompt_tokens: int) -> None:
+        """A RequestClock's: in this step its prompt was completed."""
+        self._step_prompt_tokens += num_prompt_tokens
 
     def step(self, num_generated: int, seconds: float) -> None:
         """A step is done, and all clocks know of its tokens."""

@@ -15,7 +15,7 @@ from quire.server.guard import OPEN_PATHS
 from quire.server.service import Service
 
 FinishReason = Literal["stop", "length"]  # a request that fails is answered with an error
-BODIES = ("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest")
+BODIES = ("CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeRequest", "DetokenizeRequest")
 
 
 class Answer(BaseModel):
@@ -184,6 +184,23 @@ class ChatChunk(Answer):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+
+
+class Embedding(Answer):
+    """One input's vector, as numbers or as base64 of their bytes: little-endian, in fp32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Answer):
+    """The answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: Usage
 
 
 class Model(Answer):

@@ -36,6 +36,8 @@ Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_PROMPT, fail_fast=True)]
 Text = Annotated[str, StringConstraints(max_length=MAX_PROMPT)]
 Name = Annotated[str, StringConstraints(max_length=MAX_NAME)]
+# One text, one list of token ids, or several of these.
+Inputs = Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKEN)]
@@ -180,7 +182,7 @@ class Sampling(Body):
 class CompletionRequest(Sampling):
     """The body of /v1/completions."""
 
-    prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    prompt: Inputs
     suffix: NoText | None = None
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = 16
     echo: bool | None = False
@@ -189,6 +191,20 @@ class CompletionRequest(Sampling):
     add_special_tokens: bool = True
 
     NOT_SERVED = Sampling.NOT_SERVED | {"suffix": "text cannot be filled in before a suffix: models here only continue"}
+
+
+class EmbeddingRequest(Body):
+    """The body of /v1/embeddings. The second part is vLLM's."""
+
+    input: Inputs
+    model: Name | None = None
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: Annotated[int, Field(ge=1, le=MAX_TOKEN)] | None = None
+    user: Text | None = None  # of no consequence
+
+    add_special_tokens: bool = True
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    cache_salt: Name | None = None
 
 
 class TextPart(TypedDict):

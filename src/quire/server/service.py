@@ -24,7 +24,7 @@ from quire.server.errors import ApiError, deadline_passed, queue_full, request_f
 from quire.server.grammar import Grammars, Spec
 from quire.server.guard import KEY_STATE
 from quire.server.jobs import Generation, Job, Search
-from quire.server.protocol import Sampling
+from quire.server.protocol import EmbeddingRequest, Sampling
 from quire.server.sse import told_of_disconnect
 from quire.server.worker import Worker
 from quire.text import RequestOutput, Tokenizer, beam_sequences, make_requests
@@ -119,15 +119,15 @@ class Service:
         """A text and its tokens."""
         return Prompt(text, await self.take_apart(len(text), partial(self.tokenizer.encode, text, add_special_tokens)))
 
-    def check_text(self, text: str) -> None:
+    def check_text(self, text: str, name: str = "prompt") -> None:
         """Raise ApiError for a text that is too long whatever its tokens are, before anybody looks for them."""
         longest = self.max_model_len * self.tokenizer.max_token_length
         if len(text) > longest:
             message = (
-                f"the prompt has {len(text)} characters; this model serves sequences of up to {self.max_model_len} "
+                f"the {name} has {len(text)} characters; this model serves sequences of up to {self.max_model_len} "
                 f"tokens, which are {longest} characters at most"
             )
-            raise ApiError(message, param="prompt", code="context_length_exceeded")
+            raise ApiError(message, param=name, code="context_length_exceeded")
 
     async def take_apart(self, size: int, function: Callable[[], T]) -> T:
         """What a function returns that looks for tokens in texts: of long ones, a few at a time."""
@@ -254,7 +254,7 @@ class Service:
             made.append((output, requests))
         return made
 
-    def salt(self, request: HttpRequest, body: Sampling) -> str:
+    def salt(self, request: HttpRequest, body: Sampling | EmbeddingRequest) -> str:
         """What separates this client's blocks from those of others: its key, and its own cache_salt."""
         key = getattr(request.state, KEY_STATE, None)
         tenant = "" if key is None else blake2b(key.encode(), digest_size=16).hexdigest()
@@ -311,6 +311,11 @@ def _cancel(task: asyncio.Task[T]) -> None:
 async def aside(size: int, function: Callable[[], T]) -> T:
     """What a function returns; it runs on another thread if what it goes through is long, so that nobody waits."""
     return await asyncio.to_thread(function) if size > LONG_TEXT else function()
+
+
+def listed(given: Any) -> list[str | list[int]]:
+    """Texts and lists of token ids as a list, also where one was given."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 
 
 def new_name(kind: str) -> str:

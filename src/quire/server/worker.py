@@ -326,6 +326,8 @@ class Worker:
             if event.token is not None:
                 num_new += 1
                 clock.tokens(1, now)
+            if event.hidden_state is not None:
+                clock.computed(now)
             if event.finish_reason is not None:
                 clock.ended(event.finish_reason.value, now)
                 del self._clocks[event.request_id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections.abc import Callable
@@ -19,6 +20,7 @@ Fields = dict[str, Any]
 
 NUM_STARTS = 40  # texts that many prompts begin with, so that blocks are shared
 LONGEST_START = 300  # words
+LARGEST_ERROR = 1e-5  # of the square of a vector's length
 REGEXES = ("[0-9]{3}-[a-f]{4}", "(yes|no|perhaps)( indeed){0,3}", "[a-z]{20,40}")
 SCHEMA = {
     "type": "object",
@@ -51,6 +53,8 @@ BAD: tuple[tuple[str, Any, int], ...] = (
     ("/v1/completions", None, 405),
     ("/v1/chat/completions", {"messages": []}, 400),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400),
+    ("/v1/embeddings", {"input": []}, 400),
+    ("/v1/embeddings", {"input": "a", "dimensions": 10**9}, 400),
     ("/detokenize", {"tokens": [10**6]}, 400),
     ("/v1/no-such-route", {}, 404),
 )  # fmt: skip
@@ -96,6 +100,7 @@ class Asker:
             self._regex: 6,
             self._schema: 6,
             self._tokenize: 8,
+            self._embeddings: 8,
             self._bad: 5,
         }
         self._kinds, self._weights = list(kinds), list(accumulate(kinds.values()))
@@ -179,6 +184,13 @@ class Asker:
     def _tokenize(self, rng: random.Random) -> Ask:
         return Ask("tokenize", "/tokenize", _encoded({"prompt": self._text(rng)}), _check_tokens)
 
+    def _embeddings(self, rng: random.Random) -> Ask:
+        body: Fields = {"input": [self._text(rng) for _ in range(rng.choice((1, 1, 3, 8)))]}
+        if rng.random() < 0.5:
+            body["dimensions"] = rng.choice((1, 16))
+        check = partial(_check_embeddings, len(body["input"]))
+        return Ask("embeddings", "/v1/embeddings", _encoded(body), check, may_abort=True)
+
     def _bad(self, rng: random.Random) -> Ask:
         path, body, status = rng.choice(BAD)
         sent = body if body is None or isinstance(body, bytes) else _encoded(body)
@@ -209,6 +221,17 @@ def _check_tokens(status: int, answer: bytes) -> None:
     told = json.loads(answer)
     if not told["count"] == len(told["tokens"]) > 0:
         raise Wrong(f"a count of {told['count']} for {len(told['tokens'])} tokens")
+
+
+def _check_embeddings(count: int, status: int, answer: bytes) -> None:
+    if status != 200:
+        raise Wrong(f"status {status}: {error_message(answer)}")
+    vectors = [entry["embedding"] for entry in json.loads(answer)["data"]]
+    if len(vectors) != count:
+        raise Wrong(f"{len(vectors)} vectors for {count} inputs")
+    for vector in vectors:
+        if not abs(math.fsum(number * number for number in vector) - 1) < LARGEST_ERROR:
+            raise Wrong(f"a vector of {len(vector)} numbers is not of length 1")
 
 
 def _check_generation(body: Fields, status: int, answer: bytes) -> None:

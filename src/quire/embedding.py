@@ -1,0 +1,74 @@
+"""Embeddings: a prompt's last hidden state, cut and normalised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.errors import RequestError, check_integer
+from quire.request import Request, SamplingParams, Task
+from quire.text import RequestOutput, make_requests
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+NOTHING_DRAWN = SamplingParams(max_tokens=None)
+SHORTEST = 1e-12  # a shorter vector has no direction to be told; it is left about as short
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """An embedding."""
+
+    embedding: list[float]  # of length 1, each number as fp32 holds it; empty where the prompt's step failed
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """One prompt and its embedding."""
+
+    request_id: str
+    prompt: str | None  # None where token ids were given
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int  # prompt tokens whose K and V were in the prefix cache
+    error: str | None = None  # what failed
+
+
+def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
+    """Raise RequestError for more numbers than the model has, or none."""
+    if dimensions is not None:
+        check_integer(RequestError, "dimensions", dimensions, 1, hidden_size)
+
+
+def embedding_request(
+    name: str, text: str | None, tokens: list[int], priority: int = 0, cache_salt: str = ""
+) -> tuple[Request, RequestOutput]:
+    """A request for a prompt's hidden state, and its output, still empty."""
+    output, [request] = make_requests(name, text, tokens, NOTHING_DRAWN, priority, cache_salt)
+    request.task = Task.EMBED
+    return request, output
+
+
+def normalised(hidden_state: NDArray[np.float32], dimensions: int | None) -> NDArray[np.float32]:
+    """The first so many numbers of a hidden state, or all, scaled to length 1: fp32 [dimensions].
+
+    The sum of the squares is formed here, on one thread in a fixed order: a library's norm may split it by threads.
+    """
+    kept = hidden_state[:dimensions].astype(np.float64)
+    return np.asarray(kept / max(float(np.sqrt((kept * kept).sum())), SHORTEST), np.float32)
+
+
+def embedding_output(output: RequestOutput, dimensions: int | None) -> EmbeddingRequestOutput:
+    """What the caller sees of an output that has ended."""
+    state = output.hidden_state
+    return EmbeddingRequestOutput(
+        output.request_id,
+        output.prompt,
+        output.prompt_token_ids,
+        EmbeddingOutput([] if state is None else normalised(state, dimensions).tolist()),
+        output.num_cached_tokens or 0,
+        output.outputs[0].error,
+    )

@@ -1,0 +1,86 @@
+"""/v1/embeddings: a vector for each input, as OpenAI answers it."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from quire.embedding import check_dimensions, embedding_request, normalised
+from quire.errors import RequestError
+from quire.server.errors import ApiError
+from quire.server.jobs import Generation
+from quire.server.protocol import EmbeddingRequest
+from quire.server.service import Prompt, Service, aside, counted, listed, new_name
+from quire.server.sse import JsonBody, dumps, usage
+from quire.text import RequestOutput
+
+MAX_NUMBERS = 2**22  # in one answer: some 20 bytes each
+
+
+async def embed(service: Service, request: HttpRequest, body: EmbeddingRequest) -> Response:
+    """Answer a request. Where one of its inputs fails, the whole answer is that error."""
+    service.check_model(body.model)
+    inputs = listed(body.input)
+    size = len(inputs) * _dimensions(service, body)
+    if size > MAX_NUMBERS:
+        message = (
+            f"input has {len(inputs)} entries, whose vectors are {size} numbers; this server gives {MAX_NUMBERS} at "
+            f"a time, so send fewer, or set dimensions"
+        )
+        raise ApiError(message, param="input")
+    service.worker.check_room(len(inputs))
+    prompts = await service.take_apart(
+        sum(map(len, inputs)), lambda: [_prompt(service, i, one, body) for i, one in enumerate(inputs)]
+    )
+    name, salt = new_name("embd"), service.salt(request, body)
+    made = [
+        embedding_request(f"{name}-{i}", prompt.text, prompt.tokens, body.priority, salt)
+        for i, prompt in enumerate(prompts)
+    ]
+    outputs = await service.run(request, Generation([(output, [one]) for one, output in made]))
+    return await aside(size, lambda: _answer(service, body, outputs))
+
+
+def _dimensions(service: Service, body: EmbeddingRequest) -> int:
+    """Numbers of a vector. Raises ApiError for more than the model has."""
+    try:
+        check_dimensions(body.dimensions, service.llm.hidden_size)
+    except RequestError as error:
+        raise ApiError(str(error), param="dimensions") from error
+    return body.dimensions or service.llm.hidden_size
+
+
+def _prompt(service: Service, number: int, given: str | list[int], body: EmbeddingRequest) -> Prompt:
+    """An input in both forms. Raises ApiError for one that is too long, or has no token."""
+    if isinstance(given, str):
+        service.check_text(given, "input")
+        prompt = Prompt(given, service.tokenizer.encode(given, body.add_special_tokens))
+    else:
+        prompt = Prompt(None, given)
+    count, longest = len(prompt.tokens), service.max_model_len
+    if count == 0:
+        raise ApiError(f"input {number} has no token; each input needs at least one", param="input")
+    if count > longest:
+        message = f"input {number} has {count} tokens; this model serves sequences of up to {longest}"
+        raise ApiError(message, param="input", code="context_length_exceeded")
+    return prompt
+
+
+def _answer(service: Service, body: EmbeddingRequest, outputs: list[RequestOutput]) -> Response:
+    """The vectors, encoded one by one: the encoder lets no other thread run before it is done."""
+    encoded = b",".join(dumps(_vector(body, i, output)) for i, output in enumerate(outputs))
+    num_prompt, _, num_cached = counted(outputs)
+    end = {"model": service.names[0], "usage": usage(num_prompt, 0, num_cached)}
+    content = b'{"object":"list","data":[' + encoded + b"]," + dumps(end)[1:]
+    return Response(content, media_type=JsonBody.media_type)
+
+
+def _vector(body: EmbeddingRequest, index: int, output: RequestOutput) -> dict[str, Any]:
+    if output.hidden_state is None:  # it was taken back
+        raise ApiError("the client has gone")
+    vector = normalised(output.hidden_state, body.dimensions)
+    told = b64encode(vector.astype("<f4").tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
+    return {"object": "embedding", "index": index, "embedding": told}
