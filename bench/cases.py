@@ -24,6 +24,8 @@ ENGINES = {  # in the order of their turns
     "openvino": Engine("OpenVINO GenAI", "bench.runners.openvino_genai"),
     "llama-cpp": Engine("llama.cpp", "bench.runners.llama_cpp"),
     "transformers": Engine("transformers", "bench.runners.hf_transformers"),
+    "adapter": Engine("Quire with transformers' code", "bench.runners.quire_adapter"),
+    "continuous": Engine("transformers' continuous batching", "bench.runners.hf_continuous"),
 }
 PEERS = tuple(name for name in ENGINES if name != "quire")
 
@@ -55,9 +57,14 @@ class Case:
 
 CASES = (
     Case("rose", "gpt2", {"vllm": 2.2, "openvino": 1.2, "transformers": None}),
-    Case("mixed", "smol135", {"vllm": 2.0, "openvino": 1.3}),
-    Case("decode", "smol135", {"vllm": 2.0, "openvino": 1.5, "llama-cpp": 2.0, "transformers": None}),
-    Case("single", "smol135", {"vllm": 2.0, "openvino": 1.4, "llama-cpp": 1.2, "transformers": None}, 0.6),
+    Case("mixed", "smol135", {"vllm": 2.0, "openvino": 1.3, "adapter": 1.15, "continuous": None}),
+    Case("decode", "smol135", {"vllm": 2.0, "openvino": 1.5, "llama-cpp": 2.0, "transformers": None, "adapter": 1.15}),
+    Case(
+        "single",
+        "smol135",
+        {"vllm": 2.0, "openvino": 1.4, "llama-cpp": 1.2, "transformers": None, "adapter": 1.15},
+        0.6,
+    ),
     Case("prefix", "smol135", {"vllm": 2.0, "openvino": 6.0}),
     Case("single", "llama1b", {"vllm": 2.0, "openvino": 1.4, "llama-cpp": 1.2, "transformers": None}, 0.8),
     Case("decode", "llama1b", {"vllm": None, "openvino": None, "llama-cpp": None, "transformers": None}),

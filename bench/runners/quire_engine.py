@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from bench.runners.protocol import Generate, Settings, serve
 
 
-def start(settings: Settings) -> tuple[str, Generate]:
-    """The version and what generates."""
-    from quire import LLM, SamplingParams, __version__
+def starter(model_impl: str) -> Callable[[Settings], tuple[str, Generate]]:
+    """What starts Quire, with the model computed by whom model_impl names."""
 
-    llm = LLM(
-        settings.model,
-        max_model_len=settings.max_model_len,
-        enable_prefix_caching=settings.prefix_caching,
-        kv_cache_memory=f"{settings.kv_cache_gib}GiB",
-        num_speculative_tokens=0,
-    )
+    def start(settings: Settings) -> tuple[str, Generate]:
+        from quire import LLM, SamplingParams, __version__
 
-    def generate(prompts: list[list[int]], new_tokens: list[int]) -> list[int]:
-        params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in new_tokens]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        return [len(output.outputs[0].token_ids) for output in outputs]
+        llm = LLM(
+            settings.model,
+            model_impl=model_impl,
+            max_model_len=settings.max_model_len,
+            enable_prefix_caching=settings.prefix_caching,
+            kv_cache_memory=f"{settings.kv_cache_gib}GiB",
+            num_speculative_tokens=0,
+        )
 
-    return __version__, generate
+        def generate(prompts: list[list[int]], new_tokens: list[int]) -> list[int]:
+            params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in new_tokens]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return [len(output.outputs[0].token_ids) for output in outputs]
+
+        return __version__, generate
+
+    return start
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve(starter("auto"))

@@ -83,7 +83,7 @@ def test_no_weight_is_held_twice(
     backend = load("reference")
     before = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]  # kept: ids must not come again
     known = {id(one) for one in before}
-    model = load_model(tmp_path, engine_config(dtype="bfloat16", max_model_len=16, model_impl=impl), backend)
+    kept = load_model(tmp_path, engine_config(dtype="bfloat16", max_model_len=16, model_impl=impl), backend)
     gc.collect()
     found = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and id(one) not in known]
     bytes_at = {  # a layout of oneDNN's has no address; norms and RoPE's tables are small here
@@ -93,7 +93,7 @@ def test_no_weight_is_held_twice(
     }
     config = read_config(tmp_path)[0]
     expected = sum(2 * math.prod(shape) for name, shape in weight_shapes(config).items() if "norm." not in name)
-    assert sum(bytes_at.values()) == expected
+    assert sum(bytes_at.values()) == expected, kept.config
 
 
 @pytest.mark.parametrize(
