@@ -33,7 +33,9 @@ TINY = {
 
 GPT2 = {"vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "bos_token_id": 0}
 BLOOM = {"vocab_size": 97, "hidden_size": 48, "n_layer": 3, "n_head": 6, "bos_token_id": 0, "eos_token_id": 1}
-BASES = {"GPT2": GPT2, "Bloom": BLOOM}
+MIXTRAL = TINY | {"num_local_experts": 4}
+QWEN3_MOE = TINY | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "norm_topk_prob": True}
+BASES = {"GPT2": GPT2, "Bloom": BLOOM, "Mixtral": MIXTRAL, "Qwen3Moe": QWEN3_MOE}
 
 
 def save(directory: Path, kind: str = "Llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -42,6 +44,7 @@ def save(directory: Path, kind: str = "Llama", dtype: torch.dtype = torch.float3
     config = getattr(transformers, f"{kind}Config")(**(BASES.get(kind, TINY) | changes))
     model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config).eval()
     config._attn_implementation = "eager"  # the one that knows about softcaps
+    config._experts_implementation = "eager"  # the one that takes experts of every size
     for parameter in model.parameters():  # the usual initialisation is so small that attention would hardly matter
         parameter.data.normal_(0, 0.2) if parameter.dim() > 1 else parameter.data.normal_(1, 0.1)
     model.to(dtype).save_pretrained(directory)

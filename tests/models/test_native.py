@@ -29,7 +29,9 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 CASES = [
     *product([None], VARIANTS, DTYPES),
-    *product(OTHER_ISAS, ("grouped query", "gpt2", "gemma2", "qwen3"), DTYPES),  # all kinds of operators
+    *product(
+        OTHER_ISAS, ("grouped query", "gpt2", "gemma2", "qwen3", "qwen3 moe, some layers dense"), DTYPES
+    ),  # all kinds of operators
 ]
 
 

@@ -226,7 +226,7 @@ def build_engine(model: Decoder, ops: Ops, config: EngineConfig) -> Engine:
         *limits,
     )
     runner: StepRunner = eager
-    if device.type == "cuda" and ops.NAME in GRAPHABLE:
+    if device.type == "cuda" and ops.NAME in GRAPHABLE and decoder.experts is None:  # these ask the host who chose whom
         runner = GraphRunner(eager, config.max_num_seqs, max_blocks, CudaCapture(device))
     buffers = Buffers(len(groups), block_size, *limits)
     return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, config.seed)
@@ -253,5 +253,7 @@ def working_memory(decoder: DecoderConfig, itemsize: int, max_tokens: int) -> in
     """
     heads = 3 * decoder.num_heads + 2 * decoder.num_kv_heads  # q, k and v, what is attended, and a copy in rows
     mlp = 4 * decoder.intermediate_size  # gate and up, the activation, and a number on the way to it
+    if (experts := decoder.experts) is not None:  # gathered rows and results, some also in fp32
+        mlp = max(mlp, experts.per_token * (5 * experts.size + 6 * decoder.hidden_size))
     width = 3 * decoder.hidden_size + heads * decoder.head_dim + mlp  # the residual, its norm and the branch are first
     return max_tokens * width * itemsize + MAX_LOGIT_ROWS * decoder.vocab_size * LOGIT_BYTES

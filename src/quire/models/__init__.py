@@ -23,8 +23,10 @@ FAMILIES = {
     "Gemma2ForCausalLM": "quire.models.families.gemma2",
     "LlamaForCausalLM": "quire.models.families.llama",
     "MistralForCausalLM": "quire.models.families.llama",
+    "MixtralForCausalLM": "quire.models.families.mixtral",
     "Qwen2ForCausalLM": "quire.models.families.qwen2",
     "Qwen3ForCausalLM": "quire.models.families.qwen3",
+    "Qwen3MoeForCausalLM": "quire.models.families.qwen3_moe",
 }
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from quire.cache.storage import KVCache
 from quire.errors import BadValue
+from quire.models.experts import Experts, Mlp
+from quire.models.linear import Linear
 from quire.models.norm import LayerNorm, Norm, RMSNorm
 from quire.ops import AttentionPlan
+from quire.ops.cpu.experts import ExpertLinears
 from quire.ops.cpu.linear import PackedLinear
 from quire.ops.cpu.program import Place, Program
 from quire.ops.cpu.worklist import CpuPlan
@@ -32,7 +35,7 @@ class NativeLayers:
         config = decoder.config
         self._groups = decoder.group_of_layer
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        inner = config.intermediate_size
+        inner = config.intermediate_size if any(isinstance(layer.mlp, Mlp) for layer in decoder.layers) else 0
         widths = {
             **{"residual": config.hidden_size, "hidden": config.hidden_size, "branch": config.hidden_size},
             **{"qkv": q + 2 * kv, "attended": q},
@@ -48,15 +51,18 @@ class NativeLayers:
         for i, (layer, norm_after) in enumerate(zip(decoder.layers, norms_after, strict=True)):
             self._attention(decoder, layer, i)
             self._norm(layer.mlp_norm, BRANCH, HIDDEN, RESIDUAL)
-            self._mlp(decoder, layer)
+            if isinstance(layer.mlp, Experts):
+                self._experts(layer.mlp)
+            else:
+                self._mlp(decoder, layer.mlp)
+            if layer.mlp_output_norm is not None:
+                self._norm(layer.mlp_output_norm, BRANCH, BRANCH)
             self._norm(norm_after, BRANCH, HIDDEN, RESIDUAL)
 
     @staticmethod
     def serves(decoder: Decoder) -> bool:
         """Whether this backend and these linears can be called so."""
-        linears = (
-            linear for layer in decoder.layers for linear in (layer.qkv, layer.output, layer.mlp_in, layer.mlp_out)
-        )
+        linears = (linear for layer in decoder.layers for linear in (layer.qkv, layer.output, *_mlp_linears(layer.mlp)))
         return decoder.ops.NAME == "cpu" and all(isinstance(linear, PackedLinear) for linear in linears)
 
     def __call__(
@@ -118,15 +124,29 @@ class NativeLayers:
         if layer.output_norm is not None:
             self._norm(layer.output_norm, BRANCH, BRANCH)
 
-    def _mlp(self, decoder: Decoder, layer: Layer) -> None:
+    def _experts(self, layer: Experts) -> None:
+        linears = ExpertLinears(
+            cast(PackedLinear, layer.router),
+            [cast(PackedLinear, expert.mlp_in) for expert in layer.experts],
+            [cast(PackedLinear, expert.mlp_out) for expert in layer.experts],
+            layer.per_token,
+            layer.renormalised,
+        )
+        self._program.experts(HIDDEN, linears, BRANCH)
+
+    def _mlp(self, decoder: Decoder, mlp: Mlp) -> None:
         config, program, inner = decoder.config, self._program, decoder.config.intermediate_size
-        self._linear(layer.mlp_in, "hidden", "inner")
+        self._linear(mlp.mlp_in, "hidden", "inner")
         if config.activation == "silu":
             program.swiglu(("inner", 0), ("activated", 0), inner)
         else:
             program.gelu(("inner", 0), ("activated", 0), inner, config.activation == "gelu_tanh")
             if config.gated_mlp:
                 program.multiply(("inner", inner), ("activated", 0), inner)
-        self._linear(layer.mlp_out, "activated", "branch")
-        if layer.mlp_output_norm is not None:
-            self._norm(layer.mlp_output_norm, BRANCH, BRANCH)
+        self._linear(mlp.mlp_out, "activated", "branch")
+
+
+def _mlp_linears(mlp: Mlp | Experts) -> list[Linear]:
+    if isinstance(mlp, Mlp):
+        return [mlp.mlp_in, mlp.mlp_out]
+    return [mlp.router, *(linear for expert in mlp.experts for linear in (expert.mlp_in, expert.mlp_out))]

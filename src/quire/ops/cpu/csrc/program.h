@@ -6,6 +6,7 @@
 
 #include <chrono>
 
+#include "experts.h"
 #include "team.h"
 
 namespace {
@@ -57,6 +58,12 @@ struct Program {
         QUIRE_NAME(attention, QUIRE_ISA)(parallel_for, p.plans[op.group], &call);
     }
 
+    void run(const Op& op, const ExpertsParams& e) const {
+        with_kind(p.dtype, [&]<class K>() {
+            Experts<K>{parallel_for, e, rows, p.threads}.run(at(op.x), width(op.x), at(op.out), width(op.out));
+        });
+    }
+
     // The rows that are wanted move to the front. Whether there are such rows.
     bool keep(const Op& op) {
         if (p.num_kept < 0) return true;
@@ -94,6 +101,7 @@ struct Program {
                 });
                 break;
             case OP_KEEP: return keep(op);
+            case OP_EXPERTS: run(op, *(const ExpertsParams*)op.params); break;
         }
         return true;
     }
