@@ -57,21 +57,20 @@ class Experts:
         row's bits are those of its own experts.
         """
         chosen, shares = self.choose(x)
-        places = chosen.flatten().argsort(stable=True)  # of all T k choices, by expert
+        by_expert, places = chosen.flatten().sort(stable=True)  # all T k choices
+        ends = torch.searchsorted(by_expert, torch.arange(len(self.experts), device=x.device), right=True).tolist()
         gathered = x[places // self.per_token]
         results = torch.empty_like(gathered)
         start = 0
-        for expert, rows in zip(
-            self.experts, chosen.flatten().bincount(minlength=len(self.experts)).tolist(), strict=True
-        ):
-            if rows:
-                part = slice(start, start + rows)
-                results[places[part]] = expert.mlp_out(self.ops.swiglu(expert.mlp_in(gathered[part])))
-                start += rows
-        said = results.view(len(x), self.per_token, x.shape[1]).float()
+        for expert, end in zip(self.experts, ends, strict=True):
+            if end > start:
+                said = expert.mlp_out(self.ops.swiglu(expert.mlp_in(gathered[start:end])))
+                results[places[start:end]] = said
+            start = end
+        by_choice = results.view(len(x), self.per_token, x.shape[1]).float()
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for rank in range(self.per_token):
-            total += said[:, rank] * shares[:, rank, None]
+            total += by_choice[:, rank] * shares[:, rank, None]
         return total.to(x.dtype)
 
     def choose(
