@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.errors import BadShape, BadValue, ModelError
 from quire.models.experts import Experts, ExpertsConfig, Mlp
 from quire.models.linear import LinearFactory, PlainLinear
-from quire.ops import load
+from quire.ops import load, unavailable
 from quire.ops.cpu import native
 from quire.ops.cpu.experts import ExpertLinears
 from quire.ops.cpu.linear import Packer
@@ -99,16 +99,23 @@ def test_what_it_computes(backend: str, shape: tuple[int, int, int, int], renorm
         torch.testing.assert_close(made(layer.x[:rows]).double(), exact, atol=2e-6, rtol=1e-5)
 
 
-def test_with_the_frameworks_own_product() -> None:
-    """As on a GPU."""
-    layer = Layer(48, 40, 6, 2)
-    made = layer.made(backend="reference")
-    plain = [
-        Mlp(PlainLinear(mlp_in, None), PlainLinear(mlp_out, None))
-        for mlp_in, mlp_out in zip(layer.mlp_in, layer.mlp_out, strict=True)
-    ]
-    made = replace(made, router=PlainLinear(layer.router, None), experts=plain)
-    torch.testing.assert_close(made(layer.x).double(), layer.exact(layer.x, True), atol=2e-6, rtol=1e-5)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_with_the_frameworks_own_product(backend: str, shape: tuple[int, int, int, int]) -> None:
+    """As on a GPU; where there is none, in Triton's interpreter."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if reason := unavailable(backend, device):
+        pytest.skip(reason)
+    layer = Layer(*shape)
+
+    def plain(weight: Tensor) -> PlainLinear:
+        return PlainLinear(weight.to(device), None)
+
+    experts = [Mlp(plain(mlp_in), plain(mlp_out)) for mlp_in, mlp_out in zip(layer.mlp_in, layer.mlp_out, strict=True)]
+    made = Experts(plain(layer.router), experts, layer.k, True, load(backend, device))
+    for rows in (0, 1, 17):
+        x = layer.x[:rows]
+        torch.testing.assert_close(made(x.to(device)).cpu().double(), layer.exact(x, True), atol=2e-6, rtol=1e-5)
 
 
 @needs_native
