@@ -49,7 +49,7 @@ sanitize: $(INSTALLED)  ## the operators' tests with the native kernels under Ad
 	cmake --build build/sanitize --parallel
 	OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	$(BIN)/python -m pytest tests/ops tests/models/test_native.py -k "cpu or test_native" --numprocesses auto --native-library build/sanitize/libquire_cpu.so
+	$(BIN)/python -m pytest tests/ops tests/models/test_native.py tests/models/test_experts.py -k "cpu or test_native or test_experts" --numprocesses auto --native-library build/sanitize/libquire_cpu.so
 
 clean:
 	rm -rf .venv build dist

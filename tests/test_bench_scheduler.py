@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
 from quire.bench import scheduler
 from quire.bench.scheduler import Load, Result, Run
-from quire.bench.split import PARTS, Timeline, chrome_trace, recorded
+from quire.bench.split import PARTS, Timeline, _timed_linears, chrome_trace, recorded
 from quire.bench.workloads import workload
 from quire.cli import app
 from quire.engine import engine as engine_room
@@ -19,6 +20,7 @@ from quire.engine import runner as runner_room
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.ops import gather
 from quire.text import OutputProcessor
+from tests.models.checkpoints import engine, save
 
 SMALL = Load(prompt="Hello", num_requests=3, max_new_tokens=4)
 
@@ -151,6 +153,17 @@ def test_every_part_is_found(backend: str) -> None:
     assert calls.count("linears") == (4 * layers + 1) * steps
     if backend == "gather":
         assert calls.count("gather") == layers * steps
+
+
+def test_the_linears_of_experts_are_noted(tmp_path: Path) -> None:
+    save(tmp_path, "Mixtral")
+    decoder = engine(tmp_path).runner.model
+    timeline, layer = Timeline(), decoder.layers[0]
+    x = torch.randn(9, 48)
+    assert torch.equal(_timed_linears(layer, timeline).mlp(x), layer.mlp(x))
+    calls = [(span.name, span.part) for span in timeline.spans]
+    assert calls[0] == ("router", "linears")
+    assert {("mlp_in", "linears"), ("mlp_out", "linears")} == set(calls[1:])
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gather"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,10 @@ from quire.engine import engine as engine_module
 from quire.engine.engine import FIXED_RESERVE, LOGIT_BYTES, Engine, build_engine, working_memory
 from quire.errors import ConfigError, Unsupported
 from quire.models import EMBEDDED, load_model
+from quire.models.experts import ExpertsConfig
 from quire.models.families import llama
-from tests.models.checkpoints import engine
+from quire.ops.cpu import native
+from tests.models.checkpoints import engine, save
 
 GIB = 2**30
 LLAMA_8B = {
@@ -36,9 +39,16 @@ def test_working_memory_grows_with_what_a_step_holds() -> None:
     assert working_memory(decoder, 4, 2_048) - memory > widest
 
 
-def on_gpu(monkeypatch: pytest.MonkeyPatch, free: int, backend: str = "triton", **options: Any) -> Engine:
+def on_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    backend: str = "triton",
+    experts: ExpertsConfig | None = None,
+    **options: Any,
+) -> Engine:
     """The embedded model's engine as it would be on a GPU with so much free memory; runners do nothing."""
     model = load_model(EMBEDDED, engine_config(), ops.load())
+    model.config = replace(model.config, experts=experts)
     monkeypatch.setattr(engine_module, "free_memory", lambda device="cpu": free if device == "cuda" else 64 * GIB)
     monkeypatch.setattr(engine_module, "KVCache", lambda *given: SimpleNamespace(given=given))
     monkeypatch.setattr(engine_module, "Runner", lambda *given: SimpleNamespace(kind="eager", specs=given[3]))
@@ -85,6 +95,38 @@ def llama_dtype() -> Any:
 def test_graphs_are_for_backends_that_read_everything_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert on_gpu(monkeypatch, 8 * GIB).runner.kind == "graphs"  # type: ignore[attr-defined]
     assert on_gpu(monkeypatch, 8 * GIB, backend="reference").runner.kind == "eager"  # type: ignore[attr-defined]
+
+
+def test_steps_of_experts_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which rows an expert gets is known on the host only, which a graph does not ask."""
+    experts = ExpertsConfig(layers=frozenset((0,)), count=4, per_token=2, size=8, renormalised=True)
+    served = on_gpu(monkeypatch, 8 * GIB, experts=experts)
+    assert served.runner.kind == "eager"  # type: ignore[attr-defined]
+
+
+def test_experts_take_memory_too() -> None:
+    dense = llama.decoder_config(LLAMA_8B)
+    memory = []
+    for per_token in (1, 8):
+        experts = ExpertsConfig(layers=frozenset((0,)), count=8, per_token=per_token, size=14_336, renormalised=True)
+        memory.append(working_memory(replace(dense, experts=experts), 2, 2_048))
+    assert working_memory(dense, 2, 2_048) < memory[0]
+    assert memory[1] - memory[0] > 7 * 2_048 * 2 * (
+        3 * 14_336 + 2 * 4_096
+    )  # gate, up and activation; the row, the result
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=native.unavailable() or "")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+def test_what_experts_compute_in_is_counted(tmp_path: Path, kind: str, dtype: str) -> None:
+    save(tmp_path, kind)
+    model = engine(tmp_path, dtype=dtype).runner.model
+    program, size = model.native_layers._program, model.dtype.itemsize
+    program._experts.reserve(1)
+    room = sum(tensor.nbytes for tensor in program._experts._tensors)
+    a_row = (2 * model.config.hidden_size + program._own_width) * size + program._copied_lanes * 4 + room
+    assert a_row < working_memory(model.config, size, 1) - working_memory(model.config, size, 0)
 
 
 def test_reproducibility_reaches_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:

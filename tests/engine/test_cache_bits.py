@@ -38,6 +38,11 @@ SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
         {"vocab_size": VOCABULARY, "hidden_size": 48, "num_attention_heads": 4, "head_dim": 24, "sliding_window": 19,
          "query_pre_attn_scalar": 24},
     ),
+    "qwen3 moe, one layer dense, bf16": (
+        "Qwen3Moe",
+        torch.bfloat16,
+        {"vocab_size": VOCABULARY, "num_experts": 12, "num_experts_per_tok": 3, "mlp_only_layers": [1]},
+    ),
 }  # fmt: skip
 Bits = dict[str, list[tuple[int, float, tuple[tuple[int, float], ...]]]]
 

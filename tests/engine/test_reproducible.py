@@ -36,6 +36,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 24, "sliding_window": 50,
          "max_position_embeddings": 1_536, "query_pre_attn_scalar": 24},
     ),
+    "mixtral": (
+        "Mixtral",
+        {"hidden_size": 128, "intermediate_size": 200, "num_attention_heads": 4, "head_dim": 32,
+         "num_hidden_layers": 2, "max_position_embeddings": 1_536},
+    ),
     "bloom, alibi": ("Bloom", {"hidden_size": 80, "n_layer": 2, "n_head": 5}),
     "gpt_neox, branches in parallel": (
         "GPTNeoX",

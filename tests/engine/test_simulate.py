@@ -19,6 +19,7 @@ from quire.engine.trace import TraceRow, poisson, write_trace
 from quire.errors import BadValue, ConfigError
 from quire.models import EMBEDDED, read_config
 from quire.models.decoder import weight_shapes
+from quire.models.experts import ExpertsConfig
 from quire.request import FinishReason, Group, Request
 
 TOY = ModelCost(
@@ -86,6 +87,22 @@ def test_the_model_of_a_config() -> None:
     assert (cost.layer_params, cost.head_params) == (layer, config.vocab_size * config.hidden_size)
     assert cost.number_bytes == dtype.itemsize
     assert cost.max_model_len == config.max_position_embeddings
+
+
+def test_experts_are_read_where_they_are_chosen() -> None:
+    """Of 4 experts, 2 a token: one reads half of them, two three quarters, as if by chance."""
+    model = replace(TOY, expert_params=4000, expert_share=0.5)
+    assert model.num_params == 1000 + 4000 + 200
+    assert [model.weight_bytes(tokens) for tokens in (1, 2)] == [2 * (1200 + 2000), 2 * (1200 + 3000)]
+    assert model.weight_bytes(1000) == 2 * 5200
+    assert model.linear_flops(3, 1) == 2 * (3 * (1000 + 2000) + 200)
+    plain, dtype = read_config(EMBEDDED)
+    experts = ExpertsConfig(layers=frozenset((0, 2)), count=4, per_token=1, size=16, renormalised=True)
+    cost, dense = (model_cost(config, dtype) for config in (replace(plain, experts=experts), plain))
+    assert cost.expert_params == 2 * 4 * 3 * 16 * plain.hidden_size
+    assert cost.expert_share == 0.25
+    mlps, routers = 2 * 3 * plain.intermediate_size * plain.hidden_size, 2 * 4 * plain.hidden_size
+    assert cost.layer_params == dense.layer_params - mlps + routers
 
 
 # ----------------------------------------------------------------------------------------------------- the run

@@ -37,7 +37,9 @@ BLOOM = {"vocab_size": 97, "hidden_size": 48, "n_layer": 3, "n_head": 6, "bos_to
 SHORT = {key: value for key, value in TINY.items() if key != "head_dim"} | {"hidden_size": 96}  # heads of 16 too
 NEOX = {key: value for key, value in SHORT.items() if key != "num_key_value_heads"}
 PHI3 = SHORT | {"original_max_position_embeddings": 64}
-BASES = {"GPT2": GPT2, "Bloom": BLOOM, "Phi3": PHI3, "GPTNeoX": NEOX}
+MIXTRAL = TINY | {"num_local_experts": 4}
+QWEN3_MOE = TINY | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "norm_topk_prob": True}
+BASES = {"GPT2": GPT2, "Bloom": BLOOM, "Phi3": PHI3, "GPTNeoX": NEOX, "Mixtral": MIXTRAL, "Qwen3Moe": QWEN3_MOE}
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 
 
@@ -47,6 +49,7 @@ def save(directory: Path, kind: str = "Llama", dtype: torch.dtype = torch.float3
     config = getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**(BASES.get(kind, TINY) | changes))
     model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config).eval()
     config._attn_implementation = "eager"  # the one that knows about softcaps
+    config._experts_implementation = "eager"  # the one that takes experts of every size
     for parameter in model.parameters():  # the usual initialisation is so small that attention would hardly matter
         parameter.data.normal_(0, 0.2) if parameter.dim() > 1 else parameter.data.normal_(1, 0.1)
     model.to(dtype).save_pretrained(directory)

@@ -56,6 +56,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {}),
     "qwen3, biases": ("Qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {}),
+    "mixtral, sliding window": ("Mixtral", {"sliding_window": 9, "num_experts_per_tok": 1}),
+    "qwen3 moe": ("Qwen3Moe", {}),
+    "qwen3 moe, some layers dense": (
+        "Qwen3Moe",
+        {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False},
+    ),
+    "qwen3 moe, all experts": (
+        "Qwen3Moe",
+        {"num_experts_per_tok": 5, "attention_bias": True, "use_sliding_window": True, "sliding_window": 9},
+    ),
+    "qwen3 moe, all layers dense": ("Qwen3Moe", {"mlp_only_layers": [0, 1, 2]}),
     "gemma2": ("Gemma2", {"sliding_window": 9, "query_pre_attn_scalar": 24}),
     "gemma2, other caps": (
         "Gemma2",

@@ -372,6 +372,16 @@ def test_a_misshapen_bloom_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "n_head is 7, which does not divide the hidden size 48")
 
 
+def test_misshapen_experts_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, "Mixtral")
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.3.w3.weight"
+    save_file(weights | {name: torch.ones(79, 48)}, tmp_path / "model.safetensors")
+    refused(tmp_path, rf"{name} has shape \(79, 48\); config\.json asks for \(80, 48\)")
+    save_file({key: weight for key, weight in weights.items() if key != name}, tmp_path / "model.safetensors")
+    refused(tmp_path, f"lacks 1 tensors, among them {name}")
+
+
 @pytest.mark.parametrize("window", ["x", 0, -1, True])
 def test_a_window_is_a_positive_integer(tmp_path: Path, window: Any) -> None:
     save(tmp_path, "Mistral")

@@ -30,7 +30,11 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 CASES = [
     *product([None], VARIANTS, DTYPES),
     # all kinds of operators
-    *product(OTHER_ISAS, ("grouped query", "gpt2", "gemma2", "qwen3", "olmo2", "granite", "gpt_neox"), DTYPES),
+    *product(
+        OTHER_ISAS,
+        ("grouped query", "gpt2", "gemma2", "qwen3", "olmo2", "granite", "gpt_neox", "qwen3 moe, some layers dense"),
+        DTYPES,
+    ),
 ]
 
 

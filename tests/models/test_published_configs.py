@@ -1,12 +1,16 @@
 """Configurations as they were published: each is understood, and means what its authors meant."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from quire.errors import ModelError
 from quire.models import read_config
+from quire.models.decoder import DecoderConfig
+from quire.models.experts import ExpertsConfig
 
 SMOLLM = """{"_name_or_path": "HuggingFaceTB/cosmo2-tokenizer", "architectures": ["LlamaForCausalLM"],
 "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "silu",
@@ -156,6 +160,24 @@ PYTHIA = """{"architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_to
 NEOX_20B = json.dumps(json.loads(PYTHIA) | {"attention_probs_dropout_prob": 0, "hidden_act": "gelu_fast",
 "hidden_dropout_prob": 0, "hidden_size": 6144, "num_attention_heads": 64, "num_hidden_layers": 44})  # fmt: skip
 
+MIXTRAL = """{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+"hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+"max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+"num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": false,
+"rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": null,
+"tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": true,
+"vocab_size": 32000}"""
+
+QWEN3_MOE = """{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+"bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+"hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960,
+"max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+"norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+"num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-06,
+"rope_scaling": null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null,
+"tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
+"use_sliding_window": false, "vocab_size": 151936}"""
+
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 PUBLISHED = {
     "SmolLM": (SMOLLM, (3, 64, 10_000.0, 2048, None), BF16),
@@ -167,6 +189,8 @@ PUBLISHED = {
     "BLOOM": (BLOOM, (16, 64, None, 2048, None), F32),
     "Qwen 2.5": (QWEN2_5, (2, 64, 1_000_000.0, 32_768, None), BF16),
     "Qwen3": (QWEN3, (8, 128, 1_000_000, 40_960, None), BF16),
+    "Mixtral": (MIXTRAL, (8, 128, 1_000_000.0, 32_768, None), BF16),
+    "Qwen3-MoE": (QWEN3_MOE, (4, 128, 1_000_000.0, 40_960, None), BF16),
     "Gemma 2 9B": (GEMMA2_9B, (8, 256, 10_000.0, 8192, 4096), F32),
     "Gemma 2": (GEMMA2, (4, 256, 10_000.0, 8192, 4096), F32),
     "Gemma 3 1B": (GEMMA3_1B, (1, 256, 10_000.0, 32_768, 512), BF16),
@@ -212,3 +236,36 @@ def test_what_a_missing_key_means_depends_on_the_architecture(tmp_path: Path) ->
         assert (decoder.windows[0], decoder.num_kv_heads) == (window, num_kv_heads)
     (tmp_path / "config.json").write_text(json.dumps(raw | {"sliding_window": None}))
     assert read_config(tmp_path)[0].windows[0] is None
+
+
+def test_experts(tmp_path: Path) -> None:
+    """Which layers have them, how many, and their sizes; what missing keys mean is transformers' matter."""
+
+    def read(text: str, **changes: object) -> DecoderConfig:
+        raw = {key: value for key, value in (json.loads(text) | changes).items() if value != "DELETE"}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        return read_config(tmp_path)[0]
+
+    assert read(MIXTRAL).experts == ExpertsConfig(
+        layers=frozenset(range(32)), count=8, per_token=2, size=14336, renormalised=True
+    )
+    found = read(MIXTRAL, **dict.fromkeys(("rope_theta", "rms_norm_eps", "max_position_embeddings"), "DELETE"))
+    assert (found.ropes[0], found.norm_eps) == ({"rope_theta": 1e6}, 1e-5)
+    assert found.max_position_embeddings == 131_072
+    whole = ExpertsConfig(layers=frozenset(range(48)), count=128, per_token=8, size=768, renormalised=True)
+    assert read(QWEN3_MOE).experts == whole
+    assert read(QWEN3_MOE, num_experts="DELETE", num_local_experts=128).experts == whole
+    found = read(QWEN3_MOE, decoder_sparse_step=3, mlp_only_layers=[2, 8], norm_topk_prob=False)
+    assert found.experts == replace(whole, layers=frozenset(range(5, 48, 3)) - {8}, renormalised=False)
+    assert read(QWEN3_MOE, mlp_only_layers=list(range(48))).experts is None
+    assert read(QWEN3_MOE, use_sliding_window=True, sliding_window=64, max_window_layers="DELETE").windows == (64,) * 48
+    for changes, told in (
+        ({"use_sliding_window": True, "sliding_window": 64}, "does not understand: max_window_layers=48"),
+        ({"num_local_experts": 64}, "num_local_experts is 64; family 'qwen3_moe' serves 128 only"),
+        ({"num_experts": 0}, "num_experts is 0; it must be a positive integer"),
+        ({"num_experts_per_tok": 129}, "129 experts a token cannot be chosen of 128"),
+        ({"mlp_only_layers": [True]}, "it must be a list of layers' numbers"),
+        ({"shared_expert_intermediate_size": 64}, "does not understand: shared_expert_intermediate_size=64"),
+    ):
+        with pytest.raises(ModelError, match=told):
+            read(QWEN3_MOE, **changes)

@@ -198,6 +198,7 @@ def calls(backend: ops.Ops, device: str, dtype: torch.dtype) -> dict[str, tuple[
         "gelu": (rows(2, 3, 12), "tanh"),
         "logsumexp": (rows(3, 12, dtype=torch.float32),),
         "top_k": (rows(3, 12, dtype=torch.float32), 5),
+        "top_k_softmax": (rows(3, 12, dtype=torch.float32), 5),
     }
 
 

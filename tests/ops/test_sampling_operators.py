@@ -1,4 +1,4 @@
-"""logsumexp and top_k, against their definitions, on rows of every length and with infinities."""
+"""logsumexp, top_k and top_k_softmax, against their definitions, on rows of every length and with infinities."""
 
 from __future__ import annotations
 
@@ -41,6 +41,18 @@ def test_top_k(backend, device, width):
         assert torch.equal(backend.top_k(rows, k).cpu(), want)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_top_k_softmax(backend, device, width):
+    rows = rows_of(width, device)[[0, 1, 2, 4]] if width > 1 else torch.tensor([[-3.0], [0.0]], device=device)
+    for k in sorted({0, 1, min(width, 9), min(width, 128)}):
+        ids, shares = backend.top_k_softmax(rows, k)
+        assert torch.equal(ids, backend.top_k(rows, k))
+        want = torch.softmax(rows.cpu().double(), -1).gather(1, ids.cpu())
+        check_close("shares", shares, want, 4e-6 * want + 1e-30)  # of e^-20 the exponent alone is off by 1e-6
+        assert all(map(torch.equal, backend.top_k_softmax(rows[1:2], k), (ids[1:2], shares[1:2])))
+    assert [x.shape for x in backend.top_k_softmax(rows[:0], 1)] == [(0, 1), (0, 1)]
+
+
 def test_zero_and_negative_zero_are_equal(backend, device):
     row = torch.tensor([[-0.0, 0.0, -0.0, -1.0, 0.0]], device=device)
     assert backend.top_k(row, 4).tolist() == [[0, 1, 2, 4]]
@@ -67,6 +79,8 @@ def test_a_row_does_not_depend_on_the_others(backend, device):
 def test_refusals(backend, device, logits, k, error):
     with pytest.raises(error):
         backend.top_k(logits.to(device), k)
+    with pytest.raises(error):
+        backend.top_k_softmax(logits.to(device), k)
     if error is not BadValue:
         with pytest.raises(error):
             backend.logsumexp(logits.to(device))

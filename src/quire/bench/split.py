@@ -26,6 +26,7 @@ from quire.engine.runner import Runner
 from quire.errors import Unsupported
 from quire.llm import LLM
 from quire.models.decoder import Decoder, Layer
+from quire.models.experts import Experts, Mlp
 from quire.models.linear import Linear
 from quire.models.native import NativeLayers
 from quire.ops import AttentionPlan
@@ -41,7 +42,7 @@ OPERATORS = {
     **{"attention": "attention", "write_kv": "cache write"},
     **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "rope", "swiglu", "gelu"), SMALL),
 }
-NATIVE = {"linear": "linears", "attention": "attention", "write": "cache write"}
+NATIVE = {"linear": "linears", "experts": "linears", "attention": "attention", "write": "cache write"}
 PHASES = ("step", "plan", "flatten", "run", "commit", "detokenize")  # what stands in a trace's first row
 ROWS = ("engine", "operators")
 
@@ -144,10 +145,18 @@ def _eager(engine: Engine) -> Runner:
 def _timed_linears(layer: Layer, timeline: Timeline) -> Layer:
     """The layer, its linears noted."""
 
-    def timed(name: str) -> Linear:
-        return timeline.timed("linears", name, getattr(layer, name))
+    def timed(owner: object, name: str) -> Linear:
+        return timeline.timed("linears", name, getattr(owner, name))
 
-    return replace(layer, qkv=timed("qkv"), output=timed("output"), mlp_in=timed("mlp_in"), mlp_out=timed("mlp_out"))
+    def timed_mlp(mlp: Mlp) -> Mlp:
+        return Mlp(timed(mlp, "mlp_in"), timed(mlp, "mlp_out"))
+
+    def timed_experts(experts: Experts) -> Experts:
+        mlps = [timed_mlp(expert) for expert in experts.experts]
+        return replace(experts, router=timed(experts, "router"), experts=mlps)
+
+    mlp = timed_experts(layer.mlp) if isinstance(layer.mlp, Experts) else timed_mlp(layer.mlp)
+    return replace(layer, qkv=timed(layer, "qkv"), output=timed(layer, "output"), mlp=mlp)
 
 
 def _timed_layers(layers: NativeLayers, timeline: Timeline) -> Callable[..., Tensor]:

@@ -40,22 +40,29 @@ class ModelCost:
 
     groups: tuple[CacheGroup, ...]
     max_model_len: int  # tokens of the longest sequence
-    layer_params: int  # every token is multiplied by each of them
+    layer_params: int  # every token is multiplied by each of them; those of experts are apart
     head_params: int  # of the output projection: only rows that draw a token are
     num_heads: int  # Hq
     num_kv_heads: int  # Hkv
     head_dim: int  # D
     number_bytes: int  # of a weight, and of an element of K and V
+    expert_params: int = 0  # of all experts of all layers
+    expert_share: float = 0.0  # of a layer's experts, those that a token goes through
 
     @property
     def num_params(self) -> int:
         """Weights that are multiplied; what is only looked up, such as an embedding, is not among them."""
-        return self.layer_params + self.head_params
+        return self.layer_params + self.expert_params + self.head_params
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes that every step reads."""
-        return self.num_params * self.number_bytes
+    def weight_bytes(self, num_tokens: int) -> float:
+        """Bytes that a step of so many tokens reads, which choose their experts as if by chance."""
+        unread = self.expert_params * (1 - self.expert_share) ** num_tokens
+        return (self.num_params - unread) * self.number_bytes
+
+    def linear_flops(self, num_tokens: int, num_drawn: int) -> float:
+        """Operations of a step's linears, so many of its tokens drawing the next one."""
+        a_token = self.layer_params + self.expert_params * self.expert_share
+        return 2 * (num_tokens * a_token + num_drawn * self.head_params)
 
     def kv_bytes(self, group: CacheGroup) -> int:
         """Bytes of one token's K and V in the group's layers."""
@@ -70,23 +77,28 @@ def model_cost(config: DecoderConfig, dtype: torch.dtype) -> ModelCost:
     """What a model of that config has to read and to multiply, with weights and cache of that dtype."""
     params = {name: math.prod(shape) for name, shape in weight_shapes(config).items()}
     head = params["embedding" if config.tied_embeddings else "lm_head"]
+    experts = sum(size for name, size in params.items() if ".experts." in name)
+    ends = sum(params.get(name, 0) for name in ("embedding", "lm_head", "positions"))
     return ModelCost(
         groups=config.groups,
         max_model_len=longest_sequence(config),
-        layer_params=sum(params.values()) - sum(params.get(n, 0) for n in ("embedding", "lm_head", "positions")),
+        layer_params=sum(params.values()) - ends - experts,
         head_params=head,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         number_bytes=dtype.itemsize,
+        expert_params=experts,
+        expert_share=0.0 if config.experts is None else config.experts.per_token / config.experts.count,
     )
 
 
 class CostModel:
     """Seconds of a step: what it reads over the memory's rate, or what it multiplies over the arithmetic units'.
 
-    Every step reads all weights; every request its keys and values. Left out is what is the same for every plan, such
-    as launching kernels, and what sharing could save, such as reading a common prefix once.
+    Every step reads all weights, of experts those that somebody chose; every request its keys and values. Left out is
+    what is the same for every plan, such as launching kernels, and what sharing could save, such as reading a common
+    prefix once.
     """
 
     def __init__(self, model: ModelCost, device: Device, block_size: int) -> None:
@@ -97,11 +109,11 @@ class CostModel:
     def seconds(self, plan: Plan, num_drawn: int) -> float:
         """How long the plan takes, if that many of its requests draw a token. To be asked before its commit."""
         model, device = self.model, self.device
-        size = 2 * self._moved(plan.copies)
-        flops = 0
+        size: float = 2 * self._moved(plan.copies)
+        flops: float = 0
         if plan.items:
-            size += model.weight_bytes
-            flops = 2 * (plan.num_tokens * model.layer_params + num_drawn * model.head_params)
+            size += model.weight_bytes(plan.num_tokens)
+            flops = model.linear_flops(plan.num_tokens, num_drawn)
         for group in model.groups:
             keys, pairs = attended(plan.items, group.window)
             size += (keys + plan.num_tokens) * model.kv_bytes(group)

@@ -256,6 +256,6 @@ def working_memory(decoder: ModelShape, itemsize: int, max_tokens: int) -> int:
     them.
     """
     heads = 3 * decoder.num_heads + 2 * decoder.num_kv_heads  # q, k and v, what is attended, and a copy in rows
-    mlp = 4 * decoder.intermediate_size  # gate and up, the activation, and a number on the way to it
-    width = 3 * decoder.hidden_size + heads * decoder.head_dim + mlp  # the residual, its norm and the branch are first
+    width = 3 * decoder.hidden_size + heads * decoder.head_dim  # the residual, its norm and the branch are first
+    width += decoder.mlp_width
     return max_tokens * width * itemsize + MAX_LOGIT_ROWS * decoder.vocab_size * LOGIT_BYTES

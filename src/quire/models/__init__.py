@@ -34,10 +34,12 @@ FAMILIES = {
     "GraniteForCausalLM": "quire.models.families.granite",
     "LlamaForCausalLM": "quire.models.families.llama",
     "MistralForCausalLM": "quire.models.families.llama",
+    "MixtralForCausalLM": "quire.models.families.mixtral",
     "Olmo2ForCausalLM": "quire.models.families.olmo2",
     "Phi3ForCausalLM": "quire.models.families.phi3",
     "Qwen2ForCausalLM": "quire.models.families.qwen2",
     "Qwen3ForCausalLM": "quire.models.families.qwen3",
+    "Qwen3MoeForCausalLM": "quire.models.families.qwen3_moe",
     "SmolLM3ForCausalLM": "quire.models.families.smollm3",
     "Starcoder2ForCausalLM": "quire.models.families.starcoder2",
 }

@@ -13,6 +13,7 @@ from quire.batch import Batch
 from quire.cache.storage import KVCache
 from quire.errors import ModelError
 from quire.models.embedding import Embedding, PlainEmbedding
+from quire.models.experts import Experts, ExpertsConfig, Mlp
 from quire.models.linear import Linear, LinearFactory
 from quire.models.model import ModelShape
 from quire.models.native import NativeLayers
@@ -48,6 +49,7 @@ class DecoderConfig(ModelShape):
     mlp_bias: bool = False
     gated_mlp: bool = True  # activation(gate) * up, else activation(up)
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    experts: ExpertsConfig | None = None  # in place of some layers' MLPs
     attention_scale: float | None = None  # None: 1 / sqrt(D)
     attention_softcap: float | None = None
     # Both ends.
@@ -68,20 +70,30 @@ class DecoderConfig(ModelShape):
             raise ModelError("parallel branches without norms of their inputs are not served")
         if self.activation == "silu" and not self.gated_mlp:
             raise ModelError("an MLP with silu and without a gate is not served")
+        if self.experts is not None and self.activation != "silu":
+            raise ModelError(f"experts with the activation {self.activation} are not served; they have silu")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
+
+    @property
+    def mlp_width(self) -> int:
+        """As of every model; experts also gather rows and results, some of them in fp32."""
+        if self.experts is None:
+            return super().mlp_width
+        return max(super().mlp_width, self.experts.per_token * (5 * self.experts.size + 6 * self.hidden_size))
 
 
 def stacked_rows(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Rows of each part of the weights that may be stacked of several, by their name within a layer."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {"qkv": (q, kv, kv), "mlp_in": (config.intermediate_size, config.intermediate_size)}
+    rows = {"qkv": (q, kv, kv), "mlp_in": (config.intermediate_size, config.intermediate_size)}
+    return rows | ({} if config.experts is None else {"experts.mlp_in": (config.experts.size, config.experts.size)})
 
 
 def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight. q, k and v are one matrix, and so are the gate and up projections of an MLP."""
     H, D = config.hidden_size, config.head_dim
-    q, kv, inner = config.num_heads * D, config.num_kv_heads * D, config.intermediate_size
+    q, kv = config.num_heads * D, config.num_kv_heads * D
     shapes: dict[str, tuple[int, ...]] = {"embedding": (config.vocab_size, H)}
     if config.learned_positions:
         shapes["positions"] = (config.max_position_embeddings, H)
@@ -93,8 +105,7 @@ def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         for name, (rows, columns), bias in (
             ("qkv", (q + 2 * kv, H), config.qkv_bias),
             ("output", (H, q), config.output_bias),
-            ("mlp_in", ((2 if config.gated_mlp else 1) * inner, H), config.mlp_bias),
-            ("mlp_out", (H, inner), config.mlp_bias),
+            *_mlp_linears(config, i),
         ):
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if bias:
@@ -113,6 +124,19 @@ def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _mlp_linears(config: DecoderConfig, layer: int) -> list[tuple[str, tuple[int, int], bool]]:
+    """Name, shape and whether there is a bias of the linears behind the layer's attention."""
+    H, inner, experts = config.hidden_size, config.intermediate_size, config.experts
+    if experts is None or layer not in experts.layers:
+        rows = (2 if config.gated_mlp else 1) * inner
+        return [("mlp_in", (rows, H), config.mlp_bias), ("mlp_out", (H, inner), config.mlp_bias)]
+    linears = [("router", (experts.count, H), False)]
+    for i in range(experts.count):
+        linears.append((f"experts.{i}.mlp_in", (2 * experts.size, H), False))
+        linears.append((f"experts.{i}.mlp_out", (H, experts.size), False))
+    return linears
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer's weights. Where a family lacks a norm, that of an input does nothing, and another is None."""
@@ -124,8 +148,7 @@ class Layer:
     output: Linear  # Hq D -> H
     output_norm: Norm | None
     mlp_norm: Norm
-    mlp_in: Linear  # H -> 2 I, or I without a gate
-    mlp_out: Linear  # I -> H
+    mlp: Mlp | Experts
     mlp_output_norm: Norm | None
 
 
@@ -133,7 +156,11 @@ class Decoder:
     """Token ids to logits through a paged cache."""
 
     rows_keep_bits = True
-    capturable = True
+
+    @property
+    def capturable(self) -> bool:
+        """Experts ask the host who chose whom."""
+        return self.config.experts is None
 
     def __init__(
         self,
@@ -204,7 +231,7 @@ class Decoder:
                 residual += branch
             else:
                 hidden = layer.mlp_norm.of_sum(branch, residual)
-            branch = layer.mlp_out(self._activate(layer.mlp_in(hidden)))
+            branch = self._mlp(layer.mlp, hidden)
             hidden = norm_after.of_sum(self._ended(branch, layer.mlp_output_norm), residual)
         return hidden
 
@@ -258,6 +285,14 @@ class Decoder:
             branch = norm(branch)
         return branch if self.config.branch_scale is None else branch * self.config.branch_scale
 
+    def _mlp(
+        self,
+        mlp: Mlp | Experts,
+        hidden: Tensor,  # [T, H]
+    ) -> Tensor:
+        """What a layer adds behind its attention: [T, H]."""
+        return mlp(hidden) if isinstance(mlp, Experts) else mlp.mlp_out(self._activate(mlp.mlp_in(hidden)))
+
     def _activate(
         self,
         x: Tensor,  # [T, 2 I], or [T, I] without a gate
@@ -290,6 +325,17 @@ def _layer(
     def linear(name: str) -> Linear:
         return make_linear(weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias"))
 
+    def mlp(name: str) -> Mlp:
+        return Mlp(linear(f"{name}mlp_in"), linear(f"{name}mlp_out"))
+
+    def mlp_or_experts() -> Mlp | Experts:
+        experts = config.experts
+        if experts is None or f"{prefix}router.weight" not in weights:
+            return mlp("")
+        router = make_linear.head(weights[f"{prefix}router.weight"])  # whose logits are as exact as they can be
+        mlps = [mlp(f"experts.{i}.") for i in range(experts.count)]
+        return Experts(router, mlps, experts.per_token, experts.renormalised, ops)
+
     def norm(name: str) -> Norm | None:
         return _norm(config, weights, ops, prefix + name)
 
@@ -301,7 +347,6 @@ def _layer(
         output=linear("output"),
         output_norm=norm("output_norm"),
         mlp_norm=norm("mlp_norm") or NoNorm(),
-        mlp_in=linear("mlp_in"),
-        mlp_out=linear("mlp_out"),
+        mlp=mlp_or_experts(),
         mlp_output_norm=norm("mlp_output_norm"),
     )

@@ -190,10 +190,12 @@ def _shape(model: Any, layers: tuple[LayerCall, ...]) -> ModelShape:
         windows.append(window)
     first = layers[0]
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    inner = max(inner) if isinstance(inner, list) else inner
+    chosen = getattr(config, "num_experts_per_tok", None) or 0  # each computes rows of their own
     return ModelShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=max(inner) if isinstance(inner, list) else inner,
+        intermediate_size=max(inner, chosen * 2 * config.hidden_size),
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
         head_dim=max(first.head_dim, first.head_dim_v),

@@ -28,6 +28,11 @@ class ModelShape:
     windows: tuple[int | None, ...]  # [L], keys that a row of the layer sees; None: all before it
 
     @property
+    def mlp_width(self) -> int:
+        """Numbers that a layer's MLP computes of a row: gate and up, the activation, and one on the way to it."""
+        return 4 * self.intermediate_size
+
+    @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The layers by window, in order of first appearance."""
         return tuple(

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from quire.cache.storage import KVCache
 from quire.errors import BadValue
+from quire.models.experts import Experts, Mlp
+from quire.models.linear import Linear
 from quire.models.norm import LayerNorm, NoNorm, Norm, RMSNorm
 from quire.ops import AttentionPlan
+from quire.ops.cpu.experts import ExpertLinears
 from quire.ops.cpu.linear import PackedLinear
 from quire.ops.cpu.program import Place, Program
 from quire.ops.cpu.worklist import CpuPlan
@@ -32,7 +35,7 @@ class NativeLayers:
         config = decoder.config
         self._groups, self._hidden_size = decoder.group_of_layer, config.hidden_size
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        inner = config.intermediate_size
+        inner = config.intermediate_size if any(isinstance(layer.mlp, Mlp) for layer in decoder.layers) else 0
         widths = {
             **{"residual": config.hidden_size, "hidden": config.hidden_size, "branch": config.hidden_size},
             **{"qkv": q + 2 * kv, "attended": q},
@@ -53,16 +56,17 @@ class NativeLayers:
                 self._program.add(BRANCH, RESIDUAL, config.hidden_size)
             else:
                 hidden = self._norm(layer.mlp_norm, BRANCH, HIDDEN, RESIDUAL)
-            self._mlp(decoder, layer, hidden)
+            if isinstance(layer.mlp, Experts):
+                self._experts(layer.mlp, hidden)
+            else:
+                self._mlp(decoder, layer.mlp, hidden)
             self._end_branch(config, layer.mlp_output_norm)
             hidden = self._norm(norm_after, BRANCH, HIDDEN, RESIDUAL)
 
     @staticmethod
     def serves(decoder: Decoder) -> bool:
         """Whether this backend and these linears can be called so."""
-        linears = (
-            linear for layer in decoder.layers for linear in (layer.qkv, layer.output, layer.mlp_in, layer.mlp_out)
-        )
+        linears = (linear for layer in decoder.layers for linear in (layer.qkv, layer.output, *_mlp_linears(layer.mlp)))
         return decoder.ops.NAME == "cpu" and all(isinstance(linear, PackedLinear) for linear in linears)
 
     def __call__(
@@ -135,13 +139,29 @@ class NativeLayers:
         if config.branch_scale is not None:
             self._program.scale(BRANCH, BRANCH, config.hidden_size, config.branch_scale)
 
-    def _mlp(self, decoder: Decoder, layer: Layer, hidden: Place) -> None:
+    def _experts(self, layer: Experts, hidden: Place) -> None:
+        linears = ExpertLinears(
+            cast(PackedLinear, layer.router),
+            [cast(PackedLinear, expert.mlp_in) for expert in layer.experts],
+            [cast(PackedLinear, expert.mlp_out) for expert in layer.experts],
+            layer.per_token,
+            layer.renormalised,
+        )
+        self._program.experts(hidden, linears, BRANCH)
+
+    def _mlp(self, decoder: Decoder, mlp: Mlp, hidden: Place) -> None:
         config, program, inner = decoder.config, self._program, decoder.config.intermediate_size
-        self._linear(layer.mlp_in, hidden, "inner")
+        self._linear(mlp.mlp_in, hidden, "inner")
         if config.activation == "silu":
             program.swiglu(("inner", 0), ("activated", 0), inner)
         else:
             program.gelu(("inner", 0), ("activated", 0), inner, config.activation == "gelu_tanh")
             if config.gated_mlp:
                 program.multiply(("inner", inner), ("activated", 0), inner)
-        self._linear(layer.mlp_out, ("activated", 0), "branch")
+        self._linear(mlp.mlp_out, ("activated", 0), "branch")
+
+
+def _mlp_linears(mlp: Mlp | Experts) -> list[Linear]:
+    if isinstance(mlp, Mlp):
+        return [mlp.mlp_in, mlp.mlp_out]
+    return [mlp.router, *(linear for expert in mlp.experts for linear in (expert.mlp_in, expert.mlp_out))]

@@ -91,7 +91,8 @@ class Sources:
 
     ends: Mapping[str, str]  # ours -> theirs, outside the layers
     layer_prefix: str  # of their tensors of layer {}
-    layer: Mapping[str, tuple[str, ...]]  # ours -> theirs within a layer; several are stacked in this order
+    # Ours -> theirs within a layer, with {} for the number of an expert; several are stacked in this order.
+    layer: Mapping[str, tuple[str, ...]]
     ignored: re.Pattern[str] | None = None  # their tensors that are known not to be needed
     adapt: Callable[[str, Tensor], Tensor] | None = None  # our name, their tensor -> our form of it
 
@@ -99,8 +100,9 @@ class Sources:
         """The checkpoint's tensors that make up our weight of that name, as in `weight_shapes`."""
         if name in self.ends:
             return (self.ends[name],)
-        _, layer, part, kind = name.split(".")
-        return tuple(f"{self.layer_prefix.format(layer)}{theirs}.{kind}" for theirs in self.layer[part])
+        layer, part, expert, kind = _within_layer(name)
+        prefix = self.layer_prefix.format(layer)
+        return tuple(f"{prefix}{theirs.format(*expert)}.{kind}" for theirs in self.layer[part])
 
 
 class Weights(Mapping[str, Tensor]):
@@ -133,7 +135,7 @@ class Weights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         """A copy of the weight. Raises ModelError where the checkpoint has it in a wrong shape."""
         shape, parts = self._shapes[name], self._sources.of(name)
-        lengths = self._rows[name.split(".")[2]] if len(parts) > 1 else shape[:1]
+        lengths = self._rows[_within_layer(name)[1]] if len(parts) > 1 else shape[:1]
         # Norms are small, and their weights multiply everything: they stay as exact as they came.
         dtype = torch.float32 if "norm." in name else self._dtype
         weight = mapped(shape, dtype) if self._device == "cpu" else torch.empty(shape, dtype=dtype, device=self._device)
@@ -158,6 +160,12 @@ class Weights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._shapes)
+
+
+def _within_layer(name: str) -> tuple[str, str, list[str], str]:
+    """Layer, part, expert where it is one's, and kind: layers.3.experts.5.mlp_in.weight has the part experts.mlp_in."""
+    _, layer, *path, kind = name.split(".")
+    return layer, ".".join(p for p in path if not p.isdigit()), [p for p in path if p.isdigit()], kind
 
 
 def _first(names: set[str] | frozenset[str]) -> str:

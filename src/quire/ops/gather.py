@@ -32,6 +32,7 @@ from quire.ops.reference import (
     rope,
     swiglu,
     top_k,
+    top_k_softmax,
     unavailable,
     write_kv,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "rope",
     "swiglu",
     "top_k",
+    "top_k_softmax",
     "unavailable",
     "write_kv",
 ]

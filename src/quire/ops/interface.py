@@ -239,3 +239,10 @@ class Ops(Protocol):
         k: int,
     ) -> torch.Tensor:
         """The ids of the k largest logits of each row, the largest first, of equal ones the lower id: int64 [R, k]."""
+
+    def top_k_softmax(
+        self,
+        logits: torch.Tensor,  # fp32 [R, V], no NaN, the largest of a row finite
+        k: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """top_k's ids, int64 [R, k], and what each of them has of the row's softmax, fp32 [R, k]: a router's choice."""

@@ -358,5 +358,15 @@ def top_k(
     return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
+@registered.operator(NAME)
+def top_k_softmax(
+    logits: Tensor,  # fp32 [R, V], no NaN, the largest of a row finite
+    k: int,
+) -> tuple[Tensor, Tensor]:
+    """top_k's ids, int64 [R, k], and what each of them has of the row's softmax, fp32 [R, k]: a router's choice."""
+    ids = top_k(logits, k)
+    return ids, logits.softmax(-1).gather(1, ids)
+
+
 def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -53,6 +53,7 @@ SCHEMAS = {
     "gelu": "(str backend, Tensor x, str approximate) -> Tensor",
     "logsumexp": "(str backend, Tensor logits) -> Tensor",
     "top_k": "(str backend, Tensor logits, SymInt k) -> Tensor",
+    "top_k_softmax": "(str backend, Tensor logits, SymInt k) -> (Tensor, Tensor)",
 }
 
 
@@ -285,6 +286,10 @@ def _fake_top_k(backend: str, logits: Tensor, k: int) -> Tensor:
     return logits.new_empty(logits.shape[0], k, dtype=torch.int64)
 
 
+def _fake_top_k_softmax(backend: str, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return _fake_top_k(backend, logits, k), logits.new_empty(logits.shape[0], k)
+
+
 FAKES: dict[str, Callable[..., Any]] = {
     "write_kv": _fake_write_kv,
     "copy_blocks": _fake_copy_blocks,
@@ -296,6 +301,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "swiglu": _fake_swiglu,
     "logsumexp": _fake_logsumexp,
     "top_k": _fake_top_k,
+    "top_k_softmax": _fake_top_k_softmax,
 }
 
 

@@ -349,7 +349,7 @@ def gelu(
     return out
 
 
-# ----------------------------------------------------------------------------------------------- for a sampler
+# --------------------------------------------------------------------------- for a sampler, and for a router
 
 
 @registered.operator(NAME)
@@ -376,6 +376,21 @@ def top_k(
     heaps = torch.empty(len(logits), k, dtype=torch.int64)
     native.default()("top_k", logits.data_ptr(), logits.stride(0), heaps.data_ptr(), ids.data_ptr(), *logits.shape, k)
     return ids
+
+
+@registered.operator(NAME)
+def top_k_softmax(
+    logits: Tensor,  # fp32 [R, V], no NaN, the largest of a row finite
+    k: int,
+) -> tuple[Tensor, Tensor]:
+    """top_k's ids, int64 [R, k], and what each of them has of the row's softmax, fp32 [R, k]: a router's choice."""
+    validate.check_logits(logits, k)
+    _dtype("logits", logits)
+    heaps, ids = (torch.empty(len(logits), k, dtype=torch.int64) for _ in range(2))
+    shares = torch.empty(len(logits), k, dtype=torch.float32)
+    addresses = (x.data_ptr() for x in (heaps, ids, shares))
+    native.default()("top_k_softmax", logits.data_ptr(), logits.stride(0), *addresses, *logits.shape, k)
+    return ids, shares
 
 
 # -------------------------------------------------------------------------------------------------- arguments

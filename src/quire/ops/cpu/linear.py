@@ -69,10 +69,18 @@ class PackedLinear:
 
     def copied_lanes(self, stride: int) -> int:
         """fp32 numbers that the kernel needs for each row of x, whose rows lie so many numbers apart."""
-        pairs = self.dtype == torch.bfloat16 and self.library.multiplies_bf16
-        if self.dtype == torch.float32 or (pairs and self.in_size % 2 == 0 and stride % 2 == 0):
+        if self.dtype == torch.float32 or (self._pairs and self.in_size % 2 == 0 and stride % 2 == 0):
             return 0
-        return -(-self.in_size // 2) if pairs else self.in_size
+        return self.lanes
+
+    @property
+    def lanes(self) -> int:
+        """fp32 numbers as which the kernel takes a row of x: each has one of its numbers, or a pair of bf16."""
+        return -(-self.in_size // 2) if self._pairs else self.in_size
+
+    @property
+    def _pairs(self) -> bool:
+        return self.dtype == torch.bfloat16 and self.library.multiplies_bf16
 
     def params(self) -> native.LinearParams:
         """What the kernel is told of the weight; its rows are the caller's to fill in."""

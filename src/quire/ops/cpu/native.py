@@ -91,6 +91,7 @@ OPS = (
     "add",
     "scale",
     "keep",
+    "experts",
 )  # in the order of their numbers
 MAX_BUFFERS = 12
 
@@ -133,6 +134,20 @@ class ActivationParams(Structure):
     _fields_ = [("dim", c_int64), ("tanh", c_int32), ("factor", c_float)]
 
 
+class ExpertsParams(Structure):
+    """A layer of experts: its linears, how many there are and are chosen, and room to compute in."""
+
+    _fields_ = [
+        *((name, POINTER(LinearParams)) for name in "router mlp_in mlp_out".split()),
+        *((name, c_int64) for name in "num_experts num_chosen".split()),
+        ("renormalised", c_int32),
+        *(
+            (name, c_void_p)
+            for name in "logits heaps chosen shares places gathered inner activated copy results".split()
+        ),
+    ]
+
+
 class ProgramParams(Structure):
     """One run of a program."""
 
@@ -168,6 +183,7 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gelu": (None, (_P, _L, _L, _L, _P, _L, _L, _I, _I)),
     "logsumexp": (None, (_P, _L, _P, _L, _L)),
     "top_k": (None, (_P, _L, _P, _P, _L, _L, _L)),
+    "top_k_softmax": (None, (_P, _L, _P, _P, _P, _L, _L, _L)),
     "read": (None, (_P, _L, _P, _L)),
     "multiply": (_L, (_L, _P, _L)),
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.errors import BadValue
 from quire.ops.cpu import native
+from quire.ops.cpu.experts import ExpertLinears, ExpertsRoom
 from quire.ops.cpu.linear import PackedLinear
 from quire.ops.cpu.worklist import Cache, CpuPlan
 
@@ -38,6 +39,7 @@ class Program:
         self._caches: list[tuple[native.WriteParams, native.AttentionParams]] = []  # by layer
         self._linears: list[native.LinearParams] = []
         self._copied_lanes = 0  # for each row, of the linear that needs most
+        self._experts = ExpertsRoom()
         self._scratch = torch.empty(0, dtype=dtype)
         self._copy = torch.empty(0)
 
@@ -113,6 +115,13 @@ class Program:
         """out = x * factor."""
         self._add("scale", native.ActivationParams(size, factor=factor), x, None, out)
 
+    def experts(self, x: Place, layer: ExpertLinears, out: Place) -> None:
+        """out = what each row's own experts say of x, each by its share."""
+        self._kept.append(layer)
+        params = layer.params()
+        self._experts.add(layer, params)
+        self._add("experts", params, x, None, out)
+
     def keep(self, x: Place, y: Place) -> None:
         """Of these two buffers, go on with the rows that `run` is told to keep; the others end here."""
         self._add("keep", native.ActivationParams(), x, y)
@@ -162,6 +171,7 @@ class Program:
             self._copy = torch.empty(rows * self._copied_lanes)
             for params in self._linears:
                 params.copy = self._copy.data_ptr()
+        self._experts.reserve(rows)
         address, size = self._scratch.data_ptr(), self._dtype.itemsize
         buffers = [first.data_ptr(), second.data_ptr()]
         for width in self._widths[2:]:

@@ -20,7 +20,7 @@ from quire.ops.plan import AttentionPlan
 from quire.ops.triton import attention as kernels
 from quire.ops.triton.cache import copy_blocks, write_kv
 from quire.ops.triton.launch import FLOATS, NAME, check_beside, on_device_of
-from quire.ops.triton.sampling import logsumexp, top_k
+from quire.ops.triton.sampling import logsumexp, top_k, top_k_softmax
 from quire.ops.triton.small import add_rms_norm, gelu, layer_norm, rms_norm, rope, swiglu
 from quire.ops.triton.states import apply_sinks, merge_states
 from quire.ops.triton.tiles import CHUNK, Tile, chip_of, precision
@@ -41,6 +41,7 @@ __all__ = [
     "rope",
     "swiglu",
     "top_k",
+    "top_k_softmax",
     "unavailable",
     "write_kv",
 ]

@@ -1,4 +1,7 @@
-"""What a sampler needs of the logits: logsumexp and top_k. A row's result does not depend on the other rows."""
+"""What a sampler and a router need of logits: logsumexp, top_k, top_k_softmax.
+
+A row's result does not depend on the other rows.
+"""
 
 from __future__ import annotations
 
@@ -73,3 +76,13 @@ def top_k(
     # A whole row is sorted once; torch would select from it first.
     best = keys.sort(dim=-1, descending=True).values if k == logits.shape[1] else torch.topk(keys, k, dim=-1).values
     return LOW - (best & LOW)
+
+
+@registered.operator(NAME)
+def top_k_softmax(
+    logits: Tensor,  # fp32 [R, V], no NaN, the largest of a row finite
+    k: int,
+) -> tuple[Tensor, Tensor]:
+    """top_k's ids, int64 [R, k], and what each of them has of the row's softmax, fp32 [R, k]: a router's choice."""
+    ids = top_k(logits, k)
+    return ids, (logits.gather(1, ids) - logsumexp(logits)[:, None]).exp()

@@ -185,6 +185,16 @@ ENTRY(top_k)(
              [&](int64_t i) { top_k_row(x + i * stride, dim, k, heaps + i * k, places + i * k); });
 }
 
+// shares: [rows, k], of each row's softmax.
+ENTRY(top_k_softmax)(
+    ParallelFor parallel_for, const float* x, int64_t stride, uint64_t* heaps, int64_t* places, float* shares, int64_t rows,
+    int64_t dim, int64_t k) {
+    parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) {
+        top_k_row(x + i * stride, dim, k, heaps + i * k, places + i * k);
+        shares_row(x + i * stride, dim, places + i * k, k, shares + i * k);
+    });
+}
+
 // results: [threads], so that nothing is left out.
 ENTRY(read)(ParallelFor parallel_for, const char* data, int64_t bytes, float* results, int64_t threads) {
     parallel(parallel_for, threads, 1, [&](int64_t i) {

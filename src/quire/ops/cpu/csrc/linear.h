@@ -59,11 +59,18 @@ static void pack_strip(const T* weight, int64_t row_stride, int64_t rows, int64_
     }
 }
 
-// What all workers of a call share.
+// One product.
 struct LinearCall {
     const LinearParams* params;
     const float* x;  // [T, x_stride] lanes
     int64_t x_stride, strips, lanes, panels, chunks;
+    int64_t first;  // of its items among those of all products
+};
+
+// What all workers share: products with weights of one shape, as one stretch of work.
+struct LinearWork {
+    const LinearCall* calls;
+    int64_t items;
     int64_t next;  // item that nobody has taken yet
 };
 
@@ -73,13 +80,14 @@ struct LinearWorker {
     using T = typename E::T;
     using S = Strips<K>;
 
-    LinearCall& call;
-    const LinearParams& p;
+    LinearWork& all;
+    const LinearCall* current;  // whose item was taken last
     alignas(64) float sums[CHUNK * PANEL];
 
-    explicit LinearWorker(LinearCall& call) : call(call), p(*call.params) {}
+    explicit LinearWorker(LinearWork& all) : all(all), current(all.calls) {}
 
     struct Item {
+        const LinearCall* call;
         int64_t first_row, first_strip;
         int rows, strips;
         S weight;
@@ -88,8 +96,13 @@ struct LinearWorker {
     // The next item: a panel of strips and a chunk of rows. A panel that fits the second cache meets all chunks before the
     // next panel; else a chunk meets all panels.
     bool take(Item& item) {
-        const int64_t index = __atomic_fetch_add(&call.next, 1, __ATOMIC_RELAXED);
-        if (index >= call.panels * call.chunks) return false;
+        int64_t index = __atomic_fetch_add(&all.next, 1, __ATOMIC_RELAXED);
+        if (index >= all.items) return false;
+        while (index >= current->first + current->panels * current->chunks) current++;
+        const LinearCall& call = *current;
+        const LinearParams& p = *call.params;
+        index -= call.first;
+        item.call = &call;
         const bool stays = call.lanes * S::VECTOR * COLUMNS <= PANEL_BYTES;
         const int64_t panel = stays ? index / call.chunks : index % call.panels;
         const int64_t chunk = stays ? index % call.chunks : index / call.panels;
@@ -108,18 +121,20 @@ struct LinearWorker {
             more = take(after);
             if (!more) after.weight = item.weight;  // which is in the cache
             start(item);
-            for (int64_t begin = 0; begin < call.lanes; begin += S::NEAR_LANES) {
-                const int64_t end = begin + S::NEAR_LANES < call.lanes ? begin + S::NEAR_LANES : call.lanes;
+            const int64_t lanes = item.call->lanes;
+            for (int64_t begin = 0; begin < lanes; begin += S::NEAR_LANES) {
+                const int64_t end = begin + S::NEAR_LANES < lanes ? begin + S::NEAR_LANES : lanes;
                 // The lanes that come next are fetched meanwhile: of this item, or of the next one.
-                if (end < call.lanes) multiply(item, begin, end, item.weight.data + end * S::VECTOR);
+                if (end < lanes) multiply(item, begin, end, item.weight.data + end * S::VECTOR);
                 else multiply(item, begin, end, after.weight.data);
             }
-            if (p.out_dtype == DTYPE_F32) finish<F32>(item);
+            if (item.call->params->out_dtype == DTYPE_F32) finish<F32>(item);
             else finish<E>(item);
         }
     }
 
     void start(const Item& item) {
+        const LinearParams& p = *item.call->params;
         for (int64_t c = 0; c < item.strips * W; c += W) {
             const int64_t left = p.out_size - item.first_strip * W - c;
             const V v = p.bias ? get_part<F32>(p.bias + item.first_strip * W + c, left < W ? (int)left : W) : V{};
@@ -129,6 +144,7 @@ struct LinearWorker {
 
     void multiply(const Item& item, int64_t begin, int64_t end, const char* next) {
         const RowBlocks blocks(item.rows);
+        const LinearCall& call = *item.call;
         const int64_t lda = call.x_stride, stride = item.weight.stride;
         const float* x = call.x + item.first_row * lda;
         next -= begin * S::VECTOR;
@@ -153,6 +169,7 @@ struct LinearWorker {
 
     template <class Out>
     void finish(const Item& item) {
+        const LinearParams& p = *item.call->params;
         const int64_t column = item.first_strip * W;
         const int64_t columns = p.out_size - column < item.strips * W ? p.out_size - column : item.strips * W;
         for (int i = 0; i < item.rows; i++) {
@@ -162,6 +179,15 @@ struct LinearWorker {
         }
     }
 };
+
+template <class K>
+static LinearCall linear_call(const LinearParams* p) {
+    LinearCall call = {};
+    call.params = p;
+    call.strips = (p->out_size + W - 1) / W, call.lanes = (p->in_size + K::PAIR - 1) / K::PAIR;
+    call.chunks = (p->rows + CHUNK - 1) / CHUNK;
+    return call;
+}
 
 // The rows of x as lanes: where they lie if they are that already, else copied.
 template <class K>
@@ -178,19 +204,32 @@ static void take_rows(ParallelFor parallel_for, LinearCall& call) {
     call.x = to, call.x_stride = call.lanes;
 }
 
+// All of these products, at least one. Their weights are of one shape, and their rows lie in lanes.
+template <class K>
+static void multiply_calls(ParallelFor parallel_for, LinearCall* calls, int64_t count, int64_t most_threads) {
+    const LinearParams& p = *calls->params;
+    int64_t rows = 0, chunks = 0;
+    for (int64_t i = 0; i < count; i++) rows += calls[i].params->rows, chunks += calls[i].chunks;
+    const int64_t threads = rows * p.in_size * p.out_size < FORK ? 1 : most_threads;
+    int64_t panels = (calls->strips + COLUMNS - 1) / COLUMNS;
+    if (panels * chunks < MANY * threads) {  // narrower ones, so that all threads end together
+        const int64_t turns = (panels + threads - 1) / threads;
+        panels = turns * threads < calls->strips ? turns * threads : calls->strips;
+    }
+    LinearWork all = {calls, panels * chunks, 0};
+    int64_t first = 0;
+    for (int64_t i = 0; i < count; i++) {
+        calls[i].panels = panels, calls[i].first = first;
+        first += panels * calls[i].chunks;
+    }
+    parallel(parallel_for, threads, 1, [&](int64_t) { LinearWorker<K>(all).work(); });
+}
+
 template <class K>
 static void linear(ParallelFor parallel_for, const LinearParams* p) {
-    LinearCall call = {};
-    call.params = p;
-    call.strips = (p->out_size + W - 1) / W, call.lanes = (p->in_size + K::PAIR - 1) / K::PAIR;
+    LinearCall call = linear_call<K>(p);
     take_rows<K>(parallel_for, call);
-    const int64_t threads = p->rows * p->in_size * p->out_size < FORK ? 1 : p->threads;
-    call.panels = (call.strips + COLUMNS - 1) / COLUMNS, call.chunks = (p->rows + CHUNK - 1) / CHUNK;
-    if (call.panels * call.chunks < MANY * threads) {  // narrower ones, so that all threads end together
-        const int64_t turns = (call.panels + threads - 1) / threads;
-        call.panels = turns * threads < call.strips ? turns * threads : call.strips;
-    }
-    parallel(parallel_for, threads, 1, [&](int64_t) { LinearWorker<K>(call).work(); });
+    multiply_calls<K>(parallel_for, &call, 1, p->threads);
 }
 
 template <class K>

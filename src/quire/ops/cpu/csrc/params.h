@@ -68,7 +68,7 @@ struct LinearParams {
 // ------------------------------------------------------------------------------------------- programs, see program.h
 
 enum OpKind : int32_t {
-    OP_LINEAR, OP_NORM, OP_ROPE, OP_WRITE, OP_ATTENTION, OP_SWIGLU, OP_GELU, OP_MULTIPLY, OP_ADD, OP_SCALE, OP_KEEP
+    OP_LINEAR, OP_NORM, OP_ROPE, OP_WRITE, OP_ATTENTION, OP_SWIGLU, OP_GELU, OP_MULTIPLY, OP_ADD, OP_SCALE, OP_KEEP, OP_EXPERTS
 };
 
 // Numbers of a buffer's rows, from a column on.
@@ -100,6 +100,26 @@ struct ActivationParams {
     int64_t dim;
     int32_t tanh;
     float factor;
+};
+
+// A layer of E experts, of which each row goes through k.
+struct ExpertsParams {
+    const LinearParams* router;   // H -> E, its results in fp32
+    const LinearParams* mlp_in;   // [E]: H -> 2 I
+    const LinearParams* mlp_out;  // [E]: I -> H
+    int64_t num_experts, num_chosen;
+    int32_t renormalised;  // a row's shares are those among its own experts
+    // Room for T rows.
+    float* logits;     // [T, E]
+    uint64_t* heaps;   // [T, k]
+    int64_t* chosen;   // [T, k]
+    float* shares;     // [T, k]
+    int64_t* places;   // [T, k]: where the row stands for that expert, among all T k
+    float* gathered;   // [T k, lanes of H]: the rows, those of the first expert first
+    void* inner;       // [T k, 2 I]
+    void* activated;   // [T k, I]
+    float* copy;       // [T k, lanes of I]; unused where `activated` is that already
+    void* results;     // [T k, H]
 };
 
 constexpr int MAX_BUFFERS = 12;

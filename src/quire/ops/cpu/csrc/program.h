@@ -6,6 +6,7 @@
 
 #include <chrono>
 
+#include "experts.h"
 #include "team.h"
 
 namespace {
@@ -65,6 +66,12 @@ struct Program {
         });
     }
 
+    void run(const Op& op, const ExpertsParams& e) const {
+        with_kind(p.dtype, [&]<class K>() {
+            Experts<K>{parallel_for, e, rows, p.threads}.run(at(op.x), width(op.x), at(op.out), width(op.out));
+        });
+    }
+
     // The rows that are wanted move to the front. Whether there are such rows.
     bool keep(const Op& op) {
         if (p.num_kept < 0) return true;
@@ -99,6 +106,7 @@ struct Program {
             case OP_ADD: combine(op, *activation, [](V out, V x) { return out + x; }); break;
             case OP_SCALE: combine(op, *activation, [&](V, V x) { return x * activation->factor; }); break;
             case OP_KEEP: return keep(op);
+            case OP_EXPERTS: run(op, *(const ExpertsParams*)op.params); break;
         }
         return true;
     }

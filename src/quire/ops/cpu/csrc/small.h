@@ -133,7 +133,7 @@ static void combine_rows(
     });
 }
 
-// --------------------------------------------------------------------------------------------- for the sampler
+// -------------------------------------------------------------------------------- for the sampler and for routers
 
 static float logsumexp_row(const float* x, int64_t dim) {
     V top = splat(-INF);
@@ -192,6 +192,17 @@ static void top_k_row(const float* x, int64_t dim, int64_t k, uint64_t* heap, in
         heap[0] = heap[size - 1];
         sift_down(heap, size - 1, 0);
     }
+}
+
+// What the chosen of a row have of its softmax. The first one is the largest.
+static void shares_row(const float* x, int64_t dim, const int64_t* chosen, int64_t k, float* shares) {
+    if (k == 0) return;
+    const float highest = x[chosen[0]];
+    const float sum = sum_over(dim, [&](int64_t c) {
+        const int n = part(dim, c);
+        return only(exp2_negative((get_part<F32>(x + c, n) - highest) * LOG2E), n);
+    });
+    for (int64_t i = 0; i < k; i++) shares[i] = exp2_scalar((x[chosen[i]] - highest) * LOG2E) / sum;
 }
 
 }  // namespace

@@ -1,0 +1,50 @@
+"""Mixtral: Mistral with experts in place of every MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.models.decoder import DecoderConfig
+from quire.models.experts import ExpertsConfig
+from quire.models.families import llama
+from quire.models.families.llama import common_fields
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+LAYER = {
+    "router": ("block_sparse_moe.gate",),
+    "experts.mlp_in": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+    "experts.mlp_out": ("block_sparse_moe.experts.{}.w2",),
+}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader(raw, "mixtral")
+    sizes = common_fields(config, num_kv_heads=8)
+    # What these mean where they are missing differs from Llama.
+    sizes["max_position_embeddings"] = config.integer("max_position_embeddings", 4096 * 32)
+    sizes["norm_eps"] = config.number("rms_norm_eps", 1e-5)
+    sizes["ropes"] = tuple({"rope_theta": 1e6} | rope for rope in sizes["ropes"])
+    config.only("hidden_act", "silu")
+    for key in ("router_aux_loss_coef", "router_jitter_noise"):  # for training
+        config.get(key)
+    experts = ExpertsConfig(
+        layers=frozenset(range(sizes["num_layers"])),
+        count=config.integer("num_local_experts", 8),
+        per_token=config.integer("num_experts_per_tok", 2),
+        size=sizes["intermediate_size"],
+        renormalised=True,
+    )
+    window = config.window("sliding_window")
+    decoder = DecoderConfig(**sizes, windows=(window,) * sizes["num_layers"], experts=experts)
+    config.finish()
+    return decoder
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = llama.weight_sources(config, names)
+    return replace(theirs, layer={**theirs.layer, **LAYER})

@@ -1,0 +1,68 @@
+"""Qwen3-MoE: Qwen3 with experts in place of the MLPs of all layers, or of some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.errors import ModelError
+from quire.models.decoder import DecoderConfig
+from quire.models.experts import ExpertsConfig
+from quire.models.families import qwen3
+from quire.models.families.llama import common_fields
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+LAYER = {
+    "router": ("mlp.gate",),
+    "experts.mlp_in": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    "experts.mlp_out": ("mlp.experts.{}.down_proj",),
+}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader(raw, "qwen3_moe")
+    sizes = common_fields(config, num_kv_heads=4)
+    sizes["max_position_embeddings"] = config.integer("max_position_embeddings", 32768)
+    config.only("hidden_act", "silu")
+    config.get("router_aux_loss_coef")  # for training
+    window = config.window("sliding_window", 4096)
+    if not config.flag("use_sliding_window"):
+        window = None
+        config.get("max_window_layers")  # which layers would have the window: makers disagree
+    attention_bias = config.flag("attention_bias")
+    decoder = DecoderConfig(
+        **sizes,
+        windows=(window,) * sizes["num_layers"],
+        qk_norm="head",
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        experts=_experts(config, sizes["num_layers"]),
+    )
+    config.finish()
+    return decoder
+
+
+def _experts(config: ConfigReader, num_layers: int) -> ExpertsConfig | None:
+    """The experts; None where all layers have an MLP."""
+    count = config.integer("num_experts", config.integer("num_local_experts", 128))  # newer configs have the latter
+    config.only("num_local_experts", count)
+    step, dense = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
+        raise ModelError(f"config.json: mlp_only_layers is {dense!r}; it must be a list of layers' numbers")
+    experts = ExpertsConfig(
+        layers=frozenset(i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense),
+        count=count,
+        per_token=config.integer("num_experts_per_tok", 8),
+        size=config.integer("moe_intermediate_size", 768),
+        renormalised=config.flag("norm_topk_prob"),
+    )
+    return experts if experts.layers else None
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = qwen3.weight_sources(config, names)
+    return replace(theirs, layer={**theirs.layer, **LAYER})

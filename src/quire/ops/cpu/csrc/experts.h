@@ -1,0 +1,106 @@
+// A layer of experts: each row goes through a few of many MLPs, and is the sum of what they say, each by its share.
+//
+// Rows are gathered by expert, so that a step reads the weights of every expert once, and of one that nobody chose never.
+// A row's bits are those of its own experts, added up in the order of its own choice, whoever else is there.
+#pragma once
+
+#include <vector>
+
+#include "linear.h"
+#include "small.h"
+
+namespace {
+
+template <class K>
+struct Experts {
+    using E = typename K::E;
+    using T = typename E::T;
+
+    ParallelFor parallel_for;
+    const ExpertsParams& p;
+    const int64_t rows;
+    const int threads;
+
+    void run(const void* x, int64_t x_stride, void* out, int64_t out_stride) const {
+        if (rows == 0) return;
+        const int64_t k = p.num_chosen, hidden = p.mlp_in->in_size, inner = p.mlp_out->in_size, all = rows * k;
+        choose(x, x_stride);
+        const std::vector<int64_t> starts = sort();
+        const int64_t lanes = operand_lanes<K>((int)hidden);
+        parallel(parallel_for, all, rows_a_thread(hidden), [&](int64_t c) {
+            pack_query<K>((const T*)x + c / k * x_stride, (int)hidden, p.gathered + p.places[c] * lanes);
+        });
+        multiply(p.mlp_in, starts, p.gathered, lanes, p.inner);
+        parallel(parallel_for, all, rows_a_thread(inner), [&](int64_t i) {
+            const T* gate = (const T*)p.inner + i * 2 * inner;
+            swiglu_row<E>(gate, gate + inner, (T*)p.activated + i * inner, inner);
+        });
+        LinearParams whole = *p.mlp_out;  // all rows of all experts, for their lanes
+        whole.x = p.activated, whole.x_stride = inner, whole.rows = all, whole.copy = p.copy;
+        LinearCall activated = linear_call<K>(&whole);
+        take_rows<K>(parallel_for, activated);
+        multiply(p.mlp_out, starts, activated.x, activated.x_stride, p.results);
+        parallel(parallel_for, rows, rows_a_thread(hidden * k), [&](int64_t i) { add_up(i, (T*)out + i * out_stride); });
+    }
+
+  private:
+    // Each row's experts, and their shares.
+    void choose(const void* x, int64_t x_stride) const {
+        const int64_t count = p.num_experts, k = p.num_chosen;
+        LinearParams router = *p.router;
+        router.x = x, router.x_stride = x_stride, router.rows = rows;
+        router.out = p.logits, router.copy = p.gathered, router.threads = threads;
+        linear<K>(parallel_for, &router);
+        parallel(parallel_for, rows, rows_a_thread(count), [&](int64_t i) {
+            float* shares = p.shares + i * k;
+            top_k_row(p.logits + i * count, count, k, p.heaps + i * k, p.chosen + i * k);
+            shares_row(p.logits + i * count, count, p.chosen + i * k, k, shares);
+            if (!p.renormalised) return;
+            float total = 0.0f;
+            for (int64_t r = 0; r < k; r++) total += shares[r];
+            for (int64_t r = 0; r < k; r++) shares[r] /= total;
+        });
+    }
+
+    // The places of all choices, and where each expert's rows begin.
+    std::vector<int64_t> sort() const {
+        const int64_t all = rows * p.num_chosen;
+        std::vector<int64_t> starts(p.num_experts + 1, 0);
+        for (int64_t c = 0; c < all; c++) starts[p.chosen[c] + 1]++;
+        for (int64_t e = 0; e < p.num_experts; e++) starts[e + 1] += starts[e];
+        std::vector<int64_t> next = starts;
+        for (int64_t c = 0; c < all; c++) p.places[c] = next[p.chosen[c]]++;
+        return starts;
+    }
+
+    // Every expert's rows by its weight.
+    void multiply(const LinearParams* weights, const std::vector<int64_t>& starts, const float* x, int64_t x_stride, void* out) const {
+        std::vector<LinearParams> params;
+        std::vector<LinearCall> calls;
+        params.reserve(p.num_experts);  // the calls point there
+        for (int64_t e = 0; e < p.num_experts; e++) {
+            if (starts[e] == starts[e + 1]) continue;
+            params.push_back(weights[e]);
+            params.back().rows = starts[e + 1] - starts[e];
+            params.back().out = (T*)out + starts[e] * weights[e].out_size;
+            calls.push_back(linear_call<K>(&params.back()));
+            calls.back().x = x + starts[e] * x_stride, calls.back().x_stride = x_stride;
+        }
+        multiply_calls<K>(parallel_for, calls.data(), (int64_t)calls.size(), threads);
+    }
+
+    void add_up(int64_t row, T* out) const {
+        const int64_t k = p.num_chosen, hidden = p.mlp_out->out_size;
+        for (int64_t c = 0; c < hidden; c += W) {
+            const int n = part(hidden, c);
+            V sum = {};
+            for (int64_t r = 0; r < k; r++) {
+                const T* result = (const T*)p.results + p.places[row * k + r] * hidden;
+                sum = sum + get_part<E>(result + c, n) * p.shares[row * k + r];
+            }
+            put_part<E>(out + c, sum, n);
+        }
+    }
+};
+
+}  // namespace

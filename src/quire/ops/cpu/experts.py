@@ -1,0 +1,90 @@
+"""A layer of experts as the native library takes it: its linears, and the room that it computes in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadShape, BadValue
+from quire.ops.cpu import native
+from quire.ops.cpu.linear import PackedLinear
+
+
+@dataclass(frozen=True)
+class ExpertLinears:
+    """A router, and E MLPs of one shape and dtype; each row goes through those k that the router prefers."""
+
+    router: PackedLinear  # H -> E, its results in fp32
+    mlp_in: Sequence[PackedLinear]  # [E]: H -> 2 I, gates and ups
+    mlp_out: Sequence[PackedLinear]  # [E]: I -> H
+    num_chosen: int  # k
+    renormalised: bool  # a row's shares are those among its own experts
+
+    def __post_init__(self) -> None:
+        hidden, inner, count = self.router.in_size, self.mlp_out[0].in_size, len(self.mlp_in)
+        dtype = self.router.dtype
+        if not 1 <= self.num_chosen <= count:
+            raise BadValue(f"{self.num_chosen} experts of {count} are to be chosen; it must be 1..{count}")
+        if len(self.mlp_out) != count:
+            raise BadShape(f"there are {count} mlp_in and {len(self.mlp_out)} mlp_out; they are pairs")
+        for name, linear, expected in (
+            ("router", self.router, (hidden, count, dtype, torch.float32)),
+            *(("mlp_in", linear, (hidden, 2 * inner, dtype, dtype)) for linear in self.mlp_in),
+            *(("mlp_out", linear, (inner, hidden, dtype, dtype)) for linear in self.mlp_out),
+        ):
+            found = (linear.in_size, linear.out_size, linear.dtype, linear.out_dtype)
+            if found != expected:
+                raise BadShape(f"{name} has sizes, dtype and dtype of its results {found}; expected {expected}")
+
+    def params(self) -> native.ExpertsParams:
+        """What the kernel is told of the layer; its room is an ExpertsRoom's to fill in."""
+        count = len(self.mlp_in)
+        return native.ExpertsParams(
+            router=(native.LinearParams * 1)(self.router.params()),
+            mlp_in=(native.LinearParams * count)(*(linear.params() for linear in self.mlp_in)),
+            mlp_out=(native.LinearParams * count)(*(linear.params() for linear in self.mlp_out)),
+            num_experts=count,
+            num_chosen=self.num_chosen,
+            renormalised=self.renormalised,
+        )
+
+
+class ExpertsRoom:
+    """What the layers of experts compute in, one after the other."""
+
+    def __init__(self) -> None:
+        self._params: list[native.ExpertsParams] = []
+        self._widths: dict[tuple[str, torch.dtype], int] = {}  # numbers for each row, of the layer that needs most
+        self._tensors: list[Tensor] = []
+        self._rows = 0
+
+    def add(self, layer: ExpertLinears, params: native.ExpertsParams) -> None:
+        """Let this layer compute here."""
+        self._params.append(params)
+        hidden, inner, k = layer.router.in_size, layer.mlp_out[0].in_size, layer.num_chosen
+        dtype = layer.router.dtype
+        for name, kind, width in (
+            ("logits", torch.float32, len(layer.mlp_in)),
+            *((name, torch.int64, k) for name in ("heaps", "chosen", "places")),
+            ("shares", torch.float32, k),
+            ("gathered", torch.float32, k * layer.router.lanes),
+            ("inner", dtype, k * 2 * inner),
+            ("activated", dtype, k * inner),
+            ("copy", torch.float32, k * layer.mlp_out[0].copied_lanes(inner)),
+            ("results", dtype, k * hidden),
+        ):
+            self._widths[name, kind] = max(width, self._widths.get((name, kind), 0))
+
+    def reserve(self, rows: int) -> None:
+        """Have room for that many rows."""
+        if rows <= self._rows or not self._params:
+            return
+        self._tensors.clear()  # freed before there are larger ones
+        self._rows = rows
+        for (name, dtype), width in self._widths.items():
+            self._tensors.append(torch.empty(rows * width, dtype=dtype))
+            for params in self._params:
+                setattr(params, name, self._tensors[-1].data_ptr())

@@ -1,0 +1,223 @@
+"""A layer of experts against its definition in fp64, its bits, and the same as one call of the native library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.errors import BadShape, BadValue, ModelError
+from quire.models.experts import Experts, ExpertsConfig, Mlp
+from quire.models.linear import LinearFactory, PlainLinear
+from quire.ops import load, unavailable
+from quire.ops.cpu import native
+from quire.ops.cpu.experts import ExpertLinears
+from quire.ops.cpu.linear import Packer
+from quire.ops.cpu.program import Program
+from tests.ops.conftest import OTHER_ISAS, use_library
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+needs_native = pytest.mark.skipif(native.unavailable() is not None, reason=native.unavailable() or "")
+ISAS = [None, *OTHER_ISAS]
+# H, I, E, k: one expert, all of them, many, sizes that fill no vector
+SHAPES = ((48, 40, 4, 2), (33, 17, 5, 5), (64, 8, 1, 1), (32, 24, 40, 8), (130, 65, 3, 1))
+ROWS = (1, 2, 3, 17, 120)
+
+
+@pytest.fixture(autouse=True)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The best instruction set, or the one that a test asks for; the number of threads is put back."""
+    use_library(request, monkeypatch, getattr(request, "param", None))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Layer:
+    """Random weights, and rows. The first input of a row is 1, so that the router's first column says whom all like."""
+
+    def __init__(self, hidden: int, inner: int, count: int, k: int, dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(hidden + inner + count)
+
+        def weight(*shape: int) -> Tensor:
+            return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+        self.k = k
+        self.router, self.mlp_in = 3 * weight(count, hidden), [weight(2 * inner, hidden) for _ in range(count)]
+        self.mlp_out = [weight(hidden, inner) for _ in range(count)]
+        self.x = torch.randn(max(ROWS), hidden, generator=generator).to(dtype)
+        self.x[:, 0] = 1
+
+    def made(self, *, backend: str = "cpu", renormalised: bool = True) -> Experts:
+        make = LinearFactory()
+        experts = [Mlp(make(mlp_in), make(mlp_out)) for mlp_in, mlp_out in zip(self.mlp_in, self.mlp_out, strict=True)]
+        return Experts(make.head(self.router), experts, self.k, renormalised, load(backend))
+
+    def packed(self, *, renormalised: bool = True) -> ExpertLinears:
+        pack = Packer()
+        mlp_in, mlp_out = ([pack(weight) for weight in weights] for weights in (self.mlp_in, self.mlp_out))
+        return ExpertLinears(pack(self.router, out_dtype=torch.float32), mlp_in, mlp_out, self.k, renormalised)
+
+    def program(self, *, renormalised: bool = True) -> Program:
+        hidden = self.x.shape[1]
+        program = Program(self.x.dtype, {"in": hidden, "out": hidden})
+        program.experts(("in", 0), self.packed(renormalised=renormalised), ("out", 0))
+        return program
+
+    def exact(self, x: Tensor, renormalised: bool) -> Tensor:
+        """The definition, row by row and expert by expert."""
+        x = x.double()
+        shares = torch.softmax(x @ self.router.double().T, -1)
+        best, chosen = shares.sort(dim=-1, descending=True, stable=True)
+        out = torch.zeros_like(x)
+        for i, row in enumerate(x):
+            own = best[i, : self.k] / (best[i, : self.k].sum() if renormalised else 1)
+            for expert, share in zip(chosen[i, : self.k].tolist(), own, strict=True):
+                gate, up = (self.mlp_in[expert].double() @ row).chunk(2)
+                out[i] += share * (self.mlp_out[expert].double() @ (torch.nn.functional.silu(gate) * up))
+        return out
+
+
+def run(program: Program, x: Tensor) -> Tensor:
+    out = torch.full_like(x, torch.nan)
+    program.run(x.clone(), out, torch.arange(len(x)), [])
+    return out
+
+
+@pytest.mark.parametrize("renormalised", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_native)])
+def test_what_it_computes(backend: str, shape: tuple[int, int, int, int], renormalised: bool) -> None:
+    layer = Layer(*shape)
+    made = layer.made(backend=backend, renormalised=renormalised)
+    for rows in (0, *ROWS):
+        exact = layer.exact(layer.x[:rows], renormalised)
+        torch.testing.assert_close(made(layer.x[:rows]).double(), exact, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_with_the_frameworks_own_product(backend: str, shape: tuple[int, int, int, int]) -> None:
+    """As on a GPU; where there is none, in Triton's interpreter."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if reason := unavailable(backend, device):
+        pytest.skip(reason)
+    layer = Layer(*shape)
+
+    def plain(weight: Tensor) -> PlainLinear:
+        return PlainLinear(weight.to(device), None)
+
+    experts = [Mlp(plain(mlp_in), plain(mlp_out)) for mlp_in, mlp_out in zip(layer.mlp_in, layer.mlp_out, strict=True)]
+    made = Experts(plain(layer.router), experts, layer.k, True, load(backend, device))
+    for rows in (0, 1, 17):
+        x = layer.x[:rows]
+        torch.testing.assert_close(made(x.to(device)).cpu().double(), layer.exact(x, True), atol=2e-6, rtol=1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_half_types_stay_close(dtype: torch.dtype) -> None:
+    layer = Layer(64, 96, 8, 2, dtype)
+    exact = layer.exact(layer.x, True)
+    assert (layer.made()(layer.x).double() - exact).abs().max() < 4 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+@needs_native
+@pytest.mark.parametrize("renormalised", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+def test_the_native_operator_has_the_same_bits(dtype: torch.dtype, renormalised: bool) -> None:
+    """And no bit of a row depends on the others, whose number goes up and down, or on the threads."""
+    for shape in SHAPES:
+        layer = Layer(*shape, dtype)
+        made, program = layer.made(renormalised=renormalised), layer.program(renormalised=renormalised)
+        whole = made(layer.x)
+        assert whole.isfinite().all()
+        for rows in (*ROWS, *reversed(ROWS), 0):
+            for first in (0, max(ROWS) - rows):
+                part = slice(first, first + rows)
+                assert torch.equal(run(program, layer.x[part]), whole[part])
+            assert torch.equal(made(layer.x[:rows]), whole[:rows])
+    for threads in (2, 5):
+        torch.set_num_threads(threads)
+        assert torch.equal(run(program, layer.x), whole)
+        assert torch.equal(made(layer.x), whole)
+
+
+@needs_native
+def test_large_enough_for_several_threads() -> None:
+    layer = Layer(256, 512, 6, 2, torch.bfloat16)
+    whole = layer.made()(layer.x)
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        program = layer.program()
+        for rows in (1, 5, 100):
+            assert torch.equal(run(program, layer.x[:rows]), whole[:rows])
+
+
+@needs_native
+@pytest.mark.parametrize("backend", ["reference", "cpu", "native"])
+def test_experts_that_get_all_rows_one_or_none(backend: str) -> None:
+    layer = Layer(48, 40, 6, 2)
+    layer.router[:, 0] = torch.tensor([0.0, 50.0, -50.0, 0.0, -25.0, 0.0])
+    layer.router[:, 1] = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 0.0])
+    layer.x[:, 1] = 0.0
+    layer.x[77, 1] = 50.0  # the one row that likes the fifth
+    made = layer.made(backend="cpu" if backend == "native" else backend)
+    counts = made.choose(layer.x)[0].flatten().bincount(minlength=6)
+    assert (counts[1], counts[2], counts[4]) == (120, 0, 1)
+    found = run(layer.program(), layer.x) if backend == "native" else made(layer.x)
+    torch.testing.assert_close(found.double(), layer.exact(layer.x, True), atol=2e-6, rtol=1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize("backend", ["reference", "cpu", "native"])
+def test_of_equal_experts_the_first_are_chosen(backend: str) -> None:
+    layer = Layer(48, 40, 20, 3)
+    layer.router.zero_()
+    made = layer.made(backend="cpu" if backend == "native" else backend, renormalised=False)
+    chosen, shares = made.choose(layer.x)
+    assert chosen.tolist() == [[0, 1, 2]] * 120
+    torch.testing.assert_close(shares, torch.full((120, 3), 1 / 20))
+    found = run(layer.program(renormalised=False), layer.x) if backend == "native" else made(layer.x)
+    torch.testing.assert_close(found.double(), layer.exact(layer.x, False), atol=2e-6, rtol=1e-5)
+
+
+@needs_native
+def test_layers_of_several_shapes_in_one_program() -> None:
+    """They share the room that they compute in."""
+    layers = [Layer(48, 40, 6, 2), Layer(48, 72, 3, 3), Layer(48, 8, 30, 5)]
+    program = Program(torch.float32, {"in": 48, "out": 48, "between": 48})
+    for layer, (x, out) in zip(layers, (("in", "between"), ("between", "in"), ("in", "out")), strict=True):
+        program.experts((x, 0), layer.packed(), (out, 0))
+    for rows in (3, 100, 7):
+        expected = x = layers[0].x[:rows]
+        for layer in layers:
+            expected = layer.made()(expected)
+        assert torch.equal(run(program, x), expected)
+
+
+@needs_native
+def test_linears_that_do_not_fit_are_refused() -> None:
+    packed = Layer(48, 40, 6, 2).packed()
+    other = Layer(40, 48, 6, 2).packed()
+    with pytest.raises(BadShape, match=r"mlp_in has .*\(40, 96, .*; expected \(48, 80, "):
+        replace(packed, mlp_in=[*packed.mlp_in[:5], other.mlp_in[0]])
+    with pytest.raises(BadShape, match=r"router has .*48, 5,"):
+        replace(packed, mlp_in=packed.mlp_in[:5], mlp_out=packed.mlp_out[:5])
+    with pytest.raises(BadShape, match="6 mlp_in and 5 mlp_out; they are pairs"):
+        replace(packed, mlp_out=packed.mlp_out[:5])
+    with pytest.raises(BadShape, match=r"router has .*torch\.bfloat16"):
+        replace(packed, router=Packer()(torch.ones(6, 48, dtype=torch.bfloat16)))
+    with pytest.raises(BadValue, match=r"7 experts of 6 are to be chosen; it must be 1\.\.6"):
+        replace(packed, num_chosen=7)
+
+
+@pytest.mark.parametrize("per_token", [0, 5])
+def test_a_number_of_experts_that_cannot_be_chosen(per_token: int) -> None:
+    with pytest.raises(ModelError, match=f"{per_token} experts a token cannot be chosen of 4"):
+        ExpertsConfig(layers=frozenset((0,)), count=4, per_token=per_token, size=8, renormalised=True)
