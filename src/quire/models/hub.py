@@ -66,8 +66,9 @@ class HubModel:
             raise Unsupported(f"{type(model).__name__} has no part that ends before its logits")
         for module in model.modules():
             module.quire_passes = self._passes
-        self._layers, self._head = self._tried(model)
-        self.config = _shape(model, self._layers)
+        self._layers, output = self._tried(model)
+        self._head = _Head(model, self._backbone, output)
+        self.config = _shape(model, self._layers, output[0].shape[-1])
         groups = {layer: g for g, group in enumerate(self.config.groups) for layer in group.layers}
         self._group_of_layer = [groups[layer] for layer in range(len(self._layers))]
         self.rows_depend = rows_depend(model)  # why a row's bits may depend on the rows beside it
@@ -106,7 +107,8 @@ class HubModel:
         hidden: Tensor,  # [R, H]
     ) -> Tensor:
         """Logits over the vocabulary: fp32 [R, V]."""
-        return self._head.of(hidden)
+        with self._lock:
+            return self._head.of(hidden)
 
     @contextmanager
     def _during(self, step: Pass) -> Iterator[None]:
@@ -117,13 +119,12 @@ class HubModel:
             finally:
                 self._passes.current = None
 
-    def _tried(self, model: Any) -> tuple[tuple[LayerCall, ...], _Head]:
-        """What each layer asks for, and the part behind the backbone, from a run with two tokens."""
+    def _tried(self, model: Any) -> tuple[tuple[LayerCall, ...], Any]:
+        """What each layer asks for, and what the backbone returns, from a run with two tokens."""
         recorder = Recorder()
         tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
         with torch.inference_mode(), self._during(recorder):
             output = _called(self._backbone, tokens, torch.arange(2, device=self.device))
-        head = _Head(model, self._backbone, output)
         layers = tuple(recorder.calls)
         depth = model.config.get_text_config().num_hidden_layers
         if len(layers) != depth:
@@ -131,7 +132,7 @@ class HubModel:
         sizes = {replace(layer, window=None) for layer in layers}
         if len(sizes) > 1:
             raise Unsupported(f"its layers differ in heads: {', '.join(map(str, sizes))}")
-        return layers, head
+        return layers, output
 
 
 class _Head:
@@ -177,7 +178,7 @@ def _called(backbone: Any, token_ids: Tensor, positions: Tensor) -> Any:
     return backbone(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
 
 
-def _shape(model: Any, layers: tuple[LayerCall, ...]) -> ModelShape:
+def _shape(model: Any, layers: tuple[LayerCall, ...], hidden_size: int) -> ModelShape:
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or [None] * len(layers)
     windows = []
@@ -194,7 +195,7 @@ def _shape(model: Any, layers: tuple[LayerCall, ...]) -> ModelShape:
     chosen = getattr(config, "num_experts_per_tok", None) or 0  # each computes rows of their own
     return ModelShape(
         vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
+        hidden_size=hidden_size,
         intermediate_size=max(inner, chosen * 2 * config.hidden_size),
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,

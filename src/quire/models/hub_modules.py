@@ -22,11 +22,11 @@ from quire.models.linear import Linear, LinearFactory
 from quire.ops import Ops
 
 GELUS: dict[type, Literal["none", "tanh"]] = {
-    activations.GELUActivation: "none",
-    activations.GELUTanh: "tanh",
+    activations.ACT2CLS["gelu"]: "none",
+    activations.ACT2CLS["gelu_pytorch_tanh"]: "tanh",
     nn.GELU: "none",
 }
-SILUS = (activations.SiLUActivation, nn.SiLU)
+SILUS = (activations.ACT2CLS["silu"], nn.SiLU)
 # Functions of torch whose bits depend on where a number stands in its array.
 BY_PLACE = re.compile(r"\b(sigmoid|silu|softplus|approximate=)")
 
