@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.errors import ModelError
-from quire.models import choose
+from quire.models import Own, choose
 from quire.models.hub_check import randomise
 from quire.models.hub_tiny import VOCAB, shrink
 from quire.models.supported import PATH, Supported, read
@@ -69,7 +69,7 @@ def sweep(name: str) -> Row:
             made = engine(directory, max_num_batched_tokens=STEP, block_size=4)
         except ModelError as error:
             return Row(Supported(name, "refused", str(error).rpartition("be served: ")[2]), None)
-        return Row(Supported(name, "adapter" if choice.own is None else "own decoder", ""), _error(made, model))
+        return Row(Supported(name, "own decoder" if isinstance(choice, Own) else "adapter", ""), _error(made, model))
 
 
 def _saved(kind: Any, config: Any, directory: Path) -> Any:

@@ -26,7 +26,7 @@ INTERVAL = 0.001  # seconds from one look to the next
 class Loading:
     """Bytes that one load gave to a fresh process, beyond those of the interpreter and its libraries."""
 
-    weights: int  # of the model's parameters, each counted once, in the dtype in which it is held
+    weights: int  # of the checkpoint's tensors, each counted once, in the model's dtype
     peak: int  # anonymous memory in the fullest moment
     resident: int  # anonymous memory that stays
     mapped: int  # pages of files in the fullest moment: the checkpoint's, which the system can take back

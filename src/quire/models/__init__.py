@@ -125,18 +125,27 @@ def read_config(path: Path) -> tuple[DecoderConfig, torch.dtype]:
     return decoder, _dtype("auto", raw)
 
 
-class Choice(NamedTuple):
-    """Who computes a checkpoint's model."""
+class Own(NamedTuple):
+    """A model of Quire's decoder."""
 
-    own: tuple[Family, DecoderConfig] | None  # Quire's decoder
-    found: Found | None  # else transformers' code
-    reason: str  # why it is not Quire's decoder
+    family: Family
+    config: DecoderConfig
 
     def __str__(self) -> str:
-        return f"adapter: because {self.reason}" if self.own is None else "own decoder"
+        return Decoder.origin
 
 
-def choose(directory: Path, model_impl: str = "auto") -> Choice:
+class Adapted(NamedTuple):
+    """A model of transformers' code."""
+
+    found: Found
+    reason: str  # why it is not of Quire's decoder
+
+    def __str__(self) -> str:
+        return f"adapter: because {self.reason}"
+
+
+def choose(directory: Path, model_impl: str = "auto") -> Own | Adapted:
     """Who computes the model of that directory.
 
     model_impl: "auto", "quire" or "transformers". Raises ModelError, with all reasons, where nobody does.
@@ -146,7 +155,7 @@ def choose(directory: Path, model_impl: str = "auto") -> Choice:
     if model_impl != "transformers":
         try:
             family = _family_of(raw, directory)
-            return Choice((family, family.decoder_config(raw)), None, "")
+            return Own(family, family.decoder_config(raw))
         except ModelError as error:
             if model_impl == "quire":
                 raise
@@ -154,7 +163,7 @@ def choose(directory: Path, model_impl: str = "auto") -> Choice:
     from quire.models.hub_load import find  # two seconds to import, which Quire's decoder does not take
 
     try:
-        return Choice(None, find(directory), reason)
+        return Adapted(find(directory), reason)
     except Unsupported as error:
         raise ModelError(f"{reason}. Nor can transformers' code be served: {error}") from error
 
@@ -166,27 +175,33 @@ def load_model(directory: Path, config: EngineConfig, ops: Ops) -> Model:
     """
     choice = choose(directory, config.model_impl)
     raw = read_json(directory / "config.json")
-    dtype = _dtype(config.dtype, raw)
-    if choice.own is not None:
-        family, decoder = choice.own
-        max_model_len = _max_model_len(config, directory, decoder.max_position_embeddings, longest_sequence(decoder))
-        checkpoint = Checkpoint(directory)
-        sources = family.weight_sources(decoder, checkpoint.names)
-        weights = Weights(checkpoint, sources, decoder, dtype, config.device)
-        eos_token_ids = _eos_token_ids(raw, directory, decoder.vocab_size)
-        return Decoder(decoder, weights, ops, max_model_len, eos_token_ids, config.reproducible)
+    if isinstance(choice, Adapted):
+        return _adapted(choice, raw, directory, config, ops)
+    family, decoder = choice
+    max_model_len = _max_model_len(config, directory, decoder.max_position_embeddings, longest_sequence(decoder))
+    checkpoint = Checkpoint(directory)
+    sources = family.weight_sources(decoder, checkpoint.names)
+    weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device)
+    eos_token_ids = _eos_token_ids(raw, directory, decoder.vocab_size)
+    return Decoder(decoder, weights, ops, max_model_len, eos_token_ids, config.reproducible)
+
+
+def _adapted(choice: Adapted, raw: Mapping[str, Any], directory: Path, config: EngineConfig, ops: Ops) -> Model:
     from quire.models import hub_load
 
-    found = cast("Found", choice.found)
+    found = choice.found
     longest = hub_load.longest_sequence(found.config)
     max_model_len = _max_model_len(config, directory, longest, longest)
     eos_token_ids = _eos_token_ids(raw, directory, found.config.get_text_config().vocab_size)
+    dtype = _dtype(config.dtype, raw)
     try:
-        return hub_load.load(
+        model = hub_load.load(
             directory, found, ops, dtype, config.device, max_model_len, eos_token_ids, config.reproducible
         )
     except Unsupported as error:
         raise ModelError(f"{choice.reason}. Nor can transformers' {found.model.__name__} be served: {error}") from error
+    model.origin = str(choice)
+    return model
 
 
 def _max_model_len(config: EngineConfig, directory: Path, usual: int, longest: int) -> int:
@@ -204,8 +219,8 @@ def _family_of(raw: Mapping[str, Any], directory: Path) -> Family:
         if architecture in FAMILIES:
             return cast(Family, importlib.import_module(FAMILIES[architecture]))
     raise ModelError(
-        f"{directory} is a {', '.join(map(str, architectures))}, for which there is no decoder here; there is one for "
-        f"{', '.join(FAMILIES)}"
+        f"{directory} is a {', '.join(map(str, architectures))}, for which there is no decoder here (`quire models` "
+        "lists all)"
     )
 
 

@@ -155,6 +155,7 @@ class Layer:
 class Decoder:
     """Token ids to logits through a paged cache."""
 
+    origin = "own decoder"
     rows_keep_bits = True
 
     @property

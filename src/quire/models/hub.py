@@ -79,6 +79,7 @@ class HubModel:
         return self.rows_depend is None
 
     capturable = False  # transformers' code may ask the host
+    origin = "adapter"  # whoever chose it adds why
 
     def forward(
         self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan], rows: Tensor | None = None

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as hub_logging
 
@@ -18,6 +20,7 @@ from quire.models.hub import HubModel
 from quire.models.hub_attention import NAME
 from quire.models.hub_check import check
 from quire.models.hub_gate import refusal
+from quire.models.weights import read_json
 from quire.ops import Ops
 
 UNKNOWN_LENGTH = 2048  # of the longest sequence, where a config does not tell
@@ -35,10 +38,13 @@ def find(directory: Path) -> Found:
 
     Raises Unsupported, with the reason, where transformers has none, or has one that cannot be served.
     """
+    kind = read_json(directory / "config.json" if directory.is_dir() else directory).get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise Unsupported(f"transformers {transformers.__version__} knows no model of type {kind!r}")
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # a config's ways to be wrong are many
-        raise Unsupported(f"transformers cannot read its config.json: {error}") from error
+        raise Unsupported(f"transformers cannot read its config.json: {' '.join(str(error).split())[:200]}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise Unsupported(f"transformers has no causal language model of type {config.model_type!r}")
     models = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -84,7 +90,8 @@ def load(
                 output_loading_info=True,
             )
         except Exception as error:
-            raise ModelError(f"{directory}: transformers cannot load its weights: {error}") from error
+            reason = " ".join(str(error).split())[:300]
+            raise ModelError(f"{directory}: transformers cannot load its weights: {reason}") from error
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         if names := sorted(map(str, report.get(what) or ())):
             raise ModelError(

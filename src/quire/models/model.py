@@ -49,6 +49,10 @@ class Model(Protocol):
         """Its sizes."""
 
     @property
+    def origin(self) -> str:
+        """Who computes it, and why."""
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the weights and of the cache."""
 

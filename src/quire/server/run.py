@@ -155,9 +155,20 @@ def listening_lines(service: Service, listening: socket.socket, seconds: float) 
     """Where it listens, what it serves, and why so."""
     host, port = listening.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
-    chosen = {"backend": _backend, "dtype": _dtype, "cache": _cache, "longest": _longest, "limits": _limits}
+    chosen = {
+        "model": _model,
+        "backend": _backend,
+        "dtype": _dtype,
+        "cache": _cache,
+        "longest": _longest,
+        "limits": _limits,
+    }
     lines = [f"Quire {__version__} serves {service.names[0]} at http://{address}:{port} (ready in {seconds:.1f} s)"]
     return lines + [f"  {name:8s} {tell(service)}" for name, tell in chosen.items()]
+
+
+def _model(service: Service) -> str:
+    return service.llm.decoder.origin
 
 
 def _backend(service: Service) -> str:
