@@ -148,13 +148,9 @@ def test_reasons(tmp_path: Path, kind: str, changes: dict[str, Any], reason: str
 
 def test_a_type_that_nobody_knows(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["XForCausalLM"], "model_type": "x"}', encoding="utf-8")
-    with pytest.raises(
-        ModelError, match=r"XForCausalLM, for which there is no decoder.*knows no model of type 'x'"
-    ):
+    with pytest.raises(ModelError, match=r"XForCausalLM, for which there is no decoder.*knows no model of type 'x'"):
         choose(tmp_path)
-    with pytest.raises(
-        ModelError, match=r"there is no decoder here \(`quire models` lists all\)$"
-    ):
+    with pytest.raises(ModelError, match=r"there is no decoder here \(`quire models` lists all\)$"):
         choose(tmp_path, "quire")
 
 

@@ -119,7 +119,7 @@ def test_many_clients_beside_others_who_generate(server: Serving, offline: dict[
         ({"input": [[5], [5] * 1025]}, "input", "input 1 has 1025 tokens; this model serves sequences of up to 1024"),
         ({"input": "a" * 1_000_000}, "input", "the input has 1000000 characters"),
         ({"input": "\ud800"}, "input", "input cannot be read"),
-        ({"input": [5, 10**6]}, None, "token ids of this model lie in 0..2047"),
+        ({"input": [5, 10**6]}, "input", "token ids of this model lie in 0..2047"),
         ({"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0"),
         ({"input": "a", "dimensions": 257}, "dimensions", "dimensions is 257; it must be in 1..256"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format is 'int8'"),

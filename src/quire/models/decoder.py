@@ -54,6 +54,7 @@ class DecoderConfig(ModelShape):
     attention_softcap: float | None = None
     # Both ends.
     embedding_scale: float | None = None  # multiplies the embeddings
+    rounds_embedding_scale: bool = False  # to the weights' dtype first, as Gemma was trained
     logit_scale: float | None = None  # multiplies the logits
     logit_softcap: float | None = None
 
@@ -77,10 +78,11 @@ class DecoderConfig(ModelShape):
 
     @property
     def mlp_width(self) -> int:
-        """As of every model; experts also gather rows and results, some of them in fp32."""
+        """As of every model; experts also gather rows and results, some of them in fp32. There is room for both."""
         if self.experts is None:
             return super().mlp_width
-        return max(super().mlp_width, self.experts.per_token * (5 * self.experts.size + 6 * self.hidden_size))
+        dense = super().mlp_width if len(self.experts.layers) < self.num_layers else 0
+        return dense + self.experts.per_token * (5 * self.experts.size + 6 * self.hidden_size)
 
 
 def stacked_rows(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -191,11 +193,9 @@ class Decoder:
             self.lm_head = make_linear.head(weights["lm_head"])
         del embedding  # else it would be held beside its packed form until all layers are read
         self.positions = weights.get("positions")  # [max_position_embeddings, H]
-        self.embedding_scale = (
-            None
-            if config.embedding_scale is None
-            else torch.tensor(config.embedding_scale, dtype=self.dtype, device=self.device)
-        )  # []; rounded to the weights' dtype, as Gemma was trained
+        self.embedding_scale = config.embedding_scale
+        if config.embedding_scale is not None and config.rounds_embedding_scale:
+            self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         self.embedding_norm = _norm(config, weights, ops, "embedding_norm")
         self.final_norm = _required_norm(config, weights, ops, "final_norm")
         self.layers = [_layer(config, weights, ops, make_linear, f"layers.{i}.") for i in range(config.num_layers)]

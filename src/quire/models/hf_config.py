@@ -41,6 +41,10 @@ class ConfigReader:
         value = self._raw.get(key)
         return default if value is None else value
 
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there without a value, which is not the same as a missing one to all."""
+        return key in self._raw and self._raw[key] is None
+
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer. Raises ModelError where it is missing without a default, or something else."""
         value = self.get(key, default)
@@ -83,7 +87,7 @@ class ConfigReader:
     def window(self, key: str, default: int | None = None) -> int | None:
         """A positive integer; None where the key is null. A missing key means the default."""
         if self.get(key) is None:
-            return None if key in self._raw else default
+            return None if self.is_null(key) else default
         return self.integer(key)
 
     def heads(self, key: str, hidden_size: int) -> int:

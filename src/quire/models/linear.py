@@ -159,17 +159,20 @@ class LinearFactory:
         self,
         weight: Tensor,  # [V, H]
     ) -> tuple[Embedding, Linear]:
-        """The embedding, and the linear that makes logits with the same weight, which is held once.
+        """The embedding, and the linear that makes logits with the same weight, which is held once, in other memory.
 
         oneDNN's own layout does not give rows back, so there its product takes the weight in rows: a single row of
         logits of a large vocabulary then takes two to three times as long.
         """
         if packed := self._packed_head(weight):
             return PackedEmbedding(packed), packed
-        dtype = product_dtype(weight.dtype) if weight.is_cpu else None
-        if dtype is None:
+        if not weight.is_cpu:
             return PlainEmbedding(weight, weight.dtype), self(weight)
-        head = self._one_dnn(weight.to(dtype), dtype, weight, None)
+        dtype = product_dtype(weight.dtype)
+        kept = weight.to(dtype or weight.dtype, copy=True)
+        if dtype is None:
+            return PlainEmbedding(kept, kept.dtype), self(kept)
+        head = self._one_dnn(kept, dtype, weight, None)
         return PlainEmbedding(head.weight, weight.dtype), head
 
     def _packed_head(self, weight: Tensor) -> PackedLinear | None:

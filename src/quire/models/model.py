@@ -29,8 +29,8 @@ class ModelShape:
 
     @property
     def mlp_width(self) -> int:
-        """Numbers that a layer's MLP computes of a row: gate and up, the activation, and one on the way to it."""
-        return 4 * self.intermediate_size
+        """Numbers that a layer's MLP computes of a row: gate and up, the activation, and that in fp32 or on the way."""
+        return 5 * self.intermediate_size
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:

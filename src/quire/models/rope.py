@@ -34,6 +34,8 @@ NUMBERS = {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "origi
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor"
 }  # fmt: skip
 
+FACTORS = {"short_factor", "long_factor"}
+
 
 def check_rope(parameters: Mapping[str, Any]) -> None:
     """Raise ModelError for a variant or a key that is not understood, or one that is missing."""
@@ -47,6 +49,10 @@ def check_rope(parameters: Mapping[str, Any]) -> None:
         value = parameters[key]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ModelError(f"rope's {key} is {value!r}; it must be a positive number")
+    for key in sorted(given & FACTORS):
+        value = parameters[key]
+        if not isinstance(value, list) or not all(isinstance(one, (int, float)) and one > 0 for one in value):
+            raise ModelError(f"rope's {key} is {value!r}; it must be a list of positive numbers")
     if missing := required - given:
         raise ModelError(f"rope type {kind!r} lacks {', '.join(sorted(missing))}")
     if unknown := given - COMMON_KEYS - required - optional:

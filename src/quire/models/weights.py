@@ -118,6 +118,7 @@ class Weights(Mapping[str, Tensor]):
         """dtype: of all but norms, which are fp32. Raises ModelError for a tensor that is missing or superfluous."""
         self._checkpoint, self._sources, self._dtype, self._device = checkpoint, sources, dtype, device
         self._shapes, self._rows = weight_shapes(config), stacked_rows(config)
+        self._tied = config.tied_embeddings
         expected = {part for name in self._shapes for part in sources.of(name)}
         if missing := expected - checkpoint.names:
             raise ModelError(f"{checkpoint.directory} lacks {len(missing)} tensors, among them {_first(missing)}")
@@ -133,11 +134,18 @@ class Weights(Mapping[str, Tensor]):
             )
 
     def __getitem__(self, name: str) -> Tensor:
-        """A copy of the weight. Raises ModelError where the checkpoint has it in a wrong shape."""
+        """A copy of the weight. Raises ModelError where the checkpoint has it in a wrong shape.
+
+        A tied embedding, which may be most of a model, is given as it stands in the file if nothing is to be changed.
+        """
         shape, parts = self._shapes[name], self._sources.of(name)
         lengths = self._rows[_within_layer(name)[1]] if len(parts) > 1 else shape[:1]
         # Norms are small, and their weights multiply everything: they stay as exact as they came.
         dtype = torch.float32 if "norm." in name else self._dtype
+        if name == "embedding" and self._tied and self._device == "cpu":
+            tensor = self._checkpoint[parts[0]]
+            if tensor.dtype == dtype and tensor.shape == shape:
+                return tensor
         weight = mapped(shape, dtype) if self._device == "cpu" else torch.empty(shape, dtype=dtype, device=self._device)
         for part, home in zip(parts, torch.split(weight, list(lengths)), strict=True):
             tensor = self._checkpoint[part]

@@ -246,7 +246,7 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
         if word in ALSO_CALLED:
             return f"there is no field {name!r} here; use {ALSO_CALLED[word]}"
         known = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *EmbeddingRequest.model_fields}
-        close = difflib.get_close_matches(word[:MAX_SHOWN], known, n=1)
+        close = difflib.get_close_matches(word[:MAX_SHOWN], known - {word}, n=1)
         return f"there is no field {cut(name)!r}" + (f"; did you mean {close[0]!r}?" if close else "")
     if (field := next((part for part in reversed(path[:-1]) if part in WANTED), None)) is not None:
         return f"{_dotted(path[: list(path).index(field) + 1])} cannot be read; {WANTED[str(field)]}"

@@ -56,16 +56,22 @@ def _dimensions(service: Service, body: EmbeddingRequest) -> int:
 def _prompt(service: Service, number: int, given: str | list[int], body: EmbeddingRequest) -> Prompt:
     """An input in both forms. Raises ApiError for one that is too long, or has no token."""
     if isinstance(given, str):
+        if service.llm.tokenizer is None:
+            raise ApiError("this model has no tokenizer, so input takes token ids only", param="input")
         service.check_text(given, "input")
         prompt = Prompt(given, service.tokenizer.encode(given, body.add_special_tokens))
     else:
         prompt = Prompt(None, given)
-    count, longest = len(prompt.tokens), service.max_model_len
+    count, longest, size = len(prompt.tokens), service.max_model_len, service.worker.engine.vocab_size
     if count == 0:
         raise ApiError(f"input {number} has no token; each input needs at least one", param="input")
     if count > longest:
         message = f"input {number} has {count} tokens; this model serves sequences of up to {longest}"
         raise ApiError(message, param="input", code="context_length_exceeded")
+    if (wrong := next((token for token in prompt.tokens if token >= size), None)) is not None:
+        raise ApiError(
+            f"input {number} has the token {wrong}; token ids of this model lie in 0..{size - 1}", param="input"
+        )
     return prompt
 
 

@@ -45,6 +45,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         attention_softcap=cap(config, raw, "attn_logit_softcapping", 50.0),
         logit_softcap=cap(config, raw, "final_logit_softcapping", 30.0),
         embedding_scale=math.sqrt(sizes["hidden_size"]),
+        rounds_embedding_scale=True,
     )
     config.finish()
     return decoder

@@ -45,6 +45,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         attention_scale=1.0 / math.sqrt(config.number("query_pre_attn_scalar", 256)),
         logit_softcap=config.optional_number("final_logit_softcapping"),
         embedding_scale=math.sqrt(sizes["hidden_size"]),
+        rounds_embedding_scale=True,
     )
     config.finish()
     return decoder

@@ -73,7 +73,7 @@ def rope_parameters(
 ) -> dict[str, Any]:
     """The rope parameters of a config of any age: those of all its layers."""
     old, new = config.mapping("rope_scaling"), config.mapping("rope_parameters")
-    rope = old or new  # as transformers has it
+    rope = {key: value for key, value in (old or new).items() if value is not None}  # as transformers has it
     for name, key in (("rope_theta", theta_key), ("partial_rotary_factor", share_key)):
         if (value := config.get(key)) is not None:
             rope.setdefault(name, value)
@@ -93,13 +93,14 @@ def size_fields(
 ) -> dict[str, Any]:
     """As `common_fields`, without RoPE. norm_eps: the key of that number."""
     num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
+    usual_kv_heads = num_heads if config.is_null("num_key_value_heads") else num_kv_heads or num_heads
     return {
         "vocab_size": config.integer("vocab_size"),
         "hidden_size": hidden_size,
         "intermediate_size": config.integer("intermediate_size"),
         "num_layers": config.integer("num_hidden_layers"),
         "num_heads": num_heads,
-        "num_kv_heads": config.integer("num_key_value_heads", num_kv_heads or num_heads),
+        "num_kv_heads": config.integer("num_key_value_heads", usual_kv_heads),
         "head_dim": config.integer("head_dim", head_dim or hidden_size // num_heads),
         "norm_eps": config.number(norm_eps, 1e-6),
         "max_position_embeddings": config.integer("max_position_embeddings", 2048),

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.models.decoder import DecoderConfig
 from quire.models.families import llama
-from quire.models.families.llama import rope_parameters, size_fields
+from quire.models.families.llama import check_whole_heads, rope_parameters, size_fields
 from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
 
@@ -29,10 +29,12 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
                 "scale_attention_softmax_in_fp32", "residual_dropout", "embedding_dropout"):  # fmt: skip
         config.get(key)
     use_bias = config.flag("use_bias", True)
+    rope = rope_parameters(config)
+    check_whole_heads(config, rope)
     decoder = DecoderConfig(
         **sizes,
         windows=(config.window("sliding_window"),) * sizes["num_layers"],
-        ropes=(rope_parameters(config),) * sizes["num_layers"],
+        ropes=(rope,) * sizes["num_layers"],
         norm="layer",
         qkv_bias=use_bias,
         output_bias=use_bias,
