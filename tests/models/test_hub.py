@@ -17,10 +17,10 @@ from transformers.models.mistral import modeling_mistral
 from quire import LLM, SamplingParams, ops
 from quire.config import engine_config
 from quire.errors import ConfigError, ModelError, Unsupported
-from quire.models import choose, load_model
+from quire.models import choose, hub_modules, load_model
 from quire.models.hub import HubModel
 from quire.models.hub_attention import NAME
-from quire.models.hub_check import check, packed
+from quire.models.hub_check import check, packed, randomise
 from quire.models.hub_tiny import shrink
 from tests.models.checkpoints import TINY, engine, probed_logits, save
 from tests.models.test_loading import change_config
@@ -239,3 +239,80 @@ def test_unowned_slots_are_never_read(tmp_path: Path) -> None:
     texts = [torch.arange(2, 2 + n) for n in (11, 5, 13)]
     with torch.inference_mode():
         assert all(torch.isfinite(logits).all() for _, logits in packed(model, texts))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("Phi", {"tie_word_embeddings": True}), ("Electra", {"is_decoder": True})]
+)
+def test_a_tied_projection_with_a_bias(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+    """It is held once, and the bias is added behind it."""
+    small = shrink(getattr(transformers, f"{kind}Config")(**changes).to_dict())
+    config = getattr(transformers, f"{kind}Config").from_dict(small)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    ours = hub_engine(tmp_path)
+    tables = [one for one in ours.runner.model._backbone.modules() if isinstance(one, torch.nn.Embedding)]
+    assert all(len(one.weight) != config.vocab_size for one in tables)
+    probe, _ = probed_logits(ours, [PROMPTS[1]], 1)
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPTS[1]])).logits[0, -1]
+    torch.testing.assert_close(probe.found[tuple(PROMPTS[1])], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("function", ["mish", "quick_gelu", "sigmoid", "silu", "relu", "gelu"])
+def test_whose_bits_depend_on_the_batch(tmp_path: Path, function: str) -> None:
+    """Torch computes some functions otherwise at the end of an array; ours stand in for two of them."""
+    config = transformers.OPTConfig(
+        vocab_size=96, hidden_size=48, ffn_dim=50, num_hidden_layers=2, num_attention_heads=4,
+        word_embed_proj_dim=48, max_position_embeddings=64, activation_function=function,
+    )  # fmt: skip
+    model = transformers.OPTForCausalLM(config).eval()
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    ours = loaded(tmp_path, max_model_len=64)
+    assert ours.rows_keep_bits == (function in ("silu", "relu", "gelu")), ours.rows_depend
+    if ours.rows_keep_bits:
+        together, _ = probed_logits(hub_engine(tmp_path, max_num_batched_tokens=24), PROMPTS, max_tokens=5)
+        for prompt in PROMPTS:
+            alone, _ = probed_logits(hub_engine(tmp_path, max_num_batched_tokens=64), [prompt], max_tokens=5)
+            assert all(torch.equal(together.found[text], logits) for text, logits in alone.found.items())
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Gemma2", "Qwen3"])
+def test_common_models_keep_their_bits(tmp_path: Path, kind: str) -> None:
+    save(tmp_path, kind)
+    ours = loaded(tmp_path)
+    assert ours.rows_keep_bits, ours.rows_depend
+
+
+def test_what_a_small_copy_keeps() -> None:
+    """Longrope's factors fit the rotated part, windows beyond reach stay there, and layers that differ stay so."""
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    long = {**factors, "rope_theta": 1e4, "original_max_position_embeddings": 32768}
+    minicpm = transformers.MiniCPM3Config(rope_parameters=long)
+    assert check(transformers.MiniCPM3ForCausalLM, minicpm, ops.load()).error < 1e-4
+    phimoe = transformers.PhimoeConfig(sliding_window=131072, max_position_embeddings=131072)
+    assert check(transformers.PhimoeForCausalLM, phimoe, ops.load()).error < 5e-4
+    with pytest.raises(Unsupported, match="its layers differ in heads"):
+        check(transformers.Gemma4ForCausalLM, transformers.Gemma4TextConfig(), ops.load())
+
+
+def test_masks_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    small = shrink(transformers.GPTBigCodeConfig().to_dict())
+    model = transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig.from_dict(small))
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert isinstance(loaded(tmp_path), HubModel)
+
+
+def test_tables_of_angles_are_made_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+    save(tmp_path, "Phi3", rope_parameters=rope, pad_token_id=0, sliding_window=None)
+    whole, _ = probed_logits(hub_engine(tmp_path, max_model_len=128), PROMPTS, 3)
+    monkeypatch.setattr(hub_modules, "CHUNK", 7)
+    parts, _ = probed_logits(hub_engine(tmp_path, max_model_len=128), PROMPTS, 3)
+    for text, logits in whole.found.items():  # cosines at other places of an array have other last bits
+        torch.testing.assert_close(parts.found[text], logits, rtol=1e-4, atol=1e-4)

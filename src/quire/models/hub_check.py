@@ -18,7 +18,6 @@ from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.models.hub import HubModel
 from quire.models.hub_attention import NAME
-from quire.models.hub_modules import replace_rope
 from quire.models.hub_tiny import VOCAB, shrink
 from quire.ops import AttentionSpec, Ops
 
@@ -91,7 +90,6 @@ def randomise(model: nn.Module) -> None:
 
 
 def _compared(eager: Any, served: HubModel) -> Verdict:
-    replace_rope(eager, MAX_LEN)
     generator = torch.Generator().manual_seed(1)
     lengths = [sum(step.get(s, 0) for step in STEPS) for s in range(3)]
     texts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from quire.models.hub_gate import refusal
 from quire.models.weights import read_json
 from quire.ops import Ops
 
+BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.inv_freq$")  # of old checkpoints; their models make them
 UNKNOWN_LENGTH = 2048  # of the longest sequence, where a config does not tell
 
 
@@ -93,7 +95,8 @@ def load(
             reason = " ".join(str(error).split())[:300]
             raise ModelError(f"{directory}: transformers cannot load its weights: {reason}") from error
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
-        if names := sorted(map(str, report.get(what) or ())):
+        names = sorted(name for name in map(str, report.get(what) or ()) if not BUFFERS.search(name))
+        if names:
             raise ModelError(
                 f"{directory} has {len(names)} {what.replace('_', ' ')}, among them {', '.join(names[:3])}; running "
                 "with them would be a different model"

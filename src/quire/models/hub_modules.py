@@ -28,13 +28,15 @@ GELUS: dict[type, Literal["none", "tanh"]] = {
 }
 SILUS = (activations.ACT2CLS["silu"], nn.SiLU)
 # Functions of torch whose bits depend on where a number stands in its array.
-BY_PLACE = re.compile(r"\b(sigmoid|silu|softplus|approximate=)")
+BY_PLACE = re.compile(r"\b(sigmoid|silu|softplus|mish|gelu|elu|celu|selu)(?=\b[ ,()\n])|\b(approximate)=")
+BY_NUMBER = (nn.ReLU, nn.Tanh)  # activations of torch whose bits do not
+CHUNK = 4096  # positions
 
 
 def replace_tied_embedding(model: Any, make: LinearFactory) -> None:
     """One weight of ours where the output projection is the embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if type(head) is not nn.Linear or head.bias is not None or head.weight is not embedding.weight:
+    if type(head) is not nn.Linear or head.weight is not embedding.weight:
         return
     # Some multiply what they look up; whether that is all is tried out.
     scale = getattr(embedding, "embed_scale", None)
@@ -43,7 +45,8 @@ def replace_tied_embedding(model: Any, make: LinearFactory) -> None:
     if not torch.equal(embedding(tokens), ours(tokens)):
         return
     ours.rows, linear = make.tied(head.weight.detach())
-    for old, new in ((embedding, ours), (head, _PackedModule(linear, head.weight))):
+    ours_head = _PackedModule(linear, head.weight, None if head.bias is None else head.bias.detach())
+    for old, new in ((embedding, ours), (head, ours_head)):
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
                 if child is old:
@@ -91,8 +94,15 @@ def rows_depend(model: nn.Module) -> str | None:
     others = [name for name, weight in model.named_parameters() if weight.dim() > 1 and id(weight) not in tables]
     if others:
         return f"{others[0]} is multiplied by transformers"
+    kinds = {type(module) for module in model.modules() if not type(module).__module__.startswith(__name__)}
+    for kind in sorted(kinds, key=lambda kind: kind.__name__):
+        if kind.__module__ == nn.ReLU.__module__:
+            if kind not in BY_NUMBER:
+                return f"it has torch's {kind.__name__}"
+        elif not kind.__module__.startswith("torch.") and (found := BY_PLACE.search(inspect.getsource(kind))):
+            return f"its {kind.__name__} uses torch's {found[1] or found[2]}"
     if found := BY_PLACE.search(inspect.getsource(sys.modules[type(model).__module__])):
-        return f"its code uses torch's {found[1].rstrip('=')}"
+        return f"its code uses torch's {found[1] or found[2]}"
     return None
 
 
@@ -114,14 +124,16 @@ class _Embedding(nn.Module):
 class _PackedModule(nn.Module):
     """One of our linears."""
 
-    def __init__(self, linear: Linear, weight: Tensor) -> None:
+    def __init__(self, linear: Linear, weight: Tensor, added: Tensor | None = None) -> None:
+        """added: what the linear itself does not add, [out]."""
         super().__init__()
-        self.linear = linear
+        self.linear, self._added = linear, added
         # Some ask for its dtype or shape. There are no values: they are in the linear.
         self.weight = torch.empty_like(weight, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], len(self.weight))
+        out = self.linear(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], len(self.weight))
+        return out if self._added is None else out + self._added
 
 
 def _packed(theirs: Any, make: LinearFactory, is_head: bool) -> _PackedModule:
@@ -176,7 +188,20 @@ class _RopeTable(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         key = (x.dtype, x.device, args, tuple(kwargs.items()))
         if key not in self._tables:
-            every = torch.arange(self._length, device=x.device)[None]
-            self._tables[key] = self.rope(x, every, *args, **kwargs)
+            self._tables[key] = self._made(x, *args, **kwargs)
         table, positions = self._tables[key], position_ids[0]
         return table[:, positions] if isinstance(table, Tensor) else tuple(part[:, positions] for part in table)
+
+    def _made(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The angles of all positions, some at a time: they take much room on the way.
+
+        The last position comes along each time, so that the sequence is always known to be that long.
+        """
+        last = torch.tensor([self._length - 1], device=x.device)
+        chunks = []
+        for start in range(0, self._length, CHUNK):
+            some = torch.arange(start, min(start + CHUNK, self._length), device=x.device)
+            found = self.rope(x, torch.cat([some, last])[None], *args, **kwargs)
+            chunks.append([found[:, :-1]] if isinstance(found, Tensor) else [part[:, :-1] for part in found])
+        tables = [torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True)]
+        return tables[0] if isinstance(found, Tensor) else tuple(tables)

@@ -72,7 +72,8 @@ def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: lis
     if isinstance(value, dict):
         return {inner: _small(str(inner), content, {**raw, **value}, depth, chosen) for inner, content in value.items()}
     if key in FACTORS and isinstance(value, list):
-        pairs = int(HEAD_DIM * (raw.get("partial_rotary_factor") or 1.0)) // 2
+        rotated = ROPE_DIM if "qk_rope_head_dim" in raw else HEAD_DIM
+        pairs = int(rotated * (raw.get("partial_rotary_factor") or 1.0)) // 2
         return (value * pairs)[:pairs]
     if isinstance(value, list) and depth and len(value) == depth:
         return [_small(key, value[layer], raw, 0, chosen) for layer in chosen]
@@ -93,7 +94,9 @@ def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: lis
     if key in KV_HEADS:
         heads = next((raw[name] for name in HEADS if isinstance(raw.get(name), int)), value)
         return HIDDEN // HEAD_DIM if value >= heads else 1 if value == 1 else 2
-    for pattern, size in SIZES:
-        if re.fullmatch(pattern, key):
-            return min(value, size)
-    return value
+    found = next((size for pattern, size in SIZES if re.fullmatch(pattern, key)), value)
+    if found == WINDOW and value >= (raw.get("max_position_embeddings") or value + 1):
+        return value  # a window that no sequence outgrows stays one
+    if found == HEAD_DIM and value != raw.get("head_dim", value) and "v_head_dim" not in raw:
+        found *= 2  # layers that differ stay so
+    return min(value, found)
