@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.engine import runner
+from quire.engine.engine import working_memory
 from quire.errors import ConfigError, ModelError, QuireError, RequestError, Unsupported
 from tests.models.checkpoints import save
 
@@ -306,7 +307,9 @@ def test_room_for_swapping_that_would_not_be_used_is_refused() -> None:
 
 
 def test_the_host_pool_is_what_the_cache_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.engine.free_memory", lambda *_: 440 * 2**20)  # a step may take 40 of them
+    decoder = LLM(num_blocks=16).decoder
+    step = working_memory(decoder.config, decoder.dtype.itemsize, 2048)
+    monkeypatch.setattr("quire.engine.engine.free_memory", lambda *_: step + 400 * 2**20)
     options = {"num_blocks": 5_000, "preemption": "swap"}  # 20 KiB each: 98 MiB
     assert LLM(**options, swap_space="300MiB").engine.scheduler.manager.host_pools[0].num_blocks > 0
     with pytest.raises(ConfigError, match=r"swap_space='310MiB' asks for .* are free"):
