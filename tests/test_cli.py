@@ -114,3 +114,37 @@ def test_info() -> None:
     assert "blocks of 16 tokens, 20 KiB each" in rows["KV cache"]
     assert "GiB" in rows["free memory"]
     assert "threads" in rows["CPU"]
+
+
+def test_info_says_who_computes_a_model(tmp_path: Path) -> None:
+    from quire.models import EMBEDDED
+
+    told = CliRunner().invoke(app, ["info", "--model", str(EMBEDDED)])
+    assert told.exit_code == 0
+    assert told.stdout.split()[1:] == ["own", "decoder"]
+    config = json.loads((EMBEDDED / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"odd_key": 1}), encoding="utf-8")
+    told = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
+    assert "adapter: because config.json has keys that family" in told.stdout
+    (tmp_path / "config.json").write_text('{"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}')
+    told = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
+    assert told.exit_code == 1
+    assert "it keeps a state beside keys and values" in told.stderr
+
+
+def test_models_lists_all_types() -> None:
+    from quire.models.supported import read
+
+    told = CliRunner().invoke(app, ["models"]).stdout
+    found = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
+    assert [one["name"] for one in found["types"]] == [one.name for one in read().types]
+    for one in read().types:
+        assert any(line.split()[0] == one.name and one.how in line and one.reason in line for line in told.splitlines())
+
+
+def test_a_prompt_through_the_adapter() -> None:
+    told = [
+        generated("def f(", "--max-tokens", "12", "--temperature", "0", "--model-impl", impl)
+        for impl in ("quire", "transformers")
+    ]
+    assert told[0] == told[1]
