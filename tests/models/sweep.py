@@ -39,7 +39,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 LENGTHS = (1, 9, 23)
 STEP = 12  # tokens: prompts are cut into chunks, beside single tokens of the others
-TOLERANCE = 1e-4  # of logits whose largest is about 4
+TOLERANCE = 1e-4  # of the largest logit
 
 
 class Row(NamedTuple):

@@ -7,7 +7,6 @@ tokens, and each of its sequences alone with eager attention; both answers have 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,11 +21,9 @@ from quire.models.hub_tiny import VOCAB, shrink
 from quire.ops import AttentionSpec, Ops
 
 BLOCK_SIZE, MAX_LEN = 4, 16
-TOLERANCE = 1e-4  # of logits whose largest is about 1
+TOLERANCE = 1e-4  # of the largest logit
 # Rows that each step computes of each sequence: prompts whole and in chunks, then single tokens beside them.
 STEPS: tuple[dict[int, int], ...] = ({0: 5, 1: 1}, {0: 3, 1: 1, 2: 11}, {0: 1, 2: 1}, {1: 2, 0: 1, 2: 1})
-
-log = logging.getLogger("quire")
 
 
 class Verdict(NamedTuple):
@@ -50,7 +47,7 @@ def check(model: type, config: Any, ops: Ops) -> Verdict:
     except Unsupported:
         raise
     except Exception as error:
-        raise Unsupported(f"a small copy of it fails: {type(error).__name__}: {error}") from error
+        raise Unsupported(f"a small copy of it fails: {_line(error)}") from error
     if not verdict.error <= TOLERANCE * max(1.0, verdict.scale):  # NaN included
         raise Unsupported(
             f"a small copy of it answers otherwise than with eager attention: logits up to {verdict.scale:.2g} differ "
@@ -59,13 +56,17 @@ def check(model: type, config: Any, ops: Ops) -> Verdict:
     return verdict
 
 
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def _pair(model: type, config: Any) -> tuple[Any, Any]:
     """Two small models with the same weights: with eager attention and with paged attention."""
     try:
         small = type(config).from_dict(shrink(config.to_dict()))
         made = [_made(model, type(config).from_dict(small.to_dict()), name) for name in ("eager", NAME)]
     except Exception as error:
-        raise Unsupported(f"no small copy of it can be made: {type(error).__name__}: {error}") from error
+        raise Unsupported(f"no small copy of it can be made: {_line(error)}") from error
     randomise(made[0])
     made[1].load_state_dict(made[0].state_dict())
     return made[0], made[1]
