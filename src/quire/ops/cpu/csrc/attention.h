@@ -174,9 +174,11 @@ struct Worker {
     void compute(const Step& step, const Step& after, bool more) {
         const RowBlocks blocks(step.item->count);
         const bool few = blocks.blocks <= FEW_BLOCKS;
-        Fetcher<T> fetcher{after.keys + after.begin, after.keys + after.stop, after.values + after.begin,
-                           spec.head_dim * (int)sizeof(T), spec.head_dim_v * (int)sizeof(T), after.stop - after.begin};
-        if (!more) fetcher.row = fetcher.end, fetcher.values = nullptr;
+        Fetcher<T> fetcher{};  // of nothing; behind the last step there is no other, and `after` holds what memory held
+        if (more) {
+            fetcher = {after.keys + after.begin, after.keys + after.stop, after.values + after.begin,
+                       spec.head_dim * (int)sizeof(T), spec.head_dim_v * (int)sizeof(T), after.stop - after.begin};
+        }
         for (int at = step.begin; at < least(step.end, step.stop); at += PANEL) {
             const int count = least(step.stop - at, PANEL);
             pack_keys<K>(step.keys + at, count, spec.head_dim, keys, fetcher);
