@@ -9,7 +9,6 @@ import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from quire.errors import ModelError
 from quire.models import Own, choose
 from quire.models.hub_check import randomise
 from quire.models.hub_tiny import VOCAB, shrink
-from quire.models.supported import PATH, Supported, read
+from quire.models.supported import PATH, Supported, Sweep, read
 from tests.models.checkpoints import engine, probed_logits
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
@@ -113,7 +112,8 @@ Point Quire at a checkpoint. `quire info --model DIRECTORY` says in one line who
 
 - **own decoder**: Quire's, the fastest. A family is chosen only if it understands every key of the config.
 - **adapter**: transformers' modelling code with Quire's paged attention and linears. Before a checkpoint is served, a
-  small random copy of it answers a mixed batch and has to agree with eager attention; else it is refused.
+  small random copy of it answers a mixed batch and has to agree with eager attention, to 1e-4 of the largest logit;
+  else it is refused.
 - **refused**, with the reason.
 
 `LLM(model, model_impl="quire")` or `model_impl="transformers"` asks for one of the two. Products that are not plain
@@ -136,11 +136,12 @@ weights, dynamic RoPE or layers that differ in heads; then it is refused with th
 """
 
 
-def document(rows: Sequence[Supported]) -> str:
+def document(found: Sweep) -> str:
     """docs/models.md."""
-    own, adapted, refused = ([row for row in rows if row.how == how] for how in ("own decoder", "adapter", "refused"))
+    kinds = ("own decoder", "adapter", "refused")
+    own, adapted, refused = ([row for row in found.types if row.how == how] for how in kinds)
     return PAGE.format(
-        release=version("transformers"),
+        release=found.transformers,
         own=len(own),
         adapter=len(adapted),
         refused=len(refused),
@@ -161,7 +162,7 @@ def main() -> None:
         print(*row.supported, "" if row.error is None else f"{row.error:.1e}", flush=True)
     content = {"transformers": version("transformers"), "types": [list(row) for row in rows]}
     PATH.write_text(json.dumps(content, indent=0) + "\n", encoding="utf-8")
-    DOCS.write_text(document(read().types), encoding="utf-8")
+    DOCS.write_text(document(read()), encoding="utf-8")
 
 
 if __name__ == "__main__":

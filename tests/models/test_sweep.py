@@ -30,4 +30,4 @@ def test_enough_are_served() -> None:
 
 
 def test_the_page_is_the_sweep() -> None:
-    assert DOCS.read_text(encoding="utf-8") == document(read().types)
+    assert DOCS.read_text(encoding="utf-8") == document(read())

@@ -27,7 +27,7 @@ SIZES: tuple[tuple[str, int], ...] = (
         r"\w*(intermediate|ffn_hidden|expert|mlp)_(size|dim)|ffn_dim|d_ff|n_inner|\w*expert_ff_size",
         INNER,
     ),
-    (r"first_k_dense_replace|num_dense_layers|mlp_only_layers_count", 1),
+    (r"first_k_dense_replace|num_dense_layers", 1),
 )
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "num_kv_heads", "n_head_kv", "kv_n_heads")
