@@ -109,7 +109,8 @@ class Weights(Mapping[str, Tensor]):
     """A decoder's weights in a checkpoint, under the names of `weight_shapes`.
 
     Each but a tied embedding is copied into memory of its own when it is asked for, so that who packs them holds one at
-    a time twice. Memory of our own is aligned and stays resident; weights used straight out of a mapped file are neither.
+    a time twice. Memory of our own is aligned and stays resident; weights used straight out of a mapped file are
+    neither.
     """
 
     def __init__(
