@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
-.PHONY: demo test check bench bench-peers bench-long clients wheel sanitize clean
+.PHONY: demo test check bench bench-peers bench-long clients wheel sanitize sanitize-threads clean
 
 demo: $(INSTALLED)  ## generate text with the embedded model and show what it cost
 	$(BIN)/python examples/demo.py
@@ -45,11 +45,17 @@ wheel: $(INSTALLED)  ## one wheel for every Python: dist/*.whl
 	rm -rf dist/plain
 
 sanitize: $(INSTALLED)  ## the operators' tests with the native kernels under AddressSanitizer and UBSan
-	cmake -S . -B build/sanitize -D QUIRE_SANITIZE=ON
+	cmake -S . -B build/sanitize -D QUIRE_SANITIZE=memory
 	cmake --build build/sanitize --parallel
 	OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	$(BIN)/python -m pytest tests/ops tests/models/test_native.py tests/models/test_experts.py -k "cpu or test_native or test_experts" --numprocesses auto --native-library build/sanitize/libquire_cpu.so
+
+sanitize-threads: $(INSTALLED)  ## calls from several threads, and several threads in a call, with the native kernels under ThreadSanitizer
+	cmake -S . -B build/sanitize-threads -D QUIRE_SANITIZE=threads
+	cmake --build build/sanitize-threads --parallel
+	TSAN_OPTIONS=halt_on_error=1 LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" \
+	setarch --addr-no-randomize $(BIN)/python -m pytest -s tests/ops/test_threads.py tests/models/test_native.py tests/models/test_experts.py -k "threads and not reference and not gather and not triton" --native-library build/sanitize-threads/libquire_cpu.so
 
 clean:
 	rm -rf .venv build dist

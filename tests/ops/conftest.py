@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,6 +34,9 @@ def use_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     path = request.config.getoption("native_library")
     if isa or path:
         library = native.load(isa, path)
+        pool = getattr(ctypes.CDLL(str(library.path)), "quire_test_parallel_for", None)  # under ThreadSanitizer
+        if pool is not None:
+            library = replace(library, parallel_for=ctypes.cast(pool, ctypes.c_void_p).value or 0)
         monkeypatch.setattr(native, "default", lambda: library)
 
 

@@ -20,6 +20,7 @@ from quire.ops.cpu.experts import ExpertLinears
 from quire.ops.cpu.linear import PackedLinear
 from quire.ops.cpu.program import Place, Program
 from quire.ops.cpu.worklist import CpuPlan
+from quire.ops.plan import locked
 
 if TYPE_CHECKING:
     from quire.models.decoder import Decoder, DecoderConfig, Layer
@@ -85,7 +86,7 @@ class NativeLayers:
             if (spec.dtype, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dim_v) != self._heads:
                 raise BadValue(f"a plan is for {spec}; the model has dtype, heads and dimensions {self._heads}")
         hidden = torch.empty_like(residual)
-        with self._lock:  # engines on several threads may share the model
+        with self._lock, locked(own):  # engines on several threads may share the model
             if self._bound is None or self._bound() is not cache:
                 self._program.bind([own[group].cache(cache.layer(i)) for i, group in enumerate(self._groups)])
                 self._bound = weakref.ref(cache)

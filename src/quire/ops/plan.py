@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Lock
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,6 +28,9 @@ class AttentionPlan:
     registered operator may hold on to them. Only their first `num_tokens` / `num_seqs` entries count.
 
     A plan that `takes_device_metadata` has `update_on_device` too.
+
+    Several threads may use one plan: attention, write_kv and updates take turns, each with the plan to itself. A call
+    sees the last update that came before it, so its tensors have to fit that one.
 
     `key` names the plan where only a tensor can stand: the operators of a compiled graph find it by `plan_of`.
     """
@@ -44,6 +53,8 @@ class AttentionPlan:
         self.context_lens = torch.zeros(max_seqs, dtype=torch.int32)  # [max_seqs]
         self.block_tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32)  # [max_seqs, max_blocks]
         self.slots = torch.zeros(max_tokens, dtype=torch.int32)  # [max_tokens]
+        self._nonfinite = torch.zeros(max_tokens, dtype=torch.int32)  # [max_tokens]
+        self.lock = Lock()  # held by whatever reads or changes the plan
         number = next(_KEYS)
         self.key = torch.tensor(number, device="cpu")  # int64 []
         _PLANS[number] = self
@@ -67,6 +78,16 @@ class AttentionPlan:
         Raises BadShape, BadDtype or BadValue, naming the argument, the sequence and the value; the plan then keeps
         what it held before.
         """
+        with self.lock:
+            self._update(query_starts, context_lens, block_tables, slots)
+
+    def _update(
+        self,
+        query_starts: torch.Tensor,  # int32 [S+1], host
+        context_lens: torch.Tensor,  # int32 [S], host
+        block_tables: torch.Tensor,  # int32 [S, M], host
+        slots: torch.Tensor | None,  # int64 [T], host
+    ) -> None:
         validate.check_metadata(self, query_starts, context_lens, block_tables, slots)
         num_seqs, num_blocks = block_tables.shape
         num_tokens = int(query_starts[-1])
@@ -75,7 +96,17 @@ class AttentionPlan:
         self.block_tables[:num_seqs, :num_blocks].copy_(block_tables)
         if slots is not None:
             self.slots[:num_tokens].copy_(slots)
+        self._nonfinite[:num_tokens] = 0
         self.num_tokens, self.num_seqs, self.writable = num_tokens, num_seqs, slots is not None
+
+    @property
+    def nonfinite(self) -> torch.Tensor:
+        """Rows whose K or V was not finite when write_kv stored it, in any layer since the last update.
+
+        int32 [T], on the device where that is a GPU's plan: 0 for rows that were finite or not written. A block that
+        holds such a row is of no use to other requests.
+        """
+        return self._nonfinite[: self.num_tokens]
 
     def update_on_device(
         self,
@@ -88,6 +119,16 @@ class AttentionPlan:
 
         Raises Unsupported where the plan's work is cut on the host.
         """
+        with self.lock:
+            self._update_on_device(num_tokens, query_starts, context_lens, block_tables)
+
+    def _update_on_device(
+        self,
+        num_tokens: int,  # T
+        query_starts: torch.Tensor,  # int32 or int64 [S+1], on the device
+        context_lens: torch.Tensor,  # int32 or int64 [S], on the device
+        block_tables: torch.Tensor,  # int32 or int64 [S, M], on the device
+    ) -> None:
         raise Unsupported("this plan is made on the host: give host tensors to its update")
 
 
@@ -99,3 +140,30 @@ def plan_of(
     if plan is None:
         raise BadValue(f"plan is the key {int(key)}, and there is no such plan (any more): hold on to the plan itself")
     return plan
+
+
+def exclusive(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate an operator that takes a plan: while it runs, no other thread uses or updates that plan.
+
+    A plan holds memory that the kernels compute in, so two calls at a time would overwrite each other's numbers.
+    """
+    position = list(inspect.signature(operator).parameters).index("plan")
+
+    @functools.wraps(operator)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        plan = args[position] if len(args) > position else kwargs.get("plan")
+        if not isinstance(plan, AttentionPlan):
+            raise BadValue(f"plan is a {type(plan).__name__}; it must be what the backend's plan or make_plan returned")
+        with plan.lock:
+            return operator(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def locked(plans: Iterable[AttentionPlan]) -> Iterator[None]:
+    """Within it, no other thread uses or updates these plans."""
+    with ExitStack() as stack:
+        for plan in sorted(set(plans), key=id):  # in one order everywhere, so that two threads do not block each other
+            stack.enter_context(plan.lock)
+        yield

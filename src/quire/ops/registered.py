@@ -15,7 +15,6 @@ gradients: torch warns where a backward pass comes to one of these operators.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -25,7 +24,7 @@ from torch.compiler import is_compiling
 
 from quire.ops.backends import load
 from quire.ops.interface import PagedKV
-from quire.ops.plan import AttentionPlan, plan_of
+from quire.ops.plan import AttentionPlan, exclusive, plan_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -63,7 +62,9 @@ def operator(backend: str) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         name = function.__name__
         if name == "attention":
-            return cast(Function, _attention_operator(backend, function))
+            return cast(Function, _attention_operator(backend, exclusive(function)))
+        if name == "write_kv":
+            function = cast(Function, exclusive(function))
         in_graph = IN_GRAPH.get(name) or getattr(torch.ops.quire, name)
 
         @functools.wraps(function)
@@ -164,7 +165,7 @@ IN_GRAPH: dict[str, Callable[..., Any]] = {
 @functools.cache
 def _function(backend: str, name: str, device: str) -> Callable[..., Any]:
     """The backend's own function, which does not come back here."""
-    return cast(Callable[..., Any], inspect.unwrap(getattr(load(backend, device), name)))
+    return cast(Callable[..., Any], getattr(load(backend, device), name).__wrapped__)
 
 
 def _write_kv(backend: str, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, plan: Tensor) -> None:

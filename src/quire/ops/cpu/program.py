@@ -158,7 +158,10 @@ class Program:
         kept: Tensor | None = None,  # int64 [R], contiguous, ascending: what `keep` keeps; None: all rows
         seconds: Tensor | None = None,  # fp64 [operators], filled with what each of them took
     ) -> None:
-        """Run all operators. Raises BadValue for a position that a table does not hold, and for rows out of order."""
+        """Run all operators, the caller holding the plans' locks.
+
+        Raises BadValue for a position that a table does not hold, and for rows out of order.
+        """
         rows = first.shape[0]
         for plan in plans:
             if plan.num_tokens != rows or not plan.writable:
