@@ -204,6 +204,7 @@ class Request:
     host_block_ids: list[array[int]] = field(default_factory=list)  # while it is swapped out; set by BlockManager
     digests: list[bytes] = field(default_factory=list)  # its root's, then its full blocks'; set by BlockManager
     num_published: int = 0  # full blocks that were offered for reuse; set by BlockManager
+    nonfinite_at: int | None = None  # the first computed position whose K or V is not finite; set by Scheduler
     prefix_report: PrefixReport | None = None  # what the prefix cache had for it; set by BlockManager
     ordinal: int = -1  # order of arrival; set by Scheduler
     place: tuple[float, int, int] = (0, -1, -1)  # in the order of service, siblings side by side; set by Scheduler

@@ -327,7 +327,7 @@ def test_quire_generate_takes_the_number_of_guesses() -> None:
 
 
 def test_a_wrong_guess_that_overflows_hurts_nobody(tmp_path: Path) -> None:
-    """Its K and V are infinite in the layers above, and so are the rows beside it; they are computed again alone."""
+    """Its K and V are not finite; the rows before it do not see them, and those after it are dropped with it."""
     model = save(tmp_path)
     model.model.embed_tokens.weight.data[7] = float("nan")
     model.save_pretrained(tmp_path)
@@ -343,3 +343,30 @@ def test_a_wrong_guess_that_overflows_hurts_nobody(tmp_path: Path) -> None:
     again, _ = run(made[1], [prompt], max_tokens=20)
     assert again == plain
     assert sum(tried) > 0
+
+
+def test_a_right_guess_that_overflows_ends_the_request(tmp_path: Path) -> None:
+    """With the same tokens before it as without guesses."""
+    model, prompt = save(tmp_path, tie_word_embeddings=False), [5, 6, 8, 9] * 3
+    plain, _ = run(engine(tmp_path), [prompt], max_tokens=20)
+    tokens = [event.token for event in plain["r0"]]
+    poison = next(i for i in range(3, 20) if tokens[i] not in prompt + tokens[:i])
+    model.get_input_embeddings().weight.data[tokens[poison]] = float("nan")
+    model.save_pretrained(tmp_path)
+    found, given = [], []
+    for count in (0, 5):
+        made = engine(tmp_path, num_speculative_tokens=count)
+        if made.scheduler.lookup is not None:
+
+            def right(request: Request, most: int) -> array[int]:
+                given.append(array("i", tokens[request.num_generated :][:most]))
+                return given[-1]
+
+            made.scheduler.lookup.guess = right  # type: ignore[method-assign]
+        made.add(request(prompt, max_tokens=20))
+        found.append([event for _ in iter(lambda made=made: made.has_work, False) for event in made.step()])
+        made.scheduler.audit()
+    assert found[0] == found[1]
+    assert [event.token for event in found[0][:-1]] == tokens[: poison + 1]
+    assert found[0][-1].finish_reason is FinishReason.ERROR
+    assert any(tokens[poison] in guesses[:-1] for guesses in given)  # it overflowed as a guess that others followed

@@ -131,3 +131,36 @@ def test_copy_blocks_refuses_what_is_no_cache(backend, device):
         backend.copy_blocks(ops.PagedKV(flat, flat), [0], [5])
     with pytest.raises(BadStride, match=r"kv\.v has strides"):
         backend.copy_blocks(ops.PagedKV(torch.zeros(6, 2, 8, 16, device=device), turned), [0], [5])
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_rows_that_are_not_finite_are_marked(backend, device, value):
+    """In K or in V, in any head and dimension, of any layer since the last update; rows that are skipped are not."""
+    for dtype in backend.LIMITS.kv_dtypes:
+        step = Step(Case(query_lens=(6,), context_lens=(6,), dtype=dtype, head_dim=19, head_dim_v=33), device)
+        plan = one_row_plan(backend, step, [8, 9, -1, 10, 11, 12])
+        for new in (step.k_new, step.v_new):
+            new[:] = torch.randn_like(new)
+        backend.write_kv(step.k_new, step.v_new, step.kv, plan)
+        assert plan.nonfinite.tolist() == [0] * 6
+        step.k_new[1, 1, 18] = step.k_new[2, 0, 0] = value
+        backend.write_kv(step.k_new, step.v_new, step.kv, plan)
+        step.k_new[1, 1, 18] = 1.0
+        step.v_new[4, 0, 32] = value
+        backend.write_kv(step.k_new, step.v_new, step.kv, plan)
+        assert plan.nonfinite.tolist() == [0, 1, 0, 0, 1, 0]
+        plan.update(torch.tensor([0, 2]), torch.zeros(1).int(), torch.zeros(1, 0).int(), torch.tensor([8, 9]))
+        assert plan.nonfinite.tolist() == [0, 0]
+
+
+def test_what_overflows_in_the_cache_is_marked(backend, device):
+    """The cache's dtype may hold less than that of the rows; fp8 keeps the largest number instead."""
+    for dtype, served in backend.LIMITS.kv_dtypes.items():
+        for kv_dtype in served:
+            step = Step(Case(query_lens=(2,), context_lens=(2,), dtype=dtype, kv_dtype=kv_dtype), device)
+            rows = torch.zeros_like(step.k_new)
+            rows[1, 0, 0] = 60_000.0 if dtype == torch.float16 else 1e6
+            plan = one_row_plan(backend, step, [8, 9])
+            backend.write_kv(rows, rows, step.kv, plan)
+            overflows = not bool(stored(rows[1], kv_dtype).float().isfinite().all())
+            assert plan.nonfinite.tolist() == [0, int(overflows)], f"{dtype} to {kv_dtype}"

@@ -249,8 +249,13 @@ class BlockManager:
         return PrefixReport(request.num_prompt, min(at, full) * size, size, reason, first_difference, seconds_ago)
 
     def _publish(self, request: Request) -> None:
-        """Offer the request's full blocks for reuse, those of them that were not offered before."""
+        """Offer the request's full blocks for reuse, those of them that were not offered before.
+
+        From the first position on whose K or V is not finite, none is offered.
+        """
         size, full = self.block_size, request.num_computed // self.block_size
+        if request.nonfinite_at is not None:
+            full = min(full, request.nonfinite_at // size)
         self._know_digests(request, full)
         for i in range(request.num_published, full):
             tokens = request.tokens[i * size : (i + 1) * size]
@@ -358,6 +363,7 @@ class BlockManager:
                 self._tell(events.HostBlocksFreed(self.now, g, request.id, hosts.tolist()))
         request.block_ids, request.host_block_ids, request.num_given_back = [], [], []
         request.num_computed = request.num_cached = request.num_published = 0
+        request.nonfinite_at = None
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let the child, which owns nothing, share the parent's blocks. Its tokens begin with those of the parent.
@@ -375,6 +381,7 @@ class BlockManager:
         child.prefix_report = child.prefix_report or parent.prefix_report
         child.digests = parent.digests[: child.num_cached // self.block_size + 1]
         child.num_published = min(parent.num_published, child.num_cached // self.block_size)
+        child.nonfinite_at = parent.nonfinite_at
         for g, pool in enumerate(self.pools):
             blocks = self.owned(parent, g)
             pool.share(blocks)

@@ -102,7 +102,7 @@ class GraphRunner:
                 self._capture_bucket(bucket, batch)
             if bucket.replay is None:
                 return self.runner.compute(batch)
-            return self.runner.finish(batch, bucket.replay()[: len(batch.token_ids)])
+            return self.runner.finish(batch, bucket.replay()[: len(batch.token_ids)], bucket.plans)
 
     def _prepared(self, batch: Batch) -> Bucket | None:
         """The bucket for a batch, its plans updated and its inputs filled; None where the batch is to run eagerly."""

@@ -82,13 +82,14 @@ class Runner:
         token_ids, positions, rows = send([batch.token_ids, batch.positions, kept], self.device)
         there = replace(batch, token_ids=token_ids, positions=positions)
         if len(kept) == len(batch.token_ids):
-            return self.finish(batch, self.model.forward(there, self.cache, self.plans))
-        return self.finish(batch, self.model.forward(there, self.cache, self.plans, rows), kept)
+            return self.finish(batch, self.model.forward(there, self.cache, self.plans), self.plans)
+        return self.finish(batch, self.model.forward(there, self.cache, self.plans, rows), self.plans, kept)
 
     def finish(
         self,
         batch: Batch,
         hidden: Tensor,  # [T, H]; or those that were kept
+        plans: Sequence[AttentionPlan],  # that the step was computed with
         kept: Tensor | None = None,  # int64, host, ascending: the rows that `hidden` has; None: all
     ) -> StepOutput:
         """Draw a token for each logit row, and gather the logprobs and hidden states that were asked for."""
@@ -102,6 +103,7 @@ class Runner:
             finite = np.isfinite(found).all(1).tolist()
             for request_id, state, is_finite in zip(batch.embed.request_ids, found, finite, strict=True):
                 output.hidden_states[request_id] = state.copy() if is_finite else None  # what lies beside it is freed
+        output.nonfinite_rows = _nonfinite_rows(batch, plans)
         return output
 
     def _sample(
@@ -157,6 +159,21 @@ def update(plans: Sequence[AttentionPlan], batch: Batch) -> None:
     """Give each cache group's plan the batch's metadata."""
     for plan, group in zip(plans, batch.groups, strict=True):
         plan.update(batch.query_starts, batch.context_lens, group.block_tables, group.slots)
+
+
+def _nonfinite_rows(batch: Batch, plans: Sequence[AttentionPlan]) -> dict[int, int]:
+    """By sequence, its first row whose K or V is not finite in any layer. Waits for the device."""
+    count = len(batch.token_ids)  # a plan of a graph has padding after them
+    flags = [plan.nonfinite[:count] for plan in plans]
+    found = flags[0] if len(flags) == 1 else torch.stack(flags).amax(0)
+    if not found.any():
+        return {}
+    rows = found.nonzero().flatten().cpu()
+    sequences = torch.searchsorted(batch.query_starts, rows, right=True) - 1
+    first: dict[int, int] = {}
+    for row, s in zip(rows.tolist(), sequences.tolist(), strict=True):
+        first.setdefault(s, row - int(batch.query_starts[s]))
+    return first
 
 
 def device_context(device: torch.device) -> AbstractContextManager[object]:

@@ -364,12 +364,17 @@ class Scheduler:
     def commit(self, plan: Plan, output: StepOutput) -> list[Event]:
         """Take over what a step computed. End the requests that are done, marked to end, or could not be planned."""
         events = [self._end_failed(request, error) for request, error in plan.failed]
-        for item in plan.items:
+        for i, item in enumerate(plan.items):
+            request = item.request
+            if i in output.nonfinite_rows and request.nonfinite_at is None:
+                request.nonfinite_at = request.num_computed + output.nonfinite_rows[i]
             event = self._commit_item(item, output)
             if event is not None:
                 events.append(event)
                 if item.guesses:
                     events += self._commit_guesses(item, event, output)
+            if request.nonfinite_at is not None and request.nonfinite_at >= request.num_computed:
+                request.nonfinite_at = None  # the row was a guess that was wrong
         return events + self._end_marked() if self._marked else events
 
     def fail(self, plan: Plan, error: BaseException) -> list[Event]:
@@ -383,12 +388,7 @@ class Scheduler:
         return events + self._end_marked()
 
     def _commit_item(self, item: PlanItem, output: StepOutput) -> Event | None:
-        request, num_new, guesses = item
-        if guesses and INVALID_TOKEN in (output.tokens[request.id], *output.behind_guesses[request.id]):
-            # What a wrong guess overflows in reaches the rows beside it: they are computed again, alone.
-            if self.lookup is not None:
-                self.lookup.judge(request, 0)
-            return None
+        request, num_new, _ = item
         is_last = num_new == len(request.tokens) - request.num_computed
         token = output.tokens[request.id] if is_last and request.task is GENERATE else None
         if token == INVALID_TOKEN or (token is None and output.is_broken(item)):  # what it computed is not to be shared
@@ -416,6 +416,9 @@ class Scheduler:
             if events[-1].token != guess or events[-1].finish_reason is not None:
                 break
             self.manager.advance(request, 1)  # the guess, which was computed
+            if token == INVALID_TOKEN:
+                events.append(self._end_without_number(request))
+                break
             events.append(self._append(request, token, logprob))
         if self.lookup is not None:
             self.lookup.judge(request, len(events) - 1)

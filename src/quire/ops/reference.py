@@ -68,8 +68,10 @@ def write_kv(
     slots = plan.slots[: plan.num_tokens].to(k_new.device).long()
     rows = torch.nonzero(slots >= 0).flatten()
     block, offset = slots[rows] // plan.spec.block_size, slots[rows] % plan.spec.block_size
-    kv.k[block, :, offset] = k_new[rows].to(kv.k.dtype)
-    kv.v[block, :, offset] = v_new[rows].to(kv.v.dtype)
+    for x, new in ((kv.k, k_new), (kv.v, v_new)):
+        stored = new[rows].to(x.dtype)
+        x[block, :, offset] = stored
+        plan.nonfinite[rows] |= (~stored.float().isfinite().all(-1).all(-1)).int().to(plan.nonfinite.device)
 
 
 @registered.operator(NAME)

@@ -63,20 +63,20 @@ class CpuPlan(AttentionPlan):
         self._set_shapes()
         self._caches: dict[int, Cache] = {}  # by the identity of the PagedKV, with which an entry goes
 
-    def update(
+    def _update(
         self,
         query_starts: Tensor,  # int32 [S+1], host
         context_lens: Tensor,  # int32 [S], host
         block_tables: Tensor,  # int32 [S, M], host
-        slots: Tensor | None = None,  # int64 [T], host
+        slots: Tensor | None,  # int64 [T], host
     ) -> None:
-        """Take over the metadata of one step and cut its work into items."""
-        super().update(query_starts, context_lens, block_tables, slots)
+        super()._update(query_starts, context_lens, block_tables, slots)
         step = native.StepParams(
             query_starts=self.query_starts.data_ptr(),
             context_lens=self.context_lens.data_ptr(),
             block_tables=self.block_tables.data_ptr(),
             slots=self.slots.data_ptr(),
+            nonfinite=self._nonfinite.data_ptr(),
             table_stride=self.block_tables.stride(0),
             num_seqs=self.num_seqs,
             num_threads=torch.get_num_threads(),

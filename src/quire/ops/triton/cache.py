@@ -28,8 +28,12 @@ def _write_heads(
     new, new_head, cache, cache_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, HEAD_TILE: tl.constexpr, DIM_TILE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """One token's row of all heads. LIMIT: where it is not 0, what is larger in size becomes it; NaN stays."""
+    """One token's row of all heads. LIMIT: where it is not 0, what is larger in size becomes it; NaN stays.
+
+    Returns whether anything that was stored is not finite, 1 or 0.
+    """
     dim = tl.arange(0, DIM_TILE)[None, :]
+    nonfinite = 0
     for first in range(0, HEADS, HEAD_TILE):
         head = first + tl.arange(0, HEAD_TILE)[:, None]
         mask = (head < HEADS) & (dim < DIM)
@@ -39,16 +43,22 @@ def _write_heads(
             row = tl.where(row > LIMIT, LIMIT, row)
             row = tl.where(row < -LIMIT, -LIMIT, row)
         tl.store(cache + head.to(tl.int64) * cache_head + dim, row.to(cache.dtype.element_ty), mask=mask)
+        is_finite = tl.abs(row.to(tl.float32)) < float("inf")
+        nonfinite = tl.maximum(nonfinite, tl.max(tl.max(tl.where(is_finite, 0, 1), 1), 0))
+    return nonfinite
 
 
 @triton.jit
 def write_rows(
-    k_new, v_new, k, v, slots,
+    k_new, v_new, k, v, slots, rows_nonfinite,
     k_new_token, k_new_head, v_new_token, v_new_head, k_block, k_head, k_slot, v_block, v_head, v_slot,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     K_HEADS: tl.constexpr, K_DIMS: tl.constexpr, V_HEADS: tl.constexpr, V_DIMS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """K and V of one token to its slot, nowhere if that is negative. K_HEADS, K_DIMS: the tile of K; so for V."""
+    """K and V of one token to its slot, nowhere if that is negative; a row that is not finite is marked.
+
+    K_HEADS, K_DIMS: the tile of K; so for V.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:
@@ -57,8 +67,10 @@ def write_rows(
     offset = (slot % BLOCK_SIZE).to(tl.int64)
     k += block * k_block + offset * k_slot
     v += block * v_block + offset * v_slot
-    _write_heads(k_new + token * k_new_token, k_new_head, k, k_head, HEADS, D, K_HEADS, K_DIMS, LIMIT)
-    _write_heads(v_new + token * v_new_token, v_new_head, v, v_head, HEADS, DV, V_HEADS, V_DIMS, LIMIT)
+    k_nonfinite = _write_heads(k_new + token * k_new_token, k_new_head, k, k_head, HEADS, D, K_HEADS, K_DIMS, LIMIT)
+    v_nonfinite = _write_heads(v_new + token * v_new_token, v_new_head, v, v_head, HEADS, DV, V_HEADS, V_DIMS, LIMIT)
+    if k_nonfinite + v_nonfinite > 0:
+        tl.store(rows_nonfinite + token, 1)
 
 
 @triton.jit(do_not_specialize_on_alignment=["sources", "targets"])
@@ -107,7 +119,7 @@ def write_kv(
     limit = torch.finfo(spec.cache_dtype).max if spec.cache_dtype in FP8 else 0.0
     with on_device_of(kv.k):
         write_rows[(plan.num_tokens,)](
-            *(k_new, v_new, kv.k, kv.v, plan.device_slots),
+            *(k_new, v_new, kv.k, kv.v, plan.device_slots, plan.rows_nonfinite),
             *(*k_new.stride()[:2], *v_new.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3]),
             *(spec.block_size, spec.num_kv_heads, spec.head_dim, spec.dim_v),
             *(*_tile(spec.num_kv_heads, spec.head_dim), *_tile(spec.num_kv_heads, spec.dim_v)),

@@ -28,7 +28,7 @@ class TritonPlan(AttentionPlan):
     """An attention plan with its lists: int32 views of one tensor on the device.
 
     few, many: items for tiles of few rows and of many. rows: their query tokens and parts. merges: the tokens whose
-    keys were cut. positions, device_slots: of each query token. tables: the sequences' block ids, one after the other.
+    keys were cut. positions, device_slots, rows_nonfinite: of each query token. tables: the sequences' block ids, one after the other.
 
     What uses a plan is queued on the stream that was current in its last update; the next update may have another one.
     """
@@ -45,6 +45,7 @@ class TritonPlan(AttentionPlan):
             "merges": 3 * max_tokens,
             "positions": max_tokens,
             "device_slots": max_tokens,
+            "rows_nonfinite": max_tokens,  # on the host always 0: each update clears it
             "rows": 2 * room.rows,
             "tables": max_seqs * max_blocks,  # last: of it only what a step uses is copied
         }
@@ -62,20 +63,20 @@ class TritonPlan(AttentionPlan):
         self._views: dict[str, NDArray[np.int32]] = {name: view.numpy() for name, view in host.items()}
         self.few, self.many, self.merges = device["few"], device["many"], device["merges"]
         self.positions, self.device_slots = device["positions"], device["device_slots"]
+        self.rows_nonfinite = device["rows_nonfinite"]
         self.rows, self.tables = device["rows"], device["tables"]
         self._stream: torch.cuda.Stream | None = None  # of the last update
         self._no_parts = torch.zeros(1, dtype=torch.float32, device=spec.device)
         self.num_few = self.num_many = self.num_merges = self.num_parts = 0  # of the last update
 
-    def update(
+    def _update(
         self,
         query_starts: Tensor,  # int32 [S+1], host
         context_lens: Tensor,  # int32 [S], host
         block_tables: Tensor,  # int32 [S, M], host
-        slots: Tensor | None = None,  # int64 [T], host
+        slots: Tensor | None,  # int64 [T], host
     ) -> None:
-        """Take over the metadata of one step, cut its work into items, and send them on their way to the device."""
-        super().update(query_starts, context_lens, block_tables, slots)
+        super()._update(query_starts, context_lens, block_tables, slots)
         starts = self.query_starts[: self.num_seqs + 1].numpy().astype(np.int64)
         lens = self.context_lens[: self.num_seqs].numpy().astype(np.int64)
         width = int(-(-lens.max(initial=0) // self.spec.block_size))
@@ -93,7 +94,7 @@ class TritonPlan(AttentionPlan):
                 self._lists[:used].copy_(self._host[:used], non_blocking=True)
                 self._copied.record()
 
-    def update_on_device(
+    def _update_on_device(
         self,
         num_tokens: int,  # T
         query_starts: Tensor,  # int32 or int64 [S+1], on the device
@@ -150,7 +151,13 @@ class TritonPlan(AttentionPlan):
         views["positions"][: self.num_tokens] = lists.positions
         views["device_slots"][: self.num_tokens] = self.slots[: self.num_tokens].numpy() if self.writable else -1
         views["device_slots"][self.num_tokens :] = -1
+        views["rows_nonfinite"][:] = 0  # what the device has, where it has the host's memory
         views["tables"][: tables.size] = tables.reshape(-1)
+
+    @property
+    def nonfinite(self) -> Tensor:
+        """As `AttentionPlan.nonfinite`, on the device."""
+        return self.rows_nonfinite[: self.num_tokens]
 
     @property
     def launched(self) -> tuple[int, int, int]:

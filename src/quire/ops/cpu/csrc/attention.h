@@ -201,7 +201,11 @@ struct Worker {
             if (few) fetcher.fetch(FETCH_ROW);
             weigh(step, i);
         }
-        for (int column = 0; column < spec.head_dim_v; column += PANEL) add_values(step, blocks, column, fetcher);
+        const bool apart = hides_nonfinite(step);
+        for (int column = 0; column < spec.head_dim_v; column += PANEL) {
+            if (apart) add_seen_values(step, column, fetcher);
+            else add_values(step, blocks, column, fetcher);
+        }
         fetcher.fetch(4 * TILE * (int)sizeof(T) * 1024 / 64);
     }
 
@@ -229,6 +233,41 @@ struct Worker {
                     if (packed) micro_kernel<typename K::M, R, N, Sums::CONTINUED>(w, lda_weights, Panel{values}, to, wide, begin, end, idle);
                     else weigh_panel<K, R, N, WHOLE>(w, lda_weights, rows, begin, end, column, left, to, wide, fetcher);
                 });
+            });
+        }
+    }
+
+    // Whether the value of a key that some row of the item does not see is not finite. A weight of 0 would not keep it from
+    // that row's sums: 0 * inf is NaN.
+    bool hides_nonfinite(const Step& step) const {
+        const int first = most(step.item->begin - step.tile, step.begin), stop = least(step.end, step.stop);
+        int from = first, to = stop;  // the keys that all rows see
+        for (int i = 0; i < step.item->count; i++) from = most(from, low[i] - step.tile), to = least(to, high[i] - step.tile);
+        auto nonfinite = [&](int begin, int end) {
+            V found = {};  // becomes NaN
+            for (int t = begin; t < end; t++)
+                for (int c = 0; c < spec.head_dim_v; c += W)
+                    found = fma(get_part<typename K::E>(step.values[t] + c, spec.head_dim_v - c), V{}, found);
+            float lanes[W];
+            store(lanes, found);
+            return unordered(lanes, 0, W);
+        };
+        return from < to ? nonfinite(first, from) || nonfinite(to, stop) : nonfinite(first, stop);
+    }
+
+    // As add_values for all row blocks, but each row is multiplied with nothing but the values that it sees. Slower, with the
+    // same bits.
+    void add_seen_values(const Step& step, int column, Fetcher<T>& fetcher) {
+        const int left = spec.head_dim_v - column;
+        const T* seen[TILE];
+        for (int i = 0; i < step.item->count; i++) {
+            const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
+            if (from >= to) continue;
+            const int begin = from / K::PAIR, end = (to + K::PAIR - 1) / K::PAIR;
+            for (int t = begin * K::PAIR; t < end * K::PAIR; t++) seen[t] = t >= from && t < to ? step.values[t] : (const T*)NOTHING;
+            const float* w = weights + (int64_t)i * lda_weights;
+            with_width(left, [&]<int N, bool WHOLE>() {
+                weigh_panel<K, 1, N, WHOLE>(w, lda_weights, seen, begin, end, column, left, sums + (int64_t)i * wide + column, wide, fetcher);
             });
         }
     }

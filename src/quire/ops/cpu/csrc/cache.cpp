@@ -9,11 +9,24 @@ namespace {
 
 constexpr int64_t BYTES_A_THREAD = 1 << 17;
 
+// Whether all numbers of a row are finite: those that are not have an exponent of ones.
+template <class Bits>
+bool finite_bits(const Bits* row, int64_t count, Bits exponent) {
+    Bits found = 0;
+    for (int64_t i = 0; i < count; i++) found |= (Bits)((row[i] & exponent) == exponent);
+    return !found;
+}
+
+bool is_finite(const char* row, int64_t count, int32_t dtype) {
+    if (dtype == DTYPE_F32) return finite_bits<uint32_t>((const uint32_t*)row, count, 0x7f800000);
+    return finite_bits<uint16_t>((const uint16_t*)row, count, dtype == DTYPE_F16 ? 0x7c00 : 0x7f80);
+}
+
 }  // namespace
 
 extern "C" {
 
-// Row t's K and V to its slot; -1 skips it.
+// Row t's K and V to its slot; -1 skips it. Rows that are not finite are marked.
 QUIRE_EXPORT void quire_write_kv(ParallelFor parallel_for, const Plan* plan, const WriteParams* p) {
     const SpecParams& spec = plan->spec;
     const int64_t tokens = plan->step.query_starts[plan->step.num_seqs], bytes = spec.dtype == DTYPE_F32 ? 4 : 2;
@@ -23,12 +36,15 @@ QUIRE_EXPORT void quire_write_kv(ParallelFor parallel_for, const Plan* plan, con
         const int64_t slot = plan->step.slots[t];
         if (slot < 0) return;
         const int64_t block = slot / spec.block_size, offset = slot % spec.block_size;
+        bool finite = true;
         for (int64_t h = 0; h < spec.num_kv_heads; h++) {
-            memcpy((char*)p->k + (block * p->k_block + h * p->k_head + offset * p->k_slot) * bytes,
-                   (const char*)p->k_new + (t * p->k_new_token + h * p->k_new_head) * bytes, (size_t)key_bytes);
-            memcpy((char*)p->v + (block * p->v_block + h * p->v_head + offset * p->v_slot) * bytes,
-                   (const char*)p->v_new + (t * p->v_new_token + h * p->v_new_head) * bytes, (size_t)value_bytes);
+            const char* key = (const char*)p->k_new + (t * p->k_new_token + h * p->k_new_head) * bytes;
+            const char* value = (const char*)p->v_new + (t * p->v_new_token + h * p->v_new_head) * bytes;
+            memcpy((char*)p->k + (block * p->k_block + h * p->k_head + offset * p->k_slot) * bytes, key, (size_t)key_bytes);
+            memcpy((char*)p->v + (block * p->v_block + h * p->v_head + offset * p->v_slot) * bytes, value, (size_t)value_bytes);
+            finite = finite && is_finite(key, spec.head_dim, spec.dtype) && is_finite(value, spec.head_dim_v, spec.dtype);
         }
+        if (!finite) plan->step.nonfinite[t] = 1;
     });
 }
 

@@ -13,6 +13,7 @@ struct StepParams {
     const int32_t* context_lens;  // [S]
     const int32_t* block_tables;  // [S, table_stride]
     const int32_t* slots;         // [T]
+    int32_t* nonfinite;           // [T], 0; becomes 1 for rows whose K or V is written and not finite
     int64_t table_stride;
     int32_t num_seqs;
     int32_t num_threads;
