@@ -1,8 +1,8 @@
-"""A value that is not finite stays in its own request: whatever overflows there, others get the bits they would get alone.
+"""A value that is not finite stays in its own request: others get the bits that they would get alone.
 
-Random models have a token, POISON, whose embedding overflows: at once, or in the first layer's MLP. It is planted at every
-position of a prompt, in steps of several sizes, with and without windows. What others share with that prompt is compared
-without any tolerance, and no block in the prefix cache may hold a value that is not finite.
+Random models have a token, POISON, whose embedding overflows: at once, or in the first layer's MLP. It is planted at
+every position of a prompt, in steps of several sizes, with and without windows. What others share with that prompt is
+compared without any tolerance, and no block in the prefix cache may hold a value that is not finite.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class StepOutput:
     behind_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # of these
     # [H], of each prompt that was embedded; None where a number of it is not finite.
     hidden_states: dict[str, NDArray[np.float32] | None] = field(default_factory=dict)
-    # By an item's place in the plan: its first row whose K or V is not finite. Others are not to share such a row's block.
+    # By an item's place in the plan: its first row whose K or V is not finite. The row's block is not to be shared.
     nonfinite_rows: dict[int, int] = field(default_factory=dict)
 
     def is_broken(self, item: PlanItem) -> bool:

@@ -28,7 +28,8 @@ class TritonPlan(AttentionPlan):
     """An attention plan with its lists: int32 views of one tensor on the device.
 
     few, many: items for tiles of few rows and of many. rows: their query tokens and parts. merges: the tokens whose
-    keys were cut. positions, device_slots, rows_nonfinite: of each query token. tables: the sequences' block ids, one after the other.
+    keys were cut. positions, device_slots, rows_nonfinite: of each query token. tables: the sequences' block ids, one
+    after the other.
 
     What uses a plan is queued on the stream that was current in its last update; the next update may have another one.
     """
