@@ -71,7 +71,9 @@ def request(path: str, body: dict[str, Any]) -> bytes:
     import json
 
     payload = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
+    )
     return head.encode() + b"\r\n\r\n" + payload
 
 

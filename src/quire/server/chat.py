@@ -28,6 +28,7 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     service.check_model(body.model)
     body.check_together()
     prompt = await conversation(service, body.messages, body.add_generation_prompt)
+    body.messages.clear()  # many small parts take many times the memory of the text that they make
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = service.room_for([prompt], body, field)
     name = new_name("chatcmpl")
