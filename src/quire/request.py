@@ -205,6 +205,7 @@ class Request:
     digests: list[bytes] = field(default_factory=list)  # its root's, then its full blocks'; set by BlockManager
     num_published: int = 0  # full blocks that were offered for reuse; set by BlockManager
     prefix_report: PrefixReport | None = None  # what the prefix cache had for it; set by BlockManager
+    tokens_checked: bool = False  # the prompt's ids are the vocabulary's, and so its siblings' are; set by Engine
     ordinal: int = -1  # order of arrival; set by Scheduler
     place: tuple[float, int, int] = (0, -1, -1)  # in the order of service, siblings side by side; set by Scheduler
     seed: int = 0  # key of its random numbers, as given or derived; set by Engine

@@ -139,9 +139,10 @@ def test_bodies_that_never_end_keep_out_no_others() -> None:
     with serving(max_body_size=4096) as server, ExitStack() as clients:
         for route in (b"POST /tokenize", b"GET /inspector/events"):
             head = route + b" HTTP/1.1\r\nHost: localhost\r\n" + JSON + b"Content-Length: 4096\r\n\r\n"
-            many = [clients.enter_context(Raw(server, head + b"x" * 4000)) for _ in range(body_module.MAX_HELD_BODIES)]
+            count = body_module.MAX_HELD_BODIES
+            many = [clients.enter_context(Raw(server, head + b"x" * 4000)) for _ in range(count)]
             if route.startswith(b"POST"):
-                until(lambda: held(server) == len(many) * 4000)
+                until(lambda size=count * 4000: held(server) == size)  # type: ignore[misc]
             else:
                 assert all(client.socket.recv(20) for client in many)
             for _ in range(3):

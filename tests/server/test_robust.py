@@ -14,8 +14,10 @@ import pytest
 
 from quire.batch import Batch
 from quire.engine.plan import StepOutput
+from quire.errors import RequestError
 from quire.server import guard, worker
 from quire.server import service as service_module
+from quire.server.grammar import num_trials
 from quire.server.service import Service
 from tests.server.serving import Answer, Serving, serving
 
@@ -69,8 +71,8 @@ class Client:
     def __init__(self, server: Serving, path: str = "/v1/completions", **body: Any) -> None:
         payload = json.dumps(body).encode()
         self.socket = socket.create_connection((server.host, server.port), timeout=30)
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
-        self.socket.sendall(head.encode() + b"\r\n\r\n" + payload)
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        self.socket.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(payload) + payload)
 
     def read(self, count: int = 1) -> bytes:
         """At least so many bytes."""
@@ -410,36 +412,85 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_taken_apart(server: S
         assert "characters" in refused.error()["message"]
 
 
+class Gated:
+    """Grammars that take until the gate opens, but for those that are known."""
+
+    def __init__(self, known: tuple[str, ...] = ()) -> None:
+        self.known = known
+        self.gate = threading.Event()
+        self.begun: list[str] = []
+
+    def is_quick(self, spec: Any) -> bool:
+        return spec.text in self.known
+
+    def compile(self, spec: Any) -> None:
+        if spec.text not in self.known:
+            self.begun.append(spec.text)
+            self.gate.wait(30)
+        raise RequestError(f"{spec.text} was looked at")
+
+    def close(self) -> None:
+        self.gate.set()
+
+
+def gated(server: Serving, *known: str) -> Gated:
+    server.service.grammars = made = Gated(known)  # type: ignore[assignment]
+    return made
+
+
 def test_a_grammar_whose_client_has_gone_is_not_compiled(hooked: Serving) -> None:
-    service, begun, gate = hooked.service, threading.Semaphore(0), threading.Event()
-
-    class Slow:
-        def compile(self, spec: Any) -> None:
-            begun.release()
-            gate.wait(30)
-            raise RuntimeError("nobody asks for this")
-
-        def close(self) -> None:
-            gate.set()
-
-    service.grammars = Slow()  # type: ignore[assignment]
-    clients = [Client(hooked, prompt="a", regex=f"[a-z]{i}") for i in range(6)]
-    assert begun.acquire(timeout=20)
-    until(lambda: service._num_grammars == 6)
+    grammars, lane, count = gated(hooked), hooked.service.compilers, num_trials()
+    clients = [Client(hooked, prompt="a", regex=f"[a-z]{i}") for i in range(count + 4)]
+    until(lambda: (len(grammars.begun), lane.num_waiting) == (count, 4))
     for client in clients:
         client.hang_up()
-    until(lambda: service._num_grammars == 0)
-    gate.set()
+    until(lambda: lane.num_waiting == 0)
+    late = Client(hooked, prompt="a", regex="late")
+    until(lambda: lane.num_waiting == 1)  # those that had begun still have their threads
+    grammars.gate.set()
+    assert late.read().startswith(b"HTTP/1.1 400")
+    assert (len(grammars.begun), grammars.begun[-1]) == (count + 1, "late")
     assert hooked.get("/health").status == 200
-    until(service._compilers._work_queue.empty)
-    assert sum(begun.acquire(blocking=False) for _ in range(6)) <= 1  # those that had begun
 
 
-def test_who_wants_no_grammar_does_not_wait_for_one(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "MAX_GRAMMARS", 0)
-    assert server.post("/v1/completions", prompt="a", max_tokens=1).status == 200
-    assert server.post("/v1/completions", prompt="a", max_tokens=1, response_format={"type": "text"}).status == 200
-    assert server.post("/v1/completions", prompt="a", max_tokens=1, regex="a").status == 429
+def test_known_grammars_do_not_wait_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait. The new ones of a client are bounded."""
+    monkeypatch.setattr(service_module, "MAX_GRAMMARS", 3)
+    with serving() as server:
+        grammars, lane = gated(server, "known"), server.service.compilers
+        clients = [Client(server, prompt="a", regex=f"[a-z]{i}") for i in range(num_trials() + 3)]
+        until(lambda: lane.num_waiting == 3)
+        assert len(grammars.begun) == num_trials()  # side by side
+        known = server.post("/v1/completions", prompt="a", max_tokens=1, regex="known")
+        assert known.error()["message"] == "known was looked at"
+        refused = server.post("/v1/completions", prompt="a", max_tokens=1, regex="new")
+        assert (refused.status, refused.error()["code"]) == (429, "queue_full")
+        assert int(refused.headers["retry-after"]) >= 1
+        for body in ({}, {"response_format": {"type": "text"}}):
+            assert server.post("/v1/completions", prompt="a", max_tokens=1, **body).status == 200
+        grammars.gate.set()
+        assert [client.read().startswith(b"HTTP/1.1 400") for client in clients] == [True] * len(clients)
+
+
+def test_a_client_with_many_grammars_does_not_fill_the_others_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys take turns, whatever cache_salt they give."""
+    monkeypatch.setattr(service_module, "num_trials", lambda: 1)
+    monkeypatch.setattr(service_module, "MAX_GRAMMARS", 4)
+    with serving(api_key=("one", "two")) as server, ThreadPoolExecutor(9) as pool:
+        grammars, lane = gated(server), server.service.compilers
+
+        def ask(key: str, regex: str, count: int) -> Any:
+            body = {"prompt": "a", "max_tokens": 1, "regex": regex, "cache_salt": regex}
+            asked = pool.submit(server.ask, "POST", "/v1/completions", body, {"Authorization": f"Bearer {key}"})
+            until(lambda: len(grammars.begun) + lane.num_waiting == count or asked.done())
+            return asked
+
+        many = [ask("one", f"1{i}", i + 1) for i in range(5)]
+        assert ask("one", "15", 5).result().status == 429
+        few = [ask("two", f"2{i}", 6 + i) for i in range(2)]
+        grammars.gate.set()
+        assert [asked.result().status for asked in (*many, *few)] == [400] * 7
+        assert grammars.begun == ["10", "11", "20", "12", "21", "13", "14"]
 
 
 def test_beam_searches_are_counted() -> None:

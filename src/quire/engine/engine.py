@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
 from quire.batch import Batch
@@ -27,6 +27,9 @@ from quire.errors import ConfigError, RequestError, Unsupported
 from quire.models.model import Model, ModelShape
 from quire.ops import AttentionSpec, Ops
 from quire.request import MAX_SEED, Event, FinishReason, Request
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 log = logging.getLogger("quire")
 
@@ -92,9 +95,12 @@ class Engine:
             self.finish(request.id, FinishReason.STOP)
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if `add` would."""
-        self._check_tokens(f"request {request.id}: prompt", request.tokens)
-        self._check_tokens(f"request {request.id}: stop_token_ids", request.sampling.stop_tokens)
+        """Raise RequestError if `add` would. Siblings share their prompt, which is gone through once."""
+        first = request.group.members[0] if request.group else request
+        if not first.tokens_checked:
+            self._check_tokens(f"request {request.id}: prompt", np.asarray(first.tokens))
+            first.tokens_checked = True
+        self._check_tokens(f"request {request.id}: stop_token_ids", np.array(request.sampling.stop_tokens, object))
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(request.sampling, name)
             if count is not None and count > self.vocab_size:
@@ -148,10 +154,11 @@ class Engine:
             return ended
         return self.scheduler.commit(plan, output)
 
-    def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
-        for i, token in enumerate(tokens):
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(f"{name}[{i}] is {token}; token ids of this model lie in 0..{self.vocab_size - 1}")
+    def _check_tokens(self, name: str, tokens: NDArray[Any]) -> None:
+        wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
+        if len(wrong):
+            i = int(wrong[0])
+            raise RequestError(f"{name}[{i}] is {tokens[i]}; token ids of this model lie in 0..{self.vocab_size - 1}")
 
     def _derived_seed(self, request: Request) -> int:
         digest = blake2b(f"{self.seed}:{request.ordinal}".encode(), digest_size=8).digest()

@@ -37,7 +37,7 @@ from quire.server.protocol import (
     EmbeddingRequest,
     TokenizeRequest,
 )
-from quire.server.service import Service, aside
+from quire.server.service import Service
 from quire.server.sse import JsonBody
 
 log = logging.getLogger("quire.server")
@@ -142,26 +142,26 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
 def _add_other_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.post("/tokenize", response_model=None, responses=openapi.answer(openapi.Tokens, "The token ids"))
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(request: HttpRequest, body: TokenizeRequest) -> Response:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError("there must be something to tokenize; give either prompt or messages", param="prompt")
         if body.messages is not None:
-            prompt = await conversation(service, body.messages, body.add_generation_prompt)
+            prompt = await conversation(service, request, body.messages, body.add_generation_prompt)
             if body.add_special_tokens:
-                prompt = await service.encode(prompt.text or "", add_special_tokens=True)
+                prompt = await service.encode(request, prompt.text or "", add_special_tokens=True)
         else:
-            prompt = await service.encode(body.prompt or "", body.add_special_tokens is not False)
+            prompt = await service.encode(request, body.prompt or "", body.add_special_tokens is not False)
         tokens, tokenizer = prompt.tokens, service.tokenizer
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
         if body.return_token_strs:
-            answer["token_strs"] = await aside(
-                len(tokens), lambda: [tokenizer.token_bytes(token).decode(errors="replace") for token in tokens]
+            answer["token_strs"] = await service.take_apart(
+                request, len(tokens), lambda: [tokenizer.token_bytes(one).decode(errors="replace") for one in tokens]
             )
         return JsonBody(answer)
 
     @app.post("/detokenize", response_model=None, responses=openapi.answer(openapi.DetokenizedText, "The text"))
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(request: HttpRequest, body: DetokenizeRequest) -> Response:
         service.check_model(body.model)
         vocab_size = service.worker.engine.vocab_size
         if (largest := max(body.tokens, default=0)) >= vocab_size:
@@ -169,7 +169,7 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
             message = f"tokens[{place}] is {largest}; token ids of this model lie in 0..{vocab_size - 1}"
             raise ApiError(message, param="tokens")
         decode = partial(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return JsonBody({"prompt": await aside(len(body.tokens), decode)})
+        return JsonBody({"prompt": await service.take_apart(request, len(body.tokens), decode)})
 
     @app.get("/health", response_class=Response)
     async def health() -> Response:
