@@ -8,16 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from quire.batch import Batch
+from quire.engine.cost import CostModel, Device
 from quire.engine.plan import StepOutput
-from quire.errors import RequestError
 from quire.server import guard, worker
-from quire.server import service as service_module
-from quire.server.grammar import num_trials
 from quire.server.service import Service
 from tests.server.serving import Answer, Serving, serving
 
@@ -300,6 +299,47 @@ def test_a_stuck_engine_is_told_of_and_forgiven(hooked: Serving, monkeypatch: py
     assert hooked.get("/health").status == 200
 
 
+def test_a_long_step_is_not_a_stuck_one(hooked: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long it may take follows from its own size, by the cost model of a machine that is slow in this test."""
+    monkeypatch.setattr(worker, "STUCK_AFTER", 0.01)
+    gate, now, its = threading.Event(), time.monotonic(), hooked.service.worker
+    slow = Device("slow", 1e30, 2e6, 1e30)  # by far the most of it takes its linears: 2 operations a parameter and row
+    its._cost = CostModel(replace(its._cost.model, layer_params=10**6, head_params=0, num_heads=0), slow, 16)
+    runner(hooked).before = lambda batch: gate.wait(30) and None
+
+    def health(seconds: float) -> int:
+        its._busy_since = time.monotonic() - seconds
+        return hooked.get("/health").status
+
+    with ThreadPoolExecutor(1) as pool:
+        for count in (200, 20):
+            gate.clear()
+            asked = pool.submit(hooked.post, "/v1/completions", prompt=[count] * count, max_tokens=1)
+            until(lambda: its.engine.under_way is not None)
+            allowed = worker.PATIENCE * count  # a second a row
+            assert (health(0.9 * allowed), health(allowed + 1)) == (200, 503)
+            assert f"should take {allowed:.1f} s at most" in hooked.get("/health").error()["message"]
+            its._busy_since = now
+            gate.set()
+            assert asked.result().status == 200
+            until(lambda: its.engine.under_way is None)
+    assert hooked.get("/health").status == 200
+
+
+def test_how_long_a_step_may_take_can_be_told() -> None:
+    with serving({}, hook, stuck_after=50) as server:
+        gate, its = threading.Event(), server.service.worker
+        runner(server).before = lambda batch: gate.wait(30) and None
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(server.post, "/v1/completions", prompt="a", max_tokens=1)
+            until(lambda: its.engine.under_way is not None)
+            for seconds, status in ((49, 200), (51, 503)):
+                its._busy_since = time.monotonic() - seconds
+                assert server.get("/health").status == status
+            gate.set()
+            assert asked.result().status == 200
+
+
 def test_an_engine_that_is_lost_tells_everybody_and_ends_the_server(hooked: Serving) -> None:
     def lose(batch: Batch) -> None:
         if runner(hooked).num_steps > 5:
@@ -410,87 +450,6 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_taken_apart(server: S
         refused = server.ask("POST", path, body)
         assert refused.error()["code"] == "context_length_exceeded"
         assert "characters" in refused.error()["message"]
-
-
-class Gated:
-    """Grammars that take until the gate opens, but for those that are known."""
-
-    def __init__(self, known: tuple[str, ...] = ()) -> None:
-        self.known = known
-        self.gate = threading.Event()
-        self.begun: list[str] = []
-
-    def is_quick(self, spec: Any) -> bool:
-        return spec.text in self.known
-
-    def compile(self, spec: Any) -> None:
-        if spec.text not in self.known:
-            self.begun.append(spec.text)
-            self.gate.wait(30)
-        raise RequestError(f"{spec.text} was looked at")
-
-    def close(self) -> None:
-        self.gate.set()
-
-
-def gated(server: Serving, *known: str) -> Gated:
-    server.service.grammars = made = Gated(known)  # type: ignore[assignment]
-    return made
-
-
-def test_a_grammar_whose_client_has_gone_is_not_compiled(hooked: Serving) -> None:
-    grammars, lane, count = gated(hooked), hooked.service.compilers, num_trials()
-    clients = [Client(hooked, prompt="a", regex=f"[a-z]{i}") for i in range(count + 4)]
-    until(lambda: (len(grammars.begun), lane.num_waiting) == (count, 4))
-    for client in clients:
-        client.hang_up()
-    until(lambda: lane.num_waiting == 0)
-    late = Client(hooked, prompt="a", regex="late")
-    until(lambda: lane.num_waiting == 1)  # those that had begun still have their threads
-    grammars.gate.set()
-    assert late.read().startswith(b"HTTP/1.1 400")
-    assert (len(grammars.begun), grammars.begun[-1]) == (count + 1, "late")
-    assert hooked.get("/health").status == 200
-
-
-def test_known_grammars_do_not_wait_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many wait. The new ones of a client are bounded."""
-    monkeypatch.setattr(service_module, "MAX_GRAMMARS", 3)
-    with serving() as server:
-        grammars, lane = gated(server, "known"), server.service.compilers
-        clients = [Client(server, prompt="a", regex=f"[a-z]{i}") for i in range(num_trials() + 3)]
-        until(lambda: lane.num_waiting == 3)
-        assert len(grammars.begun) == num_trials()  # side by side
-        known = server.post("/v1/completions", prompt="a", max_tokens=1, regex="known")
-        assert known.error()["message"] == "known was looked at"
-        refused = server.post("/v1/completions", prompt="a", max_tokens=1, regex="new")
-        assert (refused.status, refused.error()["code"]) == (429, "queue_full")
-        assert int(refused.headers["retry-after"]) >= 1
-        for body in ({}, {"response_format": {"type": "text"}}):
-            assert server.post("/v1/completions", prompt="a", max_tokens=1, **body).status == 200
-        grammars.gate.set()
-        assert [client.read().startswith(b"HTTP/1.1 400") for client in clients] == [True] * len(clients)
-
-
-def test_a_client_with_many_grammars_does_not_fill_the_others_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys take turns, whatever cache_salt they give."""
-    monkeypatch.setattr(service_module, "num_trials", lambda: 1)
-    monkeypatch.setattr(service_module, "MAX_GRAMMARS", 4)
-    with serving(api_key=("one", "two")) as server, ThreadPoolExecutor(9) as pool:
-        grammars, lane = gated(server), server.service.compilers
-
-        def ask(key: str, regex: str, count: int) -> Any:
-            body = {"prompt": "a", "max_tokens": 1, "regex": regex, "cache_salt": regex}
-            asked = pool.submit(server.ask, "POST", "/v1/completions", body, {"Authorization": f"Bearer {key}"})
-            until(lambda: len(grammars.begun) + lane.num_waiting == count or asked.done())
-            return asked
-
-        many = [ask("one", f"1{i}", i + 1) for i in range(5)]
-        assert ask("one", "15", 5).result().status == 429
-        few = [ask("two", f"2{i}", 6 + i) for i in range(2)]
-        grammars.gate.set()
-        assert [asked.result().status for asked in (*many, *few)] == [400] * 7
-        assert grammars.begun == ["10", "11", "20", "12", "21", "13", "14"]
 
 
 def test_beam_searches_are_counted() -> None:

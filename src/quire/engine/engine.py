@@ -18,7 +18,7 @@ from quire.config import EngineConfig
 from quire.engine.flatten import Buffers, flatten
 from quire.engine.graphs import CudaCapture, GraphRunner
 from quire.engine.order import ORDERS
-from quire.engine.plan import StepOutput
+from quire.engine.plan import Plan, StepOutput
 from quire.engine.runner import MAX_LOGIT_ROWS, Runner
 from quire.engine.scheduler import Scheduler
 from quire.engine.speculation import NUM_GUESSES, PromptLookup
@@ -68,6 +68,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.seed = seed
+        self.under_way: Plan | None = None  # what the runner is computing; any thread may look at its sizes
         self.recorder: TraceRecorder | None = None  # if set, told of every request that is added
 
     @property
@@ -144,6 +145,7 @@ class Engine:
         So does an interrupt, which is raised again; and so is an exception after which the device serves nobody.
         """
         plan = self.scheduler.plan()
+        self.under_way = plan
         try:
             output = StepOutput({}) if plan.is_empty else self.runner.run(flatten(plan, self.buffers))
         except BaseException as error:
@@ -152,6 +154,8 @@ class Engine:
                 raise
             log.exception("a step failed; its %d requests end with an error", len(plan.items))
             return ended
+        finally:
+            self.under_way = None
         return self.scheduler.commit(plan, output)
 
     def _check_tokens(self, name: str, tokens: NDArray[Any]) -> None:

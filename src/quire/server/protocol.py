@@ -150,7 +150,7 @@ class Sampling(Body):
     store: Annotated[bool, WithJsonSchema({"const": False})] | None = None
     service_tier: Annotated[Name, WithJsonSchema({"enum": [*TIERS]})] | None = None
 
-    NOTES = ("user", "metadata")
+    NOTES: ClassVar[tuple[str, ...]] = ("user", "metadata")
     NOT_SERVED = {
         "logit_bias": "tokens cannot be biased here",
         "store": "nothing is stored here",
