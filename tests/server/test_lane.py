@@ -18,7 +18,6 @@ from quire.server.lane import Lane
 from tests.server.serving import Serving, serving
 from tests.server.test_robust import Client, until
 
-
 # ------------------------------------------------------------------------------------------------------ a lane
 
 
@@ -69,8 +68,8 @@ def test_clients_take_turns() -> None:
             tasks.append(asyncio.create_task(lane.run(name[0], work.piece(name))))
             await asyncio.sleep(0)
         order = ["a0", "a1", "a2", "b0", "c0", "a3", "b1"]  # two at a time: the first two find free threads
-        for i, name in enumerate(order):
-            await came(lambda count=min(len(order), i + 2): len(work.begun) == count)  # type: ignore[misc]
+        for name, count in zip(order, (2, 3, 4, 5, 6, 7, 7), strict=True):
+            await came(lambda count=count: len(work.begun) == count)  # type: ignore[misc]
             work.end(name)
         assert await asyncio.gather(*tasks) == names
         assert sorted(work.begun[:2]) == ["a0", "a1"]
