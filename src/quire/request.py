@@ -206,6 +206,7 @@ class Request:
     num_published: int = 0  # full blocks that were offered for reuse; set by BlockManager
     nonfinite_at: int | None = None  # the first computed position whose K or V is not finite; set by Scheduler
     prefix_report: PrefixReport | None = None  # what the prefix cache had for it; set by BlockManager
+    tokens_checked: bool = False  # the prompt's ids are the vocabulary's, and so its siblings' are; set by Engine
     ordinal: int = -1  # order of arrival; set by Scheduler
     place: tuple[float, int, int] = (0, -1, -1)  # in the order of service, siblings side by side; set by Scheduler
     seed: int = 0  # key of its random numbers, as given or derived; set by Engine

@@ -258,10 +258,11 @@ def make_requests(
     """A prompt's output, still empty, and the requests of its samples."""
     output = RequestOutput(name, text, tokens, [CompletionOutput(i) for i in range(sampling.n)])
     group = Group() if sampling.n > 1 else None
+    prompt = array("i", tokens)
     requests = []
     for i in range(sampling.n):
         own = sampling if i == 0 else replace(sampling, prompt_logprobs=None)  # the prompt is reported once
-        requests.append(Request(f"{name}-{i}", array("i", tokens), len(tokens), own, i, priority, cache_salt, group))
+        requests.append(Request(f"{name}-{i}", prompt[:], len(prompt), own, i, priority, cache_salt, group))
     if group is not None:
         group.members += requests
     return output, requests

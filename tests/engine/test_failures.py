@@ -155,6 +155,25 @@ def test_a_lost_device_is_told() -> None:
     engine.scheduler.audit()
 
 
+def test_a_step_is_under_way_while_it_is_computed() -> None:
+    """And not after it, however it ends."""
+    engine = fake_engine(block_size=4)
+    engine.add(request("r", [1, 2, 3], max_tokens=3))
+    run, seen = engine.runner.run, []
+
+    def look(batch: Batch) -> StepOutput:
+        assert engine.under_way is not None
+        seen.append(engine.under_way.num_tokens)
+        return run(batch)
+
+    engine.runner.run = look
+    engine.step()
+    assert (seen, engine.under_way) == ([3], None)
+    engine.runner.fail_next = True
+    engine.step()
+    assert (seen, engine.under_way) == ([3, 1], None)
+
+
 def test_an_interrupted_step_ends_its_requests_and_is_raised_again() -> None:
     """Its copies were not made, so nobody may go on as if they had been."""
     engine = fake_engine(block_size=4)

@@ -2,8 +2,10 @@
 
 import json
 from array import array
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from typer.testing import CliRunner
@@ -12,7 +14,7 @@ from quire import LLM, SamplingParams
 from quire.cache.manager import CacheGroup, Move
 from quire.cli import app
 from quire.config import engine_config
-from quire.engine.cost import DEVICES, CostModel, Device, ModelCost, attended, model_cost
+from quire.engine.cost import DEVICES, CostModel, Device, ModelCost, attended, cost_of, model_cost
 from quire.engine.plan import Plan, PlanItem
 from quire.engine.simulate import Histogram, Simulation, _written
 from quire.engine.trace import TraceRow, poisson, write_trace
@@ -20,6 +22,7 @@ from quire.errors import BadValue, ConfigError
 from quire.models import EMBEDDED, read_config
 from quire.models.decoder import weight_shapes
 from quire.models.experts import ExpertsConfig
+from quire.models.model import Model, ModelShape
 from quire.request import FinishReason, Group, Request
 
 TOY = ModelCost(
@@ -87,6 +90,18 @@ def test_the_model_of_a_config() -> None:
     assert (cost.layer_params, cost.head_params) == (layer, config.vocab_size * config.hidden_size)
     assert cost.number_bytes == dtype.itemsize
     assert cost.max_model_len == config.max_position_embeddings
+
+
+def test_the_model_of_what_is_loaded() -> None:
+    """Of a model whose layers are not ours, its sizes say about as much: all but norms and biases."""
+    config, dtype = read_config(EMBEDDED)
+    ours = SimpleNamespace(config=config, dtype=dtype, max_model_len=config.max_position_embeddings)
+    exact = cost_of(cast(Model, ours))
+    assert exact == model_cost(config, dtype)
+    sizes = ModelShape(**{f.name: getattr(config, f.name) for f in fields(ModelShape)})
+    about = cost_of(cast(Model, SimpleNamespace(config=sizes, dtype=dtype, max_model_len=exact.max_model_len)))
+    assert about.layer_params == pytest.approx(exact.layer_params, rel=0.01)
+    assert replace(about, layer_params=exact.layer_params) == exact
 
 
 def test_experts_are_read_where_they_are_chosen() -> None:

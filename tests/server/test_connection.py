@@ -16,7 +16,7 @@ from quire.server import connection, guard, run
 from tests.server.serving import Answer, Serving, serving
 from tests.server.test_robust import hook, runner, until
 
-HOST = b"Host: here\r\n"
+HOST = b"Host: localhost\r\n"
 JSON = b"Content-Type: application/json\r\n"
 GET = b"GET /version HTTP/1.1\r\n" + HOST + b"\r\n"
 POST = b"POST /tokenize HTTP/1.1\r\n" + HOST + JSON
@@ -136,7 +136,7 @@ def test_chunk_sizes_that_are_none_are_refused(server: Serving, size: bytes) -> 
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         bytes.fromhex("1603010200010001fc0303") + b"a" * 200,
         b"GET /version HTTP/9.9\r\n" + HOST + b"\r\n",
-        b"GET /version HTTP/1.1\n" + b"Host: here\n\n",
+        b"GET /version HTTP/1.1\n" + b"Host: localhost\n\n",
         "GET /vérsion HTTP/1.1\r\n".encode() + HOST + b"\r\n",
         b"GET /\xff\xfe HTTP/1.1\r\n" + HOST + b"\r\n",
         b"GET http://here HTTP/1.1\r\n" + HOST + b"\r\n",

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import socket
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
@@ -24,7 +26,7 @@ from quire import LLM
 from quire.errors import RequestError
 from quire.request import Request, SamplingParams
 from quire.server import grammar as grammar_module
-from quire.server.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE, NUM_REMEMBERED, GrammarGuide, Grammars, Spec
+from quire.server.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE, GrammarGuide, Grammars, Spec
 from quire.server.grammar_trial import Trial
 from quire.text import CompletionOutput, OutputProcessor, RequestOutput, make_requests
 
@@ -59,6 +61,7 @@ def grammars(llm: LLM) -> Iterator[Grammars]:
     made.close()
 
 
+NUM_REMEMBERED = 64
 Job = tuple[RequestOutput, list[Request]]
 
 
@@ -462,6 +465,7 @@ def test_many_threads(llm: LLM, grammars: Grammars) -> None:
 def test_trials_are_remembered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
     monkeypatch.setattr(Trial, "run", lambda self, grammar: tried.append(grammar) or "")
+    monkeypatch.setattr(grammar_module, "NUM_REMEMBERED", NUM_REMEMBERED)
     fresh = Grammars(llm.tokenizer.json(), llm.engine.vocab_size, llm.engine.eos_token_ids)
     first = Spec("regex", "first")
     for i in range(NUM_REMEMBERED):
@@ -473,6 +477,58 @@ def test_trials_are_remembered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(tried) == NUM_REMEMBERED + 2
     fresh.compile(Spec("json_object"))
     assert len(tried) == NUM_REMEMBERED + 2
+
+
+def test_what_is_known_is_told_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A good grammar that took no time, and one that was refused; not one that took long."""
+    tried: list[str] = []
+    reasons = {"bad": "it is not compiled within 5 s"}
+    monkeypatch.setattr(
+        Trial, "run", lambda self, grammar: tried.append(grammar) or reasons.get(json.loads(grammar), "")
+    )
+    monkeypatch.setattr(Spec, "grammar", lambda self: json.dumps(self.text))
+    matcher = grammar_module.make_matcher
+    good = LLMatcher.grammar_from_regex("a")
+    monkeypatch.setattr(grammar_module, "make_matcher", lambda tokenizer, grammar: matcher(tokenizer, good))
+    clock = iter([0.0, 0.09, 1.0, 2.0, 3.0, 3.01])
+    monkeypatch.setattr(grammar_module, "time", SimpleNamespace(perf_counter=clock.__next__))
+    fresh = Grammars(llm.tokenizer.json(), llm.engine.vocab_size, llm.engine.eos_token_ids)
+    quick, slow, bad = (Spec("regex", text) for text in ("quick", "slow", "bad"))
+    assert fresh.is_quick(Spec("json_object"))
+    assert not any(fresh.is_quick(spec) for spec in (quick, slow, bad))
+    fresh.compile(quick)
+    fresh.compile(slow)
+    for _ in range(3):
+        with pytest.raises(RequestError, match="not compiled within"):
+            fresh.compile(bad)
+    assert [fresh.is_quick(spec) for spec in (quick, slow, bad)] == [True, False, True]
+    assert len(tried) == 3
+    fresh.compile(slow)
+    assert fresh.is_quick(slow)  # it had only been a busy moment
+    assert len(tried) == 3
+
+
+def test_grammars_are_tried_side_by_side(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "num_trials", lambda: 3)
+    fresh = Grammars(llm.tokenizer.json(), llm.engine.vocab_size, llm.engine.eos_token_ids)
+    all_there, used = threading.Barrier(3), set()
+
+    def run(trial: Trial, grammar: str) -> str:
+        used.add(id(trial))
+        all_there.wait(20)
+        return ""
+
+    monkeypatch.setattr(Trial, "run", run)
+    with ThreadPoolExecutor(3) as pool:
+        guides = list(pool.map(fresh.compile, [Spec("regex", f"{i}") for i in range(3)]))
+    assert (len(guides), len(used)) == (3, 3)
+    for i in range(2):
+        monkeypatch.setattr(Trial, "run", lambda trial, grammar: used.add(id(trial)) or "")
+        used.clear()
+        fresh.compile(Spec("regex", f"a{i}"))
+        fresh.compile(Spec("regex", f"b{i}"))
+        assert len(used) == 1  # one process is enough for one after the other
+    fresh.close()
 
 
 def test_the_process_of_the_trials(llm: LLM) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from quire.engine.engine import Engine
+from quire.server import embeddings as embeddings_module
 from quire.server import service as service_module
 from quire.server import worker
 from quire.server.protocol import ChatRequest, CompletionRequest
@@ -190,6 +192,66 @@ def test_long_texts_keep_nobody_waiting(server: Serving, monkeypatch: pytest.Mon
     assert server.loop is not None
     assert len(threads) == 1004
     assert asyncio.run_coroutine_threadsafe(own(), server.loop).result(20) not in threads
+
+
+def test_samples_of_a_long_prompt_cost_the_event_loop_nothing(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are gone through once, whatever n is, and copied on another thread."""
+    gone_through: list[str] = []
+    threads: list[int] = []
+    made: list[int] = []
+
+    def checks(engine: Engine, name: str, tokens: Any) -> None:
+        if "prompt" in name and len(tokens):
+            gone_through.append(name)
+            threads.append(threading.get_ident())
+        old(engine, name, tokens)
+
+    def notes(function: Any) -> Any:
+        def note(*given: Any, **options: Any) -> Any:
+            made.append(threading.get_ident())
+            return function(*given, **options)
+
+        return note
+
+    async def own() -> int:
+        return threading.get_ident()
+
+    old = Engine._check_tokens
+    monkeypatch.setattr(service_module, "LONG_TEXT", 500)
+    monkeypatch.setattr(Engine, "_check_tokens", checks)
+    for module, name in ((service_module, "make_requests"), (service_module, "BeamDriver"),
+                         (service_module, "beam_sequences"), (embeddings_module, "embedding_request")):  # fmt: skip
+        monkeypatch.setattr(module, name, notes(getattr(module, name)))
+    prompt = [5] * 900
+    for path, body, prompts in (
+        (COMPLETIONS, {"prompt": prompt, "n": 8}, 1),
+        (COMPLETIONS, {"prompt": [prompt] * 6, "stream": True}, 6),
+        (COMPLETIONS, {"prompt": prompt, "n": 8, "use_beam_search": True}, 1),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 900}], "n": 8}, 1),
+        ("/v1/embeddings", {"input": [prompt] * 6}, 6),
+    ):
+        gone_through.clear()
+        answer = server.post(path, **body, **({} if "input" in body else {"max_tokens": 1}))
+        assert answer.status == 200, answer.body
+        assert len(gone_through) == prompts, (path, body)
+    assert server.loop is not None
+    loops = asyncio.run_coroutine_threadsafe(own(), server.loop).result(20)
+    engines = server.on_engine(threading.get_ident)
+    assert (len(threads), len(made)) == (1 + 6 + 1 + 1 + 6, 1 + 6 + 2 + 1 + 6)
+    assert {loops, engines}.isdisjoint([*threads, *made])
+
+
+def test_the_first_token_that_is_none_is_named(server: Serving) -> None:
+    size = server.service.worker.engine.vocab_size
+    for count in (20, 900):
+        tokens = [5] * count
+        tokens[-3:] = [size - 1, size, size + 7]
+        for body in ({"n": 1}, {"n": 8}, {"n": 8, "stream": True}, {"n": 8, "use_beam_search": True}):
+            refused = server.post(COMPLETIONS, prompt=tokens, max_tokens=1, **body)
+            assert refused.status == 400
+            told = f"prompt[{count - 2}] is {size}; token ids of this model lie in 0..{size - 1}"
+            assert refused.error()["message"].endswith(told)
+    assert_serves(server)
 
 
 def test_other_threads_run_while_a_text_is_taken_apart(server: Serving) -> None:

@@ -79,6 +79,13 @@ def serve(
     api_key: Annotated[
         list[str] | None, typer.Option(help="Serve those only who know one of these; better kept in --config.")
     ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Answer requests whose Host header names this, besides localhost; may be repeated; '*' is any. "
+            "Default: localhost only where the host is 127.0.0.1 and there is no key, else any."
+        ),
+    ] = None,
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja file, instead of the model's own.")] = None,
     attention_backend: Backend = "auto",
     device: Device = "cpu",
@@ -100,6 +107,13 @@ def serve(
     max_num_queued_reqs: Annotated[int, typer.Option(help="Samples that may wait; more get 429.")] = 1024,
     max_body_size: Annotated[int, typer.Option(help="Bytes of a request's body.")] = 4 * 2**20,
     max_logprobs: Annotated[int, typer.Option(help="Candidates at a position that may be asked for.")] = 20,
+    stuck_after: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds in one step after which /health says 503. Default: 16 times what a step of its size takes by "
+            "its cost model, and at least 4."
+        ),
+    ] = None,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds a request may take. Default: any.")] = None,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for running requests at SIGTERM.")] = 30.0,
     enable_log_requests: Annotated[bool, typer.Option("--enable-log-requests", help="Log prompts, too.")] = False,
@@ -117,10 +131,12 @@ def serve(
             port=port,
             served_model_name=tuple(served_model_name or ()),
             api_key=tuple(api_key or ()),
+            allowed_hosts=tuple(allowed_hosts or ()),
             chat_template=chat_template,
             max_num_queued_reqs=max_num_queued_reqs,
             max_body_size=max_body_size,
             max_logprobs=max_logprobs,
+            stuck_after=stuck_after,
             request_timeout=request_timeout,
             shutdown_timeout=shutdown_timeout,
             enable_log_requests=enable_log_requests,

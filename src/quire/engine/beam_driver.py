@@ -37,9 +37,9 @@ class BeamDriver:
             ignore_eos=True,
             logprobs=min(self._search.num_candidates, engine.vocab_size),
         )
-        group = Group()
+        group, tokens = Group(), array("i", prompt)
         group.members = [
-            Request(f"{name}-{i}", array("i", prompt), len(prompt), sampling, i, 0, cache_salt, group, steered=True)
+            Request(f"{name}-{i}", tokens[:], len(tokens), sampling, i, 0, cache_salt, group, steered=True)
             for i in range(params.beam_width)
         ]
         self.request = group.members[0]  # the one that computes the prompt

@@ -13,6 +13,7 @@ from quire.cache.manager import CacheGroup, Move
 from quire.engine.plan import Plan, PlanItem
 from quire.models import longest_sequence
 from quire.models.decoder import DecoderConfig, weight_shapes
+from quire.models.model import Model
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,24 @@ def model_cost(config: DecoderConfig, dtype: torch.dtype) -> ModelCost:
         number_bytes=dtype.itemsize,
         expert_params=experts,
         expert_share=0.0 if config.experts is None else config.experts.per_token / config.experts.count,
+    )
+
+
+def cost_of(model: Model) -> ModelCost:
+    """What a loaded model has to read and to multiply; of one whose layers are not ours, by its sizes alone."""
+    shape = model.config
+    if isinstance(shape, DecoderConfig):
+        return model_cost(shape, model.dtype)
+    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    return ModelCost(
+        groups=shape.groups,
+        max_model_len=model.max_model_len,
+        layer_params=len(shape.windows) * shape.hidden_size * (attention + 3 * shape.intermediate_size),
+        head_params=shape.vocab_size * shape.hidden_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        number_bytes=model.dtype.itemsize,
     )
 
 

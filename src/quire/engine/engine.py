@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
 from quire.batch import Batch
@@ -18,7 +18,7 @@ from quire.config import EngineConfig
 from quire.engine.flatten import Buffers, flatten
 from quire.engine.graphs import CudaCapture, GraphRunner
 from quire.engine.order import ORDERS
-from quire.engine.plan import StepOutput
+from quire.engine.plan import Plan, StepOutput
 from quire.engine.runner import MAX_LOGIT_ROWS, Runner
 from quire.engine.scheduler import Scheduler
 from quire.engine.speculation import NUM_GUESSES, PromptLookup
@@ -27,6 +27,9 @@ from quire.errors import ConfigError, RequestError, Unsupported
 from quire.models.model import Model, ModelShape
 from quire.ops import AttentionSpec, Ops
 from quire.request import MAX_SEED, Event, FinishReason, Request
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 log = logging.getLogger("quire")
 
@@ -65,6 +68,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.seed = seed
+        self.under_way: Plan | None = None  # what the runner is computing; any thread may look at its sizes
         self.recorder: TraceRecorder | None = None  # if set, told of every request that is added
 
     @property
@@ -92,9 +96,12 @@ class Engine:
             self.finish(request.id, FinishReason.STOP)
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if `add` would."""
-        self._check_tokens(f"request {request.id}: prompt", request.tokens)
-        self._check_tokens(f"request {request.id}: stop_token_ids", request.sampling.stop_tokens)
+        """Raise RequestError if `add` would. Siblings share their prompt, which is gone through once."""
+        first = request.group.members[0] if request.group else request
+        if not first.tokens_checked:
+            self._check_tokens(f"request {request.id}: prompt", np.asarray(first.tokens))
+            first.tokens_checked = True
+        self._check_tokens(f"request {request.id}: stop_token_ids", np.array(request.sampling.stop_tokens, object))
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(request.sampling, name)
             if count is not None and count > self.vocab_size:
@@ -138,6 +145,7 @@ class Engine:
         So does an interrupt, which is raised again; and so is an exception after which the device serves nobody.
         """
         plan = self.scheduler.plan()
+        self.under_way = plan
         try:
             output = StepOutput({}) if plan.is_empty else self.runner.run(flatten(plan, self.buffers))
         except BaseException as error:
@@ -146,12 +154,15 @@ class Engine:
                 raise
             log.exception("a step failed; its %d requests end with an error", len(plan.items))
             return ended
+        finally:
+            self.under_way = None
         return self.scheduler.commit(plan, output)
 
-    def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
-        for i, token in enumerate(tokens):
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(f"{name}[{i}] is {token}; token ids of this model lie in 0..{self.vocab_size - 1}")
+    def _check_tokens(self, name: str, tokens: NDArray[Any]) -> None:
+        wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
+        if len(wrong):
+            i = int(wrong[0])
+            raise RequestError(f"{name}[{i}] is {tokens[i]}; token ids of this model lie in 0..{self.vocab_size - 1}")
 
     def _derived_seed(self, request: Request) -> int:
         digest = blake2b(f"{self.seed}:{request.ordinal}".encode(), digest_size=8).digest()

@@ -20,11 +20,13 @@ from starlette.responses import Response
 from quire import __version__
 from quire.errors import RequestError
 from quire.server import inspector, openapi
+from quire.server.body import Bodies, BodyRoute
 from quire.server.chat import chat, conversation
 from quire.server.completions import complete
 from quire.server.embeddings import embed
 from quire.server.errors import MAX_SHOWN, ApiError, cut, shown
 from quire.server.guard import Guard
+from quire.server.hosts import hosts_to_check
 from quire.server.inspector import Inspector
 from quire.server.metrics import Metrics
 from quire.server.protocol import (
@@ -35,7 +37,7 @@ from quire.server.protocol import (
     EmbeddingRequest,
     TokenizeRequest,
 )
-from quire.server.service import Service, aside
+from quire.server.service import Service
 from quire.server.sse import JsonBody
 
 log = logging.getLogger("quire.server")
@@ -69,6 +71,7 @@ def build_app(service: Service, metrics: Metrics, watched: Inspector) -> FastAPI
         await service.worker.stop()
         service.close()
 
+    config = service.config
     app = FastAPI(
         title="Quire",
         version=__version__,
@@ -79,10 +82,13 @@ def build_app(service: Service, metrics: Metrics, watched: Inspector) -> FastAPI
         redirect_slashes=False,  # to wherever the Host header says
         responses=openapi.ERRORS,
     )
+    app.state.bodies = Bodies(config.max_body_size)
+    app.router.route_class = BodyRoute
     app.add_middleware(
         Guard,
-        keys=service.config.api_key,
-        max_body_size=service.config.max_body_size,
+        keys=config.api_key,
+        hosts=hosts_to_check(config.allowed_hosts, config.host, bool(config.api_key)),
+        max_body_size=config.max_body_size,
         realm_paths=("/inspector",),
     )
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -120,42 +126,42 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", responses=openapi.answer(openapi.Completion, "The prompts, continued"))
     async def completions(request: HttpRequest, body: CompletionRequest) -> Response:
-        _log(service, request, body)
+        _take_in(service, request, body)
         return await complete(service, request, body)
 
     @app.post("/v1/chat/completions", responses=openapi.answer(openapi.ChatCompletion, "What is said next"))
     async def chat_completions(request: HttpRequest, body: ChatRequest) -> Response:
-        _log(service, request, body)
+        _take_in(service, request, body)
         return await chat(service, request, body)
 
     @app.post("/v1/embeddings", responses=openapi.answer(openapi.Embeddings, "A vector for each input"))
     async def embeddings(request: HttpRequest, body: EmbeddingRequest) -> Response:
-        _log(service, request, body)
+        _take_in(service, request, body)
         return await embed(service, request, body)
 
 
 def _add_other_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.post("/tokenize", response_model=None, responses=openapi.answer(openapi.Tokens, "The token ids"))
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(request: HttpRequest, body: TokenizeRequest) -> Response:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError("there must be something to tokenize; give either prompt or messages", param="prompt")
         if body.messages is not None:
-            prompt = await conversation(service, body.messages, body.add_generation_prompt)
+            prompt = await conversation(service, request, body.messages, body.add_generation_prompt)
             if body.add_special_tokens:
-                prompt = await service.encode(prompt.text or "", add_special_tokens=True)
+                prompt = await service.encode(request, prompt.text or "", add_special_tokens=True)
         else:
-            prompt = await service.encode(body.prompt or "", body.add_special_tokens is not False)
+            prompt = await service.encode(request, body.prompt or "", body.add_special_tokens is not False)
         tokens, tokenizer = prompt.tokens, service.tokenizer
         answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
         if body.return_token_strs:
-            answer["token_strs"] = await aside(
-                len(tokens), lambda: [tokenizer.token_bytes(token).decode(errors="replace") for token in tokens]
+            answer["token_strs"] = await service.take_apart(
+                request, len(tokens), lambda: [tokenizer.token_bytes(one).decode(errors="replace") for one in tokens]
             )
         return JsonBody(answer)
 
     @app.post("/detokenize", response_model=None, responses=openapi.answer(openapi.DetokenizedText, "The text"))
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(request: HttpRequest, body: DetokenizeRequest) -> Response:
         service.check_model(body.model)
         vocab_size = service.worker.engine.vocab_size
         if (largest := max(body.tokens, default=0)) >= vocab_size:
@@ -163,7 +169,7 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
             message = f"tokens[{place}] is {largest}; token ids of this model lie in 0..{vocab_size - 1}"
             raise ApiError(message, param="tokens")
         decode = partial(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return {"prompt": await aside(len(body.tokens), decode)}
+        return JsonBody({"prompt": await service.take_apart(request, len(body.tokens), decode)})
 
     @app.get("/health", response_class=Response)
     async def health() -> Response:
@@ -181,10 +187,12 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return Response(body, headers={"Content-Type": content_type})
 
 
-def _log(service: Service, request: HttpRequest, body: Body) -> None:
+def _take_in(service: Service, request: HttpRequest, body: Body) -> None:
+    """Log a body if that is asked for, then drop what of it would be held for nothing until the answer ends."""
     if service.config.enable_log_requests:
         # As ASCII, so that nothing in it begins a line or steers a terminal.
         log.info("%s %s", request.url.path, json.dumps(body.model_dump(exclude_unset=True)))
+    body.drop_notes()
 
 
 # ------------------------------------------------------------------------------------------------- errors
@@ -199,12 +207,10 @@ async def _failed(_: HttpRequest, error: Exception) -> Response:
 
 
 async def _refused(_: HttpRequest, error: Exception) -> Response:
-    """What the framework refuses: an unknown route, a method that a route has not, a body that is no JSON."""
+    """What the framework refuses: an unknown route, or a method that a route has not. And what the guard does."""
     if not isinstance(error, HTTPException):
         raise error
     message = str(error.detail)
-    if error.status_code == HTTPStatus.BAD_REQUEST:  # the framework's one word for all that a parser can raise
-        message = "the body cannot be read: it is no UTF-8, nests too deeply, or has a number of too many digits"
     if error.status_code == HTTPStatus.NOT_FOUND:
         message = "there is no such route; those of this server stand in /openapi.json"
     return _answer(ApiError(message, error.status_code, headers=error.headers))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -27,7 +26,8 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     """
     service.check_model(body.model)
     body.check_together()
-    prompt = await conversation(service, body.messages, body.add_generation_prompt)
+    prompt = await conversation(service, request, body.messages, body.add_generation_prompt)
+    body.messages.clear()  # many small parts take many times the memory of the text that they make
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = service.room_for([prompt], body, field)
     name = new_name("chatcmpl")
@@ -42,7 +42,7 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     count = body.top_logprobs or 0
     params = service.sampling(body, max_tokens=max_tokens, logprobs=count if body.logprobs else None)
     check_num_logprobs(service, [prompt], params, "top_logprobs" if count else "logprobs")
-    made = service.requests(request, body, name, [prompt], params, await service.guide(request, body))
+    made = await service.requests(request, body, name, [prompt], params, await service.guide(request, body))
     if body.stream:
         job = Stream(made)
         service.worker.submit(job)
@@ -67,7 +67,9 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     return await aside(num_logprobs(outputs), answer)
 
 
-async def conversation(service: Service, messages: Sequence[Message], add_generation_prompt: bool) -> Prompt:
+async def conversation(
+    service: Service, request: HttpRequest, messages: Sequence[Message], add_generation_prompt: bool
+) -> Prompt:
     """The prompt that a conversation makes. Raises ApiError without a template, RequestError where it refuses."""
     if service.template is None:
         message = (
@@ -76,9 +78,9 @@ async def conversation(service: Service, messages: Sequence[Message], add_genera
         )
         raise ApiError(message, param="messages")
     plain = [_plain(message) for message in messages]
-    text = await asyncio.to_thread(service.template.render, plain, add_generation_prompt)
+    text = await service.render(request, service.template, plain, add_generation_prompt)
     service.check_text(text)
-    return await service.encode(text, add_special_tokens=False)  # the template writes those itself
+    return await service.encode(request, text, add_special_tokens=False)  # the template writes those itself
 
 
 def _plain(message: Message) -> dict[str, Any]:

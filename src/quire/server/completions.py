@@ -41,7 +41,8 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
     service.check_model(body.model)
     body.check_together()
     given = listed(body.prompt)
-    prompts = await service.take_apart(sum(map(len, given)), lambda: [_prompt(service, one, body) for one in given])
+    size = sum(map(len, given))
+    prompts = await service.take_apart(request, size, lambda: [_prompt(service, one, body) for one in given])
     # Without a new token nothing would run, so one is drawn, and not told.
     max_tokens = service.room_for(prompts, body, "max_tokens") or (1 if body.max_tokens == 0 else None)
     if body.max_tokens == 0 and not body.echo:
@@ -52,7 +53,7 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
         return await _search(service, request, body, head, prompts, max_tokens)
     params = _params(service, body, max_tokens)
     check_num_logprobs(service, prompts, params, "best_of" if body.logprobs is None else "logprobs")
-    made = service.requests(request, body, name, prompts, params, await service.guide(request, body))
+    made = await service.requests(request, body, name, prompts, params, await service.guide(request, body))
     writer = _Writer(service, body, prompts)
     if body.stream:
         job = Stream(made)

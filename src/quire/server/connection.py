@@ -30,6 +30,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._spare = MAX_HEAD  # bytes that may still come before there must be a whole head, or some body
         self._in_message = False  # part of a request has come, and part of it not
+        self._begun = 0.0  # when the last request's head had come, by the loop's clock
         self._answered: RequestResponseCycle | None = None  # what is being answered, or was last
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -101,6 +102,7 @@ class Connection(HttpToolsProtocol):
             raise ApiError(f"more than {MAX_PIPELINE} requests came before the first one's answer was read")
         self._cancel_timer()
         self._spare = MAX_HEAD
+        self._begun = self.loop.time()
         super().on_headers_complete()
         self.flow.resume_reading()  # although one may wait in line, since who does not read misses the client's end
 
@@ -138,13 +140,28 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _take_place(self) -> bool:
-        """Close a connection on which nothing is asked: a crowd of these must keep nobody out. False: all are busy."""
+        """Close a connection on which nothing is asked, or whose request has been coming for longest.
+
+        A crowd of these must keep nobody out. False: all wait for answers.
+        """
+        slow: list[Connection] = []
         for other in self.connections:
-            is_idle = isinstance(other, Connection) and not (other._is_answering or other.transport.is_closing())
-            if is_idle and other is not self:
+            if not isinstance(other, Connection) or other is self or other.transport.is_closing():
+                continue
+            if not other._is_answering:
                 other.transport.close()
                 return True
-        return False
+            if other._is_coming:
+                slow.append(other)
+        if slow:
+            min(slow, key=lambda other: other._begun).transport.close()
+        return bool(slow)
+
+    @property
+    def _is_coming(self) -> bool:
+        """Whether what is being answered has not come as a whole, and no answer has begun."""
+        answered = self._answered
+        return self._in_message and answered is not None and answered is self.cycle and not answered.response_started
 
     @property
     def _is_answering(self) -> bool:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from quire.embedding import check_dimensions, embedding_request, normalised
 from quire.errors import RequestError
+from quire.request import Request
 from quire.server.errors import ApiError
 from quire.server.jobs import Generation
 from quire.server.protocol import EmbeddingRequest
@@ -32,15 +33,19 @@ async def embed(service: Service, request: HttpRequest, body: EmbeddingRequest) 
         )
         raise ApiError(message, param="input")
     service.worker.check_room(len(inputs))
-    prompts = await service.take_apart(
-        sum(map(len, inputs)), lambda: [_prompt(service, i, one, body) for i, one in enumerate(inputs)]
-    )
     name, salt = new_name("embd"), service.salt(request, body)
-    made = [
-        embedding_request(f"{name}-{i}", prompt.text, prompt.tokens, body.priority, salt)
-        for i, prompt in enumerate(prompts)
-    ]
-    outputs = await service.run(request, Generation([(output, [one]) for one, output in made]))
+
+    def make() -> list[tuple[RequestOutput, list[Request]]]:
+        made = []
+        for i, given in enumerate(inputs):
+            prompt = _prompt(service, i, given, body)
+            one, output = embedding_request(f"{name}-{i}", prompt.text, prompt.tokens, body.priority, salt)
+            service.worker.engine.check(one)
+            made.append((output, [one]))
+        return made
+
+    made = await service.take_apart(request, sum(map(len, inputs)), make)
+    outputs = await service.run(request, Generation(made))
     return await aside(size, lambda: _answer(service, body, outputs))
 
 

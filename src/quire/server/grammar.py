@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import threading
 import time
@@ -10,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
+from hashlib import blake2b
+from queue import LifoQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +27,9 @@ MAX_SIZE = 2**16  # characters of a grammar
 MAX_DEPTH = 100  # of a schema's nesting; llguidance reads 128
 MAX_REASON = 300  # characters of what is told about a grammar that is wrong
 LONG_WORD = re.compile(r"(\S{80})\S+")  # which is the client's own
-NUM_REMEMBERED = 64  # grammars that need no further trial
+NUM_REMEMBERED = 4096  # grammars that need no further trial
+MAX_TRIALS = 4  # grammars that are tried side by side; less where there are fewer cores
+QUICK = 0.1  # s; what compiles in less need not wait for others
 # CPU time that a guide and its copies may take together: for each token, and in all beyond that. Most grammars need
 # microseconds a token; ambiguous ones get ever slower.
 ALLOWANCE_A_TOKEN = 0.002  # s
@@ -67,6 +73,9 @@ class Spec:
             raise RequestError(f"{self.kind} cannot be followed: {_reason(str(error))}") from error
 
 
+JSON_OBJECT = Spec("json_object")  # no stranger's, so it is not tried
+
+
 class Grammars:
     """Compiles what clients ask for. Any number of threads may use it."""
 
@@ -79,43 +88,67 @@ class Grammars:
         self._eos_tokens = list(eos_token_ids)
         self._seconds = seconds
         self._tools: _Tools | None = None  # made at first use: that takes a second
-        self._verdicts: OrderedDict[str, str] = OrderedDict()  # of the last trials, the latest one asked for last
+        self._making = threading.Lock()
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()  # by digest, the latest one asked for last
         self._lock = threading.Lock()
+
+    def is_quick(self, spec: Spec) -> bool:
+        """Whether `compile` says at once what it says: the grammar is known, to be refused or to take no time.
+
+        Raises RequestError for what cannot be read.
+        """
+        if spec == JSON_OBJECT:
+            return True
+        known = self._recall(_digest(spec.grammar()))
+        return known is not None and known.seconds <= QUICK
 
     def compile(self, spec: Spec) -> GrammarGuide:
         """A guide for one request. Takes its time. Raises RequestError for what cannot be followed."""
         grammar = spec.grammar()
         tools = self._made_tools()
-        verdict = "" if spec == Spec("json_object") else self._verdict(grammar, tools.trial)
-        if verdict:
-            raise RequestError(f"{spec.kind} cannot be followed: {_reason(verdict)}")
+        if spec == JSON_OBJECT:
+            return GrammarGuide(spec.kind, make_matcher(tools.tokenizer, grammar), tools.drawable)
+        digest = _digest(grammar)
+        known = self._recall(digest) or _Known(self._tried(grammar, tools), math.inf)
+        if known.reason:
+            self._remember(digest, known._replace(seconds=0.0))
+            raise RequestError(f"{spec.kind} cannot be followed: {_reason(known.reason)}")
         # Not a copy of one that others use: copies share a lexer and its limits.
-        return GrammarGuide(spec.kind, make_matcher(tools.tokenizer, grammar), tools.drawable)
+        begin = time.perf_counter()
+        matcher = make_matcher(tools.tokenizer, grammar)
+        self._remember(digest, known._replace(seconds=min(known.seconds, time.perf_counter() - begin)))
+        return GrammarGuide(spec.kind, matcher, tools.drawable)
 
     def close(self) -> None:
-        """End the process in which grammars are tried."""
-        with self._lock:
+        """End the processes in which grammars are tried."""
+        with self._making:
             if self._tools is not None:
-                self._tools.trial.close()
+                for trial in self._tools.trials:
+                    trial.close()
 
-    def _verdict(self, grammar: str, trial: Trial) -> str:
+    def _tried(self, grammar: str, tools: _Tools) -> str:
         """What is wrong with a grammar, by its trial; empty if nothing is."""
-        with self._lock:
-            if grammar in self._verdicts:
-                self._verdicts.move_to_end(grammar)
-                return self._verdicts[grammar]
+        trial = tools.free.get()
         try:
-            verdict = trial.run(grammar)
-        except TimeoutError as error:
-            raise RequestError(str(error)) from error
+            return trial.run(grammar)
+        finally:
+            tools.free.put(trial)
+
+    def _recall(self, digest: bytes) -> _Known | None:
         with self._lock:
-            self._verdicts[grammar] = verdict
-            if len(self._verdicts) > NUM_REMEMBERED:
-                self._verdicts.popitem(last=False)
-        return verdict
+            if digest in self._known:
+                self._known.move_to_end(digest)
+            return self._known.get(digest)
+
+    def _remember(self, digest: bytes, known: _Known) -> None:
+        with self._lock:
+            self._known[digest] = known
+            self._known.move_to_end(digest)
+            if len(self._known) > NUM_REMEMBERED:
+                self._known.popitem(last=False)
 
     def _made_tools(self) -> _Tools:
-        with self._lock:
+        with self._making:
             if self._tools is None:
                 try:
                     tokenizer = make_tokenizer(self._tokenizer_json, self._eos_tokens)
@@ -125,14 +158,35 @@ class Grammars:
                 if not self._eos_tokens:  # the model can tell no end: what would stand for one is some other token
                     drawable[tokenizer.eos_tokens] = False
                 # What a trial survives is compiled once more here.
-                trial = Trial(self._seconds / 2, self._tokenizer_json, self._eos_tokens)
-                self._tools = _Tools(tokenizer, trial, np.packbits(drawable, bitorder="little"))
+                arguments = (self._seconds / 2, self._tokenizer_json, self._eos_tokens)
+                trials = tuple(Trial(*arguments) for _ in range(num_trials()))
+                free: LifoQueue[Trial] = LifoQueue()  # the one that was used last: it has started
+                for trial in trials:
+                    free.put(trial)
+                self._tools = _Tools(tokenizer, trials, free, np.packbits(drawable, bitorder="little"))
             return self._tools
+
+
+def num_trials() -> int:
+    """Grammars that are tried side by side."""
+    return max(1, min(MAX_TRIALS, os.cpu_count() or 1))
+
+
+def _digest(grammar: str) -> bytes:
+    return blake2b(grammar.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+class _Known(NamedTuple):
+    """What is known of a grammar."""
+
+    reason: str  # why it cannot be followed; empty if it can
+    seconds: float  # that it takes at least until this is said
 
 
 class _Tools(NamedTuple):
     tokenizer: LLTokenizer
-    trial: Trial
+    trials: tuple[Trial, ...]
+    free: LifoQueue[Trial]  # those of them that try nothing
     drawable: NDArray[np.uint8]  # a bit for each of the tokenizer's tokens: whether the model ever draws it
 
 

@@ -43,7 +43,7 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 class Trial:
-    """The process that goes first. It starts with the first grammar, and again after one that it did not survive."""
+    """A process that goes first. It starts with the first grammar, and again after one that it did not survive."""
 
     def __init__(self, seconds: float, *tokenizer: Any) -> None:
         """seconds: that a grammar may take; tokenizer: arguments of `make_tokenizer`."""
@@ -53,18 +53,11 @@ class Trial:
         self._lock = threading.Lock()
 
     def run(self, grammar: str) -> str:
-        """What is wrong with a grammar, as far as a trial shows; empty if nothing is.
-
-        One thread at a time gets in. Raises TimeoutError after too long a wait for the others.
-        """
-        if not self._lock.acquire(timeout=self._seconds):
-            raise TimeoutError(f"other grammars have been on trial for {self._seconds:g} s; try again later")
-        try:
+        """What is wrong with a grammar, as far as a trial shows; empty if nothing is. One at a time gets in."""
+        with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._process = self._started()
             return self._tried(self._process, grammar)
-        finally:
-            self._lock.release()
 
     def close(self) -> None:
         """End the process, if there is one."""

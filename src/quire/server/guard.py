@@ -1,4 +1,4 @@
-"""Guard: who may ask, and how much may be sent. The first that a request meets, before any of it is understood."""
+"""Guard: who may ask, by which name, and how much may be sent. It comes first, before a request is understood."""
 
 from __future__ import annotations
 
@@ -6,31 +6,40 @@ import asyncio
 import base64
 import binascii
 import hmac
-from collections.abc import Callable
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, shown
+from quire.server.hosts import host_in, is_loopback
 from quire.server.sse import JsonBody
 
-OPEN_PATHS = frozenset({"/health"})  # what is answered without a key
+OPEN_PATHS = frozenset({"/health"})  # what is answered without a key, and by any name
 KEY_STATE = "key"  # where a request's state holds the key that was shown
 BODY_TIMEOUT = 60.0  # seconds for a body to come
-MAX_HELD_BODIES = 16  # of the largest size: as many bytes are held at a time for requests that are being answered
 
 
 class Guard:
-    """Refuses requests without a key that is known, and bodies that are too large or too slow."""
+    """Refuses requests to another host, without a key that is known, and bodies that are too large or too slow."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...], max_body_size: int, realm_paths: tuple[str, ...]) -> None:
-        """realm_paths: a browser that comes to one of these without a key asks its user for one (as a password)."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: tuple[str, ...],
+        hosts: frozenset[str] | None,
+        max_body_size: int,
+        realm_paths: tuple[str, ...],
+    ) -> None:
+        """hosts: see `hosts_to_check`.
+
+        realm_paths: a browser that comes to one of these without a key asks its user for one (as a password).
+        """
         self._app = app
         self._keys = [key.encode() for key in keys]
+        self._hosts = hosts
         self._max_body_size = max_body_size
         self._realm_paths = realm_paths
-        self._held = 0  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request pass, or answer it."""
@@ -38,22 +47,29 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        refusal = self._check_key(scope) or self._check_length(headers)
+        refusal = self._check_host(scope) or self._check_key(scope) or self._check_length(headers)
         if refusal is not None:
             await JsonBody(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)
             return
-        body = _Bounded(receive, self._max_body_size, self._hold)
-        try:
-            await self._app(scope, body, send)
-        finally:
-            self._held -= body.held
+        await self._app(scope, _Bounded(receive, self._max_body_size), send)
 
-    def _hold(self, count: int) -> None:
-        """Make room for bytes of a body. Raises HTTPException (429) where there is none."""
-        if self._held + count > MAX_HELD_BODIES * self._max_body_size:
-            told = f"{self._held} bytes of requests are being served, as many as this server takes; try again later"
-            raise HTTPException(HTTPStatus.TOO_MANY_REQUESTS, told, {"Retry-After": "1"})
-        self._held += count
+    def _check_host(self, scope: Scope) -> ApiError | None:
+        if self._hosts is None or scope["path"] in OPEN_PATHS:
+            return None
+        given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if not given and scope["http_version"] == "1.0":  # it needs none there, and every browser sends one
+            return None
+        named = [host_in(header) for header in given]
+        if named and all(host is not None and (host in self._hosts or is_loopback(host)) for host in named):
+            return None
+        told = f"the Host header is {', '.join(map(shown, given))}" if given else "there is no Host header"
+        others = "".join(f", {host}" for host in sorted(self._hosts))
+        return ApiError(
+            f"{told}; this server answers requests to localhost and its addresses (127.0.0.1, [::1]){others}; start it "
+            f"with --allowed-hosts NAME to allow another name, or with an --api-key",
+            HTTPStatus.FORBIDDEN,
+            code="host_not_allowed",
+        )
 
     def _check_key(self, scope: Scope) -> ApiError | None:
         if not self._keys or scope["path"] in OPEN_PATHS:
@@ -84,10 +100,7 @@ class Guard:
 class _Bounded:
     """A `receive` that ends a body where it becomes too large or too late."""
 
-    def __init__(self, receive: Receive, limit: int, hold: Callable[[int], None]) -> None:
-        """hold: is asked for room for bytes that came."""
-        self.held = 0
-        self._hold = hold
+    def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive
         self._limit = limit
         self._left = limit
@@ -107,12 +120,10 @@ class _Bounded:
                 HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {BODY_TIMEOUT:g} s"
             ) from None
         if message["type"] == "http.request":
-            self._left -= (count := len(message.get("body", b"")))
+            self._left -= len(message.get("body", b""))
             if self._left < 0:
                 error = _too_large(self._limit)
                 raise HTTPException(error.status, str(error))
-            self._hold(count)
-            self.held += count
             self._is_complete = not message.get("more_body", False)
         return message
 

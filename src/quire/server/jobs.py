@@ -66,8 +66,8 @@ class Generation:
 
     def check(self, engine: Engine) -> None:
         """Raise RequestError if one of them could never run."""
-        for request in self.requests:
-            engine.check(request)
+        for _, requests in self._prompts:
+            engine.check(requests[0])  # its siblings are like it
 
     def start(self, processor: OutputProcessor) -> None:
         """Queue all samples."""

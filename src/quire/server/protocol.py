@@ -59,6 +59,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
     NOT_SERVED: ClassVar[dict[str, str]] = {}  # why, by the names of fields that must ask for nothing
+    NOTES: ClassVar[tuple[str, ...]] = ()  # fields of no consequence, which may be as large as the whole body
 
     @model_validator(mode="before")
     @classmethod
@@ -74,6 +75,11 @@ class Body(BaseModel):
         if value and info.field_name in cls.NOT_SERVED:
             raise ValueError(f"{cls.NOT_SERVED[info.field_name]}; leave it out")
         return value
+
+    def drop_notes(self) -> None:
+        """Forget what is of no consequence."""
+        for name in self.NOTES:
+            setattr(self, name, None)
 
 
 class StreamOptions(Body):
@@ -144,6 +150,7 @@ class Sampling(Body):
     store: Annotated[bool, WithJsonSchema({"const": False})] | None = None
     service_tier: Annotated[Name, WithJsonSchema({"enum": [*TIERS]})] | None = None
 
+    NOTES: ClassVar[tuple[str, ...]] = ("user", "metadata")
     NOT_SERVED = {
         "logit_bias": "tokens cannot be biased here",
         "store": "nothing is stored here",
@@ -205,6 +212,8 @@ class EmbeddingRequest(Body):
     add_special_tokens: bool = True
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     cache_salt: Name | None = None
+
+    NOTES = ("user",)
 
 
 class TextPart(TypedDict):
@@ -275,6 +284,7 @@ class ChatRequest(Sampling):
     reasoning_effort: NoText | None = None
     verbosity: Annotated[Name, WithJsonSchema({"const": "medium"})] | None = None
 
+    NOTES = (*Sampling.NOTES, "prompt_cache_key", "safety_identifier")
     NOT_SERVED = Sampling.NOT_SERVED | {
         "tools": "tools are not served here",
         "functions": "functions are not served here",

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from quire import __version__
 from quire.cache.manager import most_blocks
 from quire.cache.storage import bytes_per_block
+from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.ops.cpu import native
@@ -71,7 +72,10 @@ def build_service(options: Mapping[str, Any], config: ServerConfig) -> tuple[Ser
     template = ChatTemplate.find(llm.directory, config.chat_template)
     metrics = Metrics(llm.engine, names[0], config.vllm_metrics)
     inspector = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.NAME}, not config.api_key)
-    worker = Worker(llm.engine, llm.tokenizer, inspector, metrics, config.max_num_queued_reqs, config.request_timeout)
+    device = DEVICES["cpu" if llm.config.device == "cpu" else "h200"]
+    cost = CostModel(cost_of(llm.decoder), device, llm.config.cache.block_size)
+    limits = (config.max_num_queued_reqs, config.request_timeout, config.stuck_after)
+    worker = Worker(llm.engine, llm.tokenizer, inspector, metrics, cost, *limits)
     return Service(llm, worker, config, names, template), metrics, inspector
 
 

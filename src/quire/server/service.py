@@ -6,7 +6,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -18,12 +17,14 @@ from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
 from quire.llm import LLM
 from quire.request import MAX_SEED, Guide, Request, SamplingParams
+from quire.server.body import MAX_HELD_BODIES
 from quire.server.chat_template import ChatTemplate
 from quire.server.config import ServerConfig
-from quire.server.errors import ApiError, deadline_passed, queue_full, request_failed, shown
-from quire.server.grammar import Grammars, Spec
+from quire.server.errors import ApiError, deadline_passed, request_failed, shown
+from quire.server.grammar import Grammars, Spec, num_trials
 from quire.server.guard import KEY_STATE
 from quire.server.jobs import Generation, Job, Search
+from quire.server.lane import Lane
 from quire.server.protocol import EmbeddingRequest, Sampling
 from quire.server.sse import told_of_disconnect
 from quire.server.worker import Worker
@@ -31,8 +32,9 @@ from quire.text import RequestOutput, Tokenizer, beam_sequences, make_requests
 
 T = TypeVar("T")
 MAX_LOGPROBS = 2**19  # in one request: a hundred bytes each, and as many in the answer
-MAX_GRAMMARS = 64  # that are compiled, or wait for it
+MAX_GRAMMARS = 64  # of one client that wait to be compiled
 MAX_LONG_TEXTS = 2  # that are taken apart at the same time
+MAX_TEMPLATES = 2  # that are rendered at the same time
 LONG_TEXT = 4096  # characters or tokens above which a text is taken apart on another thread
 LOWEST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON has not
 COPIED = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty",
@@ -91,9 +93,15 @@ class Service:
     template: ChatTemplate | None
     created: int = field(default_factory=lambda: int(time.time()))
     grammars: Grammars | None = None  # made at first use
-    _num_grammars: int = 0  # requests whose grammar is being compiled
-    _long_texts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LONG_TEXTS))
-    _compilers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "quire-grammar"))
+    compilers: Lane = field(init=False)  # of grammars that are new, or known to take long
+    _texts: Lane = field(init=False)
+    _templates: Lane = field(init=False)
+
+    def __post_init__(self) -> None:
+        most = MAX_HELD_BODIES * self.config.max_body_size  # characters of one client that wait in each lane
+        self.compilers = Lane("grammar", num_trials(), MAX_GRAMMARS)
+        self._texts = Lane("text", MAX_LONG_TEXTS, most)
+        self._templates = Lane("template", MAX_TEMPLATES, most)
 
     @property
     def max_model_len(self) -> int:
@@ -115,9 +123,17 @@ class Service:
 
     # ------------------------------------------------------------------------------------------------- prompts
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> Prompt:
+    async def encode(self, request: HttpRequest, text: str, add_special_tokens: bool = True) -> Prompt:
         """A text and its tokens."""
-        return Prompt(text, await self.take_apart(len(text), partial(self.tokenizer.encode, text, add_special_tokens)))
+        function = partial(self.tokenizer.encode, text, add_special_tokens)
+        return Prompt(text, await self.take_apart(request, len(text), function))
+
+    async def render(
+        self, request: HttpRequest, template: ChatTemplate, messages: list[dict[str, Any]], add_prompt: bool
+    ) -> str:
+        """The text of a conversation. Raises RequestError where the template refuses it."""
+        size = sum(len(message["content"]) for message in messages)
+        return await self._templates.run(self.client(request), partial(template.render, messages, add_prompt), size)
 
     def check_text(self, text: str, name: str = "prompt") -> None:
         """Raise ApiError for a text that is too long whatever its tokens are, before anybody looks for them."""
@@ -129,12 +145,14 @@ class Service:
             )
             raise ApiError(message, param=name, code="context_length_exceeded")
 
-    async def take_apart(self, size: int, function: Callable[[], T]) -> T:
-        """What a function returns that looks for tokens in texts: of long ones, a few at a time."""
-        if size <= LONG_TEXT:
+    async def take_apart(self, request: HttpRequest, size: int, function: Callable[[], T], copies: int = 1) -> T:
+        """What a function returns that goes through texts or tokens: of long ones on another thread, a few at a time.
+
+        size: characters or tokens. copies: how often it goes through them. Raises ApiError where too many wait.
+        """
+        if size * copies <= LONG_TEXT:
             return function()
-        async with self._long_texts:
-            return await aside(size, function)
+        return await self._texts.run(self.client(request), function, size)
 
     def check_length(self, prompt: Prompt) -> int:
         """Tokens that there is room for behind a prompt. Raises ApiError if there is none."""
@@ -193,10 +211,7 @@ class Service:
         name = body.grammar_field()
         if name is None:
             return None
-        if self._num_grammars >= MAX_GRAMMARS:
-            raise queue_full(MAX_GRAMMARS)
-        self._num_grammars += 1
-        compiling = asyncio.create_task(self._compiled(body, name))
+        compiling = asyncio.create_task(self._compiled(self.client(request), body, name))
         try:
             async with told_of_disconnect(request.receive, lambda: _cancel(compiling)):
                 return await asyncio.wait_for(compiling, self.config.request_timeout)
@@ -206,10 +221,8 @@ class Service:
             if not compiling.cancelled():
                 raise
             raise ApiError("the client has gone") from None
-        finally:
-            self._num_grammars -= 1
 
-    async def _compiled(self, body: Sampling, name: str) -> Guide:
+    async def _compiled(self, client: str, body: Sampling, name: str) -> Guide:
         form = body.response_format
         if form is None or name != "response_format":
             spec = Spec(name, getattr(body, name))
@@ -222,17 +235,19 @@ class Service:
         if self.grammars is None:
             engine = self.worker.engine
             self.grammars = Grammars(self.tokenizer.json(), engine.vocab_size, engine.eos_token_ids)
-        # Those of strangers may take long, so they have a thread of their own.
-        pool = None if spec.kind == "json_object" else self._compilers
-        return await asyncio.get_running_loop().run_in_executor(pool, self.grammars.compile, spec)
+        compile = partial(self.grammars.compile, spec)
+        if await asyncio.to_thread(self.grammars.is_quick, spec):
+            return await asyncio.to_thread(compile)
+        return await self.compilers.run(client, compile)
 
     def close(self) -> None:
         """End what runs beside the engine."""
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        for lane in (self.compilers, self._texts, self._templates):
+            lane.close()
         if self.grammars is not None:
             self.grammars.close()
 
-    def requests(
+    async def requests(
         self, request: HttpRequest, body: Sampling, name: str, prompts: Sequence[Prompt], params: SamplingParams,
         guide: Guide | None,
     ) -> list[tuple[RequestOutput, list[Request]]]:  # fmt: skip
@@ -244,21 +259,29 @@ class Service:
                 f"time, so ask for fewer at each position, or in several requests"
             )
             raise ApiError(message, param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs")
-        made = []
-        for i, prompt in enumerate(prompts):
-            salt = self.salt(request, body)
-            output, requests = make_requests(f"{name}-{i}", prompt.text, prompt.tokens, params, body.priority, salt)
-            if guide is not None:
-                for each in requests:
-                    each.guide = guide.copy()
-            made.append((output, requests))
-        return made
+
+        def make() -> list[tuple[RequestOutput, list[Request]]]:
+            made, salt = [], self.salt(request, body)
+            for i, prompt in enumerate(prompts):
+                output, requests = make_requests(f"{name}-{i}", prompt.text, prompt.tokens, params, body.priority, salt)
+                self.worker.engine.check(requests[0])
+                if guide is not None:
+                    for each in requests:
+                        each.guide = guide.copy()
+                made.append((output, requests))
+            return made
+
+        return await self.take_apart(request, sum(len(prompt.tokens) for prompt in prompts), make, params.n)
+
+    def client(self, request: HttpRequest) -> str:
+        """Whose request it is, as far as this server knows: its key's digest, empty without keys."""
+        key = getattr(request.state, KEY_STATE, None)
+        return "" if key is None else blake2b(key.encode(), digest_size=16).hexdigest()
 
     def salt(self, request: HttpRequest, body: Sampling | EmbeddingRequest) -> str:
         """What separates this client's blocks from those of others: its key, and its own cache_salt."""
-        key = getattr(request.state, KEY_STATE, None)
-        tenant = "" if key is None else blake2b(key.encode(), digest_size=16).hexdigest()
-        return f"{tenant}:{body.cache_salt or ''}" if tenant or body.cache_salt else ""
+        client = self.client(request)
+        return f"{client}:{body.cache_salt or ''}" if client or body.cache_salt else ""
 
     async def run(self, request: HttpRequest, job: Generation) -> list[RequestOutput]:
         """Serve a job to its end. Raises what it ended with."""
@@ -290,18 +313,28 @@ class Service:
             ignore_eos=body.ignore_eos,
             length_penalty=body.length_penalty,
         )
-        driver = BeamDriver(self.worker.engine, name, prompt.tokens, params, self.salt(request, body))
+        size, tokenizer = len(prompt.tokens), self.llm.tokenizer
+
+        def make() -> BeamDriver:
+            driver = BeamDriver(self.worker.engine, name, prompt.tokens, params, self.salt(request, body))
+            driver.check()
+            return driver
+
+        driver = await self.take_apart(request, size, make, params.beam_width)
         job = Search(driver)
         self.worker.submit(job)
         await self.wait(request, job)
         if driver.error is not None:
             raise request_failed(driver.error)
-        found = beam_sequences(prompt.tokens, driver.results(), self.llm.tokenizer)
-        before = "" if self.llm.tokenizer is None else self.llm.tokenizer.decode(prompt.tokens)
-        return [
-            Found((one.text or "").removeprefix(before), one.finish_reason, len(one.tokens) - len(prompt.tokens))
-            for one in found
-        ]
+
+        def read() -> list[Found]:
+            before = "" if tokenizer is None else tokenizer.decode(prompt.tokens)
+            return [
+                Found((one.text or "").removeprefix(before), one.finish_reason, len(one.tokens) - size)
+                for one in beam_sequences(prompt.tokens, driver.results(), tokenizer)
+            ]
+
+        return await self.take_apart(request, size, read, params.beam_width)
 
 
 def _cancel(task: asyncio.Task[T]) -> None:

@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from quire.cache.events import BlocksAllocated, BlocksForked, BlocksShared, CacheEvent
+from quire.engine.cost import CostModel
 from quire.engine.engine import Engine
 from quire.request import Event, FinishReason, Request
 from quire.server.errors import ApiError, deadline_passed, engine_stopped, queue_full
@@ -28,7 +29,8 @@ from quire.text import OutputProcessor, RequestOutput, Tokenizer
 
 log = logging.getLogger("quire.server")
 
-STUCK_AFTER = 4.0  # seconds in one step after which the engine counts as stuck
+STUCK_AFTER = 4.0  # seconds in one step after which the engine counts as stuck, unless the step is a long one:
+PATIENCE = 16  # times what it takes by the cost model, whose machine may be that much faster than this one
 FIRST_BLOCKS = (BlocksAllocated, BlocksShared, BlocksForked)  # one of these comes first when a request begins to run
 T = TypeVar("T")
 
@@ -42,15 +44,22 @@ class Worker:
         tokenizer: Tokenizer | None,
         inspector: Inspector,
         metrics: Metrics,
+        cost: CostModel,
         max_queued: int,
         request_timeout: float | None = None,
+        stuck_after: float | None = None,
     ) -> None:
-        """max_queued: samples that may wait for a seat. request_timeout: seconds that a job may take."""
+        """cost: of a step. max_queued: samples that may wait for a seat. request_timeout: seconds that a job may take.
+
+        stuck_after: seconds that a step may take; None: by its cost.
+        """
         self.engine = engine
         self.failure: str | None = None  # why the engine serves nobody any more
         self.on_failure: Callable[[], None] = lambda: None
         self._inspector = inspector
         self._metrics = metrics
+        self._cost = cost
+        self._stuck_after = stuck_after
         self._limit = engine.scheduler.max_num_seqs + max_queued
         self._timeout = request_timeout
         self._num_samples = 0  # of the open jobs
@@ -95,9 +104,23 @@ class Worker:
         """Raise ApiError (503) if the engine does not serve."""
         if self.failure is not None:
             raise engine_stopped(self.failure)
-        if (seconds := self.stuck_for) > STUCK_AFTER:
-            message = f"the engine has been in one step for {seconds:.1f} s"
+        seconds = self.stuck_for
+        if seconds > (self._stuck_after or STUCK_AFTER) and seconds > (longest := self._longest_step()):
+            message = (
+                f"the engine has been in one step for {seconds:.1f} s, which should take {longest:.1f} s at most "
+                f"(--stuck-after says how long any step may take)"
+            )
             raise ApiError(message, HTTPStatus.SERVICE_UNAVAILABLE, code="engine_stuck")
+
+    def _longest_step(self) -> float:
+        """Seconds that what the engine is doing may take."""
+        if self._stuck_after is not None:
+            return self._stuck_after
+        plan = self.engine.under_way
+        if plan is None:
+            return STUCK_AFTER
+        num_drawn = sum(1 if item.request.sampling.prompt_logprobs is None else item.num_rows for item in plan.items)
+        return max(STUCK_AFTER, PATIENCE * self._cost.seconds(plan, num_drawn))
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function on the engine's thread, between two steps: what it returns or raises."""

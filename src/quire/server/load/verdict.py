@@ -9,7 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)  # that asyncio makes one by one, when there is more to do
+from quire.server.grammar import num_trials
+from quire.server.service import MAX_LONG_TEXTS, MAX_TEMPLATES
+
+# Threads that come one by one, when there is more to do: asyncio's own, and those of the server's lanes.
+POOL_THREADS = min(32, (os.cpu_count() or 1) + 4) + num_trials() + MAX_LONG_TEXTS + MAX_TEMPLATES
+TRIAL_DESCRIPTORS = 2 * (num_trials() - 1)  # of the processes that start where several grammars are tried at once
 MAX_GROWTH = 0.01  # of the resident memory, over a whole run
 MAX_TOLD = 20  # wrong answers that are told
 # Of what a server counts, what shows how much of it a load has reached.
@@ -112,7 +117,7 @@ def judge(found: Findings) -> list[str]:
         if grown >= MAX_GROWTH:
             problems.append(f"resident memory grew by {grown:.2%} over the run; it must be less than {MAX_GROWTH:.0%}")
     if found.before is not None and found.after is not None:
-        for name, spare in (("threads", POOL_THREADS), ("descriptors", 0)):
+        for name, spare in (("threads", POOL_THREADS), ("descriptors", TRIAL_DESCRIPTORS)):
             then, now = getattr(found.before, name), getattr(found.after, name)
             if now > then + spare:
                 problems.append(f"{now - then} {name} are left: {now}, and {then} after the warm-up")

@@ -1,0 +1,57 @@
+"""Hosts: by which names a server may be asked.
+
+A page on the web can let its own name point to an address of the reader's machine (DNS rebinding): the browser then
+takes a server there for a part of that page's site. Such a request names the page's host, not this server's.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Collection
+
+from quire.errors import ConfigError
+
+ANY = "*"
+LOCAL = "localhost"
+NAME = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")  # an IPv6 address stands in brackets
+HEADER = re.compile(rf"({NAME.pattern})(:[0-9]*)?")
+
+
+def host_in(header: str) -> str | None:
+    """The host that a Host header names, in lower case and without its port; None for what is no such header."""
+    match = HEADER.fullmatch(header)
+    return None if match is None else _plain(match[1])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine, as only its own programs reach it."""
+    try:
+        return host == LOCAL or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_allowed(hosts: Collection[str]) -> None:
+    """Raise ConfigError for an entry of `allowed_hosts` that no request could name."""
+    for host in hosts:
+        if host != ANY and not NAME.fullmatch(host):
+            raise ConfigError(
+                f"allowed_hosts has {host!r}; give names or addresses without scheme, port and path, such as "
+                f"'example.org' or '[::1]', or '*' for any"
+            )
+
+
+def hosts_to_check(allowed: Collection[str], listens_at: str, has_keys: bool) -> frozenset[str] | None:
+    """What a request may name besides this machine; None: anything.
+
+    listens_at: a server that others can reach is asked by names that it cannot know. One with keys is safe without: a
+    page does not know them.
+    """
+    if ANY in allowed or not (allowed or (is_loopback(listens_at) and not has_keys)):
+        return None
+    return frozenset(map(_plain, allowed))
+
+
+def _plain(host: str) -> str:
+    return host.strip("[]").lower().removesuffix(".")
