@@ -174,6 +174,19 @@ def test_beam_search(server: Serving, llm: LLM) -> None:
     assert refused.error()["param"] == "stream"
 
 
+def test_a_beam_search_does_not_repeat_a_prompt_that_ends_within_a_character(server: Serving, llm: LLM) -> None:
+    """Its last token is the first two bytes of a quotation mark, which the model completes."""
+    assert llm.tokenizer is not None
+    prompt = llm.tokenizer.encode("# don") + [
+        token for token in range(2048) if llm.tokenizer.token_bytes(token) == b"\xe2\x80"
+    ]
+    [expected] = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=3))
+    texts = [(sequence.text or "").removeprefix("# don") for sequence in expected.sequences]
+    assert all(text.startswith("\u2019") for text in texts)
+    found = complete(server, prompt=prompt, use_beam_search=True, n=2, max_tokens=3)
+    assert [choice["text"] for choice in found["choices"]] == texts
+
+
 def test_the_default_max_tokens_is_cut_to_what_there_is_room_for(server: Serving) -> None:
     longest = server.service.max_model_len
     tokens = [5] * (longest - 3)

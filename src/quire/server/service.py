@@ -27,7 +27,7 @@ from quire.server.jobs import Generation, Job, Search
 from quire.server.protocol import EmbeddingRequest, Sampling
 from quire.server.sse import told_of_disconnect
 from quire.server.worker import Worker
-from quire.text import RequestOutput, Tokenizer, beam_sequences, make_requests
+from quire.text import Detokenizer, RequestOutput, Tokenizer, make_requests
 
 T = TypeVar("T")
 MAX_LOGPROBS = 2**19  # in one request: a hundred bytes each, and as many in the answer
@@ -296,12 +296,17 @@ class Service:
         await self.wait(request, job)
         if driver.error is not None:
             raise request_failed(driver.error)
-        found = beam_sequences(prompt.tokens, driver.results(), self.llm.tokenizer)
-        before = "" if self.llm.tokenizer is None else self.llm.tokenizer.decode(prompt.tokens)
         return [
-            Found((one.text or "").removeprefix(before), one.finish_reason, len(one.tokens) - len(prompt.tokens))
-            for one in found
+            Found(self._text_after(prompt, one.tokens), one.finish_reason.value, len(one.tokens))
+            for one in driver.results()
         ]
+
+    def _text_after(self, prompt: Prompt, tokens: Sequence[int]) -> str:
+        """What tokens add to a prompt's text, which may end within a character."""
+        if self.llm.tokenizer is None:
+            return ""
+        detokenizer = Detokenizer(self.llm.tokenizer, prompt.tokens, skip_special_tokens=True)
+        return "".join([*(detokenizer.add(token) for token in tokens), detokenizer.finish()])
 
 
 def _cancel(task: asyncio.Task[T]) -> None:
