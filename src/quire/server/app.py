@@ -23,7 +23,7 @@ from quire.server import inspector, openapi
 from quire.server.chat import chat, conversation
 from quire.server.completions import complete
 from quire.server.embeddings import embed
-from quire.server.errors import MAX_SHOWN, ApiError, cut, shown
+from quire.server.errors import MAX_SHOWN, ApiError, cut, internal_error, shown
 from quire.server.guard import Guard
 from quire.server.inspector import Inspector
 from quire.server.metrics import Metrics
@@ -212,11 +212,10 @@ async def _refused(_: HttpRequest, error: Exception) -> Response:
 
 async def _broken(request: HttpRequest, error: Exception) -> Response:
     log.error("%s %r failed", request.method, request.url.path, exc_info=error)
-    told = f"an error of the server's own: {type(error).__name__}"
-    return _answer(ApiError(told, HTTPStatus.INTERNAL_SERVER_ERROR, code="internal_error"))
+    return _answer(internal_error(error))
 
 
-async def _invalid(_: HttpRequest, error: Exception) -> Response:
+async def _invalid(request: HttpRequest, error: Exception) -> Response:
     """A body that is not what the route takes."""
     if not isinstance(error, RequestValidationError):
         raise error

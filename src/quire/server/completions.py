@@ -261,7 +261,7 @@ class _Writer:
 
 def _goodness(sample: CompletionOutput) -> float:
     """The mean logprob of its tokens."""
-    return (sample.cumulative_logprob or 0.0) / max(1, len(sample.token_ids))
+    return finite((sample.cumulative_logprob or 0.0) / max(1, len(sample.token_ids)))
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> str:

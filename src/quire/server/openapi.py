@@ -5,15 +5,22 @@ Answers are written without these models, which is faster; the tests hold each o
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
 from quire.server.guard import OPEN_PATHS
-from quire.server.service import Service
+from quire.server.service import LOWEST_LOGPROB, Service
 
+Logprob = Annotated[
+    float,
+    Field(
+        ge=LOWEST_LOGPROB,
+        description=f"A natural logarithm; {LOWEST_LOGPROB} stands for what is lower, or not a number",
+    ),
+]
 FinishReason = Literal["stop", "length"]  # a request that fails is answered with an error
 BODIES = ("CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeRequest", "DetokenizeRequest")
 
@@ -57,7 +64,7 @@ class Usage(Answer):
 class PromptLogprob(Answer):
     """A candidate at a position of the prompt."""
 
-    logprob: float
+    logprob: Logprob
     rank: int
     decoded_token: str | None
 
@@ -69,9 +76,9 @@ class CompletionLogprobs(Answer):
     """A choice's tokens, each with its place in the text and its candidates."""
 
     text_offset: list[int]
-    token_logprobs: list[float | None]
+    token_logprobs: list[Logprob | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: list[dict[str, Logprob] | None]
 
 
 class CompletionChoice(Answer):
@@ -111,7 +118,7 @@ class TopLogprob(Answer):
     """A candidate."""
 
     token: str
-    logprob: float
+    logprob: Logprob
     bytes: list[int]
 
 

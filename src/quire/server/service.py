@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -34,7 +36,7 @@ MAX_LOGPROBS = 2**19  # in one request: a hundred bytes each, and as many in the
 MAX_GRAMMARS = 64  # that are compiled, or wait for it
 MAX_LONG_TEXTS = 2  # that are taken apart at the same time
 LONG_TEXT = 4096  # characters or tokens above which a text is taken apart on another thread
-LOWEST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON has not
+LOWEST_LOGPROB = -9999.0  # what stands for numbers that JSON does not have, as in vLLM
 COPIED = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty",
           "min_tokens")  # fmt: skip
 # What a beam search cannot be asked for, and what each is while it is not asked for.
@@ -349,5 +351,5 @@ def num_logprobs(outputs: Sequence[RequestOutput]) -> int:
 
 
 def finite(logprob: float) -> float:
-    """A logprob that JSON can hold."""
-    return max(logprob, LOWEST_LOGPROB)
+    """A logprob that JSON can hold: LOWEST_LOGPROB stands for minus infinity, and for NaN of a model that overflows."""
+    return logprob if LOWEST_LOGPROB < logprob < math.inf else LOWEST_LOGPROB
