@@ -165,6 +165,14 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
         decode = partial(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return {"prompt": await aside(len(body.tokens), decode)}
 
+    @app.get(
+        "/tokenizer_info",
+        response_model=None,
+        responses=openapi.answer(openapi.TokenizerInfo, "Special tokens, the chat template, and the longest sequence"),
+    )
+    async def tokenizer_info() -> Response:
+        return JsonBody(service.tokenizer_info())
+
     @app.get("/health", response_class=Response)
     async def health() -> Response:
         """200 while the engine serves, 503 with the reason while it does not."""

@@ -244,6 +244,21 @@ class DetokenizedText(Answer):
     prompt: str
 
 
+class TokenizerInfo(Answer):
+    """The answer of /tokenizer_info."""
+
+    tokenizer_class: str
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    sep_token: str | None
+    pad_token: str | None
+    cls_token: str | None
+    mask_token: str | None
+    chat_template: str | None
+
+
 class Version(Answer):
     """The answer of /version."""
 

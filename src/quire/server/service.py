@@ -18,9 +18,10 @@ from starlette.requests import Request as HttpRequest
 
 from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
+from quire.errors import RequestError
 from quire.llm import LLM
 from quire.request import MAX_SEED, Guide, Request, SamplingParams
-from quire.server.chat_template import ChatTemplate
+from quire.server.chat_template import ChatTemplate, special_tokens
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, deadline_passed, queue_full, request_failed, shown
 from quire.server.grammar import Grammars, Spec
@@ -60,7 +61,7 @@ NOT_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
     "repetition_penalty": (None, 1),
     "seed": (None,),
-    "priority": (0,),
+    "priority": (None, 0),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
 }
@@ -91,6 +92,7 @@ class Service:
     config: ServerConfig
     names: tuple[str, ...]  # of the model, the first one in answers
     template: ChatTemplate | None
+    tokenizer_settings: Mapping[str, Any]  # the model's tokenizer_config.json
     created: int = field(default_factory=lambda: int(time.time()))
     grammars: Grammars | None = None  # made at first use
     _num_grammars: int = 0  # requests whose grammar is being compiled
@@ -104,14 +106,29 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's. Raises ApiError where it has none."""
+        """The model's. Raises RequestError where it has none."""
         if self.llm.tokenizer is None:
-            raise ApiError("this model has no tokenizer, so it takes and gives token ids only", param="prompt")
+            raise RequestError("this model has no tokenizer, so it takes and gives token ids only", "prompt")
         return self.llm.tokenizer
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What a client has to know to handle texts as this server does, as vLLM tells it.
+
+        Raises ApiError where the model has no tokenizer.
+        """
+        if self.llm.tokenizer is None:
+            raise ApiError("this model has no tokenizer, so it takes and gives token ids only", HTTPStatus.NOT_FOUND)
+        told = self.tokenizer_settings.get("tokenizer_class")
+        return {
+            "tokenizer_class": told if isinstance(told, str) else "PreTrainedTokenizerFast",
+            "model_max_length": self.max_model_len,
+            **special_tokens(self.tokenizer_settings),
+            "chat_template": None if self.template is None else self.template.source,
+        }
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for a model that is not served here."""
-        if name is not None and name not in self.names:
+        if name and name not in self.names:
             message = f"there is no model {shown(name)} here; this server has {', '.join(map(repr, self.names))}"
             raise ApiError(message, 404, param="model", code="model_not_found")
 
