@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
-from os.path import commonprefix
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,9 +89,9 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exceptions
             half = next((i for i, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
             if half is None:
-                raise RequestError(f"the text cannot be encoded: {error}") from error
+                raise RequestError(f"the text cannot be encoded: {error}", "prompt") from error
             code = f"U+{ord(text[half]):04X}"
-            raise RequestError(f"the text has {code}, half of a character, at position {half}") from error
+            raise RequestError(f"the text has {code}, half of a character, at position {half}", "prompt") from error
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The tokens' text."""
@@ -199,11 +198,16 @@ class Detokenizer:
         """What is new in the text of the window."""
         known = len(self._decode(self._window[: self._num_told]))
         if self._num_prompt > self._num_told:  # what the prompt left incomplete is still so, or it is a character now
-            known = max(known, len(commonprefix([self._decode(self._window[: self._num_prompt]), decoded])))
+            known = max(known, _num_common(self._decode(self._window[: self._num_prompt]), decoded))
         return decoded[known:]
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, self._skip)
+
+
+def _num_common(one: str, other: str) -> int:
+    """Characters with which both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 # ------------------------------------------------------------------------------------------------- outputs

@@ -93,13 +93,13 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise RequestError if `add` would."""
-        self._check_tokens(f"request {request.id}: prompt", request.tokens)
-        self._check_tokens(f"request {request.id}: stop_token_ids", request.sampling.stop_tokens)
+        self._check_tokens(request, "prompt", request.tokens)
+        self._check_tokens(request, "stop_token_ids", request.sampling.stop_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(request.sampling, name)
             if count is not None and count > self.vocab_size:
                 raise RequestError(
-                    f"request {request.id}: {name} is {count}; the vocabulary has {self.vocab_size} tokens"
+                    f"request {request.id}: {name} is {count}; the vocabulary has {self.vocab_size} tokens", name
                 )
         if request.steered and request.guide is not None:
             raise RequestError(f"request {request.id} has a guide; in a beam search no grammar can choose the tokens")
@@ -148,10 +148,11 @@ class Engine:
             return ended
         return self.scheduler.commit(plan, output)
 
-    def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
+    def _check_tokens(self, request: Request, name: str, tokens: Iterable[int]) -> None:
         for i, token in enumerate(tokens):
             if not 0 <= token < self.vocab_size:
-                raise RequestError(f"{name}[{i}] is {token}; token ids of this model lie in 0..{self.vocab_size - 1}")
+                told = f"request {request.id}: {name}[{i}] is {token}"
+                raise RequestError(f"{told}; token ids of this model lie in 0..{self.vocab_size - 1}", name)
 
     def _derived_seed(self, request: Request) -> int:
         digest = blake2b(f"{self.seed}:{request.ordinal}".encode(), digest_size=8).digest()
