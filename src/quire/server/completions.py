@@ -60,7 +60,7 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
         return EventStream(
             _stream(body, head, writer, job, num_prompt_logprobs(prompts, params)), lambda: service.worker.abort(job)
         )
-    outputs = await service.run(request, Generation(made))
+    outputs = await service.run(request, Generation(made), body.grammar_field())
 
     def answer() -> Response:
         num_prompt, num_generated, num_cached = counted(outputs)
@@ -153,7 +153,7 @@ async def _stream(
             if body.max_tokens != 0:
                 generated[number] += len(delta.token_ids)
             if delta.error is not None:
-                parts.append(data(request_failed(delta.error).body()))
+                parts.append(data(request_failed(delta.error, body.grammar_field()).body()))
             elif (choice := await aside(size, partial(writer.piece, number, delta))) is not None:
                 parts.append(chunks.choice(choice, len(delta.output.prompt_token_ids), generated[number]))
         if parts:

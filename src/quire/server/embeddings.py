@@ -32,13 +32,13 @@ async def embed(service: Service, request: HttpRequest, body: EmbeddingRequest) 
             f"a time, so send fewer, or set dimensions"
         )
         raise ApiError(message, param="input")
-    service.worker.check_room(len(inputs))
+    service.worker.check_room(len(inputs), "input")
     prompts = await service.take_apart(
         sum(map(len, inputs)), lambda: [_prompt(service, i, one, body) for i, one in enumerate(inputs)]
     )
     name, salt = new_name("embd"), service.salt(request, body)
     made = [
-        embedding_request(f"{name}-{i}", prompt.text, prompt.tokens, body.priority, salt)
+        embedding_request(f"{name}-{i}", prompt.text, prompt.tokens, body.priority or 0, salt)
         for i, prompt in enumerate(prompts)
     ]
     outputs = await service.run(request, Generation([(output, [one]) for one, output in made]))

@@ -300,7 +300,7 @@ def describe(app: FastAPI, service: Service) -> None:
         paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = _stream_of(chunk)
     named = {"type": "string", "enum": list(service.names)}
     for body in BODIES:
-        schemas[body]["properties"]["model"] = {"anyOf": [named, {"type": "null"}]}
+        schemas[body]["properties"]["model"] = {"anyOf": [named, {"type": "null"}, {"const": ""}]}
     [parameter] = paths["/v1/models/{name}"]["get"]["parameters"]
     parameter["schema"] = named
     if service.config.api_key:

@@ -46,12 +46,9 @@ NOT_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "logprobs": (None, False),
     "prompt_logprobs": (None,),
-    "stop": (None, []),
+    "stop": (None, [], ""),
     "stop_token_ids": (None, []),
     "min_tokens": (None, 0),
-    "response_format": (None,),
-    "regex": (None,),
-    "grammar": (None,),
     "best_of": (None,),
     "temperature": (None, 0, 1),
     "top_p": (None, 1),
@@ -183,15 +180,20 @@ class Service:
     # ------------------------------------------------------------------------------------------------- jobs
 
     def sampling(self, body: Sampling, **own: Any) -> SamplingParams:
-        """How to choose tokens. Raises RequestError."""
+        """How to choose tokens. Raises ApiError for what does not go together."""
         given = {name: value for name in COPIED if (value := getattr(body, name)) is not None}
         seed = None if body.seed is None else body.seed & MAX_SEED  # OpenAI's may be negative
         for name, count in (("logprobs", own.get("logprobs")), ("prompt_logprobs", body.prompt_logprobs)):
             self.check_logprobs(name, count)
+        if (most := own["max_tokens"]) is not None and (body.min_tokens or 0) > most:
+            message = (
+                f"min_tokens is {body.min_tokens}; at most {most} tokens were asked for, so it must be in 0..{most}"
+            )
+            raise ApiError(message, param="min_tokens")
         return SamplingParams(
             **{"n": body.n or 1, "prompt_logprobs": body.prompt_logprobs} | given | own,
             seed=seed,
-            stop=body.stop,
+            stop=body.stop or None,
             stop_token_ids=body.stop_token_ids,
             include_stop_str_in_output=body.include_stop_str_in_output,
             ignore_eos=body.ignore_eos,
@@ -205,7 +207,7 @@ class Service:
             raise ApiError(message, param=name)
 
     async def guide(self, request: HttpRequest, body: Sampling) -> Guide | None:
-        """The grammar that the text has to follow, compiled on another thread. Raises ApiError, RequestError.
+        """The grammar that the text has to follow, compiled on another thread. Raises ApiError.
 
         A client that goes meanwhile takes its grammar back.
         """
@@ -219,6 +221,8 @@ class Service:
         try:
             async with told_of_disconnect(request.receive, lambda: _cancel(compiling)):
                 return await asyncio.wait_for(compiling, self.config.request_timeout)
+        except RequestError as error:
+            raise ApiError(str(error), param=name) from error
         except asyncio.TimeoutError:
             raise deadline_passed(self.config.request_timeout or 0.0) from None
         except asyncio.CancelledError:
@@ -256,7 +260,8 @@ class Service:
         guide: Guide | None,
     ) -> list[tuple[RequestOutput, list[Request]]]:  # fmt: skip
         """An output and the requests of its samples for each prompt. Raises ApiError if there is no room for them."""
-        self.worker.check_room(len(prompts) * params.n)  # before they are made, as there can be very many
+        # Before they are made, as there can be very many.
+        self.worker.check_room(len(prompts) * params.n, "prompt" if params.n == 1 else _samples_field(body))
         if (count := num_prompt_logprobs(prompts, params)) > MAX_LOGPROBS:
             message = (
                 f"the request asks for {count} logprobs of its prompts; this server gives {MAX_LOGPROBS} at a "
@@ -266,7 +271,9 @@ class Service:
         made = []
         for i, prompt in enumerate(prompts):
             salt = self.salt(request, body)
-            output, requests = make_requests(f"{name}-{i}", prompt.text, prompt.tokens, params, body.priority, salt)
+            output, requests = make_requests(
+                f"{name}-{i}", prompt.text, prompt.tokens, params, body.priority or 0, salt
+            )
             if guide is not None:
                 for each in requests:
                     each.guide = guide.copy()
@@ -279,14 +286,14 @@ class Service:
         tenant = "" if key is None else blake2b(key.encode(), digest_size=16).hexdigest()
         return f"{tenant}:{body.cache_salt or ''}" if tenant or body.cache_salt else ""
 
-    async def run(self, request: HttpRequest, job: Generation) -> list[RequestOutput]:
-        """Serve a job to its end. Raises what it ended with."""
+    async def run(self, request: HttpRequest, job: Generation, grammar: str | None = None) -> list[RequestOutput]:
+        """Serve a job to its end. Raises what it ended with. grammar: the field that had a grammar."""
         self.worker.submit(job)
         await self.wait(request, job)
         for output in job.outputs:
             for sample in output.outputs:
                 if sample.error is not None:
-                    raise request_failed(sample.error)
+                    raise request_failed(sample.error, grammar)
         return job.outputs
 
     async def wait(self, request: HttpRequest, job: Job) -> None:
@@ -300,14 +307,14 @@ class Service:
         self, request: HttpRequest, body: Sampling, name: str, prompt: Prompt, max_tokens: int | None
     ) -> list[Found]:
         """The n best continuations that a beam search of that width finds, best first."""
-        for option, neutral in NOT_IN_BEAM_SEARCH.items():
-            if getattr(body, option, None) not in neutral:
-                raise ApiError(f"{option} does not go with use_beam_search; leave one of them out", param=option)
+        asked = (one for one, neutral in NOT_IN_BEAM_SEARCH.items() if getattr(body, one, None) not in neutral)
+        if option := next(asked, body.grammar_field()):
+            raise ApiError(f"{option} does not go with use_beam_search; leave one of them out", param=option)
         params = BeamSearchParams(
             beam_width=body.n or 1,
             max_tokens=max_tokens or self.check_length(prompt),
             ignore_eos=body.ignore_eos,
-            length_penalty=body.length_penalty,
+            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         )
         driver = BeamDriver(self.worker.engine, name, prompt.tokens, params, self.salt(request, body))
         job = Search(driver)
@@ -326,6 +333,11 @@ class Service:
             return ""
         detokenizer = Detokenizer(self.llm.tokenizer, prompt.tokens, skip_special_tokens=True)
         return "".join([*(detokenizer.add(token) for token in tokens), detokenizer.finish()])
+
+
+def _samples_field(body: Sampling) -> str:
+    """The field that says how many samples a prompt has."""
+    return "n" if getattr(body, "best_of", None) is None else "best_of"
 
 
 def _cancel(task: asyncio.Task[T]) -> None:

@@ -38,8 +38,9 @@ class Chunks:
     def __init__(self, head: dict[str, Any], options: StreamOptions | None) -> None:
         """head: the fields that all chunks begin with."""
         self._head = head
-        self._has_usage = options is not None and options.include_usage
-        self._has_usage_so_far = options is not None and options.continuous_usage_stats
+        asked = options or StreamOptions()
+        self._has_usage = asked.include_usage
+        self._has_usage_so_far = asked.include_usage and asked.continuous_usage_stats
         self._start = b"data: " + dumps(head)[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
 
