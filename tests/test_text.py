@@ -3,7 +3,7 @@
 import random
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -381,3 +381,79 @@ def test_a_candidates_text_is_decoded_once(bytewise: Tokenizer, monkeypatch: pyt
         texts = [{token: one.decoded_token for token, one in position.items()} for position in sample.logprobs or []]
         common = {b: "b", half: "\ufffd"}
         assert texts == [common | {a: "a"}, common, common | {a: "a"}, common]
+
+
+# ------------------------------------------------------------------------------- the prompt's text is the prompt's
+
+
+def broken_cases(seed: int, count: int) -> Iterator[tuple[list[int], list[int], str, str, bool]]:
+    """Prompts and new tokens of the embedded model, most of them no whole characters, and what the new ones add.
+
+    What bytes are as a text is Python's to say. A prompt that ends within a character may see it completed.
+    """
+    tokenizer, rng = Tokenizer(EMBEDDED), random.Random(seed)
+    pieces = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+    broken = [token for token, piece in enumerate(pieces) if "\ufffd" in piece.decode(errors="replace")]
+
+    def text(tokens: list[int], skips: bool) -> str:
+        return b"".join(pieces[t] for t in tokens if t or not skips).decode(errors="replace")  # 0: <|endoftext|>
+
+    def some(count: int) -> list[int]:
+        whole = rng.randrange(len(pieces)), 0
+        return [rng.choice(rng.choice((broken, broken, whole))) for _ in range(count)]
+
+    for _ in range(count):
+        character = tokenizer.encode(rng.choice("漢🙂é\ufffd"), add_special_tokens=False) * (rng.random() < 0.5)
+        cut = rng.randint(0, len(character))
+        prompt = some(rng.choice((*range(9), 15, 16, 17, 30))) + character[:cut]
+        new = character[cut:] + some(rng.randint(0, 8))
+        skips = rng.random() < 0.5
+        before, after = text(prompt, skips), text(prompt + new, skips)
+        common = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before))
+        yield prompt, new, before, after[common:], skips
+
+
+def test_the_text_is_what_the_tokens_add_to_the_prompts() -> None:
+    tokenizer = Tokenizer(EMBEDDED)
+    for prompt, new, _, added, skips in broken_cases(0, 3000):
+        detokenizer = Detokenizer(tokenizer, prompt, skips)
+        found = "".join([*(detokenizer.add(token) for token in new), detokenizer.finish()])
+        assert found == added, (prompt, new, skips)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_stop_strings_are_not_looked_for_in_the_prompt(keeps: bool) -> None:
+    tokenizer, rng, num_stopped = Tokenizer(EMBEDDED), random.Random(1), 0
+    for prompt, new, before, added, skips in broken_cases(2, 1500):
+        if not new or not before:
+            continue
+        at = rng.randrange(len(before))
+        stops = [before[at : at + rng.randint(1, 3)], rng.choice(added) if added and rng.random() < 0.3 else "never"]
+        params = SamplingParams(
+            max_tokens=None, stop=stops, include_stop_str_in_output=keeps, skip_special_tokens=skips
+        )
+        engine = FakeEngine()
+        processor = OutputProcessor(engine, tokenizer)  # type: ignore[arg-type]
+        output = RequestOutput("p", None, prompt, [CompletionOutput(0)])
+        processor.add(Request("r", array("i", prompt), len(prompt), params), output, deque())
+        for i, token in enumerate(new):
+            reason = FinishReason.LENGTH if i == len(new) - 1 else None
+            list(processor.process([Event("r", token, finish_reason=reason)]))
+        [sample] = output.outputs
+        if not any(stop in added for stop in stops):
+            assert (sample.text, sample.finish_reason) == (added, "length"), (prompt, new, stops)
+            continue
+        num_stopped += 1
+        assert sample.finish_reason == "stop"
+        kept = sample.stop_reason if keeps else ""
+        assert added.startswith(f"{sample.text.removesuffix(kept)}{sample.stop_reason}"), (prompt, new, stops)
+    assert num_stopped > 50
+
+
+def test_a_prompt_that_begins_with_a_broken_character_is_not_repeated() -> None:
+    tokenizer = Tokenizer(EMBEDDED)
+    [half] = (t for t in range(tokenizer.vocab_size) if tokenizer.token_bytes(t) == b"\xe6")
+    word, other = (tokenizer.encode(text, add_special_tokens=False) for text in ("self", " other"))
+    for prompt in ([half, *word], [0, half, *word], [half], [0, half, 0], tokenizer.encode("\ufffd")):
+        detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=True)
+        assert "".join([*(detokenizer.add(token) for token in other), detokenizer.finish()]) == " other"

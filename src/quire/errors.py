@@ -51,7 +51,15 @@ class ConfigError(QuireError):
 
 
 class RequestError(QuireError):
-    """A request or its sampling parameters are invalid, or it can never fit; it was not accepted."""
+    """A request or its sampling parameters are invalid, or it can never fit; it was not accepted.
+
+    `field` is what is wrong with it, where that is one thing and the message comes from the engine: "prompt",
+    "priority", or a field of SamplingParams or BeamSearchParams.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ModelError(QuireError):

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,7 @@ class Tokenizer:
             token: added.content.replace(WORD_MARK, " ") if self._marks_words and not added.special else added.content
             for token, added in self._fast.get_added_tokens_decoder().items()
         }
+        self.special_tokens = frozenset(t for t, one in self._fast.get_added_tokens_decoder().items() if one.special)
 
     @property
     def vocab_size(self) -> int:
@@ -87,9 +89,9 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exceptions
             half = next((i for i, letter in enumerate(text) if "\ud800" <= letter <= "\udfff"), None)
             if half is None:
-                raise RequestError(f"the text cannot be encoded: {error}") from error
+                raise RequestError(f"the text cannot be encoded: {error}", "prompt") from error
             code = f"U+{ord(text[half]):04X}"
-            raise RequestError(f"the text has {code}, half of a character, at position {half}") from error
+            raise RequestError(f"the text has {code}, half of a character, at position {half}", "prompt") from error
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The tokens' text."""
@@ -140,51 +142,72 @@ class Detokenizer:
 
     What a token adds depends on the tokens before it (a leading space, the first bytes of a character). So each time
     a short window is decoded, with and without the new tokens, and the difference is the new text; an incomplete
-    character at its end is held back until it is complete.
+    character at its end is held back until it is complete. The text of the prompt is never part of the new text, but
+    for a last character that the prompt leaves incomplete and the new tokens complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        # Context, then tokens whose text is still held back. Context cut within a character would decode to rubbish,
-        # and so would all that follows it where a tokenizer decodes runs of bytes as a whole; and a prompt that ends
-        # within one has its character completed by the new tokens.
-        whole = list(prompt[-MAX_HELD_TOKENS:])
-        starts = range(MAX_CHARACTER_TOKENS if len(prompt) > len(whole) else 1)
-        cuts = [(start, end) for end in range(MAX_CHARACTER_TOKENS) for start in starts]
-        texts = ((cut, self._decode(whole[cut[0] : len(whole) - cut[1]])) for cut in cuts)
-        clean = (cut for cut, text in texts if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT))
-        start, end = next(clean, (0, 0))
+        self._left_out = tokenizer.special_tokens if skip_special_tokens else frozenset()
+        # Context, then tokens whose text is still held back. Where the prompt ends within a character, its last
+        # tokens are held back too, since the new ones may complete that character.
+        backwards = (token for token in reversed(prompt) if token not in self._left_out)
+        whole = list(islice(backwards, MAX_HELD_TOKENS))[::-1]
+        start, end = self._clean_cut(whole, is_cut_off=next(backwards, None) is not None)
         self._window = whole[start:]
-        self._num_told = max(0, len(self._window) - end)  # tokens of the window whose text was given out
+        self._num_prompt = len(self._window)  # tokens of the window that are the prompt's
+        self._num_told = self._num_prompt - end  # tokens of the window whose text was given out, or is the prompt's
+
+    def _clean_cut(self, whole: Sequence[int], is_cut_off: bool) -> tuple[int, int]:
+        """Tokens to leave out at the start and at the end, so that what is left decodes to whole characters."""
+        if is_cut_off:
+            # Context cut within a character would decode to rubbish, and so would all that follows it where a
+            # tokenizer decodes runs of bytes as a whole.
+            for end in range(MAX_CHARACTER_TOKENS):
+                for start in range(MAX_CHARACTER_TOKENS):
+                    text = self._decode(whole[start : len(whole) - end])
+                    if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+                        return start, end
+        ends = (end for end in range(len(whole)) if not self._decode(whole[: len(whole) - end]).endswith(REPLACEMENT))
+        return 0, next(ends, len(whole))
 
     def add(self, token: int) -> str:
         """The text that is now certain."""
+        if token in self._left_out:
+            return ""
         self._window.append(token)
-        text = self._new_text(len(self._window))
-        certain = len(self._window)
-        if text.endswith(REPLACEMENT):
+        certain, decoded = len(self._window), self._decode(self._window)
+        if decoded.endswith(REPLACEMENT):
             if certain - self._num_told < MAX_HELD_TOKENS:
                 return ""
             certain -= MAX_CHARACTER_TOKENS - 1  # what is broken stays broken; only these may yet become a character
-            text = self._new_text(certain)
-        if text:
-            self._window = self._window[self._num_told :]
-            certain -= self._num_told
-        self._num_told = certain
-        surplus = max(0, self._num_told - MAX_HELD_TOKENS)  # tokens without text, such as skipped special ones
-        self._window, self._num_told = self._window[surplus:], self._num_told - surplus
+            decoded = self._decode(self._window[:certain])
+        text = self._new_text(decoded)
+        # Without text, as of ids that the tokenizer does not know, the context must not grow either.
+        surplus = max(self._num_told if text else 0, certain - MAX_HELD_TOKENS)
+        self._window, self._num_told = self._window[surplus:], certain - surplus
+        self._num_prompt = max(0, self._num_prompt - surplus)
         return text
 
     def finish(self) -> str:
         """Whatever was held back."""
-        return self._new_text(len(self._window))
+        return self._new_text(self._decode(self._window))
 
-    def _new_text(self, end: int) -> str:
-        return self._decode(self._window[:end])[len(self._decode(self._window[: self._num_told])) :]
+    def _new_text(self, decoded: str) -> str:
+        """What is new in the text of the window."""
+        known = len(self._decode(self._window[: self._num_told]))
+        if self._num_prompt > self._num_told:  # what the prompt left incomplete is still so, or it is a character now
+            known = max(known, _num_common(self._decode(self._window[: self._num_prompt]), decoded))
+        return decoded[known:]
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, self._skip)
+
+
+def _num_common(one: str, other: str) -> int:
+    """Characters with which both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 # ------------------------------------------------------------------------------------------------- outputs

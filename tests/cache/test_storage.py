@@ -130,3 +130,8 @@ def test_free_memory_is_held_to_the_control_groups(
 def test_free_memory_of_this_machine_and_of_one_that_does_not_tell(tmp_path: Path) -> None:
     assert free_memory(root=tmp_path) is None
     assert 0 < (free_memory() or 1) < 2**50
+
+
+def test_the_page_says_how_much_of_the_cache_is_there_from_the_start() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cpu.md").read_text()
+    assert f"the cache's first {storage.RESIDENT // 2**20} MiB are there" in page

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from openai.types.chat import ChatCompletionMessage
 
 from quire import LLM, SamplingParams
+from quire.models import EMBEDDED
 from tests.server.serving import SMALL, Serving, serving
 
 MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "a class for a stack"}]
@@ -203,3 +208,45 @@ def test_models_and_version(server: Serving) -> None:
 
     assert server.get("/version").json() == {"version": __version__}
     assert server.get("/health").body == b""
+
+
+def test_tokenizer_info(server: Serving) -> None:
+    """As vLLM has it: what stands in tokenizer_config.json, with the template that the server uses."""
+    info = server.get("/tokenizer_info").json()
+    written = json.loads((EMBEDDED / "tokenizer_config.json").read_text())
+    for name in ("tokenizer_class", "bos_token", "eos_token", "pad_token"):
+        assert info[name] == written[name]
+    assert info["unk_token"] is None
+    assert info["chat_template"] == (EMBEDDED / "chat_template.jinja").read_text()
+    assert info["model_max_length"] == server.service.max_model_len
+
+
+def test_tokenizer_info_of_special_tokens_that_are_objects_and_of_a_template_of_ones_own(tmp_path: Path) -> None:
+    model, template = tmp_path / "model", tmp_path / "mine.jinja"
+    shutil.copytree(EMBEDDED, model)
+    settings = {
+        "bos_token": {"content": "<|endoftext|>", "special": True},
+        "eos_token": None,
+        "name_or_path": "/secret",
+    }
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    template.write_text("{{ messages[0].content }}")
+    with serving({"model": str(model)}, chat_template=template) as server:
+        info = server.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"]) == ("<|endoftext|>", None)
+    assert info["chat_template"] == "{{ messages[0].content }}"
+    assert isinstance(info["tokenizer_class"], str)
+    assert "name_or_path" not in info
+
+
+def test_a_client_with_the_servers_tokenizer_writes_the_same_prompts(server: Serving) -> None:
+    """What lm_eval's remote tokenizer does with the three routes."""
+    info = server.get("/tokenizer_info").json()
+    [end] = server.post("/tokenize", prompt=info["eos_token"], add_special_tokens=False).json()["tokens"]
+    assert end in server.service.worker.engine.eos_token_ids
+    template = ImmutableSandboxedEnvironment().from_string(info["chat_template"])
+    text = template.render(messages=MESSAGES, add_generation_prompt=True, bos_token=info["bos_token"])
+    assert text == rendered(server)
+    tokens = server.post("/tokenize", prompt=text, add_special_tokens=False).json()["tokens"]
+    assert tokens == server.post("/tokenize", messages=MESSAGES).json()["tokens"]
+    assert server.post("/detokenize", tokens=tokens).json()["prompt"] == text

@@ -79,6 +79,11 @@ def test_usage_so_far(server: Serving) -> None:
     assert "usage" not in stream(server)[-1]
 
 
+def test_usage_so_far_comes_with_usage_only(server: Serving) -> None:
+    for options in ({"continuous_usage_stats": True}, {"include_usage": False, "continuous_usage_stats": True}):
+        assert not any("usage" in chunk for chunk in stream(server, stream_options=options))
+
+
 def test_several_prompts_of_all_kinds(server: Serving, llm: LLM) -> None:
     tokens = llm.tokenizer.encode("class A:\n")
     found = complete(server, prompt=[PROMPT, "x = ", tokens], n=2, temperature=0.7, seed=1)
@@ -174,6 +179,19 @@ def test_beam_search(server: Serving, llm: LLM) -> None:
     assert refused.error()["param"] == "stream"
 
 
+def test_a_beam_search_does_not_repeat_a_prompt_that_ends_within_a_character(server: Serving, llm: LLM) -> None:
+    """Its last token is the first two bytes of a quotation mark, which the model completes."""
+    assert llm.tokenizer is not None
+    prompt = llm.tokenizer.encode("# don") + [
+        token for token in range(2048) if llm.tokenizer.token_bytes(token) == b"\xe2\x80"
+    ]
+    [expected] = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=3))
+    texts = [(sequence.text or "").removeprefix("# don") for sequence in expected.sequences]
+    assert all(text.startswith("\u2019") for text in texts)
+    found = complete(server, prompt=prompt, use_beam_search=True, n=2, max_tokens=3)
+    assert [choice["text"] for choice in found["choices"]] == texts
+
+
 def test_the_default_max_tokens_is_cut_to_what_there_is_room_for(server: Serving) -> None:
     longest = server.service.max_model_len
     tokens = [5] * (longest - 3)
@@ -199,21 +217,37 @@ def test_the_default_max_tokens_is_cut_to_what_there_is_room_for(server: Serving
         ({"temperature": "warm"}, "temperature", "'warm'"),
         ({"n": 129}, "n", "128"),
         ({"stop": ["a"] * 17}, "stop", "list"),
-        ({"stop": ""}, "stop", "empty"),
+        ({"stop": ["a", ""]}, "stop", "empty"),
         ({"max_tokens": 0}, "max_tokens", "echo"),
         ({"prompt": []}, "prompt", "token ids"),
         ({"prompt": [-1]}, "prompt", "token ids"),
-        ({"prompt": [10**6]}, None, "1000000"),
+        ({"prompt": [10**6]}, "prompt", "1000000"),
+        ({"prompt": "", "add_special_tokens": False}, "prompt", "empty prompt"),
         ({"temprature": 1}, "temprature", "'temperature'"),
         ({"guided_regex": "a"}, "guided_regex", "regex"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "biased"),
         ({"model": "gpt-5"}, "model", "quire-embedded"),
-        ({"min_tokens": 20}, None, "min_tokens"),
-        ({"stop_token_ids": [10**6]}, None, "stop_token_ids"),
+        ({"min_tokens": 20}, "min_tokens", "must be in 0..4"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids", "stop_token_ids"),
+        ({"priority": 1}, "priority", "scheduling_policy"),
+        ({"n": 128, "prompt": ["a"] * 99}, "n", "samples"),
+        ({"best_of": 128, "prompt": ["a"] * 99}, "best_of", "samples"),
+        ({"use_beam_search": True, "n": 17}, "n", "17 beams"),
         ({"use_beam_search": True, "stop": "x"}, "stop", "use_beam_search"),
+        ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "response_format", "use_beam_search"),
+        ({"regex": "("}, "regex", "cannot be followed"),
+        ({"grammar": "start: /(/"}, "grammar", "cannot be followed"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+            "response_format",
+            "cannot be followed",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "missing"),
         ({"length_penalty": 0.5}, "length_penalty", "use_beam_search"),
         ({"service_tier": "flex"}, "service_tier", "tier"),
-        ({"stream_options": {}}, "stream_options", "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        ({"stream_options": {"include_obfuscation": True}, "stream": True}, "stream_options", "padded"),
+        ({"max_completion_tokens": 4}, "max_completion_tokens", "use max_tokens"),
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format", "ignore"),
         ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format", "ignore"),
         ({"min_tokens": 1, "regex": "a*"}, "min_tokens", "regex"),

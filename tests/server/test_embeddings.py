@@ -123,7 +123,7 @@ def test_many_clients_beside_others_who_generate(server: Serving, offline: dict[
         ({"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0"),
         ({"input": "a", "dimensions": 257}, "dimensions", "dimensions is 257; it must be in 1..256"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format is 'int8'"),
-        ({"input": "a", "priority": 1}, None, "only scheduling_policy='priority' heeds it"),
+        ({"input": "a", "priority": 1}, "priority", "only scheduling_policy='priority' heeds it"),
         ({"input": "a", "inputs": "b"}, "inputs", "there is no field 'inputs'; did you mean 'input'?"),
         ({"input": "a", "temperature": 1}, "temperature", "there is no field 'temperature'"),
         ({"input": "a", "user": "u" * (2**21 + 1)}, "user", "user is"),
@@ -151,6 +151,7 @@ def test_as_many_inputs_as_there_is_room_for() -> None:
         assert len(vectors(server, input=["a"] * 20)) == 20
         answer = server.post(PATH, input=["a"] * 21)
         assert answer.status == 400
+        assert answer.error()["param"] == "input"
         assert "asks for 21 samples; this server takes 20 at a time" in answer.error()["message"]
 
 

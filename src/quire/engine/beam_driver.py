@@ -28,7 +28,8 @@ class BeamDriver:
         if room < 1:
             raise RequestError(
                 f"beam search {name} has a prompt of {len(prompt)} tokens; with max_model_len="
-                f"{engine.scheduler.max_model_len} a prompt may have at most {engine.scheduler.max_model_len - 1}"
+                f"{engine.scheduler.max_model_len} a prompt may have at most {engine.scheduler.max_model_len - 1}",
+                "prompt",
             )
         self._search = BeamSearch(params, min(params.max_tokens, room), engine.eos_token_ids)
         sampling = SamplingParams(

@@ -99,14 +99,14 @@ class Engine:
         """Raise RequestError if `add` would. Siblings share their prompt, which is gone through once."""
         first = request.group.members[0] if request.group else request
         if not first.tokens_checked:
-            self._check_tokens(f"request {request.id}: prompt", np.asarray(first.tokens))
+            self._check_tokens(request, "prompt", np.asarray(first.tokens))
             first.tokens_checked = True
-        self._check_tokens(f"request {request.id}: stop_token_ids", np.array(request.sampling.stop_tokens, object))
+        self._check_tokens(request, "stop_token_ids", np.array(request.sampling.stop_tokens, object))
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(request.sampling, name)
             if count is not None and count > self.vocab_size:
                 raise RequestError(
-                    f"request {request.id}: {name} is {count}; the vocabulary has {self.vocab_size} tokens"
+                    f"request {request.id}: {name} is {count}; the vocabulary has {self.vocab_size} tokens", name
                 )
         if request.steered and request.guide is not None:
             raise RequestError(f"request {request.id} has a guide; in a beam search no grammar can choose the tokens")
@@ -158,11 +158,12 @@ class Engine:
             self.under_way = None
         return self.scheduler.commit(plan, output)
 
-    def _check_tokens(self, name: str, tokens: NDArray[Any]) -> None:
+    def _check_tokens(self, request: Request, name: str, tokens: NDArray[Any]) -> None:
         wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
         if len(wrong):
             i = int(wrong[0])
-            raise RequestError(f"{name}[{i}] is {tokens[i]}; token ids of this model lie in 0..{self.vocab_size - 1}")
+            message = f"request {request.id}: {name}[{i}] is {tokens[i]}"
+            raise RequestError(f"{message}; token ids of this model lie in 0..{self.vocab_size - 1}", name)
 
     def _derived_seed(self, request: Request) -> int:
         digest = blake2b(f"{self.seed}:{request.ordinal}".encode(), digest_size=8).digest()

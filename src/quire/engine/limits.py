@@ -10,12 +10,13 @@ from quire.request import Request, Task
 def check_size(request: Request, longest: int, manager: BlockManager, max_model_len: int, max_num_seqs: int) -> None:
     """Raise RequestError, with the numbers, if the request would not fit were it alone. longest: see Scheduler."""
     if request.num_prompt < 1:
-        raise RequestError(f"request {request.id} has an empty prompt; it needs at least one token")
+        raise RequestError(f"request {request.id} has an empty prompt; it needs at least one token", "prompt")
     is_drawn = request.task is Task.GENERATE  # the last token: it is never computed, and takes no slot
     if request.num_prompt > max_model_len - is_drawn:
         raise RequestError(
             f"request {request.id} has a prompt of {request.num_prompt} tokens; with max_model_len="
-            f"{max_model_len} a prompt may have at most {max_model_len - is_drawn}"
+            f"{max_model_len} a prompt may have at most {max_model_len - is_drawn}",
+            "prompt",
         )
     stored = longest - is_drawn
     needed = max(manager.most_blocks(stored, stored, group) for group in manager.groups)
@@ -25,7 +26,8 @@ def check_size(request: Request, longest: int, manager: BlockManager, max_model_
         if width > max_num_seqs:
             raise RequestError(
                 f"request {request.id} has {width} beams; with max_num_seqs={max_num_seqs} beam_width may be "
-                f"at most {max_num_seqs}"
+                f"at most {max_num_seqs}",
+                "beam_width",
             )
         what = f" for each of {width} beams"
         windowed = any(group.window is not None for group in manager.groups)
@@ -39,5 +41,6 @@ def check_size(request: Request, longest: int, manager: BlockManager, max_model_
             + ("lower max_tokens or " if is_drawn else "")
             + "give the cache more blocks"
             + (", or lower beam_width" if what else "")
-            + (", or lower max_num_batched_tokens" if any(g.window for g in manager.groups) else "")
+            + (", or lower max_num_batched_tokens" if any(g.window for g in manager.groups) else ""),
+            "beam_width" if what else "prompt",
         )

@@ -90,7 +90,7 @@ class Scheduler:
         """Raise RequestError if the request could never run here, with the numbers."""
         if request.priority and self.order in BLIND_TO_PRIORITY:
             told = f"request {request.id} has priority {request.priority}"
-            raise RequestError(f"{told}; only scheduling_policy='priority' heeds it")
+            raise RequestError(f"{told}; only scheduling_policy='priority' heeds it", "priority")
         check_size(request, self.longest(request), self.manager, self.max_model_len, self.max_num_seqs)
 
     def longest(self, request: Request) -> int:

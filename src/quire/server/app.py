@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -24,7 +24,7 @@ from quire.server.body import Bodies, BodyRoute
 from quire.server.chat import chat, conversation
 from quire.server.completions import complete
 from quire.server.embeddings import embed
-from quire.server.errors import MAX_SHOWN, ApiError, cut, shown
+from quire.server.errors import MAX_SHOWN, ApiError, cut, internal_error, shown
 from quire.server.guard import Guard
 from quire.server.hosts import hosts_to_check
 from quire.server.inspector import Inspector
@@ -35,6 +35,7 @@ from quire.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    Sampling,
     TokenizeRequest,
 )
 from quire.server.service import Service
@@ -48,8 +49,17 @@ WANTED = {
     "input": "it must be a text, a list of token ids, or a list of these",
     "stop": "it must be a text or a list of texts, none of them empty or very long",
     "content": "it must be a text, or a list of parts of type text",
+    "tool_choice": "tools are not served here, so it must be 'none' or 'auto'",
+    "function_call": "functions are not served here, so it must be 'none' or 'auto'",
 }
-# What other servers call a field.
+# The engine's names of fields, where a route has others.
+ROUTES_NAMES = {
+    "/v1/completions": {"beam_width": "n"},
+    "/v1/chat/completions": {"beam_width": "n", "prompt": "messages"},
+    "/v1/embeddings": {"prompt": "input"},
+    "/detokenize": {"prompt": "tokens"},
+}
+# What other servers, or other routes, call a field of the routes that generate.
 ALSO_CALLED = {
     "guided_regex": "regex",
     "guided_grammar": "grammar",
@@ -58,6 +68,9 @@ ALSO_CALLED = {
     "json_schema": "response_format",
     "ebnf": "grammar",
     "beam_width": "n, with use_beam_search",
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
 }
 
 
@@ -171,6 +184,14 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
         decode = partial(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return JsonBody({"prompt": await service.take_apart(request, len(body.tokens), decode)})
 
+    @app.get(
+        "/tokenizer_info",
+        response_model=None,
+        responses=openapi.answer(openapi.TokenizerInfo, "Special tokens, the chat template, and the longest sequence"),
+    )
+    async def tokenizer_info() -> Response:
+        return JsonBody(service.tokenizer_info())
+
     @app.get("/health", response_class=Response)
     async def health() -> Response:
         """200 while the engine serves, 503 with the reason while it does not."""
@@ -202,8 +223,14 @@ def _answer(error: ApiError) -> Response:
     return JsonBody(error.body(), error.status, error.headers)
 
 
-async def _failed(_: HttpRequest, error: Exception) -> Response:
-    return _answer(error if isinstance(error, ApiError) else ApiError(str(error)))
+async def _failed(request: HttpRequest, error: Exception) -> Response:
+    if isinstance(error, RequestError):
+        error = ApiError(str(error), param=error.field)
+    if not isinstance(error, ApiError):
+        raise error
+    if error.param is not None:
+        error.param = ROUTES_NAMES.get(request.url.path, {}).get(error.param, error.param)
+    return _answer(error)
 
 
 async def _refused(_: HttpRequest, error: Exception) -> Response:
@@ -218,16 +245,18 @@ async def _refused(_: HttpRequest, error: Exception) -> Response:
 
 async def _broken(request: HttpRequest, error: Exception) -> Response:
     log.error("%s %r failed", request.method, request.url.path, exc_info=error)
-    told = f"an error of the server's own: {type(error).__name__}"
-    return _answer(ApiError(told, HTTPStatus.INTERNAL_SERVER_ERROR, code="internal_error"))
+    return _answer(internal_error(error))
 
 
-async def _invalid(_: HttpRequest, error: Exception) -> Response:
+async def _invalid(request: HttpRequest, error: Exception) -> Response:
     """A body that is not what the route takes."""
     if not isinstance(error, RequestValidationError):
         raise error
     first = error.errors()[0]
     path = [part for part in first["loc"] if part != "body"]
+    if first["type"] == "extra_forbidden":
+        body = get_type_hints(request.scope["endpoint"])["body"]
+        return _answer(ApiError(_unknown(body, path), param=_field_of(path)))
     return _answer(ApiError(_sentence(path, first), param=_field_of(path)))
 
 
@@ -247,16 +276,30 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
         return "the body is missing or no JSON object; send one with Content-Type: application/json"
     if kind == "missing":
         return f"{name} is missing"
-    if kind == "extra_forbidden":
-        word = str(path[-1])
-        if word in ALSO_CALLED:
-            return f"there is no field {name!r} here; use {ALSO_CALLED[word]}"
-        known = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *EmbeddingRequest.model_fields}
-        close = difflib.get_close_matches(word[:MAX_SHOWN], known - {word}, n=1)
-        return f"there is no field {cut(name)!r}" + (f"; did you mean {close[0]!r}?" if close else "")
     if (field := next((part for part in reversed(path[:-1]) if part in WANTED), None)) is not None:
         return f"{_dotted(path[: list(path).index(field) + 1])} cannot be read; {WANTED[str(field)]}"
     return f"{name} is {value}; {message[:1].lower()}{message[1:]}"
+
+
+def _unknown(body: type[Body], path: Sequence[str | int]) -> str:
+    """Of a field that its object has not: which of that object's own was perhaps meant."""
+    *outer, word = map(str, path)
+    model: type[Body] | None = body
+    for part in path[:-1]:
+        if isinstance(part, str) and model is not None:
+            model = _model_in(next((f.annotation for n, f in model.model_fields.items() if part in (n, f.alias)), None))
+    if not outer and issubclass(body, Sampling) and word in ALSO_CALLED:
+        return f"there is no field {word!r} here; use {ALSO_CALLED[word]}"
+    served = {} if model is None else {n: f for n, f in model.model_fields.items() if n not in model.NOT_SERVED}
+    close = difflib.get_close_matches(word[:MAX_SHOWN], [f.alias or n for n, f in served.items()], n=1)
+    return f"there is no field {cut(_dotted(path))!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+
+
+def _model_in(annotation: Any) -> type[Body] | None:
+    """The kind of object that a field may have."""
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return annotation
+    return next((model for part in get_args(annotation) if (model := _model_in(part)) is not None), None)
 
 
 def _dotted(path: Sequence[str | int]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from quire.errors import RequestError
 from quire.server.completions import check_num_logprobs, prompt_logprobs, whole
 from quire.server.errors import ApiError, request_failed
 from quire.server.jobs import Generation, Stream
@@ -48,7 +49,7 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
         service.worker.submit(job)
         head["object"] = "chat.completion.chunk"
         return EventStream(_stream(service, body, head, job), lambda: service.worker.abort(job))
-    outputs = await service.run(request, Generation(made))
+    outputs = await service.run(request, Generation(made), body.grammar_field())
 
     def answer() -> Response:
         choices = (
@@ -70,7 +71,7 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
 async def conversation(
     service: Service, request: HttpRequest, messages: Sequence[Message], add_generation_prompt: bool
 ) -> Prompt:
-    """The prompt that a conversation makes. Raises ApiError without a template, RequestError where it refuses."""
+    """The prompt that a conversation makes. Raises ApiError without a template, and where it refuses."""
     if service.template is None:
         message = (
             f"{service.names[0]} has no chat template, so it continues prompts only (/v1/completions); the server "
@@ -78,9 +79,12 @@ async def conversation(
         )
         raise ApiError(message, param="messages")
     plain = [_plain(message) for message in messages]
-    text = await service.render(request, service.template, plain, add_generation_prompt)
-    service.check_text(text)
-    return await service.encode(request, text, add_special_tokens=False)  # the template writes those itself
+    try:
+        text = await service.render(request, service.template, plain, add_generation_prompt)
+        service.check_text(text, "messages")
+        return await service.encode(request, text, add_special_tokens=False)  # the template writes those itself
+    except RequestError as error:
+        raise ApiError(str(error), param="messages") from error
 
 
 def _plain(message: Message) -> dict[str, Any]:
@@ -120,7 +124,7 @@ async def _stream(service: Service, body: ChatRequest, head: dict[str, Any], job
         for delta in deltas:
             generated += len(delta.token_ids)
             if delta.error is not None:
-                parts.append(data(request_failed(delta.error).body()))
+                parts.append(data(request_failed(delta.error, body.grammar_field()).body()))
                 continue
             logprobs = _logprobs(service.tokenizer, delta.token_ids, delta.logprobs, body.top_logprobs or 0)
             if delta.text or (logprobs and delta.token_ids):

@@ -16,14 +16,16 @@ from quire.server.template_sandbox import Raised, Refused, Sandbox
 MAX_SOURCE = 2**20  # bytes of a template
 MAX_CHARACTERS = 2**22  # that a template may render
 MAX_TOLD = 500  # characters of an error that a template gives
+SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class ChatTemplate:
     """One model's chat template, compiled. Any number of threads may use it: each rendering has its own environment."""
 
-    def __init__(self, code: CodeType, variables: Mapping[str, str]) -> None:
+    def __init__(self, source: str, code: CodeType, variables: Mapping[str, str]) -> None:
         """variables: what every rendering sees, such as the special tokens. See `compile` and `find`."""
+        self.source = source
         self._code = code
         self._variables = dict(variables)
 
@@ -31,7 +33,7 @@ class ChatTemplate:
     def compile(cls, source: str, variables: Mapping[str, str]) -> ChatTemplate:
         """A template from its text. Raises TemplateError where it is none."""
         sandbox = Sandbox()
-        return cls(sandbox.compile(sandbox.parse_bounded(source), filename="<chat template>"), variables)
+        return cls(source, sandbox.compile(sandbox.parse_bounded(source), filename="<chat template>"), variables)
 
     @classmethod
     def find(cls, directory: Path, override: Path | None = None) -> ChatTemplate | None:
@@ -39,9 +41,9 @@ class ChatTemplate:
 
         Raises ConfigError for a bad file, ModelError for a bad template of the model.
         """
-        path = directory / "tokenizer_config.json"
-        settings = read_json(path) if path.exists() else {}
-        tokens = {name: text for name in SPECIAL_TOKENS if (text := _text(settings.get(name))) is not None}
+        path = directory / SETTINGS
+        settings = tokenizer_settings(directory)
+        tokens = {name: text for name, text in special_tokens(settings).items() if text is not None}
         own = directory / "chat_template.jinja"
         if override is not None:
             return cls._load(_read(override, ConfigError), tokens, f"chat_template {override}", ConfigError)
@@ -89,6 +91,17 @@ class ChatTemplate:
             told = f"{kind}{error}"[:MAX_TOLD]
             raise RequestError(f"the model's chat template cannot render these messages: {told}") from error
         return "".join(pieces)
+
+
+def tokenizer_settings(directory: Path) -> dict[str, Any]:
+    """A model's tokenizer_config.json, empty where it has none. Raises ModelError where it cannot be read."""
+    path = directory / SETTINGS
+    return read_json(path) if path.exists() else {}
+
+
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, str | None]:
+    """The text of each special token, by what it is for; None where the model has no such token."""
+    return {name: _text(settings.get(name)) for name in SPECIAL_TOKENS}
 
 
 def _text(token: object) -> str | None:

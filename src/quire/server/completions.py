@@ -61,7 +61,7 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
         return EventStream(
             _stream(body, head, writer, job, num_prompt_logprobs(prompts, params)), lambda: service.worker.abort(job)
         )
-    outputs = await service.run(request, Generation(made))
+    outputs = await service.run(request, Generation(made), body.grammar_field())
 
     def answer() -> Response:
         num_prompt, num_generated, num_cached = counted(outputs)
@@ -154,7 +154,7 @@ async def _stream(
             if body.max_tokens != 0:
                 generated[number] += len(delta.token_ids)
             if delta.error is not None:
-                parts.append(data(request_failed(delta.error).body()))
+                parts.append(data(request_failed(delta.error, body.grammar_field()).body()))
             elif (choice := await aside(size, partial(writer.piece, number, delta))) is not None:
                 parts.append(chunks.choice(choice, len(delta.output.prompt_token_ids), generated[number]))
         if parts:
@@ -262,7 +262,7 @@ class _Writer:
 
 def _goodness(sample: CompletionOutput) -> float:
     """The mean logprob of its tokens."""
-    return (sample.cumulative_logprob or 0.0) / max(1, len(sample.token_ids))
+    return finite((sample.cumulative_logprob or 0.0) / max(1, len(sample.token_ids)))
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> str:

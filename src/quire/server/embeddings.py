@@ -5,13 +5,14 @@ from __future__ import annotations
 from base64 import b64encode
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.embedding import check_dimensions, embedding_request, normalised
 from quire.errors import RequestError
 from quire.request import Request
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, request_failed
 from quire.server.jobs import Generation
 from quire.server.protocol import EmbeddingRequest
 from quire.server.service import Prompt, Service, aside, counted, listed, new_name
@@ -32,14 +33,14 @@ async def embed(service: Service, request: HttpRequest, body: EmbeddingRequest) 
             f"a time, so send fewer, or set dimensions"
         )
         raise ApiError(message, param="input")
-    service.worker.check_room(len(inputs))
+    service.worker.check_room(len(inputs), "input")
     name, salt = new_name("embd"), service.salt(request, body)
 
     def make() -> list[tuple[RequestOutput, list[Request]]]:
         made = []
         for i, given in enumerate(inputs):
             prompt = _prompt(service, i, given, body)
-            one, output = embedding_request(f"{name}-{i}", prompt.text, prompt.tokens, body.priority, salt)
+            one, output = embedding_request(f"{name}-{i}", prompt.text, prompt.tokens, body.priority or 0, salt)
             service.worker.engine.check(one)
             made.append((output, [one]))
         return made
@@ -93,5 +94,7 @@ def _vector(body: EmbeddingRequest, index: int, output: RequestOutput) -> dict[s
     if output.hidden_state is None:  # it was taken back
         raise ApiError("the client has gone")
     vector = normalised(output.hidden_state, body.dimensions)
+    if not np.isfinite(vector).all():  # which JSON cannot hold, and nobody can compare
+        raise request_failed(f"the model gave numbers that are not finite for input {index}")
     told = b64encode(vector.astype("<f4").tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
     return {"object": "embedding", "index": index, "embedding": told}

@@ -80,9 +80,18 @@ def deadline_passed(seconds: float) -> ApiError:
     )
 
 
-def request_failed(why: str) -> ApiError:
-    """A request ended with an error: its own, such as a grammar that grows too large, or a failing step's."""
+def internal_error(error: Exception) -> ApiError:
+    """Something failed that has to do with no request."""
+    told = f"an error of the server's own: {type(error).__name__}"
+    return ApiError(told, HTTPStatus.INTERNAL_SERVER_ERROR, code="internal_error")
+
+
+def request_failed(why: str, grammar: str | None = None) -> ApiError:
+    """A request ended with an error: its own, of a grammar that grows too large, or a failing step's.
+
+    grammar: the field that had the request's grammar.
+    """
     own = f"{RequestError.__name__}: "
     if why.startswith(own):
-        return ApiError(why.removeprefix(own))
+        return ApiError(why.removeprefix(own), param=grammar)
     return ApiError(f"the request failed: {why}", HTTPStatus.INTERNAL_SERVER_ERROR, code="engine_error")

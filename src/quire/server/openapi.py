@@ -5,15 +5,22 @@ Answers are written without these models, which is faster; the tests hold each o
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
 from quire.server.guard import OPEN_PATHS
-from quire.server.service import Service
+from quire.server.service import LOWEST_LOGPROB, Service
 
+Logprob = Annotated[
+    float,
+    Field(
+        ge=LOWEST_LOGPROB,
+        description=f"A natural logarithm; {LOWEST_LOGPROB} stands for what is lower, or not a number",
+    ),
+]
 FinishReason = Literal["stop", "length"]  # a request that fails is answered with an error
 BODIES = ("CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeRequest", "DetokenizeRequest")
 
@@ -57,7 +64,7 @@ class Usage(Answer):
 class PromptLogprob(Answer):
     """A candidate at a position of the prompt."""
 
-    logprob: float
+    logprob: Logprob
     rank: int
     decoded_token: str | None
 
@@ -69,9 +76,9 @@ class CompletionLogprobs(Answer):
     """A choice's tokens, each with its place in the text and its candidates."""
 
     text_offset: list[int]
-    token_logprobs: list[float | None]
+    token_logprobs: list[Logprob | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: list[dict[str, Logprob] | None]
 
 
 class CompletionChoice(Answer):
@@ -111,7 +118,7 @@ class TopLogprob(Answer):
     """A candidate."""
 
     token: str
-    logprob: float
+    logprob: Logprob
     bytes: list[int]
 
 
@@ -237,6 +244,21 @@ class DetokenizedText(Answer):
     prompt: str
 
 
+class TokenizerInfo(Answer):
+    """The answer of /tokenizer_info."""
+
+    tokenizer_class: str
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    sep_token: str | None
+    pad_token: str | None
+    cls_token: str | None
+    mask_token: str | None
+    chat_template: str | None
+
+
 class Version(Answer):
     """The answer of /version."""
 
@@ -278,7 +300,7 @@ def describe(app: FastAPI, service: Service) -> None:
         paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = _stream_of(chunk)
     named = {"type": "string", "enum": list(service.names)}
     for body in BODIES:
-        schemas[body]["properties"]["model"] = {"anyOf": [named, {"type": "null"}]}
+        schemas[body]["properties"]["model"] = {"anyOf": [named, {"type": "null"}, {"const": ""}]}
     [parameter] = paths["/v1/models/{name}"]["get"]["parameters"]
     parameter["schema"] = named
     if service.config.api_key:

@@ -1,4 +1,7 @@
-"""What clients may ask for, field by field. An unknown field, or one out of bounds, is an error that names it."""
+"""What clients may ask for, field by field. An unknown field, or one out of bounds, is an error that names it.
+
+An optional field that is null or empty counts as not given: many clients send such values for what was not set.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StringConstraints,
@@ -29,7 +33,6 @@ MAX_NAME = 256
 MAX_MESSAGES = 4096
 MAX_GRAMMAR = 2**16
 MAX_FIELDS = 100  # of an object; none has as many
-TIERS = ("auto", "default")
 
 Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
 # fail_fast: one error is told, so a million of them need not be found.
@@ -38,14 +41,40 @@ Text = Annotated[str, StringConstraints(max_length=MAX_PROMPT)]
 Name = Annotated[str, StringConstraints(max_length=MAX_NAME)]
 # One text, one list of token ids, or several of these.
 Inputs = Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+StopText = Annotated[str, StringConstraints(max_length=MAX_STOP_LENGTH)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKEN)]
-# Of fields that must ask for nothing: their validators say why, the OpenAPI document says it to programs.
-NoText = Annotated[str, WithJsonSchema({"type": "string", "maxLength": 0})]
-NoList = Annotated[list[Any], WithJsonSchema({"type": "array", "maxItems": 0})]
-NoObject = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "maxProperties": 0})]
-NoChoice = Annotated[Any, WithJsonSchema({"enum": ["none", "auto", None]})]
+Grammar = Annotated[str, StringConstraints(max_length=MAX_GRAMMAR)]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+FLAG = WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "null"}]})
+Off = Annotated[bool, BeforeValidator(lambda value: False if value is None else value), FLAG]
+On = Annotated[bool, BeforeValidator(lambda value: True if value is None else value), FLAG]
+# Of fields that must ask for nothing: Body.NOT_SERVED says why, the OpenAPI document says it to programs.
+NO_TEXT = {"type": "string", "maxLength": 0}
+NO_LIST = {"type": "array", "maxItems": 0}
+NO_OBJECT = {"type": "object", "maxProperties": 0}
+NO_CHOICE = {"anyOf": [NO_TEXT, NO_OBJECT]}
+NoText = Annotated[str, WithJsonSchema(NO_TEXT)]
+NoList = Annotated[list[Any], WithJsonSchema(NO_LIST)]
+NoObject = Annotated[dict[str, Any], WithJsonSchema(NO_OBJECT)]
+NoFlag = Annotated[bool, WithJsonSchema({"const": False})]
+# Values that such a field may have besides, since they ask for what is done anyway.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "prompt_cache_options": ({"mode": "implicit"},),
+    "prompt_cache_retention": ("in_memory",),
+    "reasoning_effort": ("none",),
+    "service_tier": ("auto", "default"),
+    "tool_choice": ("none", "auto"),
+    "verbosity": ("medium",),
+}
+
+
+def _neutral(name: str, nothing: dict[str, Any]) -> WithJsonSchema:
+    """What the OpenAPI document says of a field that may be neutral, or nothing."""
+    return WithJsonSchema({"anyOf": [{"enum": list(NEUTRAL[name])}, nothing]})
 
 
 def _bound_fields(value: Any) -> None:
@@ -58,7 +87,8 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
-    NOT_SERVED: ClassVar[dict[str, str]] = {}  # why, by the names of fields that must ask for nothing
+    # Why, by the names of fields that must ask for nothing: be null or empty, or as NEUTRAL has it.
+    NOT_SERVED: ClassVar[dict[str, str]] = {}
     NOTES: ClassVar[tuple[str, ...]] = ()  # fields of no consequence, which may be as large as the whole body
 
     @model_validator(mode="before")
@@ -72,8 +102,9 @@ class Body(BaseModel):
     @classmethod
     def refuse_what_is_not_served(cls, value: Any, info: Any) -> Any:
         """An option that cannot be honoured is refused, not ignored."""
-        if value and info.field_name in cls.NOT_SERVED:
-            raise ValueError(f"{cls.NOT_SERVED[info.field_name]}; leave it out")
+        name = info.field_name
+        if value and name in cls.NOT_SERVED and value not in NEUTRAL.get(name, ()):
+            raise ValueError(f"{cls.NOT_SERVED[name]}; leave it out")
         return value
 
     def drop_notes(self) -> None:
@@ -85,14 +116,17 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """What a stream tells besides the text."""
 
-    include_usage: bool = False  # a last chunk with the number of tokens
-    continuous_usage_stats: bool = False  # the numbers so far in every chunk, as vLLM has it
+    include_usage: Off = False  # a last chunk with the number of tokens
+    continuous_usage_stats: Off = False  # with it, the numbers so far in every chunk, as vLLM has it
+    include_obfuscation: NoFlag | None = None
+
+    NOT_SERVED = {"include_obfuscation": "chunks are not padded here"}
 
 
 class JsonSchema(Body):
     """The schema of a response_format."""
 
-    name: Name = "schema"
+    name: Name | None = None
     description: Name | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None  # a schema is always kept to
@@ -101,7 +135,7 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     """What the text has to be."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
@@ -122,7 +156,7 @@ class Sampling(Body):
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop: StopText | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -133,42 +167,36 @@ class Sampling(Body):
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = 1.0
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = 0
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False  # a grammar's end is no end of the model's own, so it ends the text nevertheless
-    skip_special_tokens: bool = True
+    include_stop_str_in_output: Off = False
+    ignore_eos: Off = False  # a grammar's end is no end of the model's own, so it ends the text nevertheless
+    skip_special_tokens: On = True
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    priority: Priority | None = 0
     cache_salt: Name | None = None
-    use_beam_search: bool = False
-    length_penalty: Annotated[Number, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] = 1.0
-    regex: Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR)] | None = None
-    grammar: Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR)] | None = None
+    use_beam_search: Off = False
+    length_penalty: Annotated[Number, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = 1.0
+    regex: Grammar | None = None
+    grammar: Grammar | None = None
 
     # Fields of OpenAI's that are taken where they ask for nothing, since clients send them, and otherwise refused.
     logit_bias: NoObject | None = None
     metadata: dict[str, Any] | None = None  # of no consequence, by definition: what a client notes for itself
-    store: Annotated[bool, WithJsonSchema({"const": False})] | None = None
-    service_tier: Annotated[Name, WithJsonSchema({"enum": [*TIERS]})] | None = None
+    store: NoFlag | None = None
+    service_tier: Annotated[Name, _neutral("service_tier", NO_TEXT)] | None = None
 
     NOTES: ClassVar[tuple[str, ...]] = ("user", "metadata")
     NOT_SERVED = {
         "logit_bias": "tokens cannot be biased here",
         "store": "nothing is stored here",
+        "service_tier": "there is one tier of service here, 'default' (and see priority)",
     }
-
-    @field_validator("service_tier", mode="after")
-    @classmethod
-    def refuse_tiers(cls, value: str | None) -> str | None:
-        """All requests are served alike, but for their priority."""
-        if value is not None and value not in TIERS:
-            raise ValueError("there is one tier of service here, 'default' (and see priority); leave it out")
-        return value
 
     def check_together(self) -> None:
         """Raise ApiError for a field that is right by itself, but has no effect beside the others, or without one."""
-        if self.stream_options is not None and not self.stream:
+        options = self.stream_options
+        if options is not None and any(options.model_dump().values()) and not self.stream:
             raise ApiError("stream_options goes with stream only; set stream to true", param="stream_options")
-        if self.length_penalty != 1 and not self.use_beam_search:
+        if self.length_penalty not in (None, 1) and not self.use_beam_search:
             message = f"length_penalty is {self.length_penalty:g} without use_beam_search; only there has it an effect"
             raise ApiError(message, param="length_penalty")
         if (field := self.grammar_field()) is not None and self.min_tokens:
@@ -177,7 +205,7 @@ class Sampling(Body):
 
     def grammar_field(self) -> str | None:
         """The field that asks for a grammar, if one does. Raises ApiError where several do."""
-        given = [name for name in ("regex", "grammar") if getattr(self, name) is not None]
+        given = [name for name in ("regex", "grammar") if getattr(self, name)]
         if self.response_format is not None and self.response_format.type != "text":
             given.insert(0, "response_format")
         if len(given) > 1:
@@ -195,7 +223,7 @@ class CompletionRequest(Sampling):
     echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: On = True
 
     NOT_SERVED = Sampling.NOT_SERVED | {"suffix": "text cannot be filled in before a suffix: models here only continue"}
 
@@ -205,12 +233,12 @@ class EmbeddingRequest(Body):
 
     input: Inputs
     model: Name | None = None
-    encoding_format: Literal["float", "base64"] | None = "float"
+    encoding_format: Literal["float", "base64", ""] | None = "float"
     dimensions: Annotated[int, Field(ge=1, le=MAX_TOKEN)] | None = None
     user: Text | None = None  # of no consequence
 
-    add_special_tokens: bool = True
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    add_special_tokens: On = True
+    priority: Priority | None = 0
     cache_salt: Name | None = None
 
     NOTES = ("user",)
@@ -238,6 +266,7 @@ class Message(Body):
     audio: NoObject | None = None
     function_call: NoObject | None = None
     tool_calls: NoList | None = None
+    tool_call_id: NoText | None = None
 
     NOT_SERVED = {
         "refusal": "models here have no words for refusals; say it in content",
@@ -245,6 +274,7 @@ class Message(Body):
         "audio": "only text is served here",
         "function_call": "functions are not served here",
         "tool_calls": "tools are not served here",
+        "tool_call_id": "tools are not served here",
     }
 
     @field_validator("content", mode="before")
@@ -268,54 +298,49 @@ class ChatRequest(Sampling):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: On = True
     prompt_cache_key: Text | None = None  # of no consequence: there is one cache, which all requests go to
     safety_identifier: Text | None = None  # of no consequence, like user
 
     tools: NoList | None = None
-    tool_choice: NoChoice = None
+    tool_choice: Annotated[str | dict[str, Any], _neutral("tool_choice", NO_CHOICE)] | None = None
     parallel_tool_calls: bool | None = None
     functions: NoList | None = None
-    function_call: NoChoice = None
+    function_call: Annotated[str | dict[str, Any], _neutral("function_call", NO_CHOICE)] | None = None
     chat_template: NoText | None = None
-    modalities: Annotated[list[str], WithJsonSchema({"const": ["text"]})] | None = None
+    modalities: Annotated[list[str], _neutral("modalities", NO_LIST)] | None = None
     audio: NoObject | None = None
     prediction: NoObject | None = None
-    reasoning_effort: NoText | None = None
-    verbosity: Annotated[Name, WithJsonSchema({"const": "medium"})] | None = None
+    reasoning_effort: Annotated[Name, _neutral("reasoning_effort", NO_TEXT)] | None = None
+    verbosity: Annotated[Name, _neutral("verbosity", NO_TEXT)] | None = None
+    prompt_cache_retention: Annotated[Name, _neutral("prompt_cache_retention", NO_TEXT)] | None = None
+    prompt_cache_options: Annotated[dict[str, Any], _neutral("prompt_cache_options", NO_OBJECT)] | None = None
+    moderation: NoObject | None = None
+    web_search_options: Annotated[Any, WithJsonSchema({"type": "null"})] = None
 
     NOTES = (*Sampling.NOTES, "prompt_cache_key", "safety_identifier")
     NOT_SERVED = Sampling.NOT_SERVED | {
         "tools": "tools are not served here",
+        "tool_choice": "tools are not served here",
         "functions": "functions are not served here",
+        "function_call": "functions are not served here",
         "chat_template": "a template in a request would be a program from a stranger; start the server with one",
         "audio": "only text is served here",
         "prediction": "predicted outputs are not served here",
         "reasoning_effort": "the effort of reasoning cannot be set here",
+        "modalities": "only text is served here",
+        "verbosity": "how much is said cannot be set here, except by max_completion_tokens",
+        "prompt_cache_retention": "how long a prompt stays in the cache cannot be set here",
+        "prompt_cache_options": "the prefix cache needs no breakpoints, and how long a prompt stays cannot be set here",
+        "moderation": "texts are not moderated here",
     }
 
-    @field_validator("tool_choice", "function_call", mode="after")
+    @field_validator("web_search_options", mode="after")
     @classmethod
-    def refuse_choices(cls, value: Any) -> Any:
-        """With no tools, none can be chosen."""
-        if value not in (None, "none", "auto"):
-            raise ValueError("tools are not served here; leave it out")
-        return value
-
-    @field_validator("modalities", mode="after")
-    @classmethod
-    def refuse_modalities(cls, value: list[str] | None) -> list[str] | None:
-        """Text is all there is."""
-        if value is not None and value != ["text"]:
-            raise ValueError("only text is served here; leave it out")
-        return value
-
-    @field_validator("verbosity", mode="after")
-    @classmethod
-    def refuse_verbosity(cls, value: str | None) -> str | None:
-        """The model says as much as it says, which is what the default asks for."""
-        if value is not None and value != "medium":
-            raise ValueError("how much is said cannot be set here, except by max_completion_tokens; leave it out")
+    def refuse_web_search(cls, value: Any) -> Any:
+        """An empty object asks for a search as well."""
+        if value is not None:
+            raise ValueError("the web is not searched here; leave it out")
         return value
 
     def check_together(self) -> None:
@@ -343,8 +368,8 @@ class TokenizeRequest(Body):
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None  # None: for a prompt; the chat template brings its own
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
+    add_generation_prompt: On = True
+    return_token_strs: Off = False
 
 
 class DetokenizeRequest(Body):

@@ -24,7 +24,7 @@ from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.ops.cpu import native
 from quire.server.app import build_app
-from quire.server.chat_template import ChatTemplate
+from quire.server.chat_template import ChatTemplate, tokenizer_settings
 from quire.server.config import ServerConfig
 from quire.server.connection import MAX_CONNECTIONS, Connection
 from quire.server.inspector import Inspector
@@ -76,7 +76,7 @@ def build_service(options: Mapping[str, Any], config: ServerConfig) -> tuple[Ser
     cost = CostModel(cost_of(llm.decoder), device, llm.config.cache.block_size)
     limits = (config.max_num_queued_reqs, config.request_timeout, config.stuck_after)
     worker = Worker(llm.engine, llm.tokenizer, inspector, metrics, cost, *limits)
-    return Service(llm, worker, config, names, template), metrics, inspector
+    return Service(llm, worker, config, names, template, tokenizer_settings(llm.directory)), metrics, inspector
 
 
 def settings(app: FastAPI, config: ServerConfig) -> uvicorn.Config:

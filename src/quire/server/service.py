@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
+from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
 from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
+from quire.errors import RequestError
 from quire.llm import LLM
 from quire.request import MAX_SEED, Guide, Request, SamplingParams
 from quire.server.body import MAX_HELD_BODIES
-from quire.server.chat_template import ChatTemplate
+from quire.server.chat_template import ChatTemplate, special_tokens
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, deadline_passed, request_failed, shown
 from quire.server.grammar import Grammars, Spec, num_trials
@@ -28,7 +31,7 @@ from quire.server.lane import Lane
 from quire.server.protocol import EmbeddingRequest, Sampling
 from quire.server.sse import told_of_disconnect
 from quire.server.worker import Worker
-from quire.text import RequestOutput, Tokenizer, beam_sequences, make_requests
+from quire.text import Detokenizer, RequestOutput, Tokenizer, make_requests
 
 T = TypeVar("T")
 MAX_LOGPROBS = 2**19  # in one request: a hundred bytes each, and as many in the answer
@@ -36,7 +39,7 @@ MAX_GRAMMARS = 64  # of one client that wait to be compiled
 MAX_LONG_TEXTS = 2  # that are taken apart at the same time
 MAX_TEMPLATES = 2  # that are rendered at the same time
 LONG_TEXT = 4096  # characters or tokens above which a text is taken apart on another thread
-LOWEST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON has not
+LOWEST_LOGPROB = -9999.0  # what stands for numbers that JSON does not have, as in vLLM
 COPIED = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty",
           "min_tokens")  # fmt: skip
 # What a beam search cannot be asked for, and what each is while it is not asked for.
@@ -45,12 +48,9 @@ NOT_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
     "echo": (None, False),
     "logprobs": (None, False),
     "prompt_logprobs": (None,),
-    "stop": (None, []),
+    "stop": (None, [], ""),
     "stop_token_ids": (None, []),
     "min_tokens": (None, 0),
-    "response_format": (None,),
-    "regex": (None,),
-    "grammar": (None,),
     "best_of": (None,),
     "temperature": (None, 0, 1),
     "top_p": (None, 1),
@@ -60,7 +60,7 @@ NOT_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
     "repetition_penalty": (None, 1),
     "seed": (None,),
-    "priority": (0,),
+    "priority": (None, 0),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
 }
@@ -91,6 +91,7 @@ class Service:
     config: ServerConfig
     names: tuple[str, ...]  # of the model, the first one in answers
     template: ChatTemplate | None
+    tokenizer_settings: Mapping[str, Any]  # the model's tokenizer_config.json
     created: int = field(default_factory=lambda: int(time.time()))
     grammars: Grammars | None = None  # made at first use
     compilers: Lane = field(init=False)  # of grammars that are new, or known to take long
@@ -110,14 +111,29 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's. Raises ApiError where it has none."""
+        """The model's. Raises RequestError where it has none."""
         if self.llm.tokenizer is None:
-            raise ApiError("this model has no tokenizer, so it takes and gives token ids only", param="prompt")
+            raise RequestError("this model has no tokenizer, so it takes and gives token ids only", "prompt")
         return self.llm.tokenizer
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What a client has to know to handle texts as this server does, as vLLM tells it.
+
+        Raises ApiError where the model has no tokenizer.
+        """
+        if self.llm.tokenizer is None:
+            raise ApiError("this model has no tokenizer, so it takes and gives token ids only", HTTPStatus.NOT_FOUND)
+        told = self.tokenizer_settings.get("tokenizer_class")
+        return {
+            "tokenizer_class": told if isinstance(told, str) else "PreTrainedTokenizerFast",
+            "model_max_length": self.max_model_len,
+            **special_tokens(self.tokenizer_settings),
+            "chat_template": None if self.template is None else self.template.source,
+        }
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for a model that is not served here."""
-        if name is not None and name not in self.names:
+        if name and name not in self.names:
             message = f"there is no model {shown(name)} here; this server has {', '.join(map(repr, self.names))}"
             raise ApiError(message, 404, param="model", code="model_not_found")
 
@@ -182,15 +198,20 @@ class Service:
     # ------------------------------------------------------------------------------------------------- jobs
 
     def sampling(self, body: Sampling, **own: Any) -> SamplingParams:
-        """How to choose tokens. Raises RequestError."""
+        """How to choose tokens. Raises ApiError for what does not go together."""
         given = {name: value for name in COPIED if (value := getattr(body, name)) is not None}
         seed = None if body.seed is None else body.seed & MAX_SEED  # OpenAI's may be negative
         for name, count in (("logprobs", own.get("logprobs")), ("prompt_logprobs", body.prompt_logprobs)):
             self.check_logprobs(name, count)
+        if (most := own["max_tokens"]) is not None and (body.min_tokens or 0) > most:
+            message = (
+                f"min_tokens is {body.min_tokens}; at most {most} tokens were asked for, so it must be in 0..{most}"
+            )
+            raise ApiError(message, param="min_tokens")
         return SamplingParams(
             **{"n": body.n or 1, "prompt_logprobs": body.prompt_logprobs} | given | own,
             seed=seed,
-            stop=body.stop,
+            stop=body.stop or None,
             stop_token_ids=body.stop_token_ids,
             include_stop_str_in_output=body.include_stop_str_in_output,
             ignore_eos=body.ignore_eos,
@@ -204,7 +225,7 @@ class Service:
             raise ApiError(message, param=name)
 
     async def guide(self, request: HttpRequest, body: Sampling) -> Guide | None:
-        """The grammar that the text has to follow, compiled on another thread. Raises ApiError, RequestError.
+        """The grammar that the text has to follow, compiled on another thread. Raises ApiError.
 
         A client that goes meanwhile takes its grammar back.
         """
@@ -215,6 +236,8 @@ class Service:
         try:
             async with told_of_disconnect(request.receive, lambda: _cancel(compiling)):
                 return await asyncio.wait_for(compiling, self.config.request_timeout)
+        except RequestError as error:
+            raise ApiError(str(error), param=name) from error
         except asyncio.TimeoutError:
             raise deadline_passed(self.config.request_timeout or 0.0) from None
         except asyncio.CancelledError:
@@ -252,7 +275,8 @@ class Service:
         guide: Guide | None,
     ) -> list[tuple[RequestOutput, list[Request]]]:  # fmt: skip
         """An output and the requests of its samples for each prompt. Raises ApiError if there is no room for them."""
-        self.worker.check_room(len(prompts) * params.n)  # before they are made, as there can be very many
+        # Before they are made, as there can be very many.
+        self.worker.check_room(len(prompts) * params.n, "prompt" if params.n == 1 else _samples_field(body))
         if (count := num_prompt_logprobs(prompts, params)) > MAX_LOGPROBS:
             message = (
                 f"the request asks for {count} logprobs of its prompts; this server gives {MAX_LOGPROBS} at a "
@@ -261,9 +285,9 @@ class Service:
             raise ApiError(message, param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs")
 
         def make() -> list[tuple[RequestOutput, list[Request]]]:
-            made, salt = [], self.salt(request, body)
+            made, salt, priority = [], self.salt(request, body), body.priority or 0
             for i, prompt in enumerate(prompts):
-                output, requests = make_requests(f"{name}-{i}", prompt.text, prompt.tokens, params, body.priority, salt)
+                output, requests = make_requests(f"{name}-{i}", prompt.text, prompt.tokens, params, priority, salt)
                 self.worker.engine.check(requests[0])
                 if guide is not None:
                     for each in requests:
@@ -283,14 +307,14 @@ class Service:
         client = self.client(request)
         return f"{client}:{body.cache_salt or ''}" if client or body.cache_salt else ""
 
-    async def run(self, request: HttpRequest, job: Generation) -> list[RequestOutput]:
-        """Serve a job to its end. Raises what it ended with."""
+    async def run(self, request: HttpRequest, job: Generation, grammar: str | None = None) -> list[RequestOutput]:
+        """Serve a job to its end. Raises what it ended with. grammar: the field that had a grammar."""
         self.worker.submit(job)
         await self.wait(request, job)
         for output in job.outputs:
             for sample in output.outputs:
                 if sample.error is not None:
-                    raise request_failed(sample.error)
+                    raise request_failed(sample.error, grammar)
         return job.outputs
 
     async def wait(self, request: HttpRequest, job: Job) -> None:
@@ -304,16 +328,16 @@ class Service:
         self, request: HttpRequest, body: Sampling, name: str, prompt: Prompt, max_tokens: int | None
     ) -> list[Found]:
         """The n best continuations that a beam search of that width finds, best first."""
-        for option, neutral in NOT_IN_BEAM_SEARCH.items():
-            if getattr(body, option, None) not in neutral:
-                raise ApiError(f"{option} does not go with use_beam_search; leave one of them out", param=option)
+        asked = (one for one, neutral in NOT_IN_BEAM_SEARCH.items() if getattr(body, one, None) not in neutral)
+        if option := next(asked, body.grammar_field()):
+            raise ApiError(f"{option} does not go with use_beam_search; leave one of them out", param=option)
         params = BeamSearchParams(
             beam_width=body.n or 1,
             max_tokens=max_tokens or self.check_length(prompt),
             ignore_eos=body.ignore_eos,
-            length_penalty=body.length_penalty,
+            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         )
-        size, tokenizer = len(prompt.tokens), self.llm.tokenizer
+        size = len(prompt.tokens)
 
         def make() -> BeamDriver:
             driver = BeamDriver(self.worker.engine, name, prompt.tokens, params, self.salt(request, body))
@@ -328,13 +352,24 @@ class Service:
             raise request_failed(driver.error)
 
         def read() -> list[Found]:
-            before = "" if tokenizer is None else tokenizer.decode(prompt.tokens)
             return [
-                Found((one.text or "").removeprefix(before), one.finish_reason, len(one.tokens) - size)
-                for one in beam_sequences(prompt.tokens, driver.results(), tokenizer)
+                Found(self._text_after(prompt, one.tokens), one.finish_reason.value, len(one.tokens))
+                for one in driver.results()
             ]
 
         return await self.take_apart(request, size, read, params.beam_width)
+
+    def _text_after(self, prompt: Prompt, tokens: Sequence[int]) -> str:
+        """What tokens add to a prompt's text, which may end within a character."""
+        if self.llm.tokenizer is None:
+            return ""
+        detokenizer = Detokenizer(self.llm.tokenizer, prompt.tokens, skip_special_tokens=True)
+        return "".join([*(detokenizer.add(token) for token in tokens), detokenizer.finish()])
+
+
+def _samples_field(body: Sampling) -> str:
+    """The field that says how many samples a prompt has."""
+    return "n" if getattr(body, "best_of", None) is None else "best_of"
 
 
 def _cancel(task: asyncio.Task[T]) -> None:
@@ -377,5 +412,5 @@ def num_logprobs(outputs: Sequence[RequestOutput]) -> int:
 
 
 def finite(logprob: float) -> float:
-    """A logprob that JSON can hold."""
-    return max(logprob, LOWEST_LOGPROB)
+    """A logprob that JSON can hold: LOWEST_LOGPROB stands for minus infinity, and for NaN of a model that overflows."""
+    return logprob if LOWEST_LOGPROB < logprob < math.inf else LOWEST_LOGPROB

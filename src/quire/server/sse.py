@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,7 +13,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quire.server.errors import ApiError, internal_error
 from quire.server.protocol import StreamOptions
+
+log = logging.getLogger("quire.server")
 
 DONE = b"data: [DONE]\n\n"
 ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
@@ -34,8 +38,9 @@ class Chunks:
     def __init__(self, head: dict[str, Any], options: StreamOptions | None) -> None:
         """head: the fields that all chunks begin with."""
         self._head = head
-        self._has_usage = options is not None and options.include_usage
-        self._has_usage_so_far = options is not None and options.continuous_usage_stats
+        asked = options or StreamOptions()
+        self._has_usage = asked.include_usage
+        self._has_usage_so_far = asked.include_usage and asked.continuous_usage_stats
         self._start = b"data: " + dumps(head)[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
 
@@ -81,6 +86,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, parts: AsyncIterator[bytes], on_disconnect: Callable[[], None]) -> None:
+        """on_disconnect: is called when no more parts are wanted before their end."""
         self.status_code = 200
         self.background = None
         self._parts = parts
@@ -91,9 +97,19 @@ class EventStream(Response):
         """Send it. When the client has gone, on_disconnect is called, and the parts are read to their end."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async with told_of_disconnect(receive, self._on_disconnect):
-            async for part in self._parts:
+            async for part in self._parts_or_error():
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _parts_or_error(self) -> AsyncIterator[bytes]:
+        """The parts. Where one cannot be made, an error in place of the rest: the status has been sent already."""
+        try:
+            async for part in self._parts:
+                yield part
+        except Exception as error:
+            log.error("a stream failed", exc_info=error)
+            self._on_disconnect()
+            yield data((error if isinstance(error, ApiError) else internal_error(error)).body()) + DONE
 
 
 @asynccontextmanager

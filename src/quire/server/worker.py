@@ -140,12 +140,13 @@ class Worker:
         self._inbox.put(run)
         return await future
 
-    def check_room(self, num_samples: int) -> None:
-        """Raise ApiError if so many samples cannot be taken now."""
+    def check_room(self, num_samples: int, name: str = "n") -> None:
+        """Raise ApiError, naming a field, if so many samples cannot be taken now."""
         if self.failure is not None:
             raise engine_stopped(self.failure)
         if num_samples > self._limit:
-            raise ApiError(f"the request asks for {num_samples} samples; this server takes {self._limit} at a time")
+            message = f"the request asks for {num_samples} samples; this server takes {self._limit} at a time"
+            raise ApiError(message, param=name)
         if self._num_samples + num_samples > self._limit:
             raise queue_full(self._limit)
 

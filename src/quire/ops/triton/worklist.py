@@ -158,7 +158,8 @@ class TritonPlan(AttentionPlan):
     @property
     def nonfinite(self) -> Tensor:
         """As `AttentionPlan.nonfinite`, on the device."""
-        return self.rows_nonfinite[: self.num_tokens]
+        flags: Tensor = self.rows_nonfinite[: self.num_tokens]
+        return flags
 
     @property
     def launched(self) -> tuple[int, int, int]:
