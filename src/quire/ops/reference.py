@@ -211,7 +211,7 @@ def _attend(
         mix = mix * correction[..., None] + weight @ v
         top = new_top
 
-    out = torch.where(total[..., None] > 0, mix / total[..., None], 0.0)
+    out = torch.where(total[..., None] == 0, 0.0, mix / total[..., None])  # NaN stays
     lse = top + torch.log(total)
     return out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2)
 
@@ -238,7 +238,7 @@ def merge_states(
     # Zero times what a state that saw nothing may hold, NaN for one, is not zero: leave it out.
     seen_a, seen_b = (out.to(top.dtype).masked_fill((w == 0)[..., None], 0.0) for out, w in ((out_a, a), (out_b, b)))
     mix = a[..., None] * seen_a + b[..., None] * seen_b
-    out = torch.where(total[..., None] > 0, mix / total[..., None], 0.0)
+    out = torch.where(total[..., None] == 0, 0.0, mix / total[..., None])  # NaN stays
     return out.to(out_a.dtype), top + torch.log(total)
 
 
