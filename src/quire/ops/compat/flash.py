@@ -149,7 +149,7 @@ def update_and_gather(
     -1 stands where transformers has a number of its own (its `sentinel_index` among the read, its `write_trash_index`
     among the written slots): `read_index.masked_fill(read_index == sentinel, -1)` brings its indices here.
 
-    Raises BadShape, BadDtype or BadValue; nothing is written then.
+    Raises BadShape, BadDtype, BadStride or BadValue; nothing is written then.
     """
     read, write = _check_update(key_states, value_states, k_cache, v_cache, read_index, write_index)
     gathered = []
@@ -271,6 +271,9 @@ def _check_update(
             raise BadShape(f"{name} has shape {tuple(states.shape)}; expected [1, Hkv, T, D], here {wanted}")
         if states.dtype != cache.dtype:
             raise BadDtype(f"{name} has dtype {states.dtype} and its cache {cache.dtype}; they must be the same")
+    validate.check_written(
+        {"k_cache": k_cache, "v_cache": v_cache}, {"key_states": key_states, "value_states": value_states}
+    )
     num_slots, num_new = k_cache.shape[0] * k_cache.shape[1], key_states.shape[2]
     for name, index in (("read_index", read_index), ("write_index", write_index)):
         validate.check_integers(name, index, 1)
