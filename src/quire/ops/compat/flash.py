@@ -271,9 +271,6 @@ def _check_update(
             raise BadShape(f"{name} has shape {tuple(states.shape)}; expected [1, Hkv, T, D], here {wanted}")
         if states.dtype != cache.dtype:
             raise BadDtype(f"{name} has dtype {states.dtype} and its cache {cache.dtype}; they must be the same")
-    validate.check_written(
-        {"k_cache": k_cache, "v_cache": v_cache}, {"key_states": key_states, "value_states": value_states}
-    )
     num_slots, num_new = k_cache.shape[0] * k_cache.shape[1], key_states.shape[2]
     for name, index in (("read_index", read_index), ("write_index", write_index)):
         validate.check_integers(name, index, 1)
@@ -291,4 +288,7 @@ def _check_update(
     twice = (slots.diff() == 0).nonzero().flatten()
     if len(twice):
         raise BadValue(f"write_index names slot {slots[twice[0]]} twice; every token needs a slot of its own")
+    validate.check_written(
+        {"k_cache": k_cache, "v_cache": v_cache}, {"key_states": key_states, "value_states": value_states}
+    )
     return read, write
