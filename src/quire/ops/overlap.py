@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 Sizes = tuple[int, ...]
 
-MAX_WORK = 100_000  # candidates that numpy tries; layouts that need more are taken to overlap
+MAX_WORK: Any = 100_000  # candidates that numpy tries; layouts that need more are taken to overlap
 
 
 def first_shared(

@@ -452,7 +452,7 @@ def test_an_output_in_the_memory_of_the_queries_is_refused(backend, device):
     call = small(device)
     prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.NAME)
     before = call.given["q"].clone()
-    with pytest.raises(BadStride, match="^out shares memory with q"):
+    with pytest.raises(BadStride, match=r"^out shares memory with q"):
         prefill.run(**{**call.given, "out": call.given["q"]})
     assert torch.equal(call.given["q"], before)
 
