@@ -29,7 +29,10 @@ class BadDtype(QuireError):
 
 
 class BadStride(QuireError):
-    """A tensor is laid out in memory in a way that cannot be read (its last dimension is not contiguous)."""
+    """A tensor is laid out in memory in a way that cannot serve.
+
+    Its last dimension is not contiguous, or it is written and shares memory with itself or with another argument.
+    """
 
     status: ClassVar[str] = "BAD_STRIDE"
 

@@ -213,6 +213,8 @@ def test_linears_that_do_not_fit_are_refused() -> None:
         replace(packed, mlp_out=packed.mlp_out[:5])
     with pytest.raises(BadShape, match=r"router has .*torch\.bfloat16"):
         replace(packed, router=Packer()(torch.ones(6, 48, dtype=torch.bfloat16)))
+    with pytest.raises(BadValue, match=r"2 experts of 0 are to be chosen"):
+        replace(packed, mlp_in=[], mlp_out=[])
     with pytest.raises(BadValue, match=r"7 experts of 6 are to be chosen; it must be 1\.\.6"):
         replace(packed, num_chosen=7)
 

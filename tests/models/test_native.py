@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.errors import BadValue
+from quire.errors import BadDtype, BadShape, BadStride, BadValue
+from quire.ops import AttentionSpec, cpu
 from quire.ops.cpu import native
 from quire.ops.cpu.program import Program
 from tests.models.checkpoints import engine, probed_logits, save
@@ -116,6 +117,43 @@ def test_sums_and_multiples(dtype: torch.dtype) -> None:
     program.run(first, second, torch.arange(5), [])
     assert torch.equal(first, scaled)
     assert torch.equal(second, total)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("first", torch.zeros(2, 7), BadShape),
+        ("first", torch.zeros(2, 16)[:, ::2], BadStride),
+        ("first", torch.zeros(4, 8)[::2], BadStride),
+        ("first", torch.zeros(2, 8, device="meta"), BadValue),
+        ("second", torch.zeros(1, 4), BadShape),
+        ("second", torch.zeros(2, 4).half(), BadDtype),
+        ("positions", torch.zeros(1, dtype=torch.int64), BadShape),
+        ("positions", torch.zeros(2, dtype=torch.int32), BadDtype),
+        ("kept", torch.zeros(1, dtype=torch.int32), BadDtype),
+        ("kept", torch.zeros(1, 1, dtype=torch.int64), BadShape),
+        ("seconds", torch.zeros(2, dtype=torch.float64), BadShape),
+    ],
+)
+def test_tensors_that_are_not_as_a_program_takes_them(name: str, value: torch.Tensor, error: type[Exception]) -> None:
+    program = Program(torch.float32, {"first": 8, "second": 4})
+    program.add(("first", 0), ("second", 0), 4)
+    given = {"first": torch.ones(2, 8), "second": torch.ones(2, 4), "positions": torch.arange(2), "plans": []}
+    program.run(**given, seconds=torch.zeros(1, dtype=torch.float64))
+    with pytest.raises(error, match=f"^{name} "):
+        program.run(**{**given, name: value})
+
+
+def test_a_program_without_its_caches_is_refused() -> None:
+    program = Program(torch.float32, {"first": 12, "second": 4})
+    program.attention(("first", 0), ("first", 4), ("first", 8), ("second", 0), 0, 1.0, None, None)
+    given = torch.ones(1, 12), torch.ones(1, 4), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(BadValue, match="given are 0 plans; the program has 1 cache groups"):
+        program.run(*given, [])
+    spec = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=4, block_size=1, num_blocks=1, dtype=torch.float32)
+    plan = cpu.plan(spec, torch.tensor([0, 1]), torch.tensor([1]), torch.tensor([[0]]), torch.tensor([0]))
+    with pytest.raises(BadValue, match="1 layers of attention; bind their caches first"):
+        program.run(*given, [plan])
 
 
 def test_rows_out_of_order_are_refused() -> None:

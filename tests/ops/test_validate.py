@@ -336,7 +336,7 @@ ATTENTION = {
     "scale nan": ({"scale": math.nan}, BadValue, ("scale", "nan", "finite")),
     "scale inf": ({"scale": math.inf}, BadValue, ("scale", "inf", "finite")),
     "scale -inf": ({"scale": -math.inf}, BadValue, ("scale", "-inf")),
-    "softcap 0": ({"softcap": 0.0}, BadValue, ("softcap", "0.0", "positive")),
+    "softcap 0": ({"softcap": 0.0}, BadValue, ("softcap", "0.0", "finite")),
     "softcap negative": ({"softcap": -30.0}, BadValue, ("softcap", "-30.0")),
     "softcap nan": ({"softcap": math.nan}, BadValue, ("softcap", "nan")),
     "softcap inf": ({"softcap": math.inf}, BadValue, ("softcap", "inf")),

@@ -16,6 +16,11 @@ order `q·k * scale → softcap → + alibi_slope * (key_pos - p) → mask → s
 Sums and the LSE are in fp32 whatever the dtype (float64 for float64). A row that sees nothing gives zeros and an LSE
 of -inf. Where the context is shorter than the query, the first rows stand before the sequence's start: causal ones see
 nothing. Keys below the window but in a block that is not wholly below it still belong to the sequence.
+
+Any size may be 0 where a spec does not say otherwise: what has no element is computed without one. What an operator
+writes (out, a residual, rope's q and k, the cache) must not share memory with itself or with another argument: that
+raises BadStride. Views of one tensor that interleave share none, as q and k cut out of one projection. In a graph of
+torch.compile, rope and add_rms_norm write to copies, and torch looks at what these are copied to.
 """
 
 from __future__ import annotations
@@ -127,7 +132,11 @@ class Ops(Protocol):
         kv: PagedKV,
         plan: AttentionPlan,
     ) -> None:
-        """Store each row's K and V at its slot of the plan; rows with slot -1 are skipped."""
+        """Store each row's K and V at its slot of the plan; rows with slot -1 are skipped.
+
+        K and V may share memory only as those of a latent cache do: the rows of one begin with those of the other, in
+        the cache and in what is new. Raises BadShape, BadDtype, BadStride or BadValue, as all operators do.
+        """
 
     @overload
     def attention(
@@ -154,7 +163,7 @@ class Ops(Protocol):
         alibi_slopes: torch.Tensor | None = None,  # fp32 [Hq]
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,  # fp32 [Hq]
-        out: torch.Tensor | None = None,  # [T, Hq, Dv]
+        out: torch.Tensor | None = None,  # [T, Hq, Dv], apart from q and the cache
         return_lse: Literal[True],
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -176,7 +185,7 @@ class Ops(Protocol):
         """Close a state with one more logit a head that carries no value: out [T, Hq, Dv]."""
 
     def copy_blocks(self, kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Copy block src[i] to block dst[i], K and V."""
+        """Copy block src[i] to block dst[i], K and V. No block may be written twice, or be in src and in dst."""
 
     def rms_norm(
         self,
@@ -189,7 +198,7 @@ class Ops(Protocol):
     def add_rms_norm(
         self,
         x: torch.Tensor,  # [T, H]
-        residual: torch.Tensor,  # [T, H], becomes x + residual in place
+        residual: torch.Tensor,  # [T, H], becomes x + residual in place; apart from x and weight
         weight: torch.Tensor,  # [H]
         eps: float,
     ) -> torch.Tensor:
@@ -207,12 +216,15 @@ class Ops(Protocol):
     def rope(
         self,
         q: torch.Tensor,  # [T, Hq, D], rotated in place
-        k: torch.Tensor,  # [T, Hkv, D], rotated in place
-        positions: torch.Tensor,  # int [T]
+        k: torch.Tensor,  # [T, Hkv, D], rotated in place; apart from q
+        positions: torch.Tensor,  # int32 or int64 [T]
         cos: torch.Tensor,  # fp32 [P, D_rot / 2]
         sin: torch.Tensor,  # fp32 [P, D_rot / 2]
     ) -> None:
-        """Rotate dimension pairs (i, i + D_rot/2) of the first D_rot dimensions by their position's angle."""
+        """Rotate dimension pairs (i, i + D_rot/2) of the first D_rot dimensions by their position's angle.
+
+        Raises BadValue for a position on the host that the tables do not hold.
+        """
 
     def swiglu(
         self,
@@ -225,7 +237,7 @@ class Ops(Protocol):
         x: torch.Tensor,  # [..., I]
         approximate: Literal["none", "tanh"],
     ) -> torch.Tensor:
-        """GELU in its exact (erf) or its tanh form (Hendrycks & Gimpel 2016)."""
+        """GELU in its exact (erf) or its tanh form (Hendrycks & Gimpel 2016). Raises BadValue for another form."""
 
     def logsumexp(
         self,

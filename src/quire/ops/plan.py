@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from quire.errors import BadValue, Unsupported
+from quire.errors import BadValue, Unsupported, check_integer
 from quire.ops import validate
 from quire.ops.interface import AttentionSpec
 
@@ -32,6 +32,8 @@ class AttentionPlan:
     Several threads may use one plan: attention, write_kv and updates take turns, each with the plan to itself. A call
     sees the last update that came before it, so its tensors have to fit that one.
 
+    Raises BadValue for a size that an int32 does not hold, MemoryError where there is no room for the tensors.
+
     `key` names the plan where only a tensor can stand: the operators of a compiled graph find it by `plan_of`.
     """
 
@@ -39,8 +41,7 @@ class AttentionPlan:
 
     def __init__(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> None:
         for name, value in (("max_tokens", max_tokens), ("max_seqs", max_seqs), ("max_blocks", max_blocks)):
-            if value < 0:
-                raise BadValue(f"{name} is {value}; it must not be negative")
+            check_integer(BadValue, name, value, 0, validate.INT32_MAX)
         self.spec = spec
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
@@ -49,11 +50,16 @@ class AttentionPlan:
         self.num_seqs = 0  # S of the last update
         self.covers_all = False  # whether launches cover all that any update may bring, as those of a graph have to
         self.writable = False  # whether the last update gave slots
-        self.query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32)  # [max_seqs + 1]
-        self.context_lens = torch.zeros(max_seqs, dtype=torch.int32)  # [max_seqs]
-        self.block_tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32)  # [max_seqs, max_blocks]
-        self.slots = torch.zeros(max_tokens, dtype=torch.int32)  # [max_tokens]
-        self._nonfinite = torch.zeros(max_tokens, dtype=torch.int32)  # [max_tokens]
+        try:
+            self.block_tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32)  # [max_seqs, max_blocks]
+            self.query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32)  # [max_seqs + 1]
+            self.context_lens = torch.zeros(max_seqs, dtype=torch.int32)  # [max_seqs]
+            self.slots = torch.zeros(max_tokens, dtype=torch.int32)  # [max_tokens]
+            self._nonfinite = torch.zeros(max_tokens, dtype=torch.int32)  # [max_tokens]
+        except RuntimeError as error:  # which torch raises where there is no memory
+            raise MemoryError(
+                f"no memory for a plan of {max_tokens} query tokens and {max_seqs} sequences of {max_blocks} blocks"
+            ) from error
         self.lock = Lock()  # held by whatever reads or changes the plan
         number = next(_KEYS)
         self.key = torch.tensor(number, device="cpu")  # int64 []

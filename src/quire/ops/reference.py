@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.ops import registered, validate
+from quire.ops import registered, validate, validate_small
 from quire.ops.interface import AttentionSpec, Limits, PagedKV
 from quire.ops.plan import AttentionPlan
 
@@ -213,7 +213,7 @@ def _attend(
         mix = mix * correction[..., None] + weight @ v
         top = new_top
 
-    out = torch.where(total[..., None] > 0, mix / total[..., None], 0.0)
+    out = torch.where(total[..., None] == 0, 0.0, mix / total[..., None])  # NaN stays
     lse = top + torch.log(total)
     return out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2)
 
@@ -240,7 +240,7 @@ def merge_states(
     # Zero times what a state that saw nothing may hold, NaN for one, is not zero: leave it out.
     seen_a, seen_b = (out.to(top.dtype).masked_fill((w == 0)[..., None], 0.0) for out, w in ((out_a, a), (out_b, b)))
     mix = a[..., None] * seen_a + b[..., None] * seen_b
-    out = torch.where(total[..., None] > 0, mix / total[..., None], 0.0)
+    out = torch.where(total[..., None] == 0, 0.0, mix / total[..., None])  # NaN stays
     return out.to(out_a.dtype), top + torch.log(total)
 
 
@@ -267,7 +267,7 @@ def rms_norm(
     eps: float,
 ) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight, over the last dimension (Zhang & Sennrich 2019)."""
-    validate.check_norm(x, weight=weight)
+    validate_small.check_norm(x, eps, weight=weight)
     wide = _widen(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * weight.to(wide.dtype)).to(x.dtype)
@@ -281,8 +281,8 @@ def add_rms_norm(
     eps: float,
 ) -> Tensor:
     """rms_norm of the new residual."""
-    validate.check_residual(x, residual)
-    validate.check_norm(x, weight=weight)
+    validate_small.check_residual(x, residual, weight)
+    validate_small.check_norm(x, eps, weight=weight)
     residual += x
     return rms_norm(residual, weight, eps)
 
@@ -295,7 +295,7 @@ def layer_norm(
     eps: float,
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension (Ba et al. 2016)."""
-    validate.check_norm(x, weight=weight, bias=bias)
+    validate_small.check_norm(x, eps, weight=weight, bias=bias)
     wide = _widen(x)
     centred = wide - wide.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
@@ -306,12 +306,14 @@ def layer_norm(
 def rope(
     q: Tensor,  # [T, Hq, D], rotated in place
     k: Tensor,  # [T, Hkv, D], rotated in place
-    positions: Tensor,  # int [T]
+    positions: Tensor,  # int32 or int64 [T]
     cos: Tensor,  # fp32 [P, D_rot / 2]
     sin: Tensor,  # fp32 [P, D_rot / 2]
 ) -> None:
     """Rotate the pairs (i, i + D_rot/2) of the first D_rot dimensions by their position's angle (Su et al. 2021)."""
-    validate.check_rope(q, k, positions, cos, sin)
+    validate_small.check_rope(q, k, positions, cos, sin)
+    if positions.is_cpu:  # to look at those on a GPU would wait for it
+        validate_small.check_positions(positions, len(cos))
     half = cos.shape[1]
     c, s = cos[positions][:, None], sin[positions][:, None]  # [T, 1, D_rot / 2]
     for x in (q, k):
@@ -324,7 +326,7 @@ def swiglu(
     gate_up: Tensor,  # [T, 2 * I]: gates, then ups
 ) -> Tensor:
     """silu(gate) * up: [T, I] (Shazeer 2020)."""
-    validate.check_swiglu(gate_up)
+    validate_small.check_swiglu(gate_up)
     gate, up = _widen(gate_up).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
@@ -335,6 +337,7 @@ def gelu(
     approximate: Literal["none", "tanh"],
 ) -> Tensor:
     """GELU in its exact (erf) or its tanh form (Hendrycks & Gimpel 2016)."""
+    validate_small.check_gelu(x, approximate)
     return F.gelu(_widen(x), approximate=approximate).to(x.dtype)
 
 
@@ -346,7 +349,7 @@ def logsumexp(
     logits: Tensor,  # fp32 [R, V]
 ) -> Tensor:
     """log(sum(exp(logits))) of each row: fp32 [R]."""
-    validate.check_logits(logits)
+    validate_small.check_logits(logits)
     return torch.logsumexp(logits, -1)
 
 
@@ -356,7 +359,7 @@ def top_k(
     k: int,
 ) -> Tensor:
     """The ids of the k largest logits of each row, the largest first, of equal ones the lower id: int64 [R, k]."""
-    validate.check_logits(logits, k)
+    validate_small.check_logits(logits, k)
     return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quire.errors import BadDtype, BadShape, BadValue, check_number
+from quire.errors import BadShape, BadValue, check_number
 from quire.ops import validate
 from quire.ops.backends import load
 
@@ -29,8 +29,6 @@ class AttentionState:
 
     def __post_init__(self) -> None:
         validate.check_state("out", self.out, "lse", self.lse)
-        if not self.out.is_floating_point():
-            raise BadDtype(f"out has dtype {self.out.dtype}; it must be a floating-point dtype")
         _check_base(self.base)
 
     def merge(self, *others: AttentionState, backend: str = "auto") -> AttentionState:

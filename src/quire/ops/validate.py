@@ -1,4 +1,4 @@
-"""Every check of the operators' arguments, for every backend.
+"""Every check of the arguments of attention and of what goes with it, for every backend.
 
 Metadata (tables, lengths, slots) is checked on the host, once a step, in one vectorised pass. Per call only shapes,
 dtypes and strides are looked at, which costs no pass over data.
@@ -6,16 +6,24 @@ dtypes and strides are looked at, which costs no pass over data.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from quire.errors import BadDtype, BadShape, BadStride, BadValue, QuireError, Unsupported
+from quire.errors import (
+    BadDtype,
+    BadShape,
+    BadStride,
+    BadValue,
+    QuireError,
+    Unsupported,
+    check_number,
+)
+from quire.ops import overlap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +36,9 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM = 1024
 MAX_BLOCK_SIZE = 256
 INT32_MAX = 2**31 - 1
+MAX_CONTEXT = 2**31 - 1024  # tokens: kernels count keys in an int32, a tile beyond the last one included
+MAX_SCALE = 2.0**120  # of scores: fp32 holds it, and its inverse, in units of log 2 too
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of rows and states
 
 
 # ------------------------------------------------------------------------------------------------ the spec
@@ -68,6 +79,10 @@ def check_spec(spec: AttentionSpec) -> None:
             continue
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise BadDtype(f"spec.{name} is {dtype!r}; it must be a floating-point torch.dtype")
+    try:
+        torch.device(spec.device)
+    except (RuntimeError, TypeError):
+        raise BadValue(f"spec.device is {spec.device!r}; it must name a device of torch, as 'cpu' does") from None
 
 
 def check_supported(spec: AttentionSpec, name: str, limits: Limits) -> None:
@@ -104,8 +119,12 @@ def step_sizes(
     lens = _host_integers("context_lens", context_lens, 1)
     tables = _host_integers("block_tables", block_tables, 2)
     num_tokens = max(0, int(starts[-1])) if len(starts) else 0
-    if num_tokens > INT32_MAX:  # before room is made for so many
+    # Before room is made for so many.
+    if num_tokens > INT32_MAX:
         raise BadValue(f"query_starts[{len(starts) - 1}] is {num_tokens}; rows are numbered in an int32")
+    for name, shape in (("context_lens", lens.shape), ("block_tables", tables.shape)):
+        if max(shape) > INT32_MAX:
+            raise BadShape(f"{name} has shape {shape}; sequences and their blocks are numbered in an int32")
     return num_tokens, len(lens), tables.shape[1]
 
 
@@ -194,7 +213,7 @@ def _check_tables(
 ) -> None:
     """Lengths that the tables can hold, and a valid id in every table entry that may be read."""
     width = tables.shape[1]
-    longest = min(width * spec.block_size, INT32_MAX)
+    longest = min(width * spec.block_size, MAX_CONTEXT)
     starts, lens = starts.astype(np.int64), lens.astype(np.int64)
     bad = np.flatnonzero((lens < 0) | (lens > longest))
     if bad.size:
@@ -255,6 +274,34 @@ def check_tensor(
         raise BadStride(f"{name} has strides {tensor.stride()}; the last one must be 1")
 
 
+def check_float(name: str, tensor: torch.Tensor) -> None:
+    """Raise BadDtype unless it is a dtype that rows and states may have."""
+    if tensor.dtype not in FLOATS:
+        raise BadDtype(f"{name} has dtype {tensor.dtype}; it must be one of {', '.join(map(str, FLOATS))}")
+
+
+def check_beside(x: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raise BadValue unless they lie on the device of x."""
+    for name, other in others.items():
+        if other is not None and other.device != x.device:
+            raise BadValue(f"{name} lies on {other.device}; expected {x.device}")
+
+
+def check_written(
+    written: Mapping[str, torch.Tensor],  # by name
+    read: Mapping[str, torch.Tensor | None],  # by name
+) -> None:
+    """Raise BadStride where an element that is written stands for another one as well, of this tensor or another."""
+    for name, tensor in written.items():
+        if overlap.repeats(tensor):
+            raise BadStride(
+                f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; it is written, so its "
+                f"elements must not share memory"
+            )
+    if found := overlap.first_shared(written, read):
+        raise BadStride(f"{found[0]} shares memory with {found[1]}; it is written, so it needs memory of its own")
+
+
 def check_kv(kv: PagedKV, spec: AttentionSpec) -> None:
     """Check a layer's cache against the spec."""
     lead = (spec.num_blocks, spec.num_kv_heads, spec.block_size)
@@ -269,14 +316,28 @@ def check_write(
     kv: PagedKV,
     plan: AttentionPlan,
 ) -> None:
-    """Check the arguments of write_kv. Raises BadValue on a read-only plan."""
+    """Check the arguments of write_kv. Raises BadValue on a read-only plan.
+
+    K and V may share memory as those of a latent cache do: one begins with the other, in the cache and in the new rows.
+    """
     spec = plan.spec
+    check_kv(kv, spec)
     if not plan.writable:
         raise BadValue("write_kv needs a plan that was updated with slots; this one is read-only")
-    check_kv(kv, spec)
     device = _device(spec)
     check_tensor("k_new", k_new, (plan.num_tokens, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
     check_tensor("v_new", v_new, (plan.num_tokens, spec.num_kv_heads, spec.dim_v), spec.dtype, device)
+    new = {"k_new": k_new, "v_new": v_new}
+    if _begin_alike(kv.k, kv.v) and _begin_alike(k_new, v_new):
+        check_written({"kv.k": kv.k}, new)
+        check_written({"kv.v": kv.v}, new)
+    else:
+        check_written({"kv.k": kv.k, "kv.v": kv.v}, new)
+
+
+def _begin_alike(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether each row of the one begins with the row of the other."""
+    return k.data_ptr() == v.data_ptr() and k.stride()[:-1] == v.stride()[:-1]
 
 
 def check_attention(
@@ -296,16 +357,16 @@ def check_attention(
     check_tensor("q", q, (plan.num_tokens, spec.num_heads, spec.head_dim), spec.dtype, device)
     if out is not None:
         check_tensor("out", out, (plan.num_tokens, spec.num_heads, spec.dim_v), spec.dtype, device)
-        if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-            raise BadStride(f"out has strides {out.stride()}; rows or heads that share memory overwrite each other")
     if alibi_slopes is not None:
         check_tensor("alibi_slopes", alibi_slopes, (spec.num_heads,), torch.float32, device)
     if sinks is not None:
         check_tensor("sinks", sinks, (spec.num_heads,), torch.float32, device)
-    if scale is not None and not math.isfinite(scale):
-        raise BadValue(f"scale is {scale}; it must be finite")
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
-        raise BadValue(f"softcap is {softcap}; it must be positive and finite (None for no cap)")
+    if out is not None:
+        check_written({"out": out}, {"q": q, "kv.k": kv.k, "kv.v": kv.v, "alibi_slopes": alibi_slopes, "sinks": sinks})
+    if scale is not None:
+        check_number(BadValue, "scale", scale, -MAX_SCALE, MAX_SCALE)
+    if softcap is not None:  # None for no cap
+        check_number(BadValue, "softcap", softcap, 1.0 / MAX_SCALE, MAX_SCALE)
     if sinks is not None and return_lse:
         raise BadValue(
             "sinks close a state, so its LSE could not be merged any more: ask for the LSE without sinks, merge, "
@@ -334,69 +395,10 @@ def check_state(
     """Check one attention state: an output and the LSE of its rows."""
     if out.dim() != 3:
         raise BadShape(f"{out_name} has shape {tuple(out.shape)}; expected [T, Hq, Dv]")
+    check_float(out_name, out)
     check_tensor(out_name, out, tuple(out.shape), out.dtype, out.device)
     lse_dtype = torch.promote_types(out.dtype, torch.float32)
     check_tensor(lse_name, lse, tuple(out.shape[:2]), lse_dtype, out.device)
-
-
-def check_residual(
-    x: torch.Tensor,  # [T, H]
-    residual: torch.Tensor,  # [T, H]
-) -> None:
-    """Check what is added up before a norm."""
-    if x.dim() != 2:
-        raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, H]")
-    check_tensor("residual", residual, tuple(x.shape), x.dtype, x.device)
-
-
-def check_norm(x: torch.Tensor, **weights: torch.Tensor | None) -> None:
-    """Check the arguments of a normalisation over the last dimension of x: weights have its size."""
-    for name, weight in weights.items():
-        if weight is not None and weight.shape != x.shape[-1:]:
-            raise BadShape(
-                f"{name} has shape {tuple(weight.shape)}; x of shape {tuple(x.shape)} needs {tuple(x.shape[-1:])}"
-            )
-
-
-def check_rope(
-    q: torch.Tensor,  # [T, Hq, D]
-    k: torch.Tensor,  # [T, Hkv, D]
-    positions: torch.Tensor,  # int [T]
-    cos: torch.Tensor,  # fp32 [P, D_rot / 2]
-    sin: torch.Tensor,  # fp32 [P, D_rot / 2]
-) -> None:
-    """Check the shapes of rope's arguments. Positions are the caller's to keep within the table."""
-    if q.dim() != 3 or k.dim() != 3 or q.shape[::2] != k.shape[::2]:
-        raise BadShape(f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected [T, Hq, D] and [T, Hkv, D]")
-    if k.dtype != q.dtype:
-        raise BadDtype(f"k has dtype {k.dtype} and q {q.dtype}; they must be the same")
-    if tuple(positions.shape) != (len(q),):
-        raise BadShape(f"positions has shape {tuple(positions.shape)}; expected ({len(q)},)")
-    if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[2]:
-        raise BadShape(
-            f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; both must be [P, D_rot / 2], with D_rot at "
-            f"most {q.shape[2]}"
-        )
-
-
-def check_swiglu(
-    gate_up: torch.Tensor,  # [T, 2 * I]
-) -> None:
-    """Check the argument of swiglu."""
-    if gate_up.shape[-1] % 2:
-        raise BadShape(f"gate_up has shape {tuple(gate_up.shape)}; its last dimension, gates and ups, must be even")
-
-
-def check_logits(
-    logits: torch.Tensor,  # fp32 [R, V]
-    k: int = 0,
-) -> None:
-    """Check the arguments of the sampler's operators."""
-    if logits.dim() != 2:
-        raise BadShape(f"logits has shape {tuple(logits.shape)}; expected [R, V]")
-    check_tensor("logits", logits, tuple(logits.shape), torch.float32, logits.device)
-    if not 0 <= k <= logits.shape[1]:
-        raise BadValue(f"k is {k}; it must lie in 0..{logits.shape[1]}, the size of the vocabulary")
 
 
 def check_copy(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -405,6 +407,7 @@ def check_copy(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
         if tensor.dim() != 4:
             raise BadShape(f"{name} has shape {tuple(tensor.shape)}; expected [N, Hkv, B, D]")
         check_tensor(name, tensor, tuple(tensor.shape), tensor.dtype, tensor.device)
+        check_written({name: tensor}, {})
     if len(src) != len(dst):
         raise BadShape(f"src has {len(src)} block ids and dst {len(dst)}; they are pairs")
     num_blocks = kv.k.shape[0]

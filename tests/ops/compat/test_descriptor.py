@@ -448,6 +448,15 @@ def test_run_refuses(backend, device, name, value, error, message):
     call.check(16**-0.5)
 
 
+def test_an_output_in_the_memory_of_the_queries_is_refused(backend, device):
+    call = small(device)
+    prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.NAME)
+    before = call.given["q"].clone()
+    with pytest.raises(BadStride, match=r"^out shares memory with q"):
+        prefill.run(**{**call.given, "out": call.given["q"]})
+    assert torch.equal(call.given["q"], before)
+
+
 def test_a_closed_descriptor(backend, device):
     call = small(device)
     prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.NAME)

@@ -410,6 +410,19 @@ def test_update_and_gather_refuses_shapes():
             ops.update_and_gather(states, states, other, other, index, index)
 
 
+def test_update_and_gather_refuses_shared_memory():
+    cache, new, index = torch.zeros(1, 4, 1, 1), torch.ones(1, 1, 2, 1), torch.tensor([0, 1])
+    in_the_cache = cache.view(-1)[1:3].view(1, 1, 2, 1)
+    for k_cache, v_cache, states, message in (
+        (cache, cache, new, "k_cache shares memory with v_cache"),
+        (cache, cache.clone(), in_the_cache, "k_cache shares memory with key_states"),
+        (cache.clone(), cache[:, :1].expand(1, 4, 1, 1), new, "v_cache has strides"),
+    ):
+        with pytest.raises(BadStride, match=message):
+            ops.update_and_gather(states, states, k_cache, v_cache, index, index)
+    assert not cache.any()
+
+
 def test_update_and_gather_refuses_caches_that_are_no_pair():
     new, index = torch.ones(1, 1, 2, 1), torch.tensor([0, 1])
     for other in (torch.zeros(2, 4, 1, 1), torch.zeros(1, 8, 1, 1)):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
-from quire.errors import BadDtype, BadShape, BadValue
+from quire.errors import BadDtype, BadShape, BadStride, BadValue
 from quire.ops import layouts
 from quire.ops.compat.vllm import num_partitions
 from tests.ops import dense
@@ -196,6 +196,22 @@ def test_what_is_refused(backend, device, version, index, change, error, message
     with pytest.raises(error, match=message):
         ops.paged_attention(*call.arguments, version=version, backend=backend.NAME)
     assert call.out.isnan().all()
+
+
+def test_outputs_in_the_memory_of_inputs_are_refused(backend, device):
+    call = Packed(device, [30, 5])
+    query = call.arguments[1]
+    caches = {"query": query, "key_cache": call.arguments[2], "value_cache": call.arguments[3]}
+    for version in ("v1", "v2"):
+        for name, x in caches.items():
+            out = x.view(-1)[: query.numel()].view(query.shape)
+            before = x.clone()
+            with pytest.raises(BadStride, match=f"^out shares memory with {name}"):
+                ops.paged_attention(out, *call.arguments[1:], version=version, backend=backend.NAME)
+            assert torch.equal(x.view(torch.uint8), before.view(torch.uint8)), "a refused call wrote"
+    sums, _, tmp = call.buffers()
+    with pytest.raises(BadStride, match=r"^exp_sums shares memory with max_logits"):
+        ops.paged_attention_v2(call.out, sums, sums, tmp, *call.arguments[1:], backend=backend.NAME)
 
 
 def test_what_else_is_refused(backend, device):

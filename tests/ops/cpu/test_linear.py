@@ -179,3 +179,17 @@ def test_what_cannot_be_packed_or_multiplied_is_refused(backend):
             pack(weight)(x)
     bias = torch.arange(10.0)[::2]
     assert torch.equal(pack(weight.float(), bias)(torch.zeros(1, 8))[0], bias)
+
+
+def test_what_lies_elsewhere_is_refused(backend):
+    """Tensors without memory have the address 0."""
+    weight, elsewhere = torch.ones(4, 8), torch.ones(2, 8, device="meta")
+    made = Packer()(weight)
+    for call, name in (
+        (lambda: made(elsewhere), "x"),
+        (lambda: made.weight_rows(torch.zeros(1, dtype=torch.int64, device="meta")), "places"),
+        (lambda: Packer()(weight.to("meta")), "weight"),
+        (lambda: Packer()(weight, torch.ones(4, device="meta")), "bias"),
+    ):
+        with pytest.raises(BadValue, match=f"^{name} lies on meta"):
+            call()

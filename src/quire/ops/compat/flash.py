@@ -149,7 +149,7 @@ def update_and_gather(
     -1 stands where transformers has a number of its own (its `sentinel_index` among the read, its `write_trash_index`
     among the written slots): `read_index.masked_fill(read_index == sentinel, -1)` brings its indices here.
 
-    Raises BadShape, BadDtype or BadValue; nothing is written then.
+    Raises BadShape, BadDtype, BadStride or BadValue; nothing is written then.
     """
     read, write = _check_update(key_states, value_states, k_cache, v_cache, read_index, write_index)
     gathered = []
@@ -288,4 +288,7 @@ def _check_update(
     twice = (slots.diff() == 0).nonzero().flatten()
     if len(twice):
         raise BadValue(f"write_index names slot {slots[twice[0]]} twice; every token needs a slot of its own")
+    validate.check_written(
+        {"k_cache": k_cache, "v_cache": v_cache}, {"key_states": key_states, "value_states": value_states}
+    )
     return read, write

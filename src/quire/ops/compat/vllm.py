@@ -96,6 +96,7 @@ def paged_attention_v1(
     tables, lens = _check(
         query, key_cache, value_cache, head_mapping, block_tables, context_lens, block_size, max_context_len
     )
+    validate.check_written({"out": out}, {"query": query, "key_cache": key_cache, "value_cache": value_cache})
     kv, tables = _unpacked(key_cache, value_cache, head_mapping, tables, lens)
     with validate.renamed(**NAMES):
         ops, spec = load(backend, query.device.type), describe(query, kv.k, kv.v)
@@ -135,6 +136,10 @@ def paged_attention_v2(
         raise BadValue(f"block_size is {block_size}; V2's partitions of {PARTITION} tokens consist of whole blocks")
     num_seqs, P = len(query), num_partitions(max_context_len)
     _check_buffers(query, P, out, exp_sums, max_logits, tmp_out)
+    validate.check_written(
+        {"out": out, "exp_sums": exp_sums, "max_logits": max_logits, "tmp_out": tmp_out},
+        {"query": query, "key_cache": key_cache, "value_cache": value_cache, "alibi_slopes": alibi_slopes},
+    )
     kv, tables = _unpacked(key_cache, value_cache, head_mapping, tables, lens)
     # Every partition is a sequence of the batch: its share of the table, its share of the length, the same query.
     columns = PARTITION // block_size

@@ -14,8 +14,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from quire.errors import BadStride, BadValue, Unsupported
-from quire.ops import registered, validate
+from quire.errors import BadValue, Unsupported
+from quire.ops import overlap, registered, validate, validate_small
 from quire.ops.cpu import native
 from quire.ops.cpu.worklist import CpuPlan
 from quire.ops.interface import AttentionSpec, Limits, PagedKV
@@ -42,6 +42,8 @@ def unavailable(device: str) -> str | None:
 def make_plan(spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> CpuPlan:
     """An empty plan with room for that many query tokens, sequences and blocks a sequence."""
     validate.check_supported(spec, NAME, LIMITS)
+    if torch.device(spec.device).type != "cpu":
+        raise Unsupported(f"backend {NAME!r} does not serve device {spec.device!r}; it serves 'cpu'")
     return CpuPlan(spec, max_tokens, max_seqs, max_blocks, native.default())
 
 
@@ -77,7 +79,8 @@ def write_kv(
     """Store row t's K and V at slot plan.slots[t], that is at offset slot % B of block slot // B; -1 skips it."""
     plan = _own(plan)
     cache = plan.cache(kv)
-    if not (plan.writable and _fits(k_new, plan.k_shape, plan) and _fits(v_new, plan.v_shape, plan)):
+    fits = _fits(k_new, plan.k_shape, plan) and _fits(v_new, plan.v_shape, plan)
+    if not (plan.writable and cache.separate and fits and overlap.apart((kv.k, kv.v), (k_new, v_new))):
         validate.check_write(k_new, v_new, kv, plan)
     p = cache.write
     p.k_new, p.v_new = k_new.data_ptr(), v_new.data_ptr()
@@ -154,7 +157,9 @@ def attention(
     plan = _own(plan)
     cache = plan.cache(kv)
     plain = scale is None and alibi_slopes is None and softcap is None and sinks is None
-    fits = out is None or (_fits(out, plan.out_shape, plan) and 0 not in out.stride())
+    fits = out is None or (
+        _fits(out, plan.out_shape, plan) and out.is_contiguous() and overlap.apart((out,), (q, kv.k, kv.v))
+    )
     if not (plain and fits and _fits(q, plan.q_shape, plan)):
         validate.check_attention(q, kv, plan, scale, alibi_slopes, softcap, sinks, out, return_lse)
     if out is None:
@@ -224,7 +229,7 @@ def rms_norm(
     eps: float,
 ) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight, over the last dimension (Zhang & Sennrich 2019)."""
-    validate.check_norm(x, weight=weight)
+    validate_small.check_norm(x, eps, weight=weight)
     dtype, x, weight = _dtype("x", x), as_rows(x), _fp32(weight)
     out = torch.empty(x.shape, dtype=x.dtype)
     native.default()(
@@ -251,8 +256,8 @@ def add_rms_norm(
     eps: float,
 ) -> Tensor:
     """rms_norm of the new residual."""
-    validate.check_residual(x, residual)
-    validate.check_norm(x, weight=weight)
+    validate_small.check_residual(x, residual, weight)
+    validate_small.check_norm(x, eps, weight=weight)
     dtype, x, weight = _dtype("x", x), as_rows(x), _fp32(weight)
     out = torch.empty(x.shape, dtype=x.dtype)
     native.default()(
@@ -278,7 +283,7 @@ def layer_norm(
     eps: float,
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension (Ba et al. 2016)."""
-    validate.check_norm(x, weight=weight, bias=bias)
+    validate_small.check_norm(x, eps, weight=weight, bias=bias)
     dtype, x, weight = _dtype("x", x), as_rows(x), _fp32(weight)
     bias = None if bias is None else _fp32(bias)
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -302,24 +307,20 @@ def layer_norm(
 def rope(
     q: Tensor,  # [T, Hq, D], rotated in place
     k: Tensor,  # [T, Hkv, D], rotated in place
-    positions: Tensor,  # int [T]
+    positions: Tensor,  # int32 or int64 [T]
     cos: Tensor,  # fp32 [P, D_rot / 2]
     sin: Tensor,  # fp32 [P, D_rot / 2]
 ) -> None:
     """Rotate the pairs (i, i + D_rot/2) of the first D_rot dimensions by their position's angle (Su et al. 2021)."""
-    validate.check_rope(q, k, positions, cos, sin)
-    for name, x in (("q", q), ("k", k)):
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise BadStride(f"{name} has strides {x.stride()}; the last one must be 1")
+    validate_small.check_rope(q, k, positions, cos, sin)
     dtype, positions = _dtype("q", q), positions.to("cpu", torch.int64).contiguous()
-    _dtype("k", k)
     cos, sin = _fp32(cos), _fp32(sin)
     beyond = native.default()(
         *("rope", q.data_ptr(), q.stride(0), q.shape[1], q.stride(1), k.data_ptr(), k.stride(0), k.shape[1]),
         *(k.stride(1), positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), len(q), *cos.shape, dtype),
     )
     if beyond >= 0:
-        raise BadValue(f"positions[{beyond}] is {positions[beyond]}; cos and sin hold the positions 0..{len(cos) - 1}")
+        raise validate_small.bad_position(positions, beyond, len(cos))
 
 
 @registered.operator(NAME)
@@ -327,9 +328,11 @@ def swiglu(
     gate_up: Tensor,  # [T, 2 * I]: gates, then ups
 ) -> Tensor:
     """silu(gate) * up: [T, I] (Shazeer 2020)."""
-    validate.check_swiglu(gate_up)
+    validate_small.check_swiglu(gate_up)
     dtype, size = _dtype("gate_up", gate_up), gate_up.shape[-1] // 2
-    rows = gate_up.reshape(-1, 2 * size) if gate_up.dim() != 2 or gate_up.stride(1) != 1 else gate_up
+    rows = gate_up
+    if gate_up.dim() != 2 or gate_up.stride(1) != 1:
+        rows = gate_up.contiguous().view(count_rows(gate_up), 2 * size)
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype)
     native.default()("swiglu", rows.data_ptr(), rows.stride(0), out.data_ptr(), len(rows), size, dtype)
     return out
@@ -341,6 +344,7 @@ def gelu(
     approximate: Literal["none", "tanh"],
 ) -> Tensor:
     """GELU in its exact (erf) or its tanh form (Hendrycks & Gimpel 2016)."""
+    validate_small.check_gelu(x, approximate)
     dtype, x = _dtype("x", x), as_rows(x)
     out = torch.empty(x.shape, dtype=x.dtype)
     native.default()(
@@ -357,7 +361,7 @@ def logsumexp(
     logits: Tensor,  # fp32 [R, V]
 ) -> Tensor:
     """log(sum(exp(logits))) of each row: fp32 [R]."""
-    validate.check_logits(logits)
+    validate_small.check_logits(logits)
     _dtype("logits", logits)
     out = torch.empty(len(logits), dtype=torch.float32)
     native.default()("logsumexp", logits.data_ptr(), logits.stride(0), out.data_ptr(), *logits.shape)
@@ -370,7 +374,7 @@ def top_k(
     k: int,
 ) -> Tensor:
     """The ids of the k largest logits of each row, the largest first, of equal ones the lower id: int64 [R, k]."""
-    validate.check_logits(logits, k)
+    validate_small.check_logits(logits, k)
     _dtype("logits", logits)
     ids = torch.empty(len(logits), k, dtype=torch.int64)
     heaps = torch.empty(len(logits), k, dtype=torch.int64)
@@ -384,7 +388,7 @@ def top_k_softmax(
     k: int,
 ) -> tuple[Tensor, Tensor]:
     """top_k's ids, int64 [R, k], and what each of them has of the row's softmax, fp32 [R, k]: a router's choice."""
-    validate.check_logits(logits, k)
+    validate_small.check_logits(logits, k)
     _dtype("logits", logits)
     heaps, ids = (torch.empty(len(logits), k, dtype=torch.int64) for _ in range(2))
     shares = torch.empty(len(logits), k, dtype=torch.float32)
@@ -407,6 +411,4 @@ def _dtype(name: str, x: Tensor) -> int:
 
 def _fp32(x: Tensor) -> Tensor:
     """x itself where it is as the kernels take it."""
-    if not x.is_cpu:
-        raise BadValue(f"a weight or table lies on {x.device}; the cpu backend reads memory of the CPU")
     return x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()

@@ -24,12 +24,12 @@ class ExpertLinears:
     renormalised: bool  # a row's shares are those among its own experts
 
     def __post_init__(self) -> None:
-        hidden, inner, count = self.router.in_size, self.mlp_out[0].in_size, len(self.mlp_in)
-        dtype = self.router.dtype
+        count = len(self.mlp_in)
         if not 1 <= self.num_chosen <= count:
             raise BadValue(f"{self.num_chosen} experts of {count} are to be chosen; it must be 1..{count}")
         if len(self.mlp_out) != count:
             raise BadShape(f"there are {count} mlp_in and {len(self.mlp_out)} mlp_out; they are pairs")
+        hidden, inner, dtype = self.router.in_size, self.mlp_out[0].in_size, self.router.dtype
         for name, linear, expected in (
             ("router", self.router, (hidden, count, dtype, torch.float32)),
             *(("mlp_in", linear, (hidden, 2 * inner, dtype, dtype)) for linear in self.mlp_in),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadShape, BadValue, Unsupported
+from quire.ops import validate
 from quire.ops.cpu import native
 from quire.ops.memory import in_huge_pages
 
@@ -38,6 +39,7 @@ class PackedLinear:
         """The projection: [T, out]."""
         if x.shape[1:] != (self.in_size,) or x.dtype is not self.dtype:
             raise BadShape(f"x is {x.dtype} {tuple(x.shape)}; the weight takes {self.dtype} [T, {self.in_size}]")
+        _check_host("x", x)
         out = torch.empty(x.shape[0], self.out_size, dtype=self.out_dtype)
         if x.stride(1) != 1:
             x = x.contiguous()
@@ -56,6 +58,7 @@ class PackedLinear:
         """Those rows of the weight, with the bits that were packed: [T, in]."""
         if places.dtype is not torch.int64 or places.dim() != 1:
             raise BadShape(f"places is {places.dtype} {tuple(places.shape)}; expected torch.int64 [T]")
+        _check_host("places", places)
         places = places.contiguous()
         rows = torch.empty(len(places), self.in_size, dtype=self.dtype)
         sizes = (self.out_size, self.in_size)
@@ -115,6 +118,11 @@ class Packer:
         if weight.dim() != 2 or weight.numel() == 0 or (bias is not None and bias.shape != weight.shape[:1]):
             told = None if bias is None else tuple(bias.shape)
             raise BadShape(f"weight has shape {tuple(weight.shape)} and bias {told}; expected [out, in] and [out]")
+        if weight.shape[1] > validate.INT32_MAX:
+            raise BadShape(f"weight has shape {tuple(weight.shape)}; its inputs are numbered in an int32")
+        _check_host("weight", weight)
+        if bias is not None:
+            _check_host("bias", bias)
         out_size, in_size = weight.shape
         pairs = dtype == torch.bfloat16 and library.multiplies_bf16
         numbers = -(-out_size // library.lanes) * library.lanes * (in_size + in_size % 2 if pairs else in_size)
@@ -139,3 +147,8 @@ class Packer:
             self._left = in_huge_pages((max(size, BLOCK),), torch.uint8)
         taken, self._left = self._left[:size], self._left[size:]
         return taken
+
+
+def _check_host(name: str, x: Tensor) -> None:
+    if not x.is_cpu:
+        raise BadValue(f"{name} lies on {x.device}; the kernels read memory of the CPU")

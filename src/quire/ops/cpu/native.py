@@ -18,6 +18,7 @@ import torch
 from quire.errors import Unsupported
 
 ISAS = ("avx512_bf16", "avx512", "avx2")  # the best first
+NO_MEMORY = 1  # as plan_update returns it
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 

@@ -13,11 +13,14 @@ from ctypes import Structure, addressof, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from quire.errors import BadValue
+from quire.errors import BadStride, BadValue
+from quire.ops import validate
 from quire.ops.cpu import native
 from quire.ops.cpu.experts import ExpertLinears, ExpertsRoom
 from quire.ops.cpu.linear import PackedLinear
 from quire.ops.cpu.worklist import Cache, CpuPlan
+
+HOST = torch.device("cpu")
 
 Place = tuple[str, int]  # a buffer, and the first of its columns
 
@@ -37,6 +40,7 @@ class Program:
         self._array = (native.Op * 0)()
         self._kept: list[object] = []  # what the operators point to
         self._caches: list[tuple[native.WriteParams, native.AttentionParams]] = []  # by layer
+        self._num_groups, self._bound = 0, False
         self._linears: list[native.LinearParams] = []
         self._copied_lanes = 0  # for each row, of the linear that needs most
         self._experts = ExpertsRoom()
@@ -94,6 +98,7 @@ class Program:
         self._add("write", write, k, v, group=group)
         self._add("attention", attention, q, None, out, group=group)
         self._caches.append((write, attention))
+        self._num_groups = max(self._num_groups, group + 1)
 
     def swiglu(self, x: Place, out: Place, size: int) -> None:
         """silu(gate) * up; x holds the gate, then up."""
@@ -148,6 +153,7 @@ class Program:
             for params, home in zip(pair, (cache.write, cache.attention), strict=True):
                 for name in ("k", "v", "k_block", "k_head", "k_slot", "v_block", "v_head", "v_slot"):
                     setattr(params, name, getattr(home, name))
+        self._bound = True
 
     def run(
         self,
@@ -160,9 +166,21 @@ class Program:
     ) -> None:
         """Run all operators, the caller holding the plans' locks.
 
-        Raises BadValue for a position that a table does not hold, and for rows out of order.
+        Raises BadValue for a position that a table does not hold, for rows out of order, and for plans or caches that
+        are missing; BadShape, BadDtype, BadStride or BadValue for a tensor that is not as described.
         """
         rows = first.shape[0]
+        _check("first", first, (rows, self._widths[0]), self._dtype)
+        _check("second", second, (rows, self._widths[1]), self._dtype)
+        _check("positions", positions, (rows,), torch.int64)
+        if kept is not None:
+            _check("kept", kept, (kept.numel(),), torch.int64)
+        if seconds is not None:
+            _check("seconds", seconds, (len(self._ops),), torch.float64)
+        if len(plans) < self._num_groups:
+            raise BadValue(f"given are {len(plans)} plans; the program has {self._num_groups} cache groups")
+        if self._caches and not self._bound:
+            raise BadValue(f"the program has {len(self._caches)} layers of attention; bind their caches first")
         for plan in plans:
             if plan.num_tokens != rows or not plan.writable:
                 raise BadValue(f"a plan is for {plan.num_tokens} tokens, the program for {rows}; update it with slots")
@@ -201,3 +219,9 @@ class Program:
             raise BadValue(f"rows to keep are {kept}; they must ascend within 0..{rows - 1}")
         if beyond >= 0:
             raise BadValue(f"a position lies beyond its table: {positions.min()} to {positions.max()}")
+
+
+def _check(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    validate.check_tensor(name, x, shape, dtype, HOST)
+    if not x.is_contiguous():
+        raise BadStride(f"{name} has strides {x.stride()} for shape {shape}; it must be contiguous")

@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.ops import validate
+from quire.errors import Unsupported
+from quire.ops import overlap, validate
 from quire.ops.cpu import native
 from quire.ops.interface import AttentionSpec, PagedKV
 from quire.ops.plan import AttentionPlan
@@ -24,6 +25,7 @@ class Cache:
     def __init__(self, kv: PagedKV, forget: Callable[[object], None]) -> None:
         """forget: called when the PagedKV is gone; it alone keeps the memory, whose address may then be another's."""
         self.owner = weakref.ref(kv, forget)
+        self.separate = not (overlap.repeats(kv.k) or overlap.repeats(kv.v) or overlap.shares(kv.k, kv.v))
         self.attention = native.AttentionParams(k=kv.k.data_ptr(), v=kv.v.data_ptr())
         self.write = native.WriteParams(k=kv.k.data_ptr(), v=kv.v.data_ptr())
         for params in (self.attention, self.write):
@@ -82,10 +84,15 @@ class CpuPlan(AttentionPlan):
             num_threads=torch.get_num_threads(),
         )
         self._set_shapes()
-        if self.library.plan_update(self._handle, byref(step)):
+        if status := self.library.plan_update(self._handle, byref(step)):
             wanted, self.num_tokens, self.num_seqs, self.writable = self.num_tokens, 0, 0, False
             self._set_shapes()
-            raise MemoryError(f"no memory for the work list of {wanted} query tokens; the plan is empty now")
+            if status == native.NO_MEMORY:
+                raise MemoryError(f"no memory for the work list of {wanted} query tokens; the plan is empty now")
+            raise Unsupported(
+                f"the step has {wanted} query tokens of {self.spec.group_size} query heads a KV head; the cpu backend "
+                f"numbers such rows, and those over shared keys again, in an int32; the plan is empty now"
+            )
 
     def _set_shapes(self) -> None:
         spec, tokens = self.spec, self.num_tokens

@@ -19,7 +19,7 @@ from quire.ops.interface import AttentionSpec, Limits, PagedKV
 from quire.ops.plan import AttentionPlan
 from quire.ops.triton import attention as kernels
 from quire.ops.triton.cache import copy_blocks, write_kv
-from quire.ops.triton.launch import FLOATS, NAME, check_beside, on_device_of
+from quire.ops.triton.launch import FLOATS, NAME, on_device_of
 from quire.ops.triton.sampling import logsumexp, top_k, top_k_softmax
 from quire.ops.triton.small import add_rms_norm, gelu, layer_norm, rms_norm, rope, swiglu
 from quire.ops.triton.states import apply_sinks, merge_states
@@ -145,7 +145,7 @@ def attention(
     """
     plan = own(plan)
     validate.check_attention(q, kv, plan, scale, alibi_slopes, softcap, sinks, out, return_lse)
-    check_beside(plan.rows, q=q, k=kv.k, v=kv.v, alibi_slopes=alibi_slopes, sinks=sinks, out=out)
+    validate.check_beside(plan.rows, q=q, k=kv.k, v=kv.v, alibi_slopes=alibi_slopes, sinks=sinks, out=out)
     spec = plan.spec
     if out is None:
         out = torch.empty(plan.num_tokens, spec.num_heads, spec.dim_v, dtype=spec.dtype, device=q.device)

@@ -51,7 +51,7 @@ def _share(top, total, sink):
     """What a row's sum of weighted values is multiplied by: 1 / denominator; 0 for a row that has seen nothing."""
     if sink is not None:
         total += tl.exp2(sink - tl.where(top == float("-inf"), 0.0, top))
-    return tl.where(total > 0, 1.0 / total, 0.0)
+    return tl.where(total == 0, 0.0, 1.0 / total)  # NaN stays
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from quire.errors import BadValue, Unsupported
+from quire.errors import Unsupported
 
 NAME = "triton"
 
@@ -28,10 +28,3 @@ def check_dtype(name: str, x: Tensor) -> None:
     if x.dtype not in FLOATS:
         served = ", ".join(map(str, FLOATS))
         raise Unsupported(f"{name} is {x.dtype}; the {NAME} backend serves {served}")
-
-
-def check_beside(x: Tensor, **others: Tensor | None) -> None:
-    """Raise BadValue unless they lie on the device of x."""
-    for name, other in others.items():
-        if other is not None and other.device != x.device:
-            raise BadValue(f"{name} lies on {other.device}; expected {x.device}")

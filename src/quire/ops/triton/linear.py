@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.errors import BadShape, BadStride
 from quire.ops import validate
-from quire.ops.triton.launch import check_beside, check_dtype, on_device_of
+from quire.ops.triton.launch import check_dtype, on_device_of
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def linear(
     validate.check_tensor("weight", weight, (columns, size), x.dtype, x.device)
     if bias is not None and bias.shape != (columns,):
         raise BadShape(f"bias has shape {tuple(bias.shape)}; expected ({columns},)")
-    check_beside(x, bias=bias)
+    validate.check_beside(x, bias=bias)
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     if out.numel():
         grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)

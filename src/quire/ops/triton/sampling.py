@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops import registered, validate
+from quire.ops import registered, validate_small
 from quire.ops.triton.launch import NAME, on_device_of
 
 TILE = 4096  # logits that a program has in hand
@@ -48,7 +48,7 @@ def logsumexp(
     logits: Tensor,  # fp32 [R, V]
 ) -> Tensor:
     """log(sum(exp(logits))) of each row: fp32 [R]."""
-    validate.check_logits(logits)
+    validate_small.check_logits(logits)
     rows, size = logits.shape
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
@@ -68,7 +68,7 @@ def top_k(
     torch's own top-k orders equal values as it likes. So it gets integers of which no two are equal: the logit above,
     as an integer of the same order, and the id counted from the end below.
     """
-    validate.check_logits(logits, k)
+    validate_small.check_logits(logits, k)
     bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     ids = torch.arange(logits.shape[1], device=logits.device)

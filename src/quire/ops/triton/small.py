@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.errors import BadStride, BadValue
-from quire.ops import registered, validate
+from quire.ops import registered, validate_small
 from quire.ops.rows import as_rows, count_rows, row_strides
-from quire.ops.triton.launch import NAME, check_beside, check_dtype, on_device_of
+from quire.ops.triton.launch import NAME, check_dtype, on_device_of
 
 NORM_TILE = 8192  # elements of a row that a program has in hand; a longer row is read again
 PART_TILE = 1024  # elements of a row that a program of an activation computes
@@ -184,7 +183,7 @@ def rms_norm(
     eps: float,
 ) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight, over the last dimension (Zhang & Sennrich 2019)."""
-    validate.check_norm(x, weight=weight)
+    validate_small.check_norm(x, eps, weight=weight)
     return _rms_norm(x, None, weight, eps)
 
 
@@ -196,14 +195,13 @@ def add_rms_norm(
     eps: float,
 ) -> Tensor:
     """rms_norm of the new residual."""
-    validate.check_residual(x, residual)
-    validate.check_norm(x, weight=weight)
+    validate_small.check_residual(x, residual, weight)
+    validate_small.check_norm(x, eps, weight=weight)
     return _rms_norm(x, residual, weight, eps)
 
 
 def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     check_dtype("x", x)
-    check_beside(x, weight=weight)
     x, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         tile, warps = norm_tile(x.shape[-1])
@@ -225,9 +223,8 @@ def layer_norm(
     eps: float,
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension (Ba et al. 2016)."""
-    validate.check_norm(x, weight=weight, bias=bias)
+    validate_small.check_norm(x, eps, weight=weight, bias=bias)
     check_dtype("x", x)
-    check_beside(x, weight=weight, bias=bias)
     x, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         tile, warps = norm_tile(x.shape[-1])
@@ -252,7 +249,7 @@ def norm_tile(size: int) -> tuple[int, int]:
 def rope(
     q: Tensor,  # [T, Hq, D], rotated in place
     k: Tensor,  # [T, Hkv, D], rotated in place
-    positions: Tensor,  # int [T]
+    positions: Tensor,  # int32 or int64 [T]
     cos: Tensor,  # fp32 [P, D_rot / 2]
     sin: Tensor,  # fp32 [P, D_rot / 2]
 ) -> None:
@@ -261,14 +258,10 @@ def rope(
     Positions on the host are checked. Those on a GPU are not, for that would wait for it: one that lies outside of the
     tables is turned as the nearest position within.
     """
-    validate.check_rope(q, k, positions, cos, sin)
-    for name, x in (("q", q), ("k", k)):
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise BadStride(f"{name} has strides {x.stride()}; the last one must be 1")
+    validate_small.check_rope(q, k, positions, cos, sin)
     check_dtype("q", q)
-    check_beside(q, k=k, cos=cos, sin=sin)
     if positions.is_cpu or not len(cos):
-        _check_positions(positions, len(cos))
+        validate_small.check_positions(positions, len(cos))
     half = cos.shape[1]
     if not len(q) or not half:
         return
@@ -284,13 +277,6 @@ def rope(
         )
 
 
-def _check_positions(positions: Tensor, rows: int) -> None:
-    beyond = torch.nonzero((positions < 0) | (positions >= rows)).flatten().tolist()
-    if beyond:
-        t = beyond[0]
-        raise BadValue(f"positions[{t}] is {int(positions[t])}; cos and sin hold the positions 0..{rows - 1}")
-
-
 # ---------------------------------------------------------------------------------------------- activations
 
 
@@ -299,7 +285,7 @@ def swiglu(
     gate_up: Tensor,  # [T, 2 * I]: gates, then ups
 ) -> Tensor:
     """silu(gate) * up: [T, I] (Shazeer 2020)."""
-    validate.check_swiglu(gate_up)
+    validate_small.check_swiglu(gate_up)
     check_dtype("gate_up", gate_up)
     size = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
@@ -317,6 +303,7 @@ def gelu(
     approximate: Literal["none", "tanh"],
 ) -> Tensor:
     """GELU in its exact (erf) or its tanh form (Hendrycks & Gimpel 2016)."""
+    validate_small.check_gelu(x, approximate)
     check_dtype("x", x)
     x, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():

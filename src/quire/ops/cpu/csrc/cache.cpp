@@ -53,6 +53,7 @@ QUIRE_EXPORT void quire_copy_blocks(
     ParallelFor parallel_for, char* data, int64_t block_stride, int64_t head_stride, int64_t slot_stride, int64_t heads,
     int64_t size, int64_t row_bytes, const int64_t* src, const int64_t* dst, int64_t count) {
     const int64_t block_bytes = heads * size * row_bytes;
+    if (block_bytes == 0) return;
     parallel(parallel_for, count, BYTES_A_THREAD / block_bytes + 1, [&](int64_t i) {
         for (int64_t h = 0; h < heads; h++) {
             const char* from = data + src[i] * block_stride + h * head_stride;

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 #include <vector>
 
 namespace {
@@ -28,6 +29,19 @@ struct Buffer {  // memory that grows and starts at a cache line
         size = wanted;
     }
 };
+
+// Bytes of that many fp32 numbers; more than a machine addresses are as many as there is no memory for.
+size_t bytes_of(int64_t states, int64_t heads, int64_t numbers) {
+    size_t all = sizeof(float);
+    for (int64_t factor : {states, heads, numbers})
+        if (__builtin_mul_overflow(all, (size_t)factor, &all)) throw std::bad_alloc();
+    return all;
+}
+
+int64_t times(int64_t a, int64_t b) {  // of costs, which only have to be large
+    int64_t product;
+    return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
+}
 
 struct Tile {  // up to MAX_ROWS rows of one sequence
     int32_t sequence, first, count, begin, end;
@@ -61,10 +75,16 @@ struct QuirePlan {
     void need_states(const Tile& tile);
 };
 
+// Items number query heads' rows in an int32.
+static void number_rows(int64_t rows, int64_t group) {
+    if (rows * group > INT32_MAX) throw std::length_error("rows");
+}
+
 void QuirePlan::make_tiles() {
     const SpecParams& spec = view.spec;
     const StepParams& step = view.step;
     const int32_t group = spec.num_heads / spec.num_kv_heads;
+    number_rows(step.query_starts[step.num_seqs], group);
     for (int32_t s = 0; s < step.num_seqs; s++) {
         int32_t start = step.query_starts[s], rows = step.query_starts[s + 1] - start, context = step.context_lens[s];
         for (int32_t r = 0; r < rows; r++) {
@@ -115,7 +135,7 @@ void QuirePlan::share(const std::vector<int32_t>& same, int32_t begin, int32_t e
     while (all_have(end)) end += TILE;
     // Where they part within a split, all of them wait for what they share of it. That must be worth it.
     const int32_t whole = std::max(begin, end / SPLIT * SPLIT);
-    if ((int64_t)(same.size() - 1) * (end - whole) * view.spec.num_kv_heads < WORTH_WAITING) {
+    if (times((int64_t)(same.size() - 1) * (end - whole), view.spec.num_kv_heads) < WORTH_WAITING) {
         if (whole == begin) {  // some of them may have more in common
             for (const auto& some : groups(same, end)) share(some, begin, end + TILE, phase);
             return;
@@ -135,6 +155,7 @@ void QuirePlan::share(const std::vector<int32_t>& same, int32_t begin, int32_t e
 void QuirePlan::add_shared(const std::vector<int32_t>& same, int32_t begin, int32_t end, int32_t phase) {
     const int32_t group = view.spec.num_heads / view.spec.num_kv_heads;
     for (size_t k = 0; k < same.size();) {
+        number_rows((int64_t)row_tokens.size() + MAX_ROWS, group);
         int32_t first = (int32_t)row_tokens.size(), count = 0;
         for (; k < same.size() && count + tiles[(size_t)same[k]].count <= MAX_ROWS; k++) {
             const Tile& tile = tiles[(size_t)same[k]];
@@ -190,7 +211,7 @@ void QuirePlan::make_items() {
     }
     int64_t total = 0;
     for (const Tile& tile : tiles) total += cost(tile.count, tile.begin, tile.end);
-    const int64_t limit = total * spec.num_kv_heads / (view.step.num_threads * ITEMS_A_THREAD);
+    const int64_t limit = times(total, spec.num_kv_heads) / (view.step.num_threads * ITEMS_A_THREAD);
     // Rows of a token must all be finished by an item, or all be merged.
     std::vector<char> parts(tiles.size());
     for (size_t t = 0; t < tiles.size(); t++) {
@@ -220,7 +241,7 @@ void QuirePlan::make_items() {
     });
     total = 0;
     for (const Item& item : items) total += cost(item.count, item.begin, item.end);
-    view.grain = total * spec.num_kv_heads / (view.step.num_threads * TURNS_A_THREAD);
+    view.grain = times(total, spec.num_kv_heads) / (view.step.num_threads * TURNS_A_THREAD);
     view.num_phases = 0;
     for (size_t i = 0; i < items.size(); i++) {
         view.num_phases = items[i].phase + 1;  // every phase has items, since the next one goes on from them
@@ -241,7 +262,8 @@ void QuirePlan::update(const StepParams& step) {
         states_needed += num_splits[(size_t)token];
     }
     view.state_stride = round_up(view.spec.head_dim_v + 2, 16);
-    states.reserve((size_t)(states_needed * view.spec.num_heads * view.state_stride) * sizeof(float));
+    if (states_needed > INT32_MAX) throw std::length_error("states");
+    states.reserve(bytes_of(states_needed, view.spec.num_heads, view.state_stride));
     view.scratch_stride = round_up(scratch_sizes(view.spec).total() * (int64_t)sizeof(float), 4096) + 64;
     scratch.reserve((size_t)(view.scratch_stride * step.num_threads));
     view.items = items.data();
@@ -262,7 +284,8 @@ QUIRE_EXPORT QuirePlan* quire_plan_new(const SpecParams* spec) {
 
 QUIRE_EXPORT void quire_plan_free(QuirePlan* plan) { delete plan; }
 
-// 0, or 1 where there is no memory. The step's arrays must stay where they are for as long as the plan is used.
+// 0; 1 where there is no memory; 2 where the step has more rows than an int32 numbers. The step's arrays must stay where
+// they are for as long as the plan is used.
 QUIRE_EXPORT int32_t quire_plan_update(QuirePlan* plan, const StepParams* step) {
     try {
         plan->update(*step);
@@ -270,6 +293,9 @@ QUIRE_EXPORT int32_t quire_plan_update(QuirePlan* plan, const StepParams* step) 
     } catch (const std::bad_alloc&) {
         plan->view.num_phases = plan->view.num_split_tokens = 0;  // what they count may be gone
         return 1;
+    } catch (const std::length_error&) {
+        plan->view.num_phases = plan->view.num_split_tokens = 0;
+        return 2;
     }
 }
 
