@@ -66,10 +66,12 @@ def test_the_text_is_transformers(
     theirs.chat_template = TEMPLATES[name]
     theirs.save_pretrained(tmp_path)
     ours = ChatTemplate.find(tmp_path)
+    # What is None counts as not given. Older releases of transformers leave that to their callers.
+    given = [{key: value for key, value in message.items() if value is not None} for message in CHATS[chat]]
     for tools in (None, TOOLS):
         expected = error = None
         try:
-            expected = theirs.apply_chat_template(CHATS[chat], tools, tokenize=False, add_generation_prompt=prompted)
+            expected = theirs.apply_chat_template(given, tools, tokenize=False, add_generation_prompt=prompted)
         except Exception as raised:
             error = str(raised)
         if error is None:
