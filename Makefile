@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+LOWEST := .venv-lowest/installed
+BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/quire/ops/cpu/csrc/*)
 
-.PHONY: demo test check bench bench-peers bench-long clients wheel sanitize sanitize-threads clean
+.PHONY: demo test test-lowest check audit bench bench-peers bench-long clients wheel sanitize sanitize-threads clean
 
 demo: $(INSTALLED)  ## generate text with the embedded model and show what it cost
 	$(BIN)/python examples/demo.py
@@ -11,12 +13,21 @@ demo: $(INSTALLED)  ## generate text with the embedded model and show what it co
 test: $(INSTALLED)  ## the whole test suite
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
+test-lowest: $(LOWEST)  ## the same with the lowest versions that pyproject.toml allows, in an environment of their own
+	.venv-lowest/bin/python -m pytest --numprocesses auto --dist worksteal
+
 check: $(INSTALLED)  ## style, types, and the rules of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy -p bench
 	$(BIN)/python -m pytest tests/test_architecture.py
+
+# GHSA-rrmf-rvhw-rf47: see SECURITY.md
+audit: $(INSTALLED)  ## known vulnerabilities of the lowest versions; asks an advisory service on the Internet
+	test -x .venv-audit/bin/pip-audit || { $(PYTHON) -m venv .venv-audit && .venv-audit/bin/pip install --quiet --disable-pip-version-check pip-audit; }
+	$(BIN)/python tools/lowest.py audit > .venv-audit/lowest.txt
+	.venv-audit/bin/pip-audit --strict --vulnerability-service osv --no-deps --disable-pip --requirement .venv-audit/lowest.txt --ignore-vuln GHSA-rrmf-rvhw-rf47
 
 bench: $(INSTALLED)  ## speed on this machine
 	$(BIN)/quire bench startup
@@ -58,9 +69,16 @@ sanitize-threads: $(INSTALLED)  ## calls from several threads, and several threa
 	setarch --addr-no-randomize $(BIN)/python -m pytest -s tests/ops/test_threads.py tests/models/test_native.py tests/models/test_experts.py -k "threads and not reference and not gather and not triton" --native-library build/sanitize-threads/libquire_cpu.so
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv .venv-lowest .venv-audit build dist
 
-$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/quire/ops/cpu/csrc/*)
+$(INSTALLED): $(BUILT_FROM)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(LOWEST): $(BUILT_FROM) tools/lowest.py | $(INSTALLED)
+	rm -rf .venv-lowest
+	$(PYTHON) -m venv .venv-lowest
+	$(BIN)/python tools/lowest.py install > .venv-lowest/constraints.txt
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --constraint .venv-lowest/constraints.txt --editable '.[dev]'
 	touch $@

@@ -1,0 +1,108 @@
+"""What Quire depends on: each floor is there, is explained in SECURITY.md, and covers all that is imported."""
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+from tools import lowest
+
+ROOT = Path(__file__).parent.parent
+RUNTIME = lowest.requirements("dependencies")
+DEV = lowest.requirements("dev")
+OPTIONAL = {"aiohttp", "matplotlib", "triton"}  # where one of these is missing, an error says so
+CONSTRAINTS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+ROW = re.compile(r"^\| `([^`]+)` \| ([^ |]+) \| ([^|]+) \| (\d{4}-\d{2}-\d{2}) \|$", re.MULTILINE)
+
+
+def explained() -> dict[str, re.Match[str]]:
+    """SECURITY.md's table, by name: the floor, why it is there, and when that was looked up."""
+    return {row[1]: row for row in ROW.finditer((ROOT / "SECURITY.md").read_text())}
+
+
+def test_the_lists_are_read_as_they_are_written() -> None:
+    """They are read without a TOML parser."""
+    text = (ROOT / "pyproject.toml").read_text()
+    for listed in (RUNTIME, DEV):
+        assert all(f'"{each.name}>={lowest.floor(each)}' in text for each in listed)
+    assert len(RUNTIME) + len(DEV) == len(re.findall(r'^    "[\w-]+[<>=]', text, re.MULTILINE))
+
+
+def test_security_md_explains_the_floor_of_each_dependency() -> None:
+    rows = explained()
+    assert list(rows) == [each.name for each in RUNTIME]
+    for each in RUNTIME:
+        row = rows[each.name]
+        assert row[2] == lowest.floor(each), f"SECURITY.md gives {each.name} another floor than pyproject.toml"
+        assert row[3].strip()
+        assert date.fromisoformat(row[4]) >= date(2026, 11, 22)
+
+
+@pytest.mark.parametrize("requirement", RUNTIME, ids=lambda each: each.name)
+def test_what_is_installed_is_allowed(requirement: Requirement) -> None:
+    """So the tests say something about it; where `make test-lowest` runs them, they run at the floor."""
+    if requirement.marker is not None and not requirement.marker.evaluate():
+        pytest.skip(f"not for this platform: {requirement.marker}")
+    installed = Version(importlib.metadata.version(requirement.name))
+    assert installed in requirement.specifier
+    if Path(sys.prefix).name == ".venv-lowest" and requirement.name not in lowest.NOT_LOWERED:
+        assert installed == Version(lowest.floor(requirement))
+
+
+def test_all_that_quire_imports_is_a_dependency() -> None:
+    """What comes along with a dependency only today may not come tomorrow, and its floor is out of Quire's hands."""
+    imported: dict[str, Path] = {}
+    for path in (ROOT / "src" / "quire").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0]: path for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                imported[node.module.partition(".")[0]] = path
+    known = sys.stdlib_module_names | {"quire"} | OPTIONAL
+    distributions = importlib.metadata.packages_distributions()
+    declared = {canonicalize_name(each.name) for each in RUNTIME}
+    for module, path in imported.items():
+        if module not in known:
+            names = {canonicalize_name(name) for name in distributions[module]}
+            assert names & declared, f"{path.relative_to(ROOT)} imports {module}, which pyproject.toml does not list"
+    assert {each.name for each in DEV} >= OPTIONAL
+
+
+def test_lowest_versions() -> None:
+    def printed(what: str) -> list[str]:
+        return subprocess.check_output([sys.executable, "tools/lowest.py", what], cwd=ROOT, text=True).splitlines()
+
+    audited, installed = printed("audit"), printed("install")
+    assert "jinja2==3.1.6" in audited
+    assert 'uvloop==0.21; platform_system != "Windows"' in audited
+    assert len(audited) == len(RUNTIME)
+    assert len(installed) == len(RUNTIME) + len(DEV)
+    torch = [line for line in CONSTRAINTS if line.startswith("torch==")]
+    assert [line for line in installed if line.startswith("torch==")] == torch
+    assert f"torch=={lowest.floor(RUNTIME[0])}" in audited
+
+
+@pytest.mark.parametrize("bad", ["torch", "torch==2.13.0", "torch<3", "torch>=2.6,>=2.11"])
+def test_a_requirement_without_one_floor_is_an_error(bad: str) -> None:
+    with pytest.raises(ValueError, match="floors; write NAME>=VERSION"):
+        lowest.floor(Requirement(bad))
+
+
+@pytest.mark.parametrize("line", [line for line in CONSTRAINTS if "==" in line])
+def test_no_pin_keeps_quire_from_the_oldest_python(line: str) -> None:
+    pin, oldest = Requirement(line), "3.10"
+    assert f'requires-python = ">={oldest}"' in (ROOT / "pyproject.toml").read_text()
+    if pin.marker is not None and not pin.marker.evaluate({"python_version": oldest}):
+        return  # that Python gets another release
+    found = importlib.metadata.metadata(pin.name)
+    if Version(found["Version"]) not in pin.specifier:
+        pytest.skip(f"{pin.name} {found['Version']} is installed")
+    assert SpecifierSet(found["Requires-Python"] or "").contains(f"{oldest}.0"), f"{pin} is not for Python {oldest}"
