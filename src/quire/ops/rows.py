@@ -1,4 +1,4 @@
-"""Rows of H numbers as kernels take them: those of [outer, inner, H], with a stride for each of the first two."""
+"""Strides as kernels take them. Rows of H numbers: those of [outer, inner, H], with a stride for each of the two."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def count_rows(
 ) -> int:
     """The product of all sizes but the last."""
     return x.shape[:-1].numel()
+
+
+def used_strides(x: Tensor) -> tuple[int, ...]:
+    """Its strides, 0 in a dimension of one element: what torch keeps there may lead out of all addresses."""
+    return tuple(stride if size > 1 else 0 for stride, size in zip(x.stride(), x.shape, strict=True))

@@ -20,7 +20,7 @@ from quire.ops.cpu import native
 from quire.ops.cpu.worklist import CpuPlan
 from quire.ops.interface import AttentionSpec, Limits, PagedKV
 from quire.ops.plan import AttentionPlan
-from quire.ops.rows import as_rows, count_rows, row_strides
+from quire.ops.rows import as_rows, count_rows, row_strides, used_strides
 
 NAME = "cpu"
 LIMITS = Limits(
@@ -99,7 +99,7 @@ def copy_blocks(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
     sources, targets = torch.tensor(src, dtype=torch.int64), torch.tensor(dst, dtype=torch.int64)
     for x in (kv.k, kv.v):
         size = x.element_size()
-        block, head, slot, _ = (stride * size for stride in x.stride())
+        block, head, slot, _ = (stride * size for stride in used_strides(x))
         _, heads, slots, dim = x.shape
         library.copy_blocks(
             library.parallel_for,

@@ -15,6 +15,7 @@ from quire.ops import overlap, validate
 from quire.ops.cpu import native
 from quire.ops.interface import AttentionSpec, PagedKV
 from quire.ops.plan import AttentionPlan
+from quire.ops.rows import used_strides
 
 MAX_CACHES = 1_024  # that a plan remembers
 
@@ -29,8 +30,8 @@ class Cache:
         self.attention = native.AttentionParams(k=kv.k.data_ptr(), v=kv.v.data_ptr())
         self.write = native.WriteParams(k=kv.k.data_ptr(), v=kv.v.data_ptr())
         for params in (self.attention, self.write):
-            params.k_block, params.k_head, params.k_slot, _ = kv.k.stride()
-            params.v_block, params.v_head, params.v_slot, _ = kv.v.stride()
+            params.k_block, params.k_head, params.k_slot, _ = used_strides(kv.k)
+            params.v_block, params.v_head, params.v_slot, _ = used_strides(kv.v)
 
 
 class CpuPlan(AttentionPlan):
