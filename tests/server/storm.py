@@ -37,7 +37,8 @@ def num_descriptors(server: Serving) -> int:
 
 def num_threads() -> int:
     """Threads but those of the pools, which come when they are first needed and stay."""
-    pools = ("asyncio_", "uvloop_", "quire-grammar_", "quire-text_", "quire-template_")
+    # The third is uvloop 0.21's.
+    pools = ("asyncio_", "uvloop_", "ThreadPoolExecutor-", "quire-grammar_", "quire-text_", "quire-template_")
     return sum(not thread.name.startswith(pools) for thread in threading.enumerate())
 
 
