@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from numbers import Integral
@@ -15,6 +15,7 @@ from quire.embedding import EmbeddingRequestOutput, check_dimensions, embedding_
 from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine, build_engine
+from quire.engine.interrupts import deferred_interrupts
 from quire.errors import QuireError, RequestError, Unsupported, check_integer
 from quire.models import check_device, load_model, locate
 from quire.progress import progress_bar
@@ -112,16 +113,16 @@ class LLM:
             for _, _, driver in searches:
                 driver.start()
             while not all(driver.done for _, _, driver in searches):
-                events = self.engine.step()
-                list(self._processor.process(events))  # those of streams beside this call
-                for event in events:
-                    if event.request_id in takers:
-                        takers[event.request_id].take(event)
-        finally:
-            for _, _, driver in searches:
-                driver.stop()
-            if takers.keys() & self.engine.scheduler.requests.keys():
-                self._step()
+                with deferred_interrupts():  # a search knows its beams only between two steps
+                    events = self.engine.step()
+                    list(self._processor.process(events))  # those of streams beside this call
+                    for event in events:
+                        if event.request_id in takers:
+                            takers[event.request_id].take(event)
+            self._take_back(takers)
+        except BaseException:
+            self._take_back(takers)
+            raise
         return [
             BeamSearchOutput(text, tokens, beam_sequences(tokens, driver.results(), self.tokenizer), driver.error)
             for text, tokens, driver in searches
@@ -221,6 +222,7 @@ class LLM:
     def _run(self, requests: list[tuple[Request, RequestOutput]]) -> Iterator[RequestOutput]:
         for request, _ in requests:
             self.engine.check(request)
+        names = [request.id for request, _ in requests]
         pending = {output.request_id for _, output in requests}
         ended: deque[RequestOutput] = deque()
         try:
@@ -235,16 +237,25 @@ class LLM:
                     output = ended.popleft()
                     pending.remove(output.request_id)
                     yield output
-        finally:
-            # After an exception, or when the caller lost interest, nothing of this call stays behind; neither does
-            # what a stop string has just marked to end.
-            for request, _ in requests:
-                self.engine.abort(request.id)
-            if any(request.id in self.engine.scheduler.requests for request, _ in requests):
-                self._step()
+            self._take_back(names)  # what a stop string has just marked to end
+        except BaseException:  # an interrupt, too, or the caller lost interest
+            self._take_back(names)
+            raise
 
+    @deferred_interrupts()
+    def _take_back(self, request_ids: Collection[str]) -> None:
+        """Let nothing of these requests stay in the engine."""
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+        if any(request_id in self.engine.scheduler.requests for request_id in request_ids):
+            self._step()
+
+    @deferred_interrupts()
     def _step(self) -> list[RequestOutput]:
-        """One step of the engine: the outputs that have grown, whoever asked for them."""
+        """One step of the engine: the outputs that have grown, whoever asked for them.
+
+        An interrupt waits until they have: what is lost is only that they have grown.
+        """
         return list({output.request_id: output for _, output in self._processor.process(self.engine.step())}.values())
 
     # ------------------------------------------------------------------------------------------- its input

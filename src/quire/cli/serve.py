@@ -115,7 +115,7 @@ def serve(
         ),
     ] = None,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds a request may take. Default: any.")] = None,
-    shutdown_timeout: Annotated[float, typer.Option(help="Seconds for running requests at SIGTERM.")] = 30.0,
+    shutdown_timeout: Annotated[float, typer.Option(help="Seconds for running requests when it is stopped.")] = 30.0,
     enable_log_requests: Annotated[bool, typer.Option("--enable-log-requests", help="Log prompts, too.")] = False,
     vllm_metrics: Annotated[
         bool, typer.Option("--vllm-metrics", help="Call the metrics what vLLM calls them.")
@@ -125,7 +125,9 @@ def serve(
     began = time.monotonic()
     try:
         from quire.server.config import ServerConfig
+        from quire.server.ending import obey_as_first_process
 
+        obey_as_first_process()
         server = ServerConfig(
             host=host,
             port=port,

@@ -15,8 +15,10 @@ from quire.cache.events import Listener
 from quire.cache.manager import BlockManager, most_blocks
 from quire.cache.storage import KVCache, bytes_per_block, choose_num_blocks, choose_num_host_blocks, free_memory
 from quire.config import EngineConfig
+from quire.engine.exit import StepGuard
 from quire.engine.flatten import Buffers, flatten
 from quire.engine.graphs import CudaCapture, GraphRunner
+from quire.engine.interrupts import deferred_interrupts
 from quire.engine.order import ORDERS
 from quire.engine.plan import Plan, StepOutput
 from quire.engine.runner import MAX_LOGIT_ROWS, Runner
@@ -51,7 +53,11 @@ class StepRunner(Protocol):
 
 
 class Engine:
-    """One model's requests, served step by step. Single-threaded: whoever owns it calls all of its methods."""
+    """One model's requests, served step by step. Single-threaded: whoever owns it calls all of its methods.
+
+    Interrupts leave it usable: on the main thread, signal handlers written in Python wait for the end of any method
+    that changes something.
+    """
 
     def __init__(
         self,
@@ -70,12 +76,15 @@ class Engine:
         self.seed = seed
         self.under_way: Plan | None = None  # what the runner is computing; any thread may look at its sizes
         self.recorder: TraceRecorder | None = None  # if set, told of every request that is added
+        self._guard = StepGuard()
+        self._events: list[Event] = []  # that no caller of `step` has got
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended."""
-        return self.scheduler.has_work
+        """Whether any request has not ended, or the next step has events to return."""
+        return self.scheduler.has_work or bool(self._events)
 
+    @deferred_interrupts()
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError, queueing nothing, if it is invalid or could never run."""
         self.check(request)
@@ -116,14 +125,17 @@ class Engine:
         """Take a request back; the next step releases its blocks and tells. One that has ended is left alone."""
         self.finish(request_id, FinishReason.ABORT)
 
+    @deferred_interrupts()
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request for a reason that the engine cannot see, such as a stop string; else as `abort`."""
         self.scheduler.finish(request_id, reason)
 
+    @deferred_interrupts()
     def extend(self, request: Request, token: int) -> None:
         """Give a steered request its next token."""
         self.scheduler.extend(request, token)
 
+    @deferred_interrupts()
     def fork(self, parent: Request, child: Request) -> None:
         """Let the steered child, new or a sibling that gives up what it had, go on from the parent.
 
@@ -131,6 +143,7 @@ class Engine:
         """
         self.scheduler.fork(parent, child)
 
+    @deferred_interrupts()
     def reset_prefix_cache(self) -> None:
         """Forget all reusable blocks; running requests keep theirs."""
         self.scheduler.manager.reset_prefix_cache()
@@ -142,8 +155,19 @@ class Engine:
     def step(self) -> list[Event]:
         """Compute one step for as many requests as fit it. An exception ends that step's requests, nothing else.
 
-        So does an interrupt, which is raised again; and so is an exception after which the device serves nobody.
+        It is raised again if it is no Exception, or if the device can serve nobody after it.
+
+        An interrupt that comes during a step is raised at its end and changes nothing of it: the events are returned by
+        the next step, together with that one's own. The interpreter's exit waits for a step of a daemon thread, too.
         """
+        with deferred_interrupts(), self._guard:
+            self._events += self._compute()
+        try:
+            return self._events
+        finally:  # in this order an interrupt between the two loses nothing
+            self._events = []
+
+    def _compute(self) -> list[Event]:
         plan = self.scheduler.plan()
         self.under_way = plan
         try:

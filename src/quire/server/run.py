@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -27,6 +28,7 @@ from quire.server.app import build_app
 from quire.server.chat_template import ChatTemplate, tokenizer_settings
 from quire.server.config import ServerConfig
 from quire.server.connection import MAX_CONNECTIONS, Connection
+from quire.server.ending import end
 from quire.server.inspector import Inspector
 from quire.server.metrics import Metrics
 from quire.server.service import Service
@@ -40,7 +42,9 @@ EMBEDDED_NAME = "quire-embedded"  # what clients call the model that comes with 
 
 
 def serve(options: Mapping[str, Any], config: ServerConfig, began: float, tell: Callable[[str], None]) -> int:
-    """Serve a model until the process is told to stop. Returns its exit status.
+    """Serve a model until the engine fails. Returns the process's exit status.
+
+    A signal that stops the server ends the process.
 
     options: those of `LLM`. began: time.monotonic() at the start of it all. tell: is given the lines that say what was
     chosen, when the server listens.
@@ -59,9 +63,15 @@ def serve(options: Mapping[str, Any], config: ServerConfig, began: float, tell: 
         gc.collect()
         gc.freeze()  # what is loaded stays: a large body must not make the collector look through it
         server = _Server(settings(app, config), service, inspector, ready)
-        server.run(sockets=[listening])
+        try:
+            server.run(sockets=[listening])
+        except KeyboardInterrupt:  # as which uvicorn raises an interrupt again that it has obeyed
+            if server.signal is None:
+                raise
     finally:
         listening.close()
+    if server.signal is not None:  # or SIGTERM that has no effect, as in the first process of a container
+        end(server.signal)
     return 1 if server.engine_failed else 0
 
 
@@ -102,6 +112,7 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(settings)
         self.engine_failed = False
+        self.signal: int | None = None  # the last one that told it to stop
         self._service = service
         self._inspector = inspector
         self._ready = ready
@@ -120,6 +131,13 @@ class _Server(uvicorn.Server):
         timer = asyncio.get_running_loop().call_later(self._service.config.shutdown_timeout, end_all)
         await super().shutdown(sockets)
         timer.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop in order; at a second interrupt, at once."""
+        self.signal = sig
+        super().handle_exit(sig, frame)
+        if self.force_exit:
+            end(sig)
 
     def _fail(self) -> None:
         self.engine_failed = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,23 @@ def test_a_plan_remembers_caches_but_not_without_end(backend, monkeypatch):
         other = ops.PagedKV(step.kv.k.clone(), step.kv.v.clone())
         assert backend.attention(step.q, other, plan).equal(expected)
         assert len(plan._caches) <= 3
+
+
+FREEING = """
+import dataclasses
+import torch
+from quire.ops import AttentionSpec
+from quire.ops.cpu import native
+from quire.ops.cpu.worklist import CpuPlan
+
+library = dataclasses.replace(native.default(), plan_free=lambda handle: print("freed", flush=True))
+spec = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=8, block_size=4, num_blocks=1, dtype=torch.float32)
+given_up, kept = (CpuPlan(spec, 1, 1, 1, library) for _ in range(2))
+del given_up
+print("the end", flush=True)
+"""
+
+
+def test_a_plan_is_freed_when_it_is_given_up_but_not_at_the_exit_when_a_thread_may_still_read_it():
+    done = subprocess.run([sys.executable, "-c", FREEING], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "freed\nthe end\n"

@@ -61,7 +61,8 @@ class CpuPlan(AttentionPlan):
         if not handle:
             raise MemoryError("no memory for an attention plan")
         self._handle = handle
-        weakref.finalize(self, library.plan_free, handle)
+        # Not at the interpreter's exit, when a thread may still be in a kernel that reads the plan.
+        weakref.finalize(self, library.plan_free, handle).atexit = False
         self.view = library.plan_view(handle)  # what the kernels take
         self._set_shapes()
         self._caches: dict[int, Cache] = {}  # by the identity of the PagedKV, with which an entry goes
