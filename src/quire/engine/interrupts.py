@@ -69,9 +69,8 @@ class _Deferral:
     def end(self) -> None:
         """Put the handlers back, and call those whose signals came."""
         try:
-            _Deferral.current = (
-                None  # from here on a signal is passed on, or taken by a handler that is back in its place
-            )
+            # From here on a signal is passed on, or taken by a handler that is back in its place.
+            _Deferral.current = None
             while self._taken:
                 number = self._taken[-1]
                 if _signal.getsignal(number) is self:  # else it was changed inside the block, and stays so
