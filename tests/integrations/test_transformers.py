@@ -429,7 +429,10 @@ REFUSED_MODELS = {
 class TestRefusedModels:
     @pytest.mark.parametrize("name", REFUSED_MODELS)
     def test_from_config_and_from_pretrained(self, name: str, tmp_path) -> None:
-        reason = "chunked attention" if name == "llama4" else "Attention computes attention itself and never calls"
+        # Of some models the one reason holds with one release of transformers, and the other with another.
+        reason = "picks an attention class of its own by the name|computes attention itself and never calls"
+        if name == "llama4":
+            reason = "chunked attention"
         config = REFUSED_MODELS[name]()
         model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         model.save_pretrained(tmp_path)

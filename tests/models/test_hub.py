@@ -289,7 +289,7 @@ def test_common_models_keep_their_bits(tmp_path: Path, kind: str) -> None:
 def test_what_a_small_copy_keeps() -> None:
     """Longrope's factors fit the rotated part, windows beyond reach stay there, and layers that differ stay so."""
     factors = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
-    long = {**factors, "rope_theta": 1e4, "original_max_position_embeddings": 32768}
+    long = {**factors, "factor": 1.0, "rope_theta": 1e4, "original_max_position_embeddings": 32768}
     minicpm = transformers.MiniCPM3Config(rope_parameters=long)
     assert check(transformers.MiniCPM3ForCausalLM, minicpm, ops.load()).error < 1e-4
     phimoe = transformers.PhimoeConfig(sliding_window=131072, max_position_embeddings=131072)
