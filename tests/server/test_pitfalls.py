@@ -200,11 +200,11 @@ def test_samples_of_a_long_prompt_cost_the_event_loop_nothing(server: Serving, m
     threads: list[int] = []
     made: list[int] = []
 
-    def checks(engine: Engine, name: str, tokens: Any) -> None:
-        if "prompt" in name and len(tokens):
+    def checks(engine: Engine, request: Request, name: str, tokens: Any) -> None:
+        if name == "prompt":
             gone_through.append(name)
             threads.append(threading.get_ident())
-        old(engine, name, tokens)
+        old(engine, request, name, tokens)
 
     def notes(function: Any) -> Any:
         def note(*given: Any, **options: Any) -> Any:
@@ -220,7 +220,7 @@ def test_samples_of_a_long_prompt_cost_the_event_loop_nothing(server: Serving, m
     monkeypatch.setattr(service_module, "LONG_TEXT", 500)
     monkeypatch.setattr(Engine, "_check_tokens", checks)
     for module, name in ((service_module, "make_requests"), (service_module, "BeamDriver"),
-                         (service_module, "beam_sequences"), (embeddings_module, "embedding_request")):  # fmt: skip
+                         (Service, "_text_after"), (embeddings_module, "embedding_request")):  # fmt: skip
         monkeypatch.setattr(module, name, notes(getattr(module, name)))
     prompt = [5] * 900
     for path, body, prompts in (
@@ -237,7 +237,7 @@ def test_samples_of_a_long_prompt_cost_the_event_loop_nothing(server: Serving, m
     assert server.loop is not None
     loops = asyncio.run_coroutine_threadsafe(own(), server.loop).result(20)
     engines = server.on_engine(threading.get_ident)
-    assert (len(threads), len(made)) == (1 + 6 + 1 + 1 + 6, 1 + 6 + 2 + 1 + 6)
+    assert (len(threads), len(made)) == (1 + 6 + 1 + 1 + 6, 1 + 6 + (1 + 8) + 1 + 6)
     assert {loops, engines}.isdisjoint([*threads, *made])
 
 
