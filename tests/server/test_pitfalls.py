@@ -20,10 +20,12 @@ import pytest
 from pydantic import ValidationError
 
 from quire.engine.engine import Engine
+from quire.request import Request
 from quire.server import embeddings as embeddings_module
 from quire.server import service as service_module
 from quire.server import worker
 from quire.server.protocol import ChatRequest, CompletionRequest
+from quire.server.service import Service
 from tests.server.fuzz import LONGEST_MESSAGE, canary
 from tests.server.serving import Answer, Serving, serving
 from tests.server.test_robust import hook, runner, until
