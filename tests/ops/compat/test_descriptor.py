@@ -363,6 +363,7 @@ CREATE = [
     ("alibi_slopes", lambda x: torch.zeros(3), BadShape, r"alibi_slopes has shape \(3,\); expected \(4,\)"),
     ("q", lambda x: x[:0], BadShape, "there must be a query token and a head"),
     ("q", lambda x: x[:, :0], BadShape, "there must be a query token and a head"),
+    ("seq_lens", lambda x: x[:0], BadShape, r"seq_lens has shape \(0,\); the 8 query tokens"),
     ("q", lambda x: torch.zeros(8, 4, 1025), BadShape, r"a head size of 1025; it must lie in 1\.\.1024"),
     ("q", lambda x: torch.zeros(8, 4, 0), BadShape, "a head size of 0"),
     # strides

@@ -98,10 +98,11 @@ class PagedPrefill:
     ) -> PagedPrefill:
         """A descriptor of calls with tensors like these; no number in them is read. scale: None is 1 / sqrt(D).
 
-        Raises BadShape: wrong number of dimensions, sizes that do not match, no query token, no head, a head size
-        beyond 1,024. BadDtype: q, k, v and out of several dtypes, or of another than fp16, bf16 and fp32; tables and
-        lengths that are neither int32 nor int64. BadStride: a last dimension that is not contiguous; caches that lie
-        differently. BadValue: a scale that is not finite, a block size beyond 256. Unsupported: no such device.
+        Raises BadShape: wrong number of dimensions, sizes that do not match, no query token, no head, no sequence, a
+        head size beyond 1,024. BadDtype: q, k, v and out of several dtypes, or of another than fp16, bf16 and fp32;
+        tables and lengths that are neither int32 nor int64. BadStride: a last dimension that is not contiguous; caches
+        that lie differently. BadValue: a scale that is not finite, a block size beyond 256. Unsupported: no such
+        device.
         """
         given = (out, q, k_cache, v_cache, block_tables, seq_lens, cum_seq_lens_q, alibi_slopes)
         tensors = dict(zip(NAMES, given, strict=True))
@@ -373,6 +374,8 @@ def _check_sizes(
     total_q_tokens, num_heads, head_size = q.shape
     if total_q_tokens == 0 or num_heads == 0:
         raise BadShape(f"q has shape {tuple(q.shape)}; there must be a query token and a head")
+    if len(lens) == 0:
+        raise BadShape(f"seq_lens has shape (0,); the {total_q_tokens} query tokens of q belong to a sequence at least")
     if not 1 <= head_size <= MAX_HEAD_DIM:
         raise BadShape(f"q has a head size of {head_size}; it must lie in 1..{MAX_HEAD_DIM}")
     if k.shape[1] == 0 or num_heads % k.shape[1]:

@@ -92,14 +92,17 @@ class Cutter:
         spec = self.spec
         few = max_seqs + self.few_wanted
         long = min(max_seqs, max_tokens // (self.few_tokens + 1)) if self.few_rows else max_seqs
-        whole = max_tokens // self.many_tokens
-        many = long + whole + max_seqs // 2 + whole + self.many_wanted  # theirs, those of shared keys, and cuts
+        own = most_tiles(max_tokens, long, self.many_tokens)
+        of_shared = most_tiles(max_tokens, max_seqs // 2, self.many_tokens)  # a group has two sequences at least
+        many = own + of_shared + self.many_wanted  # the last ones are cuts
         rows = 2 * max_tokens + few * self.few_tokens + self.many_wanted * self.many_tokens
         if spec.reproducible:
             chunks = max(1, -(-max_blocks * spec.block_size // CHUNK))
             part = 4 * spec.num_heads * (spec.dim_v + 2)  # bytes
             rows = 2 * max_tokens + min(2 * max_tokens * chunks, PART_MEMORY // part)
             many += self.many_wanted * chunks
+        # Lists that the device makes have all sequences here, those of few rows too.
+        many = max(many, most_tiles(max_tokens, max_seqs, self.many_tokens))
         return Room(few, many, rows)
 
     def cut(self, starts: Ints, lens: Ints, tables: NDArray[np.int32]) -> Lists:
@@ -265,6 +268,15 @@ class Cutter:
         while _parts(lo, hi, at).sum() > wanted:
             at = -(-5 * at // (4 * SPLIT)) * SPLIT
         return at
+
+
+def most_tiles(num_tokens: int, num_seqs: int, tokens: int) -> int:
+    """The most tiles of that many tokens that sequences can have together, whatever their lengths.
+
+    It never falls when there are more tokens or sequences: what is reserved for the largest step serves every other.
+    """
+    not_empty = min(num_tokens, num_seqs)  # all of one token but one, which has the rest: the worst that can be
+    return not_empty + (num_tokens - not_empty) // tokens
 
 
 def _parts(lo: Ints | int, hi: Ints | int, at: Ints | int) -> Ints:

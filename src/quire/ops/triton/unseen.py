@@ -11,14 +11,10 @@ import torch
 from torch import Tensor
 
 from quire.ops.interface import AttentionSpec
+from quire.ops.triton.cutting import ITEM, most_tiles
 from quire.ops.triton.tiles import Tile
 
 INT32_MAX = 2**31 - 1
-
-
-def most_tiles(num_tokens: int, num_seqs: int, tokens: int) -> int:
-    """Tiles of that many tokens that all sequences can have together, whatever their lengths."""
-    return num_seqs + num_tokens // tokens
 
 
 def items(
@@ -33,7 +29,7 @@ def items(
     """Items as `cutting` makes them, of as many tiles as there can be: int64 [tiles, 8]."""
     num_seqs = len(context_lens)
     if num_seqs == 0:
-        return torch.zeros(0, 8, dtype=torch.int64, device=query_starts.device)
+        return torch.zeros(0, ITEM, dtype=torch.int64, device=query_starts.device)
     starts = query_starts.long().clamp(0, num_tokens)
     starts[:1], starts[-1:] = 0, num_tokens  # so that every row belongs to somebody, and is written
     starts = starts.cummax(0).values

@@ -113,6 +113,8 @@ class TritonPlan(AttentionPlan):
                 f"query_starts has {len(query_starts)} entries, context_lens {len(context_lens)} and block_tables "
                 f"{num_seqs} rows; with S sequences they have S + 1, S and S"
             )
+        if num_tokens > 0 and num_seqs == 0:
+            raise BadShape(f"the step has {num_tokens} query tokens and no sequence; every row belongs to one")
         if not 0 <= num_tokens <= self.max_tokens or num_seqs > self.max_seqs or width > self.max_blocks:
             raise BadShape(
                 f"the step has {num_tokens} query tokens, {num_seqs} sequences and tables of {width} blocks; the plan "
