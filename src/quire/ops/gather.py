@@ -34,6 +34,7 @@ from quire.ops.reference import (
     top_k,
     top_k_softmax,
     unavailable,
+    weighted_sum,
     write_kv,
 )
 
@@ -166,9 +167,24 @@ def _fused(
     visible: Tensor,  # bool [S, rows, longest]
     scale: float,
 ) -> Tensor:
-    """PyTorch's own attention: [S, Hq, rows, Dv]."""
-    result = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], scale=scale, enable_gqa=True)
-    return result.masked_fill(~visible.any(-1)[:, None, :, None], 0.0)
+    """PyTorch's own attention: [S, Hq, rows, Dv].
+
+    It multiplies with what a row does not see. So where a result is not finite, keys that are not are left out, and
+    rows that see one of them are computed in the plain form.
+    """
+
+    def fused(k: Tensor, v: Tensor) -> Tensor:
+        result = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], scale=scale, enable_gqa=True)
+        return result.masked_fill(~visible.any(-1)[:, None, :, None], 0.0)
+
+    result = fused(k, v)
+    if result.isfinite().all():
+        return result
+    bad = ~(k.isfinite().all(-1) & v.isfinite().all(-1))  # [S, Hkv, longest]
+    sees_one = (visible[:, None] & bad[:, :, None]).any(-1).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    plain, _ = _plain(q, k, v, visible, None, scale, None)
+    without = fused(*(x.masked_fill(bad[..., None], 0.0) for x in (k, v)))
+    return torch.where(sees_one[..., None], plain.to(q.dtype), without)
 
 
 def _plain(
@@ -191,4 +207,4 @@ def _plain(
     score = score.masked_fill(~visible[:, None], -torch.inf)
     lse = torch.logsumexp(score, -1)
     weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    return weight @ v, lse
+    return weighted_sum(weight, v, visible[:, None]), lse

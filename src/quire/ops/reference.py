@@ -196,11 +196,12 @@ def _attend(
             score = softcap * torch.tanh(score / softcap)
         if alibi_slopes is not None:
             score = score + alibi_slopes.view(Hkv, G, 1, 1).to(q.dtype) * (key - position)
+        seen = torch.ones(rows, filled, dtype=torch.bool, device=q.device)
         if spec.causal:
-            hidden = key > position
+            seen = key <= position
             if spec.window is not None:
-                hidden |= key <= position - spec.window
-            score = score.masked_fill(hidden, -torch.inf)
+                seen &= key > position - spec.window
+            score = score.masked_fill(~seen, -torch.inf)
 
         new_top = torch.maximum(top, score.amax(-1))
         # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN: shift such rows by 0.
@@ -208,12 +209,29 @@ def _attend(
         weight = torch.exp(score - shift[..., None])
         correction = torch.exp(top - shift)
         total = total * correction + weight.sum(-1)
-        mix = mix * correction[..., None] + weight @ v
+        mix = mix * correction[..., None] + weighted_sum(weight, v, seen)
         top = new_top
 
-    out = torch.where(total[..., None] > 0, mix / total[..., None], 0.0)
+    out = torch.where(total[..., None] == 0, 0.0, mix / total[..., None])  # NaN stays NaN
     lse = top + torch.log(total)
     return out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2)
+
+
+def weighted_sum(
+    weight: Tensor,  # [..., rows, keys]
+    v: Tensor,  # [..., keys, Dv]
+    seen: Tensor,  # bool [..., rows, keys]
+) -> Tensor:
+    """weight @ v, where a row is not multiplied with what it does not see: 0 times an infinite value would be NaN."""
+    finite = v.isfinite()
+    if finite.all():
+        return weight @ v
+    mix = weight @ v.masked_fill(~finite, 0.0)
+    others = v.masked_fill(finite, 0.0)
+    for key in (~finite).any(-1).flatten(0, -2).any(0).nonzero().flatten().tolist():
+        share = weight[..., key, None] * others[..., key, None, :]
+        mix += torch.where(seen[..., key, None], share, 0.0)
+    return mix
 
 
 # ------------------------------------------------------------------------------------- states of attention
@@ -238,7 +256,7 @@ def merge_states(
     # Zero times what a state that saw nothing may hold, NaN for one, is not zero: leave it out.
     seen_a, seen_b = (out.to(top.dtype).masked_fill((w == 0)[..., None], 0.0) for out, w in ((out_a, a), (out_b, b)))
     mix = a[..., None] * seen_a + b[..., None] * seen_b
-    out = torch.where(total[..., None] > 0, mix / total[..., None], 0.0)
+    out = torch.where(total[..., None] == 0, 0.0, mix / total[..., None])  # NaN stays NaN
     return out.to(out_a.dtype), top + torch.log(total)
 
 

@@ -330,7 +330,7 @@ def attend_unseen(
         total.mul_(correction).add_(weight.sum(-1, keepdim=True))
         mix.mul_(correction).add_(torch.einsum("thgb,thbd->thgd", weight, values))
         top.copy_(new_top)
-    out.copy_(torch.where(total > 0, mix / total, 0.0).flatten(1, 2))
+    out.copy_(torch.where(total == 0, 0.0, mix / total).flatten(1, 2))
 
 
 # ------------------------------------------------------------------------------------------------- the looks

@@ -160,20 +160,25 @@ def attention(
     with on_device_of(q):
         num_few, num_many, num_merges = plan.launched
         parts = plan.parts()
-        for items, count, tile in (
-            (plan.few, num_few, plan.cutter.few_tile),
-            (plan.many, num_many, plan.cutter.many_tile),
+        few_mixed, many_mixed = plan.launched_again
+        for items, count, tile, mixed in (
+            (plan.few, num_few, plan.cutter.few_tile, few_mixed),
+            (plan.many, num_many, plan.cutter.many_tile, many_mixed),
         ):
-            if count:
-                kernels.attend[(count, spec.num_kv_heads, -(-G // tile.block_m))](
-                    *(q, kv.k, kv.v, out, lse, *parts, items, plan.rows, plan.positions, plan.tables),
-                    *(alibi_slopes, sinks, factor, cap, spec.window),
-                    *(*q.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3], *out.stride()[:2]),
-                    **_constants(spec, tile),
-                    num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
-                    enable_fp_fusion=fusion,
-                )
+            grid = count, spec.num_kv_heads, -(-G // tile.block_m)
+            reports = torch.empty(math.prod(grid), dtype=torch.int32, device=q.device) if mixed else None
+            for finite in (False, True) if mixed else (False,):
+                if count:
+                    kernels.attend[grid](
+                        *(q, kv.k, kv.v, out, lse, *parts, items, plan.rows, plan.positions, plan.tables),
+                        *(alibi_slopes, sinks, reports, factor, cap, spec.window),
+                        *(*q.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3], *out.stride()[:2]),
+                        **_constants(spec, tile),
+                        FINITE=finite,
+                        num_warps=tile.num_warps,
+                        num_stages=1 if finite else tile.num_stages,
+                        enable_fp_fusion=fusion,
+                    )
         if num_merges:
             kernels.merge[(num_merges, spec.num_heads)](
                 *(out, lse, *parts, plan.merges, sinks, *out.stride()[:2]),

@@ -80,8 +80,12 @@ class Cutter:
         self.few_tile: Tile = choose(chip, "exact" if spec.reproducible else "few", spec)
         self.many_tile: Tile = choose(chip, "exact" if spec.reproducible else "many", spec)
         self.few_rows = 0 if spec.reproducible else self.few_tile.block_m // G * G  # of a sequence, to be few
-        self.few_tokens = max(1, self.few_tile.block_m // G)
-        self.many_tokens = max(1, self.many_tile.block_m // G)
+        # Tokens of a sequence in a tile. A plan of no more tokens than sequences is for decoding: one, so that all rows
+        # of a tile see the same keys.
+        self.decodes = max_tokens <= max_seqs
+        self.shared_tokens = max(1, self.many_tile.block_m // G)
+        self.few_tokens = 1 if self.decodes else max(1, self.few_tile.block_m // G)
+        self.many_tokens = 1 if self.decodes else self.shared_tokens
         # Items that fill the device: its programs over those of an item.
         programs = spec.num_kv_heads * -(-G // self.many_tile.block_m)
         self.few_wanted = RESIDENT[chip] * processors // programs
@@ -91,11 +95,11 @@ class Cutter:
     def _room(self, max_tokens: int, max_seqs: int, max_blocks: int) -> Room:
         spec = self.spec
         few = max_seqs + self.few_wanted
-        long = min(max_seqs, max_tokens // (self.few_tokens + 1)) if self.few_rows else max_seqs
+        long = min(max_seqs, max_tokens // (self.few_rows // spec.group_size + 1))
         own = most_tiles(max_tokens, long, self.many_tokens)
-        of_shared = most_tiles(max_tokens, max_seqs // 2, self.many_tokens)  # a group has two sequences at least
+        of_shared = most_tiles(max_tokens, max_seqs // 2, self.shared_tokens)  # a group has two sequences at least
         many = own + of_shared + self.many_wanted  # the last ones are cuts
-        rows = 2 * max_tokens + few * self.few_tokens + self.many_wanted * self.many_tokens
+        rows = 2 * max_tokens + few * self.few_tokens + self.many_wanted * self.shared_tokens
         if spec.reproducible:
             chunks = max(1, -(-max_blocks * spec.block_size // CHUNK))
             part = 4 * spec.num_heads * (spec.dim_v + 2)  # bytes
@@ -116,6 +120,13 @@ class Cutter:
             found = f"{len(lists.few)} and {len(lists.many)} items of {len(lists.rows)} rows"
             raise Unsupported(f"the step comes to {found}; the plan has room for {self.room}")
         return lists
+
+    def mixes(self, items: Ints) -> bool:
+        """Whether an item has rows of which one sees a key that another does not."""
+        if not self.spec.causal or self.decodes:
+            return False
+        _, _, count, lo, hi, free_lo, free_hi, _ = items.T
+        return bool(((count > 1) & ((free_lo > lo) | (free_hi < hi))).any())
 
     def _fits(self, lists: Lists) -> bool:
         room = self.room
@@ -192,7 +203,7 @@ class Cutter:
             owner, j = _spread(tiles.count[own])
             group_tiles.append((group, own[owner], j))
         few = tiles.few
-        counts = [-(-len(owner) // self.many_tokens) for _, owner, _ in group_tiles]
+        counts = [-(-len(owner) // self.shared_tokens) for _, owner, _ in group_tiles]
         few_cut = self._cut_at(tiles.lo[few], tiles.hi[few], few_wanted)
         shared_hi = np.repeat([group.keys for group in shared], counts).astype(np.int64)
         many_lo = np.concatenate([tiles.lo[~few], 0 * shared_hi])
@@ -232,8 +243,8 @@ class Cutter:
         few_items, many_items = items[few[tile]], [items[~few[tile]]]
         entries = len(item)
         for group, owner, j in group_tiles:
-            begins = np.arange(0, len(owner), self.many_tokens)
-            count = np.minimum(self.many_tokens, len(owner) - begins)
+            begins = np.arange(0, len(owner), self.shared_tokens)
+            count = np.minimum(self.shared_tokens, len(owner) - begins)
             for piece in range(int(_parts(0, group.keys, shared_cut))):
                 part = first_part[owner] + j * parts[owner] + piece
                 rows.append(np.stack([tiles.token[owner] + j, part], 1))

@@ -66,6 +66,7 @@ class TritonPlan(AttentionPlan):
         self._stream: torch.cuda.Stream | None = None  # of the last update
         self._no_parts = torch.zeros(1, dtype=torch.float32, device=spec.device)
         self.num_few = self.num_many = self.num_merges = self.num_parts = 0  # of the last update
+        self.mixed = False, False
 
     def update(
         self,
@@ -87,6 +88,7 @@ class TritonPlan(AttentionPlan):
         self._write(lists, tables)
         self.num_few, self.num_many, self.num_merges = len(lists.few), len(lists.many), len(lists.merges)
         self.num_parts = lists.num_parts
+        self.mixed = self.cutter.mixes(lists.few), self.cutter.mixes(lists.many)
         if self._copied is not None:
             used = len(self._host) - self._sizes["tables"] + tables.size
             with on_device_of(self._lists):
@@ -133,6 +135,7 @@ class TritonPlan(AttentionPlan):
             nothing.fill_(-1)
         self.num_tokens, self.num_seqs, self.writable = num_tokens, num_seqs, False
         self.num_few, self.num_many, self.num_merges, self.num_parts = 0, len(made), 0, 0
+        self.mixed = False, self._may_mix
 
     def _follow(self) -> None:
         """Let the current stream wait for the one of the last update, whose kernels may still read the lists."""
@@ -163,6 +166,15 @@ class TritonPlan(AttentionPlan):
         if self._covers_all:
             return self.cutter.room.few, self.cutter.room.many, self.max_tokens
         return self.num_few, self.num_many, self.num_merges
+
+    @property
+    def launched_again(self) -> tuple[bool, bool]:
+        """Whether items of few and of many rows have rows that see different keys, see `attention`."""
+        return (self._may_mix, self._may_mix) if self._covers_all else self.mixed
+
+    @property
+    def _may_mix(self) -> bool:
+        return self.spec.causal and not self.cutter.decodes
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """Room for the parts of a launch: fp32 [parts, Hq, Dv], and [parts, Hq, 2] for largest scores and sums."""
