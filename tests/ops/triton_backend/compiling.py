@@ -72,8 +72,7 @@ def attend(
 ) -> Kernel:  # fmt: skip
     """Attention with the tile that the table gives; tiles of few rows are of one token, as when sequences decode.
 
-    everything: with a window, ALiBi, a softcap, sinks and an LSE, and tiles of several tokens. finite: the second
-    launch, for what the first one reported.
+    everything: with a window, ALiBi, a softcap, sinks and an LSE. finite: the second launch, for what was reported.
     """
     spec = ops.AttentionSpec(
         num_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=16, num_blocks=100, dtype=dtype, kv_dtype=kv
@@ -82,7 +81,8 @@ def attend(
     rows, keys = NARROW[dtype], NARROW[kv or dtype]
     pointers = {"q": rows, "k": keys, "v": keys, "out": rows, "lse": "fp32", "slopes": "fp32", "sinks": "fp32"}
     pointers |= {"part_mix": "fp32", "part_sums": "fp32"}
-    pointers |= dict.fromkeys(("items", "rows", "positions", "tables", "reports"), "i32")
+    pointers |= dict.fromkeys(("items", "rows", "positions", "tables"), "i32")
+    pointers["reports"] = "i8"
     constants = {
         **{"G": 4, "B": 16, "D": head_dim, "DV": head_dim, "CAUSAL": True},
         "PRECISION": precision(chip, spec),
@@ -91,7 +91,7 @@ def attend(
     }
     if not everything:
         constants |= dict.fromkeys(("window", "slopes", "cap", "sinks", "lse"))
-    if kind == "few" and not (everything or finite):
+    if kind == "few" and not finite:
         constants["reports"] = None
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": kind != "exact"}
     if finite:
@@ -110,8 +110,7 @@ def attention_kernels(chip: str) -> Iterator[Kernel]:
             yield attend(chip, kind, head_dim, torch.float32)
         for head_dim in (64, 128):
             yield attend(chip, kind, head_dim, everything=True)
-        for head_dim in (80, 128, 256):
-            yield attend(chip, kind, head_dim, finite=True)
+        yield attend(chip, kind, 80, finite=True)
         if chip in ("sm90", "sm100"):
             yield attend(chip, kind, 128, kv=torch.float8_e4m3fn)
     pointers = {"out": "bf16", **dict.fromkeys(("lse", "part_mix", "part_sums", "sinks"), "fp32"), "merges": "i32"}

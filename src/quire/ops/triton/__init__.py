@@ -166,7 +166,8 @@ def attention(
             (plan.many, num_many, plan.cutter.many_tile, many_mixed),
         ):
             grid = count, spec.num_kv_heads, -(-G // tile.block_m)
-            reports = torch.empty(math.prod(grid), dtype=torch.int32, device=q.device) if mixed else None
+            size = math.prod(grid) * tile.block_m
+            reports = torch.empty(size, dtype=torch.int8, device=q.device) if mixed else None
             for finite in (False, True) if mixed else (False,):
                 if count:
                     kernels.attend[grid](

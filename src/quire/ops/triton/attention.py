@@ -12,8 +12,8 @@ What decides its speed:
 - Head dimensions that are no power of two are cut in a main part and a tail: 80 = 64 + 16, 192 = 128 + 64.
 
 A row has the weight 0 for a key that it does not see, and 0 times an infinite value or NaN is NaN. So a program whose
-rows see different keys reports sums that are not all finite. A second launch (FINITE) does such items once more without
-these values, and stores the rows that see none of them. The others have seen one: theirs stays as it is.
+rows see different keys reports rows whose sums are not finite. A second launch (FINITE) does such items once more
+without these values, and stores the rows that see none of them. The others have seen one: theirs stays as it is.
 
 Scalar offsets are added to a pointer before the offsets of a tensor are: the compiler (3.5, 3.6) has got the other
 order wrong in split reductions. What may exceed 2^31 is computed in 64 bits. An argument that is None is compiled away.
@@ -222,7 +222,7 @@ def attend(
     scale: log2(e) times the factor of q·k; with a softcap 2 log2(e) / softcap times it, and cap is log2(e) softcap.
     CHUNK: the keys are taken in chunks at absolute multiples of so many, each a state of its own, folded in ascending
     order: the same operations as if each chunk were an item and `merge` folded them. 0: in one go.
-    reports: int32, 1 a program: whether its sums are not all finite, where its item has several tokens.
+    reports: int8, BLOCK_M a program: whether the row's sums are not all finite; only of items of several tokens.
     FINITE: only what was reported is computed, once more without values that are not finite.
     """
     item = items + tl.program_id(0).to(tl.int64) * 8
@@ -231,14 +231,8 @@ def attend(
         return
     first_row, count = tl.load(item + 1), tl.load(item + 2)
     lo, hi, free_lo, free_hi = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
-    report = reports
-    if reports is not None:
-        program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        report = reports + program * tl.num_programs(2) + tl.program_id(2)
     if FINITE:
         if count < 2:
-            return
-        if tl.load(report) == 0:
             return
     head = tl.program_id(1)
     num_heads = tl.num_programs(1) * G
@@ -251,6 +245,13 @@ def attend(
     row = tl.arange(0, BLOCK_M)
     of_group = tl.program_id(2) * BLOCK_M + row % GROUP
     live = (row // GROUP < count) & (of_group < G)
+    report = reports
+    if reports is not None:
+        program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        report = reports + (program * tl.num_programs(2) + tl.program_id(2)) * BLOCK_M + row
+    if FINITE:
+        if tl.max(tl.load(report, mask=live, other=0), 0) == 0:
+            return
     entry = rows + first_row.to(tl.int64) * 2 + row // GROUP * 2
     token = tl.load(entry, mask=live, other=0)
     position = tl.load(positions + token, mask=live, other=0)
@@ -297,12 +298,6 @@ def attend(
 
     if FINITE:
         live = live & (total == total)
-    elif reports is not None:
-        if count > 1:  # else all rows see the same keys
-            finite = tl.min(tl.min(_is_finite(mix).to(tl.int32), 1), 0)
-            if V_TAIL:
-                finite = tl.minimum(finite, tl.min(tl.min(_is_finite(mix_tail).to(tl.int32), 1), 0))
-            tl.store(report, 1 - finite)
 
     part = tl.load(entry + 1, mask=live, other=0)
     whole = live & (part < 0)
@@ -324,6 +319,11 @@ def attend(
         _store(out, at, mix_tail * share, whole, V_MAIN, DV)
     if lse is not None:
         tl.store(lse + token.to(tl.int64) * num_heads + q_heads, (top + tl.log2(total)) * LN_2, mask=whole)
+    if reports is not None and not FINITE:
+        finite = tl.min(_is_finite(mix).to(tl.int32), 1)
+        if V_TAIL:
+            finite = tl.minimum(finite, tl.min(_is_finite(mix_tail).to(tl.int32), 1))
+        tl.store(report, (1 - finite).to(tl.int8), mask=live & (count > 1))  # else all rows see the same keys
 
 
 @triton.jit
