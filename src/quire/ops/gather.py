@@ -95,7 +95,7 @@ def attention(
     plan: AttentionPlan,
     *,
     scale: float | None = None,
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     softcap: float | None = None,
     sinks: Tensor | None = None,  # fp32 [Hq]
     out: Tensor | None = None,  # [T, Hq, Dv]
@@ -129,7 +129,8 @@ def attention(
         bias = None
         if alibi_slopes is not None:
             distance = (key - position)[:, None].to(q.device)
-            bias = alibi_slopes.to(wide).view(-1, 1, 1) * distance  # [s, Hq, count, longest]
+            slopes = alibi_slopes[s.to(q.device)] if alibi_slopes.dim() == 2 else alibi_slopes
+            bias = slopes.to(wide)[..., None, None] * distance  # [s, Hq, count, longest]
         parts = q[at].transpose(1, 2), k[s.to(q.device), :, :longest], v[s.to(q.device), :, :longest]
         if bias is None and softcap is None and sinks is None and not return_lse:
             result[at] = _fused(*parts, visible.to(q.device), scale).transpose(1, 2).to(wide)

@@ -116,7 +116,7 @@ def attention(
     plan: AttentionPlan,
     *,
     scale: float | None = None,
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     softcap: float | None = None,
     sinks: Tensor | None = None,  # fp32 [Hq]
     out: Tensor | None = None,  # [T, Hq, Dv]
@@ -125,7 +125,8 @@ def attention(
     """Softmax attention of every query row over its sequence's paged keys: out [T, Hq, Dv] (, LSE fp32 [T, Hq]).
 
     scale: factor of q·k; None is 1 / sqrt(D).
-    alibi_slopes: each head adds slope * (key position - query position) to its scores (Press et al. 2022).
+    alibi_slopes: each head adds slope * (key position - query position) to its scores (Press et al. 2022). Those of
+        [S, Hq] are each sequence's own.
     softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
     sinks: one more logit a head in the softmax's denominator, without a value (gpt-oss).
     out: written and returned where given.
@@ -143,9 +144,8 @@ def attention(
         if rows.stop > rows.start:
             context_len = int(plan.context_lens[s])
             table = plan.block_tables[s].tolist()
-            result[rows], lse[rows] = _attend(
-                q[rows].to(acc), kv, table, context_len, spec, scale, alibi_slopes, softcap
-            )
+            slopes = alibi_slopes[s] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+            result[rows], lse[rows] = _attend(q[rows].to(acc), kv, table, context_len, spec, scale, slopes, softcap)
     if sinks is not None:
         result = apply_sinks(result, lse, sinks)
     out = result.to(spec.dtype) if out is None else out.copy_(result)
@@ -159,7 +159,7 @@ def _attend(
     context_len: int,
     spec: AttentionSpec,
     scale: float | None,
-    alibi_slopes: Tensor | None,
+    alibi_slopes: Tensor | None,  # [Hq]
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one sequence's rows, by the online softmax over its blocks (Milakov & Gimelshein 2018).

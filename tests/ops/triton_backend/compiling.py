@@ -81,7 +81,7 @@ def attend(
     rows, keys = NARROW[dtype], NARROW[kv or dtype]
     pointers = {"q": rows, "k": keys, "v": keys, "out": rows, "lse": "fp32", "slopes": "fp32", "sinks": "fp32"}
     pointers |= {"part_mix": "fp32", "part_sums": "fp32"}
-    pointers |= dict.fromkeys(("items", "rows", "positions", "tables"), "i32")
+    pointers |= dict.fromkeys(("items", "rows", "positions", "sequences", "tables"), "i32")
     pointers["reports"] = "i8"
     constants = {
         **{"G": 4, "B": 16, "D": head_dim, "DV": head_dim, "CAUSAL": True},
@@ -90,7 +90,7 @@ def attend(
         "FINITE": finite,
     }
     if not everything:
-        constants |= dict.fromkeys(("window", "slopes", "cap", "sinks", "lse"))
+        constants |= dict.fromkeys(("window", "slopes", "sequences", "cap", "sinks", "lse"))
     if kind == "few" and not finite:
         constants["reports"] = None
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": kind != "exact"}

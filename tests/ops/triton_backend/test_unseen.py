@@ -94,7 +94,8 @@ def test_the_host_looks_at_nothing():
             lens[0].item()
         items = unseen.items(spec, Tile(64, 32, 4, 2), 32, 8, starts, lens, 8)
         assert items.shape == (most_tiles(8, 3, 32), 8)
-        assert unseen.positions(8, starts, lens).shape == (8,)
+        sequences = unseen.sequences(8, starts)
+        assert unseen.positions(sequences, starts, lens).shape == sequences.shape == (8,)
 
 
 def test_a_step_that_is_too_large_and_a_plan_that_is_made_on_the_host():

@@ -133,7 +133,7 @@ def attention(
     plan: AttentionPlan,
     *,
     scale: float | None = None,
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     softcap: float | None = None,
     sinks: Tensor | None = None,  # fp32 [Hq]
     out: Tensor | None = None,  # [T, Hq, Dv]
@@ -156,6 +156,9 @@ def attention(
     cap = None if softcap is None else LOG2_E * softcap
     if softcap is not None:
         factor *= 2.0 / softcap
+    sequences, slope_seq = None, 0
+    if alibi_slopes is not None and alibi_slopes.dim() == 2:
+        sequences, slope_seq = plan.sequences, alibi_slopes.stride(0)
     G, fusion = spec.group_size, not spec.reproducible  # fused or not would depend on what surrounds an operation
     with on_device_of(q):
         num_few, num_many, num_merges = plan.launched
@@ -171,8 +174,8 @@ def attention(
             for finite in (False, True) if mixed else (False,):
                 if count:
                     kernels.attend[grid](
-                        *(q, kv.k, kv.v, out, lse, *parts, items, plan.rows, plan.positions, plan.tables),
-                        *(alibi_slopes, sinks, reports, factor, cap, spec.window),
+                        *(q, kv.k, kv.v, out, lse, *parts, items, plan.rows, plan.positions, sequences),
+                        *(plan.tables, alibi_slopes, sinks, reports, factor, cap, spec.window, slope_seq),
                         *(*q.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3], *out.stride()[:2]),
                         **_constants(spec, tile),
                         FINITE=finite,

@@ -209,9 +209,9 @@ def _store(base, at, x, live, FIRST: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, k, v, out, lse, part_mix, part_sums, items, rows, positions, tables, slopes, sinks, reports,
+    q, k, v, out, lse, part_mix, part_sums, items, rows, positions, sequences, tables, slopes, sinks, reports,
     scale, cap, window,
-    q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, out_token, out_head,
+    slope_seq, q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, out_token, out_head,
     G: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
@@ -219,6 +219,7 @@ def attend(
 
     items: int32, 8 an item: where its block ids begin in `tables` (negative: nothing to do), its first entry in `rows`,
     its tokens, lo, hi, free_lo, free_hi. rows: int32, 2 an entry: a query token, and its part (negative: the whole).
+    sequences: int32, of each query token; None: all sequences have the same slopes.
     scale: log2(e) times the factor of q·k; with a softcap 2 log2(e) / softcap times it, and cap is log2(e) softcap.
     CHUNK: the keys are taken in chunks at absolute multiples of so many, each a state of its own, folded in ascending
     order: the same operations as if each chunk were an item and `merge` folded them. 0: in one go.
@@ -263,7 +264,10 @@ def attend(
         q_tail = _part(q, at, live, q.dtype.element_ty, D_MAIN, D_TAIL, D, True)
     slope = slopes
     if slopes is not None:
-        slope = tl.load(slopes + q_heads, mask=live, other=0.0) * LOG2_E
+        at = q_heads
+        if sequences is not None:
+            at += tl.load(sequences + token, mask=live, other=0).to(tl.int64) * slope_seq
+        slope = tl.load(slopes + at, mask=live, other=0.0) * LOG2_E
 
     k_of_head = k + head.to(tl.int64) * k_head
     v_of_head = v + head.to(tl.int64) * v_head

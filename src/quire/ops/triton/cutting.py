@@ -43,6 +43,7 @@ class Lists:
     rows: Ints  # [entries, 2]
     merges: Ints  # [tokens, 3]
     positions: Ints  # [T]
+    sequences: Ints  # [T]
     num_parts: int
 
 
@@ -218,6 +219,7 @@ class Cutter:
             at = np.where(tiles.inherited > 0, CHUNK, at)
         own_parts = _parts(tiles.lo, tiles.hi, at)
         positions = np.repeat(lens - starts[1:], np.diff(starts)) + np.arange(starts[-1])
+        sequences = np.repeat(np.arange(len(lens)), np.diff(starts))
         if not shared and own_parts.max(initial=1) == 1:  # most steps: tokens in their order, each in one item
             items = _items(
                 *(tiles.seq * width, tiles.token, tiles.count),
@@ -225,7 +227,7 @@ class Cutter:
             )
             whole = np.stack([np.arange(starts[-1]), np.full(starts[-1], -1)], 1)
             none = np.zeros((0, 3), np.int64)
-            return Lists(_longest_first(items[few]), _longest_first(items[~few]), whole, none, positions, 0)
+            return Lists(_longest_first(items[few]), _longest_first(items[~few]), whole, none, positions, sequences, 0)
         parts = np.where(own_parts + tiles.inherited > 1, own_parts + tiles.inherited, 0)  # of each of its tokens
         first_part = np.cumsum(parts * tiles.count) - parts * tiles.count
         tile, k = _spread(own_parts)
@@ -259,6 +261,7 @@ class Cutter:
             np.concatenate(rows),
             merges,
             positions,
+            sequences,
             int((parts * tiles.count).sum()),
         )
 

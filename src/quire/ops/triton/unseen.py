@@ -58,13 +58,22 @@ def items(
     return torch.stack((table, token, count, lo, hi, free_lo, free_hi, 0 * lo), 1)
 
 
-def positions(
+def sequences(
     num_tokens: int,  # T
+    query_starts: Tensor,  # int [S+1]
+) -> Tensor:
+    """Whose each query row is: int64 [T], from within 0..S - 1."""
+    starts = query_starts.long()
+    token = torch.arange(num_tokens, device=starts.device)
+    return (torch.searchsorted(starts, token, right=True) - 1).clamp(0, len(starts) - 2)
+
+
+def positions(
+    sequences: Tensor,  # int64 [T]
     query_starts: Tensor,  # int [S+1]
     context_lens: Tensor,  # int [S]
 ) -> Tensor:
     """Where each query row stands in its sequence: int64 [T]."""
-    starts = query_starts.long()
-    token = torch.arange(num_tokens, device=starts.device)
-    seq = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, len(context_lens) - 1)
-    return (context_lens.long()[seq] - starts[seq + 1] + token).clamp(-INT32_MAX, INT32_MAX)
+    token = torch.arange(len(sequences), device=sequences.device)
+    first = context_lens.long()[sequences] - query_starts.long()[sequences + 1]
+    return (first + token).clamp(-INT32_MAX, INT32_MAX)

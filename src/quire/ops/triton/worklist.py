@@ -28,7 +28,8 @@ class TritonPlan(AttentionPlan):
     """An attention plan with its lists: int32 views of one tensor on the device.
 
     few, many: items for tiles of few rows and of many. rows: their query tokens and parts. merges: the tokens whose
-    keys were cut. positions, device_slots: of each query token. tables: the sequences' block ids, one after the other.
+    keys were cut. positions, sequences, device_slots: of each query token. tables: the sequences' block ids, one after
+    the other.
 
     What uses a plan is queued on the stream that was current in its last update; the next update may have another one.
     """
@@ -44,6 +45,7 @@ class TritonPlan(AttentionPlan):
             "many": ITEM * room.many,
             "merges": 3 * max_tokens,
             "positions": max_tokens,
+            "sequences": max_tokens,
             "device_slots": max_tokens,
             "rows": 2 * room.rows,
             "tables": max_seqs * max_blocks,  # last: of it only what a step uses is copied
@@ -61,7 +63,8 @@ class TritonPlan(AttentionPlan):
         )
         self._views: dict[str, NDArray[np.int32]] = {name: view.numpy() for name, view in host.items()}
         self.few, self.many, self.merges = device["few"], device["many"], device["merges"]
-        self.positions, self.device_slots = device["positions"], device["device_slots"]
+        self.positions, self.sequences = device["positions"], device["sequences"]
+        self.device_slots = device["device_slots"]
         self.rows, self.tables = device["rows"], device["tables"]
         self._stream: torch.cuda.Stream | None = None  # of the last update
         self._no_parts = torch.zeros(1, dtype=torch.float32, device=spec.device)
@@ -128,7 +131,9 @@ class TritonPlan(AttentionPlan):
         self.many[: made.numel()].copy_(made.flatten())
         self.rows[: 2 * num_tokens : 2].copy_(torch.arange(num_tokens, device=self.rows.device))
         self.rows[1 : 2 * num_tokens : 2].fill_(-1)
-        self.positions[:num_tokens].copy_(unseen.positions(num_tokens, query_starts, context_lens))
+        sequences = unseen.sequences(num_tokens, query_starts)
+        self.sequences[:num_tokens].copy_(sequences)
+        self.positions[:num_tokens].copy_(unseen.positions(sequences, query_starts, context_lens))
         ids = block_tables.clamp(0, self.spec.num_blocks - 1)
         self.tables[: ids.numel()].copy_(ids.flatten())
         for nothing in (self.few, self.merges, self.many[made.numel() :], self.device_slots):
@@ -153,6 +158,7 @@ class TritonPlan(AttentionPlan):
             view[len(entries) :, 0] = -1  # where a captured launch finds nothing to do
         views["rows"][: lists.rows.size] = lists.rows.reshape(-1)
         views["positions"][: self.num_tokens] = lists.positions
+        views["sequences"][: self.num_tokens] = lists.sequences
         views["device_slots"][: self.num_tokens] = self.slots[: self.num_tokens].numpy() if self.writable else -1
         views["device_slots"][self.num_tokens :] = -1
         views["tables"][: tables.size] = tables.reshape(-1)
