@@ -47,6 +47,7 @@ class Case:
     scale: float | None = None
     softcap: float | None = None
     alibi: bool = False
+    alibi_each: bool = False  # each sequence has slopes of its own
     sinks: bool = False
     return_lse: bool = False
     size: float = 1.0  # of q's entries, and so of the logits
@@ -117,6 +118,7 @@ class Case:
             history_first=rng.random() < 0.7,
             shared_prefix=rng.random() < 0.5,
             written=rng.choice((None, 20, 20, 20)),
+            alibi_each=rng.random() < 0.5,
         )
 
     @property
@@ -174,7 +176,10 @@ class Step:
         self._make_cache()
         self._make_rows()
         heads = torch.arange(case.num_heads)
-        self.alibi_slopes = (0.7 * 0.5 ** (heads % 7) * (-1.0) ** (heads // 3)).to(device) if case.alibi else None
+        slopes = 0.7 * 0.5 ** (heads % 7) * (-1.0) ** (heads // 3)
+        if case.alibi_each:  # [S, Hq]
+            slopes = torch.stack([slopes.roll(s) * 0.8**s for s in range(self.num_seqs)] or [slopes])[: self.num_seqs]
+        self.alibi_slopes = slopes.to(device) if case.alibi else None
         sinks = 2 * torch.randn(case.num_heads, generator=self._gen)
         sinks[heads % 5 == 3] = -torch.inf
         self.sinks = sinks.to(device) if case.sinks else None
@@ -385,6 +390,9 @@ class Step:
         case, parts = self.case, []
         for s, q in enumerate(self.q.split(case.query_lens)):
             k, v = (x[s].to(self.spec.cache_dtype) for x in (self.keys, self.values))
+            slopes = self.alibi_slopes
+            if slopes is not None and case.alibi_each:
+                slopes = slopes[s]
             parts.append(
                 dense.attend(
                     q,
@@ -394,7 +402,7 @@ class Step:
                     window=case.window,
                     scale=case.scale,
                     softcap=case.softcap,
-                    alibi_slopes=self.alibi_slopes,
+                    alibi_slopes=slopes,
                     sinks=self.sinks,
                 )
             )

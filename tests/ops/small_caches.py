@@ -33,13 +33,15 @@ def check(
     tables: list[list[int]],
     lens: list[int],
     starts: list[int],
+    alibi_slopes: Tensor | None = None,  # [Hq] or [S, Hq]
     **options: object,
 ) -> None:
     """Compare with dense attention over what each table gathers."""
     parts = []
     for s, (table, n) in enumerate(zip(tables, lens, strict=True)):
         k, v = dense.gather(k_cache, table, n), dense.gather(v_cache, table, n)
-        parts.append(dense.attend(q[starts[s] : starts[s + 1]], k, v, **options))
+        slopes = alibi_slopes[s] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+        parts.append(dense.attend(q[starts[s] : starts[s + 1]], k, v, alibi_slopes=slopes, **options))
     dense.concat(parts).check(out, None, q.dtype)
 
 

@@ -77,12 +77,12 @@ class Tree:
         out = ops.cascade_attention(q, levels, backend=backend.NAME, return_lse="sinks" not in options, **options)
         if "sinks" not in options:
             out, lse = out
-        want = dense.concat(
-            [
-                dense.attend(rows, k, v, causal=self.causal, **options)
-                for rows, (k, v) in zip(q.split(self.rows), whole, strict=True)
-            ]
-        )
+        parts = []
+        for s, (rows, (k, v)) in enumerate(zip(q.split(self.rows), whole, strict=True)):
+            slopes = options.get("alibi_slopes")
+            mine = {} if slopes is None or slopes.dim() == 1 else {"alibi_slopes": slopes[s]}
+            parts.append(dense.attend(rows, k, v, causal=self.causal, **{**options, **mine}))
+        want = dense.concat(parts)
         want.check(out, lse, self.dtype, roundings=2 + 2 * len(levels))
 
 
@@ -103,12 +103,15 @@ TREES = {
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 @pytest.mark.parametrize(
-    "options", [{}, {"alibi": True}, {"softcap": 2.0}, {"sinks": True}, {"scale": 0.3, "alibi": True}]
+    "options", [{}, {"alibi": True}, {"softcap": 2.0}, {"sinks": True}, {"scale": 0.3, "alibi": True}, {"each": True}]
 )
 def test_levels_are_one_sequence(backend, device, tree, options):
     options, heads = dict(options), tree.num_kv_heads * tree.group_size
     if options.pop("alibi", False):
         options["alibi_slopes"] = (0.3 * 0.5 ** torch.arange(heads)).to(device)
+    if options.pop("each", False):
+        slopes = 0.3 * 0.5 ** torch.arange(heads) * torch.linspace(1, -0.7, len(tree.rows))[:, None]
+        options["alibi_slopes"] = slopes.to(device)
     if options.pop("sinks", False):
         options["sinks"] = torch.linspace(-1, 2, heads).to(device)
     tree.check(backend, device, **options)
@@ -173,6 +176,9 @@ def test_levels_that_do_not_fit_are_refused(backend, device, first, second, erro
 
 def test_what_else_is_refused(backend, device):
     q = torch.zeros(2, 2, 8, device=device)
+    slopes = torch.zeros(2, 2, device=device)
+    with pytest.raises(BadShape, match=r"alibi_slopes has shape \(2, 2\); expected \(2,\) or \(1, 2\)"):
+        ops.cascade_attention(q, levels_of(backend, device), alibi_slopes=slopes, backend=backend.NAME)
     with pytest.raises(BadValue, match="levels is empty"):
         ops.cascade_attention(q, [], backend=backend.NAME)
     with pytest.raises(BadValue, match="sinks close a state"):

@@ -69,6 +69,7 @@ def test_the_sweep_reaches_everything(backend):
         "window": (None, 1, 2, 3, 2**31 - 1),
         "causal": (False, True),
         "alibi": (False, True),
+        "alibi_each": (False, True),
         "sinks": (False, True),
         "return_lse": (False, True),
         "history_first": (False, True),
@@ -262,6 +263,33 @@ def test_the_same_call_gives_the_same_bits(backend, device):
     plan = step.write(backend)
     first, second = step.attend(backend, plan), step.attend(backend, plan)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 40}, {"softcap": 2.0, "return_lse": True}, {"sinks": True, "group_size": 20}]
+)
+@pytest.mark.parametrize(
+    "lens",
+    [
+        ((1, 0, 3, 1, 40, 2), (1, 0, 9, 0, 71, 1)),
+        ((1, 1, 2, 1), (600, 590, 560, 30)),  # long enough to be shared and cut
+    ],
+    ids=["short", "shared"],
+)
+def test_each_sequence_with_slopes_of_its_own(backend, device, lens, options, monkeypatch):
+    if backend.NAME == "triton":
+        monkeypatch.setattr("quire.ops.triton.cutting.WORTH_SHARING", 0)
+    query_lens, context_lens = lens
+    case = Case(
+        query_lens=query_lens, context_lens=context_lens, block_size=32, num_kv_heads=1, alibi=True, alibi_each=True,
+        shared_prefix=True, written=20, **options,
+    )  # fmt: skip
+    check(backend, case, device)
+    step = Step(case, device)
+    plan = step.write(backend)
+    same = step.alibi_slopes[:1].expand(step.num_seqs, -1)
+    each, of_all = (step.attend(backend, plan, alibi_slopes=slopes)[0] for slopes in (same, same[0]))
+    assert torch.equal(each, of_all)
 
 
 # ---------------------------------------------------------------------------------------------- numbers

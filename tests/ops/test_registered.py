@@ -257,12 +257,14 @@ ATTENTION = {
     "window": {"window": 5, "softcap": 3.0},
     "lse": {"return_lse": True, "scale": 0.2, "head_dim_v": 8},
     "sinks": {"alibi": True, "sinks": True, "layout": "NHD"},
+    "slopes": {"alibi": True, "alibi_each": True},
 }
 
 
 # An LSE is in fp32 beside an output in a half type; nothing else that torch is told depends on kind and type together.
 @pytest.mark.parametrize(
-    ("kind", "half"), [("plain", False), ("window", True), ("lse", False), ("lse", True), ("sinks", False)]
+    ("kind", "half"),
+    [("plain", False), ("window", True), ("lse", False), ("lse", True), ("sinks", False), ("slopes", False)],
 )
 def test_torch_agrees_with_what_it_is_told_of_attention(backend, device, kind, half):
     dtype = half_dtype(backend) if half else torch.float32

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
+from quire.ops import validate
 from quire.ops.backends import load
-from quire.ops.interface import PagedKV
+from quire.ops.interface import Ops, PagedKV
 from quire.ops.plan import AttentionPlan
 from quire.ops.state import AttentionState
 
@@ -64,7 +65,7 @@ def cascade_attention(
     levels: Sequence[CascadeLevel],
     *,
     scale: float | None = None,
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     softcap: float | None = None,
     sinks: Tensor | None = None,  # fp32 [Hq]
     return_lse: bool = False,
@@ -73,32 +74,65 @@ def cascade_attention(
     """Attention of each row over its group's keys in every level: out [T, Hq, Dv] (, LSE [T, Hq]).
 
     A row's keys are those of the first level, then those of the second, and so on: ALiBi counts positions in that
-    order. The last level holds what is a sequence's own, its query rows included, and is causal as a rule; the others
-    are seen whole. The states merge in the order of the levels.
+    order. Slopes [S, Hq] are those of the last level's sequences; the plans of levels whose groups join several of them
+    are divided anew in each call, and read what these share once a sequence. The last level holds what is a sequence's
+    own, its query rows included, and is causal as a rule; the others are seen whole. The states merge in the order of
+    the levels.
     backend: must be the one that made the plans.
 
     Raises BadShape, BadDtype or BadStride; BadValue for levels that do not fit together, for a causal level before the
     last one, and for sinks together with an LSE; Unsupported for windows, which would reach into the levels.
     """
     _check(levels)
+    slopes_of = alibi_slopes  # of each row
+    by_level = [alibi_slopes] * len(levels)
     if sinks is not None and return_lse:
         raise BadValue("sinks close a state, so its LSE could not be merged any more: ask for the LSE without sinks")
     ops = load(backend, q.device.type)
+    if alibi_slopes is not None and alibi_slopes.dim() == 2:
+        last = levels[-1].plan
+        validate.check_slopes(alibi_slopes, last.spec.num_heads, last.num_seqs, q.device)
+        slopes_of = alibi_slopes[_sequences(last).to(q.device)]
+        levels, by_level = _divided(levels, alibi_slopes, ops)
     states = []
-    for level in levels:
+    for level, slopes in zip(levels, by_level, strict=True):
         out, lse = ops.attention(
-            *(q, level.kv, level.plan), scale=scale, alibi_slopes=alibi_slopes, softcap=softcap, return_lse=True
+            *(q, level.kv, level.plan), scale=scale, alibi_slopes=slopes, softcap=softcap, return_lse=True
         )
         states.append(AttentionState(out, lse))
-    if alibi_slopes is not None:
+    if slopes_of is not None:
         states = [
-            state.shifted(alibi_slopes * behind[:, None].to(q.device))
+            state.shifted(slopes_of * behind[:, None].to(q.device))
             for state, behind in zip(states, _behind(levels), strict=True)
         ]
     state = states[0].merge(*states[1:], backend=backend)
     if return_lse:
         return state.out, state.lse
     return state.out if sinks is None else ops.apply_sinks(state.out, state.lse, sinks)
+
+
+def _sequences(plan: AttentionPlan) -> Tensor:
+    """The plan's sequence of each query row: int64 [T]."""
+    rows = plan.query_starts[: plan.num_seqs + 1].diff()
+    return torch.arange(plan.num_seqs).repeat_interleave(rows)
+
+
+def _divided(
+    levels: Sequence[CascadeLevel],
+    alibi_slopes: Tensor,  # fp32 [S, Hq], of the last level's sequences
+    ops: Ops,
+) -> tuple[list[CascadeLevel], list[Tensor]]:
+    """The levels with groups of which each has rows of one sequence only, and the slopes of each level's groups."""
+    last, divided, slopes = levels[-1].plan, [], []
+    for level in levels[:-1]:
+        plan = level.plan
+        pairs = torch.stack([_sequences(plan), _sequences(last)])
+        (group, sequence), rows = torch.unique_consecutive(pairs, dim=1, return_counts=True)
+        starts = torch.nn.functional.pad(rows.cumsum(0), (1, 0))
+        part = ops.plan(plan.spec, starts, plan.context_lens[group], plan.block_tables[group])
+        divided.append(CascadeLevel(level.kv, part))
+        slopes.append(alibi_slopes[sequence.to(alibi_slopes.device)])
+    return [*divided, levels[-1]], [*slopes, alibi_slopes]
 
 
 def _behind(levels: Sequence[CascadeLevel]) -> list[Tensor]:

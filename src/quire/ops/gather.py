@@ -34,6 +34,7 @@ from quire.ops.reference import (
     top_k,
     top_k_softmax,
     unavailable,
+    weighted_sum,
     write_kv,
 )
 
@@ -94,7 +95,7 @@ def attention(
     plan: AttentionPlan,
     *,
     scale: float | None = None,
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     softcap: float | None = None,
     sinks: Tensor | None = None,  # fp32 [Hq]
     out: Tensor | None = None,  # [T, Hq, Dv]
@@ -128,7 +129,8 @@ def attention(
         bias = None
         if alibi_slopes is not None:
             distance = (key - position)[:, None].to(q.device)
-            bias = alibi_slopes.to(wide).view(-1, 1, 1) * distance  # [s, Hq, count, longest]
+            slopes = alibi_slopes[s.to(q.device)] if alibi_slopes.dim() == 2 else alibi_slopes
+            bias = slopes.to(wide)[..., None, None] * distance  # [s, Hq, count, longest]
         parts = q[at].transpose(1, 2), k[s.to(q.device), :, :longest], v[s.to(q.device), :, :longest]
         if bias is None and softcap is None and sinks is None and not return_lse:
             result[at] = _fused(*parts, visible.to(q.device), scale).transpose(1, 2).to(wide)
@@ -166,9 +168,24 @@ def _fused(
     visible: Tensor,  # bool [S, rows, longest]
     scale: float,
 ) -> Tensor:
-    """PyTorch's own attention: [S, Hq, rows, Dv]."""
-    result = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], scale=scale, enable_gqa=True)
-    return result.masked_fill(~visible.any(-1)[:, None, :, None], 0.0)
+    """PyTorch's own attention: [S, Hq, rows, Dv].
+
+    It multiplies with what a row does not see. So where a result is not finite, keys that are not are left out, and
+    rows that see one of them are computed in the plain form.
+    """
+
+    def fused(k: Tensor, v: Tensor) -> Tensor:
+        result = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None], scale=scale, enable_gqa=True)
+        return result.masked_fill(~visible.any(-1)[:, None, :, None], 0.0)
+
+    result = fused(k, v)
+    if result.isfinite().all():
+        return result
+    bad = ~(k.isfinite().all(-1) & v.isfinite().all(-1))  # [S, Hkv, longest]
+    sees_one = (visible[:, None] & bad[:, :, None]).any(-1).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    plain, _ = _plain(q, k, v, visible, None, scale, None)
+    without = fused(*(x.masked_fill(bad[..., None], 0.0) for x in (k, v)))
+    return torch.where(sees_one[..., None], plain.to(q.dtype), without)
 
 
 def _plain(
@@ -191,4 +208,4 @@ def _plain(
     score = score.masked_fill(~visible[:, None], -torch.inf)
     lse = torch.logsumexp(score, -1)
     weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    return weight @ v, lse
+    return weighted_sum(weight, v, visible[:, None]), lse

@@ -12,10 +12,14 @@ Dimensions, used with these letters in every docstring of Quire:
 
 Query row r of sequence s stands at the absolute position `p = context_lens[s] - q_len[s] + r` and sees the keys
 `max(0, p - window + 1) .. p`, or all keys of its sequence when the attention is not causal. Scores are formed in the
-order `q·k * scale → softcap → + alibi_slope * (key_pos - p) → mask → softmax with the sink as one more logit`.
+order `q·k * scale → softcap → + alibi_slope * (key_pos - p) → mask → softmax with the sink as one more logit`, where
+the slopes are each head's or, [S, Hq], each sequence's and head's.
 Sums and the LSE are in fp32 whatever the dtype (float64 for float64). A row that sees nothing gives zeros and an LSE
 of -inf. Where the context is shorter than the query, the first rows stand before the sequence's start: causal ones see
 nothing. Keys below the window but in a block that is not wholly below it still belong to the sequence.
+
+What a row does not see is not multiplied: an infinite or NaN entry of the cache reaches the rows that see it and no
+other. A row that sees one shows it: its result is not finite, unless the key's score is -inf.
 
 Any size may be 0 where a spec does not say otherwise: what has no element is computed without one. What an operator
 writes (out, a residual, rope's q and k, the cache) must not share memory with itself or with another argument: that
@@ -146,7 +150,7 @@ class Ops(Protocol):
         plan: AttentionPlan,
         *,
         scale: float | None = None,
-        alibi_slopes: torch.Tensor | None = None,  # fp32 [Hq]
+        alibi_slopes: torch.Tensor | None = None,  # fp32 [Hq] or [S, Hq]
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,  # fp32 [Hq]
         out: torch.Tensor | None = None,  # [T, Hq, Dv]
@@ -160,7 +164,7 @@ class Ops(Protocol):
         plan: AttentionPlan,
         *,
         scale: float | None = None,
-        alibi_slopes: torch.Tensor | None = None,  # fp32 [Hq]
+        alibi_slopes: torch.Tensor | None = None,  # fp32 [Hq] or [S, Hq]
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,  # fp32 [Hq]
         out: torch.Tensor | None = None,  # [T, Hq, Dv], apart from q and the cache

@@ -18,7 +18,7 @@ def paged_prefill(
     block_tables: Tensor,  # int32 or int64 [S, M]
     seq_lens: Tensor,  # int32 or int64 [S]
     cum_seq_lens_q: Tensor,  # int32 or int64 [S+1]
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     scale: float | None = None,
     *,
     backend: str = "auto",
@@ -41,7 +41,7 @@ def paged_decode(
     v_cache: Tensor,  # [N, Hkv, B, Dv]
     block_tables: Tensor,  # int32 or int64 [S, M]
     context_lens: Tensor,  # int32 or int64 [S]
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     scale: float | None = None,
     *,
     backend: str = "auto",

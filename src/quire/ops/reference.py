@@ -118,7 +118,7 @@ def attention(
     plan: AttentionPlan,
     *,
     scale: float | None = None,
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     softcap: float | None = None,
     sinks: Tensor | None = None,  # fp32 [Hq]
     out: Tensor | None = None,  # [T, Hq, Dv]
@@ -127,7 +127,8 @@ def attention(
     """Softmax attention of every query row over its sequence's paged keys: out [T, Hq, Dv] (, LSE fp32 [T, Hq]).
 
     scale: factor of q·k; None is 1 / sqrt(D).
-    alibi_slopes: each head adds slope * (key position - query position) to its scores (Press et al. 2022).
+    alibi_slopes: each head adds slope * (key position - query position) to its scores (Press et al. 2022). Those of
+        [S, Hq] are each sequence's own.
     softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
     sinks: one more logit a head in the softmax's denominator, without a value (gpt-oss).
     out: written and returned where given.
@@ -145,9 +146,8 @@ def attention(
         if rows.stop > rows.start:
             context_len = int(plan.context_lens[s])
             table = plan.block_tables[s].tolist()
-            result[rows], lse[rows] = _attend(
-                q[rows].to(acc), kv, table, context_len, spec, scale, alibi_slopes, softcap
-            )
+            slopes = alibi_slopes[s] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+            result[rows], lse[rows] = _attend(q[rows].to(acc), kv, table, context_len, spec, scale, slopes, softcap)
     if sinks is not None:
         result = apply_sinks(result, lse, sinks)
     out = result.to(spec.dtype) if out is None else out.copy_(result)
@@ -161,7 +161,7 @@ def _attend(
     context_len: int,
     spec: AttentionSpec,
     scale: float | None,
-    alibi_slopes: Tensor | None,
+    alibi_slopes: Tensor | None,  # [Hq]
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one sequence's rows, by the online softmax over its blocks (Milakov & Gimelshein 2018).
@@ -198,11 +198,12 @@ def _attend(
             score = softcap * torch.tanh(score / softcap)
         if alibi_slopes is not None:
             score = score + alibi_slopes.view(Hkv, G, 1, 1).to(q.dtype) * (key - position)
+        seen = torch.ones(rows, filled, dtype=torch.bool, device=q.device)
         if spec.causal:
-            hidden = key > position
+            seen = key <= position
             if spec.window is not None:
-                hidden |= key <= position - spec.window
-            score = score.masked_fill(hidden, -torch.inf)
+                seen &= key > position - spec.window
+            score = score.masked_fill(~seen, -torch.inf)
 
         new_top = torch.maximum(top, score.amax(-1))
         # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN: shift such rows by 0.
@@ -210,12 +211,29 @@ def _attend(
         weight = torch.exp(score - shift[..., None])
         correction = torch.exp(top - shift)
         total = total * correction + weight.sum(-1)
-        mix = mix * correction[..., None] + weight @ v
+        mix = mix * correction[..., None] + weighted_sum(weight, v, seen)
         top = new_top
 
-    out = torch.where(total[..., None] == 0, 0.0, mix / total[..., None])  # NaN stays
+    out = torch.where(total[..., None] == 0, 0.0, mix / total[..., None])  # NaN stays NaN
     lse = top + torch.log(total)
     return out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2)
+
+
+def weighted_sum(
+    weight: Tensor,  # [..., rows, keys]
+    v: Tensor,  # [..., keys, Dv]
+    seen: Tensor,  # bool [..., rows, keys]
+) -> Tensor:
+    """weight @ v, where a row is not multiplied with what it does not see: 0 times an infinite value would be NaN."""
+    finite = v.isfinite()
+    if finite.all():
+        return weight @ v
+    mix = weight @ v.masked_fill(~finite, 0.0)
+    others = v.masked_fill(finite, 0.0)
+    for key in (~finite).any(-1).flatten(0, -2).any(0).nonzero().flatten().tolist():
+        share = weight[..., key, None] * others[..., key, None, :]
+        mix += torch.where(seen[..., key, None], share, 0.0)
+    return mix
 
 
 # ------------------------------------------------------------------------------------- states of attention
@@ -240,7 +258,7 @@ def merge_states(
     # Zero times what a state that saw nothing may hold, NaN for one, is not zero: leave it out.
     seen_a, seen_b = (out.to(top.dtype).masked_fill((w == 0)[..., None], 0.0) for out, w in ((out_a, a), (out_b, b)))
     mix = a[..., None] * seen_a + b[..., None] * seen_b
-    out = torch.where(total[..., None] == 0, 0.0, mix / total[..., None])  # NaN stays
+    out = torch.where(total[..., None] == 0, 0.0, mix / total[..., None])  # NaN stays NaN
     return out.to(out_a.dtype), top + torch.log(total)
 
 

@@ -345,7 +345,7 @@ def check_attention(
     kv: PagedKV,
     plan: AttentionPlan,
     scale: float | None,
-    alibi_slopes: torch.Tensor | None,  # fp32 [Hq]
+    alibi_slopes: torch.Tensor | None,  # fp32 [Hq] or [S, Hq]
     softcap: float | None,
     sinks: torch.Tensor | None,  # fp32 [Hq]
     out: torch.Tensor | None,  # [T, Hq, Dv]
@@ -358,7 +358,7 @@ def check_attention(
     if out is not None:
         check_tensor("out", out, (plan.num_tokens, spec.num_heads, spec.dim_v), spec.dtype, device)
     if alibi_slopes is not None:
-        check_tensor("alibi_slopes", alibi_slopes, (spec.num_heads,), torch.float32, device)
+        check_slopes(alibi_slopes, spec.num_heads, plan.num_seqs, device)
     if sinks is not None:
         check_tensor("sinks", sinks, (spec.num_heads,), torch.float32, device)
     if out is not None:
@@ -372,6 +372,14 @@ def check_attention(
             "sinks close a state, so its LSE could not be merged any more: ask for the LSE without sinks, merge, "
             "and call apply_sinks last"
         )
+
+
+def check_slopes(slopes: torch.Tensor, num_heads: int, num_seqs: int, device: torch.device) -> None:
+    """Check ALiBi's slopes: of each head, or of each sequence and head."""
+    shape = tuple(slopes.shape)
+    if shape not in ((num_heads,), (num_seqs, num_heads)):
+        raise BadShape(f"alibi_slopes has shape {shape}; expected ({num_heads},) or ({num_seqs}, {num_heads})")
+    check_tensor("alibi_slopes", slopes, shape, torch.float32, device)
 
 
 def check_states(

@@ -73,7 +73,7 @@ class Call:
     def __init__(
         self, device: str, dtype: torch.dtype, *, lens: list[int], starts: list[int], block_size: int = 16,
         num_heads: int = 4, num_kv_heads: int = 2, head_size: int = 16, width: int = 8, int_dtype=torch.int64,
-        alibi: bool = False, nhd: bool = False,
+        alibi: bool | str = False, nhd: bool = False,
     ) -> None:  # fmt: skip
         self.lens, self.starts = lens, starts
         self.tables, self.num_blocks = tables_of(lens, block_size, width)
@@ -85,6 +85,8 @@ class Call:
         self.slopes = (0.5 ** (1 + torch.arange(num_heads) / 4)).to(device) if alibi else None
         integers = [torch.tensor(x, dtype=int_dtype, device=device) for x in (self.tables, lens, starts)]
         self.given = dict(zip(NAMES, (torch.full_like(q, torch.nan), q, *caches, *integers), strict=True))
+        if alibi == "each":
+            self.slopes = self.slopes * torch.linspace(1, -0.4, len(lens), device=device)[:, None]
         if alibi:
             self.given["alibi_slopes"] = self.slopes
 
@@ -201,10 +203,17 @@ def test_a_run_allocates_no_tensor():
     assert [x.data_ptr() for x in (plan.query_starts, plan.context_lens, plan.block_tables)] == addresses
 
 
+def test_each_sequence_with_slopes_of_its_own(backend, device):
+    call = small(device, alibi="each")
+    with ops.PagedPrefill.create(device, **call.meta(), scale=0.25, backend=backend.NAME) as prefill:
+        prefill.run(**call.given)
+    call.check(0.25)
+
+
 # --------------------------------------------------------------------------------- lengths that the host never sees
 
 
-@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("alibi", [False, True, "each"])
 @pytest.mark.parametrize("lens", [[9, 21, 4], [3, 1, 4], [32, 32, 4]])
 def test_attention_without_looking_at_lengths(lens, alibi):
     call = small("cpu", lens=lens, alibi=alibi, num_heads=6)
@@ -361,8 +370,11 @@ CREATE = [
     ("block_tables", lambda x: x[:2], BadShape, r"block_tables has shape \(2, 8\); expected \(3, 8\)"),
     ("cum_seq_lens_q", lambda x: x[:3], BadShape, r"cum_seq_lens_q has shape \(3,\); expected \(4,\)"),
     ("alibi_slopes", lambda x: torch.zeros(3), BadShape, r"alibi_slopes has shape \(3,\); expected \(4,\)"),
+    ("alibi_slopes", lambda x: torch.zeros(2, 4), BadShape, r"has shape \(2, 4\); expected \(4,\) or \(3, 4\)"),
+    ("alibi_slopes", lambda x: torch.zeros(1, 3, 4), BadShape, r"alibi_slopes has shape \(1, 3, 4\); .* have 1 or 2"),
     ("q", lambda x: x[:0], BadShape, "there must be a query token and a head"),
     ("q", lambda x: x[:, :0], BadShape, "there must be a query token and a head"),
+    ("seq_lens", lambda x: x[:0], BadShape, r"seq_lens has shape \(0,\); the 8 query tokens"),
     ("q", lambda x: torch.zeros(8, 4, 1025), BadShape, r"a head size of 1025; it must lie in 1\.\.1024"),
     ("q", lambda x: torch.zeros(8, 4, 0), BadShape, "a head size of 0"),
     # strides

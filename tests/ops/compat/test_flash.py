@@ -84,6 +84,20 @@ def test_ragged_against_dense(backend, device, lens, flash, ours):
         check_varlen(out, lse, q, k, v, q_lens, k_lens, **{**ours, **slopes})
 
 
+def test_each_sequence_with_slopes_of_its_own(backend, device):
+    """flash-attn's second form, [batch, heads]."""
+    q_lens, k_lens = [4, 1, 20], [4, 30, 25]
+    q, k, v = rows(device, (25, 6), (59, 2), (59, 2))
+    slopes = torch.linspace(-0.5, 0.5, 18, device=device).view(3, 6)
+    given = q, k, v, starts(q_lens), starts(k_lens), 20, 30
+    out = ops.varlen_attention(*given, causal=True, alibi_slopes=slopes, backend=backend.NAME)
+    for s, (one_q, one_k, one_v) in enumerate(zip(q.split(q_lens), k.split(k_lens), v.split(k_lens), strict=True)):
+        want = dense.attend(one_q, one_k, one_v, alibi_slopes=slopes[s])
+        want.check(out.split(q_lens)[s], None, torch.float32)
+    with pytest.raises(BadShape, match=r"alibi_slopes has shape \(2, 6\); expected \(6,\) or \(3, 6\)"):
+        ops.varlen_attention(*given, causal=True, alibi_slopes=slopes[:2], backend=backend.NAME)
+
+
 def test_alibi_over_keys_to_the_right(backend, device):
     """flash-attn takes the distance for what it is, Quire signed: a lonely last row sees none, others are refused."""
     q, k, v = rows(device, (2, 6), (9, 2), (9, 2))
@@ -246,6 +260,35 @@ def test_several_new_tokens(backend, device, options):
     want.check(out.flatten(0, 1), None, torch.float32)
 
 
+def test_with_a_kv_cache_each_sequence_has_slopes_of_its_own(backend, device):
+    call = Cached(device, ROOMY, rows_each=5)
+    slopes = torch.linspace(-0.5, 0.5, 12, device=device).view(3, 4)
+    want = dense.concat([dense.attend(call.q[s], *call.whole(s), alibi_slopes=slopes[s]) for s in range(3)])
+    given = call.q, call.k_cache, call.v_cache, call.k, call.v
+    out, lse = ops.attention_with_kvcache(
+        *given, **call.metadata, causal=True, alibi_slopes=slopes, return_lse=True, backend=backend.NAME
+    )
+    want.check(out.flatten(0, 1), lse.flatten(0, 1), torch.float32)
+    with pytest.raises(BadShape, match=r"alibi_slopes has shape \(2, 4\); expected \(4,\) or \(3, 4\)"):
+        ops.attention_with_kvcache(*given, **call.metadata, causal=True, alibi_slopes=slopes[:2], backend=backend.NAME)
+
+
+@pytest.mark.parametrize("as_given", ["tensor", "int32 tensor", "pair of tensors", "list"])
+def test_a_window_that_is_a_tensor(backend, device, as_given):
+    window = {
+        "tensor": torch.tensor([6, 0], device=device),
+        "int32 tensor": torch.tensor([6, 0], dtype=torch.int32),
+        "pair of tensors": (torch.tensor(6, device=device), torch.tensor(0)),
+        "list": [6, 0],
+    }[as_given]
+    call = Cached(device, ROOMY, rows_each=5)
+    want = call.answer(window=7)
+    out = ops.attention_with_kvcache(
+        call.q, call.k_cache, call.v_cache, call.k, call.v, **call.metadata, window_size=window, backend=backend.NAME
+    )
+    want.check(out.flatten(0, 1), None, torch.float32)
+
+
 def test_a_query_over_more_new_tokens_than_it_has(backend, device):
     """Five new tokens, of which only the last two ask."""
     call = Cached(device, ROOMY, rows_each=5)
@@ -295,6 +338,11 @@ KVCACHE_REFUSED = [
     ({"v": torch.zeros(3, 2, 2, 16)}, BadShape, r"v has shape \(3, 2, 2, 16\)"),
     ({"q": torch.zeros(3, 4, 16)}, BadShape, r"q, k_cache and v_cache have shapes \(3, 4, 16\)"),
     ({"window_size": (5, -1)}, Unsupported, "window_size"),
+    ({"window_size": torch.tensor([5, -1])}, Unsupported, r"window_size is \(5, -1\) with causal=False"),
+    ({"window_size": torch.tensor([-3, 0])}, BadValue, r"window_size is \(-3, 0\); each side must be -1"),
+    ({"window_size": torch.tensor([5.0, 0.0])}, BadValue, r"window_size is tensor.*; both sides must be integers"),
+    ({"window_size": torch.tensor([5, 0, 0])}, BadValue, r"window_size is tensor.*; it must be a pair"),
+    ({"window_size": (None, 0)}, BadValue, r"window_size is \(None, 0\); both sides must be integers"),
     ({"cache_seqlens": torch.tensor([30.5, 32.5, 70.5])}, BadDtype, "cache_seqlens has dtype torch.float32"),
     ({"block_table": torch.tensor(TABLE) + 0.5}, BadDtype, "block_table has dtype torch.float32"),
     ({"block_table": None}, BadDtype, "block_table is a NoneType"),

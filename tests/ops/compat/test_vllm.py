@@ -20,7 +20,8 @@ class Packed:
 
     def __init__(
         self, device: str, lens: list[int], *, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 16,
-        block_size: int = 16, dtype: torch.dtype = torch.float32, mapping: list[int] | None = None, alibi: bool = False,
+        block_size: int = 16, dtype: torch.dtype = torch.float32, mapping: list[int] | None = None,
+        alibi: bool | str = False,
     ) -> None:  # fmt: skip
         width = -(-max(lens) // block_size) + 1
         self.tables, num_blocks = tables_of(lens, block_size, width)
@@ -32,6 +33,8 @@ class Packed:
         group = num_heads // num_kv_heads
         self.mapping = [h // group for h in range(num_heads)] if mapping is None else mapping
         self.slopes = (0.5 ** (1 + torch.arange(num_heads))).to(device) if alibi else None
+        if alibi == "each":
+            self.slopes = self.slopes * torch.linspace(1, 0.3, len(lens), device=device)[:, None]
         self.arguments = [
             *(self.out, self.query, layouts.pack_keys(self.k), layouts.pack_values(self.v)),
             *(torch.tensor(self.mapping, dtype=torch.int32, device=device), 0.3),
@@ -45,16 +48,19 @@ class Packed:
         wide = torch.full(shape, torch.nan, device=self.query.device)
         return wide, wide.clone(), torch.full((*shape, self.query.shape[2]), torch.nan).to(self.query)
 
+    def slopes_of(self, sequence: int) -> Tensor | None:
+        return self.slopes if self.slopes is None or self.slopes.dim() == 1 else self.slopes[sequence]
+
     def check(self, roundings: int = 2) -> None:
         parts = []
         for s, (table, n) in enumerate(zip(self.tables, self.lens, strict=True)):
             k, v = (dense.gather(cache, table, n)[:, self.mapping] for cache in (self.k, self.v))
-            parts.append(dense.attend(self.query[s : s + 1], k, v, scale=0.3, alibi_slopes=self.slopes))
+            parts.append(dense.attend(self.query[s : s + 1], k, v, scale=0.3, alibi_slopes=self.slopes_of(s)))
         dense.concat(parts).check(self.out, None, self.dtype, roundings)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
-@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("alibi", [False, True, "each"])
 @pytest.mark.parametrize("version", ["v1", "v2", "auto"])
 def test_the_kernels_block_sizes(backend, device, version, block_size, alibi):
     for dtype in (torch.float32, half_dtype(backend)):
@@ -64,7 +70,7 @@ def test_the_kernels_block_sizes(backend, device, version, block_size, alibi):
         call.check()
 
 
-@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("alibi", [False, True, "each"])
 @pytest.mark.parametrize("lens", [[511, 512, 513], [1, 1025, 600], [0, 700]])
 def test_partitions_merge(backend, device, lens, alibi):
     call = Packed(device, lens, block_size=32, alibi=alibi, head_dim=8)
@@ -82,8 +88,8 @@ def test_partitions_merge(backend, device, lens, alibi):
                 assert not tmp_out[s, :, p].any()
                 continue
             k, v = (dense.gather(cache, call.tables[s], n)[keys.start : keys.stop] for cache in (call.k, call.v))
-            part = dense.attend(call.query[s : s + 1], k, v, scale=0.3, alibi_slopes=call.slopes)
-            bias = 0 if call.slopes is None else call.slopes.cpu().double() * (keys.stop - n)
+            part = dense.attend(call.query[s : s + 1], k, v, scale=0.3, alibi_slopes=call.slopes_of(s))
+            bias = 0 if call.slopes is None else call.slopes_of(s).cpu().double() * (keys.stop - n)
             dense.check_close("state", tmp_out[s, :, p], part.out[0], 1e-4)
             dense.check_close("lse", lse, part.lse[0] + bias, 1e-4)
 

@@ -118,7 +118,8 @@ class Branches:
         heads = num_kv_heads * group_size
         self.q = torch.randn(sum(rows), heads, head_dim, generator=gen).to(dtype)
         slopes = 0.5 ** torch.arange(heads)
-        self.options = rng.choice(({}, {"alibi_slopes": slopes}, {"softcap": 2.0}))
+        each = slopes * torch.linspace(1, -0.5, len(rows))[:, None]
+        self.options = rng.choice(({}, {"alibi_slopes": slopes}, {"alibi_slopes": each}, {"softcap": 2.0}))
         self.spec = ops.AttentionSpec(
             num_heads=heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
             num_blocks=num_blocks, dtype=dtype,
@@ -130,7 +131,10 @@ class Branches:
         starts = self.starts[first : last + 1]
         plan = self.backend.plan(self.spec, starts - starts[0], self.lens[first:last], self.tables[first:last])
         q = self.q[starts[0] : starts[-1]]
-        out, lse = self.backend.attention(q, self.kv, plan, return_lse=True, **self.options)
+        options = dict(self.options)
+        if options.get("alibi_slopes", q).dim() == 2:
+            options["alibi_slopes"] = options["alibi_slopes"][first:last]
+        out, lse = self.backend.attention(q, self.kv, plan, return_lse=True, **options)
         return [as_bits(out), as_bits(lse)], plan
 
 

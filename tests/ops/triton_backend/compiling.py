@@ -68,9 +68,12 @@ NARROW = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", 
 
 def attend(
     chip: str, kind: Kind, head_dim: int, dtype: torch.dtype = torch.bfloat16, kv: torch.dtype | None = None,
-    everything: bool = False,
+    everything: bool = False, finite: bool = False,
 ) -> Kernel:  # fmt: skip
-    """Attention with the tile that the table gives. everything: with a window, ALiBi, a softcap, sinks and an LSE."""
+    """Attention with the tile that the table gives; tiles of few rows are of one token, as when sequences decode.
+
+    everything: with a window, ALiBi, a softcap, sinks and an LSE. finite: the second launch, for what was reported.
+    """
     spec = ops.AttentionSpec(
         num_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=16, num_blocks=100, dtype=dtype, kv_dtype=kv
     )
@@ -78,16 +81,23 @@ def attend(
     rows, keys = NARROW[dtype], NARROW[kv or dtype]
     pointers = {"q": rows, "k": keys, "v": keys, "out": rows, "lse": "fp32", "slopes": "fp32", "sinks": "fp32"}
     pointers |= {"part_mix": "fp32", "part_sums": "fp32"}
-    pointers |= dict.fromkeys(("items", "rows", "positions", "tables"), "i32")
+    pointers |= dict.fromkeys(("items", "rows", "positions", "sequences", "tables"), "i32")
+    pointers["reports"] = "i8"
     constants = {
         **{"G": 4, "B": 16, "D": head_dim, "DV": head_dim, "CAUSAL": True},
         "PRECISION": precision(chip, spec),
         **{"BLOCK_M": tile.block_m, "TILE": tile.block_n, "CHUNK": CHUNK if kind == "exact" else 0},
+        "FINITE": finite,
     }
     if not everything:
-        constants |= dict.fromkeys(("window", "slopes", "cap", "sinks", "lse"))
+        constants |= dict.fromkeys(("window", "slopes", "sequences", "cap", "sinks", "lse"))
+    if kind == "few" and not finite:
+        constants["reports"] = None
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": kind != "exact"}
-    name = f"attend {kind} {head_dim} {rows}" + (f"/{keys}" if kv else "") + (" everything" if everything else "")
+    if finite:
+        options["num_stages"] = 1
+    name = f"attend {kind} {head_dim} {rows}" + (f"/{keys}" if kv else "")
+    name += " everything" * everything + " again" * finite
     return Kernel(name, attend_kernel, pointers, constants, options)
 
 
@@ -100,6 +110,7 @@ def attention_kernels(chip: str) -> Iterator[Kernel]:
             yield attend(chip, kind, head_dim, torch.float32)
         for head_dim in (64, 128):
             yield attend(chip, kind, head_dim, everything=True)
+        yield attend(chip, kind, 80, finite=True)
         if chip in ("sm90", "sm100"):
             yield attend(chip, kind, 128, kv=torch.float8_e4m3fn)
     pointers = {"out": "bf16", **dict.fromkeys(("lse", "part_mix", "part_sums", "sinks"), "fp32"), "merges": "i32"}

@@ -12,7 +12,9 @@ from quire import ops
 from quire.ops.triton import cutting
 from quire.ops.triton.cutting import Cutter, Lists
 from quire.ops.triton.tiles import CHUNK, SPLIT
+from tests.ops.conftest import DEVICES
 
+DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
 SEEDS = range(400)
 
 
@@ -53,6 +55,7 @@ def seen(cutter: Cutter, lists: Lists, tables: np.ndarray, num_tokens: int) -> l
     spec, flat = cutter.spec, tables.reshape(-1)
     found: list[dict[int, list[int]]] = [{} for _ in range(num_tokens)]
     for items, tile in ((lists.few, cutter.few_tile), (lists.many, cutter.many_tile)):
+        mixes = cutter.mixes(items)
         for table, first, count, lo, hi, free_lo, free_hi, _ in items.tolist():
             assert count * min(spec.group_size, tile.block_m) <= tile.block_m
             start = lo // tile.block_n * tile.block_n
@@ -63,6 +66,7 @@ def seen(cutter: Cutter, lists: Lists, tables: np.ndarray, num_tokens: int) -> l
                 assert free_lo % tile.block_n == free_hi % tile.block_n == 0
                 assert lo <= free_lo
                 assert free_hi <= hi
+            seen_by = []
             for token, part in lists.rows[first : first + count].tolist():
                 position = lists.positions[token]
                 keys = np.arange(lo, hi)
@@ -70,12 +74,14 @@ def seen(cutter: Cutter, lists: Lists, tables: np.ndarray, num_tokens: int) -> l
                 if spec.window is not None:
                     visible &= position - keys < spec.window
                 assert visible[(keys >= free_lo) & (keys < free_hi)].all()
+                seen_by.append(visible)
                 keys = keys[visible]
                 place = (
                     flat[table + keys // spec.block_size].astype(np.int64) * spec.block_size + keys % spec.block_size
                 )
                 assert part not in found[token], "two items write the same part"
                 found[token][part] = place.tolist()
+            assert mixes or all((visible == seen_by[0]).all() for visible in seen_by)
     return found
 
 
@@ -198,6 +204,29 @@ def test_no_part_is_smaller_than_it_is_worth():
     _, lists = one_token_each(132, [1_000, 300, 256, 1])
     sizes = lists.few[:, 4] - lists.few[:, 3]
     assert sorted(sizes.tolist()) == [1, 44, 232, 256, 256, 256, 256, 256]
+
+
+def test_tiles_of_rows_that_decode_mix_nothing():
+    """So a step of them needs no second launch, nor does a graph of steps of no more tokens than sequences."""
+    backend = ops.load("triton", DEVICE)
+    metadata = torch.tensor([9, 300]), torch.arange(40).reshape(2, 20)
+    for starts, max_tokens, mixed, graph in (
+        ([0, 1, 2], 2, (False, False), (False, False)),  # with one token each
+        ([0, 1, 2], 40, (False, False), (True, True)),
+        ([0, 0, 2], 2, (False, False), (False, False)),  # of a plan for decoding, with a tile for each token
+        ([0, 1, 4], 40, (True, False), (True, True)),
+        ([0, 1, 40], 40, (False, True), (True, True)),
+    ):
+        for causal in (True, False):
+            spec = ops.AttentionSpec(
+                num_heads=8, num_kv_heads=2, head_dim=64, block_size=16, num_blocks=40, dtype=torch.bfloat16,
+                causal=causal, device=DEVICE,
+            )  # fmt: skip
+            plan = backend.make_plan(spec, max_tokens, 2, 20)
+            plan.update(torch.tensor(starts), *metadata)
+            assert plan.launched_again == (mixed if causal else (False, False)), (starts, causal)
+            plan.covers_all = True
+            assert plan.launched_again == (graph if causal else (False, False)), (starts, causal)
 
 
 def test_the_longest_items_come_first():

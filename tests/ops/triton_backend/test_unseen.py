@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -9,6 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from quire import ops
 from quire.errors import BadDtype, BadShape, Unsupported
 from quire.ops.triton import unseen
+from quire.ops.triton.cutting import Cutter, most_tiles
 from quire.ops.triton.tiles import Tile
 from tests.ops.cases import Case, Step, naming
 from tests.ops.conftest import DEVICES
@@ -89,8 +93,9 @@ def test_the_host_looks_at_nothing():
         with pytest.raises(DataDependentOutputException):
             lens[0].item()
         items = unseen.items(spec, Tile(64, 32, 4, 2), 32, 8, starts, lens, 8)
-        assert items.shape == (unseen.most_tiles(8, 3, 32), 8)
-        assert unseen.positions(8, starts, lens).shape == (8,)
+        assert items.shape == (most_tiles(8, 3, 32), 8)
+        sequences = unseen.sequences(8, starts)
+        assert unseen.positions(sequences, starts, lens).shape == sequences.shape == (8,)
 
 
 def test_a_step_that_is_too_large_and_a_plan_that_is_made_on_the_host():
@@ -125,17 +130,77 @@ def test_it_leaves_no_slots_of_an_earlier_step_and_no_row_unwritten():
     assert not out.isnan().any()
 
 
-def test_it_is_what_a_descriptor_does_without_host_metadata(monkeypatch):
-    """On a GPU, that is; here the interpreter stands in for one."""
-    step = Step(Case(query_lens=(2, 3), context_lens=(9, 8)), DEVICE)
+def run_descriptor(monkeypatch: pytest.MonkeyPatch, case: Case) -> tuple[Step, torch.Tensor, ops.PagedPrefill]:
+    """A case run by a descriptor without host metadata: on a GPU, that is; here the interpreter stands in for one."""
+    step = Step(case, DEVICE)
     backend = ops.load("triton", DEVICE)
     step.write(backend)
-    out = torch.empty(5, 6, 16, device=DEVICE)
-    given = (out, step.q, step.kv.k, step.kv.v, step.block_tables, step.context_lens, step.query_starts)
+    out = torch.full_like(step.q, torch.nan)
+    metadata = [x.to(DEVICE) for x in (step.block_tables, step.context_lens, step.query_starts)]
+    given = (out, step.q, step.kv.k, step.kv.v, *metadata)
     prefill = ops.PagedPrefill.create(DEVICE, *given, backend="triton")
     monkeypatch.setattr(prefill, "_device", torch.device("cuda"))
     monkeypatch.setattr(prefill, "_check_call", lambda *args: None)
     assert prefill.workspace_size == 0
     prefill.run(*given)
-    assert prefill._plan.num_many == unseen.most_tiles(5, 2, prefill._plan.cutter.many_tokens)
+    return step, out, prefill
+
+
+def test_it_is_what_a_descriptor_does_without_host_metadata(monkeypatch):
+    step, out, prefill = run_descriptor(monkeypatch, Case(query_lens=(2, 3), context_lens=(9, 8)))
+    assert prefill._plan.num_many == most_tiles(5, 2, prefill._plan.cutter.many_tokens) > 0
     step.dense().check(out, None, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "query_lens",
+    [
+        *((1,) * num_seqs for num_seqs in (1, 8, 9, 32, 64, 128, 300)),
+        (40, *(1,) * 40, 0, 0, 7, *(2,) * 9),
+        (200, 1),
+        (0,) * 20 + (3,),
+    ],
+    ids=lambda lens: f"{len(lens)} sequences, {sum(lens)} tokens",
+)
+def test_a_descriptor_without_host_metadata_has_room_for_every_batch(monkeypatch, query_lens):
+    """Many short sequences make more tiles than few long ones, up to one a sequence."""
+    context_lens = tuple(n + s % 3 * (n > 0) for s, n in enumerate(query_lens))
+    case = Case(query_lens=query_lens, context_lens=context_lens, num_kv_heads=1, group_size=1, head_dim=8)
+    step, out, _ = run_descriptor(monkeypatch, case)
+    step.dense().check(out, None, torch.float32)
+
+
+CHIPS = (("sm80", 108), ("sm90", 132), ("gfx942", 304))  # A100, H200, MI300
+
+
+@pytest.mark.parametrize(("chip", "processors"), CHIPS)
+def test_there_is_room_for_the_tiles_of_every_step(chip, processors):
+    """Counted one by one, for the plan that a descriptor makes and for steps that are smaller than their plan."""
+    rng = random.Random(0)
+    for group, kv_heads, head_dim in ((4, 8, 128), (1, 32, 128), (8, 8, 128), (7, 4, 64), (1, 1, 1024), (71, 1, 64)):
+        for num_seqs in (1, 2, 8, 9, 31, 64, 152, 297, 600):
+            for num_tokens in (0, 1, num_seqs // 2, num_seqs, num_seqs + 1, 3 * num_seqs, 8_192):
+                spec = ops.AttentionSpec(
+                    num_heads=group * kv_heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=16,
+                    num_blocks=2**20, dtype=torch.bfloat16, reproducible=rng.random() < 0.3,
+                )  # fmt: skip
+                cutter = Cutter(spec, chip, processors, num_tokens, num_seqs, 64)
+                fewer = rng.randint(0, num_tokens), rng.randint(1, num_seqs)
+                for tokens, seqs in ((num_tokens, num_seqs), fewer):
+                    cuts = sorted(rng.randint(0, tokens) for _ in range(seqs - 1))
+                    one_each = list(range(min(seqs, tokens)))
+                    for starts in ([0, *cuts, tokens], [*one_each, tokens], [0, tokens]):
+                        rows = (b - a for a, b in itertools.pairwise(starts))
+                        tiles = sum(-(-n // cutter.many_tokens) for n in rows)
+                        launched = most_tiles(tokens, seqs, cutter.many_tokens)
+                        assert tiles <= launched <= cutter.room.many, (spec, tokens, seqs, starts)
+
+
+def test_rows_without_a_sequence_are_refused():
+    step = Step(Case(query_lens=(1, 3), context_lens=(9, 8)), DEVICE)
+    plan = ops.load("triton", DEVICE).make_plan(step.spec, 4, 2, step.width)
+    starts, lens, tables = (x.to(DEVICE) for x in (step.query_starts, step.context_lens, step.block_tables))
+    with pytest.raises(BadShape, match="the step has 4 query tokens and no sequence"):
+        plan.update_on_device(4, starts[:1], lens[:0], tables[:0])
+    plan.update_on_device(0, starts[:1], lens[:0], tables[:0])
+    assert plan.launched == (0, 0, 0)

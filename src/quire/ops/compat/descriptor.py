@@ -20,7 +20,7 @@ from quire.ops.validate import MAX_HEAD_DIM
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NAMES = ("out", "q", "k_cache", "v_cache", "block_tables", "seq_lens", "cum_seq_lens_q", "alibi_slopes")
-DIMS = (3, 3, 4, 4, 2, 1, 1, 1)
+DIMS = ((3,), (3,), (4,), (4,), (2,), (1,), (1,), (1, 2))
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,18 @@ class PagedPrefill:
         block_tables: Tensor,  # int32 or int64 [S, M]
         seq_lens: Tensor,  # int32 or int64 [S]
         cum_seq_lens_q: Tensor,  # int32 or int64 [S+1]
-        alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+        alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
         scale: float | None = None,
         *,
         backend: str = "auto",
     ) -> PagedPrefill:
         """A descriptor of calls with tensors like these; no number in them is read. scale: None is 1 / sqrt(D).
 
-        Raises BadShape: wrong number of dimensions, sizes that do not match, no query token, no head, a head size
-        beyond 1,024. BadDtype: q, k, v and out of several dtypes, or of another than fp16, bf16 and fp32; tables and
-        lengths that are neither int32 nor int64. BadStride: a last dimension that is not contiguous; caches that lie
-        differently. BadValue: a scale that is not finite, a block size beyond 256. Unsupported: no such device.
+        Raises BadShape: wrong number of dimensions, sizes that do not match, no query token, no head, no sequence, a
+        head size beyond 1,024. BadDtype: q, k, v and out of several dtypes, or of another than fp16, bf16 and fp32;
+        tables and lengths that are neither int32 nor int64. BadStride: a last dimension that is not contiguous; caches
+        that lie differently. BadValue: a scale that is not finite, a block size beyond 256. Unsupported: no such
+        device.
         """
         given = (out, q, k_cache, v_cache, block_tables, seq_lens, cum_seq_lens_q, alibi_slopes)
         tensors = dict(zip(NAMES, given, strict=True))
@@ -154,7 +155,7 @@ class PagedPrefill:
         block_tables: Tensor,  # int32 or int64 [S, M]
         seq_lens: Tensor,  # int32 or int64 [S]
         cum_seq_lens_q: Tensor,  # int32 or int64 [S+1]
-        alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+        alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
         *,
         workspace: Tensor | None = None,  # at least workspace_size bytes
         stream: torch.cuda.Stream | None = None,
@@ -297,7 +298,7 @@ def attend_unseen(
     block_tables: Tensor,  # int [S, M]
     seq_lens: Tensor,  # int [S]
     cum_seq_lens_q: Tensor,  # int [S+1]
-    alibi_slopes: Tensor | None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None,  # fp32 [Hq] or [S, Hq]
     scale: float,
     state: Tensor,  # fp32 [T * Hq * (D + 2)], overwritten
 ) -> None:
@@ -320,7 +321,8 @@ def attend_unseen(
         visible = (key <= position)[:, None, None]  # [T, 1, 1, B]
         score = torch.einsum("thgd,thbd->thgb", wide, k_cache[ids].float()) * scale
         if alibi_slopes is not None:
-            score += alibi_slopes.view(Hkv, -1, 1) * (key - position)[:, None, None]
+            slopes = alibi_slopes[seq] if alibi_slopes.dim() == 2 else alibi_slopes
+            score += slopes.unflatten(-1, (Hkv, -1))[..., None] * (key - position)[:, None, None]
         score = score.masked_fill(~visible, -torch.inf)
         new_top = torch.maximum(top, score.amax(-1, keepdim=True))
         shift = new_top.masked_fill(new_top == -torch.inf, 0.0)  # of a row that has seen no key yet
@@ -329,7 +331,7 @@ def attend_unseen(
         total.mul_(correction).add_(weight.sum(-1, keepdim=True))
         mix.mul_(correction).add_(torch.einsum("thgb,thbd->thgd", weight, values))
         top.copy_(new_top)
-    out.copy_(torch.where(total > 0, mix / total, 0.0).flatten(1, 2))
+    out.copy_(torch.where(total == 0, 0.0, mix / total).flatten(1, 2))
 
 
 # ------------------------------------------------------------------------------------------------- the looks
@@ -340,8 +342,9 @@ def _check_looks(tensors: dict[str, Tensor | None]) -> None:
     for (name, x), dims in zip(tensors.items(), DIMS, strict=True):
         if x is not None and not isinstance(x, Tensor):
             raise BadDtype(f"{name} is a {type(x).__name__}; it must be a tensor")
-        if x is not None and x.dim() != dims:
-            raise BadShape(f"{name} has shape {tuple(x.shape)}; it must have {dims} dimension(s)")
+        if x is not None and x.dim() not in dims:
+            wanted = " or ".join(map(str, dims))
+            raise BadShape(f"{name} has shape {tuple(x.shape)}; it must have {wanted} dimension(s)")
     out, q, k, v, tables, lens, starts, slopes = tensors.values()
     if out is None or q is None or k is None or v is None or tables is None or lens is None or starts is None:
         missing = next(name for name, x in tensors.items() if x is None)
@@ -353,11 +356,8 @@ def _check_looks(tensors: dict[str, Tensor | None]) -> None:
             raise BadDtype(f"{name} has dtype {x.dtype} and q {q.dtype}; they must be the same")
     for name, x, dims in (("block_tables", tables, 2), ("seq_lens", lens, 1), ("cum_seq_lens_q", starts, 1)):
         validate.check_integers(name, x, dims)
-    if slopes is not None and slopes.dtype != torch.float32:
-        raise BadDtype(f"alibi_slopes has dtype {slopes.dtype}; it must be float32")
     _check_sizes(out, q, k, v, tables, lens, starts, slopes)
-    floats = [("out", out), ("q", q), ("k_cache", k), ("v_cache", v)]
-    for name, x in floats if slopes is None else [*floats, ("alibi_slopes", slopes)]:
+    for name, x in (("out", out), ("q", q), ("k_cache", k), ("v_cache", v)):
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise BadStride(f"{name} has strides {x.stride()}; the last one must be 1")
     if k.stride()[:2] != v.stride()[:2]:
@@ -373,6 +373,8 @@ def _check_sizes(
     total_q_tokens, num_heads, head_size = q.shape
     if total_q_tokens == 0 or num_heads == 0:
         raise BadShape(f"q has shape {tuple(q.shape)}; there must be a query token and a head")
+    if len(lens) == 0:
+        raise BadShape(f"seq_lens has shape (0,); the {total_q_tokens} query tokens of q belong to a sequence at least")
     if not 1 <= head_size <= MAX_HEAD_DIM:
         raise BadShape(f"q has a head size of {head_size}; it must lie in 1..{MAX_HEAD_DIM}")
     if k.shape[1] == 0 or num_heads % k.shape[1]:
@@ -385,7 +387,8 @@ def _check_sizes(
         ("v_cache", v, tuple(k.shape)),
         ("block_tables", tables, (len(lens), tables.shape[1])),
         ("cum_seq_lens_q", starts, (len(lens) + 1,)),
-        *([] if slopes is None else [("alibi_slopes", slopes, (num_heads,))]),
     ):
         if tuple(x.shape) != shape:
             raise BadShape(f"{name} has shape {tuple(x.shape)}; expected {shape}")
+    if slopes is not None:
+        validate.check_slopes(slopes, num_heads, len(lens), slopes.device)

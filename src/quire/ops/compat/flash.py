@@ -6,6 +6,9 @@ whose LSE is Quire's: a row a token. An option that they have and Quire has not 
 
 from __future__ import annotations
 
+import operator
+from typing import SupportsIndex, TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,8 @@ from quire.ops import validate
 from quire.ops.backends import load
 from quire.ops.interface import PagedKV
 from quire.ops.paged import describe
+
+Window: TypeAlias = tuple[SupportsIndex, SupportsIndex] | Tensor  # two integers, or an integer tensor [2]
 
 
 def varlen_attention(
@@ -27,9 +32,9 @@ def varlen_attention(
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),  # keys to the left and to the right; -1: all
+    window_size: Window = (-1, -1),  # keys to the left and to the right; -1: all
     softcap: float = 0.0,  # 0: none
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -37,7 +42,7 @@ def varlen_attention(
 
     Sequence s owns the query rows cu_seqlens_q[s]:[s+1] and the keys cu_seqlens_k[s]:[s+1]; its last query stands at
     its last key. There may be fewer keys than queries, and none at all: a row that sees nothing gives zeros. K and V
-    are read where they lie. cu_seqlens on a GPU are copied to the host, which waits for them.
+    are read where they lie. cu_seqlens and a window on a GPU are copied to the host, which waits for them.
 
     Raises BadShape, BadDtype, BadStride; BadValue for cu_seqlens that do not start at 0, fall, or do not end at the
     number of rows, and for a max_seqlen below the longest; Unsupported for windows other than causal ones.
@@ -79,9 +84,9 @@ def attention_with_kvcache(
     block_table: Tensor,  # int32 or int64 [S, M]; -1: no block
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -89,7 +94,8 @@ def attention_with_kvcache(
 
     The new tokens of sequence s go behind its cache_seqlens[s] cached ones, through its row of block_table, which must
     already name the blocks for them; then its Tq queries, the last ones of the sequence, attend: out [S, Tq, Hq, Dv]
-    (, LSE [S, Tq, Hq]). Without k and v the cache holds everything already.
+    (, LSE [S, Tq, Hq]). Without k and v the cache holds everything already. Lengths, a table and a window on a GPU are
+    copied to the host, which waits for them.
 
     Raises BadShape, BadDtype, BadStride; BadValue for a table that is too short or has -1 where a token is or goes,
     naming the sequence; Unsupported for windows other than causal ones. Nothing is written then.
@@ -190,11 +196,15 @@ def _check_alibi(alibi_slopes: Tensor | None, causal: bool, rows: int) -> None:
         )
 
 
-def _window(causal: bool, window_size: tuple[int, int]) -> tuple[bool, int | None]:
+def _window(causal: bool, window_size: Window) -> tuple[bool, int | None]:
     """Quire's causal and window, which counts the row's own key, for flash-attn's."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+    given = window_size.tolist() if isinstance(window_size, Tensor) else window_size
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise BadValue(f"window_size is {window_size!r}; it must be a pair: keys to the left and to the right")
-    left, right = window_size
+    try:
+        left, right = window_size = operator.index(given[0]), operator.index(given[1])
+    except (TypeError, ValueError) as error:
+        raise BadValue(f"window_size is {window_size!r}; both sides must be integers") from error
     if left < -1 or right < -1:
         raise BadValue(f"window_size is {window_size}; each side must be -1 (all) or at least 0")
     if right > 0 and causal:

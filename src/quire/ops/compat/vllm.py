@@ -46,7 +46,7 @@ def paged_attention(
     context_lens: Tensor,  # int32 or int64 [S]
     block_size: int,
     max_context_len: int,
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     *,
     version: str = "auto",
     backend: str = "auto",
@@ -84,7 +84,7 @@ def paged_attention_v1(
     context_lens: Tensor,  # int32 or int64 [S]
     block_size: int,
     max_context_len: int,
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     *,
     backend: str = "auto",
 ) -> None:
@@ -118,7 +118,7 @@ def paged_attention_v2(
     context_lens: Tensor,  # int32 or int64 [S]
     block_size: int,
     max_context_len: int,
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     *,
     backend: str = "auto",
 ) -> None:
@@ -151,7 +151,11 @@ def paged_attention_v2(
     with validate.renamed(**NAMES):
         ops, spec = load(backend, query.device.type), describe(query, kv.k, kv.v)
         plan = ops.plan(spec, starts, part_lens.flatten(), padded.reshape(num_seqs * P, columns))
-        parts, lse = ops.attention(rows, kv, plan, scale=scale, alibi_slopes=alibi_slopes, return_lse=True)
+        slopes = alibi_slopes
+        if slopes is not None:
+            validate.check_slopes(slopes, spec.num_heads, num_seqs, query.device)
+            slopes = slopes.repeat_interleave(P, 0) if slopes.dim() == 2 else slopes
+        parts, lse = ops.attention(rows, kv, plan, scale=scale, alibi_slopes=slopes, return_lse=True)
     states = [AttentionState(parts[p::P], lse[p::P].contiguous()) for p in range(P)]
     if alibi_slopes is not None:  # a partition's own last token is not where the query stands
         behind = (first + part_lens - lens[:, None]).to(lse.device)  # [S, P]

@@ -144,7 +144,7 @@ def attention(
     plan: AttentionPlan,
     *,
     scale: float | None = None,
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     softcap: float | None = None,
     sinks: Tensor | None = None,  # fp32 [Hq]
     out: Tensor | None = None,  # [T, Hq, Dv]
@@ -168,6 +168,7 @@ def attention(
     p = cache.attention
     p.q, p.out, p.lse = q.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
     p.alibi_slopes = None if alibi_slopes is None else alibi_slopes.data_ptr()
+    p.slope_seq = 0 if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes.stride(0)
     p.sinks = None if sinks is None else sinks.data_ptr()
     p.q_token, p.q_head, _ = q.stride()
     p.out_token, p.out_head, _ = out.stride()

@@ -51,6 +51,7 @@ class AttentionParams(Structure):
             (name, c_int64)
             for name in "q_token q_head k_block k_head k_slot v_block v_head v_slot out_token out_head".split()
         ),
+        ("slope_seq", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
     ]

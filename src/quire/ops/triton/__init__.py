@@ -133,7 +133,7 @@ def attention(
     plan: AttentionPlan,
     *,
     scale: float | None = None,
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq]
+    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
     softcap: float | None = None,
     sinks: Tensor | None = None,  # fp32 [Hq]
     out: Tensor | None = None,  # [T, Hq, Dv]
@@ -156,24 +156,33 @@ def attention(
     cap = None if softcap is None else LOG2_E * softcap
     if softcap is not None:
         factor *= 2.0 / softcap
+    sequences, slope_seq = None, 0
+    if alibi_slopes is not None and alibi_slopes.dim() == 2:
+        sequences, slope_seq = plan.sequences, alibi_slopes.stride(0)
     G, fusion = spec.group_size, not spec.reproducible  # fused or not would depend on what surrounds an operation
     with on_device_of(q):
         num_few, num_many, num_merges = plan.launched
         parts = plan.parts()
-        for items, count, tile in (
-            (plan.few, num_few, plan.cutter.few_tile),
-            (plan.many, num_many, plan.cutter.many_tile),
+        few_mixed, many_mixed = plan.launched_again
+        for items, count, tile, mixed in (
+            (plan.few, num_few, plan.cutter.few_tile, few_mixed),
+            (plan.many, num_many, plan.cutter.many_tile, many_mixed),
         ):
-            if count:
-                kernels.attend[(count, spec.num_kv_heads, -(-G // tile.block_m))](
-                    *(q, kv.k, kv.v, out, lse, *parts, items, plan.rows, plan.positions, plan.tables),
-                    *(alibi_slopes, sinks, factor, cap, spec.window),
-                    *(*q.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3], *out.stride()[:2]),
-                    **_constants(spec, tile),
-                    num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
-                    enable_fp_fusion=fusion,
-                )
+            grid = count, spec.num_kv_heads, -(-G // tile.block_m)
+            size = math.prod(grid) * tile.block_m
+            reports = torch.empty(size, dtype=torch.int8, device=q.device) if mixed else None
+            for finite in (False, True) if mixed else (False,):
+                if count:
+                    kernels.attend[grid](
+                        *(q, kv.k, kv.v, out, lse, *parts, items, plan.rows, plan.positions, sequences),
+                        *(plan.tables, alibi_slopes, sinks, reports, factor, cap, spec.window, slope_seq),
+                        *(*q.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3], *out.stride()[:2]),
+                        **_constants(spec, tile),
+                        FINITE=finite,
+                        num_warps=tile.num_warps,
+                        num_stages=1 if finite else tile.num_stages,
+                        enable_fp_fusion=fusion,
+                    )
         if num_merges:
             kernels.merge[(num_merges, spec.num_heads)](
                 *(out, lse, *parts, plan.merges, sinks, *out.stride()[:2]),

@@ -11,6 +11,10 @@ What decides its speed:
 - Tiles that all rows see whole take no masks; the plan says where they begin and end.
 - Head dimensions that are no power of two are cut in a main part and a tail: 80 = 64 + 16, 192 = 128 + 64.
 
+A row has the weight 0 for a key that it does not see, and 0 times an infinite value or NaN is NaN. So a program whose
+rows see different keys reports rows whose sums are not finite. A second launch (FINITE) does such items once more
+without these values, and stores the rows that see none of them. The others have seen one: theirs stays as it is.
+
 Scalar offsets are added to a pointer before the offsets of a tensor are: the compiler (3.5, 3.6) has got the other
 order wrong in split reductions. What may exceed 2^31 is computed in 64 bits. An argument that is None is compiled away.
 """
@@ -79,12 +83,30 @@ def _part(base, at, held, dtype, FIRST: tl.constexpr, COUNT: tl.constexpr, SIZE:
 
 
 @triton.jit
+def _is_finite(x):
+    """Of each number."""
+    return tl.abs(x.to(tl.float32)) < float("inf")
+
+
+@triton.jit
+def _without(total, values, seen):
+    """Values that are not finite become 0, and the total of a row that sees one NaN."""
+    finite = _is_finite(values)
+    bad = tl.min(finite.to(tl.int32), 1) == 0
+    total = tl.where(tl.max((seen & bad[None, :]).to(tl.int32), 1) > 0, float("nan"), total)
+    return total, tl.where(finite, values, 0.0)
+
+
+@triton.jit
 def _tile(
     state, rows, cache, scale, cap, slope, window, key, ids, lo, hi,
     B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: the state with one more tile of keys."""
+    """One step of the online softmax: the state with one more tile of keys.
+
+    FINITE: values that are not are left out, and make a NaN of the sum of weights of each row that sees one.
+    """
     mix, mix_tail, top, total = state
     q, q_tail, position = rows
     k, v, k_block, k_slot, v_block, v_slot = cache
@@ -120,9 +142,13 @@ def _tile(
     total = total * correction + tl.sum(weight, 1)
     at = ids.to(tl.int64) * v_block + (key % B).to(tl.int64) * v_slot
     values = _part(v, at, held, q.dtype, 0, V_MAIN, DV, MASKED)
+    if FINITE:
+        total, values = _without(total, values, seen)
     mix = tl.dot(weight.to(q.dtype), values, mix * correction[:, None], input_precision=PRECISION)
     if V_TAIL:
         values = _part(v, at, held, q.dtype, V_MAIN, V_TAIL, DV, MASKED)
+        if FINITE:
+            total, values = _without(total, values, seen)
         mix_tail = tl.dot(weight.to(q.dtype), values, mix_tail * correction[:, None], input_precision=PRECISION)
     return mix, mix_tail, new_top, total
 
@@ -142,7 +168,7 @@ def _empty(BLOCK_M: tl.constexpr, DV: tl.constexpr):
 def _walk(
     state, rows, cache, scale, cap, slope, window, table, lo, hi, start, free_lo, free_hi,
     TILE: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """The state with the keys lo..hi: by tiles from `start` on, of which all rows see free_lo..free_hi whole."""
     # fmt: off
@@ -152,19 +178,19 @@ def _walk(
         for first in range(start, free_lo, TILE):
             state = _tile(
                 state, rows, cache, scale, cap, slope, window, first + lane, ids, lo, hi,
-                B, D, DV, CAUSAL, PRECISION, True,
+                B, D, DV, CAUSAL, PRECISION, True, FINITE,
             )
             ids = _ids(table, first + TILE + lane, lo, hi, B)
     for first in range(free_lo, free_hi, TILE):
         state = _tile(
             state, rows, cache, scale, cap, slope, window, first + lane, ids, lo, hi,
-            B, D, DV, CAUSAL, PRECISION, False,
+            B, D, DV, CAUSAL, PRECISION, FINITE, FINITE,
         )
         ids = _ids(table, first + TILE + lane, lo, hi, B)
     for first in range(free_hi, hi, TILE):
         state = _tile(
             state, rows, cache, scale, cap, slope, window, first + lane, ids, lo, hi,
-            B, D, DV, CAUSAL, PRECISION, True,
+            B, D, DV, CAUSAL, PRECISION, True, FINITE,
         )
         ids = _ids(table, first + TILE + lane, lo, hi, B)
     # fmt: on
@@ -183,19 +209,22 @@ def _store(base, at, x, live, FIRST: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, k, v, out, lse, part_mix, part_sums, items, rows, positions, tables, slopes, sinks,
+    q, k, v, out, lse, part_mix, part_sums, items, rows, positions, sequences, tables, slopes, sinks, reports,
     scale, cap, window,
-    q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, out_token, out_head,
+    slope_seq, q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, out_token, out_head,
     G: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """Attention of one item for one KV head: to `out`, or as a part of its rows' keys to `part_mix` and `part_sums`.
 
     items: int32, 8 an item: where its block ids begin in `tables` (negative: nothing to do), its first entry in `rows`,
     its tokens, lo, hi, free_lo, free_hi. rows: int32, 2 an entry: a query token, and its part (negative: the whole).
+    sequences: int32, of each query token; None: all sequences have the same slopes.
     scale: log2(e) times the factor of q·k; with a softcap 2 log2(e) / softcap times it, and cap is log2(e) softcap.
     CHUNK: the keys are taken in chunks at absolute multiples of so many, each a state of its own, folded in ascending
     order: the same operations as if each chunk were an item and `merge` folded them. 0: in one go.
+    reports: int8, BLOCK_M a program: whether the row's sums are not all finite; only of items of several tokens.
+    FINITE: only what was reported is computed, once more without values that are not finite.
     """
     item = items + tl.program_id(0).to(tl.int64) * 8
     table = tl.load(item)
@@ -203,6 +232,9 @@ def attend(
         return
     first_row, count = tl.load(item + 1), tl.load(item + 2)
     lo, hi, free_lo, free_hi = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+    if FINITE:
+        if count < 2:
+            return
     head = tl.program_id(1)
     num_heads = tl.num_programs(1) * G
     GROUP: tl.constexpr = G if G < BLOCK_M else BLOCK_M  # heads of a token in the tile
@@ -214,6 +246,13 @@ def attend(
     row = tl.arange(0, BLOCK_M)
     of_group = tl.program_id(2) * BLOCK_M + row % GROUP
     live = (row // GROUP < count) & (of_group < G)
+    report = reports
+    if reports is not None:
+        program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        report = reports + (program * tl.num_programs(2) + tl.program_id(2)) * BLOCK_M + row
+    if FINITE:
+        if tl.max(tl.load(report, mask=live, other=0), 0) == 0:
+            return
     entry = rows + first_row.to(tl.int64) * 2 + row // GROUP * 2
     token = tl.load(entry, mask=live, other=0)
     position = tl.load(positions + token, mask=live, other=0)
@@ -225,7 +264,10 @@ def attend(
         q_tail = _part(q, at, live, q.dtype.element_ty, D_MAIN, D_TAIL, D, True)
     slope = slopes
     if slopes is not None:
-        slope = tl.load(slopes + q_heads, mask=live, other=0.0) * LOG2_E
+        at = q_heads
+        if sequences is not None:
+            at += tl.load(sequences + token, mask=live, other=0).to(tl.int64) * slope_seq
+        slope = tl.load(slopes + at, mask=live, other=0.0) * LOG2_E
 
     k_of_head = k + head.to(tl.int64) * k_head
     v_of_head = v + head.to(tl.int64) * v_head
@@ -237,7 +279,7 @@ def attend(
     if CHUNK == 0:
         state = _walk(
             state, query, cache, scale, cap, slope, window, ids, lo, hi, start, free_lo, free_hi,
-            TILE, B, D, DV, CAUSAL, PRECISION,
+            TILE, B, D, DV, CAUSAL, PRECISION, FINITE,
         )  # fmt: skip
     else:
         for chunk in range(lo // CHUNK * CHUNK, hi, CHUNK):
@@ -248,7 +290,7 @@ def attend(
             mix, mix_tail, top, total = state
             new_mix, new_tail, new_top, new_total = _walk(
                 _empty(BLOCK_M, DV), query, cache, scale, cap, slope, window, ids, lo, tl.minimum(hi, end),
-                begin, free_begin, free_end, TILE, B, D, DV, CAUSAL, PRECISION,
+                begin, free_begin, free_end, TILE, B, D, DV, CAUSAL, PRECISION, FINITE,
             )  # fmt: skip
             if V_TAIL:
                 mix_tail, _, _ = _fold(mix_tail, top, total, new_tail, new_top, new_total)
@@ -257,6 +299,9 @@ def attend(
                 mix_tail = total
             state = (mix, mix_tail, top, total)
     mix, mix_tail, top, total = state
+
+    if FINITE:
+        live = live & (total == total)
 
     part = tl.load(entry + 1, mask=live, other=0)
     whole = live & (part < 0)
@@ -278,6 +323,11 @@ def attend(
         _store(out, at, mix_tail * share, whole, V_MAIN, DV)
     if lse is not None:
         tl.store(lse + token.to(tl.int64) * num_heads + q_heads, (top + tl.log2(total)) * LN_2, mask=whole)
+    if reports is not None and not FINITE:
+        finite = tl.min(_is_finite(mix).to(tl.int32), 1)
+        if V_TAIL:
+            finite = tl.minimum(finite, tl.min(_is_finite(mix_tail).to(tl.int32), 1))
+        tl.store(report, (1 - finite).to(tl.int8), mask=live & (count > 1))  # else all rows see the same keys
 
 
 @triton.jit

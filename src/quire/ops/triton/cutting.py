@@ -43,6 +43,7 @@ class Lists:
     rows: Ints  # [entries, 2]
     merges: Ints  # [tokens, 3]
     positions: Ints  # [T]
+    sequences: Ints  # [T]
     num_parts: int
 
 
@@ -80,8 +81,12 @@ class Cutter:
         self.few_tile: Tile = choose(chip, "exact" if spec.reproducible else "few", spec)
         self.many_tile: Tile = choose(chip, "exact" if spec.reproducible else "many", spec)
         self.few_rows = 0 if spec.reproducible else self.few_tile.block_m // G * G  # of a sequence, to be few
-        self.few_tokens = max(1, self.few_tile.block_m // G)
-        self.many_tokens = max(1, self.many_tile.block_m // G)
+        # Tokens of a sequence in a tile. A plan of no more tokens than sequences is for decoding: one, so that all rows
+        # of a tile see the same keys.
+        self.decodes = max_tokens <= max_seqs
+        self.shared_tokens = max(1, self.many_tile.block_m // G)
+        self.few_tokens = 1 if self.decodes else max(1, self.few_tile.block_m // G)
+        self.many_tokens = 1 if self.decodes else self.shared_tokens
         # Items that fill the device: its programs over those of an item.
         programs = spec.num_kv_heads * -(-G // self.many_tile.block_m)
         self.few_wanted = RESIDENT[chip] * processors // programs
@@ -91,15 +96,18 @@ class Cutter:
     def _room(self, max_tokens: int, max_seqs: int, max_blocks: int) -> Room:
         spec = self.spec
         few = max_seqs + self.few_wanted
-        long = min(max_seqs, max_tokens // (self.few_tokens + 1)) if self.few_rows else max_seqs
-        whole = max_tokens // self.many_tokens
-        many = long + whole + max_seqs // 2 + whole + self.many_wanted  # theirs, those of shared keys, and cuts
-        rows = 2 * max_tokens + few * self.few_tokens + self.many_wanted * self.many_tokens
+        long = min(max_seqs, max_tokens // (self.few_rows // spec.group_size + 1))
+        own = most_tiles(max_tokens, long, self.many_tokens)
+        of_shared = most_tiles(max_tokens, max_seqs // 2, self.shared_tokens)  # a group has two sequences at least
+        many = own + of_shared + self.many_wanted  # the last ones are cuts
+        rows = 2 * max_tokens + few * self.few_tokens + self.many_wanted * self.shared_tokens
         if spec.reproducible:
             chunks = max(1, -(-max_blocks * spec.block_size // CHUNK))
             part = 4 * spec.num_heads * (spec.dim_v + 2)  # bytes
             rows = 2 * max_tokens + min(2 * max_tokens * chunks, PART_MEMORY // part)
             many += self.many_wanted * chunks
+        # Lists that the device makes have all sequences here, those of few rows too.
+        many = max(many, most_tiles(max_tokens, max_seqs, self.many_tokens))
         return Room(few, many, rows)
 
     def cut(self, starts: Ints, lens: Ints, tables: NDArray[np.int32]) -> Lists:
@@ -113,6 +121,13 @@ class Cutter:
             found = f"{len(lists.few)} and {len(lists.many)} items of {len(lists.rows)} rows"
             raise Unsupported(f"the step comes to {found}; the plan has room for {self.room}")
         return lists
+
+    def mixes(self, items: Ints) -> bool:
+        """Whether an item has rows of which one sees a key that another does not."""
+        if not self.spec.causal or self.decodes:
+            return False
+        _, _, count, lo, hi, free_lo, free_hi, _ = items.T
+        return bool(((count > 1) & ((free_lo > lo) | (free_hi < hi))).any())
 
     def _fits(self, lists: Lists) -> bool:
         room = self.room
@@ -189,7 +204,7 @@ class Cutter:
             owner, j = _spread(tiles.count[own])
             group_tiles.append((group, own[owner], j))
         few = tiles.few
-        counts = [-(-len(owner) // self.many_tokens) for _, owner, _ in group_tiles]
+        counts = [-(-len(owner) // self.shared_tokens) for _, owner, _ in group_tiles]
         few_cut = self._cut_at(tiles.lo[few], tiles.hi[few], few_wanted)
         shared_hi = np.repeat([group.keys for group in shared], counts).astype(np.int64)
         many_lo = np.concatenate([tiles.lo[~few], 0 * shared_hi])
@@ -204,6 +219,7 @@ class Cutter:
             at = np.where(tiles.inherited > 0, CHUNK, at)
         own_parts = _parts(tiles.lo, tiles.hi, at)
         positions = np.repeat(lens - starts[1:], np.diff(starts)) + np.arange(starts[-1])
+        sequences = np.repeat(np.arange(len(lens)), np.diff(starts))
         if not shared and own_parts.max(initial=1) == 1:  # most steps: tokens in their order, each in one item
             items = _items(
                 *(tiles.seq * width, tiles.token, tiles.count),
@@ -211,7 +227,7 @@ class Cutter:
             )
             whole = np.stack([np.arange(starts[-1]), np.full(starts[-1], -1)], 1)
             none = np.zeros((0, 3), np.int64)
-            return Lists(_longest_first(items[few]), _longest_first(items[~few]), whole, none, positions, 0)
+            return Lists(_longest_first(items[few]), _longest_first(items[~few]), whole, none, positions, sequences, 0)
         parts = np.where(own_parts + tiles.inherited > 1, own_parts + tiles.inherited, 0)  # of each of its tokens
         first_part = np.cumsum(parts * tiles.count) - parts * tiles.count
         tile, k = _spread(own_parts)
@@ -229,8 +245,8 @@ class Cutter:
         few_items, many_items = items[few[tile]], [items[~few[tile]]]
         entries = len(item)
         for group, owner, j in group_tiles:
-            begins = np.arange(0, len(owner), self.many_tokens)
-            count = np.minimum(self.many_tokens, len(owner) - begins)
+            begins = np.arange(0, len(owner), self.shared_tokens)
+            count = np.minimum(self.shared_tokens, len(owner) - begins)
             for piece in range(int(_parts(0, group.keys, shared_cut))):
                 part = first_part[owner] + j * parts[owner] + piece
                 rows.append(np.stack([tiles.token[owner] + j, part], 1))
@@ -245,6 +261,7 @@ class Cutter:
             np.concatenate(rows),
             merges,
             positions,
+            sequences,
             int((parts * tiles.count).sum()),
         )
 
@@ -265,6 +282,15 @@ class Cutter:
         while _parts(lo, hi, at).sum() > wanted:
             at = -(-5 * at // (4 * SPLIT)) * SPLIT
         return at
+
+
+def most_tiles(num_tokens: int, num_seqs: int, tokens: int) -> int:
+    """The most tiles of that many tokens that sequences can have together, whatever their lengths.
+
+    It never falls when there are more tokens or sequences: what is reserved for the largest step serves every other.
+    """
+    not_empty = min(num_tokens, num_seqs)  # all of one token but one, which has the rest: the worst that can be
+    return not_empty + (num_tokens - not_empty) // tokens
 
 
 def _parts(lo: Ints | int, hi: Ints | int, at: Ints | int) -> Ints:

@@ -51,7 +51,7 @@ def merge_rows(
     # Zero times what a state that saw nothing may hold, NaN for one, is not zero: leave it out.
     mix = tl.where((weight_a == 0)[:, None], 0.0, weight_a[:, None] * row_a)
     mix += tl.where((weight_b == 0)[:, None], 0.0, weight_b[:, None] * row_b)
-    mix = tl.where((total == 0)[:, None], 0.0, mix / total[:, None])  # NaN stays
+    mix = tl.where((total == 0)[:, None], 0.0, mix / total[:, None])  # NaN stays NaN
     _store_rows(out, token, head, mix, mask, HEADS, DIM, DIM_TILE)
     tl.store(lse + token * HEADS + head, top + tl.log(total), mask=mask)
 

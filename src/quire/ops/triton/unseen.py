@@ -11,14 +11,10 @@ import torch
 from torch import Tensor
 
 from quire.ops.interface import AttentionSpec
+from quire.ops.triton.cutting import ITEM, most_tiles
 from quire.ops.triton.tiles import Tile
 
 INT32_MAX = 2**31 - 1
-
-
-def most_tiles(num_tokens: int, num_seqs: int, tokens: int) -> int:
-    """Tiles of that many tokens that all sequences can have together, whatever their lengths."""
-    return num_seqs + num_tokens // tokens
 
 
 def items(
@@ -33,7 +29,7 @@ def items(
     """Items as `cutting` makes them, of as many tiles as there can be: int64 [tiles, 8]."""
     num_seqs = len(context_lens)
     if num_seqs == 0:
-        return torch.zeros(0, 8, dtype=torch.int64, device=query_starts.device)
+        return torch.zeros(0, ITEM, dtype=torch.int64, device=query_starts.device)
     starts = query_starts.long().clamp(0, num_tokens)
     starts[:1], starts[-1:] = 0, num_tokens  # so that every row belongs to somebody, and is written
     starts = starts.cummax(0).values
@@ -62,13 +58,22 @@ def items(
     return torch.stack((table, token, count, lo, hi, free_lo, free_hi, 0 * lo), 1)
 
 
-def positions(
+def sequences(
     num_tokens: int,  # T
+    query_starts: Tensor,  # int [S+1]
+) -> Tensor:
+    """Whose each query row is: int64 [T], from within 0..S - 1."""
+    starts = query_starts.long()
+    token = torch.arange(num_tokens, device=starts.device)
+    return (torch.searchsorted(starts, token, right=True) - 1).clamp(0, len(starts) - 2)
+
+
+def positions(
+    sequences: Tensor,  # int64 [T]
     query_starts: Tensor,  # int [S+1]
     context_lens: Tensor,  # int [S]
 ) -> Tensor:
     """Where each query row stands in its sequence: int64 [T]."""
-    starts = query_starts.long()
-    token = torch.arange(num_tokens, device=starts.device)
-    seq = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, len(context_lens) - 1)
-    return (context_lens.long()[seq] - starts[seq + 1] + token).clamp(-INT32_MAX, INT32_MAX)
+    token = torch.arange(len(sequences), device=sequences.device)
+    first = context_lens.long()[sequences] - query_starts.long()[sequences + 1]
+    return (first + token).clamp(-INT32_MAX, INT32_MAX)

@@ -28,8 +28,8 @@ class TritonPlan(AttentionPlan):
     """An attention plan with its lists: int32 views of one tensor on the device.
 
     few, many: items for tiles of few rows and of many. rows: their query tokens and parts. merges: the tokens whose
-    keys were cut. positions, device_slots, rows_nonfinite: of each query token. tables: the sequences' block ids, one
-    after the other.
+    keys were cut. positions, sequences, device_slots, rows_nonfinite: of each query token. tables: the sequences' block
+    ids, one after the other.
 
     What uses a plan is queued on the stream that was current in its last update; the next update may have another one.
     """
@@ -45,6 +45,7 @@ class TritonPlan(AttentionPlan):
             "many": ITEM * room.many,
             "merges": 3 * max_tokens,
             "positions": max_tokens,
+            "sequences": max_tokens,
             "device_slots": max_tokens,
             "rows_nonfinite": max_tokens,  # on the host always 0: each update clears it
             "rows": 2 * room.rows,
@@ -63,12 +64,13 @@ class TritonPlan(AttentionPlan):
         )
         self._views: dict[str, NDArray[np.int32]] = {name: view.numpy() for name, view in host.items()}
         self.few, self.many, self.merges = device["few"], device["many"], device["merges"]
-        self.positions, self.device_slots = device["positions"], device["device_slots"]
-        self.rows_nonfinite = device["rows_nonfinite"]
+        self.positions, self.sequences = device["positions"], device["sequences"]
+        self.device_slots, self.rows_nonfinite = device["device_slots"], device["rows_nonfinite"]
         self.rows, self.tables = device["rows"], device["tables"]
         self._stream: torch.cuda.Stream | None = None  # of the last update
         self._no_parts = torch.zeros(1, dtype=torch.float32, device=spec.device)
         self.num_few = self.num_many = self.num_merges = self.num_parts = 0  # of the last update
+        self.mixed = False, False
 
     def _update(
         self,
@@ -89,6 +91,7 @@ class TritonPlan(AttentionPlan):
         self._write(lists, tables)
         self.num_few, self.num_many, self.num_merges = len(lists.few), len(lists.many), len(lists.merges)
         self.num_parts = lists.num_parts
+        self.mixed = self.cutter.mixes(lists.few), self.cutter.mixes(lists.many)
         if self._copied is not None:
             used = len(self._host) - self._sizes["tables"] + tables.size
             with on_device_of(self._lists):
@@ -115,6 +118,8 @@ class TritonPlan(AttentionPlan):
                 f"query_starts has {len(query_starts)} entries, context_lens {len(context_lens)} and block_tables "
                 f"{num_seqs} rows; with S sequences they have S + 1, S and S"
             )
+        if num_tokens > 0 and num_seqs == 0:
+            raise BadShape(f"the step has {num_tokens} query tokens and no sequence; every row belongs to one")
         if not 0 <= num_tokens <= self.max_tokens or num_seqs > self.max_seqs or width > self.max_blocks:
             raise BadShape(
                 f"the step has {num_tokens} query tokens, {num_seqs} sequences and tables of {width} blocks; the plan "
@@ -126,13 +131,16 @@ class TritonPlan(AttentionPlan):
         self.many[: made.numel()].copy_(made.flatten())
         self.rows[: 2 * num_tokens : 2].copy_(torch.arange(num_tokens, device=self.rows.device))
         self.rows[1 : 2 * num_tokens : 2].fill_(-1)
-        self.positions[:num_tokens].copy_(unseen.positions(num_tokens, query_starts, context_lens))
+        sequences = unseen.sequences(num_tokens, query_starts)
+        self.sequences[:num_tokens].copy_(sequences)
+        self.positions[:num_tokens].copy_(unseen.positions(sequences, query_starts, context_lens))
         ids = block_tables.clamp(0, self.spec.num_blocks - 1)
         self.tables[: ids.numel()].copy_(ids.flatten())
         for nothing in (self.few, self.merges, self.many[made.numel() :], self.device_slots):
             nothing.fill_(-1)
         self.num_tokens, self.num_seqs, self.writable = num_tokens, num_seqs, False
         self.num_few, self.num_many, self.num_merges, self.num_parts = 0, len(made), 0, 0
+        self.mixed = False, self._may_mix
 
     def _follow(self) -> None:
         """Let the current stream wait for the one of the last update, whose kernels may still read the lists."""
@@ -150,6 +158,7 @@ class TritonPlan(AttentionPlan):
             view[len(entries) :, 0] = -1  # where a captured launch finds nothing to do
         views["rows"][: lists.rows.size] = lists.rows.reshape(-1)
         views["positions"][: self.num_tokens] = lists.positions
+        views["sequences"][: self.num_tokens] = lists.sequences
         views["device_slots"][: self.num_tokens] = self.slots[: self.num_tokens].numpy() if self.writable else -1
         views["device_slots"][self.num_tokens :] = -1
         views["rows_nonfinite"][:] = 0  # what the device has, where it has the host's memory
@@ -170,6 +179,15 @@ class TritonPlan(AttentionPlan):
         if self._covers_all:
             return self.cutter.room.few, self.cutter.room.many, self.max_tokens
         return self.num_few, self.num_many, self.num_merges
+
+    @property
+    def launched_again(self) -> tuple[bool, bool]:
+        """Whether items of few and of many rows have rows that see different keys, see `attention`."""
+        return (self._may_mix, self._may_mix) if self._covers_all else self.mixed
+
+    @property
+    def _may_mix(self) -> bool:
+        return self.spec.causal and not self.cutter.decodes
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """Room for the parts of a launch: fp32 [parts, Hq, Dv], and [parts, Hq, 2] for largest scores and sums."""

@@ -287,8 +287,9 @@ struct Worker {
         if (from < to) {
             float found;
             if (bent) {
-                const float slope = params.alibi_slopes ? params.alibi_slopes[head_of(step, i)] * LOG2E : 0.0f;
-                const int position = plan.row_positions[row_of(*step.item, i)];
+                const int row = row_of(*step.item, i), position = plan.row_positions[row];
+                const float* slopes = params.alibi_slopes + plan.row_sequences[row] * params.slope_seq;
+                const float slope = params.alibi_slopes ? slopes[head_of(step, i)] * LOG2E : 0.0f;
                 found = bend_row(s, from, to, rule, slope, (float)(step.tile - position));
             } else {
                 found = top_score(s, from, to) * rule.scale;

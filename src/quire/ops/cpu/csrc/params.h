@@ -33,12 +33,13 @@ struct AttentionParams {
     const void* v;              // [N, Hkv, B, Dv]
     void* out;                  // [T, Hq, Dv]
     float* lse;                 // [T, Hq], contiguous; null: not wanted
-    const float* alibi_slopes;  // [Hq]; null: none
+    const float* alibi_slopes;  // [Hq], or [S, Hq]; null: none
     const float* sinks;         // [Hq]; null: none
     int64_t q_token, q_head;    // strides, in elements
     int64_t k_block, k_head, k_slot;
     int64_t v_block, v_head, v_slot;
     int64_t out_token, out_head;
+    int64_t slope_seq;  // from one sequence's slopes to the next one's; 0: all have the same
     float scale;
     float softcap;  // 0: none
 };

@@ -58,7 +58,7 @@ struct QuirePlan {
     Plan view{};
     std::vector<Item> items;
     std::vector<Tile> tiles;
-    std::vector<int32_t> row_tokens, row_positions, split_tokens, first_state, first_split, num_splits;
+    std::vector<int32_t> row_tokens, row_positions, row_sequences, split_tokens, first_state, first_split, num_splits;
     std::vector<Shared> shared;  // of each tile
     Buffer scratch, states;
 
@@ -90,6 +90,7 @@ void QuirePlan::make_tiles() {
         for (int32_t r = 0; r < rows; r++) {
             row_tokens.push_back(start + r);
             row_positions.push_back(context - rows + r);
+            row_sequences.push_back(s);
         }
         for (int64_t at = 0; at < (int64_t)rows * group; at += MAX_ROWS) {
             int32_t count = (int32_t)std::min<int64_t>(MAX_ROWS, (int64_t)rows * group - at);
@@ -162,6 +163,7 @@ void QuirePlan::add_shared(const std::vector<int32_t>& same, int32_t begin, int3
             for (int32_t r = 0; r < tile.count / group; r++) {
                 row_tokens.push_back(row_tokens[(size_t)(tile.first / group + r)]);
                 row_positions.push_back(row_positions[(size_t)(tile.first / group + r)]);
+                row_sequences.push_back(tile.sequence);
             }
             count += tile.count;
         }
@@ -252,7 +254,7 @@ void QuirePlan::make_items() {
 void QuirePlan::update(const StepParams& step) {
     view.step = step;
     const int32_t num_tokens = step.query_starts[step.num_seqs];
-    items.clear(), tiles.clear(), row_tokens.clear(), row_positions.clear(), split_tokens.clear();
+    items.clear(), tiles.clear(), row_tokens.clear(), row_positions.clear(), row_sequences.clear(), split_tokens.clear();
     first_state.assign((size_t)num_tokens, 0), first_split.assign((size_t)num_tokens, 0), num_splits.assign((size_t)num_tokens, 0);
     make_tiles();
     make_items();
@@ -268,6 +270,7 @@ void QuirePlan::update(const StepParams& step) {
     scratch.reserve((size_t)(view.scratch_stride * step.num_threads));
     view.items = items.data();
     view.row_tokens = row_tokens.data(), view.row_positions = row_positions.data();
+    view.row_sequences = row_sequences.data();
     view.split_tokens = split_tokens.data(), view.num_split_tokens = (int64_t)split_tokens.size();
     view.first_state = first_state.data(), view.first_split = first_split.data(), view.num_splits = num_splits.data();
     view.states = (float*)states.data;

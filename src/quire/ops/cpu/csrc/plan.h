@@ -35,6 +35,7 @@ struct Plan {
     int64_t grain;  // cost of what a thread takes at a time
     const int32_t* row_tokens;     // query token of each row
     const int32_t* row_positions;  // its absolute position
+    const int32_t* row_sequences;  // its sequence
     const int32_t* split_tokens;   // tokens whose rows were computed in parts
     int64_t num_split_tokens;
     const int32_t* first_state;  // [T]: index of the token's first state; only of split tokens
