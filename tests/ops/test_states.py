@@ -57,6 +57,19 @@ def test_merging_is_associative_and_commutative(backend, device, size):
             dense.check(out, lse, dtype, roundings=4)
 
 
+def test_a_state_that_is_not_finite_stays_so(backend, device):
+    """It does not become zeros, and no other row."""
+    out, lse = torch.ones(3, 2, 4, device=device), torch.zeros(3, 2, device=device)
+    bad_lse, bad_out = lse.clone(), out.clone()
+    bad_lse[0, 1], bad_out[2, 0, 1] = torch.nan, torch.inf
+    for a, b in (((bad_out, bad_lse), (out, lse)), ((out, lse), (bad_out, bad_lse))):
+        merged, merged_lse = (x.cpu() for x in backend.merge_states(*a, *b))
+        assert merged[0, 1].isnan().all()
+        assert merged_lse[0, 1].isnan()
+        assert merged[2, 0, 1] == torch.inf
+        assert (merged.isfinite().sum(), merged_lse.isfinite().sum()) == (24 - 5, 6 - 1)
+
+
 def test_a_state_that_saw_nothing_weighs_nothing(backend, device):
     for dtype in backend.LIMITS.kv_dtypes:
         step, _ = filled(backend, device, 3, 20, causal=False, dtype=dtype)

@@ -85,7 +85,7 @@ def cascade_attention(
     """
     _check(levels)
     slopes_of = alibi_slopes  # of each row
-    by_level = [alibi_slopes] * len(levels)
+    by_level: Sequence[Tensor | None] = [alibi_slopes] * len(levels)
     if sinks is not None and return_lse:
         raise BadValue("sinks close a state, so its LSE could not be merged any more: ask for the LSE without sinks")
     ops = load(backend, q.device.type)

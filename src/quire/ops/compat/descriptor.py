@@ -322,7 +322,7 @@ def attend_unseen(
         score = torch.einsum("thgd,thbd->thgb", wide, k_cache[ids].float()) * scale
         if alibi_slopes is not None:
             slopes = alibi_slopes[seq] if alibi_slopes.dim() == 2 else alibi_slopes
-            score += slopes.unflatten(-1, (Hkv, -1))[..., None] * (key - position)[:, None, None]
+            score += slopes.view(*slopes.shape[:-1], Hkv, -1, 1) * (key - position)[:, None, None]
         score = score.masked_fill(~visible, -torch.inf)
         new_top = torch.maximum(top, score.amax(-1, keepdim=True))
         shift = new_top.masked_fill(new_top == -torch.inf, 0.0)  # of a row that has seen no key yet
@@ -354,8 +354,8 @@ def _check_looks(tensors: dict[str, Tensor | None]) -> None:
     for name, x in (("out", out), ("k_cache", k), ("v_cache", v)):
         if x.dtype != q.dtype:
             raise BadDtype(f"{name} has dtype {x.dtype} and q {q.dtype}; they must be the same")
-    for name, x, dims in (("block_tables", tables, 2), ("seq_lens", lens, 1), ("cum_seq_lens_q", starts, 1)):
-        validate.check_integers(name, x, dims)
+    for name, x in (("block_tables", tables), ("seq_lens", lens), ("cum_seq_lens_q", starts)):
+        validate.check_integers(name, x, x.dim())
     _check_sizes(out, q, k, v, tables, lens, starts, slopes)
     for name, x in (("out", out), ("q", q), ("k_cache", k), ("v_cache", v)):
         if x.stride(-1) != 1 and x.shape[-1] > 1:

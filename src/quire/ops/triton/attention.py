@@ -232,9 +232,6 @@ def attend(
         return
     first_row, count = tl.load(item + 1), tl.load(item + 2)
     lo, hi, free_lo, free_hi = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
-    if FINITE:
-        if count < 2:
-            return
     head = tl.program_id(1)
     num_heads = tl.num_programs(1) * G
     GROUP: tl.constexpr = G if G < BLOCK_M else BLOCK_M  # heads of a token in the tile
@@ -251,7 +248,8 @@ def attend(
         program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         report = reports + (program * tl.num_programs(2) + tl.program_id(2)) * BLOCK_M + row
     if FINITE:
-        if tl.max(tl.load(report, mask=live, other=0), 0) == 0:
+        reported = tl.load(report, mask=live & (count > 1), other=0)
+        if tl.max(reported, 0) == 0:
             return
     entry = rows + first_row.to(tl.int64) * 2 + row // GROUP * 2
     token = tl.load(entry, mask=live, other=0)
