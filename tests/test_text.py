@@ -457,3 +457,21 @@ def test_a_prompt_that_begins_with_a_broken_character_is_not_repeated() -> None:
     for prompt in ([half, *word], [0, half, *word], [half], [0, half, 0], tokenizer.encode("\ufffd")):
         detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=True)
         assert "".join([*(detokenizer.add(token) for token in other), detokenizer.finish()]) == " other"
+
+
+class NotWalked(list[int]):
+    """A prompt of which parts may be taken, but which nobody may go through."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("someone goes through the whole prompt")
+
+    __reversed__ = __iter__
+
+
+def test_a_long_prompt_is_not_gone_through() -> None:
+    """Not even one that is all special tokens: each sample has a detokenizer."""
+    tokenizer = Tokenizer(EMBEDDED)
+    prompt = NotWalked([next(iter(tokenizer.special_tokens))] * 5_000)
+    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=True)
+    text = "".join(detokenizer.add(token) for token in tokenizer.encode("return"))
+    assert text + detokenizer.finish() == "return"

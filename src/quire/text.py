@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,9 +152,10 @@ class Detokenizer:
         self._left_out = tokenizer.special_tokens if skip_special_tokens else frozenset()
         # Context, then tokens whose text is still held back. Where the prompt ends within a character, its last
         # tokens are held back too, since the new ones may complete that character.
-        backwards = (token for token in reversed(prompt) if token not in self._left_out)
-        whole = list(islice(backwards, MAX_HELD_TOKENS))[::-1]
-        start, end = self._clean_cut(whole, is_cut_off=next(backwards, None) is not None)
+        tail = prompt[-4 * MAX_HELD_TOKENS :]  # the whole of a long prompt would take its time, for each sample
+        kept = [token for token in tail if token not in self._left_out]
+        whole = kept[-MAX_HELD_TOKENS:]
+        start, end = self._clean_cut(whole, is_cut_off=len(prompt) > len(tail) or len(kept) > len(whole))
         self._window = whole[start:]
         self._num_prompt = len(self._window)  # tokens of the window that are the prompt's
         self._num_told = self._num_prompt - end  # tokens of the window whose text was given out, or is the prompt's

@@ -41,3 +41,38 @@ def test_the_exit_waits_for_a_step_and_lets_none_begin() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert re.fullmatch("(begun, ended, )+a step at the exit, ", done.stdout), done.stdout
+
+
+# A thread computes a step while the main thread forks; there is no such thread in the child, which then exits.
+FORK = """
+import os, threading
+from tests.engine.fakes import fake_engine, request
+
+engine, begun, gate = fake_engine(), threading.Event(), threading.Event()
+engine.add(request("r", [1, 2, 3], max_tokens=1))
+compute = engine.runner.run
+
+def slowly(batch):
+    begun.set()
+    gate.wait()
+    return compute(batch)
+
+engine.runner.run = slowly
+thread = threading.Thread(target=engine.step)
+thread.start()
+begun.wait()
+child = os.fork()
+if child:
+    _, status = os.waitpid(child, 0)
+    os.write(1, b"the child has ended with %d" % status)
+    gate.set()
+    thread.join()
+"""
+
+
+def test_a_child_that_was_forked_waits_for_no_step_of_its_parent() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=50, check=False, cwd=root
+    )
+    assert done.stdout == "the child has ended with 0", done.stderr

@@ -126,3 +126,17 @@ def test_a_sample_that_forked_from_it_publishes_nothing_either(tmp_path: Path) -
     samples[0].group = samples[1].group = Group(samples)
     assert outcomes(served, *samples) == [alone, alone]
     assert not any(index.by_block for index in served.scheduler.manager.indexes)
+
+
+def test_nobody_waits_for_blocks_that_will_not_be_shared(model: Path) -> None:
+    """As equal prompts otherwise do for the first one that computes them."""
+    served = engine(model, num_blocks=200, block_size=BLOCK, max_num_batched_tokens=2 * BLOCK)
+    first, second = (asked(name, [POISON, *STEM]) for name in ("first", "second"))
+    served.add(first)
+    served.add(second)
+    served.step()
+    assert first.nonfinite_at == 0
+    assert second.num_computed == 0  # it could not know yet
+    served.step()
+    served.scheduler.plan()
+    assert second in served.scheduler.running or second.num_computed > 0

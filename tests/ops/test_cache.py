@@ -147,6 +147,7 @@ def test_rows_that_are_not_finite_are_marked(backend, device, value):
         backend.write_kv(step.k_new, step.v_new, step.kv, plan)
         step.k_new[1, 1, 18] = 1.0
         step.v_new[4, 0, 32] = value
+        step.v_new[5, 0, 0] = torch.finfo(dtype).max
         backend.write_kv(step.k_new, step.v_new, step.kv, plan)
         assert plan.nonfinite.tolist() == [0, 1, 0, 0, 1, 0]
         plan.update(torch.tensor([0, 2]), torch.zeros(1).int(), torch.zeros(1, 0).int(), torch.tensor([8, 9]))

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quire import ops
 from quire.errors import BadStride
@@ -118,6 +119,29 @@ def test_write_kv_takes_caches_side_by_side_and_latent_ones(backend, device):
         backend.write_kv(latent, latent[..., :8], kv, plan)
         assert torch.equal(kv.k[3, :, 0], latent[0])
         assert torch.equal(kv.v[4, :, 7], latent[4, :, :8])
+
+
+def test_the_new_rows_of_a_latent_cache_may_lie_anywhere(backend, device):
+    """With one head, as such caches have, slices of one tensor come in several strides; a compiler copies them."""
+    spec = good_spec(device, num_heads=1, num_kv_heads=1, head_dim_v=8)
+    plan, home = backend.plan(spec, **good_metadata()), torch.zeros(10, 1, 8, 16, device=device)
+    kv, latent = ops.PagedKV(home, home[..., :8]), torch.rand(5, 16, device=device)
+    for k_new, v_new in (
+        (latent.unsqueeze(1), latent[:, :8].unsqueeze(1)),
+        (latent.view(5, 1, 16), latent.view(5, 1, 16)[..., :8]),
+        (latent.unsqueeze(1), latent[:, :8].contiguous().unsqueeze(1)),
+    ):
+        home.zero_()
+        backend.write_kv(k_new, v_new, kv, plan)
+        assert torch.equal(kv.k[3, 0, 0], latent[0])
+        assert torch.equal(kv.v[4, 0, 7], latent[4, :8])
+
+
+def test_tensors_without_memory_share_none():
+    """As torch traces with them; the reference computes with whatever torch does."""
+    with FakeTensorMode():
+        x, residual, weight = torch.ones(3, 8), torch.ones(3, 8), torch.ones(8)
+        assert ops.load("reference", "cpu").add_rms_norm(x, residual, weight, 1e-6).shape == (3, 8)
 
 
 def test_copy_blocks_refuses_blocks_in_the_same_memory(backend, device):

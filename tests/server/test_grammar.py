@@ -490,21 +490,24 @@ def test_what_is_known_is_told_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch
     matcher = grammar_module.make_matcher
     good = LLMatcher.grammar_from_regex("a")
     monkeypatch.setattr(grammar_module, "make_matcher", lambda tokenizer, grammar: matcher(tokenizer, good))
-    clock = iter([0.0, 0.09, 1.0, 2.0, 3.0, 3.01])
+    clock = iter([0.0, 0.01, 1.0, 2.0, 2.5, 2.51, 3.0, 3.01, 4.0, 4.01])
     monkeypatch.setattr(grammar_module, "time", SimpleNamespace(perf_counter=clock.__next__))
     fresh = Grammars(llm.tokenizer.json(), llm.engine.vocab_size, llm.engine.eos_token_ids)
     quick, slow, bad = (Spec("regex", text) for text in ("quick", "slow", "bad"))
-    assert fresh.is_quick(Spec("json_object"))
-    assert not any(fresh.is_quick(spec) for spec in (quick, slow, bad))
+    assert fresh.compile_if_quick(Spec("json_object")) is not None
+    assert [fresh.compile_if_quick(spec) for spec in (quick, slow, bad)] == [None] * 3
     fresh.compile(quick)
     fresh.compile(slow)
     for _ in range(3):
         with pytest.raises(RequestError, match="not compiled within"):
             fresh.compile(bad)
-    assert [fresh.is_quick(spec) for spec in (quick, slow, bad)] == [True, False, True]
+    assert fresh.compile_if_quick(quick) is not None
+    assert fresh.compile_if_quick(slow) is None
+    with pytest.raises(RequestError, match="not compiled within"):
+        fresh.compile_if_quick(bad)
     assert len(tried) == 3
     fresh.compile(slow)
-    assert fresh.is_quick(slow)  # it had only been a busy moment
+    assert fresh.compile_if_quick(slow) is not None  # it had only been a busy moment
     assert len(tried) == 3
 
 

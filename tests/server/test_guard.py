@@ -20,6 +20,7 @@ from quire.server import connection
 from quire.server.body import Bodies
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
+from quire.server.guard import KEY_STATE
 from quire.server.hosts import hosts_to_check
 from quire.server.protocol import DetokenizeRequest
 from tests.server.serving import Serving, serving
@@ -158,9 +159,11 @@ def held(server: Serving) -> int:
 class Sender:
     """A request whose body is sent as the test likes."""
 
-    def __init__(self, bodies: Bodies) -> None:
+    def __init__(self, bodies: Bodies, key: str | None = None) -> None:
         self.pieces: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+        scope: dict[str, Any] = {"type": "http", "headers": [(b"content-type", b"application/json")], "state": {}}
+        if key is not None:
+            scope["state"][KEY_STATE] = key
         self.task = asyncio.create_task(bodies.parse(HttpRequest(scope, self.pieces.get), DetokenizeRequest))
 
     async def send(self, piece: bytes, more: bool = True) -> None:
@@ -202,6 +205,33 @@ def test_the_body_that_began_first_gives_way(monkeypatch: pytest.MonkeyPatch) ->
         await second.pieces.put({"type": "http.disconnect"})
         with pytest.raises(ApiError, match="gone"):
             await second.task
+        assert bodies._held == 0
+
+    in_a_loop(run, 100)
+
+
+def test_a_body_of_the_client_that_holds_most_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of others, however long they take, nor one that holds nothing."""
+    monkeypatch.setattr(body_module, "MAX_HELD_BODIES", 2)
+
+    async def run(bodies: Bodies) -> None:
+        slow, empty, large, larger = (Sender(bodies, key) for key in ("one", "another", "another", "another"))
+        await slow.send(b'{"tokens":')
+        await empty.send(b"")
+        await large.send(b" " * 95)
+        await larger.send(b" " * 95)
+        await larger.send(b" ")
+        assert bodies._held == 10 + 96
+        await large.send(b" ")  # it learns of it with its next piece
+        assert large.task.done()
+        assert not any(sender.task.done() for sender in (slow, empty, larger))
+        await slow.send(b"[7]}", more=False)
+        assert (await slow.task).tokens == [7]
+        for sender in (empty, larger):
+            await sender.pieces.put({"type": "http.disconnect"})
+        for sender in (empty, large, larger):
+            with pytest.raises(ApiError):
+                await sender.task
         assert bodies._held == 0
 
     in_a_loop(run, 100)

@@ -154,8 +154,9 @@ class Gated:
         self.gate = threading.Event()
         self.begun: list[str] = []
 
-    def is_quick(self, spec: Any) -> bool:
-        return spec.text in self.known
+    def compile_if_quick(self, spec: Any) -> None:
+        if spec.text in self.known:
+            self.compile(spec)
 
     def compile(self, spec: Any) -> None:
         if spec.text not in self.known:
@@ -171,6 +172,34 @@ def gated(server: Serving, monkeypatch: pytest.MonkeyPatch, *known: str) -> Gate
     made = Gated(known)
     monkeypatch.setattr(server.service, "grammars", made)
     return made
+
+
+def test_known_grammars_of_one_client_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have threads of their own, for which clients wait in turns, and not those of everything else."""
+    monkeypatch.setattr(service_module, "MAX_GRAMMARS", 3)
+    with serving() as server:
+        grammars = gated(server, monkeypatch)
+        monkeypatch.setattr(grammars, "compile_if_quick", grammars.compile)
+        count = service_module.MAX_QUICK_GRAMMARS
+        clients = [Client(server, prompt="a", regex=f"[a-z]{i}") for i in range(count + 3)]
+        until(lambda: server.service._quick_grammars.num_waiting == 3)
+        assert len(grammars.begun) == count
+        assert server.post("/v1/completions", prompt="a", max_tokens=1, regex="more").status == 429
+        assert server.post("/v1/completions", prompt="a", max_tokens=1).status == 200
+        grammars.gate.set()
+        assert all(client.read().startswith(b"HTTP/1.1 400") for client in clients)
+
+
+def test_a_lane_whose_thread_cannot_start_keeps_its_place() -> None:
+    async def run(lane: Lane, work: Work) -> None:
+        submit = lane._pool.submit
+        lane._pool.submit = lambda _: 1 // 0  # type: ignore[assignment]
+        with pytest.raises(ZeroDivisionError):
+            await lane.run("a", lambda: 1)
+        lane._pool.submit = submit  # type: ignore[method-assign]
+        assert await lane.run("a", lambda: 1) == 1
+
+    in_a_lane(run, 1, 1)
 
 
 def test_a_grammar_whose_client_has_gone_is_not_compiled(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

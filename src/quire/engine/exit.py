@@ -7,12 +7,19 @@ takes this for a fatal error and aborts the process (before Python 3.14).
 from __future__ import annotations
 
 import atexit
+import os
 from threading import RLock
 from weakref import WeakSet
 
 LONGEST_WAIT = 60.0  # seconds, for a step that may never end
 
-_entrance = RLock()  # each step goes through it
+
+class _Entrance:
+    """Each step goes through it."""
+
+    lock = RLock()
+
+
 _guards: WeakSet[StepGuard] = WeakSet()
 
 
@@ -24,7 +31,7 @@ class StepGuard:
         _guards.add(self)
 
     def __enter__(self) -> None:
-        with _entrance:  # else a thread that computes one step after the other would leave the exit no turn
+        with _Entrance.lock:  # else a thread that computes one step after the other would leave the exit no turn
             pass
         self._lock.acquire()
 
@@ -36,8 +43,19 @@ class StepGuard:
         self._lock.acquire(timeout=LONGEST_WAIT)
 
 
+def _renew() -> None:
+    """In a child that was forked: whoever held a lock there is no thread of it."""
+    _Entrance.lock = RLock()
+    for guard in list(_guards):
+        guard._lock = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
+
+
 @atexit.register
 def _close() -> None:
-    _entrance.acquire()
+    _Entrance.lock.acquire()
     for guard in list(_guards):
         guard.close()

@@ -22,8 +22,11 @@ class ComingBlocks:
     def add(self, request: Request) -> None:
         """Take in the next block of a running request.
 
-        Left out is one that the cache has already, and an open one, whose tokens are not all known.
+        Left out is one that the cache has already, an open one, whose tokens are not all known, and one that will not
+        be published, as something before it is not finite.
         """
+        if request.nonfinite_at is not None:
+            return
         manager, index = self._manager, request.num_computed // self._manager.block_size
         if request.block_ids and (index + 1) * manager.block_size <= len(request.tokens) and manager.shares(request):
             digest = manager.digest(request, index)

@@ -45,7 +45,7 @@ def apart(
 
 def shares(a: Tensor, b: Tensor) -> bool:
     """Whether an element of a and one of b have a byte in common."""
-    if a.device != b.device or a.is_meta or a.numel() == 0 or b.numel() == 0:
+    if a.device != b.device or a.numel() == 0 or b.numel() == 0:
         return False
     distance = b.data_ptr() - a.data_ptr()
     return _shares(distance, a.shape, a.stride(), a.element_size(), b.shape, b.stride(), b.element_size())
@@ -57,8 +57,10 @@ def repeats(x: Tensor) -> bool:
 
 
 def _storage(x: Tensor) -> tuple[int, int]:
-    """Where its storage begins and ends; the same for tensors without memory, which `shares` then looks at."""
+    """Where its storage begins and ends; nowhere for a tensor without memory, as torch has while it traces."""
     storage = x.untyped_storage()
+    if storage.device.type == "meta":
+        return 0, 0
     begin: int = storage.data_ptr()
     return begin, begin + storage.nbytes()
 

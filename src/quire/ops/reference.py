@@ -71,7 +71,8 @@ def write_kv(
     for x, new in ((kv.k, k_new), (kv.v, v_new)):
         stored = new[rows].to(x.dtype)
         x[block, :, offset] = stored
-        plan.nonfinite[rows] |= (~stored.float().isfinite().all(-1).all(-1)).int().to(plan.nonfinite.device)
+        widened = stored.to(torch.promote_types(x.dtype, torch.float32))  # fp8 has no isfinite
+        plan.nonfinite[rows] |= (~widened.isfinite().all(-1).all(-1)).int().to(plan.nonfinite.device)
 
 
 @registered.operator(NAME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
 from typing import Any, TypeVar, get_type_hints
@@ -14,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.server.errors import ApiError
+from quire.server.guard import client_of
 
 MAX_HELD_BODIES = 16  # of the largest size: as many bytes of bodies that are not parsed yet are held at a time
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -23,7 +25,8 @@ class Bodies:
     """Reads bodies, and bounds what of them is held. It belongs to the event loop.
 
     A body counts while it comes. Then it is parsed at once, and its bytes are dropped. Where the bytes of all that come
-    are too many, the body that began first gives way: bodies that never end keep out no others.
+    are too many, a body of the client that holds most of them gives way, of these the one that began first: bodies that
+    never end keep out no others.
     """
 
     def __init__(self, max_body_size: int) -> None:
@@ -36,7 +39,7 @@ class Bodies:
 
         Raises RequestValidationError where it is something else, ApiError where it gave way or cannot be read.
         """
-        coming = _Coming()
+        coming = _Coming(client_of(request))
         self._coming.append(coming)
         try:
             return model_of(_value(await self._read(request, coming), request), model)
@@ -53,8 +56,8 @@ class Bodies:
                 self._take(coming, message.get("body", b""))
             if coming not in self._coming:
                 raise ApiError(
-                    f"others needed the room of this body, which had been coming for longest; {self._limit} bytes of "
-                    f"bodies are held until they are complete; send it again, and faster",
+                    f"others needed the room of this body, whose client held most of it; {self._limit} bytes of bodies "
+                    f"are held until they are complete; send it again, and faster",
                     HTTPStatus.REQUEST_TIMEOUT,
                     code="body_gave_way",
                 )
@@ -62,12 +65,15 @@ class Bodies:
         return b"".join(coming.pieces)
 
     def _take(self, coming: _Coming, piece: bytes) -> None:
-        """Hold a piece of a body. Those that began first, perhaps itself, give way where there is no room."""
-        while self._held + len(piece) > self._limit and coming in self._coming:
-            self._drop(self._coming[0])
-        if coming in self._coming:
-            coming.pieces.append(piece)
-            self._held += len(piece)
+        """Hold a piece of a body. Where there is no room others give way, or it does itself."""
+        coming.pieces.append(piece)
+        self._held += len(piece)
+        while self._held > self._limit:
+            held: Counter[str] = Counter()
+            for each in self._coming:
+                held[each.client] += sum(map(len, each.pieces))
+            [(most, _)] = held.most_common(1)
+            self._drop(next(each for each in self._coming if each.client == most and any(each.pieces)))
 
     def _drop(self, coming: _Coming) -> None:
         if coming in self._coming:
@@ -79,7 +85,8 @@ class Bodies:
 class _Coming:
     """A body of which something is missing."""
 
-    def __init__(self) -> None:
+    def __init__(self, client: str) -> None:
+        self.client = client
         self.pieces: list[bytes] = []
 
 

@@ -29,7 +29,7 @@ MAX_REASON = 300  # characters of what is told about a grammar that is wrong
 LONG_WORD = re.compile(r"(\S{80})\S+")  # which is the client's own
 NUM_REMEMBERED = 4096  # grammars that need no further trial
 MAX_TRIALS = 4  # grammars that are tried side by side; less where there are fewer cores
-QUICK = 0.1  # s; what compiles in less need not wait for others
+QUICK = 0.02  # s; what compiles in less does not wait for what takes longer
 # CPU time that a guide and its copies may take together: for each token, and in all beyond that. Most grammars need
 # microseconds a token; ambiguous ones get ever slower.
 ALLOWANCE_A_TOKEN = 0.002  # s
@@ -92,15 +92,13 @@ class Grammars:
         self._known: OrderedDict[bytes, _Known] = OrderedDict()  # by digest, the latest one asked for last
         self._lock = threading.Lock()
 
-    def is_quick(self, spec: Spec) -> bool:
-        """Whether `compile` says at once what it says: the grammar is known, to be refused or to take no time.
-
-        Raises RequestError for what cannot be read.
-        """
-        if spec == JSON_OBJECT:
-            return True
-        known = self._recall(_digest(spec.grammar()))
-        return known is not None and known.seconds <= QUICK
+    def compile_if_quick(self, spec: Spec) -> GrammarGuide | None:
+        """As `compile`, where the grammar is known, to be refused or to take no time; else None."""
+        if spec != JSON_OBJECT:
+            known = self._recall(_digest(spec.grammar()))
+            if known is None or known.seconds > QUICK:
+                return None
+        return self.compile(spec)
 
     def compile(self, spec: Spec) -> GrammarGuide:
         """A guide for one request. Takes its time. Raises RequestError for what cannot be followed."""

@@ -6,9 +6,11 @@ import asyncio
 import base64
 import binascii
 import hmac
+from hashlib import blake2b
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, shown
@@ -18,6 +20,12 @@ from quire.server.sse import JsonBody
 OPEN_PATHS = frozenset({"/health"})  # what is answered without a key, and by any name
 KEY_STATE = "key"  # where a request's state holds the key that was shown
 BODY_TIMEOUT = 60.0  # seconds for a body to come
+
+
+def client_of(request: Request) -> str:
+    """Whose request it is, as far as this server knows: its key's digest, empty without keys."""
+    key = getattr(request.state, KEY_STATE, None)
+    return "" if key is None else blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 class Guard:

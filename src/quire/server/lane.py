@@ -48,7 +48,11 @@ class Lane:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._leave)
 
-        work = self._pool.submit(function)
+        try:
+            work = self._pool.submit(function)
+        except BaseException:  # no thread can be started, or the lane is closed
+            self._leave()
+            raise
         work.add_done_callback(done)
         return await asyncio.wrap_future(work)
 

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +24,7 @@ from quire.server.chat_template import ChatTemplate, special_tokens
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, deadline_passed, request_failed, shown
 from quire.server.grammar import Grammars, Spec, num_trials
-from quire.server.guard import KEY_STATE
+from quire.server.guard import client_of
 from quire.server.jobs import Generation, Job, Search
 from quire.server.lane import Lane
 from quire.server.protocol import EmbeddingRequest, Sampling
@@ -36,6 +35,7 @@ from quire.text import Detokenizer, RequestOutput, Tokenizer, make_requests
 T = TypeVar("T")
 MAX_LOGPROBS = 2**19  # in one request: a hundred bytes each, and as many in the answer
 MAX_GRAMMARS = 64  # of one client that wait to be compiled
+MAX_QUICK_GRAMMARS = 2  # that are read, or compiled in no time, at the same time
 MAX_LONG_TEXTS = 2  # that are taken apart at the same time
 MAX_TEMPLATES = 2  # that are rendered at the same time
 LONG_TEXT = 4096  # characters or tokens above which a text is taken apart on another thread
@@ -95,12 +95,14 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     grammars: Grammars | None = None  # made at first use
     compilers: Lane = field(init=False)  # of grammars that are new, or known to take long
+    _quick_grammars: Lane = field(init=False)  # reads them all, and compiles what is known to take no time
     _texts: Lane = field(init=False)
     _templates: Lane = field(init=False)
 
     def __post_init__(self) -> None:
         most = MAX_HELD_BODIES * self.config.max_body_size  # characters of one client that wait in each lane
         self.compilers = Lane("grammar", num_trials(), MAX_GRAMMARS)
+        self._quick_grammars = Lane("grammar", MAX_QUICK_GRAMMARS, MAX_GRAMMARS)
         self._texts = Lane("text", MAX_LONG_TEXTS, most)
         self._templates = Lane("template", MAX_TEMPLATES, most)
 
@@ -149,7 +151,7 @@ class Service:
     ) -> str:
         """The text of a conversation. Raises RequestError where the template refuses it."""
         size = sum(len(message["content"]) for message in messages)
-        return await self._templates.run(self.client(request), partial(template.render, messages, add_prompt), size)
+        return await self._templates.run(client_of(request), partial(template.render, messages, add_prompt), size)
 
     def check_text(self, text: str, name: str = "prompt") -> None:
         """Raise ApiError for a text that is too long whatever its tokens are, before anybody looks for them."""
@@ -168,7 +170,7 @@ class Service:
         """
         if size * copies <= LONG_TEXT:
             return function()
-        return await self._texts.run(self.client(request), function, size)
+        return await self._texts.run(client_of(request), function, size)
 
     def check_length(self, prompt: Prompt) -> int:
         """Tokens that there is room for behind a prompt. Raises ApiError if there is none."""
@@ -232,7 +234,7 @@ class Service:
         name = body.grammar_field()
         if name is None:
             return None
-        compiling = asyncio.create_task(self._compiled(self.client(request), body, name))
+        compiling = asyncio.create_task(self._compiled(client_of(request), body, name))
         try:
             async with told_of_disconnect(request.receive, lambda: _cancel(compiling)):
                 return await asyncio.wait_for(compiling, self.config.request_timeout)
@@ -254,18 +256,16 @@ class Service:
         elif form.json_schema is None:
             raise ApiError("response_format.json_schema is missing; it must hold the schema", param="response_format")
         else:  # on another thread, as the schema may be as large as a body
-            spec = await asyncio.to_thread(Spec.of_schema, form.json_schema.schema_)
+            spec = await self._quick_grammars.run(client, partial(Spec.of_schema, form.json_schema.schema_))
         if self.grammars is None:
             engine = self.worker.engine
             self.grammars = Grammars(self.tokenizer.json(), engine.vocab_size, engine.eos_token_ids)
-        compile = partial(self.grammars.compile, spec)
-        if await asyncio.to_thread(self.grammars.is_quick, spec):
-            return await asyncio.to_thread(compile)
-        return await self.compilers.run(client, compile)
+        guide = await self._quick_grammars.run(client, partial(self.grammars.compile_if_quick, spec))
+        return guide or await self.compilers.run(client, partial(self.grammars.compile, spec))
 
     def close(self) -> None:
         """End what runs beside the engine."""
-        for lane in (self.compilers, self._texts, self._templates):
+        for lane in (self.compilers, self._quick_grammars, self._texts, self._templates):
             lane.close()
         if self.grammars is not None:
             self.grammars.close()
@@ -297,14 +297,9 @@ class Service:
 
         return await self.take_apart(request, sum(len(prompt.tokens) for prompt in prompts), make, params.n)
 
-    def client(self, request: HttpRequest) -> str:
-        """Whose request it is, as far as this server knows: its key's digest, empty without keys."""
-        key = getattr(request.state, KEY_STATE, None)
-        return "" if key is None else blake2b(key.encode(), digest_size=16).hexdigest()
-
     def salt(self, request: HttpRequest, body: Sampling | EmbeddingRequest) -> str:
         """What separates this client's blocks from those of others: its key, and its own cache_salt."""
-        client = self.client(request)
+        client = client_of(request)
         return f"{client}:{body.cache_salt or ''}" if client or body.cache_salt else ""
 
     async def run(self, request: HttpRequest, job: Generation, grammar: str | None = None) -> list[RequestOutput]:

@@ -138,6 +138,7 @@ class TritonPlan(AttentionPlan):
         self.tables[: ids.numel()].copy_(ids.flatten())
         for nothing in (self.few, self.merges, self.many[made.numel() :], self.device_slots):
             nothing.fill_(-1)
+        self.rows_nonfinite.zero_()
         self.num_tokens, self.num_seqs, self.writable = num_tokens, num_seqs, False
         self.num_few, self.num_many, self.num_merges, self.num_parts = 0, len(made), 0, 0
         self.mixed = False, self._may_mix
