@@ -261,7 +261,9 @@ class Service:
             engine = self.worker.engine
             self.grammars = Grammars(self.tokenizer.json(), engine.vocab_size, engine.eos_token_ids)
         guide = await self._quick_grammars.run(client, partial(self.grammars.compile_if_quick, spec))
-        return guide or await self.compilers.run(client, partial(self.grammars.compile, spec))
+        if guide is not None:
+            return guide
+        return await self.compilers.run(client, partial(self.grammars.compile, spec))
 
     def close(self) -> None:
         """End what runs beside the engine."""
