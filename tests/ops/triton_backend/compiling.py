@@ -126,7 +126,11 @@ def other_kernels(chip: str) -> Iterator[Kernel]:
     kv_heads = {"BLOCK_SIZE": 16, "HEADS": 8, "D": 128, "DV": 128, "K_HEADS": 8, "K_DIMS": 128, "V_HEADS": 8}
     limits = {"bf16": 0.0} | ({"fp8e4nv": 448.0, "fp8e5": 57_344.0} if chip in ("sm90", "sm100") else {})
     for kv, limit in limits.items():
-        types = {**pointers("bf16", "k_new", "v_new"), **pointers(kv, "k", "v"), "slots": "i32"}
+        types = {
+            **pointers("bf16", "k_new", "v_new"),
+            **pointers(kv, "k", "v"),
+            **pointers("i32", "slots", "rows_nonfinite"),
+        }
         yield Kernel(f"write_rows {kv}", cache.write_rows, types, {**kv_heads, "V_DIMS": 128, "LIMIT": limit}, {})
     yield Kernel(
         "copy_part", cache.copy_part, {"cache": "i16", **pointers("i32", "sources", "targets")},
