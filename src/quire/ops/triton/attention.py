@@ -208,6 +208,13 @@ def _store(base, at, x, live, FIRST: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _report(reports, BLOCK_M: tl.constexpr):
+    """Where this program's rows are reported."""
+    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    return reports + (program * tl.num_programs(2) + tl.program_id(2)) * BLOCK_M + tl.arange(0, BLOCK_M)
+
+
+@triton.jit
 def attend(
     q, k, v, out, lse, part_mix, part_sums, items, rows, positions, sequences, tables, slopes, sinks, reports,
     scale, cap, window,
@@ -243,12 +250,8 @@ def attend(
     row = tl.arange(0, BLOCK_M)
     of_group = tl.program_id(2) * BLOCK_M + row % GROUP
     live = (row // GROUP < count) & (of_group < G)
-    report = reports
-    if reports is not None:
-        program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        report = reports + (program * tl.num_programs(2) + tl.program_id(2)) * BLOCK_M + row
     if FINITE:
-        reported = tl.load(report, mask=live & (count > 1), other=0)
+        reported = tl.load(_report(reports, BLOCK_M), mask=live & (count > 1), other=0)
         if tl.max(reported, 0) == 0:
             return
     entry = rows + first_row.to(tl.int64) * 2 + row // GROUP * 2
@@ -325,7 +328,9 @@ def attend(
         finite = tl.min(_is_finite(mix).to(tl.int32), 1)
         if V_TAIL:
             finite = tl.minimum(finite, tl.min(_is_finite(mix_tail).to(tl.int32), 1))
-        tl.store(report, (1 - finite).to(tl.int8), mask=live & (count > 1))  # else all rows see the same keys
+        tl.store(
+            _report(reports, BLOCK_M), (1 - finite).to(tl.int8), mask=live & (count > 1)
+        )  # else all rows see the same keys
 
 
 @triton.jit
