@@ -138,9 +138,8 @@ class Ops(Protocol):
     ) -> None:
         """Store each row's K and V at its slot of the plan; rows with slot -1 are skipped.
 
-        The caches of K and V may share memory only as those of a latent cache do: the rows of one begin with those of
-        the other. What is new must begin alike as well, which is not checked. Raises BadShape, BadDtype, BadStride or
-        BadValue, as all operators do.
+        K and V may share memory only as those of a latent cache do: the rows of one begin with those of the other, in
+        the cache and in what is new. Raises BadShape, BadDtype, BadStride or BadValue, as all operators do.
         """
 
     @overload

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from quire.ops import validate
 from quire.ops.backends import load
 from quire.ops.interface import PagedKV
 from quire.ops.plan import AttentionPlan, exclusive, plan_of
@@ -169,6 +170,9 @@ def _function(backend: str, name: str, device: str) -> Callable[..., Any]:
 
 
 def _write_kv(backend: str, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, plan: Tensor) -> None:
+    size = v_new.shape[-1]
+    if validate.begin_alike(k, v) and k_new.dtype == v_new.dtype and torch.equal(k_new[..., :size], v_new):
+        v_new = k_new[..., :size]  # of a latent cache: a compiler may have made a copy of what was this
     _function(backend, "write_kv", k.device.type)(k_new, v_new, PagedKV(k, v), plan_of(plan))
 
 

@@ -319,8 +319,7 @@ def check_write(
 ) -> None:
     """Check the arguments of write_kv. Raises BadValue on a read-only plan.
 
-    The caches of K and V may share memory as those of a latent cache do: each row of one begins with a row of the
-    other. The new rows have to begin alike as well, in whatever memory; that is not checked.
+    K and V may share memory as those of a latent cache do: one begins with the other, in the cache and in the new rows.
     """
     spec = plan.spec
     check_kv(kv, spec)
@@ -330,14 +329,14 @@ def check_write(
     check_tensor("k_new", k_new, (plan.num_tokens, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
     check_tensor("v_new", v_new, (plan.num_tokens, spec.num_kv_heads, spec.dim_v), spec.dtype, device)
     new = {"k_new": k_new, "v_new": v_new}
-    if _begin_alike(kv.k, kv.v):
+    if begin_alike(kv.k, kv.v) and begin_alike(k_new, v_new):
         check_written({"kv.k": kv.k}, new)
         check_written({"kv.v": kv.v}, new)
     else:
         check_written({"kv.k": kv.k, "kv.v": kv.v}, new)
 
 
-def _begin_alike(k: torch.Tensor, v: torch.Tensor) -> bool:
+def begin_alike(k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether each row of the one begins with the row of the other."""
     return k.data_ptr() == v.data_ptr() and used_strides(k)[:-1] == used_strides(v)[:-1]
 
