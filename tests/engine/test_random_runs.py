@@ -382,9 +382,12 @@ class GuessedRun(RandomRun):
         if self.items and self.rng.random() < self.abort_rate:
             self.abort(self.rng.choice(self.items).request, "with guesses")
         output = super().compute(plan)
-        for drawn in output.behind_guesses.values():
-            if self.rng.random() < 0.03:
-                drawn[self.rng.randrange(len(drawn))] = INVALID_TOKEN
+        for item in self.items:  # from a wrong guess on, what follows may overflow
+            drawn = output.behind_guesses[item.request.id]
+            expected = [output.tokens[item.request.id], *drawn]
+            wrong = [i for i in range(len(drawn)) if list(item.guesses[: i + 1]) != expected[: i + 1]]
+            if wrong and self.rng.random() < 0.1:
+                drawn[self.rng.choice(wrong)] = INVALID_TOKEN
         return output
 
     def step(self) -> list[Event]:
