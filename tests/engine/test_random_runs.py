@@ -388,6 +388,7 @@ class GuessedRun(RandomRun):
             wrong = [i for i in range(len(drawn)) if list(item.guesses[: i + 1]) != expected[: i + 1]]
             if wrong and self.rng.random() < 0.1:
                 drawn[self.rng.choice(wrong)] = INVALID_TOKEN
+                self.seen["overflowed"] += 1
         return output
 
     def step(self) -> list[Event]:
@@ -406,7 +407,6 @@ class GuessedRun(RandomRun):
         seen, guesses, reason = self.seen, list(item.guesses), events[-1].finish_reason if events else None
         tokens = [event.token for event in events if event.token is not None]
         if not tokens:
-            seen["overflowed"] += 1
             return
         num_right = len(tokens) - 1
         assert tokens[:-1] == guesses[:num_right]
