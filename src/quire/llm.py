@@ -252,7 +252,7 @@ class LLM:
 
     @deferred_interrupts()
     def _step(self) -> list[RequestOutput]:
-        """One step of the engine: the outputs that have grown, whoever asked for them.
+        """One step of the engine: the outputs that have grown, of this call and of others.
 
         An interrupt waits until they have: what is lost is only that they have grown.
         """

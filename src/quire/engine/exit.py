@@ -44,7 +44,7 @@ class StepGuard:
 
 
 def _renew() -> None:
-    """In a child that was forked: whoever held a lock there is no thread of it."""
+    """In a forked child: the threads that may have held a lock exist in the parent only."""
     _Entrance.lock = RLock()
     for guard in list(_guards):
         guard._lock = RLock()

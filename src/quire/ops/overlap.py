@@ -36,7 +36,7 @@ def apart(
     written: Iterable[Tensor],
     read: Iterable[Tensor],
 ) -> bool:
-    """Whether each of the one lies in another storage than each of the other; told without looking at elements."""
+    """Whether each of the one lies in another storage than each of the other. Does not look at elements."""
     theirs = [_storage(x) for x in read]
     return all(
         end <= other or other_end <= begin for begin, end in map(_storage, written) for other, other_end in theirs

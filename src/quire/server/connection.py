@@ -142,7 +142,7 @@ class Connection(HttpToolsProtocol):
     def _take_place(self) -> bool:
         """Close a connection on which nothing is asked, or whose request has been coming for longest.
 
-        A crowd of these must keep nobody out. False: all wait for answers.
+        A crowd of these must not keep others out. False: all wait for answers.
         """
         slow: list[Connection] = []
         for other in self.connections:

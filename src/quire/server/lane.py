@@ -34,7 +34,7 @@ class Lane:
         return sum(map(len, self._waiting.values()))
 
     async def run(self, client: str, function: Callable[[], T], weight: int = 1) -> T:
-        """What a function returns or raises. One that has begun keeps its thread even if nobody waits for it any more.
+        """What a function returns or raises. One that has begun keeps its thread even if no one waits for it any more.
 
         weight: of what is held while it waits. Raises ApiError (429) where too much of this client's waits already.
         """
