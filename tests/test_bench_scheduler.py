@@ -2,25 +2,21 @@
 
 import json
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
 from quire.bench import scheduler
 from quire.bench.scheduler import Load, Result, Run
-from quire.bench.split import PARTS, Timeline, _timed_linears, chrome_trace, recorded
+from quire.bench.split import PARTS, Timeline, chrome_trace, recorded
 from quire.bench.workloads import workload
 from quire.cli import app
-from quire.engine import engine as engine_room
-from quire.engine import runner as runner_room
 from quire.errors import ConfigError, QuireError, RequestError
-from quire.ops import gather
-from quire.text import OutputProcessor
-from tests.models.checkpoints import engine, save
+from quire.text import OutputProcessor, RequestOutput, make_requests
 
 SMALL = Load(prompt="Hello", num_requests=3, max_new_tokens=4)
 
@@ -155,34 +151,29 @@ def test_every_part_is_found(backend: str) -> None:
         assert calls.count("gather") == layers * steps
 
 
-def test_the_linears_of_experts_are_noted(tmp_path: Path) -> None:
-    save(tmp_path, "Mixtral")
-    decoder = engine(tmp_path).runner.model
-    timeline, layer = Timeline(), decoder.layers[0]
-    x = torch.randn(9, 48)
-    assert torch.equal(_timed_linears(layer, timeline).mlp(x), layer.mlp(x))
-    calls = [(span.name, span.part) for span in timeline.spans]
-    assert calls[0] == ("router", "linears")
-    assert {("mlp_in", "linears"), ("mlp_out", "linears")} == set(calls[1:])
-
-
 @pytest.mark.parametrize("backend", ["cpu", "gather"])
 def test_what_is_looked_at_does_the_same_and_is_left_as_it_was(backend: str) -> None:
     llm = LLM(num_blocks=16, attention_backend=backend)
-    watched = (llm.engine.runner, llm.decoder, llm.engine.scheduler, llm.engine, llm.backend, gather, engine_room,
-               runner_room)  # fmt: skip
+    engine, decoder = llm.engine, llm.decoder
+    watched = (engine, engine.runner, engine.scheduler, decoder, decoder.layers, llm.backend)
     before = [dict(vars(one)) for one in watched]
     greedy = SamplingParams(temperature=0.0)
     alone = llm.generate("Hello", greedy)[0].outputs[0].token_ids
-    with recorded(llm, OutputProcessor(llm.engine, llm.tokenizer)) as timeline:
-        assert llm.generate("Hello", greedy)[0].outputs[0].token_ids == alone
+    with recorded(llm) as (timed, timeline):
+        processor = OutputProcessor(timed, llm.tokenizer)
+        output, [request] = make_requests("0", None, llm.tokenizer.encode("Hello"), greedy)
+        ended: deque[RequestOutput] = deque()
+        processor.add(request, output, ended)
+        while timed.has_work:
+            list(processor.process(timed.step()))
+        assert ended[0].outputs[0].token_ids == alone
     number = len(timeline.spans)
-    assert number > 0
+    assert {"step", "plan", "run", "flatten", "commit", "lm_head"} < {span.name for span in timeline.spans}
     for one, was in zip(watched, before, strict=True):
         now = vars(one)
         assert now.keys() == was.keys()
         assert all(now[name] is value for name, value in was.items() if callable(value) or name == "layers")
-    llm.generate("Hello", greedy)
+    assert llm.generate("Hello", greedy)[0].outputs[0].token_ids == alone
     assert len(timeline.spans) == number
 
 

@@ -54,7 +54,7 @@ def runs_the_demo(wheel: Path, directory: Path) -> None:
 
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*pip, str(wheel)], check=True, env=environment, cwd=directory)
-    where, backend = run("-c", "import quire; print(quire.__file__); print(quire.ops.load().NAME)").split()
+    where, backend = run("-c", "import quire; print(quire.__file__); print(quire.ops.load().name)").split()
     assert Path(where).is_relative_to(site)
     assert backend == "cpu"
     assert "tokens/s" in run(ROOT / "examples" / "demo.py")

@@ -1,6 +1,6 @@
 """Batch: a step's plan as tensors. The only thing that models and runners see of it.
 
-Letters as in `quire.ops.interface`; P is the number of prompt positions whose logprobs are asked for, E of prompts that
+Letters as in `quire.ops.spec`; P is the number of prompt positions whose logprobs are asked for, E of prompts that
 are embedded, K of entries in a sparse list, W of bytes with a bit for each token. All tensors lie on the host; those of
 T and S entries are views of buffers that the next step overwrites. What a model reads as tensors of its device, token
 ids and positions, the runner sends there.

@@ -50,9 +50,9 @@ class LLM:
         config = engine_config(model=model, **options)
         self.config: EngineConfig = replace(config, device=check_device(config.device))
         self.directory = locate(self.config.model)
-        self.backend: ops.Ops = ops.load(self.config.attention_backend, self.config.device)
-        if self.config.reproducible and not self.backend.LIMITS.reproducible:  # before weights are read
-            raise Unsupported(f"attention backend {self.backend.NAME!r} does not give the same bits in every batch")
+        self.backend: ops.Backend = ops.load(self.config.attention_backend, self.config.device)
+        if self.config.reproducible and not self.backend.limits.reproducible:  # before weights are read
+            raise Unsupported(f"attention backend {self.backend.name!r} does not give the same bits in every batch")
         self.decoder = load_model(self.directory, self.config, self.backend)
         self.tokenizer: Tokenizer | None = find_tokenizer(self.directory)
         self.engine: Engine = build_engine(self.decoder, self.backend, self.config)

@@ -16,9 +16,10 @@ from quire.engine import engine as engine_module
 from quire.engine.engine import FIXED_RESERVE, LOGIT_BYTES, Engine, build_engine, working_memory
 from quire.errors import ConfigError, Unsupported
 from quire.models import EMBEDDED, load_model
-from quire.models.experts import ExpertsConfig
+from quire.models.decoder_config import ExpertsConfig
 from quire.models.families import llama
 from quire.ops.cpu import native
+from quire.ops.cpu.executor import NativeExecutor
 from tests.models.checkpoints import engine, save
 
 GIB = 2**30
@@ -54,7 +55,9 @@ def on_gpu(
     monkeypatch.setattr(engine_module, "Runner", lambda *given: SimpleNamespace(kind="eager", specs=given[3]))
     monkeypatch.setattr(engine_module, "CudaCapture", lambda device: device)
     monkeypatch.setattr(engine_module, "GraphRunner", lambda eager, *given: SimpleNamespace(kind="graphs", eager=eager))
-    return build_engine(model, SimpleNamespace(NAME=backend), engine_config(device="cuda", **options))  # type: ignore[arg-type]
+    return build_engine(
+        model, SimpleNamespace(name=backend, graphable=backend == "triton"), engine_config(device="cuda", **options)
+    )  # type: ignore[arg-type]
 
 
 def test_the_cache_leaves_room_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +84,8 @@ def test_a_cpu_keeps_room_for_a_step_too(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(engine_module, "free_memory", lambda device="cpu": reserve - 1)
     with pytest.raises(ConfigError, match="are kept for activations and logits; a smaller max_num_batched_tokens"):
         build_engine(model, ops.load(), engine_config(**options))
-    if model.native_layers is not None:
-        program, size = model.native_layers._program, llama_dtype().itemsize
+    if isinstance(model.layers, NativeExecutor):
+        program, size = model.layers, llama_dtype().itemsize
         a_row = (2 * model.config.hidden_size + program._own_width) * size + program._copied_lanes * 4
         assert 512 * a_row < reserve - 256 * model.config.vocab_size * LOGIT_BYTES
 
@@ -122,7 +125,7 @@ def test_experts_take_memory_too() -> None:
 def test_what_experts_compute_in_is_counted(tmp_path: Path, kind: str, dtype: str) -> None:
     save(tmp_path, kind)
     model = engine(tmp_path, dtype=dtype).runner.model
-    program, size = model.native_layers._program, model.dtype.itemsize
+    program, size = model.layers, model.dtype.itemsize
     program._experts.reserve(1)
     room = sum(tensor.nbytes for tensor in program._experts._tensors)
     a_row = (2 * model.config.hidden_size + program._own_width) * size + program._copied_lanes * 4 + room

@@ -125,7 +125,7 @@ def shuffled(requests: list[Request]) -> list[Request]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_bits_of_a_request(tmp_path: Path, shape: str, dtype: str) -> None:
-    assert ops.load().NAME == "cpu"
+    assert ops.load().name == "cpu"
     kind, changes = SHAPES[shape]
     save(tmp_path, kind, vocab_size=VOCABULARY, **changes)
     torch.set_num_threads(1)

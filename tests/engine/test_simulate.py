@@ -20,8 +20,7 @@ from quire.engine.simulate import Histogram, Simulation, _written
 from quire.engine.trace import TraceRow, poisson, write_trace
 from quire.errors import BadValue, ConfigError
 from quire.models import EMBEDDED, read_config
-from quire.models.decoder import weight_shapes
-from quire.models.experts import ExpertsConfig
+from quire.models.decoder_config import ExpertsConfig, weight_shapes
 from quire.models.model import Model, ModelShape
 from quire.request import FinishReason, Group, Request
 

@@ -28,7 +28,8 @@ from quire.engine.runner import Runner
 from quire.engine.sampler import sample
 from quire.engine.transfer import send, staging, views
 from quire.models import FAMILIES
-from quire.models.decoder import Decoder, weight_shapes
+from quire.models.decoder import Decoder
+from quire.models.decoder_config import weight_shapes
 from quire.ops import AttentionSpec
 from quire.request import Request, SamplingParams
 from tests.models.checkpoints import save

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quire.models.experts import Experts, ExpertsConfig, Mlp
+from quire.ops.cpu.program import Program
 from torch import Tensor
 
 from quire.errors import BadShape, BadValue, ModelError
-from quire.models.experts import Experts, ExpertsConfig, Mlp
-from quire.models.linear import LinearFactory, PlainLinear
 from quire.ops import load, unavailable
 from quire.ops.cpu import native
 from quire.ops.cpu.experts import ExpertLinears
 from quire.ops.cpu.linear import Packer
-from quire.ops.cpu.program import Program
+from quire.ops.linear import LinearFactory, PlainLinear
 from tests.ops.conftest import OTHER_ISAS, use_library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -7,8 +7,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-
-from quire.models import linear
 from quire.models.embedding import PlainEmbedding
 from quire.models.linear import (
     LinearFactory,
@@ -19,6 +17,8 @@ from quire.models.linear import (
     TwoLinears,
     rows_are_independent,
 )
+
+from quire.models import linear
 from quire.ops.cpu import native
 from quire.ops.cpu.linear import PackedLinear
 

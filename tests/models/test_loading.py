@@ -21,7 +21,7 @@ from quire import LLM, SamplingParams
 from quire.config import engine_config
 from quire.errors import ConfigError, ModelError
 from quire.models import load_model, locate, read_config
-from quire.models.decoder import weight_shapes
+from quire.models.decoder_config import weight_shapes
 from quire.models.rope import rope_table
 from quire.ops import load
 from quire.ops.cpu import native

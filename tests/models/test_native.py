@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 import torch
 
 from quire.errors import BadDtype, BadShape, BadStride, BadValue
-from quire.ops import AttentionSpec, cpu
+from quire.models.decoder import Decoder
+from quire.ops import AttentionSpec, PagedKV, load
 from quire.ops.cpu import native
-from quire.ops.cpu.program import Program
+from quire.ops.cpu.executor import NativeExecutor
+from quire.ops.eager import EagerExecutor
+from quire.ops.program import (
+    Add,
+    Attend,
+    Gelu,
+    Keep,
+    Multiply,
+    Operator,
+    Place,
+    Program,
+    Rotate,
+    Scale,
+    Write,
+)
 from tests.models.checkpoints import engine, probed_logits, save
 from tests.models.test_families import VARIANTS
 from tests.ops.conftest import OTHER_ISAS, use_library
@@ -26,6 +41,11 @@ PROMPTS = [list(range(2, 2 + n)) for n in (1, 16, 17, 50)]
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best instruction set, or the one that a test asks for."""
     use_library(request, monkeypatch, getattr(request, "param", None))
+
+
+def run_one_by_one(model: Decoder) -> None:
+    """Let the model's operators be called one by one."""
+    model.layers = EagerExecutor(model.backend, model.layers.program)
 
 
 CASES = [
@@ -47,9 +67,9 @@ def test_every_bit_is_that_of_the_operators_one_by_one(tmp_path: Path, kind: str
     found = []
     for one_by_one in (False, True):
         made = engine(tmp_path, block_size=4, num_blocks=100, max_num_batched_tokens=24)
-        assert made.runner.model.native_layers is not None
+        assert isinstance(made.runner.model.layers, NativeExecutor)
         if one_by_one:
-            made.runner.model.native_layers = None
+            run_one_by_one(made.runner.model)
         found.append(probed_logits(made, PROMPTS, max_tokens=12))
     (once, tokens), (again, same_tokens) = found
     assert {"prefill", "decode"} in once.steps
@@ -72,25 +92,50 @@ def test_another_cache_is_found(tmp_path: Path) -> None:
 
 
 def test_what_each_operator_took(tmp_path: Path) -> None:
+    """By the native executor and by the eager one: the same operators, in order."""
     save(tmp_path, "Gemma2")
-    made = engine(tmp_path)
-    layers = made.runner.model.native_layers
-    seconds = torch.full((len(layers.kinds),), -1.0, dtype=torch.float64)
-    run = layers._program.run
-    layers._program.run = lambda *args: run(*args[:5], seconds)  # type: ignore[method-assign]
-    probed_logits(made, PROMPTS, max_tokens=1)
-    assert layers.kinds[:4] == ["norm", "linear", "rope", "write"]
-    assert {"attention", "gelu", "multiply"} < set(layers.kinds)
-    assert (seconds >= 0).all()
+    seen: list[list[str]] = []
+    for one_by_one in (False, True):
+        made = engine(tmp_path)
+        if one_by_one:
+            run_one_by_one(made.runner.model)
+        calls: list[tuple[str, float, float]] = []
+        made.runner.model.layers.observer = lambda *call, calls=calls: calls.append(call)
+        probed_logits(made, PROMPTS[:1], max_tokens=1)
+        kinds = [kind for kind, _, _ in calls]
+        assert kinds[:4] == ["norm", "linear", "rope", "write"]
+        assert {"attention", "gelu", "multiply"} < set(kinds)
+        assert all(seconds >= 0 for _, _, seconds in calls)
+        assert all(now[1] <= after[1] for now, after in pairwise(calls))
+        seen.append(kinds)
+    assert seen[0] == seen[1]
+
+
+# ------------------------------------------------------------------------------------------ programs by hand
+
+
+class NoCaches:
+    """For programs without attention."""
+
+    def layer(self, index: int) -> PagedKV:
+        raise AssertionError(f"layer {index} was asked for")
+
+
+def executor(
+    operators: list[Operator], widths: dict[str, int], result: str, dtype: torch.dtype = torch.float32
+) -> NativeExecutor:
+    """Of a program whose input is the first buffer."""
+    names = list(widths)
+    first, last = (Place(name, 0, widths[name]) for name in (names[0], result))
+    return NativeExecutor(Program(dtype, first, last, widths, operators))
 
 
 def test_a_position_beyond_the_table_is_refused() -> None:
-    program = Program(torch.float32, {"first": 8, "second": 4})
-    program.rope(("first", 0), ("first", 4), torch.ones(5, 2), torch.zeros(5, 2), (1, 1), 4)
-    x, out = torch.ones(2, 8), torch.empty(2, 4)
-    program.run(x, out, torch.tensor([0, 4]), [])
+    tables = torch.ones(5, 2), torch.zeros(5, 2)
+    run = executor([Rotate(Place("x", 0, 4), Place("x", 4, 4), *tables, 4)], {"x": 8}, "x")
+    run(torch.ones(2, 8), torch.tensor([0, 4]), NoCaches(), [])
     with pytest.raises(BadValue, match="0 to 5"):
-        program.run(x, out, torch.tensor([5, 0]), [])
+        run(torch.ones(2, 8), torch.tensor([5, 0]), NoCaches(), [])
 
 
 def test_a_plan_of_other_tokens_is_refused(tmp_path: Path) -> None:
@@ -100,85 +145,104 @@ def test_a_plan_of_other_tokens_is_refused(tmp_path: Path) -> None:
     model = made.runner.model.model
     hidden, positions = torch.zeros(2, 48), torch.arange(2)
     with pytest.raises(BadValue, match="for 1 tokens, the program for 2"):
-        model.native_layers(hidden, positions, made.runner.cache, made.runner.plans, None)
+        model.layers(hidden, positions, made.runner.cache, made.runner.plans)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_and_multiples(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["native", "eager"])
+def test_sums_and_multiples(kind: str, dtype: torch.dtype) -> None:
     """Of a part of a buffer's columns; 33 are more than a vector's lanes and no multiple of them."""
-    program = Program(dtype, {"first": 40, "second": 35})
-    program.scale(("first", 3), ("first", 3), 33, 0.22)
-    program.add(("first", 3), ("second", 1), 33)
-    generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randn(5, width, generator=generator).to(dtype) for width in (40, 35))
-    scaled, total = first.clone(), second.clone()
-    scaled[:, 3:36] *= 0.22
-    total[:, 1:34] += scaled[:, 3:36]
-    program.run(first, second, torch.arange(5), [])
-    assert torch.equal(first, scaled)
-    assert torch.equal(second, total)
+    part, other = Place("x", 3, 33), Place("x", 41, 33)
+    operators = [Scale(part, 0.22), Add(part, other), Multiply(other, part)]
+    program = Program(dtype, Place("x", 0, 75), Place("x", 0, 75), {"x": 75}, operators)
+    run = NativeExecutor(program) if kind == "native" else EagerExecutor(load("cpu"), program)
+    x = torch.randn(5, 75, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = x.clone()
+    expected[:, 3:36] *= 0.22
+    expected[:, 41:74] += expected[:, 3:36]
+    expected[:, 3:36] *= expected[:, 41:74]
+    assert torch.equal(run(x, torch.arange(5), NoCaches(), []), expected)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
-        ("first", torch.zeros(2, 7), BadShape),
-        ("first", torch.zeros(2, 16)[:, ::2], BadStride),
-        ("first", torch.zeros(4, 8)[::2], BadStride),
-        ("first", torch.zeros(2, 8, device="meta"), BadValue),
-        ("second", torch.zeros(1, 4), BadShape),
-        ("second", torch.zeros(2, 4).half(), BadDtype),
+        ("x", torch.zeros(2, 7), BadShape),
+        ("x", torch.zeros(2, 16)[:, ::2], BadStride),
+        ("x", torch.zeros(4, 8)[::2], BadStride),
+        ("x", torch.zeros(2, 8, device="meta"), BadValue),
+        ("x", torch.zeros(2, 8).half(), BadDtype),
         ("positions", torch.zeros(1, dtype=torch.int64), BadShape),
         ("positions", torch.zeros(2, dtype=torch.int32), BadDtype),
-        ("kept", torch.zeros(1, dtype=torch.int32), BadDtype),
-        ("kept", torch.zeros(1, 1, dtype=torch.int64), BadShape),
-        ("seconds", torch.zeros(2, dtype=torch.float64), BadShape),
+        ("rows", torch.zeros(1, dtype=torch.int32), BadDtype),
+        ("rows", torch.zeros(1, 1, dtype=torch.int64), BadShape),
     ],
 )
 def test_tensors_that_are_not_as_a_program_takes_them(name: str, value: torch.Tensor, error: type[Exception]) -> None:
-    program = Program(torch.float32, {"first": 8, "second": 4})
-    program.add(("first", 0), ("second", 0), 4)
-    given = {"first": torch.ones(2, 8), "second": torch.ones(2, 4), "positions": torch.arange(2), "plans": []}
-    program.run(**given, seconds=torch.zeros(1, dtype=torch.float64))
+    run = executor([Add(Place("x", 0, 4), Place("x", 4, 4))], {"x": 8}, "x")
+    given = {"x": torch.ones(2, 8), "positions": torch.arange(2), "caches": NoCaches(), "plans": []}
+    run(**given)
     with pytest.raises(error, match=f"^{name} "):
-        program.run(**{**given, name: value})
+        run(**{**given, name: value})
 
 
-def test_a_program_without_its_caches_is_refused() -> None:
-    program = Program(torch.float32, {"first": 12, "second": 4})
-    program.attention(("first", 0), ("first", 4), ("first", 8), ("second", 0), 0, 1.0, None, None)
-    given = torch.ones(1, 12), torch.ones(1, 4), torch.zeros(1, dtype=torch.int64)
+def test_a_program_without_its_plans_is_refused() -> None:
+    q, k, v = (Place("x", first, 4) for first in (0, 4, 8))
+    operators = [Write(k, v, 0, 0, 4), Attend(q, Place("y", 0, 4), 0, 0, 4, 1.0, None, None)]
+    run = executor(operators, {"x": 12, "y": 4}, "y")
+    given = torch.ones(1, 12), torch.zeros(1, dtype=torch.int64), NoCaches()
     with pytest.raises(BadValue, match="given are 0 plans; the program has 1 cache groups"):
-        program.run(*given, [])
+        run(*given, [])
     spec = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=4, block_size=1, num_blocks=1, dtype=torch.float32)
-    plan = cpu.plan(spec, torch.tensor([0, 1]), torch.tensor([1]), torch.tensor([[0]]), torch.tensor([0]))
-    with pytest.raises(BadValue, match="1 layers of attention; bind their caches first"):
-        program.run(*given, [plan])
+    for backend, match in (("reference", "a plan is a AttentionPlan"), ("cpu", "update it with slots")):
+        plan = load(backend).plan(spec, torch.tensor([0, 1]), torch.tensor([1]), torch.tensor([[0]]))
+        with pytest.raises(BadValue, match=match):
+            run(*given, [plan])
 
 
 def test_rows_out_of_order_are_refused() -> None:
-    program = Program(torch.float32, {"first": 8, "second": 8})
-    program.keep(("first", 0), ("second", 0))
+    run = executor([Keep((Place("x", 0, 8), Place("x", 0, 8)))], {"x": 8}, "x")
     for rows in ([1, 0], [0, 0], [-1, 2], [0, 3]):
         with pytest.raises(BadValue, match=r"rows to keep are .*; they must ascend within 0..2"):
-            program.run(torch.ones(3, 8), torch.ones(3, 8), torch.arange(3), [], torch.tensor(rows))
-    x, y = torch.arange(24.0).view(3, 8), -torch.arange(24.0).view(3, 8)
-    program.run(x, y, torch.arange(3), [], torch.tensor([1, 2]))
-    assert torch.equal(x[:2], torch.arange(24.0).view(3, 8)[1:])
-    assert torch.equal(y[:2], -x[:2])
-    program.run(x, y, torch.arange(3), [], torch.tensor([], dtype=torch.int64))  # none, which is not all
+            run(torch.ones(3, 8), torch.arange(3), NoCaches(), [], torch.tensor(rows))
+
+
+@pytest.mark.parametrize("kind", ["native", "eager"])
+def test_rows_that_are_kept(kind: str) -> None:
+    x, y = Place("x", 0, 8), Place("y", 0, 8)
+    copy = Gelu(x, y, "tanh")
+    program = Program(torch.float32, x, x, {"x": 8, "y": 8}, [copy, Keep((x, y)), Multiply(y, x)])
+    run = NativeExecutor(program) if kind == "native" else EagerExecutor(load("cpu"), program)
+    given = torch.randn(3, 8)
+    expected = given * load("cpu").gelu(given, "tanh")
+    for rows in ([0, 1, 2], [1, 2], [0], []):  # none is not all
+        found = run(given.clone(), torch.arange(3), NoCaches(), [], torch.tensor(rows, dtype=torch.int64))
+        assert torch.equal(found, expected[rows])
+    assert torch.equal(run(given.clone(), torch.arange(3), NoCaches(), []), expected)
 
 
 def test_a_program_has_only_so_many_buffers() -> None:
     with pytest.raises(BadValue, match="13 buffers"):
-        Program(torch.float32, {str(i): 1 for i in range(13)})
+        executor([], {str(i): 1 for i in range(13)}, "0")
+
+
+def test_input_and_output_are_whole_buffers() -> None:
+    with pytest.raises(BadValue, match="is not the whole buffer, whose width is 8"):
+        Program(torch.float32, Place("x", 0, 8), Place("x", 4, 4), {"x": 8}, [])
 
 
 def test_a_plan_for_other_heads_is_refused(tmp_path: Path) -> None:
     save(tmp_path)
     model, other = engine(tmp_path).runner.model, engine(tmp_path, dtype="bfloat16").runner
-    with pytest.raises(BadValue, match=r"a plan is for .*bfloat16.*; the model has .*float32"):
-        model.native_layers(torch.zeros(1, 48), torch.arange(1), other.cache, other.plans, None)
+    probed_logits(engine(tmp_path), PROMPTS[:1], max_tokens=1)
+    batch_of_one = torch.tensor([0, 1]), torch.tensor([1]), torch.tensor([[0]]), torch.tensor([0])
+    for plan in other.plans:
+        plan.update(*batch_of_one)
+    with pytest.raises(BadValue, match=r"a plan is for .*bfloat16.*; the program has .*float32"):
+        model.layers(torch.zeros(1, 48), torch.arange(1), other.cache, other.plans)
+
+
+# ------------------------------------------------------------------------------------------ whole models
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

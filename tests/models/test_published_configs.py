@@ -9,8 +9,7 @@ import torch
 
 from quire.errors import ModelError
 from quire.models import read_config
-from quire.models.decoder import DecoderConfig
-from quire.models.experts import ExpertsConfig
+from quire.models.decoder_config import DecoderConfig, ExpertsConfig
 
 SMOLLM = """{"_name_or_path": "HuggingFaceTB/cosmo2-tokenizer", "architectures": ["LlamaForCausalLM"],
 "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "silu",

@@ -321,7 +321,7 @@ class Step:
 
     # ------------------------------------------------------------------------------------------------- running
 
-    def write(self, backend: ops.Ops) -> ops.AttentionPlan:
+    def write(self, backend: ops.Backend) -> ops.AttentionPlan:
         """Fill the cache, through write_kv as far as the case says, and return the plan of this step."""
         metadata = (self.query_starts, self.context_lens, self.block_tables)
         new = [max(0, n - rows) for rows, n in zip(self.case.query_lens, self.case.context_lens, strict=True)]
@@ -335,7 +335,7 @@ class Step:
         backend.write_kv(self.k_new, self.v_new, self.kv, plan)
         return plan
 
-    def _write_tokens(self, backend: ops.Ops, counts: list[int]) -> None:
+    def _write_tokens(self, backend: ops.Backend, counts: list[int]) -> None:
         """Write the first counts[s] tokens of each sequence, in random order, by a plan that serves nothing else."""
         order = torch.randperm(sum(counts), generator=self._gen)
         k, v, slots = (
@@ -365,7 +365,9 @@ class Step:
             same = got.view(torch.uint8) == want.view(torch.uint8)
             assert same.all(), f"write_kv left wrong bytes in the cache, the first at {_first(~same)} of the storage"
 
-    def attend(self, backend: ops.Ops, plan: ops.AttentionPlan, **overrides: object) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        self, backend: ops.Backend, plan: ops.AttentionPlan, **overrides: object
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention as the case asks for it: out, and the LSE if asked for."""
         case = self.case
         out = None
@@ -408,7 +410,7 @@ class Step:
             )
         return dense.concat(parts)
 
-    def check(self, backend: ops.Ops) -> None:
+    def check(self, backend: ops.Backend) -> None:
         """Write, attend and compare."""
         plan = self.write(backend)
         self.check_cache()
@@ -417,13 +419,13 @@ class Step:
         self.check_cache()
 
 
-def half_dtype(backend: ops.Ops) -> torch.dtype:
+def half_dtype(backend: ops.Backend) -> torch.dtype:
     """The narrowest dtype that the backend serves with a cache of the same: fp16 or bf16 where it can."""
     halves = (torch.float16, torch.bfloat16, torch.float32)
-    return next(dtype for dtype in halves if dtype in backend.LIMITS.kv_dtypes.get(dtype, ()))
+    return next(dtype for dtype in halves if dtype in backend.limits.kv_dtypes.get(dtype, ()))
 
 
-def check(backend: ops.Ops, case: Case, device: str) -> None:
+def check(backend: ops.Backend, case: Case, device: str) -> None:
     """Run a case; whatever goes wrong names it."""
     with naming(case):
         Step(case, device).check(backend)

@@ -40,7 +40,7 @@ def use_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(native, "default", lambda: library)
 
 
-def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Ops:
+def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Backend:
     """The backend of that name; one that cannot run on this machine is skipped, with its own reason."""
     name, _, isa = request.param.partition(" on ")
     reasons = [ops.unavailable(name, device) for device in DEVICES]
@@ -51,12 +51,12 @@ def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> o
 
 
 @pytest.fixture(params=[*(name for name in ops.BACKENDS if name != "cpu"), *NATIVE])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Ops:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Backend:
     """Every backend in turn."""
     return choose(request, monkeypatch)
 
 
 @pytest.fixture
-def device(backend: ops.Ops) -> str:
+def device(backend: ops.Backend) -> str:
     """The device of that backend's tensors: the first one here that it serves."""
     return next(device for device in DEVICES if backend.unavailable(device) is None)

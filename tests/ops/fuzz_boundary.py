@@ -21,8 +21,8 @@ from torch import Tensor
 
 from quire import ops
 from quire.errors import QuireError, Unsupported
-from quire.ops import reference
 from quire.ops.cpu import native
+from quire.ops.reference import BACKEND as REFERENCE
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ODD_DTYPES = (torch.float64, torch.int32, torch.int64, torch.bool, torch.float8_e4m3fn)
@@ -133,7 +133,7 @@ class Call:
     """A call: its operator's name, what runs it, and the memory that it may write to."""
 
     name: str
-    run: Callable[[ops.Ops], Any]
+    run: Callable[[ops.Backend], Any]
     memory: Memory
     seen: list[object] = field(default_factory=list)  # arguments, to be shown
 
@@ -319,7 +319,7 @@ def _write_kv(m: Memory) -> Call:
     latent = m.some(0.1) and k.dim() == 3
     v = k[..., : spec.dim_v] if latent else m.floats((*shape, spec.dim_v), spec.dtype)
 
-    def run(backend: ops.Ops) -> None:
+    def run(backend: ops.Backend) -> None:
         backend.write_kv(k, v, kv, backend.plan(spec, *metadata, slots))
 
     return Call("write_kv", run, m, [spec, *metadata, slots, k, v, kv.k, kv.v])
@@ -345,7 +345,7 @@ def _attention(m: Memory) -> Call:
     if m.some(0.3):
         options["return_lse"] = True
 
-    def run(backend: ops.Ops) -> object:
+    def run(backend: ops.Backend) -> object:
         return backend.attention(q, kv, backend.plan(spec, *metadata), **options)
 
     return Call("attention", run, m, [spec, *metadata, q, kv.k, kv.v, *options, *options.values()])
@@ -357,7 +357,7 @@ def _make_plan(m: Memory) -> Call:
     if m.some(0.3):
         room[m.rng.randrange(3)] = m.rng.choice((-1, 2**31, 2**63, 2**70, 1.0, True, "3", None))
 
-    def run(backend: ops.Ops) -> tuple[Tensor, ...]:
+    def run(backend: ops.Backend) -> tuple[Tensor, ...]:
         plan = backend.make_plan(spec, *room)
         plan.update(*metadata, slots)
         t, s = plan.num_tokens, plan.num_seqs
@@ -395,11 +395,11 @@ def draw(seed: int) -> Call:
 # ------------------------------------------------------------------------------------------------ the comparison
 
 
-def check(seed: int, backend: ops.Ops) -> str:
+def check(seed: int, backend: ops.Backend) -> str:
     """Run the call on both, and say how it ended: "result", or the error's name. AssertionError where they differ."""
     theirs, ours = draw(seed), draw(seed)
     before = [x.clone() for x in ours.memory.storages]
-    expected, got = _outcome(theirs, reference), _outcome(ours, backend)
+    expected, got = _outcome(theirs, REFERENCE), _outcome(ours, backend)
     where = f"call {seed}: {ours}"
     if isinstance(got, Unsupported) and (
         any(x.dtype not in FLOATS or not x.is_cpu for x in ours.tensors()) or "device='meta'" in str(ours)
@@ -420,7 +420,7 @@ def check(seed: int, backend: ops.Ops) -> str:
     return "result"
 
 
-def _outcome(call: Call, backend: ops.Ops) -> object:
+def _outcome(call: Call, backend: ops.Backend) -> object:
     try:
         return call.run(backend)
     except Exception as error:

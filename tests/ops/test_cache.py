@@ -10,7 +10,7 @@ from quire.errors import BadDtype, BadShape, BadStride, BadValue
 from tests.ops.cases import LAYOUTS, Case, Step
 
 
-def one_row_plan(backend: ops.Ops, step: Step, slots: list[int]) -> ops.AttentionPlan:
+def one_row_plan(backend: ops.Backend, step: Step, slots: list[int]) -> ops.AttentionPlan:
     """A plan that only writes: one row a slot, of a sequence that holds nothing."""
     starts, none = torch.tensor([0, len(slots)]), torch.zeros(1, dtype=torch.int64)
     return backend.plan(step.spec, starts, none, torch.zeros(1, 0, dtype=torch.int64), torch.tensor(slots))
@@ -52,7 +52,7 @@ def test_rounding_into_the_cache(backend, device):
 
     In fp8, what is too large becomes the largest number instead.
     """
-    for dtype, served in backend.LIMITS.kv_dtypes.items():
+    for dtype, served in backend.limits.kv_dtypes.items():
         for kv_dtype in served:
             eps = torch.finfo(kv_dtype).eps
             values = [
@@ -80,8 +80,8 @@ def test_rounding_into_the_cache(backend, device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("src", "dst"), [([0], [3]), ([1, 1, 4], [0, 5, 2]), ([3, 2], [1, 4]), ([], [])])
 def test_copy_blocks(backend, device, layout, src, dst):
-    for dtype in {kv for served in backend.LIMITS.kv_dtypes.values() for kv in served}:
-        query = next(d for d, served in backend.LIMITS.kv_dtypes.items() if dtype in served)
+    for dtype in {kv for served in backend.limits.kv_dtypes.values() for kv in served}:
+        query = next(d for d, served in backend.limits.kv_dtypes.items() if dtype in served)
         case = Case(
             query_lens=(1,), context_lens=(30,), layout=layout, head_dim=5, head_dim_v=9, dtype=query, kv_dtype=dtype
         )
@@ -136,7 +136,7 @@ def test_copy_blocks_refuses_what_is_no_cache(backend, device):
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_rows_that_are_not_finite_are_marked(backend, device, value):
     """In K or in V, in any head and dimension, of any layer since the last update; rows that are skipped are not."""
-    for dtype in backend.LIMITS.kv_dtypes:
+    for dtype in backend.limits.kv_dtypes:
         step = Step(Case(query_lens=(6,), context_lens=(6,), dtype=dtype, head_dim=19, head_dim_v=33), device)
         plan = one_row_plan(backend, step, [8, 9, -1, 10, 11, 12])
         for new in (step.k_new, step.v_new):
@@ -156,7 +156,7 @@ def test_rows_that_are_not_finite_are_marked(backend, device, value):
 
 def test_what_overflows_in_the_cache_is_marked(backend, device):
     """The cache's dtype may hold less than that of the rows; fp8 keeps the largest number instead."""
-    for dtype, served in backend.LIMITS.kv_dtypes.items():
+    for dtype, served in backend.limits.kv_dtypes.items():
         for kv_dtype in served:
             step = Step(Case(query_lens=(2,), context_lens=(2,), dtype=dtype, kv_dtype=kv_dtype), device)
             rows = torch.zeros_like(step.k_new)

@@ -30,7 +30,7 @@ class Tree:
     causal: bool = True
 
     def build(
-        self, backend: ops.Ops, device: str
+        self, backend: ops.Backend, device: str
     ) -> tuple[Tensor, list[ops.CascadeLevel], list[tuple[Tensor, Tensor]]]:
         """q, the levels, and for each sequence its keys and values one after the other."""
         gen = torch.Generator().manual_seed(11)
@@ -71,10 +71,10 @@ class Tree:
             levels.append(ops.CascadeLevel(ops.PagedKV(k.to(device), v.to(device)), plan))
         return q.to(device), levels, [(torch.cat(k), torch.cat(v)) for k, v in whole]
 
-    def check(self, backend: ops.Ops, device: str, **options: object) -> None:
+    def check(self, backend: ops.Backend, device: str, **options: object) -> None:
         q, levels, whole = self.build(backend, device)
         lse = None
-        out = ops.cascade_attention(q, levels, backend=backend.NAME, return_lse="sinks" not in options, **options)
+        out = ops.cascade_attention(q, levels, backend=backend.name, return_lse="sinks" not in options, **options)
         if "sinks" not in options:
             out, lse = out
         parts = []
@@ -129,7 +129,7 @@ def test_any_heads(backend, device, num_kv_heads, group_size, head_dim):
 def test_levels_equal_a_flat_plan_over_shared_blocks(backend, device):
     """The same keys as two levels, and as one table a sequence that begins with the same blocks."""
     q, levels, whole = Tree([[0, 0, 0], [0, 1, 2]], [[64], [17, 1, 16]], [1, 1, 1], [16, 16]).build(backend, device)
-    given = ops.cascade_attention(q, levels, backend=backend.NAME)
+    given = ops.cascade_attention(q, levels, backend=backend.name)
     shared, own = levels
     k, v = (torch.cat([getattr(level.kv, name) for level in levels]) for name in "kv")
     offset = len(shared.kv.k)
@@ -142,7 +142,7 @@ def test_levels_equal_a_flat_plan_over_shared_blocks(backend, device):
     dense.check_close("out", given, flat, 1e-5)
 
 
-def levels_of(backend: ops.Ops, device: str, second: dict | None = None, first: dict | None = None) -> list:
+def levels_of(backend: ops.Backend, device: str, second: dict | None = None, first: dict | None = None) -> list:
     levels = []
     for depth, changes in enumerate((first or {}, second or {})):
         fields = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "block_size": 4, "num_blocks": 3}
@@ -171,25 +171,25 @@ def levels_of(backend: ops.Ops, device: str, second: dict | None = None, first: 
 def test_levels_that_do_not_fit_are_refused(backend, device, first, second, error, message):
     levels = levels_of(backend, device, second, first)
     with pytest.raises(error, match=message):
-        ops.cascade_attention(torch.zeros(2, 2, 8, device=device), levels, backend=backend.NAME)
+        ops.cascade_attention(torch.zeros(2, 2, 8, device=device), levels, backend=backend.name)
 
 
 def test_what_else_is_refused(backend, device):
     q = torch.zeros(2, 2, 8, device=device)
     slopes = torch.zeros(2, 2, device=device)
     with pytest.raises(BadShape, match=r"alibi_slopes has shape \(2, 2\); expected \(2,\) or \(1, 2\)"):
-        ops.cascade_attention(q, levels_of(backend, device), alibi_slopes=slopes, backend=backend.NAME)
+        ops.cascade_attention(q, levels_of(backend, device), alibi_slopes=slopes, backend=backend.name)
     with pytest.raises(BadValue, match="levels is empty"):
-        ops.cascade_attention(q, [], backend=backend.NAME)
+        ops.cascade_attention(q, [], backend=backend.name)
     with pytest.raises(BadValue, match="sinks close a state"):
         ops.cascade_attention(
-            q, levels_of(backend, device), sinks=torch.zeros(2, device=device), return_lse=True, backend=backend.NAME
+            q, levels_of(backend, device), sinks=torch.zeros(2, device=device), return_lse=True, backend=backend.name
         )
     mixed = levels_of(backend, device, first={"dtype": half_dtype(backend)})
     with pytest.raises(BadDtype, match="level 0 has dtype"):
-        ops.cascade_attention(q, mixed, backend=backend.NAME)
+        ops.cascade_attention(q, mixed, backend=backend.name)
     with pytest.raises(BadShape, match=r"q has shape \(3, 2, 8\)"):
-        ops.cascade_attention(torch.zeros(3, 2, 8, device=device), levels_of(backend, device), backend=backend.NAME)
+        ops.cascade_attention(torch.zeros(3, 2, 8, device=device), levels_of(backend, device), backend=backend.name)
 
 
 def test_a_causal_level_before_the_last_is_refused(backend, device):
@@ -198,16 +198,16 @@ def test_a_causal_level_before_the_last_is_refused(backend, device):
     q = torch.zeros(2, 2, 8, device=device)
     for levels, name in (([last, last], "level 0"), ([first, last, last], "level 1")):
         with pytest.raises(BadValue, match=f"{name} is causal; only the last one may be"):
-            ops.cascade_attention(q, levels, backend=backend.NAME)
+            ops.cascade_attention(q, levels, backend=backend.name)
 
 
 def test_levels_may_differ_in_kv_heads_and_not_in_values(backend, device):
     first, last = levels_of(backend, device, first={"num_kv_heads": 2})
     q = torch.zeros(2, 2, 8, device=device)
-    assert ops.cascade_attention(q, [first, last], backend=backend.NAME).shape == (2, 2, 8)
+    assert ops.cascade_attention(q, [first, last], backend=backend.name).shape == (2, 2, 8)
     first, last = levels_of(backend, device, first={"head_dim_v": 4})
     with pytest.raises(BadShape, match="level 0 has dim_v 4 and the last one 8"):
-        ops.cascade_attention(q, [first, last], backend=backend.NAME)
+        ops.cascade_attention(q, [first, last], backend=backend.name)
 
 
 def test_the_lse_merges_on(backend, device):
@@ -216,9 +216,9 @@ def test_the_lse_merges_on(backend, device):
     gen = torch.Generator().manual_seed(1)
     k, v = (torch.randn(7, 2, 16, generator=gen) for _ in range(2))
     more = dense.attend(q, k, v, causal=False)
-    state = ops.AttentionState(*ops.cascade_attention(q, levels, return_lse=True, backend=backend.NAME))
+    state = ops.AttentionState(*ops.cascade_attention(q, levels, return_lse=True, backend=backend.name))
     extra = ops.AttentionState(more.out.float().to(device), more.lse.float().contiguous().to(device))
-    merged = state.merge(extra, backend=backend.NAME)
+    merged = state.merge(extra, backend=backend.name)
     want = dense.concat(
         [
             dense.attend(q[s : s + 1], torch.cat([keys, k]), torch.cat([values, v]), causal=False)

@@ -50,7 +50,7 @@ def rows_that_see(step: Step, slot: int) -> Tensor:
     return torch.cat(found)
 
 
-def check_plants(step: Step, backend: ops.Ops, slots: list[int]) -> None:
+def check_plants(step: Step, backend: ops.Backend, slots: list[int]) -> None:
     """Attention with each of the plants, next to attention without any."""
     size, group = step.case.block_size, step.case.group_size
     plan = step.write(backend)
@@ -83,8 +83,8 @@ def check_plants(step: Step, backend: ops.Ops, slots: list[int]) -> None:
                 assert out.cpu()[hit].isnan().all(), f"{plant} in K: a row that sees it does not show it"
 
 
-def make(case: Case, device: str, backend: ops.Ops, reproducible: bool) -> Step:
-    if reproducible and not backend.LIMITS.reproducible:
+def make(case: Case, device: str, backend: ops.Backend, reproducible: bool) -> Step:
+    if reproducible and not backend.limits.reproducible:
         pytest.skip("it does not serve reproducible plans")
     step = Step(replace(case, return_lse=True), device)
     step.spec = replace(step.spec, reproducible=reproducible)
@@ -117,7 +117,7 @@ LONG = [
 @pytest.mark.parametrize(("case", "sequence", "places"), LONG, ids=["shared keys", "several tiles", "window"])
 def test_places_of_longer_sequences(backend, device, case, sequence, places, reproducible, monkeypatch):
     """Where keys are divided among several that compute, and where several sequences are computed together."""
-    if backend.NAME == "triton":
+    if backend.name == "triton":
         monkeypatch.setattr("quire.ops.triton.cutting.WORTH_SHARING", 0)
     case = replace(case, num_kv_heads=1, group_size=2, head_dim=8, block_size=32, written=20)
     step = make(case, device, backend, reproducible)
@@ -127,7 +127,7 @@ def test_places_of_longer_sequences(backend, device, case, sequence, places, rep
 def test_fp16_and_several_plants_at_once(backend, device):
     """A row that sees none of them has the bits that it has next to finite values."""
     case = Case(query_lens=(20, 1), context_lens=(25, 6), block_size=8, window=6, return_lse=True)
-    dtype = torch.float16 if torch.float16 in backend.LIMITS.kv_dtypes else torch.float32
+    dtype = torch.float16 if torch.float16 in backend.limits.kv_dtypes else torch.float32
     step = Step(replace(case, dtype=dtype), device)
     plan = step.write(backend)
     clean, _ = step.attend(backend, plan)

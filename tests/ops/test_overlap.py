@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quire import ops
 from quire.errors import BadStride
-from quire.ops import overlap, reference
+from quire.ops import overlap
 from tests.ops.test_validate import cache_tensors, good_metadata, good_spec
 
 
@@ -139,10 +139,10 @@ def test_a_compiler_may_copy_the_values_of_a_latent_cache(backend, device):
     plan, home = backend.plan(spec, **good_metadata()), torch.zeros(10, 1, 8, 16, device=device)
     latent = torch.rand(5, 1, 16, device=device)
     copied = latent[..., :8].clone()
-    torch.ops.quire.write_kv(backend.NAME, latent, copied, home, home[..., :8], plan.key)
+    torch.ops.quire.write_kv(backend.name, latent, copied, home, home[..., :8], plan.key)
     assert torch.equal(home[3, 0, 0], latent[0, 0])
     with refused("kv.k", "memory with kv.v"):
-        torch.ops.quire.write_kv(backend.NAME, latent, copied + 1, home, home[..., :8], plan.key)
+        torch.ops.quire.write_kv(backend.name, latent, copied + 1, home, home[..., :8], plan.key)
 
 
 def test_tensors_without_memory_share_none():
@@ -206,7 +206,7 @@ def test_rope_takes_heads_that_alternate(backend, device):
     home = torch.rand(3, 4, 8)
     q, k = home[:, ::2].clone(), home[:, 1::2].clone()
     tables = torch.rand(50, 4), torch.rand(50, 4)
-    reference.rope(q, k, torch.arange(3), *tables)
+    ops.load("reference").rope(q, k, torch.arange(3), *tables)
     turned = home.to(device)
     backend.rope(turned[:, ::2], turned[:, 1::2], torch.arange(3, device=device), *(x.to(device) for x in tables))
     torch.testing.assert_close(turned[:, ::2].cpu(), q)

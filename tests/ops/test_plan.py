@@ -52,7 +52,7 @@ def addresses(plan: ops.AttentionPlan) -> list[int]:
     return [getattr(plan, name).data_ptr() for name in TENSORS]
 
 
-def check(backend: ops.Ops, plan: ops.AttentionPlan, step: Step) -> None:
+def check(backend: ops.Backend, plan: ops.AttentionPlan, step: Step) -> None:
     out, lse = step.attend(backend, plan)
     if step.num_seqs:
         step.dense().check(out, lse, step.case.dtype)

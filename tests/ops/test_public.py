@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 import types
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
-from quire.ops import backends
+from quire.ops import backend as backends
 from tests.ops import dense
 from tests.ops.cases import Case, Step, half_dtype
 from tests.ops.small_caches import check, random_cache, random_rows, tables_of
@@ -37,7 +38,7 @@ def test_paged_prefill_of_the_seed(backend, device, history, num_kv_heads, alibi
     slopes = (2.0 ** -(torch.arange(32) / 4 + 1)).to(device) if alibi else None
     metadata = [torch.tensor(x, dtype=int_dtype, device=device) for x in (tables, lens, PREFILL_STARTS)]
     scale = 1 / math.sqrt(128)
-    out = ops.paged_prefill(q, k_cache, v_cache, *metadata, slopes, scale, backend=backend.NAME)
+    out = ops.paged_prefill(q, k_cache, v_cache, *metadata, slopes, scale, backend=backend.name)
     check(out, q, k_cache, v_cache, tables, lens, PREFILL_STARTS, scale=scale, alibi_slopes=slopes)
 
 
@@ -52,7 +53,7 @@ def test_paged_decode_of_the_seed(backend, device, num_kv_heads, alibi, int_dtyp
     q = random_rows((3, 8, 40), torch.float32, device)
     slopes = torch.linspace(-0.5, 1, 8, device=device) if alibi else None
     metadata = [torch.tensor(x, dtype=int_dtype, device=device) for x in (tables, lens)]
-    out = ops.paged_decode(q, k_cache, v_cache, *metadata, slopes, backend=backend.NAME)
+    out = ops.paged_decode(q, k_cache, v_cache, *metadata, slopes, backend=backend.name)
     check(out, q, k_cache, v_cache, tables, lens, [0, 1, 2, 3], alibi_slopes=slopes)
 
 
@@ -61,12 +62,12 @@ def test_they_equal_a_plan_and_attention(backend, device):
     direct, _ = step.attend(backend, step.write(backend))
     metadata = (step.block_tables, step.context_lens)
     whole = ops.paged_prefill(
-        step.q, step.kv.k, step.kv.v, *metadata, step.query_starts, step.alibi_slopes, 0.2, backend=backend.NAME
+        step.q, step.kv.k, step.kv.v, *metadata, step.query_starts, step.alibi_slopes, 0.2, backend=backend.name
     )
     assert torch.equal(whole, direct)
     last = step.query_starts[1:].long() - 1
     decoded = ops.paged_decode(
-        step.q[last.to(device)], step.kv.k, step.kv.v, *metadata, step.alibi_slopes, 0.2, backend=backend.NAME
+        step.q[last.to(device)], step.kv.k, step.kv.v, *metadata, step.alibi_slopes, 0.2, backend=backend.name
     )
     dense.check_close("decode", decoded, direct[last.to(device)], 1e-5)
 
@@ -91,7 +92,7 @@ def test_a_plain_loop_gives_the_same(backend, device):
     tables, lens = [[3, 1], [0, -1]], [7, 2]
     caches = [random_cache((4, 2, 4, 3), tables, lens, torch.float32, device, seed) for seed in (1, 2)]
     q = random_rows((2, 4, 3), torch.float32, device)
-    out = ops.paged_decode(q, *caches, torch.tensor(tables), torch.tensor(lens), backend=backend.NAME)
+    out = ops.paged_decode(q, *caches, torch.tensor(tables), torch.tensor(lens), backend=backend.name)
     for s in range(2):
         k, v = (dense.gather(cache, tables[s], lens[s]) for cache in caches)
         for head in range(4):
@@ -135,10 +136,10 @@ def good_call(device: str) -> dict[str, Tensor]:
 )
 def test_paged_prefill_refuses(backend, device, name, value, error, fragments):
     call = good_call(device)
-    ops.paged_prefill(**call, backend=backend.NAME)
+    ops.paged_prefill(**call, backend=backend.name)
     call[name] = value.to(device) if isinstance(value, Tensor) and value.dim() > 2 else value
     with pytest.raises(error) as raised:
-        ops.paged_prefill(**call, backend=backend.NAME)
+        ops.paged_prefill(**call, backend=backend.name)
     assert all(fragment in str(raised.value) for fragment in fragments), raised.value
 
 
@@ -147,7 +148,7 @@ def test_paged_decode_wants_one_row_a_sequence(backend, device):
     del call["cum_seq_lens_q"]
     call["context_lens"] = call.pop("seq_lens")
     with pytest.raises(BadShape, match="q has 3 rows and context_lens 2 entries"):
-        ops.paged_decode(**call, backend=backend.NAME)
+        ops.paged_decode(**call, backend=backend.name)
 
 
 # ------------------------------------------------------------------------------------------------------ load
@@ -162,8 +163,8 @@ def test_load_names_what_exists():
 def test_auto_takes_the_first_backend_that_can(monkeypatch):
     never = types.SimpleNamespace(unavailable=lambda device: f"no {device} unit")
     first, second = (types.SimpleNamespace(unavailable=lambda device: None) for _ in range(2))
-    for name, module in (("never", never), ("first", first), ("second", second)):
-        monkeypatch.setitem(sys.modules, f"quire_{name}", module)
+    for name, backend in (("never", never), ("first", first), ("second", second)):
+        monkeypatch.setitem(sys.modules, f"quire_{name}", types.SimpleNamespace(BACKEND=backend))
     monkeypatch.setattr(backends, "BACKENDS", {name: f"quire_{name}" for name in ("never", "first", "second")})
     assert ops.load("auto") is first
     assert ops.load("second") is second
@@ -178,4 +179,4 @@ def test_auto_takes_the_first_backend_that_can(monkeypatch):
 
 
 def test_a_backend_is_known_by_its_name(backend):
-    assert ops.BACKENDS[backend.NAME] == backend.__name__
+    assert importlib.import_module(ops.BACKENDS[backend.name]).BACKEND is backend

@@ -18,8 +18,8 @@ from tests.ops.dense import check_close
 SHAPES = [(1, 1), (3, 2), (5, 7), (2, 3, 64), (4, 129), (2, 1000), (0, 8), (33,), (70, 31)]
 
 
-def dtypes(backend: ops.Ops) -> list[torch.dtype]:
-    return sorted(backend.LIMITS.kv_dtypes, key=str)
+def dtypes(backend: ops.Backend) -> list[torch.dtype]:
+    return sorted(backend.limits.kv_dtypes, key=str)
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, device: str, size: float = 1.0, seed: int = 0) -> Tensor:

@@ -27,7 +27,7 @@ def parts(device: str, cuts: list[int], dtype: torch.dtype = torch.float32) -> t
 @pytest.mark.parametrize("cuts", [[5, 9], [1, 2, 3, 30], [0, 7], [7, 7], [4]])
 def test_a_merge_is_attention_over_all_keys(backend, device, cuts):
     (first, *others), whole = parts(device, cuts)
-    state = first.merge(*others, backend=backend.NAME)
+    state = first.merge(*others, backend=backend.name)
     whole.check(state.out, state.lse, torch.float32, roundings=4)
     assert state.base == math.e
 
@@ -36,7 +36,7 @@ def test_states_to_base_2_merge_among_themselves(backend, device):
     (first, *others), whole = parts(device, [5, 9, 20])
     in_two = [state.in_base(2) for state in (first, *others)]
     assert torch.allclose(in_two[0].lse * math.log(2), first.lse)
-    state = in_two[0].merge(*in_two[1:], backend=backend.NAME)
+    state = in_two[0].merge(*in_two[1:], backend=backend.name)
     assert state.base == 2
     back = state.in_base(math.e)
     whole.check(back.out, back.lse, torch.float32, roundings=4)
@@ -45,10 +45,10 @@ def test_states_to_base_2_merge_among_themselves(backend, device):
 def test_bases_do_not_mix(backend, device):
     (first, second), _ = parts(device, [5, 9])
     with pytest.raises(BadValue, match=r"state 1 is to base 2, that of the first one to base 2\.71828; .* in_base"):
-        first.merge(second.in_base(2), backend=backend.NAME)
+        first.merge(second.in_base(2), backend=backend.name)
     # What that error prevents: the merge of a natural LSE with one to base 2 is off by far more than a rounding.
-    wrong = first.merge(AttentionState(second.out, second.in_base(2).lse), backend=backend.NAME)
-    right = first.merge(second, backend=backend.NAME)
+    wrong = first.merge(AttentionState(second.out, second.in_base(2).lse), backend=backend.name)
+    right = first.merge(second, backend=backend.name)
     assert (wrong.out - right.out).abs().max() > 0.01
 
 
@@ -96,7 +96,7 @@ def test_other_shapes_are_refused(backend, device):
     (first, _), _ = parts(device, [5, 9])
     other = AttentionState(torch.zeros(4, 6, 8, device=device), torch.zeros(4, 6, device=device))
     with pytest.raises(BadShape, match=r"out_b has shape \(4, 6, 8\)"):
-        first.merge(other, backend=backend.NAME)
+        first.merge(other, backend=backend.name)
     for base in (0.5, 1, 1.0):
         with pytest.raises(BadValue, match=f"base is {base:g}"):
             first.in_base(base)

@@ -13,7 +13,7 @@ State = tuple[torch.Tensor, torch.Tensor]
 B = 8
 
 
-def part(backend: ops.Ops, step: Step, begin: int, end: int) -> State:
+def part(backend: ops.Backend, step: Step, begin: int, end: int) -> State:
     """The state of all of the step's rows over the keys begin:end of its one sequence, begin at a block's edge."""
     tables = step.block_tables[:, begin // B : -(-end // B)]
     rows = torch.tensor([0, step.num_tokens])
@@ -21,7 +21,7 @@ def part(backend: ops.Ops, step: Step, begin: int, end: int) -> State:
     return backend.attention(step.q, step.kv, plan, return_lse=True)
 
 
-def filled(backend: ops.Ops, device: str, rows: int, keys: int, **options) -> tuple[Step, Dense]:
+def filled(backend: ops.Backend, device: str, rows: int, keys: int, **options) -> tuple[Step, Dense]:
     step = Step(Case(query_lens=(rows,), context_lens=(keys,), return_lse=True, **options), device)
     step.write(backend)
     return step, step.dense()
@@ -30,7 +30,7 @@ def filled(backend: ops.Ops, device: str, rows: int, keys: int, **options) -> tu
 @pytest.mark.parametrize("cut", [0, 8, 40, 64, 70])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_two_parts_of_the_keys(backend, device, rows, cut):
-    for dtype in backend.LIMITS.kv_dtypes:
+    for dtype in backend.limits.kv_dtypes:
         step, dense = filled(backend, device, rows, 70, causal=False, dtype=dtype, size=3.0)
         a, b = part(backend, step, 0, cut), part(backend, step, cut, 70)
         for left, right in ((a, b), (b, a)):
@@ -49,7 +49,7 @@ def test_a_causal_suffix_after_a_whole_prefix(backend, device):
 
 @pytest.mark.parametrize("size", [1.0, 3_000.0])
 def test_merging_is_associative_and_commutative(backend, device, size):
-    for dtype in backend.LIMITS.kv_dtypes:
+    for dtype in backend.limits.kv_dtypes:
         step, dense = filled(backend, device, 4, 60, causal=False, dtype=dtype, size=size)
         a, b, c = (part(backend, step, begin, end) for begin, end in ((0, 8), (8, 32), (32, 60)))
         merge = backend.merge_states
@@ -71,7 +71,7 @@ def test_a_state_that_is_not_finite_stays_so(backend, device):
 
 
 def test_a_state_that_saw_nothing_weighs_nothing(backend, device):
-    for dtype in backend.LIMITS.kv_dtypes:
+    for dtype in backend.limits.kv_dtypes:
         step, _ = filled(backend, device, 3, 20, causal=False, dtype=dtype)
         state, nothing = part(backend, step, 0, 20), part(backend, step, 0, 0)
         assert not nothing[0].any()
@@ -108,7 +108,7 @@ def test_states_of_strided_rows_and_of_none(backend, device):
 
 @pytest.mark.parametrize("options", [{}, {"size": 5.0, "causal": False}, {"window": 2}])
 def test_apply_sinks_equals_attention_with_sinks(backend, device, options):
-    for dtype in backend.LIMITS.kv_dtypes:
+    for dtype in backend.limits.kv_dtypes:
         case = Case(query_lens=(5, 6), context_lens=(30, 2), sinks=True, dtype=dtype, **options)
         step = Step(case, device)
         plan = step.write(backend)

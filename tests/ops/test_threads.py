@@ -67,9 +67,9 @@ def side_by_side(*calls: Callable[[int], None], times: int) -> None:
         raise raised[0]
 
 
-def times_for(backend: ops.Ops) -> int:
+def times_for(backend: ops.Backend) -> int:
     """As many as take some tenths of a second; the reference is slow, and Triton is interpreted."""
-    return 400 if backend.NAME == "cpu" else 8
+    return 400 if backend.name == "cpu" else 8
 
 
 def test_two_calls_with_one_plan(backend, device):
@@ -134,7 +134,7 @@ def test_writing_with_one_plan(backend, device):
 
 def test_each_thread_with_a_plan_of_its_own(backend, device):
     """Of one cache: reading it takes no turns."""
-    if backend.NAME == "triton" and device == "cpu":
+    if backend.name == "triton" and device == "cpu":
         pytest.skip("Triton's interpreter runs one kernel at a time; a plan's lock sees to that only for one plan")
     spec, kv = spec_for(device), cache_for(device)
     q = torch.randn(3, HEADS, DIM, device=device)

@@ -11,7 +11,7 @@ import torch
 
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadStride, BadValue, QuireError, Unsupported
-from quire.ops import validate
+from quire.ops.spec import check_supported
 
 INT32_MAX = 2**31 - 1
 Call = dict[str, Any]
@@ -118,8 +118,8 @@ def test_a_spec_beyond_a_backends_limits(fields, fragments):
     half, single = torch.float16, torch.float32
     served = {single: frozenset((single, half)), half: frozenset((half,))}
     limits = ops.Limits(kv_dtypes=served, max_head_dim=64, reproducible=False, case_budget=1)
-    validate.check_supported(good_spec(head_dim=64, kv_dtype=half), "some", limits)
-    refuses(lambda: validate.check_supported(good_spec(**fields), "some", limits), Unsupported, fragments)
+    check_supported(good_spec(head_dim=64, kv_dtype=half), "some", limits)
+    refuses(lambda: check_supported(good_spec(**fields), "some", limits), Unsupported, fragments)
 
 
 # ------------------------------------------------------------------------------------------- a step's metadata

@@ -176,7 +176,7 @@ def chosen(names: list[str]) -> tuple[Shape, ...]:
     return tuple(dict.fromkeys(shape for name in wanted for shape in SETS[name]))
 
 
-def measure(backend: ops.Ops, shape: Shape, runs: int, sdpa_runs: int) -> Figure:
+def measure(backend: ops.Backend, shape: Shape, runs: int, sdpa_runs: int) -> Figure:
     """Time one shape, the ceilings in between."""
     call, threads = _paged(backend, shape), torch.get_num_threads()
     dense = _dense(shape) if sdpa_runs else None
@@ -193,7 +193,7 @@ def measure(backend: ops.Ops, shape: Shape, runs: int, sdpa_runs: int) -> Figure
     return Figure(shape, tuple(seconds), tuple(sdpa), ceilings)
 
 
-def overhead(backend: ops.Ops) -> float:
+def overhead(backend: ops.Backend) -> float:
     """Seconds of a call that has next to nothing to compute, `out` given, on the calling thread."""
     shape = Shape(batch=1, num_heads=1, num_kv_heads=1, head_dim=16, context_len=1)
     before = torch.get_num_threads()
@@ -213,7 +213,7 @@ def plot(figures: list[Figure], path: Path) -> None:
         axes.set_xlabel("% of the memory's read bandwidth (decode) or of the product rate (prefill)")
 
 
-def _paged(backend: ops.Ops, shape: Shape, copies: int | None = None) -> Callable[[], object]:
+def _paged(backend: ops.Backend, shape: Shape, copies: int | None = None) -> Callable[[], object]:
     """A call over the next part of a cache that is larger than the processor's own."""
     dtype, blocks = getattr(torch, shape.dtype), shape.batch * -(-shape.context_len // shape.block_size)
     if copies is None:

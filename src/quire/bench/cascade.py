@@ -77,7 +77,7 @@ def shapes(batch: int, shared: int, own: int, head_dim: int) -> list[CascadeShap
     return [CascadeShape(num_kv_heads=8 // group, **sizes) for group in (1, 4, 8)]
 
 
-def measure(backend: ops.Ops, shape: CascadeShape, runs: int) -> CascadeFigure:
+def measure(backend: ops.Backend, shape: CascadeShape, runs: int) -> CascadeFigure:
     """Time both calls in turn, the ceilings in between."""
     threads = torch.get_num_threads()
     reader = read_rate(threads)
@@ -89,7 +89,7 @@ def measure(backend: ops.Ops, shape: CascadeShape, runs: int) -> CascadeFigure:
     return CascadeFigure(shape, apart_seconds, shared_seconds, read, multiply)
 
 
-def call(backend: ops.Ops, shape: CascadeShape, *, shares: bool) -> Callable[[], torch.Tensor]:
+def call(backend: ops.Backend, shape: CascadeShape, *, shares: bool) -> Callable[[], torch.Tensor]:
     """Decode of all sequences; their first blocks are the same ones, or blocks with the same numbers in them."""
     common, own = -(-shape.shared // shape.block_size), -(-shape.own // shape.block_size)
     copies = 1 if shares else shape.batch

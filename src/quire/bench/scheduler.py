@@ -14,21 +14,21 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.bench.plot import drawn
 from quire.bench.split import Span, recorded
 from quire.bench.workloads import workload
+from quire.engine.engine import Engine
 from quire.errors import ConfigError, QuireError, check_integer
 from quire.llm import LLM
-from quire.ops import gather as gather_backend
-from quire.request import Request, SamplingParams
+from quire.request import Event, Request, SamplingParams
 from quire.text import OutputProcessor, RequestOutput, make_requests
 
 MODES = ("naive", "offline", "online")
-GATHERED = gather_backend.NAME
+GATHERED = "gather"
 PROMPT = "rose_shared"  # the workload whose prompt is asked where none is given
 
 
@@ -180,14 +180,20 @@ def measure(
     llm.reset_prefix_cache()
     prompt = load.tokens(llm)
     processor = OutputProcessor(llm.engine, llm.tokenizer)
+
+    def once() -> Run:
+        return serve(llm.engine, processor.add, processor.process, mode, prompt, load, advance)
+
     for _ in range(warmup):
-        run(llm, processor, mode, prompt, load, advance)
-    counted = tuple(run(llm, processor, mode, prompt, load, advance) for _ in range(runs))
-    with recorded(llm, processor) as timeline:
-        last = run(llm, processor, mode, prompt, load, advance)
+        once()
+    counted = tuple(once() for _ in range(runs))
+    with recorded(llm) as (engine, timeline):
+        processor = OutputProcessor(engine, llm.tokenizer)
+        detokenize = timeline.timed("detokenize", "detokenize", lambda events: list(processor.process(events)))
+        last = serve(engine, processor.add, detokenize, mode, prompt, load, advance)
     return Result(
         mode=mode,
-        backend=llm.backend.NAME,
+        backend=llm.backend.name,
         prefix_caching=llm.config.cache.enable_prefix_caching,
         num_requests=load.num_requests,
         prompt_tokens=load.num_requests * len(prompt),
@@ -197,11 +203,16 @@ def measure(
     )
 
 
-def run(
-    llm: LLM, processor: OutputProcessor, mode: str, prompt: list[int], load: Load, advance: Callable[[], None]
+def serve(
+    engine: Engine,
+    add: Callable[[Request, RequestOutput, deque[RequestOutput]], object],  # an OutputProcessor's
+    process: Callable[[list[Event]], Iterable[object]],  # the same one's
+    mode: str,
+    prompt: list[int],
+    load: Load,
+    advance: Callable[[], None],
 ) -> Run:
     """Serve all requests, in the way of that mode."""
-    engine = llm.engine
     ended: deque[RequestOutput] = deque()
     waiting: list[Request] = []  # for their first token
     decode_seconds, decode_tokens = 0.0, 0
@@ -209,7 +220,7 @@ def run(
     def step() -> None:
         nonlocal decode_seconds, decode_tokens
         is_decode, start = not waiting, time.perf_counter()
-        for _ in processor.process(engine.step()):
+        for _ in process(engine.step()):
             decode_tokens += is_decode
             advance()
         waiting[:] = [request for request in waiting if request.num_generated == 0 and request.finish_reason is None]
@@ -218,7 +229,7 @@ def run(
     made = [make_requests(str(i), None, prompt, load.sampling(i)) for i in range(load.num_requests)]
     begin = time.perf_counter()
     for output, [request] in made:
-        processor.add(request, output, ended)
+        add(request, output, ended)
         waiting.append(request)
         while (mode == "naive" and engine.has_work) or (mode == "online" and waiting):
             step()

@@ -1,48 +1,34 @@
 """Where the time of a step goes: the engine's parts against the clock, each without the parts within it.
 
-Functions are timed where they stand, in the engine, the runner, the model and the backend, and only while somebody
-looks: a run that counts knows nothing of it. On a GPU each part is waited for, and no graph is replayed, so that what
-is queued counts where it belongs.
+The engine and the runner are stood in for by ones that time their parts, and executors report each operator, only
+while somebody looks: a run that counts knows nothing of it. On a GPU each part is waited for, and no graph is replayed,
+so that what is queued counts where it belongs.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
-from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
-from quire.cache.storage import KVCache
-from quire.engine import engine as engine_room
-from quire.engine import runner as runner_room
 from quire.engine.engine import Engine
 from quire.engine.graphs import GraphRunner
 from quire.engine.runner import Runner
+from quire.engine.scheduler import Scheduler
 from quire.errors import Unsupported
 from quire.llm import LLM
-from quire.models.decoder import Decoder, Layer
-from quire.models.experts import Experts, Mlp
-from quire.models.linear import Linear
-from quire.models.native import NativeLayers
-from quire.ops import AttentionPlan
-from quire.ops import gather as gather_backend
-from quire.request import Event
-from quire.text import OutputProcessor, RequestOutput
+from quire.models.decoder import Decoder
+from quire.ops.eager import EagerExecutor
+from quire.ops.gather import GatherBackend
 
 SMALL = "small operators"
 PARTS = ("plan", "flatten", "update", "gather", "linears", "attention", "cache write", SMALL, "sampling", "commit",
          "detokenize", "other")  # fmt: skip
-# What the functions of a backend and the operators of the native library count as; those not named are small.
-OPERATORS = {
-    **{"attention": "attention", "write_kv": "cache write"},
-    **dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "rope", "swiglu", "gelu"), SMALL),
-}
-NATIVE = {"linear": "linears", "experts": "linears", "attention": "attention", "write": "cache write"}
+# What the operators of a program count as; those not named are small.
+OPERATORS = {"linear": "linears", "experts": "linears", "attention": "attention", "write": "cache write"}
 PHASES = ("step", "plan", "flatten", "run", "commit", "detokenize")  # what stands in a trace's first row
 ROWS = ("engine", "operators")
 
@@ -65,6 +51,7 @@ class Timeline:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._wait = wait
         self._within = [0.0]  # of each open call, seconds of the calls that it made; the first is nobody's
+        self._operator_end = 0  # spans that were there when the last operator was noted
 
     def timed(self, part: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, its calls noted as that part, but for the calls within them."""
@@ -87,15 +74,62 @@ class Timeline:
         self._seconds[part] += seconds - within
         self._within[-1] += seconds
 
+    def note(self, kind: str, start: float, seconds: float) -> None:
+        """Note an operator when it is done; calls that were noted since the one before it were within it."""
+        within = sum(span.seconds for span in self.spans[self._operator_end :] if span.start >= start)
+        self.add(OPERATORS.get(kind, SMALL), kind, start, seconds, within)
+        self._within[-1] -= within  # counted once already
+        self._operator_end = len(self.spans)
+
     def split(self, total: float) -> dict[str, float]:
         """Seconds of each part of a run that took `total`; "other" has the rest."""
         named = {part: seconds for part, seconds in self._seconds.items() if part != "other"}
         return named | {"other": total - sum(named.values())}
 
 
+class _TimedScheduler:
+    """A scheduler whose plans and commits are noted."""
+
+    def __init__(self, scheduler: Scheduler, timeline: Timeline) -> None:
+        self._scheduler = scheduler
+        self.plan = timeline.timed("plan", "plan", scheduler.plan)
+        self.commit = timeline.timed("commit", "commit", scheduler.commit)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
+class _TimedRunner(Runner):
+    """A runner whose steps are noted, by their parts."""
+
+    def __init__(self, runner: Runner, timeline: Timeline) -> None:
+        vars(self).update(vars(runner))
+        for name, part in (("run", "other"), ("move", "cache write"), ("update", "update"), ("finish", "sampling")):
+            setattr(self, name, timeline.timed(part, name, getattr(super(), name)))
+
+
+class _TimedEngine(Engine):
+    """An engine whose steps are noted; the other one's state is used as it is."""
+
+    def __init__(self, engine: Engine, runner: Runner, timeline: Timeline) -> None:
+        vars(self).update(vars(engine))
+        self._events = []
+        self.scheduler = cast(Scheduler, _TimedScheduler(engine.scheduler, timeline))
+        self.runner = _TimedRunner(runner, timeline)
+        for name, part in (("step", "other"), ("flatten", "flatten")):
+            setattr(self, name, timeline.timed(part, name, getattr(super(), name)))
+
+
+class _TimedGather(GatherBackend):
+    """The gathering backend, its copies noted."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.gather = timeline.timed("gather", "gather", super().gather)  # type: ignore[method-assign]
+
+
 @contextmanager
-def recorded(llm: LLM, processor: OutputProcessor) -> Iterator[Timeline]:
-    """While this is open, the calls of this engine and of this processor are noted.
+def recorded(llm: LLM) -> Iterator[tuple[Engine, Timeline]]:
+    """While this is open, the calls of this engine are noted, if it is stepped through the one that is yielded.
 
     Raises Unsupported for a model that transformers computes: its parts are not known.
     """
@@ -103,78 +137,24 @@ def recorded(llm: LLM, processor: OutputProcessor) -> Iterator[Timeline]:
     if not isinstance(decoder, Decoder):
         raise Unsupported("the time of a step is split for models of Quire's own decoder; this one is transformers'")
     timeline = Timeline(torch.cuda.synchronize if decoder.device.type == "cuda" else lambda: None)
-    with ExitStack() as stack:
-
-        def put(owner: object, name: str, value: object) -> None:
-            stack.enter_context(patch.object(owner, name, value))
-
-        def time_calls(owner: object, parts: Mapping[str, str]) -> None:
-            for name, part in parts.items():
-                put(owner, name, timeline.timed(part, name, getattr(owner, name)))
-
-        def process(events: Sequence[Event]) -> list[tuple[Event, RequestOutput]]:
-            return list(untimed(events))
-
-        untimed = processor.process
-        put(processor, "process", timeline.timed("detokenize", "detokenize", process))
-        runner = _eager(engine)
-        put(engine, "runner", runner)
-        time_calls(engine, {"step": "other"})
-        time_calls(engine.scheduler, {"plan": "plan", "commit": "commit"})
-        time_calls(engine_room, {"flatten": "flatten"})
-        time_calls(runner_room, {"update": "update"})
-        time_calls(runner, {"run": "other", "move": "cache write", "finish": "sampling"})
-        time_calls(decoder, {"forward": SMALL, "lm_head": "linears"})
-        if decoder.native_layers is not None:
-            put(decoder, "native_layers", _timed_layers(decoder.native_layers, timeline))
-            yield timeline
-            return
-        time_calls(decoder.ops, OPERATORS)
-        if decoder.ops.NAME == gather_backend.NAME:
-            time_calls(gather_backend, {"gather": "gather"})
-        put(decoder, "layers", [_timed_linears(layer, timeline) for layer in decoder.layers])
-        yield timeline
+    layers, forward, lm_head = decoder.layers, decoder.forward, decoder.lm_head
+    if decoder.backend.name == "gather":
+        decoder.layers = EagerExecutor(_TimedGather(timeline), layers.program)
+    decoder.layers.observer = timeline.note
+    decoder.forward = timeline.timed(SMALL, "forward", forward)  # type: ignore[method-assign]
+    decoder.lm_head = timeline.timed("linears", "lm_head", lm_head)
+    try:
+        yield _TimedEngine(engine, _eager(engine), timeline), timeline
+    finally:
+        layers.observer = None
+        decoder.layers, decoder.lm_head = layers, lm_head
+        del decoder.forward  # the method again
 
 
 def _eager(engine: Engine) -> Runner:
     """The engine's runner that runs step by step."""
     runner = engine.runner
     return runner.runner if isinstance(runner, GraphRunner) else cast(Runner, runner)
-
-
-def _timed_linears(layer: Layer, timeline: Timeline) -> Layer:
-    """The layer, its linears noted."""
-
-    def timed(owner: object, name: str) -> Linear:
-        return timeline.timed("linears", name, getattr(owner, name))
-
-    def timed_mlp(mlp: Mlp) -> Mlp:
-        return Mlp(timed(mlp, "mlp_in"), timed(mlp, "mlp_out"))
-
-    def timed_experts(experts: Experts) -> Experts:
-        mlps = [timed_mlp(expert) for expert in experts.experts]
-        return replace(experts, router=timed(experts, "router"), experts=mlps)
-
-    mlp = timed_experts(layer.mlp) if isinstance(layer.mlp, Experts) else timed_mlp(layer.mlp)
-    return replace(layer, qkv=timed(layer, "qkv"), output=timed(layer, "output"), mlp=mlp)
-
-
-def _timed_layers(layers: NativeLayers, timeline: Timeline) -> Callable[..., Tensor]:
-    """The layers, each operator noted as the native library timed it."""
-    kinds = layers.kinds
-
-    def call(
-        residual: Tensor, positions: Tensor, cache: KVCache, plans: Sequence[AttentionPlan], rows: Tensor | None
-    ) -> Tensor:
-        seconds = torch.zeros(len(kinds), dtype=torch.float64)
-        start = time.perf_counter()
-        hidden = layers(residual, positions, cache, plans, rows, seconds)
-        for kind, took in zip(kinds, seconds.tolist(), strict=True):
-            timeline.add(NATIVE.get(kind, SMALL), kind, start, took)
-            start += took
-        return hidden
-
-    return call
 
 
 def chrome_trace(runs: Mapping[str, Sequence[Span]]) -> dict[str, object]:

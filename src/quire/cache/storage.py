@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from quire.cache.manager import CacheGroup
-from quire.cache.side_stream import SideStream
 from quire.config import CacheConfig, parse_memory
-from quire.errors import ConfigError, Unsupported
-from quire.ops import PagedKV, unavailable
+from quire.errors import ConfigError
+from quire.ops import PagedKV, load
 from quire.ops.memory import in_huge_pages
+from quire.ops.swap import HostSwap, Swap
 
 RESIDENT = 64 * 2**20  # bytes that are there from the start; more would be a part of a second before the first request
 DEFAULT_SWAP_SPACE = "4GiB"
@@ -52,15 +52,11 @@ class KVCache:
         self._memory = {layer: make(shape, dtype=dtype) for layer in layers}
         host_shape = (num_host_blocks, *shape[1:])
         self._host = {layer: in_huge_pages(host_shape, dtype) for layer in layers}
-        self._side: SideStream | None = None
-        if device != "cpu" and num_host_blocks:
-            if (reason := unavailable("triton", device)) is not None:
-                raise Unsupported(f"blocks on {device} cannot be swapped: {reason}; give preemption='recompute'")
-            from quire.ops.triton.cache import block_swapper  # who needs no GPU needs no Triton
-
-            self._side = SideStream(torch.device(device), list(self._host.values()), block_swapper)
-            # Before any memory goes. At the interpreter's exit the system takes everything back by itself.
-            weakref.finalize(self, self._side.close).atexit = False
+        self._swap: Swap = (
+            load("auto", device).swap(device, list(self._host.values())) if num_host_blocks else HostSwap()
+        )
+        # Before any memory goes. At the interpreter's exit the system takes everything back by itself.
+        weakref.finalize(self, self._swap.close).atexit = False
         self._layers = {layer: PagedKV(memory[:, 0], memory[:, 1]) for layer, memory in self._memory.items()}
 
     def layer(self, index: int) -> PagedKV:
@@ -68,8 +64,7 @@ class KVCache:
 
         Who uses them asks for them in every step.
         """
-        if self._side is not None:
-            self._side.wait(index)
+        self._swap.wait(index)
         return self._layers[index]
 
     def layers(self, group: int) -> list[PagedKV]:
@@ -83,13 +78,13 @@ class KVCache:
 
     def swap_out(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy the blocks `src` of the group's layers to the blocks `dst` on the host."""
-        self._swap(group, self._memory, src, self._host, dst)
+        self._copy(group, self._memory, src, self._host, dst)
 
     def swap_in(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy the blocks `src` on the host to the blocks `dst` of the group's layers."""
-        self._swap(group, self._host, src, self._memory, dst)
+        self._copy(group, self._host, src, self._memory, dst)
 
-    def _swap(
+    def _copy(
         self,
         group: int,
         sources: Mapping[int, torch.Tensor],  # by layer
@@ -97,14 +92,9 @@ class KVCache:
         targets: Mapping[int, torch.Tensor],  # by layer
         dst: Sequence[int],
     ) -> None:
-        if not src:
-            return
-        pairs = {layer: (sources[layer], targets[layer]) for layer in self._groups[group].layers}
-        if self._side is not None:
-            self._side.copy(pairs, src, dst)
-            return
-        for source, target in pairs.values():
-            target[torch.tensor(dst)] = source[torch.tensor(src)]
+        if src:
+            pairs = {layer: (sources[layer], targets[layer]) for layer in self._groups[group].layers}
+            self._swap.copy(pairs, src, dst)
 
 
 def bytes_per_block(

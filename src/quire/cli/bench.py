@@ -145,16 +145,16 @@ def attention(
                 figure = bench_attention.measure(backend, shape, runs, sdpa_runs)
                 figures.append(figure)
                 if as_json:
-                    print(json.dumps({"backend": backend.NAME, "isa": name} | figure.as_dict()), flush=True)
+                    print(json.dumps({"backend": backend.name, "isa": name} | figure.as_dict()), flush=True)
                 else:
                     unit = "GB/s" if shape.query_len == 1 else "GFLOP/s"
                     told = "" if figure.speedup is None else f"{figure.speedup:7.1f} x torch SDPA"
                     print(f"{shape.name:52s} {figure.rate:7.1f} {unit:7s} {figure.fraction:5.0%}{told}", flush=True)
             beside = bench_attention.overhead(backend)
         if as_json:
-            print(json.dumps({"backend": backend.NAME, "isa": name, "name": "smallest call", "seconds": beside}))
+            print(json.dumps({"backend": backend.name, "isa": name, "name": "smallest call", "seconds": beside}))
         else:
-            row("kernels", f"{backend.NAME}, {name}")
+            row("kernels", f"{backend.name}, {name}")
             row("smallest call", f"{1e6 * beside:.1f} us on one thread")
         if plot is not None:
             bench_attention.plot(figures, plot)

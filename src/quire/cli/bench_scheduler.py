@@ -92,7 +92,7 @@ def scheduler(
             )
             for one in bench.MODES if mode == "all" else (mode,):
                 tokens = num_requests * max_new_tokens * (warmup + runs + 1)
-                with progress_bar(f"{one}, {llm.backend.NAME}", tokens) as advance:
+                with progress_bar(f"{one}, {llm.backend.name}", tokens) as advance:
                     result = bench.measure(llm, one, load, warmup, runs, advance)
                 found.append(result)
                 _tell(result, as_json)

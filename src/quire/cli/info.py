@@ -54,7 +54,7 @@ def _show_machine() -> None:
     for name in ops.BACKENDS:
         reason = ops.unavailable(name, "cpu")
         row(f"backend {name}", "available" if reason is None else f"not available: {reason}")
-    row("backend auto", ops.load("auto").NAME)
+    row("backend auto", ops.load("auto").name)
     row("free memory", "unknown" if free is None else f"{free / 2**30:.1f} GiB")
     row("KV cache", _cache_size(config, free))
 

@@ -12,7 +12,7 @@ import torch
 from quire.cache.manager import CacheGroup, Move
 from quire.engine.plan import Plan, PlanItem
 from quire.models import longest_sequence
-from quire.models.decoder import DecoderConfig, weight_shapes
+from quire.models.decoder_config import DecoderConfig, weight_shapes
 from quire.models.model import Model
 
 

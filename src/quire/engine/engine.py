@@ -27,7 +27,7 @@ from quire.engine.speculation import NUM_GUESSES, PromptLookup
 from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError, RequestError, Unsupported
 from quire.models.model import Model, ModelShape
-from quire.ops import AttentionSpec, Ops
+from quire.ops import AttentionSpec, Backend
 from quire.request import MAX_SEED, Event, FinishReason, Request
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("quire")
 
-# Backends whose kernels read all that changes from step to step out of their plan's tensors on the device.
-GRAPHABLE = frozenset({"triton"})
 # Of a GPU's memory: compiled kernels, libraries' workspaces, CUDA graphs, attention plans, and what allocations waste.
 FIXED_RESERVE = 512 * 2**20
 LOGIT_BYTES = 48  # most that a logit takes in all: as it came, in fp32, a copy, its logprob, its place in a sorted row
@@ -171,7 +169,7 @@ class Engine:
         plan = self.scheduler.plan()
         self.under_way = plan
         try:
-            output = StepOutput({}) if plan.is_empty else self.runner.run(flatten(plan, self.buffers))
+            output = StepOutput({}) if plan.is_empty else self.runner.run(self.flatten(plan))
         except BaseException as error:
             ended = self.scheduler.fail(plan, error)
             if not isinstance(error, Exception) or self.runner.is_lost():
@@ -181,6 +179,10 @@ class Engine:
         finally:
             self.under_way = None
         return self.scheduler.commit(plan, output)
+
+    def flatten(self, plan: Plan) -> Batch:
+        """The plan as tensors, views of buffers that the next one overwrites."""
+        return flatten(plan, self.buffers)
 
     def _check_tokens(self, request: Request, name: str, tokens: NDArray[Any]) -> None:
         wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
@@ -194,7 +196,7 @@ class Engine:
         return int.from_bytes(digest, "little") & MAX_SEED
 
 
-def build_engine(model: Model, ops: Ops, config: EngineConfig) -> Engine:
+def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine:
     """An engine for a loaded model, its cache sized for this machine.
 
     Raises ConfigError where the cache would not hold one sequence of the longest kind.
@@ -252,32 +254,32 @@ def build_engine(model: Model, ops: Ops, config: EngineConfig) -> Engine:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         order=ORDERS[config.scheduling_policy],
-        lookup=_lookup(config, ops, model),
+        lookup=_lookup(config, backend, model),
     )
     max_blocks = -(-model.max_model_len // block_size)
     limits = (config.max_num_batched_tokens, config.max_num_seqs, max_blocks)
     eager = Runner(
         model,
         KVCache(groups, num_blocks, block_size, *shape, config.device, num_host_blocks),
-        ops,
+        backend,
         [replace(spec, window=group.window) for group in groups],
         *limits,
     )
     runner: StepRunner = eager
-    if device.type == "cuda" and ops.NAME in GRAPHABLE and model.capturable:
+    if device.type == "cuda" and backend.graphable and model.capturable:
         runner = GraphRunner(eager, config.max_num_seqs, max_blocks, CudaCapture(device))
     buffers = Buffers(len(groups), block_size, *limits)
     return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, config.seed)
 
 
-def _lookup(config: EngineConfig, ops: Ops, model: Model) -> PromptLookup | None:
+def _lookup(config: EngineConfig, backend: Backend, model: Model) -> PromptLookup | None:
     """What guesses tokens: where nobody can tell from the tokens that it does."""
     wanted = config.num_speculative_tokens
-    keeps_bits = config.device == "cpu" and ops.LIMITS.reproducible and model.rows_keep_bits
+    keeps_bits = config.device == "cpu" and backend.limits.reproducible and model.rows_keep_bits
     if wanted and not keeps_bits:
         raise ConfigError(
             f"num_speculative_tokens is {wanted}; tokens are guessed only where a row keeps its bits beside others: "
-            f"with the backend 'cpu' on a CPU and with products that are all Quire's, not with {ops.NAME!r} on "
+            f"with the backend 'cpu' on a CPU and with products that are all Quire's, not with {backend.name!r} on "
             f"{config.device!r} and this model's products"
         )
     if wanted is None:

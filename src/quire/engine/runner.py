@@ -17,7 +17,7 @@ from quire.engine.plan import StepOutput
 from quire.engine.sampler import sample, token_logprobs
 from quire.engine.transfer import send
 from quire.models.model import Model
-from quire.ops import AttentionPlan, AttentionSpec, Ops
+from quire.ops import AttentionPlan, AttentionSpec, Backend
 from quire.request import TokenLogprobs
 
 MAX_LOGIT_ROWS = 256  # rows of V numbers held at a time: 128 MiB for a vocabulary of 128k
@@ -33,7 +33,7 @@ class Runner:
         self,
         model: Model,
         cache: KVCache,
-        ops: Ops,
+        backend: Backend,
         specs: Sequence[AttentionSpec],  # one a cache group
         max_tokens: int,
         max_seqs: int,
@@ -41,14 +41,14 @@ class Runner:
     ) -> None:
         self.model = model
         self.cache = cache
-        self.ops = ops
+        self.backend = backend
         self.specs = tuple(specs)
         self.device = torch.device(specs[0].device)
         self.plans = self.make_plans(max_tokens, max_seqs, max_blocks)
 
     def make_plans(self, max_tokens: int, max_seqs: int, max_blocks: int) -> tuple[AttentionPlan, ...]:
         """An attention plan of that size for each cache group."""
-        return tuple(self.ops.make_plan(spec, max_tokens, max_seqs, max_blocks) for spec in self.specs)
+        return tuple(self.backend.make_plan(spec, max_tokens, max_seqs, max_blocks) for spec in self.specs)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
@@ -73,17 +73,21 @@ class Runner:
             self.cache.swap_in(g, *group.swap_in)
             for copied in group.copies:
                 for kv in self.cache.layers(g):
-                    self.ops.copy_blocks(kv, copied.src, copied.dst)
+                    self.backend.copy_blocks(kv, copied.src, copied.dst)
 
     def compute(self, batch: Batch) -> StepOutput:
         """What `run` does when blocks have moved."""
-        update(self.plans, batch)
+        self.update(batch)
         kept = _rows_to_keep(batch)
         token_ids, positions, rows = send([batch.token_ids, batch.positions, kept], self.device)
         there = replace(batch, token_ids=token_ids, positions=positions)
         if len(kept) == len(batch.token_ids):
             return self.finish(batch, self.model.forward(there, self.cache, self.plans), self.plans)
         return self.finish(batch, self.model.forward(there, self.cache, self.plans, rows), self.plans, kept)
+
+    def update(self, batch: Batch) -> None:
+        """Give each cache group's plan the batch's metadata."""
+        update(self.plans, batch)
 
     def finish(
         self,
@@ -120,9 +124,9 @@ class Runner:
             reported = (rows.num_logprobs >= 0).nonzero().flatten()
             [there] = send([reported], logits.device) if len(reported) else [reported]
             raw = logits[there] if len(reported) else None  # a copy: sampling changes the logits
-            drawn.append(sample(logits, rows, self.ops))
+            drawn.append(sample(logits, rows, self.backend))
             if raw is not None:
-                found = token_logprobs(raw, drawn[-1][there].clamp(min=0), rows.num_logprobs[reported], self.ops)
+                found = token_logprobs(raw, drawn[-1][there].clamp(min=0), rows.num_logprobs[reported], self.backend)
                 logprobs.update(zip((reported + start).tolist(), found, strict=True))
         for row, (request_id, token) in enumerate(zip(batch.logit_ids, torch.cat(drawn).tolist(), strict=True)):
             if request_id not in output.tokens:
@@ -148,7 +152,7 @@ class Runner:
             logits = self.model.logits(hidden[part])
             for request_id, logprobs in zip(
                 prompt.request_ids[part],
-                token_logprobs(logits, tokens, prompt.num_logprobs[part], self.ops),
+                token_logprobs(logits, tokens, prompt.num_logprobs[part], self.backend),
                 strict=True,
             ):
                 found[request_id].append(logprobs)

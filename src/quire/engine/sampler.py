@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from quire.batch import Masks, SamplingRows
 from quire.engine.plan import INVALID_TOKEN
 from quire.engine.transfer import send
-from quire.ops import Ops
+from quire.ops import Backend
 from quire.request import TokenLogprobs
 
 TILE = 128  # tokens of which only the best one counts at first
@@ -30,7 +30,7 @@ DRAWN_NUMBERS = 2**22  # logits that a GPU draws from at a time; each takes some
 def sample(
     logits: Tensor,  # fp32 [R, V]; changed in place
     rows: SamplingRows,
-    ops: Ops,
+    backend: Backend,
 ) -> Tensor:
     """One token a row: int64 [R], INVALID_TOKEN where no logit is finite.
 
@@ -44,7 +44,7 @@ def sample(
     best = logits.gather(1, tokens[:, None])
     valid = torch.isfinite(best.flatten())
     draw = _draw_looking if logits.is_cpu else _draw_blindly
-    draw(logits, best, valid, rows, ops, tokens)
+    draw(logits, best, valid, rows, backend, tokens)
     return tokens.masked_fill(~valid, INVALID_TOKEN)
 
 
@@ -102,14 +102,16 @@ def _draw_looking(
     best: Tensor,  # fp32 [R, 1]
     valid: Tensor,  # bool [R]
     rows: SamplingRows,
-    ops: Ops,
+    backend: Backend,
     tokens: Tensor,  # int64 [R]; those of rows with a temperature are replaced
 ) -> None:
     for drawn in torch.split(torch.nonzero(valid & (rows.temperature > 0)).flatten(), MAX_DRAWN_ROWS):
         # Relative to the best logit nothing overflows, however low the temperature, and min-p is a plain threshold.
         weights = torch.exp((logits[drawn] - best[drawn]).double() / rows.temperature[drawn, None])
         weights[weights < rows.min_p[drawn, None]] = 0.0
-        tokens[drawn] = _draw(logits[drawn], weights, rows.top_k[drawn], rows.top_p[drawn], rows.uniforms[drawn], ops)
+        tokens[drawn] = _draw(
+            logits[drawn], weights, rows.top_k[drawn], rows.top_p[drawn], rows.uniforms[drawn], backend
+        )
 
 
 def _draw(
@@ -118,7 +120,7 @@ def _draw(
     top_k: Tensor,  # int64 [R]
     top_p: Tensor,  # fp32 [R]
     uniforms: Tensor,  # fp64 [R]
-    ops: Ops,
+    backend: Backend,
 ) -> Tensor:
     """A token a row: int64 [R], by the inverse of the cumulative distribution."""
     cut = (top_k < weights.shape[1]) | (top_p < 1.0)
@@ -128,7 +130,7 @@ def _draw(
     count, pending = CANDIDATES, torch.nonzero(cut).flatten()
     while len(pending):
         count = min(count, weights.shape[1])
-        ids = ops.top_k(logits[pending], count)  # [P, count]
+        ids = backend.top_k(logits[pending], count)  # [P, count]
         ranked, limit = weights[pending].gather(1, ids), top_k[pending, None]
         ranked[torch.arange(count, device=ranked.device) >= limit] = 0.0
         cumulative = ranked.cumsum(-1)
@@ -163,7 +165,7 @@ def _draw_blindly(
     best: Tensor,  # fp32 [R, 1]
     valid: Tensor,  # bool [R]
     rows: SamplingRows,
-    ops: Ops,
+    backend: Backend,
     tokens: Tensor,  # int64 [R]; those of rows with a temperature are replaced
 ) -> None:
     vocabulary = logits.shape[1]
@@ -186,7 +188,7 @@ def _draw_blindly(
         if part.start < len(whole):
             chosen = _invert_integers(weights, uniforms)
         else:
-            ids = ops.top_k(kept, min(vocabulary, int(given[3][part].max())))
+            ids = backend.top_k(kept, min(vocabulary, int(given[3][part].max())))
             chosen = ids.gather(1, _draw_rank(weights, ids, top_k, top_p, uniforms)[:, None]).flatten()
         tokens.index_copy_(0, index, chosen)
 
@@ -226,15 +228,15 @@ def token_logprobs(
     logits: Tensor,  # fp32 [R, V]
     tokens: Tensor,  # int64 [R]
     num_logprobs: Tensor,  # int64 [R], on the host
-    ops: Ops,
+    backend: Backend,
 ) -> list[TokenLogprobs]:
     """The logprob and rank of each row's token, and its most probable tokens, of equal ones the lower id first."""
-    logprobs = logits - ops.logsumexp(logits)[:, None]
+    logprobs = logits - backend.logsumexp(logits)[:, None]
     chosen = logprobs.gather(1, tokens[:, None])
     ids = torch.arange(logits.shape[1], device=logits.device)
     better = (logprobs > chosen) | ((logprobs == chosen) & (ids < tokens[:, None]))  # of equal ones the lower id
     ranks = better.sum(-1) + 1
-    best = ops.top_k(logits, int(num_logprobs.max())) if len(logits) else tokens[:, None]  # [R, most]
+    best = backend.top_k(logits, int(num_logprobs.max())) if len(logits) else tokens[:, None]  # [R, most]
     values = logprobs.gather(1, best)
     return [
         TokenLogprobs(token, value, rank, tuple(zip(row_best[:count], row_values[:count], strict=True)))

@@ -78,7 +78,7 @@ class Pattern:
     filled: int  # keys up to that of the last query row
     real: Tensor | None  # bool [batch, filled], host: keys that are not padding; None: all
     sequences: Tensor | None  # int [batch, Tq], host: which packed sequence a token is of; None: one a batch row
-    plans: dict[tuple[Any, ...], tuple[ops.Ops, ops.AttentionPlan, Tensor | None]] = field(default_factory=dict)
+    plans: dict[tuple[Any, ...], tuple[ops.Backend, ops.AttentionPlan, Tensor | None]] = field(default_factory=dict)
 
 
 class Mask(torch.Tensor):
@@ -399,7 +399,7 @@ def _restarts(position_ids: Tensor | None) -> bool:
 
 def _plan(
     pattern: Pattern, query: Tensor, key: Tensor, value: Tensor, window: int | None, step: int, cuts: _Cuts | None
-) -> tuple[ops.Ops, ops.AttentionPlan, Tensor | None]:
+) -> tuple[ops.Backend, ops.AttentionPlan, Tensor | None]:
     """The backend, its plan, and which of the batch * Tq query rows it is for (None: all)."""
     (batch, heads, rows, dim), device = query.shape, query.device
     backend = ops.load("auto", device.type)

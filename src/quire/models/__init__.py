@@ -15,11 +15,12 @@ import torch
 
 from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelError, Unsupported
-from quire.models.decoder import Decoder, DecoderConfig
+from quire.models.decoder import Decoder
+from quire.models.decoder_config import DecoderConfig
 from quire.models.model import Model
 from quire.models.rope import longest_rotated
 from quire.models.weights import Checkpoint, Sources, Weights, read_json
-from quire.ops import Ops
+from quire.ops import Backend
 
 if TYPE_CHECKING:
     from quire.models.hub_load import Found
@@ -168,7 +169,7 @@ def choose(directory: Path, model_impl: str = "auto") -> Own | Adapted:
         raise ModelError(f"{reason}. Nor can transformers' code be served: {error}") from error
 
 
-def load_model(directory: Path, config: EngineConfig, ops: Ops) -> Model:
+def load_model(directory: Path, config: EngineConfig, backend: Backend) -> Model:
     """The model of that directory with its weights on the device.
 
     Raises ModelError for a checkpoint that cannot be served, ConfigError for options that do not suit it.
@@ -176,17 +177,17 @@ def load_model(directory: Path, config: EngineConfig, ops: Ops) -> Model:
     choice = choose(directory, config.model_impl)
     raw = read_json(directory / "config.json")
     if isinstance(choice, Adapted):
-        return _adapted(choice, raw, directory, config, ops)
+        return _adapted(choice, raw, directory, config, backend)
     family, decoder = choice
     max_model_len = _max_model_len(config, directory, decoder.max_position_embeddings, longest_sequence(decoder))
     checkpoint = Checkpoint(directory)
     sources = family.weight_sources(decoder, checkpoint.names)
     weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device)
     eos_token_ids = _eos_token_ids(raw, directory, decoder.vocab_size)
-    return Decoder(decoder, weights, ops, max_model_len, eos_token_ids, config.reproducible)
+    return Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible)
 
 
-def _adapted(choice: Adapted, raw: Mapping[str, Any], directory: Path, config: EngineConfig, ops: Ops) -> Model:
+def _adapted(choice: Adapted, raw: Mapping[str, Any], directory: Path, config: EngineConfig, backend: Backend) -> Model:
     from quire.models import hub_load
 
     found = choice.found
@@ -196,7 +197,7 @@ def _adapted(choice: Adapted, raw: Mapping[str, Any], directory: Path, config: E
     dtype = _dtype(config.dtype, raw)
     try:
         model = hub_load.load(
-            directory, found, ops, dtype, config.device, max_model_len, eos_token_ids, config.reproducible
+            directory, found, backend, dtype, config.device, max_model_len, eos_token_ids, config.reproducible
         )
     except Unsupported as error:
         raise ModelError(f"{choice.reason}. Nor can transformers' {found.model.__name__} be served: {error}") from error

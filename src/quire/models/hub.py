@@ -29,9 +29,8 @@ from quire.models.hub_modules import (
     replace_tied_embedding,
     rows_depend,
 )
-from quire.models.linear import LinearFactory
 from quire.models.model import ModelShape
-from quire.ops import AttentionPlan, Ops
+from quire.ops import AttentionPlan, Backend
 
 
 class HubModel:
@@ -40,7 +39,7 @@ class HubModel:
     def __init__(
         self,
         model: Any,  # a PreTrainedModel that was made with attn_implementation=NAME
-        ops: Ops,
+        backend: Backend,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
         reproducible: bool = False,
@@ -49,14 +48,14 @@ class HubModel:
 
         Raises Unsupported, with the reason, where a trial with two tokens shows a model that cannot be served.
         """
-        self.ops, self.max_model_len, self.eos_token_ids = ops, max_model_len, eos_token_ids
+        self.backend, self.max_model_len, self.eos_token_ids = backend, max_model_len, eos_token_ids
         self.dtype, self.device = model.dtype, model.device
         self._lock = Lock()
         self._passes = Passes()
-        make = LinearFactory(reproducible)
-        replace_tied_embedding(model, make)
-        replace_linears(model, make)
-        replace_activations(model, ops)
+        linears = backend.linears(str(model.device), reproducible)
+        replace_tied_embedding(model, linears)
+        replace_linears(model, linears)
+        replace_activations(model, backend)
         replace_rope(model, max_model_len)
         leave_files(model)
         # The decoder within an OPT, say; some call their output projection a decoder.
@@ -96,7 +95,9 @@ class HubModel:
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
         """Hidden states of all rows: [T, H]."""
-        step = PagedPass(self.ops, cache, plans, self._group_of_layer, self._layers, self.dtype, self.config.head_dim)
+        step = PagedPass(
+            self.backend, cache, plans, self._group_of_layer, self._layers, self.dtype, self.config.head_dim
+        )
         with self._during(step):
             hidden: Tensor = _called(self._backbone, token_ids, positions)[0][0]
         if step.done != len(self._layers):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.models.hub_gate import HARMLESS
-from quire.ops import AttentionPlan, Ops
+from quire.ops import AttentionPlan, Backend
 
 NAME = "quire_paged"  # what attn_implementation is called
 
@@ -54,7 +54,7 @@ class Recorder:
 class PagedPass:
     """One step over the cache: the i-th call is layer i."""
 
-    ops: Ops
+    backend: Backend
     cache: KVCache
     plans: Sequence[AttentionPlan]  # one a cache group
     group_of_layer: Sequence[int]
@@ -74,8 +74,8 @@ class PagedPass:
         plan, kv = self.plans[self.group_of_layer[index]], self.cache.layer(index)
         scale = options.get("scaling")
         sinks = options.get("s_aux")
-        self.ops.write_kv(self._filled(k), self._filled(v), kv, plan)
-        out = self.ops.attention(
+        self.backend.write_kv(self._filled(k), self._filled(v), kv, plan)
+        out = self.backend.attention(
             self._filled(q),
             kv,
             plan,

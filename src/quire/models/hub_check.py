@@ -18,7 +18,7 @@ from quire.errors import Unsupported
 from quire.models.hub import HubModel
 from quire.models.hub_attention import NAME
 from quire.models.hub_tiny import VOCAB, shrink
-from quire.ops import AttentionSpec, Ops
+from quire.ops import AttentionSpec, Backend
 
 BLOCK_SIZE, MAX_LEN = 4, 16
 TOLERANCE = 1e-4  # of the largest logit
@@ -33,7 +33,7 @@ class Verdict(NamedTuple):
     scale: float  # the largest logit
 
 
-def check(model: type, config: Any, ops: Ops) -> Verdict:
+def check(model: type, config: Any, backend: Backend) -> Verdict:
     """Compare the small form of a model with eager attention.
 
     model: a causal language model's class; config: the checkpoint's.
@@ -42,7 +42,7 @@ def check(model: type, config: Any, ops: Ops) -> Verdict:
     eager, ours = _pair(model, config)
     try:
         with torch.inference_mode():
-            served = HubModel(ours, ops, MAX_LEN)
+            served = HubModel(ours, backend, MAX_LEN)
             verdict = _compared(eager, served)
     except Unsupported:
         raise
@@ -127,7 +127,7 @@ def packed(served: HubModel, texts: Sequence[Tensor]) -> list[tuple[int, Tensor]
         starts = torch.tensor([0, *step.values()]).cumsum(0).int()
         ends = torch.tensor([end for _, _, end in pieces]).int()
         plans = [
-            served.ops.plan(_spec(served, num_blocks, group.window), starts, ends, tables[list(step)].int(), slots)
+            served.backend.plan(_spec(served, num_blocks, group.window), starts, ends, tables[list(step)].int(), slots)
             for group in shape.groups
         ]
         tokens = torch.cat([texts[s][start:end] for s, start, end in pieces])

@@ -22,7 +22,7 @@ from quire.models.hub_attention import NAME
 from quire.models.hub_check import check
 from quire.models.hub_gate import refusal
 from quire.models.weights import read_json
-from quire.ops import Ops
+from quire.ops import Backend
 
 BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.inv_freq$")  # of old checkpoints; their models make them
 UNKNOWN_LENGTH = 2048  # of the longest sequence, where a config does not tell
@@ -70,7 +70,7 @@ def longest_sequence(config: Any) -> int:
 def load(
     directory: Path,
     found: Found,
-    ops: Ops,
+    backend: Backend,
     dtype: torch.dtype,
     device: str,
     max_model_len: int,
@@ -102,7 +102,7 @@ def load(
                 "with them would be a different model"
             )
     model.eval()
-    return HubModel(model.to(device), ops, max_model_len, eos_token_ids, reproducible)
+    return HubModel(model.to(device), backend, max_model_len, eos_token_ids, reproducible)
 
 
 @contextlib.contextmanager

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
-from quire.models.embedding import Embedding, PlainEmbedding
-from quire.models.linear import Linear, LinearFactory
-from quire.ops import Ops
+from quire.ops import Backend
+from quire.ops.linear import Embedding, Linear, Linears, PlainEmbedding
 
 GELUS: dict[type, Literal["none", "tanh"]] = {
     activations.ACT2CLS["gelu"]: "none",
@@ -33,7 +32,7 @@ BY_NUMBER = (nn.ReLU, nn.Tanh)  # activations of torch whose bits do not
 CHUNK = 4096  # positions
 
 
-def replace_tied_embedding(model: Any, make: LinearFactory) -> None:
+def replace_tied_embedding(model: Any, linears: Linears) -> None:
     """One weight of ours where the output projection is the embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if type(head) is not nn.Linear or head.weight is not embedding.weight:
@@ -44,7 +43,7 @@ def replace_tied_embedding(model: Any, make: LinearFactory) -> None:
     ours = _Embedding(PlainEmbedding(head.weight.detach(), head.weight.dtype), scale, head.weight)
     if not torch.equal(embedding(tokens), ours(tokens)):
         return
-    ours.rows, linear = make.tied(head.weight.detach())
+    ours.rows, linear = linears.tied(head.weight.detach())
     ours_head = _PackedModule(linear, head.weight, None if head.bias is None else head.bias.detach())
     for old, new in ((embedding, ours), (head, ours_head)):
         for module in list(model.modules()):
@@ -53,23 +52,23 @@ def replace_tied_embedding(model: Any, make: LinearFactory) -> None:
                     setattr(module, name, new)
 
 
-def replace_linears(model: Any, make: LinearFactory) -> None:
+def replace_linears(model: Any, linears: Linears) -> None:
     """Ours, packed, for all plain linears."""
     head = model.get_output_embeddings()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) in (nn.Linear, Conv1D):
-                setattr(module, name, _packed(child, make, child is head))
+                setattr(module, name, _packed(child, linears, child is head))
 
 
-def replace_activations(model: nn.Module, ops: Ops) -> None:
+def replace_activations(model: nn.Module, backend: Backend) -> None:
     """Ours for SiLU and GELU."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) in SILUS:
                 setattr(module, name, _Activation(_silu))
             elif type(child) in GELUS and getattr(child, "approximate", "none") == "none":
-                setattr(module, name, _Activation(_Gelu(ops, GELUS[type(child)])))
+                setattr(module, name, _Activation(_Gelu(backend, GELUS[type(child)])))
 
 
 def replace_rope(model: nn.Module, max_model_len: int) -> None:
@@ -136,11 +135,11 @@ class _PackedModule(nn.Module):
         return out if self._added is None else out + self._added
 
 
-def _packed(theirs: Any, make: LinearFactory, is_head: bool) -> _PackedModule:
+def _packed(theirs: Any, linears: Linears, is_head: bool) -> _PackedModule:
     """theirs: an nn.Linear, or a Conv1D, which keeps its weight as [in, out]."""
     weight = theirs.weight.detach().T if type(theirs) is Conv1D else theirs.weight.detach()
     bias = None if theirs.bias is None else theirs.bias.detach()
-    linear = make.head(weight) if is_head and bias is None else make(weight.contiguous(), bias)
+    linear = linears.head(weight) if is_head and bias is None else linears.linear(weight.contiguous(), bias)
     return _PackedModule(linear, weight)
 
 
@@ -159,12 +158,12 @@ def _silu(x: Tensor) -> Tensor:
 
 
 class _Gelu:
-    def __init__(self, ops: Ops, approximate: Literal["none", "tanh"]) -> None:
-        self._ops, self._approximate = ops, approximate
+    def __init__(self, backend: Backend, approximate: Literal["none", "tanh"]) -> None:
+        self._backend, self._approximate = backend, approximate
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return self._ops.gelu(rows, self._approximate).view(x.shape)
+        return self._backend.gelu(rows, self._approximate).view(x.shape)
 
 
 class _RopeTable(nn.Module):

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.models.decoder import DecoderConfig, stacked_rows, weight_shapes
+from quire.models.decoder_config import DecoderConfig, stacked_rows, weight_shapes
 from quire.ops.memory import mapped
 
 INDEX = "model.safetensors.index.json"

@@ -6,22 +6,22 @@
     out = backend.attention(q, kv, plan)
 
 `paged_prefill` and `paged_decode` do it in one call; `compat` has the interfaces that others gave to it. The contract
-stands in `interface.py`, its meaning in `reference.py`, and docs/operators.md shows all of it at work.
+stands in `spec.py`, its meaning in `reference.py`, and docs/operators.md shows all of it at work.
 """
 
 from __future__ import annotations
 
 from quire.ops import layouts
 from quire.ops import registered as registered  # torch.ops.quire
-from quire.ops.backends import BACKENDS, load, unavailable
+from quire.ops.backend import BACKENDS, Backend, load, unavailable
 from quire.ops.cascade import CascadeLevel, cascade_attention
 from quire.ops.compat.decode import append_token, paged_attention_decode
 from quire.ops.compat.descriptor import PagedPrefill, PagedPrefillInfo
 from quire.ops.compat.flash import attention_with_kvcache, update_and_gather, varlen_attention
 from quire.ops.compat.vllm import choose_version, paged_attention, paged_attention_v1, paged_attention_v2
-from quire.ops.interface import AttentionSpec, Limits, Ops, PagedKV
 from quire.ops.paged import paged_decode, paged_prefill
 from quire.ops.plan import AttentionPlan
+from quire.ops.spec import AttentionSpec, Limits, PagedKV
 from quire.ops.state import AttentionState
 
 __all__ = [
@@ -29,9 +29,9 @@ __all__ = [
     "AttentionPlan",
     "AttentionSpec",
     "AttentionState",
+    "Backend",
     "CascadeLevel",
     "Limits",
-    "Ops",
     "PagedKV",
     "PagedPrefill",
     "PagedPrefillInfo",

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
 from quire.ops import validate
-from quire.ops.backends import load
-from quire.ops.interface import Ops, PagedKV
+from quire.ops.backend import Backend, load
 from quire.ops.plan import AttentionPlan
+from quire.ops.spec import PagedKV
 from quire.ops.state import AttentionState
 
 
@@ -88,15 +88,15 @@ def cascade_attention(
     by_level: Sequence[Tensor | None] = [alibi_slopes] * len(levels)
     if sinks is not None and return_lse:
         raise BadValue("sinks close a state, so its LSE could not be merged any more: ask for the LSE without sinks")
-    ops = load(backend, q.device.type)
+    found = load(backend, q.device.type)
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         last = levels[-1].plan
         validate.check_slopes(alibi_slopes, last.spec.num_heads, last.num_seqs, q.device)
         slopes_of = alibi_slopes[_sequences(last).to(q.device)]
-        levels, by_level = _divided(levels, alibi_slopes, ops)
+        levels, by_level = _divided(levels, alibi_slopes, found)
     states = []
     for level, slopes in zip(levels, by_level, strict=True):
-        out, lse = ops.attention(
+        out, lse = found.attention(
             *(q, level.kv, level.plan), scale=scale, alibi_slopes=slopes, softcap=softcap, return_lse=True
         )
         states.append(AttentionState(out, lse))
@@ -108,7 +108,7 @@ def cascade_attention(
     state = states[0].merge(*states[1:], backend=backend)
     if return_lse:
         return state.out, state.lse
-    return state.out if sinks is None else ops.apply_sinks(state.out, state.lse, sinks)
+    return state.out if sinks is None else found.apply_sinks(state.out, state.lse, sinks)
 
 
 def _sequences(plan: AttentionPlan) -> Tensor:
@@ -120,7 +120,7 @@ def _sequences(plan: AttentionPlan) -> Tensor:
 def _divided(
     levels: Sequence[CascadeLevel],
     alibi_slopes: Tensor,  # fp32 [S, Hq], of the last level's sequences
-    ops: Ops,
+    backend: Backend,
 ) -> tuple[list[CascadeLevel], list[Tensor]]:
     """The levels with groups of which each has rows of one sequence only, and the slopes of each level's groups."""
     last, divided, slopes = levels[-1].plan, [], []
@@ -129,7 +129,7 @@ def _divided(
         pairs = torch.stack([_sequences(plan), _sequences(last)])
         (group, sequence), rows = torch.unique_consecutive(pairs, dim=1, return_counts=True)
         starts = torch.nn.functional.pad(rows.cumsum(0), (1, 0))
-        part = ops.plan(plan.spec, starts, plan.context_lens[group], plan.block_tables[group])
+        part = backend.plan(plan.spec, starts, plan.context_lens[group], plan.block_tables[group])
         divided.append(CascadeLevel(level.kv, part))
         slopes.append(alibi_slopes[sequence.to(alibi_slopes.device)])
     return [*divided, levels[-1]], [*slopes, alibi_slopes]

@@ -8,157 +8,96 @@ itself. It serves the whole contract, so that one flag turns a paged run into a 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import record_function
 
-from quire.ops import reference, registered, validate
-from quire.ops.interface import PagedKV
+from quire.ops.backend import Scores
 from quire.ops.plan import AttentionPlan
-from quire.ops.reference import (
-    add_rms_norm,
-    apply_sinks,
-    copy_blocks,
-    gelu,
-    layer_norm,
-    logsumexp,
-    make_plan,
-    merge_states,
-    plan,
-    rms_norm,
-    rope,
-    swiglu,
-    top_k,
-    top_k_softmax,
-    unavailable,
-    weighted_sum,
-    write_kv,
-)
-
-__all__ = [
-    "add_rms_norm",
-    "apply_sinks",
-    "attention",
-    "copy_blocks",
-    "gelu",
-    "layer_norm",
-    "logsumexp",
-    "make_plan",
-    "merge_states",
-    "plan",
-    "rms_norm",
-    "rope",
-    "swiglu",
-    "top_k",
-    "top_k_softmax",
-    "unavailable",
-    "write_kv",
-]
-
-NAME = "gather"
-LIMITS = replace(reference.LIMITS, case_budget=600)
+from quire.ops.reference import ReferenceBackend, weighted_sum
+from quire.ops.spec import PagedKV
 
 
-@overload
-def attention(
-    q: Tensor,  # [T, Hq, D]
-    kv: PagedKV,
-    plan: AttentionPlan,
-    *,
-    scale: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
-    return_lse: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def attention(
-    q: Tensor,  # [T, Hq, D]
-    kv: PagedKV,
-    plan: AttentionPlan,
-    *,
-    scale: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
-    return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-@registered.operator(NAME)
-def attention(
-    q: Tensor,  # [T, Hq, D]
-    kv: PagedKV,
-    plan: AttentionPlan,
-    *,
-    scale: float | None = None,
-    alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
-    softcap: float | None = None,
-    sinks: Tensor | None = None,  # fp32 [Hq]
-    out: Tensor | None = None,  # [T, Hq, Dv]
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """As `reference.attention`, over copies of the keys and values."""
-    validate.check_attention(q, kv, plan, scale, alibi_slopes, softcap, sinks, out, return_lse)
-    spec = plan.spec
-    scale = spec.default_scale if scale is None else scale
-    wide = torch.promote_types(spec.dtype, torch.float32)
-    result = torch.zeros(plan.num_tokens, spec.num_heads, spec.dim_v, dtype=wide, device=q.device)
-    lse = torch.full((plan.num_tokens, spec.num_heads), -torch.inf, dtype=wide, device=q.device)
-    with record_function("quire::gather"):
-        k, v = gather(kv, plan, q.dtype)  # [S, Hkv, longest, D or Dv]
-    starts = plan.query_starts[: plan.num_seqs + 1].long()
-    rows, lens = starts.diff(), plan.context_lens[: plan.num_seqs].long()
-    decoding = torch.nonzero((rows == 1) & (lens > 0)).flatten()
-    prompts = torch.nonzero((rows > 1) & (lens > 0)).flatten()
-    for s in (decoding, *prompts[:, None]):  # [s]: sequences with equally many rows, so that no row is padding
-        if len(s) == 0:
-            continue
-        count, longest = int(rows[s[0]]), int(lens[s].max())
-        at = (starts[s, None] + torch.arange(count)).to(q.device)  # [s, count]
-        position = (lens - rows)[s, None, None] + torch.arange(count)[:, None]  # [s, count, 1]
-        key = torch.arange(longest)
-        visible = (key < lens[s, None, None]).expand(-1, count, -1)  # [s, count, longest]
-        if spec.causal:
-            visible = visible & (key <= position)
-        if spec.window is not None:
-            visible = visible & (key > position - spec.window)
-        bias = None
-        if alibi_slopes is not None:
-            distance = (key - position)[:, None].to(q.device)
-            slopes = alibi_slopes[s.to(q.device)] if alibi_slopes.dim() == 2 else alibi_slopes
-            bias = slopes.to(wide)[..., None, None] * distance  # [s, Hq, count, longest]
-        parts = q[at].transpose(1, 2), k[s.to(q.device), :, :longest], v[s.to(q.device), :, :longest]
-        if bias is None and softcap is None and sinks is None and not return_lse:
-            result[at] = _fused(*parts, visible.to(q.device), scale).transpose(1, 2).to(wide)
-        else:
-            part, part_lse = _plain(*parts, visible.to(q.device), bias, scale, softcap)
-            result[at], lse[at] = part.transpose(1, 2), part_lse.transpose(1, 2)
-    if sinks is not None:
-        result = apply_sinks(result, lse, sinks)
-    out = result.to(spec.dtype) if out is None else out.copy_(result)
-    return (out, lse) if return_lse else out
+class GatherBackend(ReferenceBackend):
+    """The reference's operators, but for attention."""
+
+    name = "gather"
+    limits = replace(ReferenceBackend.limits, case_budget=600)
+
+    def _attention(
+        self,
+        q: Tensor,  # [T, Hq, D]
+        kv: PagedKV,
+        plan: AttentionPlan,
+        scores: Scores,
+        out: Tensor,  # [T, Hq, Dv]
+        lse: Tensor | None,  # fp32 [T, Hq]
+    ) -> None:
+        """Over copies of the keys and values."""
+        spec = plan.spec
+        scale, alibi_slopes, softcap, sinks = scores
+        scale = spec.default_scale if scale is None else scale
+        wide = torch.promote_types(spec.dtype, torch.float32)
+        result = torch.zeros(plan.num_tokens, spec.num_heads, spec.dim_v, dtype=wide, device=q.device)
+        found = torch.full((plan.num_tokens, spec.num_heads), -torch.inf, dtype=wide, device=q.device)
+        with record_function("quire::gather"):
+            k, v = self.gather(kv, plan, q.dtype)  # [S, Hkv, longest, D or Dv]
+        starts = plan.query_starts[: plan.num_seqs + 1].long()
+        rows, lens = starts.diff(), plan.context_lens[: plan.num_seqs].long()
+        decoding = torch.nonzero((rows == 1) & (lens > 0)).flatten()
+        prompts = torch.nonzero((rows > 1) & (lens > 0)).flatten()
+        for s in (decoding, *prompts[:, None]):  # [s]: sequences with equally many rows, so that no row is padding
+            if len(s) == 0:
+                continue
+            count, longest = int(rows[s[0]]), int(lens[s].max())
+            at = (starts[s, None] + torch.arange(count)).to(q.device)  # [s, count]
+            position = (lens - rows)[s, None, None] + torch.arange(count)[:, None]  # [s, count, 1]
+            key = torch.arange(longest)
+            visible = (key < lens[s, None, None]).expand(-1, count, -1)  # [s, count, longest]
+            if spec.causal:
+                visible = visible & (key <= position)
+            if spec.window is not None:
+                visible = visible & (key > position - spec.window)
+            bias = None
+            if alibi_slopes is not None:
+                distance = (key - position)[:, None].to(q.device)
+                slopes = alibi_slopes[s.to(q.device)] if alibi_slopes.dim() == 2 else alibi_slopes
+                bias = slopes.to(wide)[..., None, None] * distance  # [s, Hq, count, longest]
+            parts = q[at].transpose(1, 2), k[s.to(q.device), :, :longest], v[s.to(q.device), :, :longest]
+            if bias is None and softcap is None and sinks is None and lse is None:
+                result[at] = _fused(*parts, visible.to(q.device), scale).transpose(1, 2).to(wide)
+            else:
+                part, part_lse = _plain(*parts, visible.to(q.device), bias, scale, softcap)
+                result[at], found[at] = part.transpose(1, 2), part_lse.transpose(1, 2)
+        if sinks is not None:
+            result = self._apply_sinks(result, found, sinks)
+        out.copy_(result)
+        if lse is not None:
+            lse.copy_(found)
+
+    def gather(self, kv: PagedKV, plan: AttentionPlan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Each sequence's K and V in a row, zero after its end: [S, Hkv, longest, D] and [S, Hkv, longest, Dv]."""
+        spec, device = plan.spec, kv.k.device
+        lens = plan.context_lens[: plan.num_seqs, None].long()
+        first_row = lens - plan.query_starts[: plan.num_seqs + 1].long().diff()[:, None]
+        position = torch.arange(int(lens.max()) if plan.num_seqs else 0)
+        held = position < lens
+        if spec.window is not None:  # blocks wholly below the window may belong to others by now
+            first = (first_row - spec.window + 1).clamp(min=0) // spec.block_size * spec.block_size
+            held = held & (position >= first)
+        table = plan.block_tables[: plan.num_seqs]
+        block = torch.where(held, table[:, position // spec.block_size], 0).long().to(device)
+        offset = (position % spec.block_size).to(device)
+        empty = ~held[..., None, None].to(device)
+        k, v = (
+            x[block, :, offset].to(dtype).masked_fill_(empty, 0.0).transpose(1, 2).contiguous() for x in (kv.k, kv.v)
+        )
+        return k, v
 
 
-def gather(kv: PagedKV, plan: AttentionPlan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Each sequence's K and V in a row: [S, Hkv, longest, D] and [S, Hkv, longest, Dv], zero where there is none."""
-    spec, device = plan.spec, kv.k.device
-    lens = plan.context_lens[: plan.num_seqs, None].long()
-    first_row = lens - plan.query_starts[: plan.num_seqs + 1].long().diff()[:, None]
-    position = torch.arange(int(lens.max()) if plan.num_seqs else 0)
-    held = position < lens
-    if spec.window is not None:  # blocks wholly below the window may belong to others by now
-        first = (first_row - spec.window + 1).clamp(min=0) // spec.block_size * spec.block_size
-        held = held & (position >= first)
-    table = plan.block_tables[: plan.num_seqs]
-    block = torch.where(held, table[:, position // spec.block_size], 0).long().to(device)
-    offset = (position % spec.block_size).to(device)
-    empty = ~held[..., None, None].to(device)
-    k, v = (x[block, :, offset].to(dtype).masked_fill_(empty, 0.0).transpose(1, 2).contiguous() for x in (kv.k, kv.v))
-    return k, v
+BACKEND = GatherBackend()
 
 
 def _fused(

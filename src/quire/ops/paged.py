@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape
-from quire.ops import validate
-from quire.ops.backends import load
-from quire.ops.interface import AttentionSpec, PagedKV
+from quire.ops import checks
+from quire.ops.backend import load
+from quire.ops.spec import AttentionSpec, PagedKV
 
 
 def paged_prefill(
@@ -31,7 +31,7 @@ def paged_prefill(
 
     Raises BadShape, BadDtype, BadStride or BadValue, naming the argument, the sequence and the value.
     """
-    with validate.renamed(query_starts="cum_seq_lens_q", context_lens="seq_lens", k="k_cache", v="v_cache"):
+    with checks.renamed(query_starts="cum_seq_lens_q", context_lens="seq_lens", k="k_cache", v="v_cache"):
         return _attend(q, k_cache, v_cache, block_tables, seq_lens, cum_seq_lens_q, alibi_slopes, scale, backend)
 
 
@@ -50,11 +50,11 @@ def paged_decode(
 
     Else as `paged_prefill`.
     """
-    validate.check_integers("context_lens", context_lens, 1)
+    checks.check_integers("context_lens", context_lens, 1)
     if len(q) != len(context_lens):
         raise BadShape(f"q has {len(q)} rows and context_lens {len(context_lens)} entries; decode takes one row each")
     one_row_each = torch.arange(len(q) + 1, dtype=torch.int32)
-    with validate.renamed(k="k_cache", v="v_cache"):
+    with checks.renamed(k="k_cache", v="v_cache"):
         return _attend(q, k_cache, v_cache, block_tables, context_lens, one_row_each, alibi_slopes, scale, backend)
 
 
@@ -71,9 +71,9 @@ def _attend(
 ) -> Tensor:
     ops, spec = load(backend, q.device.type), describe(q, k_cache, v_cache)
     starts, lens = (
-        validate.to_host(name, x, 1) for name, x in (("query_starts", query_starts), ("context_lens", context_lens))
+        checks.to_host(name, x, 1) for name, x in (("query_starts", query_starts), ("context_lens", context_lens))
     )
-    plan = ops.plan(spec, starts, lens, validate.to_host("block_tables", block_tables, 2))
+    plan = ops.plan(spec, starts, lens, checks.to_host("block_tables", block_tables, 2))
     return ops.attention(q, PagedKV(k_cache, v_cache), plan, scale=scale, alibi_slopes=alibi_slopes)
 
 

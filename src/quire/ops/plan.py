@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Lock
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from quire.errors import BadValue, Unsupported, check_integer
-from quire.ops import validate
-from quire.ops.interface import AttentionSpec
+from quire.ops.checks import INT32_MAX
+from quire.ops.metadata import check_metadata
+from quire.ops.spec import AttentionSpec
 
 _KEYS = itertools.count(1)
 _PLANS: WeakValueDictionary[int, AttentionPlan] = WeakValueDictionary()  # by key, as long as somebody holds them
@@ -41,7 +39,7 @@ class AttentionPlan:
 
     def __init__(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> None:
         for name, value in (("max_tokens", max_tokens), ("max_seqs", max_seqs), ("max_blocks", max_blocks)):
-            check_integer(BadValue, name, value, 0, validate.INT32_MAX)
+            check_integer(BadValue, name, value, 0, INT32_MAX)
         self.spec = spec
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
@@ -94,7 +92,14 @@ class AttentionPlan:
         block_tables: torch.Tensor,  # int32 [S, M], host
         slots: torch.Tensor | None,  # int64 [T], host
     ) -> None:
-        validate.check_metadata(self, query_starts, context_lens, block_tables, slots)
+        check_metadata(
+            self.spec,
+            (self.max_tokens, self.max_seqs, self.max_blocks),
+            query_starts,
+            context_lens,
+            block_tables,
+            slots,
+        )
         num_seqs, num_blocks = block_tables.shape
         num_tokens = int(query_starts[-1])
         self.query_starts[: num_seqs + 1].copy_(query_starts)
@@ -146,24 +151,6 @@ def plan_of(
     if plan is None:
         raise BadValue(f"plan is the key {int(key)}, and there is no such plan (any more): hold on to the plan itself")
     return plan
-
-
-def exclusive(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an operator that takes a plan: while it runs, no other thread uses or updates that plan.
-
-    A plan holds memory that the kernels compute in, so two calls at a time would overwrite each other's numbers.
-    """
-    position = list(inspect.signature(operator).parameters).index("plan")
-
-    @functools.wraps(operator)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        plan = args[position] if len(args) > position else kwargs.get("plan")
-        if not isinstance(plan, AttentionPlan):
-            raise BadValue(f"plan is a {type(plan).__name__}; it must be what the backend's plan or make_plan returned")
-        with plan.lock:
-            return operator(*args, **kwargs)
-
-    return call
 
 
 @contextmanager

@@ -16,25 +16,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from quire.ops import validate
-from quire.ops.backends import load
-from quire.ops.interface import PagedKV
-from quire.ops.plan import AttentionPlan, exclusive, plan_of
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from quire.ops import checks
+from quire.ops.backend import load
+from quire.ops.plan import plan_of
+from quire.ops.spec import PagedKV
 
 _ATTENTION = (
     "str backend, Tensor q, Tensor k, Tensor v, Tensor plan, *, "
     "float? scale=None, Tensor? alibi_slopes=None, float? softcap=None, Tensor? sinks=None"
 )
 
-# Shapes and dtypes are those of `interface.Ops`; k and v are a PagedKV's, plan is a plan's key. Results are contiguous.
+# Shapes and dtypes are those of `Backend`; k and v are a PagedKV's, plan is a plan's key. Results are contiguous.
 SCHEMAS = {
     "write_kv": "(str backend, Tensor k_new, Tensor v_new, Tensor(a!) k, Tensor(b!) v, Tensor plan) -> ()",
     "copy_blocks": "(str backend, Tensor(a!) k, Tensor(b!) v, SymInt[] src, SymInt[] dst) -> ()",
@@ -57,121 +54,18 @@ SCHEMAS = {
 }
 
 
-def operator(backend: str) -> Callable[[Function], Function]:
-    """Decorate an operator of the backend of that name: in a graph it is the registered one, else it is itself."""
-
-    def decorate(function: Function) -> Function:
-        name = function.__name__
-        if name == "attention":
-            return cast(Function, _attention_operator(backend, exclusive(function)))
-        if name == "write_kv":
-            function = cast(Function, exclusive(function))
-        in_graph = IN_GRAPH.get(name) or getattr(torch.ops.quire, name)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling():
-                return in_graph(backend, *args, **kwargs)
-            return function(*args, **kwargs)
-
-        return cast(Function, call)
-
-    return decorate
-
-
-def _attention_operator(backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same with the arguments spelled out, which takes half the time to pass them on: 0.15 µs."""
-
-    @functools.wraps(function)
-    def call(
-        q: Tensor,
-        kv: PagedKV,
-        plan: AttentionPlan,
-        *,
-        scale: float | None = None,
-        alibi_slopes: Tensor | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        out: Tensor | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        run = functools.partial(_attention_in_graph, backend) if is_compiling() else function
-        return run(
-            q,
-            kv,
-            plan,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            softcap=softcap,
-            sinks=sinks,
-            out=out,
-            return_lse=return_lse,
-        )
-
-    return call
-
-
-# ------------------------------------------------------------------------------------------- in a graph
-
-
-def _write_kv_in_graph(backend: str, k_new: Tensor, v_new: Tensor, kv: PagedKV, plan: AttentionPlan) -> None:
-    torch.ops.quire.write_kv(backend, k_new, v_new, kv.k, kv.v, plan.key)
-
-
-def _copy_blocks_in_graph(backend: str, kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
-    torch.ops.quire.copy_blocks(backend, kv.k, kv.v, src, dst)
-
-
-def _attention_in_graph(
-    backend: str,
-    q: Tensor,
-    kv: PagedKV,
-    plan: AttentionPlan,
-    *,
-    out: Tensor | None = None,
-    return_lse: bool = False,
-    **scores: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    arguments = backend, q, kv.k, kv.v, plan.key
-    if out is None:
-        out, lse = torch.ops.quire.attention(*arguments, **scores, return_lse=return_lse)
-    else:
-        lse = torch.ops.quire.attention_out(*arguments, **scores, out=out, return_lse=return_lse)
-    return (out, lse) if return_lse else out
-
-
-def _add_rms_norm_in_graph(backend: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    normed, total = torch.ops.quire.add_rms_norm(backend, x, residual, weight, eps)
-    residual.copy_(total)
-    return cast(Tensor, normed)
-
-
-def _rope_in_graph(backend: str, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
-    turned_q, turned_k = torch.ops.quire.rope(backend, q, k, positions, cos, sin)
-    q.copy_(turned_q)
-    k.copy_(turned_k)
-
-
-IN_GRAPH: dict[str, Callable[..., Any]] = {
-    "write_kv": _write_kv_in_graph,
-    "copy_blocks": _copy_blocks_in_graph,
-    "add_rms_norm": _add_rms_norm_in_graph,
-    "rope": _rope_in_graph,
-}
-
-
 # ------------------------------------------------------------------------------------- when the graph runs
 
 
 @functools.cache
 def _function(backend: str, name: str, device: str) -> Callable[..., Any]:
-    """The backend's own function, which does not come back here."""
-    return cast(Callable[..., Any], getattr(load(backend, device), name).__wrapped__)
+    """The backend's operator."""
+    return cast(Callable[..., Any], getattr(load(backend, device), name))
 
 
 def _write_kv(backend: str, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, plan: Tensor) -> None:
     size = v_new.shape[-1]
-    if validate.begin_alike(k, v) and k_new.dtype == v_new.dtype and torch.equal(k_new[..., :size], v_new):
+    if checks.begin_alike(k, v) and k_new.dtype == v_new.dtype and torch.equal(k_new[..., :size], v_new):
         v_new = k_new[..., :size]  # of a latent cache: a compiler may have made a copy of what was this
     _function(backend, "write_kv", k.device.type)(k_new, v_new, PagedKV(k, v), plan_of(plan))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.errors import BadShape, BadValue, check_number
 from quire.ops import validate
-from quire.ops.backends import load
+from quire.ops.backend import load
 
 
 @dataclass(frozen=True, eq=False)  # tensors do not compare as a whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.errors import BadDtype, BadShape, BadValue, check_integer, check_number
-from quire.ops import validate
+from quire.ops import checks
 
 
 def check_residual(
@@ -16,8 +16,8 @@ def check_residual(
     """Check what is added up before a norm."""
     if x.dim() != 2:
         raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, H]")
-    validate.check_tensor("residual", residual, tuple(x.shape), x.dtype, x.device)
-    validate.check_written({"residual": residual}, {"x": x, "weight": weight})
+    checks.check_tensor("residual", residual, tuple(x.shape), x.dtype, x.device)
+    checks.check_written({"residual": residual}, {"x": x, "weight": weight})
 
 
 def check_norm(x: torch.Tensor, eps: float, **weights: torch.Tensor | None) -> None:
@@ -28,7 +28,7 @@ def check_norm(x: torch.Tensor, eps: float, **weights: torch.Tensor | None) -> N
             raise BadShape(
                 f"{name} has shape {tuple(weight.shape)}; x of shape {tuple(x.shape)} needs {tuple(x.shape[-1:])}"
             )
-    validate.check_beside(x, **weights)
+    checks.check_beside(x, **weights)
     check_number(BadValue, "eps", eps, 0.0)
 
 
@@ -42,23 +42,23 @@ def check_rope(
     """Check rope's arguments but the values of the positions, for which there is `check_positions`."""
     if q.dim() != 3 or k.dim() != 3 or q.shape[::2] != k.shape[::2]:
         raise BadShape(f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected [T, Hq, D] and [T, Hkv, D]")
-    validate.check_float("q", q)
+    checks.check_float("q", q)
     if k.dtype != q.dtype:
         raise BadDtype(f"k has dtype {k.dtype} and q {q.dtype}; they must be the same")
     for name, x in (("q", q), ("k", k)):
-        validate.check_tensor(name, x, tuple(x.shape), q.dtype, q.device)
+        checks.check_tensor(name, x, tuple(x.shape), q.dtype, q.device)
     if tuple(positions.shape) != (len(q),):
         raise BadShape(f"positions has shape {tuple(positions.shape)}; expected ({len(q)},)")
-    validate.check_integers("positions", positions, 1)
+    checks.check_integers("positions", positions, 1)
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[2]:
         raise BadShape(
             f"cos has shape {tuple(cos.shape)} and sin {tuple(sin.shape)}; both must be [P, D_rot / 2], with D_rot at "
             f"most {q.shape[2]}"
         )
-    validate.check_float("cos", cos)
-    validate.check_float("sin", sin)
-    validate.check_beside(q, positions=None if positions.is_cpu else positions, cos=cos, sin=sin)
-    validate.check_written({"q": q, "k": k}, {"positions": positions, "cos": cos, "sin": sin})
+    checks.check_float("cos", cos)
+    checks.check_float("sin", sin)
+    checks.check_beside(q, positions=None if positions.is_cpu else positions, cos=cos, sin=sin)
+    checks.check_written({"q": q, "k": k}, {"positions": positions, "cos": cos, "sin": sin})
 
 
 def check_positions(
@@ -98,7 +98,7 @@ def check_gelu(
 def _check_rows(name: str, x: torch.Tensor) -> None:
     if x.dim() == 0:
         raise BadShape(f"{name} has shape (); it must have one dimension at least")
-    validate.check_float(name, x)
+    checks.check_float(name, x)
 
 
 def check_logits(
@@ -106,7 +106,7 @@ def check_logits(
     k: int = 0,
 ) -> None:
     """Check the arguments of the sampler's operators."""
-    if logits.dim() != 2 or logits.shape[1] > validate.INT32_MAX:
-        raise BadShape(f"logits has shape {tuple(logits.shape)}; expected [R, V], with V at most {validate.INT32_MAX}")
-    validate.check_tensor("logits", logits, tuple(logits.shape), torch.float32, logits.device)
+    if logits.dim() != 2 or logits.shape[1] > checks.INT32_MAX:
+        raise BadShape(f"logits has shape {tuple(logits.shape)}; expected [R, V], with V at most {checks.INT32_MAX}")
+    checks.check_tensor("logits", logits, tuple(logits.shape), torch.float32, logits.device)
     check_integer(BadValue, "k", k, 0, logits.shape[1])

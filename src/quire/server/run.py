@@ -23,7 +23,6 @@ from quire.cache.storage import bytes_per_block
 from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.errors import ConfigError
 from quire.llm import LLM
-from quire.ops.cpu import native
 from quire.server.app import build_app
 from quire.server.chat_template import ChatTemplate, tokenizer_settings
 from quire.server.config import ServerConfig
@@ -81,7 +80,7 @@ def build_service(options: Mapping[str, Any], config: ServerConfig) -> tuple[Ser
     names = config.served_model_name or (llm.config.model or EMBEDDED_NAME,)
     template = ChatTemplate.find(llm.directory, config.chat_template)
     metrics = Metrics(llm.engine, names[0], config.vllm_metrics)
-    inspector = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.NAME}, not config.api_key)
+    inspector = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.api_key)
     device = DEVICES["cpu" if llm.config.device == "cpu" else "h200"]
     cost = CostModel(cost_of(llm.decoder), device, llm.config.cache.block_size)
     limits = (config.max_num_queued_reqs, config.request_timeout, config.stuck_after)
@@ -194,10 +193,10 @@ def _model(service: Service) -> str:
 
 
 def _backend(service: Service) -> str:
-    config, name = service.llm.config, service.llm.backend.NAME
-    isa = f", {native.default().isa} kernels" if name == "cpu" else ""
+    config, backend = service.llm.config, service.llm.backend
+    isa = "" if backend.instruction_set is None else f", {backend.instruction_set} kernels"
     why = "the fastest that runs here" if config.attention_backend == "auto" else "as asked for"
-    return f"{name} on {config.device}{isa} ({why})"
+    return f"{backend.name} on {config.device}{isa} ({why})"
 
 
 def _dtype(service: Service) -> str:

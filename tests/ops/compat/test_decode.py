@@ -62,18 +62,18 @@ LENS = [0, 1, 7, 8, 9, 31, 32]
 def test_the_new_token_is_the_first_element(backend, device, group, padding):
     for dtype in (torch.float32, half_dtype(backend)):
         step = Decode(device, LENS, group=group, padding=padding, dtype=dtype)
-        out = ops.paged_attention_decode(*step.arguments(), scale=0.2, block_size=8, backend=backend.NAME)
+        out = ops.paged_attention_decode(*step.arguments(), scale=0.2, block_size=8, backend=backend.name)
         step.dense(scale=0.2).check(out, None, dtype, roundings=5)
 
 
 def test_values_of_another_size(backend, device):
     step = Decode(device, LENS, group=3, head_dim_v=24)
-    out = ops.paged_attention_decode(*step.arguments(), backend=backend.NAME)
+    out = ops.paged_attention_decode(*step.arguments(), backend=backend.name)
     assert out.shape == (7, 6, 24)
     step.dense().check(out, None, torch.float32, roundings=5)
-    ops.append_token(*step.arguments()[1:], backend=backend.NAME)
+    ops.append_token(*step.arguments()[1:], backend=backend.name)
     inside = ops.paged_decode(
-        step.q, step.k_cache, step.v_cache, step.table, step.context_lens + 1, backend=backend.NAME
+        step.q, step.k_cache, step.v_cache, step.table, step.context_lens + 1, backend=backend.name
     )
     dense.check_close("out", out, inside, 1e-5)
 
@@ -81,10 +81,10 @@ def test_values_of_another_size(backend, device):
 def test_the_cache_is_not_written_until_the_token_is_appended(backend, device):
     step = Decode(device, LENS)
     before = step.k_cache.clone(), step.v_cache.clone()
-    ops.paged_attention_decode(*step.arguments(), backend=backend.NAME)
+    ops.paged_attention_decode(*step.arguments(), backend=backend.name)
     for cache, was in zip((step.k_cache, step.v_cache), before, strict=True):
         assert torch.equal(cache.view(torch.int32), was.view(torch.int32))
-    ops.append_token(*step.arguments()[1:], backend=backend.NAME)
+    ops.append_token(*step.arguments()[1:], backend=backend.name)
     for cache, was, new in zip((step.k_cache, step.v_cache), before, (step.k_new, step.v_new), strict=True):
         for s, n in enumerate(step.lens):
             was[step.tables[s][n // 8], :, n % 8] = new[s]
@@ -94,12 +94,12 @@ def test_the_cache_is_not_written_until_the_token_is_appended(backend, device):
 def test_two_meanings_of_a_context_length(backend, device):
     """Beside the cache the new token is not counted; once appended, `paged_decode` counts it."""
     step = Decode(device, LENS, group=2)
-    beside = ops.paged_attention_decode(*step.arguments(), backend=backend.NAME)
-    ops.append_token(*step.arguments()[1:], backend=backend.NAME)
+    beside = ops.paged_attention_decode(*step.arguments(), backend=backend.name)
+    ops.append_token(*step.arguments()[1:], backend=backend.name)
     caches = step.k_cache, step.v_cache, step.table
-    inside = ops.paged_decode(step.q, *caches, step.context_lens + 1, backend=backend.NAME)
+    inside = ops.paged_decode(step.q, *caches, step.context_lens + 1, backend=backend.name)
     dense.check_close("out", beside, inside, 1e-5)
-    without = ops.paged_decode(step.q, *caches, step.context_lens, backend=backend.NAME)
+    without = ops.paged_decode(step.q, *caches, step.context_lens, backend=backend.name)
     assert (without[1:] - inside[1:]).abs().amax(dim=(1, 2)).min() > 1e-3  # the new token matters in every sequence
 
 
@@ -107,7 +107,7 @@ def test_tables_need_no_room_for_the_new_token(backend, device):
     step = Decode(device, [8, 3], width=2)
     out = ops.paged_attention_decode(
         *(step.q, step.k_new, step.v_new, step.k_cache, step.v_cache, step.table[:, :1], step.context_lens),
-        backend=backend.NAME,
+        backend=backend.name,
     )
     step.dense().check(out, None, torch.float32, roundings=5)
 
@@ -120,8 +120,8 @@ def test_decoding_token_by_token_equals_prefill(backend, device):
     table, out = torch.tensor([[3, 0, 4]]), []
     for t in range(20):
         step = q[t : t + 1], k[t : t + 1], v[t : t + 1], k_cache, v_cache, table, torch.tensor([t])
-        out.append(ops.paged_attention_decode(*step, backend=backend.NAME))
-        ops.append_token(*step[1:], backend=backend.NAME)
+        out.append(ops.paged_attention_decode(*step, backend=backend.name))
+        ops.append_token(*step[1:], backend=backend.name)
     dense.attend(q, k, v).check(torch.cat(out), None, torch.float32, roundings=5)
 
 
@@ -152,12 +152,12 @@ def test_what_is_refused(backend, device, name, change, error, message):
     step = Decode(device, [4, 20, 2])
     setattr(step, name, change(getattr(step, name)))
     with pytest.raises(error, match=message):
-        ops.paged_attention_decode(*step.arguments(), backend=backend.NAME)
+        ops.paged_attention_decode(*step.arguments(), backend=backend.name)
 
 
 def test_another_block_size_is_refused(backend, device):
     with pytest.raises(BadValue, match="block_size is 16; the cache has blocks of 8"):
-        ops.paged_attention_decode(*Decode(device, [4]).arguments(), block_size=16, backend=backend.NAME)
+        ops.paged_attention_decode(*Decode(device, [4]).arguments(), block_size=16, backend=backend.name)
 
 
 NUM_BLOCKS = 8  # of `Decode(device, [4, 20, 2])`
@@ -186,5 +186,5 @@ def test_append_refuses(backend, device, lens, table, error, message):
         step.table = torch.tensor(table)
     before = step.k_cache.clone()
     with pytest.raises(error, match=message):
-        ops.append_token(*step.arguments()[1:], backend=backend.NAME)
+        ops.append_token(*step.arguments()[1:], backend=backend.name)
     assert torch.equal(step.k_cache.view(torch.int32), before.view(torch.int32))

@@ -119,7 +119,7 @@ def test_the_seeds_example(backend, device, int_dtype, alibi):
         cache = torch.full((1024, 8, 16, 128), torch.nan, dtype=dtype, device=device)
         cache[: call.num_blocks] = call.given[name]
         call.given[name] = cache
-    with ops.PagedPrefill.create(device, **call.meta(), scale=scale, backend=backend.NAME) as prefill:
+    with ops.PagedPrefill.create(device, **call.meta(), scale=scale, backend=backend.name) as prefill:
         info = prefill.info
         assert (info.dtype, info.scale, info.num_seqs, info.num_heads) == (dtype, scale, 4, 32)
         assert (info.num_kv_heads, info.head_size, info.block_size) == (8, 128, 16)
@@ -142,7 +142,7 @@ def on_host(call: Call, device: str) -> tuple[Tensor, ...] | None:
 def test_it_equals_the_seeds_three_passes(backend, device, alibi, group):
     """Up to the 1e-6 that the seed adds to a sum that is never below 1."""
     call = small(device, alibi=alibi, num_heads=2 * group)
-    prefill = ops.PagedPrefill.create(device, **call.meta(), backend=backend.NAME)
+    prefill = ops.PagedPrefill.create(device, **call.meta(), backend=backend.name)
     prefill.run(**call.given, host_metadata=on_host(call, device))
     q, k, v = (call.given[name] for name in ("q", "k_cache", "v_cache"))
     want = three_passes(q, k, v, call.tables, call.lens, call.starts, call.slopes, 16**-0.5)
@@ -157,7 +157,7 @@ def test_the_search_finds_every_token():
 
 def test_one_descriptor_serves_many_calls(backend, device):
     first = small(device)
-    prefill = ops.PagedPrefill.create(device, **first.meta(), scale=0.2, backend=backend.NAME)
+    prefill = ops.PagedPrefill.create(device, **first.meta(), scale=0.2, backend=backend.name)
     for lens in ([9, 21, 4], [3, 1, 4], [32, 2, 30]):
         call = small(device, lens=lens)
         for name in ("k_cache", "v_cache"):  # the same pool, whatever the lengths
@@ -166,7 +166,7 @@ def test_one_descriptor_serves_many_calls(backend, device):
             pool[: call.num_blocks] = call.given[name]
             call.given[name] = pool
         if lens == [9, 21, 4]:
-            prefill = ops.PagedPrefill.create(device, **call.meta(), scale=0.2, backend=backend.NAME)
+            prefill = ops.PagedPrefill.create(device, **call.meta(), scale=0.2, backend=backend.name)
         prefill.run(**call.given, host_metadata=on_host(call, device))
         call.check(0.2)
 
@@ -177,7 +177,7 @@ def test_strided_tensors(backend, device, nhd):
     qkv = torch.full((8, 9, 16), torch.nan, device=device)
     qkv[:, :4] = call.given["q"]
     call.given["q"], call.given["out"] = qkv[:, :4], torch.empty(4, 8, 16, device=device).transpose(0, 1)
-    prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.NAME)
+    prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.name)
     assert (prefill.info.q_stride, prefill.info.q_head_stride) == (9 * 16, 16)
     assert prefill.info.kv_head_stride == (16 if nhd else 4 * 16)
     prefill.run(**call.given, host_metadata=on_host(call, device))
@@ -205,7 +205,7 @@ def test_a_run_allocates_no_tensor():
 
 def test_each_sequence_with_slopes_of_its_own(backend, device):
     call = small(device, alibi="each")
-    with ops.PagedPrefill.create(device, **call.meta(), scale=0.25, backend=backend.NAME) as prefill:
+    with ops.PagedPrefill.create(device, **call.meta(), scale=0.25, backend=backend.name) as prefill:
         prefill.run(**call.given)
     call.check(0.25)
 
@@ -450,7 +450,7 @@ def test_run_refuses(backend, device, name, value, error, message):
     if device != "cpu":
         pytest.skip("the checks of a host; the same code as on a CPU")
     call = small(device)
-    prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.NAME)
+    prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.name)
     given = {**call.given, name: torch.tensor(value) if isinstance(value, list) else value}
     with pytest.raises(error, match=message) as raised:
         prefill.run(**given)
@@ -462,7 +462,7 @@ def test_run_refuses(backend, device, name, value, error, message):
 
 def test_an_output_in_the_memory_of_the_queries_is_refused(backend, device):
     call = small(device)
-    prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.NAME)
+    prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.name)
     before = call.given["q"].clone()
     with pytest.raises(BadStride, match=r"^out shares memory with q"):
         prefill.run(**{**call.given, "out": call.given["q"]})
@@ -471,12 +471,12 @@ def test_an_output_in_the_memory_of_the_queries_is_refused(backend, device):
 
 def test_a_closed_descriptor(backend, device):
     call = small(device)
-    prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.NAME)
+    prefill = ops.PagedPrefill.create(device, **call.given, backend=backend.name)
     prefill.close()
     prefill.close()
     with pytest.raises(BadValue, match="was closed"):
         prefill.run(**call.given)
-    with pytest.raises(ZeroDivisionError), ops.PagedPrefill.create(device, **call.given, backend=backend.NAME) as other:
+    with pytest.raises(ZeroDivisionError), ops.PagedPrefill.create(device, **call.given, backend=backend.name) as other:
         raise ZeroDivisionError
     with pytest.raises(QuireError, match="was closed"):
         other.run(**call.given)

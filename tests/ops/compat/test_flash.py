@@ -45,7 +45,7 @@ def test_the_pages_example(backend, device, batched, causal):
     cu_q, cu_k = torch.tensor([0, 10, 13, 14]), torch.tensor([0, 0, 1, 8])
     given = [x[None] for x in (q, k, v)] if batched else [q, k, v]
     out, lse = ops.varlen_attention(
-        *given, cu_q, cu_k, max_seqlen_q=10, max_seqlen_k=7, causal=causal, return_lse=True, backend=backend.NAME
+        *given, cu_q, cu_k, max_seqlen_q=10, max_seqlen_k=7, causal=causal, return_lse=True, backend=backend.name
     )
     assert out.shape == ((1, 14, 6, 16) if batched else (14, 6, 16))
     out = out[0] if batched else out
@@ -79,7 +79,7 @@ def test_ragged_against_dense(backend, device, lens, flash, ours):
         slopes = {"alibi_slopes": torch.linspace(-0.5, 0.5, 6, device=device)} if "alibi_slopes" in ours else {}
         out, lse = ops.varlen_attention(
             *(q, k, v, starts(q_lens), starts(k_lens).long(), max(q_lens), max(k_lens)),
-            **{**flash, **slopes}, return_lse=True, backend=backend.NAME,
+            **{**flash, **slopes}, return_lse=True, backend=backend.name,
         )  # fmt: skip
         check_varlen(out, lse, q, k, v, q_lens, k_lens, **{**ours, **slopes})
 
@@ -90,12 +90,12 @@ def test_each_sequence_with_slopes_of_its_own(backend, device):
     q, k, v = rows(device, (25, 6), (59, 2), (59, 2))
     slopes = torch.linspace(-0.5, 0.5, 18, device=device).view(3, 6)
     given = q, k, v, starts(q_lens), starts(k_lens), 20, 30
-    out = ops.varlen_attention(*given, causal=True, alibi_slopes=slopes, backend=backend.NAME)
+    out = ops.varlen_attention(*given, causal=True, alibi_slopes=slopes, backend=backend.name)
     for s, (one_q, one_k, one_v) in enumerate(zip(q.split(q_lens), k.split(k_lens), v.split(k_lens), strict=True)):
         want = dense.attend(one_q, one_k, one_v, alibi_slopes=slopes[s])
         want.check(out.split(q_lens)[s], None, torch.float32)
     with pytest.raises(BadShape, match=r"alibi_slopes has shape \(2, 6\); expected \(6,\) or \(3, 6\)"):
-        ops.varlen_attention(*given, causal=True, alibi_slopes=slopes[:2], backend=backend.NAME)
+        ops.varlen_attention(*given, causal=True, alibi_slopes=slopes[:2], backend=backend.name)
 
 
 def test_alibi_over_keys_to_the_right(backend, device):
@@ -103,16 +103,16 @@ def test_alibi_over_keys_to_the_right(backend, device):
     q, k, v = rows(device, (2, 6), (9, 2), (9, 2))
     slopes = torch.linspace(0.1, 0.5, 6, device=device)
     given = k, v, starts([1, 1]), starts([4, 5])
-    out = ops.varlen_attention(q, *given, 1, 5, alibi_slopes=slopes, backend=backend.NAME)
+    out = ops.varlen_attention(q, *given, 1, 5, alibi_slopes=slopes, backend=backend.name)
     check_varlen(out, None, q, k, v, [1, 1], [4, 5], alibi_slopes=slopes)
     with pytest.raises(Unsupported, match="alibi_slopes with causal=False and several query rows"):
-        ops.varlen_attention(q, k, v, starts([2]), starts([9]), 2, 9, alibi_slopes=slopes, backend=backend.NAME)
+        ops.varlen_attention(q, k, v, starts([2]), starts([9]), 2, 9, alibi_slopes=slopes, backend=backend.name)
 
 
 def test_values_of_another_size(backend, device):
     q, k = rows(device, (5, 6), (9, 2))
     [v] = rows(device, (9, 2), dim=24)
-    out = ops.varlen_attention(q, k, v, starts([2, 3]), starts([4, 5]), 3, 5, causal=True, backend=backend.NAME)
+    out = ops.varlen_attention(q, k, v, starts([2, 3]), starts([4, 5]), 3, 5, causal=True, backend=backend.name)
     assert out.shape == (5, 6, 24)
     check_varlen(out, None, q, k, v, [2, 3], [4, 5])
 
@@ -124,7 +124,7 @@ def test_strided_rows_and_poison_behind_them(backend, device):
     views = packed[:, :4, 2:18], packed[:, 4:6, 2:18], packed[:, 7:9, 2:18]
     for view, x in zip(views, (q, k, v), strict=True):
         view.copy_(x)
-    out = ops.varlen_attention(*views, starts([5, 7]), starts([5, 7]), 7, 7, causal=True, backend=backend.NAME)
+    out = ops.varlen_attention(*views, starts([5, 7]), starts([5, 7]), 7, 7, causal=True, backend=backend.name)
     check_varlen(out, None, q, k, v, [5, 7], [5, 7])
 
 
@@ -132,7 +132,7 @@ def test_strided_rows_and_poison_behind_them(backend, device):
 def test_next_to_nothing(backend, device, q_lens, k_lens):
     q, k, v = rows(device, (sum(q_lens), 4), (sum(k_lens), 2), (sum(k_lens), 2))
     out = ops.varlen_attention(
-        q, k, v, starts(q_lens), starts(k_lens), max(q_lens, default=0), max(k_lens, default=0), backend=backend.NAME
+        q, k, v, starts(q_lens), starts(k_lens), max(q_lens, default=0), max(k_lens, default=0), backend=backend.name
     )
     assert out.shape == q.shape
     assert not out.any()
@@ -175,7 +175,7 @@ def test_varlen_refuses(backend, device, change, error, message):
         name: x.to(device) if isinstance(x, Tensor) and x.dim() > 2 else x for name, x in {**given, **change}.items()
     }
     with pytest.raises(error, match=message):
-        ops.varlen_attention(**given, backend=backend.NAME)
+        ops.varlen_attention(**given, backend=backend.name)
 
 
 def test_what_quire_has_not_is_no_argument():
@@ -223,7 +223,7 @@ def test_the_pages_decode(backend, device, causal):
         before = call.k_cache.clone(), call.v_cache.clone()
         out, lse = ops.attention_with_kvcache(
             call.q, call.k_cache, call.v_cache, call.k, call.v, **call.metadata, causal=causal, return_lse=True,
-            backend=backend.NAME,
+            backend=backend.name,
         )  # fmt: skip
         assert out.shape == (3, 1, 4, 16)
         assert lse.shape == (3, 1, 4)
@@ -241,7 +241,7 @@ def test_a_missing_block_names_the_sequence(backend, device):
     before = call.k_cache.clone()
     with pytest.raises(BadValue, match=r"block_table\[1, 1\] is -1; sequence 1 has 32 cached and 1 new token"):
         ops.attention_with_kvcache(
-            call.q, call.k_cache, call.v_cache, call.k, call.v, **call.metadata, backend=backend.NAME
+            call.q, call.k_cache, call.v_cache, call.k, call.v, **call.metadata, backend=backend.name
         )
     assert torch.equal(call.k_cache.view(torch.uint8), before.view(torch.uint8))
 
@@ -255,7 +255,7 @@ def test_several_new_tokens(backend, device, options):
     flash = {"window": "window_size", "scale": "softmax_scale"}
     given = {flash.get(name, name): (x - 1, 0) if name == "window" else x for name, x in options.items()}
     out = ops.attention_with_kvcache(
-        call.q, call.k_cache, call.v_cache, call.k, call.v, **call.metadata, causal=True, **given, backend=backend.NAME
+        call.q, call.k_cache, call.v_cache, call.k, call.v, **call.metadata, causal=True, **given, backend=backend.name
     )
     want.check(out.flatten(0, 1), None, torch.float32)
 
@@ -266,11 +266,11 @@ def test_with_a_kv_cache_each_sequence_has_slopes_of_its_own(backend, device):
     want = dense.concat([dense.attend(call.q[s], *call.whole(s), alibi_slopes=slopes[s]) for s in range(3)])
     given = call.q, call.k_cache, call.v_cache, call.k, call.v
     out, lse = ops.attention_with_kvcache(
-        *given, **call.metadata, causal=True, alibi_slopes=slopes, return_lse=True, backend=backend.NAME
+        *given, **call.metadata, causal=True, alibi_slopes=slopes, return_lse=True, backend=backend.name
     )
     want.check(out.flatten(0, 1), lse.flatten(0, 1), torch.float32)
     with pytest.raises(BadShape, match=r"alibi_slopes has shape \(2, 4\); expected \(4,\) or \(3, 4\)"):
-        ops.attention_with_kvcache(*given, **call.metadata, causal=True, alibi_slopes=slopes[:2], backend=backend.NAME)
+        ops.attention_with_kvcache(*given, **call.metadata, causal=True, alibi_slopes=slopes[:2], backend=backend.name)
 
 
 @pytest.mark.parametrize("as_given", ["tensor", "int32 tensor", "pair of tensors", "list"])
@@ -284,7 +284,7 @@ def test_a_window_that_is_a_tensor(backend, device, as_given):
     call = Cached(device, ROOMY, rows_each=5)
     want = call.answer(window=7)
     out = ops.attention_with_kvcache(
-        call.q, call.k_cache, call.v_cache, call.k, call.v, **call.metadata, window_size=window, backend=backend.NAME
+        call.q, call.k_cache, call.v_cache, call.k, call.v, **call.metadata, window_size=window, backend=backend.name
     )
     want.check(out.flatten(0, 1), None, torch.float32)
 
@@ -295,7 +295,7 @@ def test_a_query_over_more_new_tokens_than_it_has(backend, device):
     call.q = call.q[:, 3:]
     want = call.answer()
     out = ops.attention_with_kvcache(
-        call.q, call.k_cache, call.v_cache, call.k, call.v, **call.metadata, causal=True, backend=backend.NAME
+        call.q, call.k_cache, call.v_cache, call.k, call.v, **call.metadata, causal=True, backend=backend.name
     )
     want.check(out.flatten(0, 1), None, torch.float32)
 
@@ -303,9 +303,9 @@ def test_a_query_over_more_new_tokens_than_it_has(backend, device):
 def test_one_length_for_all(backend, device):
     call = Cached(device, TABLE)
     call.metadata["cache_seqlens"] = 20
-    out = ops.attention_with_kvcache(call.q, call.k_cache, call.v_cache, **call.metadata, backend=backend.NAME)
+    out = ops.attention_with_kvcache(call.q, call.k_cache, call.v_cache, **call.metadata, backend=backend.name)
     call.metadata["cache_seqlens"] = torch.tensor([20, 20, 20])
-    same = ops.attention_with_kvcache(call.q, call.k_cache, call.v_cache, **call.metadata, backend=backend.NAME)
+    same = ops.attention_with_kvcache(call.q, call.k_cache, call.v_cache, **call.metadata, backend=backend.name)
     assert torch.equal(out, same)
 
 
@@ -319,7 +319,7 @@ def test_without_new_tokens_the_cache_is_whole(backend, device):
             for s in range(3)
         ]
     )
-    out = ops.attention_with_kvcache(call.q, call.k_cache, call.v_cache, **call.metadata, backend=backend.NAME)
+    out = ops.attention_with_kvcache(call.q, call.k_cache, call.v_cache, **call.metadata, backend=backend.name)
     want.check(out[:, 0], None, torch.float32)
 
 
@@ -362,7 +362,7 @@ def test_with_a_kv_cache_refuses(backend, device, change, error, message):
     given |= {name: x.to(device) if isinstance(x, Tensor) else x for name, x in change.items()}
     before = call.k_cache.clone()
     with pytest.raises(error, match=message):
-        ops.attention_with_kvcache(**given, backend=backend.NAME)
+        ops.attention_with_kvcache(**given, backend=backend.name)
     assert torch.equal(call.k_cache.view(torch.uint8), before.view(torch.uint8))
 
 
@@ -389,7 +389,7 @@ def test_update_and_gather_then_attend_as_the_page_does(backend, device):
     key_lens = [10, 4, 71]
     keys, values = (x.transpose(1, 2) for x in (keys, values))
     out = ops.varlen_attention(
-        q[None], keys, values, starts(query_lens), starts(key_lens), 10, 71, causal=True, backend=backend.NAME
+        q[None], keys, values, starts(query_lens), starts(key_lens), 10, 71, causal=True, backend=backend.name
     )
     parts = []
     for s, (n, each, begin) in enumerate(zip(cached, query_lens, (0, 10, 13), strict=True)):

@@ -66,7 +66,7 @@ def test_the_kernels_block_sizes(backend, device, version, block_size, alibi):
     for dtype in (torch.float32, half_dtype(backend)):
         call = Packed(device, [1, 17, 64, 33], block_size=block_size, alibi=alibi, dtype=dtype)
         assert call.arguments[2].shape[-1] == 16 // dtype.itemsize
-        ops.paged_attention(*call.arguments, version=version, backend=backend.NAME)
+        ops.paged_attention(*call.arguments, version=version, backend=backend.name)
         call.check()
 
 
@@ -75,7 +75,7 @@ def test_the_kernels_block_sizes(backend, device, version, block_size, alibi):
 def test_partitions_merge(backend, device, lens, alibi):
     call = Packed(device, lens, block_size=32, alibi=alibi, head_dim=8)
     exp_sums, max_logits, tmp_out = call.buffers(spare=1)
-    ops.paged_attention_v2(call.out, exp_sums, max_logits, tmp_out, *call.arguments[1:], backend=backend.NAME)
+    ops.paged_attention_v2(call.out, exp_sums, max_logits, tmp_out, *call.arguments[1:], backend=backend.name)
     call.check(roundings=6)
     P = num_partitions(max(lens))
     assert all(x[:, :, P:].isnan().all() for x in (exp_sums, max_logits, tmp_out)), "spare room is not touched"
@@ -98,7 +98,7 @@ def test_partitions_merge_in_ascending_order(backend, device):
     """Bit for bit the states of the buffers, folded from the first to the last."""
     call = Packed(device, [1500, 1100], head_dim=8, block_size=32)
     buffers = call.buffers()
-    ops.paged_attention_v2(call.out, *buffers, *call.arguments[1:], backend=backend.NAME)
+    ops.paged_attention_v2(call.out, *buffers, *call.arguments[1:], backend=backend.name)
     _, lse, parts = buffers
     out, total = parts[:, :, 0].contiguous(), lse[:, :, 0].contiguous()
     for p in (1, 2):
@@ -114,14 +114,14 @@ def test_partitions_merge_in_ascending_order(backend, device):
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_heads_may_be_mapped_anyhow(backend, device, version, mapping):
     call = Packed(device, [30, 5], mapping=mapping)
-    ops.paged_attention(*call.arguments, version=version, backend=backend.NAME)
+    ops.paged_attention(*call.arguments, version=version, backend=backend.name)
     call.check()
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (5, 5), (7, 1)])
 def test_any_groups_and_blocks(backend, device, num_heads, num_kv_heads):
     call = Packed(device, [9, 40, 0], num_heads=num_heads, num_kv_heads=num_kv_heads, block_size=5)
-    ops.paged_attention(*call.arguments, version="v1", backend=backend.NAME)
+    ops.paged_attention(*call.arguments, version="v1", backend=backend.name)
     call.check()
 
 
@@ -129,7 +129,7 @@ def test_no_sequence_at_all(backend, device):
     call = Packed(device, [3])
     arguments = [x[:0] if i in (0, 1, 6, 7) else x for i, x in enumerate(call.arguments)]
     for version in ("v1", "v2"):
-        ops.paged_attention(*arguments, version=version, backend=backend.NAME)
+        ops.paged_attention(*arguments, version=version, backend=backend.name)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_auto_follows_the_rule(backend, device, monkeypatch):
     for limit in (64, 8192):
         call = Packed(device, [64, 3])
         call.arguments[9] = limit
-        ops.paged_attention(*call.arguments, backend=backend.NAME)
+        ops.paged_attention(*call.arguments, backend=backend.name)
         call.check()
     assert ran == ["paged_attention_v1", "paged_attention_v2"]
 
@@ -200,7 +200,7 @@ def test_what_is_refused(backend, device, version, index, change, error, message
     call = Packed(device, [30, 5])
     call.arguments[index] = change(call.arguments[index])
     with pytest.raises(error, match=message):
-        ops.paged_attention(*call.arguments, version=version, backend=backend.NAME)
+        ops.paged_attention(*call.arguments, version=version, backend=backend.name)
     assert call.out.isnan().all()
 
 
@@ -213,21 +213,21 @@ def test_outputs_in_the_memory_of_inputs_are_refused(backend, device):
             out = x.view(-1)[: query.numel()].view(query.shape)
             before = x.clone()
             with pytest.raises(BadStride, match=f"^out shares memory with {name}"):
-                ops.paged_attention(out, *call.arguments[1:], version=version, backend=backend.NAME)
+                ops.paged_attention(out, *call.arguments[1:], version=version, backend=backend.name)
             assert torch.equal(x.view(torch.uint8), before.view(torch.uint8)), "a refused call wrote"
     sums, _, tmp = call.buffers()
     with pytest.raises(BadStride, match=r"^exp_sums shares memory with max_logits"):
-        ops.paged_attention_v2(call.out, sums, sums, tmp, *call.arguments[1:], backend=backend.NAME)
+        ops.paged_attention_v2(call.out, sums, sums, tmp, *call.arguments[1:], backend=backend.name)
 
 
 def test_what_else_is_refused(backend, device):
     call = Packed(device, [30, 5])
     with pytest.raises(BadValue, match="version is 'v3'; it must be 'auto', 'v1' or 'v2'"):
-        ops.paged_attention(*call.arguments, version="v3", backend=backend.NAME)
+        ops.paged_attention(*call.arguments, version="v3", backend=backend.name)
     sums, logits, tmp = call.buffers()
     for buffers, name in (((sums[..., :0], logits, tmp), "exp_sums"), ((sums, logits, tmp[0]), "tmp_out")):
         with pytest.raises(BadShape, match=name):
-            ops.paged_attention_v2(call.out, *buffers, *call.arguments[1:], backend=backend.NAME)
+            ops.paged_attention_v2(call.out, *buffers, *call.arguments[1:], backend=backend.name)
     for i, (change, error) in enumerate(
         (
             (lambda b: (b[0].int(), b[1], b[2]), BadDtype),
@@ -236,12 +236,12 @@ def test_what_else_is_refused(backend, device):
         )
     ):
         with pytest.raises(error, match=("exp_sums", "max_logits", "tmp_out")[i]):
-            ops.paged_attention_v2(call.out, *change((sums, logits, tmp)), *call.arguments[1:], backend=backend.NAME)
+            ops.paged_attention_v2(call.out, *change((sums, logits, tmp)), *call.arguments[1:], backend=backend.name)
     for out, error in ((call.out[..., :8], BadShape), (call.out[None], BadShape), (call.out.half(), BadDtype)):
         for version in ("v1", "v2"):
             with pytest.raises(error, match="out has"):
-                ops.paged_attention(out, *call.arguments[1:], version=version, backend=backend.NAME)
+                ops.paged_attention(out, *call.arguments[1:], version=version, backend=backend.name)
     assert all(x.isnan().all() for x in (sums, logits, tmp)), "nothing was written"
     odd = Packed(device, [30, 5], block_size=24)
     with pytest.raises(BadValue, match="block_size is 24; V2's partitions of 512 tokens consist of whole blocks"):
-        ops.paged_attention(*odd.arguments, version="v2", backend=backend.NAME)
+        ops.paged_attention(*odd.arguments, version="v2", backend=backend.name)

@@ -9,5 +9,5 @@ from tests.ops.conftest import NATIVE, choose
 
 
 @pytest.fixture(params=NATIVE)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Ops:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Backend:
     return choose(request, monkeypatch)

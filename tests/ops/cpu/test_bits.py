@@ -33,7 +33,7 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def attend(backend: ops.Ops, step: Step, threads: int = 1) -> tuple[list[torch.Tensor], ops.AttentionPlan]:
+def attend(backend: ops.Backend, step: Step, threads: int = 1) -> tuple[list[torch.Tensor], ops.AttentionPlan]:
     """Output and LSE as integers, so that -0 is not 0, and the plan."""
     torch.set_num_threads(threads)
     plan = step.write(backend)
@@ -96,7 +96,7 @@ def test_blocks_that_sequences_share_are_read_for_all_of_them(backend, dtype, op
 class Branches:
     """Sequences that begin as others do: each copies the table of an earlier one up to some block."""
 
-    def __init__(self, backend: ops.Ops, seed: int) -> None:
+    def __init__(self, backend: ops.Backend, seed: int) -> None:
         rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
         block_size, num_kv_heads, group_size = rng.choice((1, 16, 32, 100, 256)), rng.choice((2, 4)), rng.choice((1, 3))
         dtype, head_dim = rng.choice(DTYPES), rng.choice((16, 40))

@@ -12,14 +12,13 @@ from typer.testing import CliRunner
 from quire import ops
 from quire.cli import app
 from quire.errors import BadValue, Unsupported
-from quire.ops import reference
 from quire.ops.cpu import native
 from tests.ops.cases import Case, Step
 
 
 def test_auto_takes_the_native_kernels_and_their_best_instruction_set(backend):
     served = native.runnable(native.library_path())
-    assert ops.load("auto").NAME == "cpu"
+    assert ops.load("auto").name == "cpu"
     assert served
     assert served == tuple(isa for isa in native.ISAS if isa in served)
     assert native.load().isa == served[0]
@@ -35,7 +34,7 @@ def _without_triton(monkeypatch):
 @pytest.mark.usefixtures("_without_triton")
 def test_a_cpu_without_avx2_gets_the_reference_and_one_line_that_says_so(backend, monkeypatch):
     monkeypatch.setattr(native, "runnable", lambda path: ())
-    assert ops.load("auto").NAME == "reference"
+    assert ops.load("auto").name == "reference"
     with pytest.raises(Unsupported, match="cpu: this CPU lacks AVX2"):
         ops.load("cpu")
     told = CliRunner().invoke(app, ["info"]).output.splitlines()
@@ -48,7 +47,7 @@ def test_a_cpu_without_avx2_gets_the_reference_and_one_line_that_says_so(backend
 @pytest.mark.usefixtures("_without_triton")
 def test_an_installation_without_the_library_says_so(backend, monkeypatch, tmp_path: Path):
     monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libquire_cpu.so")
-    assert ops.load("auto").NAME == "reference"
+    assert ops.load("auto").name == "reference"
     assert "was not built for this platform" in str(ops.unavailable("cpu"))
 
 
@@ -58,7 +57,7 @@ def test_it_serves_no_gpu(backend):
 
 def test_a_plan_of_another_backend_is_refused(backend):
     step = Step(Case(query_lens=(2,), context_lens=(5,)))
-    plan = step.write(reference)
+    plan = step.write(ops.load("reference"))
     with pytest.raises(BadValue, match=r"the plan is of another backend \(a AttentionPlan\)"):
         backend.attention(step.q, step.kv, plan)
     with pytest.raises(BadValue, match="of another backend"):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quire import ops
-from quire.ops import triton as backend
+from quire.ops.triton import BACKEND
+from quire.ops.triton.backend import _fp8
 from quire.ops.triton.tiles import HALVES, chip_of, choose, precision
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -37,21 +38,21 @@ def found(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> st
     indirect=["found"],
 )
 def test_the_chip_decides_tiles_and_fp8(found, chip, fp8):
-    assert backend.unavailable(found) is None
+    assert BACKEND.unavailable(found) is None
     assert chip_of(found) == chip
-    assert backend._fp8() == fp8
+    assert _fp8() == fp8
     assert chip in HALVES
 
 
 @pytest.mark.parametrize("found", [(7, 5)], indirect=True)
 def test_a_gpu_that_is_too_old(found):
-    assert backend.unavailable(found) == "it needs a GPU of compute capability 8.0, and 'cuda:1' has 7.5"
+    assert BACKEND.unavailable(found) == "it needs a GPU of compute capability 8.0, and 'cuda:1' has 7.5"
 
 
 @pytest.mark.parametrize("found", [(9, 0)], indirect=True)
 def test_a_gpu_that_is_not_there(found):
-    assert backend.unavailable("cuda:2") == "torch finds 2 GPUs here"
-    assert "not 'mps'" in str(backend.unavailable("mps"))
+    assert BACKEND.unavailable("cuda:2") == "torch finds 2 GPUs here"
+    assert "not 'mps'" in str(BACKEND.unavailable("mps"))
 
 
 @pytest.mark.parametrize("chip", sorted(HALVES))

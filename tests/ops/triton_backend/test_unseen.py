@@ -31,7 +31,7 @@ def plan_on_device(step: Step) -> ops.AttentionPlan:
 @pytest.mark.parametrize("seed", range(40))
 def test_random_batches(seed):
     backend = ops.load("triton", DEVICE)
-    case = Case.draw(10_000 + seed, backend.LIMITS)
+    case = Case.draw(10_000 + seed, backend.limits)
     if not case.context_lens:
         return
     with naming(case):

@@ -55,7 +55,7 @@ class Paged:
     """A cache full of random numbers, and calls over it."""
 
     shape: Shape
-    backend: ops.Ops
+    backend: ops.Backend
     spec: ops.AttentionSpec
     memory: Tensor  # [N, 2, Hkv, B, D], as the engine's cache has it
     starts: Tensor  # int32 [S+1], host
@@ -137,9 +137,9 @@ def decode(bench: Bench) -> None:
             "quire, blocks in order": ours(bench, replace(shape, scattered=False), work, "GB/s"),
             "quire, contiguous": ours(bench, replace(wide, scattered=False), work, "GB/s"),
         }
-        if bench.backend.LIMITS.reproducible:
+        if bench.backend.limits.reproducible:
             contestants["quire, reproducible"] = ours(bench, shape, work, "GB/s", reproducible=True)
-        if FP8 in bench.backend.LIMITS.kv_dtypes[torch.bfloat16]:
+        if FP8 in bench.backend.limits.kv_dtypes[torch.bfloat16]:
             contestants["quire, fp8"] = ours(bench, shape, work / 2, "GB/s", kv_dtype=FP8)
         race(bench, name, contestants, "copy", shape=shape.name)
         bench.forget()
@@ -165,9 +165,9 @@ def prefill(bench: Bench) -> None:
         shape = sized(bench, whole)
         work = float(shape.operations)
         contestants = {"product": product(bench), "quire": ours(bench, shape, work, "TFLOP/s")}
-        if bench.backend.LIMITS.reproducible:
+        if bench.backend.limits.reproducible:
             contestants["quire, reproducible"] = ours(bench, shape, work, "TFLOP/s", reproducible=True)
-        if FP8 in bench.backend.LIMITS.kv_dtypes[torch.bfloat16]:
+        if FP8 in bench.backend.limits.kv_dtypes[torch.bfloat16]:
             contestants["quire, fp8"] = ours(bench, shape, work, "TFLOP/s", kv_dtype=FP8)
         race(bench, name, contestants, "product", shape=shape.name)
         bench.forget()

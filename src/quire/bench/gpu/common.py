@@ -47,7 +47,7 @@ class Bench:
     stage: str
     emit: Callable[[Row], None]
     deadline: float = math.inf  # by time.monotonic
-    backend: ops.Ops = field(init=False)
+    backend: ops.Backend = field(init=False)
 
     def __post_init__(self) -> None:
         self.backend = ops.load(self.settings.backend, self.settings.device)

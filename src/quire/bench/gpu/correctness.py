@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.bench.gpu.common import Bench
-from quire.ops import reference
+from quire.ops.reference import BACKEND as REFERENCE
 
 PARTS = 4  # processes that share the cases
 NUM_CASES, NUM_TINY_CASES = 48, 12
@@ -83,7 +83,7 @@ def cases(tiny: bool) -> list[Case]:
 
 def correctness(bench: Bench, part: int, parts: int = PARTS) -> None:
     """Stage: this part of the cases, and of the other checks."""
-    limits = bench.backend.LIMITS
+    limits = bench.backend.limits
     for case in cases(bench.settings.tiny)[part::parts]:
         if (case.kv_dtype or case.dtype) not in limits.kv_dtypes[case.dtype] or case.head_dim > limits.max_head_dim:
             bench.row(case.name, "quire", skipped="the backend does not serve it")
@@ -149,7 +149,7 @@ def step(bench: Bench, case: Case) -> Step:
         kv_dtype=case.kv_dtype,
         window=19 if case.feature == "window" else None,
         causal=case.feature != "full",
-        reproducible=case.reproducible and bench.backend.LIMITS.reproducible,
+        reproducible=case.reproducible and bench.backend.limits.reproducible,
     )
     memory = poisoned((num_blocks, 2, 2, case.block_size, case.head_dim), spec.cache_dtype, bench.device)
     kv = ops.PagedKV(memory[:, 0], memory[:, 1])
@@ -250,7 +250,7 @@ def _rows(cache: Tensor, block: Tensor, offset: Tensor) -> Tensor:
 
 def check_invariance(bench: Bench, rows: int) -> dict[str, Any]:
     """With reproducible=True a row's bits do not depend on its company, nor on the chunk that it comes in."""
-    if not bench.backend.LIMITS.reproducible:
+    if not bench.backend.limits.reproducible:
         return {"skipped": "the backend does not serve it"}
     scale = 1 if bench.settings.tiny else 50
     contexts = (40 * scale, 7 * scale, 61 * scale)
@@ -339,7 +339,7 @@ def check_merge_and_copy(bench: Bench) -> dict[str, Any]:
     lse_a, lse_b = (torch.randn(50, 6, device=bench.device) * 3 for _ in range(2))
     lse_a[0] = lse_b[:2] = -math.inf
     out, lse = bench.backend.merge_states(a, lse_a, b, lse_b)
-    wide, wide_lse = reference.merge_states(a.double(), lse_a.double(), b.double(), lse_b.double())
+    wide, wide_lse = REFERENCE.merge_states(a.double(), lse_a.double(), b.double(), lse_b.double())
     error = difference(out, wide)
     seen = wide_lse > -math.inf
     lse_error = float((lse.double() - wide_lse)[seen].abs().max())
@@ -361,7 +361,7 @@ def check_small(bench: Bench) -> dict[str, Any]:
                 return {"passed": False, "value": error, "note": f"{name} in {dtype}"}
             worst = max(worst, error)
     logits = torch.randn(5, 1000, device=bench.device)
-    same = torch.equal(bench.backend.top_k(logits, 9).cpu(), reference.top_k(logits.cpu(), 9))
+    same = torch.equal(bench.backend.top_k(logits, 9).cpu(), REFERENCE.top_k(logits.cpu(), 9))
     return {"passed": same, "value": worst}
 
 

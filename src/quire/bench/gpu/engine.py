@@ -29,7 +29,8 @@ from quire.engine.engine import StepRunner, build_engine
 from quire.engine.plan import StepOutput
 from quire.errors import QuireError
 from quire.llm import LLM
-from quire.models.decoder import Decoder, DecoderConfig, weight_shapes
+from quire.models.decoder import Decoder
+from quire.models.decoder_config import DecoderConfig, weight_shapes
 from quire.models.families import gpt2
 from quire.request import Request, SamplingParams
 

@@ -24,7 +24,7 @@ def small(bench: Bench) -> None:
     for rows in (3,) if bench.settings.tiny else ROWS:
         race(bench, f"{rows} rows", {"copy": copy(bench), **_operators(bench, rows)}, "copy", rounds=3)
         bench.forget()
-        if bench.backend.NAME == "triton":
+        if bench.backend.name == "triton":
             products(bench, rows)
             bench.forget()
     logits = torch.randn(*((3, 99) if bench.settings.tiny else (SAMPLED, VOCABULARY)), device=bench.device)

@@ -29,8 +29,8 @@ BEST = 6  # of a shape, that are reported
 
 def sweep(bench: Bench) -> None:
     """Stage: tiles for decode and prefill, until its time is up; shapes share it evenly."""
-    if bench.backend.NAME != "triton":
-        bench.row("stage", "quire", skipped=f"the backend {bench.backend.NAME!r} has no tiles")
+    if bench.backend.name != "triton":
+        bench.row("stage", "quire", skipped=f"the backend {bench.backend.name!r} has no tiles")
         return
     turns = [(kind, name) for kind, shapes in SHAPES.items() for name in shapes]
     for i, (kind, name) in enumerate(turns):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.models.decoder import DecoderConfig
+from quire.models.decoder_config import DecoderConfig
 from quire.models.families import llama
 from quire.models.families.llama import common_fields
 from quire.models.hf_config import ConfigReader

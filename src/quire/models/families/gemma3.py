@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.decoder import DecoderConfig
+from quire.models.decoder_config import DecoderConfig
 from quire.models.families import gemma2
 from quire.models.families.llama import check_whole_heads, size_fields
 from quire.models.hf_config import ConfigReader

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from quire.models.decoder import DecoderConfig
+from quire.models.decoder_config import DecoderConfig
 from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from quire.models.decoder import DecoderConfig
+from quire.models.decoder_config import DecoderConfig
 from quire.models.families import bloom, gpt2
 from quire.models.families.llama import rope_parameters
 from quire.models.hf_config import ConfigReader

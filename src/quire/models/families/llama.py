@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.decoder import DecoderConfig
+from quire.models.decoder_config import DecoderConfig
 from quire.models.hf_config import ConfigReader
 from quire.models.rope import check_rope, rotated_share, takes_original
 from quire.models.weights import Sources

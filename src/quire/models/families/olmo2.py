@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.models.decoder import DecoderConfig
+from quire.models.decoder_config import DecoderConfig
 from quire.models.families import llama
 from quire.models.families.llama import common_fields
 from quire.models.hf_config import ConfigReader

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.decoder import DecoderConfig
+from quire.models.decoder_config import DecoderConfig
 from quire.models.families import llama
 from quire.models.families.llama import rope_parameters, size_fields
 from quire.models.hf_config import ConfigReader

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.decoder import DecoderConfig
-from quire.models.experts import ExpertsConfig
+from quire.models.decoder_config import DecoderConfig, ExpertsConfig
 from quire.models.families import qwen3
 from quire.models.families.llama import common_fields
 from quire.models.hf_config import ConfigReader

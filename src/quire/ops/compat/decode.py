@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadShape, BadValue
-from quire.ops import validate
-from quire.ops.backends import load
-from quire.ops.interface import AttentionSpec, PagedKV
+from quire.ops import checks
+from quire.ops.backend import load
 from quire.ops.paged import describe
+from quire.ops.spec import AttentionSpec, PagedKV
 
 # What the operators call them -> what they are called here.
 LAYER = {
@@ -46,13 +46,13 @@ def paged_attention_decode(
     Raises BadShape (also for more than one query token a sequence), BadDtype, BadStride, or BadValue for a table that
     is too short for its length, naming the sequence.
     """
-    table, lens = validate.to_host("block_table", block_table, 2), validate.to_host("context_lens", context_lens, 1)
+    table, lens = checks.to_host("block_table", block_table, 2), checks.to_host("context_lens", context_lens, 1)
     if q.dim() != 3 or len(q) != len(lens):
         raise BadShape(
             f"q has shape {tuple(q.shape)} for {len(lens)} sequences; decoding takes exactly one query token a "
             f"sequence, [S, Hq, D] (paged_prefill takes more)"
         )
-    with validate.renamed(**LAYER):
+    with checks.renamed(**LAYER):
         ops, spec = load(backend, q.device.type), describe(q, k_cache_layer, v_cache_layer)
         _check_new(k_new, v_new, spec, len(q))
         if block_size is not None and block_size != spec.block_size:
@@ -83,8 +83,8 @@ def append_token(
 
     Raises BadShape, BadDtype, or BadValue for a table without room, naming the sequence; nothing is written then.
     """
-    table, lens = validate.to_host("block_table", block_table, 2), validate.to_host("context_lens", context_lens, 1)
-    with validate.renamed(**LAYER, q="k_new", slots="new_token_slots"):
+    table, lens = checks.to_host("block_table", block_table, 2), checks.to_host("context_lens", context_lens, 1)
+    with checks.renamed(**LAYER, q="k_new", slots="new_token_slots"):
         ops, spec = load(backend, k_new.device.type), describe(k_new, k_cache_layer, v_cache_layer)
         _check_new(k_new, v_new, spec, len(k_new))
         slots = _slots_behind(lens.long(), table.long(), len(k_new), spec)
@@ -95,8 +95,8 @@ def append_token(
 
 def _check_new(k_new: Tensor, v_new: Tensor, spec: AttentionSpec, num_seqs: int) -> None:
     device = torch.device(spec.device)
-    validate.check_tensor("k_new", k_new, (num_seqs, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
-    validate.check_tensor("v_new", v_new, (num_seqs, spec.num_kv_heads, spec.dim_v), spec.dtype, device)
+    checks.check_tensor("k_new", k_new, (num_seqs, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
+    checks.check_tensor("v_new", v_new, (num_seqs, spec.num_kv_heads, spec.dim_v), spec.dtype, device)
 
 
 def _slots_behind(lens: Tensor, table: Tensor, num_new: int, spec: AttentionSpec) -> Tensor:

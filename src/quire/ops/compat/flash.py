@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported, check_integer
-from quire.ops import validate
-from quire.ops.backends import load
-from quire.ops.interface import PagedKV
+from quire.ops import checks, validate
+from quire.ops.backend import load
 from quire.ops.paged import describe
+from quire.ops.spec import PagedKV
 
 Window: TypeAlias = tuple[SupportsIndex, SupportsIndex] | Tensor  # two integers, or an integer tensor [2]
 
@@ -61,7 +61,7 @@ def varlen_attention(
     if len(k) == 0:  # a cache has a block at least
         k, v = k.new_zeros(1, *k.shape[1:]), v.new_zeros(1, *v.shape[1:])
     kv = PagedKV(k.unsqueeze(2), v.unsqueeze(2))  # blocks of one token: nothing is copied
-    with validate.renamed(k_cache="k", v_cache="v", k="k", v="v"):
+    with checks.renamed(k_cache="k", v_cache="v", k="k", v="v"):
         ops, spec = load(backend, q.device.type), describe(q, kv.k, kv.v, causal=causal, window=window)
         lens = starts_k.diff()
         longest = int(lens.max()) if len(lens) else 0
@@ -101,10 +101,10 @@ def attention_with_kvcache(
     naming the sequence; Unsupported for windows other than causal ones. Nothing is written then.
     """
     causal, window = _window(causal, window_size)
-    table = validate.to_host("block_table", block_table, 2).long()
+    table = checks.to_host("block_table", block_table, 2).long()
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((len(q),), cache_seqlens)
-    cached = validate.to_host("cache_seqlens", cache_seqlens, 1).long()
+    cached = checks.to_host("cache_seqlens", cache_seqlens, 1).long()
     if q.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k_cache, v_cache))
         raise BadShape(f"q, k_cache and v_cache have shapes {shapes}; expected [S, Tq, Hq, D] and twice [N, B, Hkv, D]")
@@ -120,7 +120,7 @@ def attention_with_kvcache(
         )
     flat = q.flatten(0, 1)
     kv = PagedKV(k_cache.transpose(1, 2), v_cache.transpose(1, 2))
-    with validate.renamed(block_tables="block_table", slots="new_token_slots", k="k_cache", v="v_cache"):
+    with checks.renamed(block_tables="block_table", slots="new_token_slots", k="k_cache", v="v_cache"):
         ops, spec = load(backend, q.device.type), describe(flat, kv.k, kv.v, causal=causal, window=window)
         slots = _slots_behind(cached, num_new, table, spec.block_size)
         lens, starts, cap = cached + num_new, torch.arange(num_seqs + 1), softcap or None
@@ -219,7 +219,7 @@ def _window(causal: bool, window_size: Window) -> tuple[bool, int | None]:
 
 def _starts(name: str, cu_seqlens: Tensor, total: int, max_name: str, longest: int) -> Tensor:
     """The offsets on the host, int64, if they divide `total` rows into sequences of at most `longest`."""
-    starts = validate.to_host(name, cu_seqlens, 1).long()
+    starts = checks.to_host(name, cu_seqlens, 1).long()
     if len(starts) == 0:
         raise BadShape(f"{name} has shape (0,); expected [S+1]")
     check_integer(BadValue, max_name, longest, 0)
@@ -283,7 +283,7 @@ def _check_update(
             raise BadDtype(f"{name} has dtype {states.dtype} and its cache {cache.dtype}; they must be the same")
     num_slots, num_new = k_cache.shape[0] * k_cache.shape[1], key_states.shape[2]
     for name, index in (("read_index", read_index), ("write_index", write_index)):
-        validate.check_integers(name, index, 1)
+        checks.check_integers(name, index, 1)
         outside = ((index < -1) | (index >= num_slots)).nonzero().flatten()
         if len(outside):
             t = int(outside[0])
@@ -298,7 +298,7 @@ def _check_update(
     twice = (slots.diff() == 0).nonzero().flatten()
     if len(twice):
         raise BadValue(f"write_index names slot {slots[twice[0]]} twice; every token needs a slot of its own")
-    validate.check_written(
+    checks.check_written(
         {"k_cache": k_cache, "v_cache": v_cache}, {"key_states": key_states, "value_states": value_states}
     )
     return read, write

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from quire.errors import BadShape, BadValue
+from quire.errors import BadShape
 from quire.ops.cpu import native
 from quire.ops.cpu.linear import PackedLinear
+from quire.ops.experts import ExpertLayer
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,19 @@ class ExpertLinears:
     num_chosen: int  # k
     renormalised: bool  # a row's shares are those among its own experts
 
+    @classmethod
+    def of(cls, layer: ExpertLayer) -> ExpertLinears:
+        """The layer, all of whose linears are packed. Raises BadShape where one does not fit the others."""
+        return cls(
+            cast(PackedLinear, layer.router),
+            cast(Sequence[PackedLinear], layer.mlp_in),
+            cast(Sequence[PackedLinear], layer.mlp_out),
+            layer.num_chosen,
+            layer.renormalised,
+        )
+
     def __post_init__(self) -> None:
         count = len(self.mlp_in)
-        if not 1 <= self.num_chosen <= count:
-            raise BadValue(f"{self.num_chosen} experts of {count} are to be chosen; it must be 1..{count}")
-        if len(self.mlp_out) != count:
-            raise BadShape(f"there are {count} mlp_in and {len(self.mlp_out)} mlp_out; they are pairs")
         hidden, inner, dtype = self.router.in_size, self.mlp_out[0].in_size, self.router.dtype
         for name, linear, expected in (
             ("router", self.router, (hidden, count, dtype, torch.float32)),

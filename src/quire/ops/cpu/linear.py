@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadShape, BadValue, Unsupported
-from quire.ops import validate
+from quire.ops import checks
 from quire.ops.cpu import native
+from quire.ops.linear import Embedding, Linear, Linears
 from quire.ops.memory import in_huge_pages
 
 BLOCK = 64 * 2**20  # bytes that weights share, since a small one alone fills no huge page
@@ -97,8 +98,58 @@ class PackedLinear:
         )
 
 
+@dataclass(frozen=True)
+class PackedEmbedding:
+    """Rows read back out of the weight of the output projection."""
+
+    head: PackedLinear
+
+    def __call__(
+        self,
+        token_ids: Tensor,  # int64 [T]
+    ) -> Tensor:
+        """The rows: [T, H]."""
+        return self.head.weight_rows(token_ids)
+
+
+class PackedLinears(Linears):
+    """Our own products, which have one order of summation; torch's for dtypes that they do not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pack = Packer()
+
+    def linear(
+        self,
+        weight: Tensor,  # [out, in]
+        bias: Tensor | None = None,  # [out]
+    ) -> Linear:
+        """The linear of that weight."""
+        return self._pack(weight, bias) if self._serves(weight) else super().linear(weight, bias)
+
+    def head(
+        self,
+        weight: Tensor,  # [V, H]
+    ) -> Linear:
+        """The linear that makes logits, in fp32."""
+        return self._pack(weight, out_dtype=torch.float32) if self._serves(weight) else super().head(weight)
+
+    def tied(
+        self,
+        weight: Tensor,  # [V, H]
+    ) -> tuple[Embedding, Linear]:
+        """The embedding and the linear that makes logits, of one packed weight."""
+        if not self._serves(weight):
+            return super().tied(weight)
+        packed = self._pack(weight, out_dtype=torch.float32)
+        return PackedEmbedding(packed), packed
+
+    def _serves(self, weight: Tensor) -> bool:
+        return weight.is_cpu and weight.dtype in native.DTYPES
+
+
 class Packer:
-    """Packs the weights of a model, one after the other, into memory that they share."""
+    """Packs weights, one after the other, into memory that they share."""
 
     def __init__(self, library: native.Library | None = None) -> None:
         """library: by default the kernels for this machine. Raises Unsupported where there are none."""
@@ -118,7 +169,7 @@ class Packer:
         if weight.dim() != 2 or weight.numel() == 0 or (bias is not None and bias.shape != weight.shape[:1]):
             told = None if bias is None else tuple(bias.shape)
             raise BadShape(f"weight has shape {tuple(weight.shape)} and bias {told}; expected [out, in] and [out]")
-        if weight.shape[1] > validate.INT32_MAX:
+        if weight.shape[1] > checks.INT32_MAX:
             raise BadShape(f"weight has shape {tuple(weight.shape)}; its inputs are numbered in an int32")
         _check_host("weight", weight)
         if bias is not None:

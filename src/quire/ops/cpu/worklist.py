@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from quire.errors import Unsupported
-from quire.ops import overlap, validate
+from quire.ops import overlap
 from quire.ops.cpu import native
-from quire.ops.interface import AttentionSpec, PagedKV
 from quire.ops.plan import AttentionPlan
 from quire.ops.rows import used_strides
+from quire.ops.spec import AttentionSpec, PagedKV, check_kv
 
 MAX_CACHES = 1_024  # that a plan remembers
 
@@ -107,7 +107,7 @@ class CpuPlan(AttentionPlan):
         """The native view of a layer's cache, checked when it is seen for the first time."""
         found = self._caches.get(id(kv))
         if found is None:
-            validate.check_kv(kv, self.spec)
+            check_kv(kv, self.spec)
             if len(self._caches) >= MAX_CACHES:
                 self._caches.clear()
             found = self._caches[id(kv)] = Cache(kv, partial(_forget, weakref.ref(self), id(kv)))

@@ -9,11 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops import registered, validate
-from quire.ops.interface import PagedKV
-from quire.ops.plan import AttentionPlan
-from quire.ops.triton.launch import NAME, on_device_of
-from quire.ops.triton.worklist import own
+from quire.ops.spec import PagedKV
+from quire.ops.triton.launch import on_device_of
+from quire.ops.triton.worklist import TritonPlan
 
 ROW_TILE = 4096  # elements of a token's K or V that a program has in hand at a time
 COPY_TILE = 2048  # elements of a block that one program copies
@@ -99,20 +97,17 @@ def swap_part(source, target, sources, targets, SIZE: tl.constexpr, TILE: tl.con
     tl.store(target + i, tl.load(source + i, mask=i < SIZE), mask=i < SIZE)
 
 
-@registered.operator(NAME)
 def write_kv(
     k_new: Tensor,  # [T, Hkv, D]
     v_new: Tensor,  # [T, Hkv, Dv]
     kv: PagedKV,
-    plan: AttentionPlan,
+    plan: TritonPlan,
 ) -> None:
     """Store row t's K and V at slot plan.slots[t], that is at offset slot % B of block slot // B; -1 skips it.
 
     What an fp8 cache cannot hold becomes the largest number that it can, infinities included; NaN stays NaN. GPUs make
     e5m2 of fp32 by way of a truncated fp16, so that what is barely above the middle of two numbers may be rounded down.
     """
-    plan = own(plan)
-    validate.check_write(k_new, v_new, kv, plan)
     if plan.num_tokens == 0:
         return
     spec = plan.spec
@@ -127,10 +122,8 @@ def write_kv(
         )
 
 
-@registered.operator(NAME)
 def copy_blocks(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
     """Copy block src[i] to block dst[i]: what copy-on-write does when a shared block is about to be written."""
-    validate.check_copy(kv, src, dst)
     if not src:
         return
     on_host = torch.tensor([list(src), list(dst)], dtype=torch.int32, pin_memory=kv.k.is_cuda)

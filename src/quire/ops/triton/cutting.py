@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from quire.errors import Unsupported
-from quire.ops.interface import AttentionSpec
+from quire.ops.spec import AttentionSpec
 from quire.ops.triton.tiles import CHUNK, RESIDENT, SPLIT, Tile, choose
 
 Ints = NDArray[np.int64]

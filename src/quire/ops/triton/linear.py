@@ -8,7 +8,7 @@ steps; who wants to rely on that compares the two first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.errors import BadShape, BadStride
-from quire.ops import validate
+from quire.ops import checks
+from quire.ops.linear import Linear, Linears, rows_are_independent
 from quire.ops.triton.launch import check_dtype, on_device_of
 
 
@@ -32,6 +33,8 @@ class LinearTile:
 
 FEW_ROWS = LinearTile(64, 32, 4, 5)  # 64 rows is the least of the matrix instructions that MANY_ROWS uses
 MANY_ROWS = LinearTile(128, 128, 8, 3)
+
+SMALL = 256  # rows that are multiplied in the time that reading the weight takes
 
 DEPTH = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 16}  # inputs a step; more fp32 fill the registers
 
@@ -94,10 +97,10 @@ def linear(
     (rows, size), columns = x.shape, weight.shape[0]
     if x.stride(1) != 1 and size > 1:
         raise BadStride(f"x has strides {x.stride()}; the last one must be 1")
-    validate.check_tensor("weight", weight, (columns, size), x.dtype, x.device)
+    checks.check_tensor("weight", weight, (columns, size), x.dtype, x.device)
     if bias is not None and bias.shape != (columns,):
         raise BadShape(f"bias has shape {tuple(bias.shape)}; expected ({columns},)")
-    validate.check_beside(x, bias=bias)
+    checks.check_beside(x, bias=bias)
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     if out.numel():
         grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)
@@ -109,3 +112,53 @@ def linear(
                 num_stages=tile.stages,
             )
     return out
+
+
+@dataclass(frozen=True)
+class TiledLinear:
+    """Our own product, in tiles of one shape."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None  # [out]
+    tile: LinearTile
+
+    def __call__(
+        self,
+        x: Tensor,  # [T, in]
+    ) -> Tensor:
+        """The projection: [T, out]."""
+        return linear(x, self.weight, self.bias, self.tile)
+
+
+@dataclass(frozen=True)
+class TwoLinears:
+    """The same product in two ways that give a row the same bits, each where it is the faster one."""
+
+    few: Linear
+    many: Linear
+
+    def __call__(
+        self,
+        x: Tensor,  # [T, in]
+    ) -> Tensor:
+        """The projection: [T, out]."""
+        return (self.few if len(x) <= SMALL else self.many)(x)
+
+
+class TiledLinears(Linears):
+    """Our own products: the framework's takes another kernel for other numbers of rows."""
+
+    def linear(
+        self,
+        weight: Tensor,  # [out, in]
+        bias: Tensor | None = None,  # [out]
+    ) -> Linear:
+        """The linear of that weight."""
+        few, many = TiledLinear(weight, bias, FEW_ROWS), TiledLinear(weight, bias, MANY_ROWS)
+        # One shape of tile gives a row the same bits wherever it stands; two do as far as a probe finds, one with
+        # random weights: zeros would prove anything.
+        key = (*weight.shape, weight.dtype, bias is None)
+        if key not in self._proved:
+            probe = torch.randn_like(weight)
+            self._proved[key] = rows_are_independent(replace(many, weight=probe), replace(few, weight=probe), probe)
+        return TwoLinears(few, many) if self._proved[key] else few

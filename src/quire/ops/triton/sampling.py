@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops import registered, validate_small
-from quire.ops.triton.launch import NAME, on_device_of
+from quire.ops.triton.launch import on_device_of
 
 TILE = 4096  # logits that a program has in hand
 
@@ -43,12 +42,10 @@ def logsumexp_row(logits, out, size, logits_row, TILE: tl.constexpr):
     tl.store(out + row, shift + tl.log(total))
 
 
-@registered.operator(NAME)
 def logsumexp(
     logits: Tensor,  # fp32 [R, V]
 ) -> Tensor:
     """log(sum(exp(logits))) of each row: fp32 [R]."""
-    validate_small.check_logits(logits)
     rows, size = logits.shape
     out = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
@@ -58,7 +55,6 @@ def logsumexp(
     return out
 
 
-@registered.operator(NAME)
 def top_k(
     logits: Tensor,  # fp32 [R, V], no NaN
     k: int,
@@ -68,7 +64,6 @@ def top_k(
     torch's own top-k orders equal values as it likes. So it gets integers of which no two are equal: the logit above,
     as an integer of the same order, and the id counted from the end below.
     """
-    validate_small.check_logits(logits, k)
     bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     ids = torch.arange(logits.shape[1], device=logits.device)
@@ -78,7 +73,6 @@ def top_k(
     return LOW - (best & LOW)
 
 
-@registered.operator(NAME)
 def top_k_softmax(
     logits: Tensor,  # fp32 [R, V], no NaN, the largest of a row finite
     k: int,

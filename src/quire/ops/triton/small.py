@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops import registered, validate_small
+from quire.ops import validate_small
 from quire.ops.rows import as_rows, count_rows, row_strides
-from quire.ops.triton.launch import NAME, check_dtype, on_device_of
+from quire.ops.triton.launch import check_dtype, on_device_of
 
 NORM_TILE = 8192  # elements of a row that a program has in hand; a longer row is read again
 PART_TILE = 1024  # elements of a row that a program of an activation computes
@@ -176,18 +176,15 @@ def gelu_part(x, out, x_outer, inner, x_inner, H: tl.constexpr, TILE: tl.constex
 # ---------------------------------------------------------------------------------------------------- norms
 
 
-@registered.operator(NAME)
 def rms_norm(
     x: Tensor,  # [..., H]
     weight: Tensor,  # [H]
     eps: float,
 ) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight, over the last dimension (Zhang & Sennrich 2019)."""
-    validate_small.check_norm(x, eps, weight=weight)
     return _rms_norm(x, None, weight, eps)
 
 
-@registered.operator(NAME)
 def add_rms_norm(
     x: Tensor,  # [T, H]
     residual: Tensor,  # [T, H], becomes x + residual in place
@@ -195,8 +192,6 @@ def add_rms_norm(
     eps: float,
 ) -> Tensor:
     """rms_norm of the new residual."""
-    validate_small.check_residual(x, residual, weight)
-    validate_small.check_norm(x, eps, weight=weight)
     return _rms_norm(x, residual, weight, eps)
 
 
@@ -215,7 +210,6 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) ->
     return out
 
 
-@registered.operator(NAME)
 def layer_norm(
     x: Tensor,  # [..., H]
     weight: Tensor,  # [H]
@@ -223,7 +217,6 @@ def layer_norm(
     eps: float,
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, over the last dimension (Ba et al. 2016)."""
-    validate_small.check_norm(x, eps, weight=weight, bias=bias)
     check_dtype("x", x)
     x, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
@@ -245,7 +238,6 @@ def norm_tile(size: int) -> tuple[int, int]:
 # ----------------------------------------------------------------------------------------------------- rope
 
 
-@registered.operator(NAME)
 def rope(
     q: Tensor,  # [T, Hq, D], rotated in place
     k: Tensor,  # [T, Hkv, D], rotated in place
@@ -258,7 +250,6 @@ def rope(
     Positions on the host are checked. Those on a GPU are not, for that would wait for it: one that lies outside of the
     tables is turned as the nearest position within.
     """
-    validate_small.check_rope(q, k, positions, cos, sin)
     check_dtype("q", q)
     if positions.is_cpu or not len(cos):
         validate_small.check_positions(positions, len(cos))
@@ -280,12 +271,10 @@ def rope(
 # ---------------------------------------------------------------------------------------------- activations
 
 
-@registered.operator(NAME)
 def swiglu(
     gate_up: Tensor,  # [T, 2 * I]: gates, then ups
 ) -> Tensor:
     """silu(gate) * up: [T, I] (Shazeer 2020)."""
-    validate_small.check_swiglu(gate_up)
     check_dtype("gate_up", gate_up)
     size = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
@@ -297,13 +286,11 @@ def swiglu(
     return out
 
 
-@registered.operator(NAME)
 def gelu(
     x: Tensor,  # [..., I]
     approximate: Literal["none", "tanh"],
 ) -> Tensor:
     """GELU in its exact (erf) or its tanh form (Hendrycks & Gimpel 2016)."""
-    validate_small.check_gelu(x, approximate)
     check_dtype("x", x)
     x, out = as_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():

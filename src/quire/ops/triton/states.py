@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops import registered, validate
-from quire.ops.triton.launch import NAME, check_dtype, on_device_of
+from quire.ops.triton.launch import check_dtype, on_device_of
 
 TILE = 2048  # elements of an output that a program has in hand
 
@@ -72,7 +71,6 @@ def sink_rows(
     _store_rows(closed, token, head, row * share[:, None], mask, HEADS, DIM, DIM_TILE)
 
 
-@registered.operator(NAME)
 def merge_states(
     out_a: Tensor,  # [T, Hq, Dv]
     lse_a: Tensor,  # fp32 [T, Hq]
@@ -80,7 +78,6 @@ def merge_states(
     lse_b: Tensor,  # fp32 [T, Hq]
 ) -> tuple[Tensor, Tensor]:
     """Attention over two disjoint sets of keys from attention over each: out [T, Hq, Dv], LSE fp32 [T, Hq]."""
-    validate.check_states(out_a, lse_a, out_b, lse_b)
     check_dtype("out_a", out_a)
     out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
     lse = torch.empty(lse_a.shape, dtype=torch.float32, device=out_a.device)
@@ -92,15 +89,12 @@ def merge_states(
     return out, lse
 
 
-@registered.operator(NAME)
 def apply_sinks(
     out: Tensor,  # [T, Hq, Dv]
     lse: Tensor,  # fp32 [T, Hq]
     sinks: Tensor,  # fp32 [Hq]
 ) -> Tensor:
     """Close a state with one more logit a head that carries no value: out · e^lse / (e^lse + e^sink)."""
-    validate.check_state("out", out, "lse", lse)
-    validate.check_tensor("sinks", sinks, (out.shape[1],), torch.float32, out.device)
     check_dtype("out", out)
     closed = torch.empty(out.shape, dtype=out.dtype, device=out.device)
     if out.numel():

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from quire.ops.interface import AttentionSpec
+from quire.ops.spec import AttentionSpec
 
 Kind = Literal["few", "many", "exact"]
 

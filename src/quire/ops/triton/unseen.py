@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.ops.interface import AttentionSpec
+from quire.ops.spec import AttentionSpec
 from quire.ops.triton.cutting import ITEM, most_tiles
 from quire.ops.triton.tiles import Tile
 

@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.errors import BadShape, BadValue
-from quire.ops import validate
-from quire.ops.interface import AttentionSpec
+from quire.errors import BadShape
+from quire.ops import checks
 from quire.ops.plan import AttentionPlan
+from quire.ops.spec import AttentionSpec
 from quire.ops.triton import unseen
 from quire.ops.triton.cutting import ITEM, Cutter, Lists
-from quire.ops.triton.launch import NAME, on_device_of
+from quire.ops.triton.launch import on_device_of
 from quire.ops.triton.tiles import chip_of, processors_of
 
 ALIGNMENT = 64  # int32 numbers
@@ -110,8 +110,8 @@ class TritonPlan(AttentionPlan):
         Raises BadShape or BadDtype.
         """
         for name, x, dims in (("query_starts", query_starts, 1), ("context_lens", context_lens, 1)):
-            validate.check_integers(name, x, dims)
-        validate.check_integers("block_tables", block_tables, 2)
+            checks.check_integers(name, x, dims)
+        checks.check_integers("block_tables", block_tables, 2)
         num_seqs, width = block_tables.shape
         if len(context_lens) != num_seqs or len(query_starts) != num_seqs + 1:
             raise BadShape(
@@ -203,12 +203,3 @@ class TritonPlan(AttentionPlan):
     @property
     def _covers_all(self) -> bool:
         return self.covers_all or (self._copied is not None and torch.cuda.is_current_stream_capturing())
-
-
-def own(plan: AttentionPlan) -> TritonPlan:
-    """The plan, if it is one of this backend. Raises BadValue."""
-    if not isinstance(plan, TritonPlan):
-        raise BadValue(
-            f"the plan is of another backend (a {type(plan).__name__}); make it with the {NAME} backend's plan"
-        )
-    return plan

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from quire.cache.manager import CacheGroup
-from quire.cache.side_stream import SideStream, Swapper
 from quire.cache.storage import KVCache
 from quire.errors import ConfigError
+from quire.ops.side_stream import SideStream, Swapper
 
 GROUPS = (CacheGroup((0, 2, 3)), CacheGroup((1, 4), window=8))
 
@@ -175,7 +175,7 @@ def test_whatever_order_streams_run_in_the_results_are_those_of_one_after_the_ot
     expected = steps(plain, lambda call: call(), lambda: None)
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    cache._side = SideStream(torch.device("cuda"), list(cache._host.values()), deferred(device))
+    cache._swap = SideStream(torch.device("cuda"), list(cache._host.values()), deferred(device))
     assert runtime.registered == [memory.data_ptr() for memory in cache._host.values()]
     found = steps(
         cache,

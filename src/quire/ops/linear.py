@@ -1,32 +1,21 @@
-"""Linear layers whose rows have the same bits whatever stands beside them.
+"""Linear layers whose rows have the same bits whatever stands beside them, and the embedding tied to one.
 
-On a CPU the weight is packed once, for our own kernels, which have one order of summation.
-
-Where those do not run it is packed for oneDNN's. Their order of summation is known to be the same for all numbers of
-rows but one, which is padded to two; whether it really is, is tried out at load for every shape of weight. Where it is
-not, rows are multiplied one by one: slow, and still reproducible.
-
-On a GPU the framework's product takes another kernel for other numbers of rows. Who asks for reproducibility there gets
-our own product.
+A backend packs a model's weights once (`Backend.linears`). This module has what torch offers: on a CPU, oneDNN's
+product. Its order of summation is known to be the same for all numbers of rows but one, which is padded to two. Whether
+it really is, is tried out at load for every shape of weight. Where it is not, rows are multiplied one by one: slow, and
+still reproducible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.models.embedding import Embedding, PackedEmbedding, PlainEmbedding
-from quire.ops.cpu import native
-from quire.ops.cpu.linear import PackedLinear, Packer
-
 PROBED_ROWS = (2, 3, 16, 17, 64, 512)
-FEW_ROWS = 256  # on a GPU: rows that are multiplied in the time that reading the weight takes
 PROBE_NUMBERS = 2**24  # of an output: the probe of a large vocabulary has fewer rows
 
 
@@ -40,6 +29,27 @@ class Linear(Protocol):
         """The projection: [T, out]."""
 
 
+class Embedding(Protocol):
+    """A row of the embedding for each token."""
+
+    def __call__(
+        self,
+        token_ids: Tensor,  # int64 [T]
+    ) -> Tensor:
+        """The rows, in memory of their own: [T, H]."""
+
+
+@dataclass(frozen=True)
+class PlainEmbedding:
+    """Rows of a matrix."""
+
+    weight: Tensor  # [V, H]; of a wider dtype where the output projection needs it so
+    dtype: torch.dtype  # of the rows
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self.weight[token_ids].to(self.dtype)
+
+
 @dataclass(frozen=True)
 class PlainLinear:
     """The framework's own product: on a GPU."""
@@ -49,33 +59,6 @@ class PlainLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
-
-
-# x [T, in], weight [out, in], bias [out] -> [T, out]
-Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-@dataclass(frozen=True)
-class TritonLinear:
-    """Our own product on a GPU, in tiles of one shape."""
-
-    weight: Tensor  # [out, in]
-    bias: Tensor | None  # [out]
-    product: Product
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True)
-class TwoLinears:
-    """The same product in two ways that give a row the same bits, each where it is the faster one."""
-
-    few: Linear
-    many: Linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return (self.few if len(x) <= FEW_ROWS else self.many)(x)
 
 
 @dataclass(frozen=True)
@@ -123,25 +106,23 @@ def padded_rows(count: int) -> int:
     return -(-count // step) * step
 
 
-class LinearFactory:
-    """Makes the linears of one model, and remembers which shapes of weight were proved reproducible."""
+class Linears:
+    """Packs the weights of one model, and remembers which shapes of weight were proved reproducible.
 
-    def __init__(self, reproducible: bool = False) -> None:
-        """reproducible: on a GPU too."""
-        self._reproducible = reproducible
+    This one takes torch's products: on a CPU oneDNN's, whose rows keep their bits, elsewhere the framework's own.
+    """
+
+    def __init__(self) -> None:
         self._proved: dict[tuple[object, ...], bool] = {}
-        self._pack = Packer() if native.unavailable() is None else None
 
-    def __call__(
+    def linear(
         self,
         weight: Tensor,  # [out, in]
         bias: Tensor | None = None,  # [out]
     ) -> Linear:
-        """The linear of that weight, the fastest that is reproducible on its device."""
-        if weight.device.type != "cpu":
-            return self._triton(weight, bias) if self._reproducible else PlainLinear(weight, bias)
-        if self._pack is not None and weight.dtype in native.DTYPES:
-            return self._pack(weight, bias)
+        """The linear of that weight."""
+        if not weight.is_cpu:
+            return PlainLinear(weight, bias)
         dtype = product_dtype(weight.dtype)
         if dtype is None:
             return RowLinear(weight, bias)
@@ -153,32 +134,25 @@ class LinearFactory:
         weight: Tensor,  # [V, H]
     ) -> Linear:
         """The linear that makes logits: in fp32 where the product has them so, rounded to its dtype elsewhere."""
-        return self._packed_head(weight) or self(weight)
+        return self.linear(weight)
 
     def tied(
         self,
         weight: Tensor,  # [V, H]
     ) -> tuple[Embedding, Linear]:
-        """The embedding, and the linear that makes logits with the same weight, which is held once, in other memory.
+        """The embedding, and the linear that makes logits with the same weight, which is held once.
 
-        oneDNN's own layout does not give rows back, so there its product takes the weight in rows: a single row of
+        oneDNN's own layout does not give rows back, so its product takes the weight in rows here: a single row of
         logits of a large vocabulary then takes two to three times as long.
         """
-        if packed := self._packed_head(weight):
-            return PackedEmbedding(packed), packed
         if not weight.is_cpu:
-            return PlainEmbedding(weight, weight.dtype), self(weight)
+            return PlainEmbedding(weight, weight.dtype), self.head(weight)
         dtype = product_dtype(weight.dtype)
         kept = weight.to(dtype or weight.dtype, copy=True)
         if dtype is None:
-            return PlainEmbedding(kept, kept.dtype), self(kept)
+            return PlainEmbedding(kept, kept.dtype), RowLinear(kept, None)
         head = self._one_dnn(kept, dtype, weight, None)
         return PlainEmbedding(head.weight, weight.dtype), head
-
-    def _packed_head(self, weight: Tensor) -> PackedLinear | None:
-        if self._pack is None or not weight.is_cpu or weight.dtype not in native.DTYPES:
-            return None
-        return self._pack(weight, out_dtype=torch.float32)
 
     def _one_dnn(
         self,
@@ -192,21 +166,6 @@ class LinearFactory:
         if key not in self._proved:
             self._proved[key] = rows_are_independent(made, made, weight)
         return made if self._proved[key] else RowLinear(weight, bias)
-
-    def _triton(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        from quire.ops.triton import linear  # who needs no GPU needs no Triton
-
-        few, many = (
-            TritonLinear(weight, bias, partial(linear.linear, tile=tile))
-            for tile in (linear.FEW_ROWS, linear.MANY_ROWS)
-        )
-        # One shape of tile gives a row the same bits wherever it stands; two do as far as a probe finds, one with
-        # random weights: zeros would prove anything.
-        key = (*weight.shape, weight.dtype, bias is None)
-        if key not in self._proved:
-            probe = torch.randn_like(weight)
-            self._proved[key] = rows_are_independent(replace(many, weight=probe), replace(few, weight=probe), probe)
-        return TwoLinears(few, many) if self._proved[key] else few
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype | None:

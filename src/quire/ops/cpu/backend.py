@@ -1,0 +1,303 @@
+"""The backend of an ordinary CPU: native kernels at the speed of its memory and its vector units.
+
+The kernels are a C++ library without torch (csrc/), one source compiled for each instruction set; this module passes
+it addresses. They run on torch's own threads. Results depend on the instruction set, and on nothing else: not on the
+threads, the batch, or the chunk that a row came in.
+
+Sums are formed in fp32. Where the CPU multiplies bf16, the softmax weights over a bf16 cache are rounded to bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import byref
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quire.errors import Unsupported
+from quire.ops import overlap, validate_small
+from quire.ops.backend import Backend, Scores
+from quire.ops.cpu import native
+from quire.ops.cpu.executor import NativeExecutor
+from quire.ops.cpu.linear import PackedLinears
+from quire.ops.cpu.worklist import CpuPlan
+from quire.ops.eager import EagerExecutor
+from quire.ops.linear import Linears
+from quire.ops.program import Executor, Program
+from quire.ops.rows import as_rows, count_rows, row_strides, used_strides
+from quire.ops.spec import AttentionSpec, Limits, PagedKV
+from quire.ops.swap import HostSwap, Swap
+
+
+class CpuBackend(Backend):
+    """Native kernels for x86-64."""
+
+    name = "cpu"
+    limits = Limits(
+        kv_dtypes={dtype: frozenset((dtype,)) for dtype in native.DTYPES},
+        max_head_dim=1024,
+        reproducible=True,
+        case_budget=2_000,
+    )
+    plan_type = CpuPlan
+
+    @property
+    def instruction_set(self) -> str:
+        """What the kernels in use were compiled for."""
+        return native.default().isa
+
+    def unavailable(self, device: str) -> str | None:
+        """None on the CPU of a machine that runs the kernels."""
+        return native.unavailable() if device == "cpu" else f"it serves the device 'cpu', not {device!r}"
+
+    # -------------------------------------------------------------------------------------- models and memory
+
+    def linears(self, device: str, reproducible: bool = False) -> Linears:
+        """Packed for our own kernels, whose rows keep their bits in any case."""
+        return PackedLinears()
+
+    def compile(self, program: Program) -> Executor:
+        """In one call of the library, where all linears are packed for it."""
+        return NativeExecutor(program) if NativeExecutor.serves(program) else EagerExecutor(self, program)
+
+    def swap(self, device: str, host: Sequence[Tensor]) -> Swap:
+        """Within the host's memory."""
+        return HostSwap()
+
+    def _make_plan(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> CpuPlan:
+        if torch.device(spec.device).type != "cpu":
+            raise Unsupported(f"backend {self.name!r} does not serve device {spec.device!r}; it serves 'cpu'")
+        return CpuPlan(spec, max_tokens, max_seqs, max_blocks, native.default())
+
+    # ----------------------------------------------------------------------------------------------- attention
+
+    def _check_attention(
+        self,
+        q: Tensor,  # [T, Hq, D]
+        kv: PagedKV,
+        plan: CpuPlan,
+        scores: Scores,
+        out: Tensor | None,  # [T, Hq, Dv]
+        return_lse: bool,
+    ) -> None:
+        plan.cache(kv)
+        scale, alibi_slopes, softcap, sinks = scores
+        plain = scale is None and alibi_slopes is None and softcap is None and sinks is None
+        fits = out is None or (
+            _fits(out, plan.out_shape, plan) and out.is_contiguous() and overlap.apart((out,), (q, kv.k, kv.v))
+        )
+        if not (plain and fits and _fits(q, plan.q_shape, plan)):
+            super()._check_attention(q, kv, plan, scores, out, return_lse)
+
+    def _attention(
+        self,
+        q: Tensor,  # [T, Hq, D]
+        kv: PagedKV,
+        plan: CpuPlan,
+        scores: Scores,
+        out: Tensor,  # [T, Hq, Dv]
+        lse: Tensor | None,  # fp32 [T, Hq]
+    ) -> None:
+        scale, alibi_slopes, softcap, sinks = scores
+        p = plan.cache(kv).attention
+        p.q, p.out, p.lse = q.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
+        p.alibi_slopes = None if alibi_slopes is None else alibi_slopes.data_ptr()
+        p.slope_seq = 0 if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes.stride(0)
+        p.sinks = None if sinks is None else sinks.data_ptr()
+        p.q_token, p.q_head, _ = q.stride()
+        p.out_token, p.out_head, _ = out.stride()
+        p.scale = plan.spec.default_scale if scale is None else scale
+        p.softcap = softcap or 0.0
+        plan.library("attention", plan.view, byref(p))
+
+    def _merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+        dtype = _dtype("out_a", out_a)
+        out_a, lse_a, out_b, lse_b = (x.contiguous() for x in (out_a, lse_a, out_b, lse_b))
+        out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+        states = (x.data_ptr() for x in (out_a, lse_a, out_b, lse_b, out, lse))
+        native.default()("merge_states", *states, lse.numel(), out.shape[-1], dtype)
+        return out, lse
+
+    def _apply_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+        dtype = _dtype("out", out)
+        out, lse = out.contiguous(), lse.contiguous()
+        closed = torch.empty_like(out)
+        addresses = (x.data_ptr() for x in (out, lse, sinks, closed))
+        native.default()("apply_sinks", *addresses, lse.numel(), out.shape[1], out.shape[2], dtype)
+        return closed
+
+    # ----------------------------------------------------------------------------------------------- the cache
+
+    def _check_write(self, k_new: Tensor, v_new: Tensor, kv: PagedKV, plan: CpuPlan) -> None:
+        cache = plan.cache(kv)
+        fits = _fits(k_new, plan.k_shape, plan) and _fits(v_new, plan.v_shape, plan)
+        if not (plan.writable and cache.separate and fits and overlap.apart((kv.k, kv.v), (k_new, v_new))):
+            super()._check_write(k_new, v_new, kv, plan)
+
+    def _write_kv(self, k_new: Tensor, v_new: Tensor, kv: PagedKV, plan: CpuPlan) -> None:
+        p = plan.cache(kv).write
+        p.k_new, p.v_new = k_new.data_ptr(), v_new.data_ptr()
+        p.k_new_token, p.k_new_head, _ = k_new.stride()
+        p.v_new_token, p.v_new_head, _ = v_new.stride()
+        plan.library.write_kv(plan.library.parallel_for, plan.view, byref(p))
+
+    def _copy_blocks(self, kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
+        if not (kv.k.is_cpu and kv.v.is_cpu):
+            raise Unsupported(f"the cache lies on {kv.k.device} and {kv.v.device}; the cpu backend copies on the CPU")
+        library = native.default()
+        sources, targets = torch.tensor(src, dtype=torch.int64), torch.tensor(dst, dtype=torch.int64)
+        for x in (kv.k, kv.v):
+            size = x.element_size()
+            block, head, slot, _ = (stride * size for stride in used_strides(x))
+            _, heads, slots, dim = x.shape
+            library.copy_blocks(
+                library.parallel_for,
+                x.data_ptr(),
+                block,
+                head,
+                slot,
+                heads,
+                slots,
+                dim * size,
+                sources.data_ptr(),
+                targets.data_ptr(),
+                len(src),
+            )
+
+    # --------------------------------------------------------------------------------- operators of a decoder
+
+    def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm(x, None, weight, eps)
+
+    def _add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm(x, residual, weight, eps)
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        dtype, x, weight = _dtype("x", x), as_rows(x), _fp32(weight)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        native.default()(
+            "rms_norm",
+            x.data_ptr(),
+            *row_strides(x),
+            None if residual is None else residual.data_ptr(),
+            0 if residual is None else residual.stride(0),
+            weight.data_ptr(),
+            out.data_ptr(),
+            count_rows(x),
+            x.shape[-1],
+            eps,
+            dtype,
+        )
+        return out
+
+    def _layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        dtype, x, weight = _dtype("x", x), as_rows(x), _fp32(weight)
+        bias = None if bias is None else _fp32(bias)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        native.default()(
+            "layer_norm",
+            x.data_ptr(),
+            *row_strides(x),
+            None,
+            0,
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            count_rows(x),
+            x.shape[-1],
+            eps,
+            dtype,
+        )
+        return out
+
+    def _rope(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+        dtype, positions = _dtype("q", q), positions.to("cpu", torch.int64).contiguous()
+        cos, sin = _fp32(cos), _fp32(sin)
+        beyond = native.default()(
+            "rope",
+            q.data_ptr(),
+            q.stride(0),
+            q.shape[1],
+            q.stride(1),
+            k.data_ptr(),
+            k.stride(0),
+            k.shape[1],
+            k.stride(1),
+            positions.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            len(q),
+            *cos.shape,
+            dtype,
+        )
+        if beyond >= 0:
+            raise validate_small.bad_position(positions, beyond, len(cos))
+
+    def _swiglu(self, gate_up: Tensor) -> Tensor:
+        dtype, size = _dtype("gate_up", gate_up), gate_up.shape[-1] // 2
+        rows = gate_up
+        if gate_up.dim() != 2 or gate_up.stride(1) != 1:
+            rows = gate_up.contiguous().view(count_rows(gate_up), 2 * size)
+        out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype)
+        native.default()("swiglu", rows.data_ptr(), rows.stride(0), out.data_ptr(), len(rows), size, dtype)
+        return out
+
+    def _gelu(self, x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
+        dtype, x = _dtype("x", x), as_rows(x)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        native.default()(
+            "gelu",
+            x.data_ptr(),
+            *row_strides(x),
+            out.data_ptr(),
+            count_rows(x),
+            x.shape[-1],
+            approximate == "tanh",
+            dtype,
+        )
+        return out
+
+    # -------------------------------------------------------------------------- for a sampler, and for a router
+
+    def _logsumexp(self, logits: Tensor) -> Tensor:
+        _dtype("logits", logits)
+        out = torch.empty(len(logits), dtype=torch.float32)
+        native.default()("logsumexp", logits.data_ptr(), logits.stride(0), out.data_ptr(), *logits.shape)
+        return out
+
+    def _top_k(self, logits: Tensor, k: int) -> Tensor:
+        _dtype("logits", logits)
+        ids = torch.empty(len(logits), k, dtype=torch.int64)
+        heaps = torch.empty(len(logits), k, dtype=torch.int64)
+        addresses = (x.data_ptr() for x in (heaps, ids))
+        native.default()("top_k", logits.data_ptr(), logits.stride(0), *addresses, *logits.shape, k)
+        return ids
+
+    def _top_k_softmax(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        _dtype("logits", logits)
+        heaps, ids = (torch.empty(len(logits), k, dtype=torch.int64) for _ in range(2))
+        shares = torch.empty(len(logits), k, dtype=torch.float32)
+        addresses = (x.data_ptr() for x in (heaps, ids, shares))
+        native.default()("top_k_softmax", logits.data_ptr(), logits.stride(0), *addresses, *logits.shape, k)
+        return ids, shares
+
+
+def _fits(x: Tensor, shape: tuple[int, ...], plan: CpuPlan) -> bool:
+    """Whether a tensor is as it should be, at a glance; where it is not, the full check says what is wrong."""
+    return x.shape == shape and x.dtype is plan.spec.dtype and x.is_cpu and x.stride(2) == 1
+
+
+def _dtype(name: str, x: Tensor) -> int:
+    """The number that the kernels know the dtype by."""
+    number = native.DTYPES.get(x.dtype)
+    if number is None or not x.is_cpu:
+        served = ", ".join(map(str, native.DTYPES))
+        raise Unsupported(f"{name} is {x.dtype} on {x.device}; the cpu backend serves {served} on the CPU")
+    return number
+
+
+def _fp32(x: Tensor) -> Tensor:
+    """x itself where it is as the kernels take it."""
+    return x if x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()

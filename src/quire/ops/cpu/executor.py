@@ -1,0 +1,264 @@
+"""Runs a program in one call of the native library.
+
+Who calls the operators one by one from Python pays some microseconds for each: with small models and few rows more than
+for the work itself. Each native operator is the one of the same name in this backend, with the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from ctypes import Structure, addressof, c_int64, c_void_p
+from threading import Lock
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadStride, BadValue
+from quire.ops import checks
+from quire.ops.cpu import native
+from quire.ops.cpu.experts import ExpertLinears, ExpertsRoom
+from quire.ops.cpu.linear import PackedLinear
+from quire.ops.cpu.worklist import CpuPlan
+from quire.ops.plan import AttentionPlan, locked
+from quire.ops.program import (
+    Add,
+    Attend,
+    Gelu,
+    Keep,
+    LayerCaches,
+    MixExperts,
+    Multiply,
+    Normalize,
+    Observer,
+    Operator,
+    Place,
+    Program,
+    Project,
+    Rotate,
+    Scale,
+    Swiglu,
+    Write,
+)
+
+HOST = torch.device("cpu")
+
+
+class NativeExecutor:
+    """A program as the native library takes it. Engines on several threads may share it."""
+
+    @staticmethod
+    def serves(program: Program) -> bool:
+        """Whether all of the program's linears are packed for the library."""
+        return all(isinstance(linear, PackedLinear) for linear in program.linears)
+
+    def __init__(self, program: Program, library: native.Library | None = None) -> None:
+        """Raises BadValue for a program with more buffers than the library takes."""
+        self.observer: Observer | None = None
+        self.program = program
+        # The caller's buffers come first; the others are room of our own.
+        own = [name for name in program.buffers if name not in (program.input.buffer, program.output.buffer)]
+        names = list(dict.fromkeys((program.input.buffer, program.output.buffer, *own)))
+        if len(names) > native.MAX_BUFFERS:
+            raise BadValue(f"a program has {len(names)} buffers; {native.MAX_BUFFERS} are the most")
+        self._buffers = {name: i for i, name in enumerate(names)}
+        self._widths = [program.buffers[name] for name in names]
+        self._num_given = len(names) - len(own)
+        self._own_width = sum(self._widths[self._num_given :])
+        self._library = library or native.default()
+        self._kept: list[object] = []  # what the operators point to
+        self._writes: list[tuple[int, int, native.WriteParams]] = []  # with their layer and cache group
+        self._attends: list[tuple[int, int, native.AttentionParams]] = []
+        self._linears: list[native.LinearParams] = []
+        self._copied_lanes = 0  # for each row, of the linear that needs most
+        self._experts = ExpertsRoom()
+        self._scratch = torch.empty(0, dtype=program.dtype)
+        self._copy = torch.empty(0)
+        self._bound: weakref.ref[LayerCaches] | None = None
+        self._lock = Lock()
+        ops = [self._lowered(operator) for operator in program.operators]
+        self._ops = (native.Op * len(ops))(*ops)
+        self._heads = {  # of each cache group: what its plan must be made for
+            operator.group: (operator.q.size // operator.head_dim, operator.head_dim)
+            for operator in program.operators
+            if isinstance(operator, Attend)
+        }
+
+    # ------------------------------------------------------------------------------------------ lowering it
+
+    def _lowered(self, operator: Operator) -> native.Op:
+        match operator:
+            case Project(x=x, linear=linear, out=out):
+                return self._linear(x, cast(PackedLinear, linear), out)
+            case Normalize(x=x, out=out, weight=weight, bias=bias, eps=eps, residual=residual, heads=heads):
+                offset = None if bias is None else bias.data_ptr()
+                params = native.NormParams(weight.data_ptr(), offset, heads, len(weight), eps)
+                return self._op(operator, params, x, residual, out)
+            case Rotate(q=q, k=k, cos=cos, sin=sin, head_dim=dim):
+                rope = native.RopeParams(
+                    *(cos.data_ptr(), sin.data_ptr(), *cos.shape, q.size // dim, k.size // dim, dim)
+                )
+                return self._op(operator, rope, q, k)
+            case Write(k=k, v=v, layer=layer, group=group):
+                write = native.WriteParams()
+                self._writes.append((layer, group, write))
+                return self._op(operator, write, k, v, group=group)
+            case Attend(q=q, out=out, layer=layer, group=group, head_dim=dim, alibi_slopes=slopes):
+                attention = native.AttentionParams(
+                    alibi_slopes=None if slopes is None else slopes.data_ptr(),
+                    scale=dim**-0.5 if operator.scale is None else operator.scale,
+                    softcap=operator.softcap or 0.0,
+                )
+                self._attends.append((layer, group, attention))
+                return self._op(operator, attention, q, None, out, group=group)
+            case Swiglu(x=x, out=out) | Multiply(x=x, out=out) | Add(x=x, out=out):
+                return self._op(operator, native.ActivationParams(out.size), x, None, out)
+            case Gelu(x=x, out=out, approximate=approximate):
+                return self._op(operator, native.ActivationParams(out.size, approximate == "tanh"), x, None, out)
+            case Scale(x=x, factor=factor):
+                return self._op(operator, native.ActivationParams(x.size, factor=factor), x, None, x)
+            case Keep(buffers=(x, y)):
+                return self._op(operator, native.ActivationParams(), x, y)
+            case MixExperts(x=x, layer=layer, out=out):
+                linears = ExpertLinears.of(layer)
+                experts = linears.params()
+                self._experts.add(linears, experts)
+                return self._op(operator, experts, x, None, out)
+
+    def _linear(self, x: Place, packed: PackedLinear, out: Place) -> native.Op:
+        params = packed.params()
+        self._linears.append(params)
+        self._copied_lanes = max(self._copied_lanes, packed.copied_lanes(self.program.buffers[x.buffer]))
+        self._kept.append(params)
+        return native.Op(native.OPS.index("linear"), 0, *self._columns(x, None, out), addressof(params))
+
+    def _op(
+        self,
+        operator: Operator,
+        params: Structure,
+        x: Place,
+        y: Place | None = None,
+        out: Place | None = None,
+        group: int = 0,
+    ) -> native.Op:
+        self._kept.append(params)
+        return native.Op(native.OPS.index(operator.kind), group, *self._columns(x, y, out), addressof(params))
+
+    def _columns(self, *places: Place | None) -> list[native.Columns]:
+        return [
+            native.Columns(-1, 0) if place is None else native.Columns(self._buffers[place.buffer], place.first)
+            for place in places
+        ]
+
+    # ------------------------------------------------------------------------------------------ running it
+
+    def __call__(
+        self,
+        x: Tensor,  # [T, width], contiguous: the input; overwritten
+        positions: Tensor,  # int64 [T], contiguous
+        caches: LayerCaches,
+        plans: Sequence[AttentionPlan],  # one a cache group, with T tokens each
+        rows: Tensor | None = None,  # int64 [R], contiguous, ascending
+    ) -> Tensor:
+        """The output: [T, width], or [R, width].
+
+        Raises BadValue for a position that a table does not hold, for rows out of order, and for plans that are missing
+        or are for other tokens; BadShape, BadDtype, BadStride or BadValue for a tensor that is not as described.
+        """
+        program = self.program
+        count = x.shape[0]
+        _check("x", x, (count, program.input.size), program.dtype)
+        _check("positions", positions, (count,), torch.int64)
+        if rows is not None:
+            _check("rows", rows, (rows.numel(),), torch.int64)
+        own = self._own(plans, count)
+        if program.output == program.input:
+            out, given = x, [x]
+        else:
+            out = torch.empty(count, program.output.size, dtype=program.dtype)
+            given = [x, out]
+        with self._lock, locked(own):
+            self._bind(caches, own)
+            self._run(given, positions, own, rows)
+        return out if rows is None else out[: len(rows)]
+
+    def _own(self, plans: Sequence[AttentionPlan], count: int) -> list[CpuPlan]:
+        if len(plans) <= max(self._heads, default=-1):
+            raise BadValue(f"given are {len(plans)} plans; the program has {max(self._heads) + 1} cache groups")
+        for plan in plans:
+            if not isinstance(plan, CpuPlan):
+                raise BadValue(f"a plan is a {type(plan).__name__}; make it with the cpu backend")
+            if plan.num_tokens != count or not plan.writable:
+                raise BadValue(f"a plan is for {plan.num_tokens} tokens, the program for {count}; update it with slots")
+        for group, (num_heads, dim) in self._heads.items():
+            spec = plans[group].spec
+            if (spec.dtype, spec.num_heads, spec.head_dim, spec.dim_v) != (self.program.dtype, num_heads, dim, dim):
+                raise BadValue(
+                    f"a plan is for {spec}; the program has {num_heads} heads of {dim} in {self.program.dtype}"
+                )
+        return cast(list[CpuPlan], list(plans))
+
+    def _bind(self, caches: LayerCaches, plans: Sequence[CpuPlan]) -> None:
+        """Let the layers' attention work on these caches."""
+        if self._bound is not None and self._bound() is caches:
+            return
+        for layer, group, params in (*self._writes, *self._attends):
+            cache = plans[group].cache(caches.layer(layer))
+            home = cache.write if isinstance(params, native.WriteParams) else cache.attention
+            for name in ("k", "v", "k_block", "k_head", "k_slot", "v_block", "v_head", "v_slot"):
+                setattr(params, name, getattr(home, name))
+        self._bound = weakref.ref(caches)
+
+    def _run(self, given: list[Tensor], positions: Tensor, plans: Sequence[CpuPlan], rows: Tensor | None) -> None:
+        count = len(positions)
+        self._reserve(count)
+        address, size = self._scratch.data_ptr(), self.program.dtype.itemsize
+        buffers = [x.data_ptr() for x in given]
+        for width in self._widths[self._num_given :]:
+            buffers.append(address)
+            address += count * width * size
+        seconds = None if self.observer is None else torch.zeros(len(self._ops), dtype=torch.float64)
+        start = time.perf_counter()
+        beyond = self._library(
+            "program",
+            native.ProgramParams(
+                ops=self._ops,
+                num_ops=len(self._ops),
+                seconds=None if seconds is None else seconds.data_ptr(),
+                positions=positions.data_ptr(),
+                plans=(c_void_p * len(plans))(*(plan.view for plan in plans)),
+                buffers=(c_void_p * native.MAX_BUFFERS)(*buffers),
+                widths=(c_int64 * native.MAX_BUFFERS)(*self._widths),
+                rows=count,
+                kept=None if rows is None else rows.data_ptr(),
+                num_kept=-1 if rows is None else len(rows),
+                dtype=native.DTYPES[self.program.dtype],
+                threads=torch.get_num_threads(),
+            ),
+        )
+        if beyond >= 0 and self.program.operators[beyond].kind == "keep":
+            raise BadValue(f"rows to keep are {rows}; they must ascend within 0..{count - 1}")
+        if beyond >= 0:
+            raise BadValue(f"a position lies beyond its table: {positions.min()} to {positions.max()}")
+        if self.observer is not None and seconds is not None:
+            for kind, took in zip(self.program.kinds, seconds.tolist(), strict=True):
+                self.observer(kind, start, took)
+                start += took
+
+    def _reserve(self, count: int) -> None:
+        """Have room for that many rows."""
+        if count * self._own_width > len(self._scratch) or count * self._copied_lanes > len(self._copy):
+            self._scratch = self._copy = torch.empty(0)  # freed before there are larger ones
+            self._scratch = torch.empty(count * self._own_width, dtype=self.program.dtype)
+            self._copy = torch.empty(count * self._copied_lanes)
+            for params in self._linears:
+                params.copy = self._copy.data_ptr()
+        self._experts.reserve(count)
+
+
+def _check(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_tensor(name, x, shape, dtype, HOST)
+    if not x.is_contiguous():
+        raise BadStride(f"{name} has strides {x.stride()} for shape {shape}; it must be contiguous")

@@ -1,0 +1,150 @@
+"""Runs a program operator by operator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.ops.backend import Backend
+from quire.ops.plan import AttentionPlan
+from quire.ops.program import (
+    Add,
+    Attend,
+    Gelu,
+    Keep,
+    LayerCaches,
+    MixExperts,
+    Multiply,
+    Normalize,
+    Observer,
+    Operator,
+    Place,
+    Program,
+    Project,
+    Rotate,
+    Scale,
+    Swiglu,
+    Write,
+)
+
+
+class EagerExecutor:
+    """A program run by a backend's operators, one call each."""
+
+    def __init__(self, backend: Backend, program: Program) -> None:
+        self.observer: Observer | None = None
+        self._backend, self.program = backend, program
+
+    def __call__(
+        self,
+        x: Tensor,  # [T, width], contiguous: the input; overwritten
+        positions: Tensor,  # int64 [T]
+        caches: LayerCaches,
+        plans: Sequence[AttentionPlan],  # one a cache group
+        rows: Tensor | None = None,  # int64 [R], ascending
+    ) -> Tensor:
+        """The output: [T, width], or [R, width]."""
+        step = _Step(self._backend, self.program, x, positions, caches, plans, rows)
+        run = step.run if self.observer is None else partial(_observed, step, self.observer)
+        for operator in self.program.operators:
+            run(operator)
+        return step.values[self.program.output.buffer]
+
+
+def _observed(step: _Step, observer: Observer, operator: Operator) -> None:
+    """Wait for a GPU before and after, so that what is queued counts where it belongs."""
+    wait: Callable[[], object] = torch.cuda.synchronize if step.positions.is_cuda else lambda: None
+    wait()
+    start = time.perf_counter()
+    step.run(operator)
+    wait()
+    observer(operator.kind, start, time.perf_counter() - start)
+
+
+class _Step:
+    """One run: each buffer's rows, as far as they were computed."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        program: Program,
+        x: Tensor,
+        positions: Tensor,
+        caches: LayerCaches,
+        plans: Sequence[AttentionPlan],
+        rows: Tensor | None,
+    ) -> None:
+        self.backend, self.program, self.positions, self.caches = backend, program, positions, caches
+        self.plans, self.rows = plans, rows
+        self.values = {program.input.buffer: x}  # [T, width]
+
+    def at(self, place: Place) -> Tensor:
+        """What stands there: [T, size]."""
+        value = self.values[place.buffer]
+        return value if place.size == value.shape[1] else value[:, place.first : place.first + place.size]
+
+    def heads(self, place: Place, dim: int) -> Tensor:
+        """What stands there, by heads: [T, size / dim, dim]."""
+        x = self.at(place)
+        return x.view(len(x), place.size // dim, dim)
+
+    def put(self, place: Place, value: Tensor) -> None:
+        """Let this, [T, ...], be the whole buffer."""
+        self.values[place.buffer] = value.flatten(1)
+
+    def run(self, operator: Operator) -> None:
+        """Run one operator."""
+        backend, at = self.backend, self.at
+        match operator:
+            case Project():
+                self.put(operator.out, operator.linear(at(operator.x)))
+            case Normalize():
+                self.put(operator.out, self._normalized(operator))
+            case Rotate(q=q, k=k, head_dim=dim):
+                backend.rope(self.heads(q, dim), self.heads(k, dim), self.positions, operator.cos, operator.sin)
+            case Write(k=k, v=v, head_dim=dim):
+                kv, plan = self.caches.layer(operator.layer), self.plans[operator.group]
+                backend.write_kv(self.heads(k, dim), self.heads(v, dim), kv, plan)
+            case Attend():
+                attended = backend.attention(
+                    self.heads(operator.q, operator.head_dim),
+                    self.caches.layer(operator.layer),
+                    self.plans[operator.group],
+                    scale=operator.scale,
+                    alibi_slopes=operator.alibi_slopes,
+                    softcap=operator.softcap,
+                )
+                self.put(operator.out, attended)
+            case Swiglu():
+                self.put(operator.out, backend.swiglu(at(operator.x)))
+            case Gelu():
+                self.put(operator.out, backend.gelu(at(operator.x), operator.approximate))
+            case Multiply():
+                at(operator.out).mul_(at(operator.x))
+            case Add():
+                at(operator.out).add_(at(operator.x))
+            case Scale():
+                at(operator.x).mul_(operator.factor)
+            case Keep():
+                if self.rows is not None:
+                    for place in operator.buffers:
+                        self.put(place, at(place)[self.rows])
+            case MixExperts():
+                self.put(operator.out, backend.experts(at(operator.x), operator.layer))
+
+    def _normalized(self, norm: Normalize) -> Tensor:
+        x = self.at(norm.x)
+        if norm.residual is not None:
+            residual = self.at(norm.residual)
+            if norm.bias is None:
+                return self.backend.add_rms_norm(x, residual, norm.weight, norm.eps)
+            x = residual.add_(x)
+        if norm.heads > 1:
+            x = x.view(len(x), norm.heads, norm.x.size // norm.heads)
+        if norm.bias is None:
+            return self.backend.rms_norm(x, norm.weight, norm.eps)
+        return self.backend.layer_norm(x, norm.weight, norm.bias, norm.eps)

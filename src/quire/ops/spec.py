@@ -1,0 +1,177 @@
+"""What describes a call of attention: the specification, the paged cache, and what a backend serves of them.
+
+Dimensions, used with these letters in every docstring of Quire:
+
+| letter | is | letter | is |
+|---|---|---|---|
+| T | query tokens in the batch | D, Dv | head_dim of q and k, of v |
+| S | sequences in the batch | N | blocks in the pool |
+| R | rows that need logits | B | block_size, tokens a block |
+| Hq, Hkv | query heads, KV heads | M | blocks in the widest block table |
+| G | Hq / Hkv, the group size | L, V | layers, vocabulary |
+
+Query row r of sequence s stands at the absolute position `p = context_lens[s] - q_len[s] + r` and sees the keys
+`max(0, p - window + 1) .. p`, or all keys of its sequence when the attention is not causal. Scores are formed in the
+order `q·k * scale → softcap → + alibi_slope * (key_pos - p) → mask → softmax with the sink as one more logit`, where
+the slopes are each head's or, [S, Hq], each sequence's and head's.
+Sums and the LSE are in fp32 whatever the dtype (float64 for float64). A row that sees nothing gives zeros and an LSE
+of -inf. Where the context is shorter than the query, the first rows stand before the sequence's start: causal ones see
+nothing. Keys below the window but in a block that is not wholly below it still belong to the sequence.
+
+What a row does not see is not multiplied: an infinite or NaN entry of the cache reaches the rows that see it and no
+other. A row that sees one shows it: its result is not finite, unless the key's score is -inf.
+
+Any size may be 0 where a spec does not say otherwise: what has no element is computed without one. What an operator
+writes (out, a residual, rope's q and k, the cache) must not share memory with itself or with another argument: that
+raises BadStride. Views of one tensor that interleave share none, as q and k cut out of one projection. In a graph of
+torch.compile, rope and add_rms_norm write to copies, and torch looks at what these are copied to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from quire.errors import BadDtype, BadValue, Unsupported
+from quire.ops.checks import INT32_MAX, check_tensor
+
+MAX_HEAD_DIM = 1024
+MAX_BLOCK_SIZE = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What stays the same from step to step for the layers of one cache group. Validated on construction.
+
+    Raises BadValue or BadDtype, naming the field.
+    """
+
+    num_heads: int  # Hq, a multiple of num_kv_heads
+    num_kv_heads: int  # Hkv
+    head_dim: int  # D, 1..1024
+    block_size: int  # B, 1..256
+    num_blocks: int  # N; N * B slots are numbered in an int32
+    dtype: torch.dtype  # of q and of the output
+    kv_dtype: torch.dtype | None = None  # of the cache; None: that of q
+    head_dim_v: int | None = None  # Dv, 1..1024; None: D
+    causal: bool = True
+    window: int | None = None  # keys that a row sees, its own included; causal only
+    device: str = "cpu"
+    reproducible: bool = False  # a row's bits must not depend on its batch, nor on the chunk that it came in
+
+    def __post_init__(self) -> None:
+        _check_spec(self)
+
+    @property
+    def group_size(self) -> int:
+        """G: query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def dim_v(self) -> int:
+        """Dv, resolved."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The dtype of the cache, resolved."""
+        return self.dtype if self.kv_dtype is None else self.kv_dtype
+
+    @property
+    def default_scale(self) -> float:
+        """1 / sqrt(D), the scale of scaled dot-product attention (Vaswani et al. 2017)."""
+        return 1.0 / math.sqrt(self.head_dim)
+
+
+@dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
+class PagedKV:
+    """One layer's share of the paged cache. Any strides as long as the last one is 1: HND and NHD views both serve.
+
+    Slots that no sequence owns may hold anything, NaN included: no backend lets them reach a result.
+    """
+
+    k: torch.Tensor  # [N, Hkv, B, D]
+    v: torch.Tensor  # [N, Hkv, B, Dv]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a backend declares that it serves; every other case raises Unsupported."""
+
+    kv_dtypes: Mapping[torch.dtype, frozenset[torch.dtype]]  # for each dtype of q, the dtypes its cache may have
+    max_head_dim: int  # the largest D and Dv
+    reproducible: bool  # whether it serves plans that ask for it
+    case_budget: int  # random ragged cases that the conformance suite spends on this backend
+
+
+def check_supported(spec: AttentionSpec, name: str, limits: Limits) -> None:
+    """Raise Unsupported where backend `name` does not declare that it serves the spec."""
+    if spec.dtype not in limits.kv_dtypes:
+        served = ", ".join(sorted(map(str, limits.kv_dtypes)))
+        raise Unsupported(f"backend {name!r} does not serve dtype {spec.dtype}; it serves {served}")
+    if spec.cache_dtype not in limits.kv_dtypes[spec.dtype]:
+        served = ", ".join(sorted(map(str, limits.kv_dtypes[spec.dtype])))
+        raise Unsupported(
+            f"backend {name!r} does not serve a cache of {spec.cache_dtype} for dtype {spec.dtype}; it serves {served}"
+        )
+    if spec.reproducible and not limits.reproducible:
+        raise Unsupported(
+            f"backend {name!r} does not give the same bits in every batch; spec.reproducible must be False"
+        )
+    largest = max(spec.head_dim, spec.dim_v)
+    if largest > limits.max_head_dim:
+        raise Unsupported(
+            f"backend {name!r} serves head dimensions up to {limits.max_head_dim}; the spec has {largest}"
+        )
+
+
+def check_kv(kv: PagedKV, spec: AttentionSpec) -> None:
+    """Check a layer's cache against the spec."""
+    lead = (spec.num_blocks, spec.num_kv_heads, spec.block_size)
+    device = torch.device(spec.device)
+    check_tensor("kv.k", kv.k, (*lead, spec.head_dim), spec.cache_dtype, device)
+    check_tensor("kv.v", kv.v, (*lead, spec.dim_v), spec.cache_dtype, device)
+
+
+def _check_spec(spec: AttentionSpec) -> None:
+    """Raise BadValue or BadDtype for a field of the spec that no backend could serve."""
+    for name, upper in (
+        ("num_heads", INT32_MAX),
+        ("num_kv_heads", INT32_MAX),
+        ("head_dim", MAX_HEAD_DIM),
+        ("head_dim_v", MAX_HEAD_DIM),
+        ("block_size", MAX_BLOCK_SIZE),
+        ("num_blocks", INT32_MAX),
+        ("window", INT32_MAX),
+    ):
+        value = getattr(spec, name)
+        if value is None and name in ("head_dim_v", "window"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise BadValue(f"spec.{name} is {value!r}; it must be an integer")
+        if not 1 <= value <= upper:
+            raise BadValue(f"spec.{name} is {value}; it must lie in 1..{upper}")
+    if spec.num_heads % spec.num_kv_heads:
+        raise BadValue(f"spec.num_heads is {spec.num_heads}, no multiple of spec.num_kv_heads, {spec.num_kv_heads}")
+    if spec.num_blocks * spec.block_size > INT32_MAX:
+        raise BadValue(
+            f"spec.num_blocks * spec.block_size is {spec.num_blocks * spec.block_size}; slots are numbered in an "
+            f"int32, so at most {INT32_MAX}"
+        )
+    if not isinstance(spec.reproducible, bool):
+        raise BadValue(f"spec.reproducible is {spec.reproducible!r}; it must be True or False")
+    if spec.window is not None and not spec.causal:
+        raise BadValue(f"spec.window is {spec.window} with causal=False; a window needs causal attention")
+    for name in ("dtype", "kv_dtype"):
+        dtype = getattr(spec, name)
+        if name == "kv_dtype" and dtype is None:
+            continue
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise BadDtype(f"spec.{name} is {dtype!r}; it must be a floating-point torch.dtype")
+    try:
+        torch.device(spec.device)
+    except (RuntimeError, TypeError):
+        raise BadValue(f"spec.device is {spec.device!r}; it must name a device of torch, as 'cpu' does") from None

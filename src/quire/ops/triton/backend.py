@@ -1,0 +1,183 @@
+"""The backend of GPUs, in Triton: kernels compiled on the machine for the chip that it has.
+
+The plan, made on the host, says who computes what (`worklist`, `cutting`); one kernel does it (`attention`), with tiles
+that suit the chip (`tiles`). Nothing waits for the device. The same call gives the same bits; what else does depends on
+`AttentionSpec.reproducible`, see docs/gpu.md.
+
+Sums are formed in fp32; softmax weights are rounded to the dtype of q. An fp8 cache has no scales of its own: a factor
+of K belongs into attention's `scale`, one of V is applied to the output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.ops import checks
+from quire.ops.backend import Backend, Scores, load
+from quire.ops.eager import EagerExecutor
+from quire.ops.linear import Linears
+from quire.ops.program import Executor, Program
+from quire.ops.side_stream import SideStream
+from quire.ops.spec import AttentionSpec, Limits, PagedKV
+from quire.ops.swap import HostSwap, Swap
+from quire.ops.triton import attention as kernels
+from quire.ops.triton import cache, sampling, small, states
+from quire.ops.triton.launch import FLOATS, NAME, on_device_of
+from quire.ops.triton.linear import TiledLinears
+from quire.ops.triton.tiles import CHUNK, Tile, chip_of, precision
+from quire.ops.triton.worklist import TritonPlan
+
+LOG2_E = math.log2(math.e)
+
+
+def _fp8() -> frozenset[torch.dtype]:
+    """The fp8 dtypes that a cache may have on this machine's GPU; both where there is none."""
+    if not torch.cuda.is_available():
+        return frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+    if torch.version.hip is not None:
+        return frozenset()
+    newest = torch.cuda.get_device_capability() >= (8, 9)
+    return frozenset((torch.float8_e4m3fn, torch.float8_e5m2) if newest else (torch.float8_e5m2,))
+
+
+class TritonBackend(Backend):
+    """Triton kernels for NVIDIA and AMD GPUs."""
+
+    name = NAME
+    limits = Limits(
+        kv_dtypes={dtype: frozenset((dtype,)) | _fp8() for dtype in FLOATS},
+        max_head_dim=1024,
+        reproducible=True,
+        case_budget=200,
+    )
+    plan_type = TritonPlan
+    graphable = True
+
+    def unavailable(self, device: str) -> str | None:
+        """Why this backend cannot serve that device on this machine, or None where it can."""
+        kind, _, index = device.partition(":")
+        if kind == "cuda":
+            if int(index or 0) >= torch.cuda.device_count():
+                return f"torch finds {torch.cuda.device_count() or 'no'} GPUs here"
+            if torch.version.hip is None and (found := torch.cuda.get_device_capability(device)) < (8, 0):
+                return f"it needs a GPU of compute capability 8.0, and {device!r} has {found[0]}.{found[1]}"
+            return None
+        if kind == "cpu" and triton.knobs.runtime.interpret:
+            return None
+        return f"it serves GPUs, the device 'cuda', not {device!r} (but in Triton's interpreter)"
+
+    # -------------------------------------------------------------------------------------- models and memory
+
+    def linears(self, device: str, reproducible: bool = False) -> Linears:
+        """On a GPU the framework's product, or our own where rows must keep their bits."""
+        if device == "cpu":  # in the interpreter
+            return load("auto", device).linears(device, reproducible)
+        return TiledLinears() if reproducible else Linears()
+
+    def compile(self, program: Program) -> Executor:
+        """Operator by operator; a CUDA graph may capture the calls."""
+        return EagerExecutor(self, program)
+
+    def swap(self, device: str, host: Sequence[Tensor]) -> Swap:
+        """On a stream beside the computation."""
+        return HostSwap() if device == "cpu" else SideStream(torch.device(device), host, cache.block_swapper)
+
+    # -------------------------------------------------------------------------------------------- operators
+
+    def _check_attention(
+        self,
+        q: Tensor,  # [T, Hq, D]
+        kv: PagedKV,
+        plan: TritonPlan,
+        scores: Scores,
+        out: Tensor | None,  # [T, Hq, Dv]
+        return_lse: bool,
+    ) -> None:
+        super()._check_attention(q, kv, plan, scores, out, return_lse)
+        slopes, sinks = scores.alibi_slopes, scores.sinks
+        checks.check_beside(plan.rows, q=q, k=kv.k, v=kv.v, alibi_slopes=slopes, sinks=sinks, out=out)
+
+    def _attention(
+        self,
+        q: Tensor,  # [T, Hq, D]
+        kv: PagedKV,
+        plan: TritonPlan,
+        scores: Scores,
+        out: Tensor,  # [T, Hq, Dv]
+        lse: Tensor | None,  # fp32 [T, Hq]
+    ) -> None:
+        spec = plan.spec
+        scale, alibi_slopes, softcap, sinks = scores
+        factor = LOG2_E * (spec.default_scale if scale is None else scale)
+        cap = None if softcap is None else LOG2_E * softcap
+        if softcap is not None:
+            factor *= 2.0 / softcap
+        sequences, slope_seq = None, 0
+        if alibi_slopes is not None and alibi_slopes.dim() == 2:
+            sequences, slope_seq = plan.sequences, alibi_slopes.stride(0)
+        G, fusion = spec.group_size, not spec.reproducible  # fused or not would depend on what surrounds an operation
+        with on_device_of(q):
+            num_few, num_many, num_merges = plan.launched
+            parts = plan.parts()
+            few_mixed, many_mixed = plan.launched_again
+            for items, count, tile, mixed in (
+                (plan.few, num_few, plan.cutter.few_tile, few_mixed),
+                (plan.many, num_many, plan.cutter.many_tile, many_mixed),
+            ):
+                grid = count, spec.num_kv_heads, -(-G // tile.block_m)
+                size = math.prod(grid) * tile.block_m
+                reports = torch.empty(size, dtype=torch.int8, device=q.device) if mixed else None
+                for finite in (False, True) if mixed else (False,):
+                    if count:
+                        kernels.attend[grid](
+                            *(q, kv.k, kv.v, out, lse, *parts, items, plan.rows, plan.positions, sequences),
+                            *(plan.tables, alibi_slopes, sinks, reports, factor, cap, spec.window, slope_seq),
+                            *(*q.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3], *out.stride()[:2]),
+                            **_constants(spec, tile),
+                            FINITE=finite,
+                            num_warps=tile.num_warps,
+                            num_stages=1 if finite else tile.num_stages,
+                            enable_fp_fusion=fusion,
+                        )
+            if num_merges:
+                kernels.merge[(num_merges, spec.num_heads)](
+                    *(out, lse, *parts, plan.merges, sinks, *out.stride()[:2]),
+                    DV=spec.dim_v,
+                    DIMS=triton.next_power_of_2(spec.dim_v),
+                    num_warps=1 if spec.dim_v <= 128 else 4,
+                    enable_fp_fusion=fusion,
+                )
+
+    _merge_states = staticmethod(states.merge_states)
+    _apply_sinks = staticmethod(states.apply_sinks)
+    _write_kv = staticmethod(cache.write_kv)
+    _copy_blocks = staticmethod(cache.copy_blocks)
+    _rms_norm = staticmethod(small.rms_norm)
+    _add_rms_norm = staticmethod(small.add_rms_norm)
+    _layer_norm = staticmethod(small.layer_norm)
+    _rope = staticmethod(small.rope)
+    _swiglu = staticmethod(small.swiglu)
+    _gelu = staticmethod(small.gelu)
+    _logsumexp = staticmethod(sampling.logsumexp)
+    _top_k = staticmethod(sampling.top_k)
+    _top_k_softmax = staticmethod(sampling.top_k_softmax)
+
+
+def _constants(spec: AttentionSpec, tile: Tile) -> dict[str, object]:
+    """What the kernel is compiled for."""
+    return {
+        "G": spec.group_size,
+        "B": spec.block_size,
+        "D": spec.head_dim,
+        "DV": spec.dim_v,
+        "CAUSAL": spec.causal,
+        "PRECISION": precision(chip_of(spec.device), spec),
+        "BLOCK_M": tile.block_m,
+        "TILE": tile.block_n,
+        "CHUNK": CHUNK if spec.reproducible else 0,
+    }
