@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from quire.models.experts import Experts, ExpertsConfig, Mlp
-from quire.ops.cpu.program import Program
 from torch import Tensor
 
 from quire.errors import BadShape, BadValue, ModelError
+from quire.models.decoder_config import ExpertsConfig
 from quire.ops import load, unavailable
 from quire.ops.cpu import native
+from quire.ops.cpu.executor import NativeExecutor
 from quire.ops.cpu.experts import ExpertLinears
 from quire.ops.cpu.linear import Packer
-from quire.ops.linear import LinearFactory, PlainLinear
+from quire.ops.experts import ExpertLayer, choose
+from quire.ops.linear import PlainLinear
+from quire.ops.program import MixExperts, Place, Program
 from tests.ops.conftest import OTHER_ISAS, use_library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,6 +39,21 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     torch.set_num_threads(before)
 
 
+@dataclass
+class Made:
+    """A layer on a backend."""
+
+    layer: ExpertLayer
+    backend: str
+    device: str = "cpu"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return load(self.backend, self.device).experts(x, self.layer)
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return choose(x, self.layer, load(self.backend, self.device).top_k_softmax)
+
+
 class Layer:
     """Random weights, and rows. The first input of a row is 1, so that the router's first column says whom all like."""
 
@@ -52,21 +69,20 @@ class Layer:
         self.x = torch.randn(max(ROWS), hidden, generator=generator).to(dtype)
         self.x[:, 0] = 1
 
-    def made(self, *, backend: str = "cpu", renormalised: bool = True) -> Experts:
-        make = LinearFactory()
-        experts = [Mlp(make(mlp_in), make(mlp_out)) for mlp_in, mlp_out in zip(self.mlp_in, self.mlp_out, strict=True)]
-        return Experts(make.head(self.router), experts, self.k, renormalised, load(backend))
+    def made(self, *, backend: str = "cpu", renormalised: bool = True) -> Made:
+        linears = load(backend).linears("cpu")
+        mlp_in, mlp_out = ([linears.linear(weight) for weight in weights] for weights in (self.mlp_in, self.mlp_out))
+        return Made(ExpertLayer(linears.head(self.router), mlp_in, mlp_out, self.k, renormalised), backend)
 
-    def packed(self, *, renormalised: bool = True) -> ExpertLinears:
+    def packed(self, *, renormalised: bool = True) -> ExpertLayer:
         pack = Packer()
         mlp_in, mlp_out = ([pack(weight) for weight in weights] for weights in (self.mlp_in, self.mlp_out))
-        return ExpertLinears(pack(self.router, out_dtype=torch.float32), mlp_in, mlp_out, self.k, renormalised)
+        return ExpertLayer(pack(self.router, out_dtype=torch.float32), mlp_in, mlp_out, self.k, renormalised)
 
-    def program(self, *, renormalised: bool = True) -> Program:
-        hidden = self.x.shape[1]
-        program = Program(self.x.dtype, {"in": hidden, "out": hidden})
-        program.experts(("in", 0), self.packed(renormalised=renormalised), ("out", 0))
-        return program
+    def program(self, *, renormalised: bool = True) -> NativeExecutor:
+        x, out = (Place(name, 0, self.x.shape[1]) for name in ("in", "out"))
+        operators = [MixExperts(x, self.packed(renormalised=renormalised), out)]
+        return NativeExecutor(Program(self.x.dtype, x, out, {"in": x.size, "out": x.size}, operators))
 
     def exact(self, x: Tensor, renormalised: bool) -> Tensor:
         """The definition, row by row and expert by expert."""
@@ -82,10 +98,12 @@ class Layer:
         return out
 
 
-def run(program: Program, x: Tensor) -> Tensor:
-    out = torch.full_like(x, torch.nan)
-    program.run(x.clone(), out, torch.arange(len(x)), [])
-    return out
+class NoCaches:
+    """For a program without attention."""
+
+
+def run(program: NativeExecutor, x: Tensor) -> Tensor:
+    return program(x.clone(), torch.arange(len(x)), NoCaches(), [])
 
 
 @pytest.mark.parametrize("renormalised", [False, True])
@@ -111,8 +129,8 @@ def test_with_the_frameworks_own_product(backend: str, shape: tuple[int, int, in
     def plain(weight: Tensor) -> PlainLinear:
         return PlainLinear(weight.to(device), None)
 
-    experts = [Mlp(plain(mlp_in), plain(mlp_out)) for mlp_in, mlp_out in zip(layer.mlp_in, layer.mlp_out, strict=True)]
-    made = Experts(plain(layer.router), experts, layer.k, True, load(backend, device))
+    mlp_in, mlp_out = ([plain(weight) for weight in weights] for weights in (layer.mlp_in, layer.mlp_out))
+    made = Made(ExpertLayer(plain(layer.router), mlp_in, mlp_out, layer.k, True), backend, device)
     for rows in (0, 1, 17):
         x = layer.x[:rows]
         torch.testing.assert_close(made(x.to(device)).cpu().double(), layer.exact(x, True), atol=2e-6, rtol=1e-5)
@@ -191,9 +209,10 @@ def test_of_equal_experts_the_first_are_chosen(backend: str) -> None:
 def test_layers_of_several_shapes_in_one_program() -> None:
     """They share the room that they compute in."""
     layers = [Layer(48, 40, 6, 2), Layer(48, 72, 3, 3), Layer(48, 8, 30, 5)]
-    program = Program(torch.float32, {"in": 48, "out": 48, "between": 48})
-    for layer, (x, out) in zip(layers, (("in", "between"), ("between", "in"), ("in", "out")), strict=True):
-        program.experts((x, 0), layer.packed(), (out, 0))
+    first, between, last = places = [Place(name, 0, 48) for name in ("in", "between", "out")]
+    ways = ((first, between), (between, first), (first, last))
+    operators = [MixExperts(x, layer.packed(), out) for layer, (x, out) in zip(layers, ways, strict=True)]
+    program = NativeExecutor(Program(torch.float32, first, last, {place.buffer: 48 for place in places}, operators))
     for rows in (3, 100, 7):
         expected = x = layers[0].x[:rows]
         for layer in layers:
@@ -206,13 +225,13 @@ def test_linears_that_do_not_fit_are_refused() -> None:
     packed = Layer(48, 40, 6, 2).packed()
     other = Layer(40, 48, 6, 2).packed()
     with pytest.raises(BadShape, match=r"mlp_in has .*\(40, 96, .*; expected \(48, 80, "):
-        replace(packed, mlp_in=[*packed.mlp_in[:5], other.mlp_in[0]])
+        ExpertLinears.of(replace(packed, mlp_in=[*packed.mlp_in[:5], other.mlp_in[0]]))
     with pytest.raises(BadShape, match=r"router has .*48, 5,"):
-        replace(packed, mlp_in=packed.mlp_in[:5], mlp_out=packed.mlp_out[:5])
+        ExpertLinears.of(replace(packed, mlp_in=packed.mlp_in[:5], mlp_out=packed.mlp_out[:5]))
+    with pytest.raises(BadShape, match=r"router has .*torch\.bfloat16"):
+        ExpertLinears.of(replace(packed, router=Packer()(torch.ones(6, 48, dtype=torch.bfloat16))))
     with pytest.raises(BadShape, match="6 mlp_in and 5 mlp_out; they are pairs"):
         replace(packed, mlp_out=packed.mlp_out[:5])
-    with pytest.raises(BadShape, match=r"router has .*torch\.bfloat16"):
-        replace(packed, router=Packer()(torch.ones(6, 48, dtype=torch.bfloat16)))
     with pytest.raises(BadValue, match=r"2 experts of 0 are to be chosen"):
         replace(packed, mlp_in=[], mlp_out=[])
     with pytest.raises(BadValue, match=r"7 experts of 6 are to be chosen; it must be 1\.\.6"):

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType, SimpleNamespace
+import importlib
 
 import pytest
 import torch
-from quire.models.embedding import PlainEmbedding
-from quire.models.linear import (
-    LinearFactory,
-    OneDnnLinear,
-    PlainLinear,
-    RowLinear,
-    TritonLinear,
-    TwoLinears,
-    rows_are_independent,
-)
 
-from quire.models import linear
+from quire.ops import linear, load
 from quire.ops.cpu import native
-from quire.ops.cpu.linear import PackedLinear
+from quire.ops.linear import Linears, OneDnnLinear, PlainEmbedding, PlainLinear, RowLinear, rows_are_independent
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (0, 1, 2, 3, 5, 16, 17, 64, 100, 513)
@@ -33,11 +22,11 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["own", "oneDNN"])
-def factory(request: pytest.FixtureRequest) -> LinearFactory:
-    """With our own kernels, and without."""
+def linears(request: pytest.FixtureRequest) -> Linears:
+    """With our own kernels, and without: a backend without products takes those of the fastest one."""
     if request.param == "oneDNN":
         request.getfixturevalue("no_kernels")
-    return LinearFactory()
+    return load("reference").linears("cpu")
 
 
 def tensors(dtype: torch.dtype, bias: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -48,10 +37,10 @@ def tensors(dtype: torch.dtype, bias: bool) -> tuple[torch.Tensor, torch.Tensor,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_product(factory: LinearFactory, dtype: torch.dtype, bias: bool) -> None:
+def test_the_product(linears: Linears, dtype: torch.dtype, bias: bool) -> None:
     x, weight, offset = tensors(dtype, bias)
     exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
-    for made in (factory(weight, offset), RowLinear(weight, offset)):
+    for made in (linears.linear(weight, offset), RowLinear(weight, offset)):
         for rows in ROWS:
             out = made(x[:rows])
             assert out.dtype == dtype
@@ -65,9 +54,9 @@ def test_the_product(factory: LinearFactory, dtype: torch.dtype, bias: bool) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_keeps_its_bits(factory: LinearFactory, dtype: torch.dtype) -> None:
+def test_a_row_keeps_its_bits(linears: Linears, dtype: torch.dtype) -> None:
     x, weight, offset = tensors(dtype, bias=True)
-    made = factory(weight, offset)
+    made = linears.linear(weight, offset)
     whole = made(x)
     for rows in ROWS:
         for first in (0, 7, 513 - rows):
@@ -103,8 +92,8 @@ def test_a_shape_is_probed_once_and_refused_shapes_go_row_by_row(monkeypatch: py
         return len(weight) != 8
 
     monkeypatch.setattr(linear, "rows_are_independent", probe)
-    factory = LinearFactory()
-    made = [factory(torch.zeros(out, 16)) for out in (8, 4, 8, 4)]
+    linears = Linears()
+    made = [linears.linear(torch.zeros(out, 16)) for out in (8, 4, 8, 4)]
     assert [type(one) for one in made] == [RowLinear, OneDnnLinear, RowLinear, OneDnnLinear]
     assert asked == [(8, 16), (4, 16)]
 
@@ -112,7 +101,7 @@ def test_a_shape_is_probed_once_and_refused_shapes_go_row_by_row(monkeypatch: py
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("product", ["as it is", "widened", "row by row"])
 def test_a_tied_weight_gives_rows_and_logits(
-    factory: LinearFactory, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, product: str
+    linears: Linears, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, product: str
 ) -> None:
     """Rows bit for bit, and the same logits as from a head of its own, up to the order of sums."""
     x, weight, _ = tensors(dtype, bias=False)
@@ -120,7 +109,7 @@ def test_a_tied_weight_gives_rows_and_logits(
         monkeypatch.setattr(linear, "product_dtype", lambda dtype: torch.float32 if dtype in DTYPES else None)
     elif product == "row by row":
         monkeypatch.setattr(linear, "rows_are_independent", lambda *_: False)
-    embedding, head = factory.tied(weight)
+    embedding, head = linears.tied(weight)
     token_ids = torch.tensor([199, 0, 16, 15, 199, 64])
     for ids in (token_ids, token_ids[:1], token_ids[:0]):
         embedded = embedding(ids)
@@ -128,7 +117,7 @@ def test_a_tied_weight_gives_rows_and_logits(
         assert torch.equal(embedded, weight[ids])
     embedding(token_ids).zero_()  # whose memory is the caller's
     assert torch.equal(embedding(token_ids), weight[token_ids])
-    like = factory.head(weight)
+    like = linears.head(weight)
     assert head(x).dtype is like(x).dtype
     torch.testing.assert_close(head(x), like(x), rtol=torch.finfo(dtype).eps, atol=1e-5)
     whole = head(x)
@@ -138,38 +127,37 @@ def test_a_tied_weight_gives_rows_and_logits(
 
 def test_a_tied_weight_on_a_gpu_is_one_tensor() -> None:
     weight = torch.empty(8, 16, device="meta")
-    embedding, head = LinearFactory().tied(weight)
+    embedding, head = Linears().tied(weight)
     assert isinstance(embedding, PlainEmbedding)
     assert isinstance(head, PlainLinear)
     assert embedding.weight is head.weight is weight
 
 
 def test_where_there_is_no_packed_product_rows_go_one_by_one() -> None:
-    assert isinstance(LinearFactory()(torch.zeros(4, 8, dtype=torch.float64)), RowLinear)
+    assert isinstance(load("cpu").linears("cpu").linear(torch.zeros(4, 8, dtype=torch.float64)), RowLinear)
 
 
 def test_a_gpu_gets_the_product_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our own only for reproducibility, and both shapes of its tiles only where they give the same bits."""
+    ours = pytest.importorskip("quire.ops.triton.linear")
+    backend = importlib.import_module("quire.ops.triton").BACKEND
     tried: list[str] = []
 
-    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: str) -> torch.Tensor:
-        tried.append(tile)
+    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: object) -> torch.Tensor:
+        tried.append("few" if tile is ours.FEW_ROWS else "many")
         return torch.nn.functional.linear(x, weight, bias)
 
-    ours = ModuleType("quire.ops.triton")
-    ours.linear = SimpleNamespace(linear=product, FEW_ROWS="few", MANY_ROWS="many")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "quire.ops.triton", ours)
+    monkeypatch.setattr(ours, "linear", product)
     weight, x = torch.empty(8, 16, device="meta"), torch.empty(1_000, 16, device="meta")
-    assert isinstance(LinearFactory()(weight), PlainLinear)
-    assert isinstance(LinearFactory(reproducible=True)(torch.zeros(8, 16)), PackedLinear)
+    assert isinstance(backend.linears("cuda").linear(weight), PlainLinear)
     for alike, expected in ((True, ["few", "many"]), (False, ["few", "few"])):
 
-        def probe(made: TritonLinear, like: TritonLinear, weight: torch.Tensor, alike: bool = alike) -> bool:
+        def probe(made: linear.Linear, like: linear.Linear, weight: torch.Tensor, alike: bool = alike) -> bool:
             made(x), like(x)
             return alike
 
-        monkeypatch.setattr(linear, "rows_are_independent", probe)
-        made = LinearFactory(reproducible=True)(weight)
+        monkeypatch.setattr(ours, "rows_are_independent", probe)
+        made = backend.linears("cuda", reproducible=True).linear(weight)
         assert tried == ["many", "few"], "the probe compares many with few"
         tried.clear()
         assert made(x[:3]).shape == (3, 8)
@@ -179,9 +167,10 @@ def test_a_gpu_gets_the_product_that_was_asked_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_many_rows_go_to_the_product_for_many() -> None:
-    two = TwoLinears(lambda x: x + 1, lambda x: x + 2)
-    for rows in (0, 1, linear.FEW_ROWS, linear.FEW_ROWS + 1, 1_000):
-        assert two(torch.zeros(rows, 1)).sum() == rows * (1 + (rows > linear.FEW_ROWS))
+    ours = pytest.importorskip("quire.ops.triton.linear")
+    two = ours.TwoLinears(lambda x: x + 1, lambda x: x + 2)
+    for rows in (0, 1, ours.SMALL, ours.SMALL + 1, 1_000):
+        assert two(torch.zeros(rows, 1)).sum() == rows * (1 + (rows > ours.SMALL))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -189,7 +178,7 @@ def test_many_rows_go_to_the_product_for_many() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_our_own_product_on_a_gpu(dtype: torch.dtype, bias: bool) -> None:
     x, weight, offset = (None if one is None else one.cuda() for one in tensors(dtype, bias))
-    made = LinearFactory(reproducible=True)(weight, offset)
+    made = load("triton", "cuda").linears("cuda", reproducible=True).linear(weight, offset)
     exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
     whole = made(x)
     torch.testing.assert_close(

@@ -367,7 +367,7 @@ def check_small(bench: Bench) -> dict[str, Any]:
 
 def _small(bench: Bench, dtype: torch.dtype) -> list[tuple[str, Tensor, Tensor]]:
     """Each operator's name, its result and what it should be."""
-    mine, theirs = bench.backend, reference
+    mine, theirs = bench.backend, REFERENCE
 
     def random_rows(*shape: int) -> Tensor:
         return torch.randn(shape, device=bench.device).to(dtype)

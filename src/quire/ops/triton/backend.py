@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from quire.ops import checks
-from quire.ops.backend import Backend, Scores, load
+from quire.ops.backend import Backend, Scores, load, unavailable
 from quire.ops.eager import EagerExecutor
 from quire.ops.linear import Linears
 from quire.ops.program import Executor, Program
@@ -75,9 +75,9 @@ class TritonBackend(Backend):
 
     def linears(self, device: str, reproducible: bool = False) -> Linears:
         """On a GPU the framework's product, or our own where rows must keep their bits."""
-        if device == "cpu":  # in the interpreter
-            return load("auto", device).linears(device, reproducible)
-        return TiledLinears() if reproducible else Linears()
+        if device == "cpu" and unavailable("cpu") is None:  # in the interpreter
+            return load("cpu").linears(device, reproducible)
+        return TiledLinears() if reproducible and device != "cpu" else Linears()
 
     def compile(self, program: Program) -> Executor:
         """Operator by operator; a CUDA graph may capture the calls."""
