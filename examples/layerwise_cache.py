@@ -108,7 +108,9 @@ class LayerwiseCache:
             raise BadValue(f"the layers of {name!r} have {self.lengths[name]} tokens; a fork needs all at one place")
         twin = Request(child, array("i", parent.tokens), parent.num_prompt, SamplingParams())
         self.manager.fork(parent, twin)
-        twin.num_computed = parent.num_computed  # K and V are brought from outside: its last token has them too
+        twin.cache.num_computed = (
+            parent.cache.num_computed
+        )  # K and V are brought from outside: its last token has them too
         self.sequences[child], self.lengths[child] = twin, list(self.lengths[name])
 
     def free(self, name: str) -> None:
@@ -119,7 +121,7 @@ class LayerwiseCache:
 
     def block_table(self, name: str) -> list[int]:
         """The sequence's blocks, the same for all layers."""
-        return self._sequence(name).block_ids[0].tolist()
+        return self._sequence(name).cache.block_ids[0].tolist()
 
     def _sequence(self, name: str) -> Request:
         if name not in self.sequences:
@@ -138,7 +140,7 @@ class LayerwiseCache:
             for layer in range(self.num_layers):
                 kv = self.memory.layer(layer)
                 kv.k[move.dst], kv.v[move.dst] = kv.k[move.src], kv.v[move.src]
-        self.manager.advance(request, num_tokens - request.num_computed)
+        self.manager.advance(request, num_tokens - request.cache.num_computed)
 
     def _store(self, layer: int, name: str, position: int, key: Tensor, value: Tensor) -> None:
         block, offset = self.block_table(name)[position // self.block_size], position % self.block_size

@@ -31,7 +31,11 @@ def hold(lengths: list[int], block_size: int) -> tuple[list[Request], CacheUsage
         manager.admit(request, manager.match(request))
         assert manager.grow(request, length, [])
         manager.advance(request, length)
-        assert len(request.block_ids[0]) == manager.blocks_for(length) == most_blocks(length, length, None, block_size)
+        assert (
+            len(request.cache.block_ids[0])
+            == manager.blocks_for(length)
+            == most_blocks(length, length, None, block_size)
+        )
         requests.append(request)
     return requests, cache_usage(manager, requests)
 
@@ -79,7 +83,7 @@ def test_slots_wasted_by_all_three() -> None:
 @pytest.mark.parametrize(("block_size", "entries", "worst"), [(1, 4096, 0), (16, 256, 15), (128, 32, 127)])
 def test_block_tables_of_4096_tokens(block_size: int, entries: int, worst: int) -> None:
     [request], usage = hold([4096], block_size)
-    assert len(request.block_ids[0]) == entries
+    assert len(request.cache.block_ids[0]) == entries
     assert usage.wasted_slots == 0
     _, usage = hold([4096 - worst], block_size)  # one token in the last block
     assert (usage.used_blocks, usage.wasted_slots) == (entries, worst)

@@ -179,10 +179,35 @@ class Group:
 
 
 @dataclass(eq=False)
-class Request:
-    """One sequence's progress; all else about it is derived.
+class CacheState:
+    """What a request owns in the cache. BlockManager alone writes it."""
 
-    `tokens` and each table in `block_ids` are array('i'), so that laying out a step is a copy of memory.
+    num_computed: int = 0  # tokens that need not be computed any more
+    num_cached: int = 0  # tokens whose K and V it found in the cache, and must not write
+    block_ids: list[array[int]] = field(default_factory=list)  # a block table per cache group: array('i')
+    num_freed: list[int] = field(default_factory=list)  # blocks at the front of each table that left the window
+    host_block_ids: list[array[int]] = field(default_factory=list)  # while it is swapped out
+    digests: list[bytes] = field(default_factory=list)  # its root's, then its full blocks'
+    num_published: int = 0  # full blocks that were offered for reuse
+    nonfinite_at: int | None = None  # the first computed position whose K or V is not finite
+    prefix_report: PrefixReport | None = None  # what the prefix cache had for it
+
+
+@dataclass(eq=False)
+class ScheduleState:
+    """Where a request stands among the others. Scheduler alone writes it."""
+
+    ordinal: int = -1  # order of arrival
+    rank: tuple[float, int, int] = (0, -1, -1)  # in the order of service, siblings side by side; the lowest comes first
+    num_prompt_logprobs: int = 0  # prompt positions whose logprobs were reported
+    allowed: NDArray[np.int32] | None = None  # what its guide allows next
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence: what was asked for, and how far it is.
+
+    `tokens` is array('i'), so that laying out a step is a copy of memory.
     """
 
     id: str
@@ -193,26 +218,16 @@ class Request:
     priority: int = 0  # lower comes first, where the scheduling policy asks for it
     cache_salt: str = ""  # only requests with the same one share blocks: a tenant's secret
     group: Group | None = None  # its siblings and itself
-    steered: bool = False  # a driver chooses its tokens: the engine reports logprobs, and waits for Engine.extend
+    driven: bool = False  # a driver chooses its tokens: the engine reports logprobs, and waits for Engine.extend
     guide: Guide | None = None  # which tokens it may draw, where not all of them; its own, not a sibling's
     task: Task = Task.GENERATE
-    allowed: NDArray[np.int32] | None = None  # what its guide allows next; set by Engine, then by Scheduler
-    num_computed: int = 0  # tokens that need not be computed any more; set by BlockManager
-    num_cached: int = 0  # tokens whose K and V it found in the cache, and must not write; set by BlockManager
-    block_ids: list[array[int]] = field(default_factory=list)  # a table per cache group; set by BlockManager
-    num_given_back: list[int] = field(default_factory=list)  # blocks at the front of each table; set by BlockManager
-    host_block_ids: list[array[int]] = field(default_factory=list)  # while it is swapped out; set by BlockManager
-    digests: list[bytes] = field(default_factory=list)  # its root's, then its full blocks'; set by BlockManager
-    num_published: int = 0  # full blocks that were offered for reuse; set by BlockManager
-    nonfinite_at: int | None = None  # the first computed position whose K or V is not finite; set by Scheduler
-    prefix_report: PrefixReport | None = None  # what the prefix cache had for it; set by BlockManager
-    tokens_checked: bool = False  # the prompt's ids are the vocabulary's, and so its siblings' are; set by Engine
-    ordinal: int = -1  # order of arrival; set by Scheduler
-    place: tuple[float, int, int] = (0, -1, -1)  # in the order of service, siblings side by side; set by Scheduler
-    seed: int = 0  # key of its random numbers, as given or derived; set by Engine
-    ending_tokens: frozenset[int] = frozenset()  # stop tokens and the model's own end tokens; set by Engine
-    num_prompt_logprobs: int = 0  # prompt positions already reported, or not asked for; advanced by Scheduler
-    finish_reason: FinishReason | None = None  # set by Scheduler, or asked for by Engine.finish
+    first_prompt_logprob: int = 0  # prompt positions before it are not asked for, whatever prompt_logprobs says
+    seed: int = 0  # key of its random numbers, as given or derived; set by Engine.add
+    ending_tokens: frozenset[int] = frozenset()  # stop tokens and the model's own end tokens; set by Engine.add
+    tokens_checked: bool = False  # the prompt's ids are the vocabulary's, and so its siblings' are; set by Engine.check
+    finish_reason: FinishReason | None = None  # set by Scheduler, at the end or when Engine.finish asks for it
+    cache: CacheState = field(default_factory=CacheState)
+    schedule: ScheduleState = field(default_factory=ScheduleState)
 
     @property
     def num_generated(self) -> int:
@@ -222,12 +237,17 @@ class Request:
     @property
     def is_new(self) -> bool:
         """Whether it never owned a block."""
-        return self.prefix_report is None and self.num_generated == 0
+        return self.cache.prefix_report is None and self.num_generated == 0
 
     @property
     def num_missing(self) -> int:
         """Tokens whose K and V are still to be computed: what every step chases."""
-        return len(self.tokens) - self.num_computed
+        return len(self.tokens) - self.cache.num_computed
+
+    @property
+    def next_prompt_logprob(self) -> int:
+        """The first prompt position whose logprob is asked for and was not reported."""
+        return self.first_prompt_logprob + self.schedule.num_prompt_logprobs
 
 
 class Event(NamedTuple):

@@ -65,7 +65,7 @@ def score_request(
     """A request for the logprobs of the tokens behind others, and its output, still empty."""
     output, [request] = make_requests(name, None, before + behind, SCORED, priority, cache_salt)
     request.task = Task.SCORE
-    request.num_prompt_logprobs = len(before) - 1  # of those before nothing is asked, so they may come from the cache
+    request.first_prompt_logprob = len(before) - 1  # of those before nothing is asked, so they may come from the cache
     return request, output
 
 

@@ -382,7 +382,7 @@ class OutputProcessor:
             sample = self._samples.get(event.request_id)
             if sample is not None:  # else a stop string has ended it
                 if sample.request.prefix_report is None:
-                    sample.request.prefix_report = sample.source.prefix_report
+                    sample.request.prefix_report = sample.source.cache.prefix_report
                 try:
                     self._process_event(sample, event)
                 except Exception as error:  # a tokenizer's; the other requests go on

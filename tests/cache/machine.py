@@ -55,7 +55,7 @@ class Machine:
         tokens = array("i", (rng.randrange(4) for _ in range(length)))
         request = Request(f"r{self.count}", tokens, length, PARAMS, cache_salt=salt)
         request.group = Group([request])
-        request.place = (self.count, self.count, self.count)
+        request.schedule.rank = (self.count, self.count, self.count)
         self.count += 1
         match = self.manager.match(request)
         if self.manager.has_free(self.manager.needed(request, match)):
@@ -71,15 +71,17 @@ class Machine:
         """Compute up to that many of the request's tokens, if there is room for them."""
         num_new = min(request.num_missing, most)
         copies: list[Move] = []
-        if num_new == 0 or not self.manager.grow(request, request.num_computed + num_new, copies):
+        if num_new == 0 or not self.manager.grow(request, request.cache.num_computed + num_new, copies):
             self.happened("short", num_new > 0)
             return
         for move in copies:
             self.memory[move.group][move.dst] = list(self.memory[move.group][move.src])
         self.happened("copied", len(copies))
-        for g, table in enumerate(request.block_ids):
+        for g, table in enumerate(request.cache.block_ids):
             memory, pool = self.memory[g], self.manager.pools[g]
-            for at in range(max(request.num_computed, request.num_cached), request.num_computed + num_new):
+            for at in range(
+                max(request.cache.num_computed, request.cache.num_cached), request.cache.num_computed + num_new
+            ):
                 block = table[at // self.size]
                 if pool.ref_counts[block] != 1:
                     raise AssertionError(f"block {block} is written, and {pool.ref_counts[block]} own it")
@@ -91,7 +93,7 @@ class Machine:
         """A sibling that goes on from here, if all of the parent's tokens are computed."""
         if parent.num_missing == 0:
             child = Request(f"r{self.count}", parent.tokens + array("i", [self.count % 4]), 1, PARAMS)
-            child.group, child.cache_salt, child.place = parent.group, parent.cache_salt, parent.place
+            child.group, child.cache_salt, child.schedule.rank = parent.group, parent.cache_salt, parent.schedule.rank
             self.count += 1
             parent.group.members.append(child)
             self.manager.fork(parent, child)
@@ -106,7 +108,7 @@ class Machine:
 
     def swap_out(self, request: Request) -> None:
         """Move the request and its running siblings to the host, if they fit there."""
-        unit = [member for member in request.group.members if member.block_ids]
+        unit = [member for member in request.group.members if member.cache.block_ids]
         moves = self.manager.swap_out(unit)
         self.happened("host full", moves is None)
         if moves is not None:
@@ -120,7 +122,7 @@ class Machine:
         """Bring a unit back, if there is room."""
         unit = self.swapped[at]
         if self.manager.has_free(self.manager.needed_to_swap_in(unit)):
-            hosts = sum(len({h for r in unit for h in r.host_block_ids[g]}) for g in range(len(self.memory)))
+            hosts = sum(len({h for r in unit for h in r.cache.host_block_ids[g]}) for g in range(len(self.memory)))
             moves = self.manager.swap_in(unit)
             for move in moves:
                 self.memory[move.group][move.dst] = list(self.host[move.group][move.src])
@@ -141,10 +143,10 @@ class Machine:
 
     def check(self, request: Request) -> None:
         """The request reads its own tokens, as far back as its next row sees."""
-        stored = max(request.num_computed, request.num_cached)
-        for g, (group, table) in enumerate(zip(self.manager.groups, request.block_ids, strict=True)):
+        stored = max(request.cache.num_computed, request.cache.num_cached)
+        for g, (group, table) in enumerate(zip(self.manager.groups, request.cache.block_ids, strict=True)):
             memory = self.memory[g]
-            first = 0 if group.window is None else max(0, request.num_computed - group.window + 1)
+            first = 0 if group.window is None else max(0, request.cache.num_computed - group.window + 1)
             for at in range(first, stored):
                 if memory[table[at // self.size]][at % self.size] != request.tokens[at]:
                     raise AssertionError(f"{request.id} reads a wrong token at {at} in group {g}")

@@ -49,9 +49,9 @@ def test_a_request_owns_exactly_the_blocks_it_needs(groups: tuple[CacheGroup, ..
     for num_tokens in range(1, 40):
         assert manager.grow(r, num_tokens, [])
         manager.advance(r, 1)
-        assert [len(table) for table in r.block_ids] == [-(-num_tokens // block_size)] * len(groups)
+        assert [len(table) for table in r.cache.block_ids] == [-(-num_tokens // block_size)] * len(groups)
         usage = cache_usage(manager, [r])
-        given_back = sum(r.num_given_back) * block_size
+        given_back = sum(r.cache.num_freed) * block_size
         assert usage.filled_slots == num_tokens * len(groups) - given_back
         assert 0 <= usage.wasted_slots < block_size * len(groups)  # at most one partly filled block a group
         audit(manager, [r])
@@ -66,7 +66,7 @@ def test_growth_that_does_not_fit_takes_nothing(groups: tuple[CacheGroup, ...]) 
     a, b = started(manager, [1] * 5, "a"), started(manager, [2] * 3, "b")
     assert manager.grow(a, 5, [])
     assert not manager.grow(b, 3, [])
-    assert [len(table) for table in b.block_ids] == [0] * len(groups)
+    assert [len(table) for table in b.cache.block_ids] == [0] * len(groups)
     assert cache_usage(manager, [a, b]).used_blocks == 3 * len(groups)
     assert manager.grow(b, 2, [])
     audit(manager, [a, b])
@@ -94,7 +94,7 @@ class TestForks:
         assert usage.shared_slots == 6 * 4
         assert usage.wasted_slots == 3 * 3
         assert copies == []  # the shared blocks are full: nobody writes into them
-        assert [manager.pools[0].ref_counts[b] for b in beams[0].block_ids[0]] == [3, 3, 3, 1]
+        assert [manager.pools[0].ref_counts[b] for b in beams[0].cache.block_ids[0]] == [3, 3, 3, 1]
         audit(manager, beams)
 
     def test_a_partly_filled_last_block_is_copied_for_each_beam_but_the_last(self) -> None:
@@ -103,11 +103,14 @@ class TestForks:
         beams = [computed(manager, list(range(10)), "beam 1")]
         beams += [forked(manager, beams[0], token, f"beam {token}") for token in (2, 3)]
         beams[0].tokens.append(1)
-        open_block = beams[0].block_ids[0][2]
+        open_block = beams[0].cache.block_ids[0][2]
         for beam in beams:
             compute(manager, beam, copies)
-        assert copies == [Move(0, open_block, beams[0].block_ids[0][2]), Move(0, open_block, beams[1].block_ids[0][2])]
-        assert beams[2].block_ids[0][2] == open_block  # nobody else has it any more
+        assert copies == [
+            Move(0, open_block, beams[0].cache.block_ids[0][2]),
+            Move(0, open_block, beams[1].cache.block_ids[0][2]),
+        ]
+        assert beams[2].cache.block_ids[0][2] == open_block  # nobody else has it any more
         assert cache_usage(manager, beams).used_blocks == 2 + 3
         compute_again = len(copies)
         for beam in beams:
@@ -144,7 +147,7 @@ class TestForks:
         child = Request("child", array("i", range(10)), 10, SamplingParams(), group=parent.group)
         manager.fork(parent, child)
         manager.advance(parent, 10)
-        assert (child.num_computed, child.num_cached) == (9, 10)
+        assert (child.cache.num_computed, child.cache.num_cached) == (9, 10)
         copies: list[Move] = []
         assert manager.grow(child, 10, copies)
         assert copies == []
@@ -181,8 +184,8 @@ class TestSwapping:
         before = manager.needed_to_swap_in([r])
         other = computed(manager, list(range(9)), "other")
         assert manager.needed_to_swap_in([r]) == [before[0] - 2]  # the other holds them
-        assert [(move.src, move.dst) for move in manager.swap_in([r])] == [(2, r.block_ids[0][2])]
-        assert r.block_ids[0][:2] == other.block_ids[0][:2]
+        assert [(move.src, move.dst) for move in manager.swap_in([r])] == [(2, r.cache.block_ids[0][2])]
+        assert r.cache.block_ids[0][:2] == other.cache.block_ids[0][:2]
         audit(manager, [r, other])
 
     def test_a_full_host_does_nothing(self) -> None:
@@ -198,7 +201,7 @@ class TestSwapping:
         manager.swap_out([r])
         manager.release(r)
         assert all(pool.num_used == 0 for pool in (*manager.pools, *manager.host_pools))
-        assert (r.num_computed, r.host_block_ids) == (0, [])
+        assert (r.cache.num_computed, r.cache.host_block_ids) == (0, [])
 
     def test_the_last_release_of_a_shared_host_block_counts(self) -> None:
         manager = BlockManager(ONE, 12, 4, 99, num_host_blocks=9)
@@ -236,7 +239,7 @@ def test_an_allocation_that_fails_has_taken_nothing(which: str, failing: int, mo
             manager.swap_in([r])
     audit(manager, [r])
     monkeypatch.undo()
-    if r.host_block_ids:
+    if r.cache.host_block_ids:
         manager.swap_in([r])
     assert manager.grow(r, 30, [])
     audit(manager, [r])
@@ -245,7 +248,7 @@ def test_an_allocation_that_fails_has_taken_nothing(which: str, failing: int, mo
 def test_audit_sees_a_request_with_too_few_blocks() -> None:
     manager = BlockManager(ONE, 4, 2, 8)
     r = computed(manager, [1, 2])
-    r.num_computed = 3
+    r.cache.num_computed = 3
     with pytest.raises(BadValue, match="request r has computed 3 tokens, but owns 1 blocks of 2 in cache group 0"):
         audit(manager, [r])
 
@@ -270,11 +273,11 @@ def test_audit_sees_an_open_block_that_strangers_share() -> None:
 def test_a_fork_that_needs_what_the_parent_gave_back_is_refused() -> None:
     manager = BlockManager((CacheGroup((0,), window=4),), 20, 4, 99)
     parent = computed(manager, list(range(11)))
-    assert parent.num_given_back == [2]  # the row behind these tokens sees the keys from 8 on
+    assert parent.cache.num_freed == [2]  # the row behind these tokens sees the keys from 8 on
     child = Request("child", array("i", range(11)), 11, SamplingParams(), group=parent.group)
-    with pytest.raises(BadValue, match="child needs blocks of r that it gave back; let it have a token more"):
+    with pytest.raises(BadValue, match="child needs blocks of r that it freed; let it have a token more"):
         manager.fork(parent, child)
-    assert not child.block_ids
+    assert not child.cache.block_ids
     child.tokens.append(5)
     manager.fork(parent, child)
     parent.group.members.append(child)
@@ -287,19 +290,19 @@ def test_a_windowed_group_gives_back_what_no_later_row_sees(block_size: int, win
     groups = (CacheGroup((0,)), CacheGroup((1,), window))
     manager = BlockManager(groups, 100, block_size, max_growth=5)
     r = started(manager, [1] * 100)
-    while r.num_computed < 90:
-        step = 1 + r.num_computed % 5
-        assert manager.grow(r, r.num_computed + step, [])
+    while r.cache.num_computed < 90:
+        step = 1 + r.cache.num_computed % 5
+        assert manager.grow(r, r.cache.num_computed + step, [])
         assert len(manager.owned(r, 1)) <= manager.most_blocks(90 + 5, 5, groups[1])
         manager.advance(r, step)
         audit(manager, [r])
-        first_key = max(0, r.num_computed - window + 1)  # that the next row sees
-        assert r.num_given_back == [0, first_key // block_size]
-        assert len(manager.owned(r, 0)) == -(-r.num_computed // block_size)
-        table = r.block_ids[1]
+        first_key = max(0, r.cache.num_computed - window + 1)  # that the next row sees
+        assert r.cache.num_freed == [0, first_key // block_size]
+        assert len(manager.owned(r, 0)) == -(-r.cache.num_computed // block_size)
+        table = r.cache.block_ids[1]
         assert manager.owned(r, 1).tolist() == table[first_key // block_size :].tolist()
     usage = cache_usage(manager, [r])
-    assert usage.filled_slots == 2 * r.num_computed - r.num_given_back[1] * block_size
+    assert usage.filled_slots == 2 * r.cache.num_computed - r.cache.num_freed[1] * block_size
     assert 0 <= usage.wasted_slots < 2 * block_size
     manager.release(r)
     assert cache_usage(manager, []).used_blocks == 0
@@ -308,9 +311,9 @@ def test_a_windowed_group_gives_back_what_no_later_row_sees(block_size: int, win
 def test_audit_sees_blocks_given_back_too_early() -> None:
     manager = BlockManager((CacheGroup((0,), window=4),), 9, 2, 8)
     r = computed(manager, list(range(8)))
-    assert r.num_given_back == [2]
+    assert r.cache.num_freed == [2]
     audit(manager, [r])
-    manager.pools[0].release(r.block_ids[0][2:3], manager.indexes[0].by_block)
-    r.num_given_back = [3]
-    with pytest.raises(BadValue, match=r"gave 3 blocks of 2 back .* sees the keys from 5 on"):
+    manager.pools[0].release(r.cache.block_ids[0][2:3], manager.indexes[0].by_block)
+    r.cache.num_freed = [3]
+    with pytest.raises(BadValue, match=r"freed 3 blocks of 2 in .* sees the keys from 5 on"):
         audit(manager, [r])

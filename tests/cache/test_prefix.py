@@ -24,7 +24,7 @@ def report_of(manager: BlockManager, tokens: list[int], **sampling: object):
     request = Request("asking", array("i", tokens), len(tokens), SamplingParams(**sampling))  # type: ignore[arg-type]
     manager.admit(request, manager.match(request))
     manager.release(request)
-    return request.prefix_report
+    return request.cache.prefix_report
 
 
 class TestWhatIsFound:
@@ -32,48 +32,48 @@ class TestWhatIsFound:
         manager = manager_of()
         a = computed(manager, PROMPT, "a")
         b = started(manager, PROMPT, "b")
-        assert b.block_ids[0] == a.block_ids[0][:2]
-        assert (b.num_computed, b.num_cached) == (8, 8)
+        assert b.cache.block_ids[0] == a.cache.block_ids[0][:2]
+        assert (b.cache.num_computed, b.cache.num_cached) == (8, 8)
         audit(manager, [a, b])
         manager.release(a)
         manager.release(b)
         assert manager.pools[0].num_free == 20
         c = started(manager, PROMPT[:9], "c")
-        assert c.num_cached == 8
+        assert c.cache.num_cached == 8
 
     def test_generated_tokens_are_reused_too(self) -> None:
         manager = manager_of()
         r = computed(manager, PROMPT)
         r.tokens.extend([1, 2])
         compute(manager, r)
-        assert started(manager, [*PROMPT, 1, 9], "next").num_cached == 12
+        assert started(manager, [*PROMPT, 1, 9], "next").cache.num_cached == 12
 
     def test_a_full_hit_computes_its_last_token_and_does_not_write_it(self) -> None:
         manager = manager_of()
         a = computed(manager, PROMPT[:8], "a")
         b = started(manager, PROMPT[:8], "b")
-        assert (b.num_computed, b.num_cached) == (7, 8)
+        assert (b.cache.num_computed, b.cache.num_cached) == (7, 8)
         assert manager.grow(b, 8, copies := [])
-        assert (b.block_ids[0], copies) == (a.block_ids[0], [])
+        assert (b.cache.block_ids[0], copies) == (a.cache.block_ids[0], [])
         manager.advance(b, 1)
         b.tokens.append(5)
         compute(manager, b)
-        assert b.block_ids[0][:2] == a.block_ids[0]
+        assert b.cache.block_ids[0][:2] == a.cache.block_ids[0]
         audit(manager, [a, b])
 
     def test_a_partial_hit_ends_before_the_first_other_block(self) -> None:
         manager = manager_of()
         computed(manager, PROMPT, "a")
-        assert started(manager, [*PROMPT[:6], 1, 1, 1], "b").num_cached == 4
+        assert started(manager, [*PROMPT[:6], 1, 1, 1], "b").cache.num_cached == 4
 
     def test_nothing_under_another_salt(self) -> None:
         manager = manager_of()
         a = computed(manager, PROMPT, "a")
         b = Request("b", array("i", PROMPT), len(PROMPT), SamplingParams(), cache_salt="tenant")
         assert manager.match(b).num_blocks == 0
-        assert BlockManager(ONE, 20, 4, 99, salt="fp8").digest(a, 0) is a.digests[1]  # known already
+        assert BlockManager(ONE, 20, 4, 99, salt="fp8").digest(a, 0) is a.cache.digests[1]  # known already
         other = Request("c", array("i", PROMPT), len(PROMPT), SamplingParams())
-        assert BlockManager(ONE, 20, 4, 99, salt="fp8").digest(other, 0) != a.digests[1]
+        assert BlockManager(ONE, 20, 4, 99, salt="fp8").digest(other, 0) != a.cache.digests[1]
 
     def test_nothing_where_it_is_off(self) -> None:
         manager = manager_of(enable_prefix_caching=False)
@@ -90,7 +90,7 @@ class TestWhatIsFound:
         manager.release(b)
         manager.reset_prefix_cache()
         audit(manager, [a])
-        assert started(manager, PROMPT, "c").num_cached == 0
+        assert started(manager, PROMPT, "c").cache.num_cached == 0
         a.tokens.extend([1, 2])
         compute(manager, a)
         audit(manager, [a])
@@ -102,8 +102,8 @@ class TestWhatIsFound:
         a = computed(manager, PROMPT, "a")
         manager.release(a)
         b = started(manager, PROMPT, "b")
-        assert b.num_cached == 8
-        assert b.num_given_back == [0, max(0, 8 - window + 1) // 4]
+        assert b.cache.num_cached == 8
+        assert b.cache.num_freed == [0, max(0, 8 - window + 1) // 4]
         audit(manager, [b])
         compute(manager, b)
         audit(manager, [b])
@@ -139,7 +139,9 @@ class TestWhatIsFound:
         def stands(count: int) -> bool:
             row = min(4 * count, 39)
             needed = [range(max(0, row - (g.window or 99) + 1) // 4, count) for g in groups]
-            return all(again.digests[i + 1] in manager.indexes[g] for g, blocks in enumerate(needed) for i in blocks)
+            return all(
+                again.cache.digests[i + 1] in manager.indexes[g] for g, blocks in enumerate(needed) for i in blocks
+            )
 
         assert match.num_blocks == max(count for count in range(11) if stands(count))
 
@@ -148,13 +150,13 @@ class TestEviction:
     def test_the_oldest_last_use_goes_first_and_tails_before_heads(self) -> None:
         manager = manager_of(num_blocks=6)
         old, young = computed(manager, [1] * 8, "old"), computed(manager, [2] * 8, "young")
-        old_blocks, young_blocks = old.block_ids[0].tolist(), young.block_ids[0].tolist()
+        old_blocks, young_blocks = old.cache.block_ids[0].tolist(), young.cache.block_ids[0].tolist()
         manager.release(old)
         manager.release(young)
         manager.release(started(manager, [1] * 8, "again"))  # old is young now
         taken = started(manager, list(range(50, 74)), "taker")
         assert manager.grow(taken, 24, [])
-        order = taken.block_ids[0].tolist()
+        order = taken.cache.block_ids[0].tolist()
         assert order[2:] == [young_blocks[1], young_blocks[0], old_blocks[1], old_blocks[0]]
 
     def test_empty_blocks_are_used_before_anything_is_evicted(self) -> None:
@@ -279,7 +281,7 @@ class TestDigestsAreNotBelieved:
         rng = random.Random(0)
         requests = [computed(manager, [rng.randrange(50) for _ in range(12)], f"r{i}") for i in range(40)]
         audit(manager, requests)  # compares the tokens of every reusable block with those of all its owners
-        assert len({request.block_ids[0][1] for request in requests}) == 40
+        assert len({request.cache.block_ids[0][1] for request in requests}) == 40
         assert len(manager.indexes[0]) == 2
 
     def test_a_digest_depends_on_all_tokens_before_and_on_the_salt(self) -> None:

@@ -198,7 +198,7 @@ def test_a_grammar_without_a_beginning_is_refused() -> None:
 def test_a_beam_search_takes_no_guide() -> None:
     engine = guided_engine()
     made = guided("r", [1], Residues())
-    made.steered = True
+    made.driven = True
     with pytest.raises(RequestError, match="has a guide; in a beam search"):
         engine.add(made)
 
@@ -250,7 +250,7 @@ def test_masked_rows_draw_as_if_the_other_logits_were_missing(vocabulary: int, k
     by_hand = logits.clone()
     for row in range(0, count, 2):
         may = [9, *np.flatnonzero(rng.random(known) < 0.2).tolist()] if known > 9 else [6]
-        asked[row].allowed = bitmask(may, known)
+        asked[row].schedule.allowed = bitmask(may, known)
         kept = [token for token in may if token < vocabulary]
         by_hand[row] = -torch.inf
         by_hand[row, kept] = logits[row, kept]
@@ -258,7 +258,9 @@ def test_masked_rows_draw_as_if_the_other_logits_were_missing(vocabulary: int, k
     drawn = sample(logits.clone(), rows, OPS).tolist()
     assert drawn == sample(by_hand, sampling_rows(requests(count)), OPS).tolist()
     assert drawn[1::2] == plain[1::2]
-    assert all(asked[row].allowed.view(np.uint8)[drawn[row] // 8] >> drawn[row] % 8 & 1 for row in range(0, count, 2))
+    assert all(
+        asked[row].schedule.allowed.view(np.uint8)[drawn[row] // 8] >> drawn[row] % 8 & 1 for row in range(0, count, 2)
+    )
     cut = [sample(logits[a:b].clone(), rows.part(a, b), OPS).tolist() for a, b in ((0, 7), (7, 8), (8, 99))]
     assert [token for part in cut for token in part] == drawn
 
@@ -267,7 +269,7 @@ def test_masked_rows_draw_as_if_the_other_logits_were_missing(vocabulary: int, k
 def test_a_mask_that_leaves_nothing_is_told() -> None:
     asked = requests(2 * len(VARIANTS))
     for r, may in zip(asked, [[], [60]] * len(VARIANTS), strict=True):
-        r.allowed = bitmask(may, 64)
+        r.schedule.allowed = bitmask(may, 64)
     logits = torch.randn(len(asked), 50, generator=torch.Generator().manual_seed(1))
     assert set(sample(logits, sampling_rows(asked), OPS).tolist()) == {-1}
 
@@ -275,7 +277,7 @@ def test_a_mask_that_leaves_nothing_is_told() -> None:
 def test_masking_on_a_gpu_waits_for_nothing() -> None:
     asked = requests(30)
     for r in asked[::3]:
-        r.allowed = bitmask([1, 2], 60_000)
+        r.schedule.allowed = bitmask([1, 2], 60_000)
     with Watch() as watch:
         tokens = sample(torch.empty(30, 70_000, device="meta"), sampling_rows(asked), OPS)
     assert tokens.device.type == "meta"
@@ -340,7 +342,7 @@ def test_on_a_gpu() -> None:
     backend = ops.load("triton")
     asked = requests(280)
     for r in asked[::3]:
-        r.allowed = bitmask(list(range(5, 900, 13)), 1_000)
+        r.schedule.allowed = bitmask(list(range(5, 900, 13)), 1_000)
     logits = torch.randn(280, 1_003, generator=torch.Generator().manual_seed(3)) * 3
     rows, there = sampling_rows(asked), logits.cuda()
     torch.cuda.synchronize()

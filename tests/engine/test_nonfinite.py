@@ -105,7 +105,7 @@ def test_it_hurts_no_other_request(model: Path, chunk: int) -> None:
         again = asked("clean", clean)
         assert outcomes(served, again) == [want], f"after one with the poison at {position}"
         assert outcomes(served, asked("poisoned", tokens)) == [own], f"the poisoned one again, at {position}"
-        cached += again.num_prompt and (again.prefix_report.num_cached if again.prefix_report else 0)
+        cached += again.num_prompt and (again.cache.prefix_report.num_cached if again.cache.prefix_report else 0)
         served.reset_prefix_cache()
     assert cached > len(STEM) * 16  # what the clean request had computed was shared
 
@@ -115,8 +115,8 @@ def test_what_comes_before_it_is_shared(model: Path) -> None:
     outcomes(served, asked("poisoned", poisoned(10)))
     later = asked("clean", STEM)
     outcomes(served, later)
-    assert later.prefix_report is not None
-    assert later.prefix_report.num_cached == 8  # two of the blocks before the poison; the third one holds it
+    assert later.cache.prefix_report is not None
+    assert later.cache.prefix_report.num_cached == 8  # two of the blocks before the poison; the third one holds it
 
 
 def test_a_sample_that_forked_from_it_publishes_nothing_either(tmp_path: Path) -> None:
@@ -143,6 +143,6 @@ def test_nobody_waits_for_blocks_that_will_not_be_shared(model: Path) -> None:
         served.add(first)
         served.add(second)
         served.step()
-        assert first.nonfinite_at == (0 if token == POISON else None)
+        assert first.cache.nonfinite_at == (0 if token == POISON else None)
         served.step()
-        assert second.num_computed == computed
+        assert second.cache.num_computed == computed

@@ -181,8 +181,8 @@ class RandomRun(Simulation):
             request = Request(f"{name}", prompt, len(prompt), sampling, 0, priority, salt, task=task)
             if task is Task.SCORE:
                 request.sampling = replace(sampling, prompt_logprobs=0)
-                request.num_prompt_logprobs = rng.randrange(len(prompt))
-            self.wanted_from[name] = request.num_prompt_logprobs
+                request.first_prompt_logprob = rng.randrange(len(prompt))
+            self.wanted_from[name] = request.next_prompt_logprob
             return [request]
         group.members = [
             Request(f"{name}-{i}", prompt[:], len(prompt), sampling, i, priority, salt, group, steered)
@@ -193,12 +193,12 @@ class RandomRun(Simulation):
     def arrive(self) -> None:
         unit = self.to_come.pop()
         group = unit[0].group
-        for request in unit[:1] if unit[0].steered else unit:
+        for request in unit[:1] if unit[0].driven else unit:
             if not self.add(request):
                 self.seen["refused"] += 1
                 continue
             self.asked[request.id] = request
-            if request.steered and group is not None:
+            if request.driven and group is not None:
                 self.searches[group] = Search(self, group)
 
     def compute(self, plan: Plan) -> StepOutput:
@@ -220,8 +220,8 @@ class RandomRun(Simulation):
         seen = self.seen
         seen["preempted"] += len(plan.preempted)
         seen["preempted without drawing"] += sum(request.task is not Task.GENERATE for request in plan.preempted)
-        seen["restarted"] += sum(not request.host_block_ids for request in plan.preempted)
-        seen["swapped out"] += sum(bool(request.host_block_ids) for request in plan.preempted)
+        seen["restarted"] += sum(not request.cache.host_block_ids for request in plan.preempted)
+        seen["swapped out"] += sum(bool(request.cache.host_block_ids) for request in plan.preempted)
         seen["swapped in"] += len(plan.resumed)
         seen["copied"] += len(plan.copies)
         for move in (*plan.swap_out, *plan.swap_in, *plan.copies):
@@ -262,7 +262,7 @@ class RandomRun(Simulation):
                 assert event.request_id not in self.reasons
                 self.reasons[event.request_id] = event.finish_reason
             request = self.asked[event.request_id]
-            if request.steered and request.group is not None:
+            if request.driven and request.group is not None:
                 self.searches[request.group].take(request, event.finish_reason is not None)
         waiting = self.scheduler.waiting
         self.seen["restarted from the host"] += sum(request in waiting for request in swapped)
@@ -295,13 +295,13 @@ class RandomRun(Simulation):
         assert self.reasons.keys() == self.asked.keys()
         for name, reason in self.reasons.items():
             request = self.asked[name]
-            if self.runner is not None and not request.steered:
+            if self.runner is not None and not request.driven:
                 tokens = request.tokens.tolist()
                 prompt = tokens[: request.num_prompt]
                 assert tokens == prompt + continuation(prompt, request.num_generated, self.window, self.runner.model)
             if reason is FinishReason.LENGTH:
                 self.check_prompt(request)
-                assert not request.steered
+                assert not request.driven
                 assert len(request.tokens) == scheduler.longest(request)
         self.seen["found a prefix"] += manager.hits.hits + manager.hits.partial_hits
 
@@ -370,7 +370,7 @@ class GuessedRun(RandomRun):
         length, start = rng.randint(1, 2 * CIRCLE), rng.randrange(CIRCLE)
         ending = frozenset([rng.randrange(CIRCLE)] if rng.random() < 0.3 else [])
         for request in unit:
-            if not request.steered:
+            if not request.driven:
                 request.tokens += array("i", [(start + i) % CIRCLE for i in range(length)])
                 request.num_prompt = len(request.tokens)
                 request.sampling = replace(request.sampling, logprobs=0)
@@ -420,7 +420,7 @@ class GuessedRun(RandomRun):
         super().check_end()
         for name, reason in self.reasons.items():
             request = self.asked[name]
-            if not request.steered:
+            if not request.driven:
                 tokens, start = request.tokens.tolist(), request.num_prompt
                 contexts = (tokens[:at][-self.window :] for at in range(start, len(tokens)))
                 assert self.told.get(name, []) == list(map(logprobs_after, contexts, tokens[start:]))
@@ -435,7 +435,7 @@ def whole_tokens(seed: int, seen: Counter[str], num_guessed: int) -> dict[str, l
     one.go()
     own = {FinishReason.STOP, FinishReason.LENGTH}
     found = [one.asked[name] for name, reason in one.reasons.items() if reason in own]
-    return {request.id: request.tokens.tolist() for request in found if not request.steered}
+    return {request.id: request.tokens.tolist() for request in found if not request.driven}
 
 
 @pytest.mark.parametrize("shard", range(GUESSED_SHARDS))

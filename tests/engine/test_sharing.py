@@ -40,9 +40,9 @@ class TestSharingInFlight:
             engine.add(r)
         engine.step()
         assert (first.num_generated, third.num_generated) == (1, 1)
-        assert second.block_ids == []
+        assert second.cache.block_ids == []
         run(engine)
-        assert second.prefix_report.num_cached == 12
+        assert second.cache.prefix_report.num_cached == 12
 
     @pytest.mark.parametrize("how", ["abort", "fail"])
     @pytest.mark.parametrize("after", range(1, 6))
@@ -125,7 +125,7 @@ class TestPrefixCacheAcrossRequests:
             r = request(f"turn{turn}", history, max_tokens=7)
             engine.add(r)
             history = [*history, *run(engine)[f"turn{turn}"][0], 9]
-            assert r.prefix_report.num_cached == (0 if turn == 0 else (len(r.tokens) - 7 - 2) // 4 * 4)
+            assert r.cache.prefix_report.num_cached == (0 if turn == 0 else (len(r.tokens) - 7 - 2) // 4 * 4)
 
     def test_the_report_is_of_the_first_time_a_request_ran(self) -> None:
         engine = fake_engine(num_blocks=4, block_size=4)
@@ -134,7 +134,7 @@ class TestPrefixCacheAcrossRequests:
             engine.add(r)
         run(engine)
         assert engine.scheduler.num_preemptions > 0
-        assert [r.prefix_report.miss for r in requests] == [Miss.UNSEEN, None]
+        assert [r.cache.prefix_report.miss for r in requests] == [Miss.UNSEEN, None]
 
 
 class TestSiblings:
@@ -286,7 +286,7 @@ class TestOrder:
         last = request("last", [1] * 20, max_tokens=1)
         last.priority = int(order is by_priority)
         engine.add(last)
-        bound = int(last.place[0]) + 3
+        bound = int(last.schedule.rank[0]) + 3
         for i in range(bound):
             engine.add(request(f"r{i}", [2], max_tokens=1))
             ended = {event.request_id for event in engine.step() if event.finish_reason is not None}

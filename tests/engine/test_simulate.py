@@ -49,7 +49,7 @@ def simulation(rows: list[TraceRow], device: Device = SLOW, model: ModelCost = T
 
 def request(num_computed: int, num_tokens: int) -> Request:
     made = Request("r", array("i", [0] * num_tokens), num_tokens, SamplingParams())
-    made.num_computed = num_computed
+    made.cache.num_computed = num_computed
     return made
 
 
@@ -221,7 +221,7 @@ def test_it_plans_what_the_engine_plans() -> None:
     options = {"num_blocks": 14, "max_num_seqs": 8, "max_num_batched_tokens": 24, "block_size": 8}
 
     def written(plan: Plan) -> list[object]:
-        items = [(item.request.num_prompt, item.request.num_computed, item.num_new) for item in plan.items]
+        items = [(item.request.num_prompt, item.request.cache.num_computed, item.num_new) for item in plan.items]
         return [items, [r.num_prompt for r in plan.preempted], list(plan.copies), list(plan.swap_out)]
 
     def watched(scheduler: object, plans: list[object]) -> None:

@@ -243,8 +243,8 @@ def test_nothing_is_drawn_and_no_logit_is_computed(tmp_path: Path, monkeypatch: 
     assert kept[1:] == [8]
     report = score_request("s", tokens[:30], tokens[30:])[0]
     results(served, [report])
-    assert report.prefix_report is not None
-    assert report.prefix_report.num_cached == 28  # the blocks before the row that tells of the first token
+    assert report.cache.prefix_report is not None
+    assert report.cache.prefix_report.num_cached == 28  # the blocks before the row that tells of the first token
 
 
 def test_blocks_are_published_and_shared_with_requests_that_generate() -> None:
@@ -255,8 +255,8 @@ def test_blocks_are_published_and_shared_with_requests_that_generate() -> None:
     later = Request("g", array("i", tokens), 30, SamplingParams(max_tokens=1))
     served.add(later)
     run(served)
-    assert later.prefix_report is not None
-    assert later.prefix_report.num_cached == 28
+    assert later.cache.prefix_report is not None
+    assert later.cache.prefix_report.num_cached == 28
 
 
 def test_a_prompt_may_fill_the_longest_sequence_and_the_whole_cache() -> None:
@@ -312,6 +312,6 @@ def test_a_state_that_is_not_finite_is_an_error_and_is_not_shared(tmp_path: Path
     again = embedding_request("again", None, bad)[0]
     served.add(again)
     served.step()
-    assert again.prefix_report is not None
-    assert again.prefix_report.num_cached == 0
+    assert again.cache.prefix_report is not None
+    assert again.cache.prefix_report.num_cached == 0
     served.scheduler.audit()

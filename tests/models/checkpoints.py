@@ -86,7 +86,7 @@ class LogitsProbe:
         self.steps.append(set())
         for item, (start, stop) in zip(self.plan.items, pairwise(starts), strict=True):
             request, tokens = item.request, item.request.tokens
-            self.steps[-1].add("prefill" if request.num_computed < request.num_prompt else "decode")
+            self.steps[-1].add("prefill" if request.cache.num_computed < request.num_prompt else "decode")
             for row in range(start, stop):
                 self.found[tuple(tokens[: int(batch.positions[row]) + 1])] = logits[row].clone()
         return hidden if rows is None else hidden[rows]

@@ -103,7 +103,7 @@ def test_the_story_reaches_back_before_anybody_watched() -> None:
     [ended] = [event for event in books.history if event[0] == "ended"]
     assert ended[2:] == [0, "first", "length", 10, 3, None]
     [_, ran] = [event for event in books.history if event[0] == "ran"]
-    report = engine.scheduler.requests["second"].prefix_report
+    report = engine.scheduler.requests["second"].cache.prefix_report
     assert ran[3] == {"cached": 8, "miss": "differs", "text": str(report)}
     assert "differs from token 9 on" in ran[3]["text"]
     assert [event[4] for event in books.history if event[0] == "shared"] == [[0, -2]]

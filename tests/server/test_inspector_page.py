@@ -91,7 +91,7 @@ class Shown:
             assert cached == sorted(manager.indexes[g].by_block)
             assert self.ask(f"[...inspector.state.hosts[{g}].refs]") == list(manager.host_pools[g].ref_counts)
         assert self.tables() == {
-            r.id: [manager.owned(r, g).tolist() if r.block_ids else [] for g in range(len(manager.groups))]
+            r.id: [manager.owned(r, g).tolist() if r.cache.block_ids else [] for g in range(len(manager.groups))]
             for r in self.engine.scheduler.requests.values()
         }
         usage, shown = self.engine.scheduler.usage(), self.ask("inspector.state.usage()")
@@ -166,16 +166,16 @@ def test_colours_tell_owners(browser: Any) -> None:
         free = it.ask("inspector.colourAt(39)")
         seen = {tuple(free)}
         for r in requests.values():
-            colour = it.ask(f"inspector.ownerColour({r.ordinal})")
-            alone = [b for b in r.block_ids[0][:-1] if pool.ref_counts[b] == 1]
+            colour = it.ask(f"inspector.ownerColour({r.schedule.ordinal})")
+            alone = [b for b in r.cache.block_ids[0][:-1] if pool.ref_counts[b] == 1]
             for block in alone:
                 assert it.ask(f"inspector.colourAt({block})") == colour
             seen.add(tuple(colour))
         assert len(seen) == 1 + len(requests)  # no two alike
-        [shared] = {b for b in range(40) if pool.ref_counts[b] == 3} & set(requests["s-0"].block_ids[0][:1])
+        [shared] = {b for b in range(40) if pool.ref_counts[b] == 3} & set(requests["s-0"].cache.block_ids[0][:1])
         assert tuple(it.ask(f"inspector.colourAt({shared})")) not in seen
         # Selecting a request leaves its own blocks as they are, and dims those of others.
-        b_first, a_first = requests["b"].block_ids[0][0], requests["a"].block_ids[0][0]
+        b_first, a_first = requests["b"].cache.block_ids[0][0], requests["a"].cache.block_ids[0][0]
         it.click_request("a")
         assert it.ask(f"inspector.colourAt({a_first})") == it.ask("inspector.ownerColour(0)")
         assert it.ask(f"inspector.colourAt({b_first})") != it.ask("inspector.ownerColour(1)")
@@ -197,15 +197,15 @@ def test_blocks_and_requests_tell_their_stories(browser: Any) -> None:
         it.worker.steps(3)
         it.catch_up()
         [first, *others] = engine.scheduler.requests.values()
-        table = first.block_ids[0]
+        table = first.cache.block_ids[0]
 
         it.click_request("late-0")
         assert it.text("#d-title") == "late-0"
-        assert it.text("#d-why") == str(first.prefix_report)
+        assert it.text("#d-why") == str(first.cache.prefix_report)
         assert "differs from token 9 on" in it.text("#d-why")
         rows = it.page.locator("#table .row:visible").all_inner_texts()
         counts = engine.scheduler.manager.pools[0].ref_counts
-        filled = [min(4, first.num_computed - 4 * i) for i in range(len(table))]
+        filled = [min(4, first.cache.num_computed - 4 * i) for i in range(len(table))]
         expected = zip(table, filled, strict=True)
         assert [row.split() for row in rows] == [
             [str(i), str(block), str(tokens), str(counts[block])] for i, (block, tokens) in enumerate(expected)
@@ -228,7 +228,7 @@ def test_blocks_and_requests_tell_their_stories(browser: Any) -> None:
         it.settle()
         assert it.text("#d-title") == "late-2"
         rows = it.page.locator("#table .row:visible").all_inner_texts()
-        assert others[1].block_ids[0].tolist() == [int(row.split()[1]) for row in rows]
+        assert others[1].cache.block_ids[0].tolist() == [int(row.split()[1]) for row in rows]
         it.page.focus("#device")
         it.page.keyboard.press("ArrowRight")
         it.page.keyboard.press("ArrowRight")
@@ -391,8 +391,8 @@ def test_100_000_blocks(browser: Any) -> None:
         assert it.ask("[...inspector.state.pools[0].refs]") == list(pool.ref_counts)
         assert it.text("#g-used") == f"{pool.num_used:,}"
         for r in list(engine.scheduler.running)[:5]:
-            block = r.block_ids[0][-1]
-            assert it.ask(f"inspector.colourAt({block})") == it.ask(f"inspector.ownerColour({r.ordinal})")
+            block = r.cache.block_ids[0][-1]
+            assert it.ask(f"inspector.colourAt({block})") == it.ask(f"inspector.ownerColour({r.schedule.ordinal})")
         drawn = it.ask("({...inspector.device.drawn})")
         used = pool.num_used
         for _ in range(5):
@@ -405,7 +405,7 @@ def test_100_000_blocks(browser: Any) -> None:
         assert new <= after["cells"] - drawn["cells"] <= 3 * new  # given out, written, and stored
         assert it.ask("[...inspector.state.pools[0].refs]") == list(pool.ref_counts)
 
-        block = engine.scheduler.running[3].block_ids[0][700]
+        block = engine.scheduler.running[3].cache.block_ids[0][700]
         place = it.ask(f"inspector.place({block})")
         if place[1] < 690:
             it.click_block(block)
@@ -435,6 +435,6 @@ def test_windows_without_a_group_of_full_attention(browser: Any) -> None:
         r = engine.scheduler.requests["r"]
         it.click_request("r")
         rows = [row.split()[:2] for row in it.page.locator("#table .row:visible").all_inner_texts()]
-        given = r.num_given_back[0]
+        given = r.cache.num_freed[0]
         assert given > 2
-        assert rows == [[str(given + i), str(block)] for i, block in enumerate(r.block_ids[0][given:])]
+        assert rows == [[str(given + i), str(block)] for i, block in enumerate(r.cache.block_ids[0][given:])]

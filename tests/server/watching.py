@@ -155,9 +155,12 @@ class Books:
             assert len(states[r["state"]]) == self.gauges[r["state"]]
             if r["state"] == "running":
                 assert r["tables"] == [manager.owned(real, g).tolist() for g in self.groups]
-                assert r["given"] == real.num_given_back
-                assert (r["generated"], r["stored"]) == (real.num_generated, max(real.num_computed, real.num_cached))
-                assert r["report"]["text"] == str(real.prefix_report)
+                assert r["given"] == real.cache.num_freed
+                assert (r["generated"], r["stored"]) == (
+                    real.num_generated,
+                    max(real.cache.num_computed, real.cache.num_cached),
+                )
+                assert r["report"]["text"] == str(real.cache.prefix_report)
 
 
 class Hub:

@@ -118,7 +118,7 @@ class ContiguousScheduler:
     def commit(self, items: Iterable[tuple[Reservation, int]]) -> None:
         """Take over what the step computed: who has all of his tokens got one more, or has come to his end."""
         for request, num_new in items:
-            request.num_computed += num_new
+            request.cache.num_computed += num_new
             if request.num_missing == 0:
                 request.num_tokens += 1
             if request.num_tokens == request.longest and request.start is not None:

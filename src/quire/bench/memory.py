@@ -299,7 +299,7 @@ def run_contiguous(setup: Setup, what: str, sizes: Sequence[int]) -> Run:
         if is_short and free >= scheduler.waiting[0].longest:
             unusable = free
             refused.add(scheduler.waiting[0])
-        live = sum(request.num_computed for request in scheduler.running) + coming
+        live = sum(request.cache.num_computed for request in scheduler.running) + coming
         moments.append(Moment(len(scheduler.running), setup.slots - free, live, 0, unusable, is_short))
         scheduler.commit(items)
     return Run(setup, f"contiguous, {what}", tuple(moments), len(refused))
@@ -324,8 +324,8 @@ def _steps(scheduler: Scheduler) -> Iterator[Plan]:
 
 def _coming(request: Request, num_new: int) -> int:
     """Slots that these tokens fill; those of tokens found in the cache are full already."""
-    stored = max(request.num_computed, request.num_cached)
-    return max(0, request.num_computed + num_new - stored)
+    stored = max(request.cache.num_computed, request.cache.num_cached)
+    return max(0, request.cache.num_computed + num_new - stored)
 
 
 # ------------------------------------------------------------------------------------------------ the model

@@ -14,38 +14,38 @@ def audit(manager: BlockManager, requests: Sequence[Request]) -> None:
 
     Raises BadValue at the first thing that is not as it should be.
     """
-    owners = [request for request in requests if request.block_ids]
-    swapped = [request for request in requests if request.host_block_ids]
+    owners = [request for request in requests if request.cache.block_ids]
+    swapped = [request for request in requests if request.cache.host_block_ids]
     for g, (pool, host_pool, index) in enumerate(zip(manager.pools, manager.host_pools, manager.indexes, strict=True)):
         pool.audit((manager.owned(request, g) for request in owners), index.by_block)
-        host_pool.audit(request.host_block_ids[g] for request in swapped)
+        host_pool.audit(request.cache.host_block_ids[g] for request in swapped)
         index.audit()
         for request in owners:
             _audit_table(manager, request, g)
     for request in requests:
-        if request.block_ids and request.host_block_ids:
+        if request.cache.block_ids and request.cache.host_block_ids:
             raise BadValue(f"request {request.id} owns blocks both on the device and on the host")
-        if not request.block_ids and not request.host_block_ids and request.num_computed:
-            raise BadValue(f"request {request.id} has computed {request.num_computed} tokens and owns no block")
+        if not request.cache.block_ids and not request.cache.host_block_ids and request.cache.num_computed:
+            raise BadValue(f"request {request.id} has computed {request.cache.num_computed} tokens and owns no block")
 
 
 def _audit_table(manager: BlockManager, request: Request, g: int) -> None:
     """Prove one request's table in the group of that index."""
-    size, group, index = manager.block_size, manager.groups[g], manager.indexes[g]
-    stored = max(request.num_computed, request.num_cached)
-    if len(request.block_ids[g]) < manager.blocks_for(stored):
+    size, group, index, cache = manager.block_size, manager.groups[g], manager.indexes[g], request.cache
+    stored, table, freed = max(cache.num_computed, cache.num_cached), cache.block_ids[g], cache.num_freed[g]
+    if len(table) < manager.blocks_for(stored):
         raise BadValue(
-            f"request {request.id} has computed {stored} tokens, but owns {len(request.block_ids[g])} blocks of {size} "
-            f"in cache group {g}"
+            f"request {request.id} has computed {stored} tokens, but owns {len(table)} blocks of {size} in cache group "
+            f"{g}"
         )
-    seen = 0 if group.window is None else max(0, request.num_computed - group.window + 1)
-    if request.num_given_back[g] != seen // size:
+    seen = 0 if group.window is None else max(0, cache.num_computed - group.window + 1)
+    if freed != seen // size:
         raise BadValue(
-            f"request {request.id} gave {request.num_given_back[g]} blocks of {size} back in cache group {g}; its next "
-            f"row sees the keys from {seen} on"
+            f"request {request.id} freed {freed} blocks of {size} in cache group {g}; its next row sees the keys from "
+            f"{seen} on"
         )
-    for i in range(request.num_given_back[g], len(request.block_ids[g])):
-        block = request.block_ids[g][i]
+    for i in range(freed, len(table)):
+        block = table[i]
         cached = index.by_block.get(block)
         if cached is not None and cached.tokens != request.tokens[i * size : (i + 1) * size].tobytes():
             raise BadValue(f"block {block} is reusable for other tokens than those of its owner, request {request.id}")

@@ -11,8 +11,7 @@ from itertools import islice, takewhile
 from quire.cache import events
 from quire.cache.events import CacheEvent, Listener
 from quire.cache.pool import BlockPool
-from quire.cache.prefix import PrefixIndex, block_digest, root_digest
-from quire.cache.usage import HitCounts
+from quire.cache.prefix import HitCounts, PrefixIndex, block_digest, root_digest
 from quire.errors import BadValue
 from quire.request import Miss, PrefixReport, Request
 
@@ -128,22 +127,22 @@ class BlockManager:
 
     def owned(self, request: Request, group: int) -> array[int]:
         """The blocks that the request owns in the group of that index."""
-        return request.block_ids[group][request.num_given_back[group] :]
+        return request.cache.block_ids[group][request.cache.num_freed[group] :]
 
     # ------------------------------------------------------------------------------------------ prefix cache
 
     def digest(self, request: Request, index: int) -> bytes:
         """The digest of the request's full block of that index."""
         self._know_digests(request, index + 1)
-        return request.digests[index + 1]
+        return request.cache.digests[index + 1]
 
     def _know_digests(self, request: Request, count: int) -> None:
         """Extend the request's digests to its first `count` blocks."""
-        digests, size = request.digests, self.block_size
+        digests, size = request.cache.digests, self.block_size
         if not digests:
             salt = f"{self.salt}\0{request.cache_salt}"
             if not self.enable_prefix_caching:  # a salt that nobody but its siblings has
-                salt += f"\0{request.place[1]}"
+                salt += f"\0{request.schedule.rank[1]}"
             digests.append(root_digest(salt))
         for i in range(len(digests) - 1, count):
             digests.append(block_digest(digests[i], request.tokens[i * size : (i + 1) * size].tobytes()))
@@ -157,8 +156,8 @@ class BlockManager:
         if not self.shares(request):
             return 0
         usable = len(request.tokens)
-        if request.sampling.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt - 1:
-            usable = request.num_prompt_logprobs
+        if request.sampling.prompt_logprobs is not None and request.next_prompt_logprob < request.num_prompt - 1:
+            usable = request.next_prompt_logprob
         return usable // self.block_size
 
     def _first_seen(self, num_tokens: int, window: int | None) -> int:
@@ -191,7 +190,7 @@ class BlockManager:
 
     def _find(self, request: Request, group: int, count: int) -> Iterator[int]:
         """The cached blocks with the request's first tokens, one by one; NONE for one that is not there."""
-        size, tokens, digests, find = self.block_size, request.tokens, request.digests, self.indexes[group].find
+        size, tokens, digests, find = self.block_size, request.tokens, request.cache.digests, self.indexes[group].find
         for i in range(count):
             block = find(digests[i + 1], digests[i], tokens[i * size : (i + 1) * size].tobytes())
             yield NONE if block is None else block
@@ -208,16 +207,16 @@ class BlockManager:
 
     def admit(self, request: Request, match: Match) -> None:
         """Give a waiting request the blocks that it was found to share. Its last token is always computed."""
-        if request.prefix_report is None:
-            request.prefix_report = self._explain(request, match)
-            self.hits.count(request.prefix_report)
-        request.block_ids = [
+        if request.cache.prefix_report is None:
+            request.cache.prefix_report = self._explain(request, match)
+            self.hits.count(request.cache.prefix_report)
+        request.cache.block_ids = [
             array("i", bytes(4 * first)) + blocks for first, blocks in zip(match.first, match.blocks, strict=True)
         ]
-        request.num_given_back = list(match.first)
-        request.num_cached = match.num_blocks * self.block_size
-        request.num_computed = min(request.num_cached, len(request.tokens) - 1)
-        request.num_published = match.num_blocks
+        request.cache.num_freed = list(match.first)
+        request.cache.num_cached = match.num_blocks * self.block_size
+        request.cache.num_computed = min(request.cache.num_cached, len(request.tokens) - 1)
+        request.cache.num_published = match.num_blocks
         for g, (pool, blocks) in enumerate(zip(self.pools, match.blocks, strict=True)):
             pool.share(blocks)
             if self.listeners and blocks:
@@ -235,7 +234,7 @@ class BlockManager:
             reason = Miss.PROMPT_LOGPROBS
         else:
             tokens = request.tokens[at * size : (at + 1) * size].tobytes()
-            parent, digest = request.digests[at], request.digests[at + 1]
+            parent, digest = request.cache.digests[at], request.cache.digests[at + 1]
             index = next((index for index in self.indexes if digest not in index), self.indexes[0])
             evicted_at, common = index.evicted_at(digest), index.nearest(parent, tokens)
             if evicted_at is not None:
@@ -253,21 +252,21 @@ class BlockManager:
 
         From the first position on whose K or V is not finite, none is offered.
         """
-        size, full = self.block_size, request.num_computed // self.block_size
-        if request.nonfinite_at is not None:
-            full = min(full, request.nonfinite_at // size)
+        size, full = self.block_size, request.cache.num_computed // self.block_size
+        if request.cache.nonfinite_at is not None:
+            full = min(full, request.cache.nonfinite_at // size)
         self._know_digests(request, full)
-        for i in range(request.num_published, full):
+        for i in range(request.cache.num_published, full):
             tokens = request.tokens[i * size : (i + 1) * size]
-            parent, digest = request.digests[i], request.digests[i + 1]
+            parent, digest = request.cache.digests[i], request.cache.digests[i + 1]
             for g, index in enumerate(self.indexes):
-                block = request.block_ids[g][i]
-                if i >= request.num_given_back[g] and block not in index.by_block:
+                block = request.cache.block_ids[g][i]
+                if i >= request.cache.num_freed[g] and block not in index.by_block:
                     new = index.publish(block, digest, parent, tokens.tobytes(), first=i == 0)
                     if new and self.listeners:
                         names = ([block], [digest], parent if i else None)
                         self._tell(events.BlockStored(self.now, g, request.id, *names, tokens.tolist(), size))
-        request.num_published = full
+        request.cache.num_published = full
 
     def reset_prefix_cache(self) -> None:
         """Forget all reusable blocks. Running requests keep theirs."""
@@ -285,9 +284,13 @@ class BlockManager:
         If the first of them falls into a block that others share, it gets a copy of its own: the copy is added to
         `copies`, to be made before anything is written.
         """
-        tables, size = request.block_ids, self.block_size
+        tables, size = request.cache.block_ids, self.block_size
         count = -(-num_tokens // size) - len(tables[0])
-        written = request.num_computed if request.num_computed > request.num_cached else request.num_cached
+        written = (
+            request.cache.num_computed
+            if request.cache.num_computed > request.cache.num_cached
+            else request.cache.num_cached
+        )
         at = written // size  # the block that is written first, if it is partly filled
         is_shared = False
         if written % size and written < num_tokens:
@@ -331,20 +334,20 @@ class BlockManager:
         return taken
 
     def advance(self, request: Request, num_new: int) -> None:
-        """The request's next `num_new` tokens are computed: full blocks are published, unseen ones given back."""
-        request.num_computed += num_new
-        full = request.num_computed // self.block_size
-        if full > request.num_published and self.shares(request):
+        """The request's next `num_new` tokens are computed: full blocks are published, unseen ones freed."""
+        request.cache.num_computed += num_new
+        full = request.cache.num_computed // self.block_size
+        if full > request.cache.num_published and self.shares(request):
             self._publish(request)
         if self._has_windows:
             self._trim(request)
 
     def _trim(self, request: Request) -> None:
-        """Take back what lies wholly below the window of the request's next row."""
+        """Free what lies wholly below the window of the request's next row."""
         for g, group in enumerate(self.groups):
-            unseen = self._first_seen(request.num_computed, group.window)
-            self._free(request, g, request.block_ids[g][request.num_given_back[g] : unseen])
-            request.num_given_back[g] = max(unseen, request.num_given_back[g])
+            unseen = self._first_seen(request.cache.num_computed, group.window)
+            self._free(request, g, request.cache.block_ids[g][request.cache.num_freed[g] : unseen])
+            request.cache.num_freed[g] = max(unseen, request.cache.num_freed[g])
 
     def _free(self, request: Request, group: int, blocks: Sequence[int]) -> None:
         """Take these blocks back; the last ones are freed first, so that tails are evicted before heads."""
@@ -354,34 +357,49 @@ class BlockManager:
                 self._tell(events.BlocksFreed(self.now, group, request.id, list(blocks)))
 
     def release(self, request: Request) -> None:
-        """Take back all blocks of the request, on the host too. What it had computed is forgotten."""
-        for g in range(len(request.block_ids)):
+        """Free all blocks of the request, on the host too. What it had computed is forgotten."""
+        for g in range(len(request.cache.block_ids)):
             self._free(request, g, self.owned(request, g))
-        for g, hosts in enumerate(request.host_block_ids):
+        for g, hosts in enumerate(request.cache.host_block_ids):
             self.host_pools[g].release(hosts)
             if self.listeners and hosts:
                 self._tell(events.HostBlocksFreed(self.now, g, request.id, hosts.tolist()))
-        request.block_ids, request.host_block_ids, request.num_given_back = [], [], []
-        request.num_computed = request.num_cached = request.num_published = 0
-        request.nonfinite_at = None
+        request.cache.block_ids, request.cache.host_block_ids, request.cache.num_freed = [], [], []
+        request.cache.num_computed = request.cache.num_cached = request.cache.num_published = 0
+        request.cache.nonfinite_at = None
+
+    def forget_tokens(self, request: Request) -> None:
+        """The request, which owns nothing, gets other tokens: their blocks have other digests."""
+        request.cache.digests = []
+
+    def mark_nonfinite(self, request: Request, position: int) -> None:
+        """K or V of that position are not finite: no block from it on is published."""
+        if request.cache.nonfinite_at is None:
+            request.cache.nonfinite_at = position
+
+    def forget_uncomputed(self, request: Request) -> None:
+        """Drop a mark beyond what is computed: that row was a guess that was wrong."""
+        cache = request.cache
+        if cache.nonfinite_at is not None and cache.nonfinite_at >= cache.num_computed:
+            cache.nonfinite_at = None
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let the child, which owns nothing, share the parent's blocks. Its tokens begin with those of the parent.
 
-        Nothing is copied until one of them writes. Raises BadValue where the child would see what the parent gave back.
+        Nothing is copied until one of them writes. Raises BadValue where the child would see what the parent freed.
         """
         num_computed = min(len(parent.tokens), len(child.tokens) - 1)
         for g, group in enumerate(self.groups):
-            if self._first_seen(num_computed, group.window) < parent.num_given_back[g]:
-                raise BadValue(f"{child.id} needs blocks of {parent.id} that it gave back; let it have a token more")
-        child.block_ids = [array("i", table) for table in parent.block_ids]
-        child.num_given_back = list(parent.num_given_back)
-        child.num_cached = min(len(parent.tokens), len(child.tokens))
-        child.num_computed = num_computed
-        child.prefix_report = child.prefix_report or parent.prefix_report
-        child.digests = parent.digests[: child.num_cached // self.block_size + 1]
-        child.num_published = min(parent.num_published, child.num_cached // self.block_size)
-        child.nonfinite_at = parent.nonfinite_at
+            if self._first_seen(num_computed, group.window) < parent.cache.num_freed[g]:
+                raise BadValue(f"{child.id} needs blocks of {parent.id} that it freed; let it have a token more")
+        child.cache.block_ids = [array("i", table) for table in parent.cache.block_ids]
+        child.cache.num_freed = list(parent.cache.num_freed)
+        child.cache.num_cached = min(len(parent.tokens), len(child.tokens))
+        child.cache.num_computed = num_computed
+        child.cache.prefix_report = child.cache.prefix_report or parent.cache.prefix_report
+        child.cache.digests = parent.cache.digests[: child.cache.num_cached // self.block_size + 1]
+        child.cache.num_published = min(parent.cache.num_published, child.cache.num_cached // self.block_size)
+        child.cache.nonfinite_at = parent.cache.nonfinite_at
         for g, pool in enumerate(self.pools):
             blocks = self.owned(parent, g)
             pool.share(blocks)
@@ -409,18 +427,18 @@ class BlockManager:
             raise
         seen: set[tuple[int, int]] = set()
         for request in requests:
-            request.host_block_ids = []
+            request.cache.host_block_ids = []
             for g, host_of in enumerate(hosts):
                 blocks = self.owned(request, g)
                 own = array("i", (host_of[block] for block in blocks))
                 self.host_pools[g].share(host for host in own if (g, host) in seen)  # the first owner has it already
                 seen.update((g, host) for host in own)
-                request.host_block_ids.append(own)
+                request.cache.host_block_ids.append(own)
                 self.pools[g].release(reversed(blocks), self.indexes[g].by_block)
                 if self.listeners:
                     told = events.BlocksSwappedOut(self.now, g, request.id, blocks.tolist(), own.tolist())
                     self._tell(told)
-            request.block_ids = []
+            request.cache.block_ids = []
         return [Move(g, block, host) for g, host_of in enumerate(hosts) for block, host in host_of.items()]
 
     def needed_to_swap_in(self, requests: Sequence[Request]) -> list[int]:
@@ -428,14 +446,14 @@ class BlockManager:
         counts = []
         for g, pool in enumerate(self.pools):
             still = self._still_cached(requests, g)
-            back = len({host for request in requests for host in request.host_block_ids[g]})
+            back = len({host for request in requests for host in request.cache.host_block_ids[g]})
             in_use = sum(pool.ref_counts[block] > 0 for block in still.values())
             growth = sum(
                 max(
                     0,
-                    self.most_blocks(len(r.tokens), r.num_missing, self.groups[g]) - len(r.host_block_ids[g]),
+                    self.most_blocks(len(r.tokens), r.num_missing, self.groups[g]) - len(r.cache.host_block_ids[g]),
                     # whoever writes into a block that he shares takes one more
-                    int(r.num_missing > 0 and r.num_computed % self.block_size > 0 and len(requests) > 1),
+                    int(r.num_missing > 0 and r.cache.num_computed % self.block_size > 0 and len(requests) > 1),
                 )
                 for r in requests
             )
@@ -446,9 +464,9 @@ class BlockManager:
         """Host blocks whose contents still stand in the prefix cache: host block -> block."""
         found: dict[int, int] = {}
         for request in requests:
-            start = request.num_given_back[group]
-            blocks = islice(self._find(request, group, request.num_published), start, None)
-            pairs = zip(request.host_block_ids[group], blocks, strict=False)
+            start = request.cache.num_freed[group]
+            blocks = islice(self._find(request, group, request.cache.num_published), start, None)
+            pairs = zip(request.cache.host_block_ids[group], blocks, strict=False)
             found |= {host: block for host, block in pairs if block != NONE}
         return found
 
@@ -456,7 +474,7 @@ class BlockManager:
         """Bring swapped requests back. Blocks that still stand in the prefix cache are shared; the others are moved."""
         still = [self._still_cached(requests, g) for g in range(len(self.groups))]
         missing = [
-            list(dict.fromkeys(h for r in requests for h in r.host_block_ids[g] if h not in still[g]))
+            list(dict.fromkeys(h for r in requests for h in r.cache.host_block_ids[g] if h not in still[g]))
             for g in range(len(self.groups))
         ]
         for pool, found in zip(self.pools, still, strict=True):
@@ -473,16 +491,16 @@ class BlockManager:
         ]
         seen: set[tuple[int, int]] = set()
         for request in requests:
-            request.block_ids = []
-            for g, hosts in enumerate(request.host_block_ids):
+            request.cache.block_ids = []
+            for g, hosts in enumerate(request.cache.host_block_ids):
                 blocks = array("i", (block_of[g][host] for host in hosts))
                 self.pools[g].share(block_of[g][host] for host in hosts if (g, host) in seen)
                 seen.update((g, host) for host in hosts)
-                request.block_ids.append(array("i", bytes(4 * request.num_given_back[g])) + blocks)
+                request.cache.block_ids.append(array("i", bytes(4 * request.cache.num_freed[g])) + blocks)
                 self.host_pools[g].release(hosts)
                 if self.listeners:
                     told = events.BlocksSwappedIn(self.now, g, request.id, blocks.tolist(), hosts.tolist())
                     self._tell(told)
-            request.host_block_ids = []
-            request.num_published = 0  # what was moved may be offered again
+            request.cache.host_block_ids = []
+            request.cache.num_published = 0  # what was moved may be offered again
         return [Move(g, host, block_of[g][host]) for g, hosts in enumerate(missing) for host in hosts]

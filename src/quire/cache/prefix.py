@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from quire.errors import BadValue
+from quire.request import PrefixReport
 
 DIGEST_SIZE = 16  # bytes
 TOKEN_SIZE = 4  # bytes
@@ -141,3 +142,30 @@ def _common_tokens(a: bytes, b: bytes) -> int:
     if different == 0:
         return len(a) // TOKEN_SIZE
     return ((different & -different).bit_length() - 1) // (8 * TOKEN_SIZE)
+
+
+@dataclass
+class HitCounts:
+    """What requests found in the prefix cache when they first ran."""
+
+    hits: int = 0  # every full block of the prompt was there
+    partial_hits: int = 0
+    misses: int = 0  # nothing was there, or the prompt has no full block
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def count(self, report: PrefixReport) -> None:
+        """Take in one request."""
+        self.prompt_tokens += report.num_prompt
+        self.cached_tokens += report.num_cached
+        if report.num_cached == 0:
+            self.misses += 1
+        elif report.miss is None:
+            self.hits += 1
+        else:
+            self.partial_hits += 1
+
+    @property
+    def rate(self) -> float:
+        """Share of the prompt tokens that need not be computed."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

@@ -1,15 +1,12 @@
-"""How the cache is used: what is reserved, owned, shared and wasted, and how often a prefix was found."""
+"""How the cache is used: what is reserved, owned, shared and wasted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from quire.request import PrefixReport, Request
-
-if TYPE_CHECKING:
-    from quire.cache.manager import BlockManager
+from quire.cache.manager import BlockManager
+from quire.request import Request
 
 
 @dataclass(frozen=True)
@@ -48,14 +45,14 @@ class CacheUsage:
 def cache_usage(manager: BlockManager, requests: Iterable[Request]) -> CacheUsage:
     """How the blocks are used, given all requests."""
     size, logical, empty = manager.block_size, 0, 0
-    listed = [request for request in requests if request.block_ids]
+    listed = [request for request in requests if request.cache.block_ids]
     for g in range(len(manager.groups)):
         filled: dict[int, int] = {}  # of the blocks that are not full for every owner
         for request in listed:
-            logical += len(request.block_ids[g]) - request.num_given_back[g]
-            stored = max(request.num_computed, request.num_cached)
-            for i in range(stored // size, len(request.block_ids[g])):
-                block = request.block_ids[g][i]
+            logical += len(request.cache.block_ids[g]) - request.cache.num_freed[g]
+            stored = max(request.cache.num_computed, request.cache.num_cached)
+            for i in range(stored // size, len(request.cache.block_ids[g])):
+                block = request.cache.block_ids[g][i]
                 filled[block] = max(filled.get(block, 0), min(size, stored - i * size), 0)
         empty += sum(size - count for count in filled.values())
     used = sum(pool.num_used for pool in manager.pools)
@@ -65,30 +62,3 @@ def cache_usage(manager: BlockManager, requests: Iterable[Request]) -> CacheUsag
     )
     host = sum(pool.num_used for pool in manager.host_pools)
     return CacheUsage(size, manager.num_blocks * len(manager.pools), used, logical, cached, used * size - empty, host)
-
-
-@dataclass
-class HitCounts:
-    """What requests found in the prefix cache when they first ran."""
-
-    hits: int = 0  # every full block of the prompt was there
-    partial_hits: int = 0
-    misses: int = 0  # nothing was there, or the prompt has no full block
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-    def count(self, report: PrefixReport) -> None:
-        """Take in one request."""
-        self.prompt_tokens += report.num_prompt
-        self.cached_tokens += report.num_cached
-        if report.num_cached == 0:
-            self.misses += 1
-        elif report.miss is None:
-            self.hits += 1
-        else:
-            self.partial_hits += 1
-
-    @property
-    def rate(self) -> float:
-        """Share of the prompt tokens that need not be computed."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

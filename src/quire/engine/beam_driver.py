@@ -40,7 +40,7 @@ class BeamDriver:
         )
         group, tokens = Group(), array("i", prompt)
         group.members = [
-            Request(f"{name}-{i}", tokens[:], len(tokens), sampling, i, 0, cache_salt, group, steered=True)
+            Request(f"{name}-{i}", tokens[:], len(tokens), sampling, i, 0, cache_salt, group, driven=True)
             for i in range(params.beam_width)
         ]
         self.request = group.members[0]  # the one that computes the prompt

@@ -88,7 +88,7 @@ class Engine:
         self.check(request)
         if request.guide is not None:
             try:
-                request.allowed = request.guide.allowed()
+                request.schedule.allowed = request.guide.allowed()
             except Exception as error:
                 raise RequestError(f"request {request.id}: its grammar allows no beginning: {error}") from error
         self.scheduler.add(request)
@@ -115,7 +115,7 @@ class Engine:
                 raise RequestError(
                     f"request {request.id}: {name} is {count}; the vocabulary has {self.vocab_size} tokens", name
                 )
-        if request.steered and request.guide is not None:
+        if request.driven and request.guide is not None:
             raise RequestError(f"request {request.id} has a guide; in a beam search no grammar can choose the tokens")
         self.scheduler.check(request)
 
@@ -130,12 +130,12 @@ class Engine:
 
     @deferred_interrupts()
     def extend(self, request: Request, token: int) -> None:
-        """Give a steered request its next token."""
+        """Give a driven request its next token."""
         self.scheduler.extend(request, token)
 
     @deferred_interrupts()
     def fork(self, parent: Request, child: Request) -> None:
-        """Let the steered child, new or a sibling that gives up what it had, go on from the parent.
+        """Let the driven child, new or a sibling that gives up what it had, go on from the parent.
 
         The child's tokens begin with the parent's. They share all blocks until one of them writes.
         """
@@ -192,7 +192,7 @@ class Engine:
             raise RequestError(f"{message}; token ids of this model lie in 0..{self.vocab_size - 1}", name)
 
     def _derived_seed(self, request: Request) -> int:
-        digest = blake2b(f"{self.seed}:{request.ordinal}".encode(), digest_size=8).digest()
+        digest = blake2b(f"{self.seed}:{request.schedule.ordinal}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") & MAX_SEED
 
 

@@ -36,10 +36,10 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
     items, num_seqs = plan.items, len(plan.items)
     flat = array("i")
     for request, num_new, guesses in items:
-        flat += request.tokens[request.num_computed : request.num_computed + num_new]
+        flat += request.tokens[request.cache.num_computed : request.cache.num_computed + num_new]
         flat.extend(guesses)
     t = len(flat)
-    computed = np.array([item.request.num_computed for item in items], np.int64)
+    computed = np.array([item.request.cache.num_computed for item in items], np.int64)
     num_rows = np.array([item.num_rows for item in items], np.int64)
     starts = buffers.query_starts[: num_seqs + 1]
     np.cumsum(num_rows, out=starts[1:])
@@ -50,12 +50,12 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
     np.add((computed - starts[:-1])[sequence], np.arange(t), out=position)
     known: list[int] = []  # rows whose K and V stand in the cache: blocks that others share are never written
     for s, (request, num_new, _) in enumerate(items):
-        if request.num_computed < request.num_cached:
+        if request.cache.num_computed < request.cache.num_cached:
             first = int(starts[s])
-            known += range(first, first + min(request.num_cached - request.num_computed, num_new))
-    widest = max((len(table) for item in items for table in item.request.block_ids), default=0)
+            known += range(first, first + min(request.cache.num_cached - request.cache.num_computed, num_new))
+    widest = max((len(table) for item in items for table in item.request.cache.block_ids), default=0)
     for g, (tables, slots) in enumerate(zip(buffers.block_tables, buffers.slots, strict=True)):
-        rows = b"".join([item.request.block_ids[g].tobytes().ljust(4 * widest, b"\0") for item in items])
+        rows = b"".join([item.request.cache.block_ids[g].tobytes().ljust(4 * widest, b"\0") for item in items])
         tables[:num_seqs, :widest] = np.frombuffer(rows, np.int32).reshape(num_seqs, widest)
         block = tables[sequence, position // buffers.block_size]
         slots[:t] = block.astype(np.int64) * buffers.block_size + position % buffers.block_size
@@ -151,7 +151,13 @@ def sampling_rows(requests: list[Request], ahead: Sequence[int] | None = None) -
         frequency=frequency,
         banned_rows=banned_rows,
         banned_tokens=banned_tokens,
-        masks=_masks({row: request.allowed for row, request in enumerate(requests) if request.allowed is not None}),
+        masks=_masks(
+            {
+                row: request.schedule.allowed
+                for row, request in enumerate(requests)
+                if request.schedule.allowed is not None
+            }
+        ),
     )
 
 
@@ -204,10 +210,10 @@ def prompt_rows(items: list[PlanItem]) -> PromptRows:
         request, wanted = item.request, item.request.sampling.prompt_logprobs
         if wanted is not None:
             # Positions already reported are not reported again when a preempted request is recomputed.
-            first = max(request.num_computed, request.num_prompt_logprobs)
-            last = min(request.num_computed + item.num_new, request.num_prompt - 1)
+            first = max(request.cache.num_computed, request.next_prompt_logprob)
+            last = min(request.cache.num_computed + item.num_new, request.num_prompt - 1)
             for position in range(first, last):
-                rows.append(start + position - request.num_computed)
+                rows.append(start + position - request.cache.num_computed)
                 tokens.append(request.tokens[position + 1])
                 num_logprobs.append(wanted)
                 request_ids.append(request.id)

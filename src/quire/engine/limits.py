@@ -21,7 +21,7 @@ def check_size(request: Request, longest: int, manager: BlockManager, max_model_
     stored = longest - is_drawn
     needed = max(manager.most_blocks(stored, stored, group) for group in manager.groups)
     what = ""
-    if request.steered and request.group is not None:  # its siblings go on side by side, or not at all
+    if request.driven and request.group is not None:  # its siblings go on side by side, or not at all
         width, shared = len(request.group.members), request.num_prompt // manager.block_size
         if width > max_num_seqs:
             raise RequestError(

@@ -21,17 +21,17 @@ TOKENS_PER_PLACE = 8  # of a prompt, each eight let one more later arrival pass
 
 def first_come_first_served(request: Request) -> float:
     """By arrival."""
-    return request.ordinal
+    return request.schedule.ordinal
 
 
 def by_priority(request: Request) -> float:
     """The lower priority value first, then by arrival."""
-    return request.ordinal + PLACES_PER_PRIORITY * request.priority
+    return request.schedule.ordinal + PLACES_PER_PRIORITY * request.priority
 
 
 def shortest_prompt_first(request: Request) -> float:
     """The shorter prompt first, then by arrival."""
-    return request.ordinal + request.num_prompt // TOKENS_PER_PLACE
+    return request.schedule.ordinal + request.num_prompt // TOKENS_PER_PLACE
 
 
 BLIND_TO_PRIORITY = (first_come_first_served, shortest_prompt_first)

@@ -34,7 +34,7 @@ class PlanItem(NamedTuple):
     def samples(self) -> bool:
         """Whether the last of these tokens is the request's last, so that the next one is drawn."""
         request = self.request  # asked of every request in every step, so num_missing is written out
-        return self.num_new == len(request.tokens) - request.num_computed and request.task is GENERATE
+        return self.num_new == len(request.tokens) - request.cache.num_computed and request.task is GENERATE
 
     @property
     def embeds(self) -> bool:

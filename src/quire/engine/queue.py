@@ -1,4 +1,4 @@
-"""Requests by place: those that wait, and lists of the others."""
+"""Requests by rank: those that wait, and lists of the others."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from operator import attrgetter
 from quire.errors import BadValue
 from quire.request import Request
 
-PLACE = attrgetter("place")
+RANK = attrgetter("schedule.rank")
 
 
 class WaitingQueue:
-    """Requests in the order of their places. Coming and going cost the logarithm of their number at most."""
+    """Requests in the order of their ranks. Coming and going cost the logarithm of their number at most."""
 
     def __init__(self) -> None:
         self._requests: dict[int, Request] = {}  # by ordinal
-        self._heap: list[tuple[float, int, int]] = []  # the places of all these, once each, and of some that have left
+        self._heap: list[tuple[float, int, int]] = []  # the ranks of all these, once each, and of some that have left
         self._in_heap: set[int] = set()  # ordinals
 
     def __len__(self) -> int:
@@ -29,21 +29,21 @@ class WaitingQueue:
         return iter(self._requests.values())
 
     def __contains__(self, request: Request) -> bool:
-        return self._requests.get(request.ordinal) is request
+        return self._requests.get(request.schedule.ordinal) is request
 
     def add(self, request: Request) -> None:
-        """Let the request wait at its place."""
-        self._requests[request.ordinal] = request
-        if request.ordinal not in self._in_heap:
-            self._in_heap.add(request.ordinal)
-            heapq.heappush(self._heap, request.place)
+        """Let the request wait."""
+        self._requests[request.schedule.ordinal] = request
+        if request.schedule.ordinal not in self._in_heap:
+            self._in_heap.add(request.schedule.ordinal)
+            heapq.heappush(self._heap, request.schedule.rank)
 
     def remove(self, request: Request) -> None:
         """Take the request out, if it waits."""
-        self._requests.pop(request.ordinal, None)
+        self._requests.pop(request.schedule.ordinal, None)
 
     def first(self) -> Request | None:
-        """The request of the lowest place; None: nobody waits."""
+        """The request of the lowest rank; None: nobody waits."""
         while self._heap:
             request = self._requests.get(self._heap[0][-1])
             if request is not None:
@@ -58,16 +58,16 @@ class WaitingQueue:
         del self._requests[ordinal]
 
 
-class PlaceList(list[Request]):
-    """Requests sorted by place. Siblings stand side by side."""
+class RankedList(list[Request]):
+    """Requests sorted by rank. Siblings stand side by side."""
 
     def add(self, request: Request) -> None:
-        """Put the request at its place."""
-        insort(self, request, key=PLACE)
+        """Insert the request by its rank."""
+        insort(self, request, key=RANK)
 
     def take_out(self, request: Request) -> None:
         """Take the request out. Raises BadValue if it is not there."""
-        at = bisect_left(self, request.place, key=PLACE)
+        at = bisect_left(self, request.schedule.rank, key=RANK)
         if at == len(self) or self[at] is not request:
             raise BadValue(f"request {request.id} does not stand in the list that its blocks say")
         del self[at]
@@ -75,7 +75,7 @@ class PlaceList(list[Request]):
     def siblings_of(self, request: Request) -> Iterator[Request]:
         """The request's siblings in the list, itself included; none of one that has no group."""
         if request.group is not None:
-            start = bisect_left(self, (*request.place[:2], -1), key=PLACE)
+            start = bisect_left(self, (*request.schedule.rank[:2], -1), key=RANK)
             yield from takewhile(lambda other: other.group is request.group, islice(self, start, None))
 
     def first_unit(self) -> list[Request]:

@@ -1,4 +1,4 @@
-"""Scheduler: who computes how many tokens in each step, and who must give his blocks back."""
+"""Scheduler: who computes how many tokens in each step, and who is preempted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.cache.usage import CacheUsage, cache_usage
 from quire.engine.limits import check_size
 from quire.engine.order import BLIND_TO_PRIORITY, Order, first_come_first_served
 from quire.engine.plan import GENERATE, INVALID_TOKEN, Plan, PlanItem, StepOutput
-from quire.engine.queue import PLACE, PlaceList, WaitingQueue
+from quire.engine.queue import RANK, RankedList, WaitingQueue
 from quire.engine.sharing import ComingBlocks, unborn
 from quire.engine.speculation import PromptLookup
 from quire.errors import BadValue, OutOfBlocks, RequestError
@@ -30,9 +30,9 @@ class Scheduler:
 
     A prompt, a piece of one, a single decoded token, what a prefix hit leaves and the recomputation of a preempted
     request are all the same subtraction. A request waits, runs (it owns blocks), or is swapped out (it owns blocks on
-    the host). What runs shares the budget first. Requests are let in in the order of their places, the last running
-    ones give their blocks back when these run out, and what gave way comes back first: nobody can take a block from
-    the first of all, so everyone ends.
+    the host). What runs shares the budget first. Requests are admitted in the order of their ranks, the last running
+    ones are preempted when blocks run out, and what was preempted comes back first: nobody can take a block from the
+    first of all, so everyone ends.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Scheduler:
         self.order = order
         self.lookup = lookup  # if set, what comes next is guessed where that is worth while
         self.clock = clock
-        self.running = PlaceList()
-        self.swapped = PlaceList()
+        self.running = RankedList()
+        self.swapped = RankedList()
         self.waiting = WaitingQueue()
         self.requests: dict[str, Request] = {}  # all of these, by id
         self.num_preemptions = 0
@@ -74,15 +74,15 @@ class Scheduler:
     def audit(self) -> None:
         """Prove the lists of requests and the books of the cache. Raises BadValue where one of them is wrong."""
         listed = [*self.running, *self.swapped, *self.waiting]
-        if sorted(r.ordinal for r in listed) != sorted(r.ordinal for r in self.requests.values()):
+        if sorted(r.schedule.ordinal for r in listed) != sorted(r.schedule.ordinal for r in self.requests.values()):
             raise BadValue(f"{len(self.requests)} requests stand {len(listed)} times in the scheduler's lists")
         for name, one in (("running", self.running), ("swapped", self.swapped)):
-            if any(a.place >= b.place for a, b in pairwise(one)):
-                raise BadValue(f"the {name} requests are not in the order of their places")
+            if any(a.schedule.rank >= b.schedule.rank for a, b in pairwise(one)):
+                raise BadValue(f"the {name} requests are not in the order of their ranks")
         for r in listed:
-            if bool(r.block_ids) != (r in self.running) or bool(r.host_block_ids) != (r in self.swapped):
+            if bool(r.cache.block_ids) != (r in self.running) or bool(r.cache.host_block_ids) != (r in self.swapped):
                 raise BadValue(f"request {r.id} has blocks elsewhere than the scheduler believes")
-        if self.waiting and self.waiting.first() is not min(self.waiting, key=PLACE):
+        if self.waiting and self.waiting.first() is not min(self.waiting, key=RANK):
             raise BadValue("the first of the waiting requests is not known as such")
         audit(self.manager, list(self.requests.values()))
 
@@ -110,12 +110,12 @@ class Scheduler:
     def _register(self, request: Request) -> None:
         if request.id in self.requests:
             raise RequestError(f"request id {request.id!r} is taken by a request that has not ended")
-        request.ordinal = self._num_added
+        request.schedule.ordinal = self._num_added
         self._num_added += 1
         first = request.group.members[0] if request.group else request
-        request.place = (self.order(request), request.ordinal, request.ordinal)
+        request.schedule.rank = (self.order(request), request.schedule.ordinal, request.schedule.ordinal)
         if first is not request:  # siblings stand side by side
-            request.place = (*first.place[:2], request.ordinal)
+            request.schedule.rank = (*first.schedule.rank[:2], request.schedule.ordinal)
         self.requests[request.id] = request
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
@@ -128,7 +128,7 @@ class Scheduler:
     # --------------------------------------------------------------------------- requests whose tokens a driver chooses
 
     def extend(self, request: Request, token: int) -> None:
-        """Give a steered request its next token."""
+        """Give a driven request its next token."""
         request.tokens.append(token)
 
     def fork(self, parent: Request, child: Request) -> None:
@@ -138,10 +138,10 @@ class Scheduler:
         """
         if child.id not in self.requests:
             self._register(child)
-        seated = bool(child.block_ids)
+        seated = bool(child.cache.block_ids)
         self._leave(child)
-        child.digests = []
-        if parent.block_ids and parent.num_missing == 0 and (seated or len(self.running) < self.max_num_seqs):
+        self.manager.forget_tokens(child)
+        if parent.cache.block_ids and parent.num_missing == 0 and (seated or len(self.running) < self.max_num_seqs):
             self.manager.fork(parent, child)
             self.running.add(child)
         else:
@@ -171,14 +171,14 @@ class Scheduler:
         Every request that needs a single token gets it before a long prompt takes the rest of the budget.
         """
         budget = self.max_num_batched_tokens
-        singles = sum([len(request.tokens) - request.num_computed == 1 for request in self.running])
+        singles = sum([len(request.tokens) - request.cache.num_computed == 1 for request in self.running])
         all_decode = singles == len(self.running) and not self.swapped
         lacking = [0] * len(self.manager.groups)
         at = 0
         while at < len(self.running) and budget > 0:  # the list may lose its tail on the way
             request = self.running[at]
             at += 1
-            missing = len(request.tokens) - request.num_computed
+            missing = len(request.tokens) - request.cache.num_computed
             num_new = 1 if missing == 1 else min(missing, budget - singles)
             singles -= missing == 1
             if missing == 0 or request.finish_reason is not None:
@@ -187,7 +187,7 @@ class Scheduler:
                 lacking = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
                 continue
             try:
-                has_room = self._make_room(request, request.num_computed + num_new, plan)
+                has_room = self._make_room(request, request.cache.num_computed + num_new, plan)
             except Exception as error:
                 plan.failed.append((request, error))
                 continue
@@ -283,7 +283,7 @@ class Scheduler:
                 wanted = self._seats_wanted(request)
                 if len(self.running) >= self.max_num_seqs or wanted > seats - len(passed):
                     break
-                if self.swapped and (request.is_new or request.place > self.swapped[0].place):
+                if self.swapped and (request.is_new or request.schedule.rank > self.swapped[0].schedule.rank):
                     break
                 self.waiting.pop()
                 try:
@@ -297,7 +297,7 @@ class Scheduler:
                         break
                 except Exception as error:
                     plan.failed.append((request, error))
-                    if not request.block_ids:
+                    if not request.cache.block_ids:
                         passed.append(request)
         finally:
             for request in passed:
@@ -306,14 +306,14 @@ class Scheduler:
     def _free_seats(self) -> int:
         """Seats that nobody has or may yet claim: a search may claim one for each of its beams."""
         searches = {
-            request.group: len(request.group.members) for request in self.running if request.group and request.steered
+            request.group: len(request.group.members) for request in self.running if request.group and request.driven
         }
-        alone = sum(not request.steered for request in self.running)
+        alone = sum(not request.driven for request in self.running)
         return self.max_num_seqs - alone - sum(searches.values())
 
     def _seats_wanted(self, request: Request) -> int:
         """Seats that a waiting request takes of those that are free."""
-        if not request.steered or request.group is None:
+        if not request.driven or request.group is None:
             return 1
         return 0 if any(self.running.siblings_of(request)) else len(request.group.members)
 
@@ -322,14 +322,14 @@ class Scheduler:
         spare = [pool.num_free - count for pool, count in zip(self.manager.pools, lacking, strict=True)]
         if plan.items and self._blocked is not None:  # finding its blocks again is not free, either
             who, before, when = self._blocked
-            if who == request.ordinal and self._num_plans < when + LOOK_AGAIN and all(map(le, spare, before)):
+            if who == request.schedule.ordinal and self._num_plans < when + LOOK_AGAIN and all(map(le, spare, before)):
                 return False
         match = self.manager.match(request)
         seats = self.max_num_seqs - len(self.running) - 1
         forks = sum(1 for _ in islice(unborn(request, self.waiting), seats))
         needed = [count + forks for count in self.manager.needed(request, match)]
         if any(map(gt, needed, spare)) and (forks == 0 or self.running or plan.items):
-            self._blocked = (request.ordinal, spare, self._num_plans)
+            self._blocked = (request.schedule.ordinal, spare, self._num_plans)
             return False
         self.manager.admit(request, match)
         self.running.add(request)
@@ -341,7 +341,7 @@ class Scheduler:
         """Plan the first tokens of a request that was just given its blocks; without a budget, only count on them."""
         num_new = min(request.num_missing, budget)
         try:
-            if num_new and not self.manager.grow(request, request.num_computed + num_new, plan.copies):
+            if num_new and not self.manager.grow(request, request.cache.num_computed + num_new, plan.copies):
                 raise OutOfBlocks(f"request {request.id} was let in with too few free blocks")
         except Exception as error:
             plan.failed.append((request, error))
@@ -355,7 +355,7 @@ class Scheduler:
         """Whether a running request is just computing what the waiting one could then share."""
         if coming.help(request):
             return True
-        if request.num_generated > 0 or request.steered:
+        if request.num_generated > 0 or request.driven:
             return False
         return any(s.num_generated == 0 for s in self.running.siblings_of(request))  # it will be forked from that one
 
@@ -366,15 +366,14 @@ class Scheduler:
         events = [self._end_failed(request, error) for request, error in plan.failed]
         for i, item in enumerate(plan.items):
             request = item.request
-            if i in output.nonfinite_rows and request.nonfinite_at is None:
-                request.nonfinite_at = request.num_computed + output.nonfinite_rows[i]
+            if i in output.nonfinite_rows:
+                self.manager.mark_nonfinite(request, request.cache.num_computed + output.nonfinite_rows[i])
             event = self._commit_item(item, output)
             if event is not None:
                 events.append(event)
                 if item.guesses:
                     events += self._commit_guesses(item, event, output)
-            if request.nonfinite_at is not None and request.nonfinite_at >= request.num_computed:
-                request.nonfinite_at = None  # the row was a guess that was wrong
+            self.manager.forget_uncomputed(request)
         return events + self._end_marked() if self._marked else events
 
     def fail(self, plan: Plan, error: BaseException) -> list[Event]:
@@ -382,14 +381,14 @@ class Scheduler:
         events = [self._end_failed(request, why) for request, why in plan.failed]
         events += [self._end_failed(item.request, error) for item in plan.items]
         for request in (*plan.preempted, *plan.resumed):  # their blocks may not have moved
-            if self.requests.get(request.id) is request and (request.block_ids or request.host_block_ids):
+            if self.requests.get(request.id) is request and (request.cache.block_ids or request.cache.host_block_ids):
                 self._leave(request)
                 self.waiting.add(request)
         return events + self._end_marked()
 
     def _commit_item(self, item: PlanItem, output: StepOutput) -> Event | None:
         request, num_new, _ = item
-        is_last = num_new == len(request.tokens) - request.num_computed
+        is_last = num_new == len(request.tokens) - request.cache.num_computed
         token = output.tokens[request.id] if is_last and request.task is GENERATE else None
         if token == INVALID_TOKEN or (token is None and output.is_broken(item)):  # what it computed is not to be shared
             return self._end_without_number(request)
@@ -397,14 +396,14 @@ class Scheduler:
             self._fork_unborn(request)
         self.manager.advance(request, num_new)
         prompt_logprobs = output.prompt_logprobs.get(request.id, ())
-        request.num_prompt_logprobs += len(prompt_logprobs)
+        request.schedule.num_prompt_logprobs += len(prompt_logprobs)
         if token is None:
             if is_last:  # all that it asked for
                 event = Event(request.id, prompt_logprobs=prompt_logprobs, finish_reason=FinishReason.LENGTH)
                 return self._end(event._replace(hidden_state=output.hidden_states.get(request.id)))
             return Event(request.id, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
         logprobs = output.logprobs.get(request.id)
-        if request.steered:
+        if request.driven:
             return Event(request.id, None, logprobs, prompt_logprobs)
         return self._append(request, token, logprobs, prompt_logprobs)
 
@@ -457,7 +456,7 @@ class Scheduler:
         if len(request.tokens) >= self.longest(request):
             return FinishReason.LENGTH
         if request.guide is not None:
-            request.allowed = request.guide.allowed()
+            request.schedule.allowed = request.guide.allowed()
         return None
 
     def _end_without_number(self, request: Request) -> Event:
@@ -490,9 +489,9 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """Take the request out of its list, and all of its blocks back."""
-        if request.block_ids:
+        if request.cache.block_ids:
             self.running.take_out(request)
-        elif request.host_block_ids:
+        elif request.cache.host_block_ids:
             self.swapped.take_out(request)
         else:
             self.waiting.remove(request)

@@ -25,10 +25,14 @@ class ComingBlocks:
         Left out is one that the cache has already, an open one, whose tokens are not all known, and one that will not
         be published, as something before it is not finite.
         """
-        if request.nonfinite_at is not None:
+        if request.cache.nonfinite_at is not None:
             return
-        manager, index = self._manager, request.num_computed // self._manager.block_size
-        if request.block_ids and (index + 1) * manager.block_size <= len(request.tokens) and manager.shares(request):
+        manager, index = self._manager, request.cache.num_computed // self._manager.block_size
+        if (
+            request.cache.block_ids
+            and (index + 1) * manager.block_size <= len(request.tokens)
+            and manager.shares(request)
+        ):
             digest = manager.digest(request, index)
             if any(digest not in known for known in manager.indexes):
                 self._digests.setdefault(index, set()).add(digest)
@@ -45,7 +49,7 @@ class ComingBlocks:
 def unborn(request: Request, waiting: WaitingQueue) -> Iterator[Request]:
     """The siblings that wait to be forked from a request whose prompt is being computed."""
     group = request.group
-    if group is None or request.steered or request.num_generated > 0:
+    if group is None or request.driven or request.num_generated > 0:
         return iter(())
 
     def is_unborn(member: Request) -> bool:

@@ -231,7 +231,7 @@ class Simulation:
         for item in plan.items:
             request, length = item.request, len(item.request.tokens)
             if item.samples:
-                tokens[request.id] = (40_503 * request.ordinal + 30_011 * length) % NUM_FAKE_TOKENS
+                tokens[request.id] = (40_503 * request.schedule.ordinal + 30_011 * length) % NUM_FAKE_TOKENS
         states: dict[str, NDArray[np.float32] | None] = {
             item.request.id: np.empty(0, np.float32) for item in plan.items if item.embeds
         }

@@ -91,7 +91,7 @@ def _can_be_guessed(request: Request) -> bool:
     return (
         request.num_generated > 0
         and request.guide is None
-        and not request.steered
+        and not request.driven
         and p.repetition_penalty == 1.0
         and p.presence_penalty == p.frequency_penalty == 0.0
     )

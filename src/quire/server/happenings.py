@@ -77,7 +77,7 @@ class Happenings:
         name, ordinal = getattr(event, "request_id", None), -1
         if name is not None:
             life = self.lives.get(name) or self._arrive(self._scheduler.requests[name], event.time)
-            ordinal = life.request.ordinal
+            ordinal = life.request.schedule.ordinal
             if life.state is not RUNNING and event.__class__ in BEGINNINGS:
                 self._run(life, event.time)
         if isinstance(event, cache.BlockCopied):
@@ -95,11 +95,11 @@ class Happenings:
         self._meet(scheduler.manager.now)
         if silent:
             for event in events:
-                if event.token is not None or event.logprobs is not None:  # a steered request is told no token
+                if event.token is not None or event.logprobs is not None:  # a driven request is told no token
                     life = silent.pop(event.request_id, None)
                     if life is not None:
                         life.spoke = self._at(now)
-                        self._heard.append(["first_token", life.spoke, life.request.ordinal])
+                        self._heard.append(["first_token", life.spoke, life.request.schedule.ordinal])
         for event in [event for event in events if event.finish_reason is not None]:
             self._end(event, now)
         if self._states[RUNNING] != len(scheduler.running) or self._states[SWAPPED] != len(scheduler.swapped):
@@ -109,11 +109,11 @@ class Happenings:
         """Find the requests that have come."""
         new: list[Request] = []
         for request in reversed(self._scheduler.requests.values()):
-            if request.ordinal <= self._last_met:
+            if request.schedule.ordinal <= self._last_met:
                 break
             new.append(request)
         for request in reversed(new):
-            self._last_met = request.ordinal
+            self._last_met = request.schedule.ordinal
             if request.id not in self.lives:
                 self._arrive(request, now)
 
@@ -121,7 +121,15 @@ class Happenings:
         life = self.lives[request.id] = Life(request, self._at(now))
         self._states[WAITING] += 1
         limit = self._scheduler.longest(request)
-        line = ["arrived", life.arrived, request.ordinal, request.id, request.num_prompt, limit, request.sample_index]
+        line = [
+            "arrived",
+            life.arrived,
+            request.schedule.ordinal,
+            request.id,
+            request.num_prompt,
+            limit,
+            request.sample_index,
+        ]
         self._heard.append(line)
         return life
 
@@ -129,19 +137,19 @@ class Happenings:
         """A request has got blocks."""
         request = life.request
         if life.state is WAITING:  # from the host it comes back with all that it had
-            life.num_prompt = min(request.num_cached, request.num_prompt)
+            life.num_prompt = min(request.cache.num_cached, request.num_prompt)
         self._move(life, RUNNING)
         if life.ran is None:
             life.ran = self._at(now)
             life.num_generated = request.num_generated
             self._silent[request.id] = life
-            self._heard.append(["ran", life.ran, request.ordinal, self.report(request)])
+            self._heard.append(["ran", life.ran, request.schedule.ordinal, self.report(request)])
         else:
-            self._heard.append(["resumed", self._at(now), request.ordinal])
+            self._heard.append(["resumed", self._at(now), request.schedule.ordinal])
 
     def report(self, request: Request) -> PrefixReport | None:
         """What the prefix cache had for a request, as far as it may be told."""
-        found = request.prefix_report
+        found = request.cache.prefix_report
         if found is None or found.miss is not Miss.SALT or self._tells_salts:
             return found
         return replace(found, miss=Miss.UNSEEN)
@@ -156,12 +164,14 @@ class Happenings:
         """Find the requests that lost their blocks, but have not ended."""
         for life in self.lives.values():
             request = life.request
-            state = RUNNING if request.block_ids else SWAPPED if request.host_block_ids else WAITING
+            state = RUNNING if request.cache.block_ids else SWAPPED if request.cache.host_block_ids else WAITING
             if state is RUNNING and life.state is not RUNNING:  # since before anything was noted
                 self._run(life, now)
             elif state is not life.state:
                 if life.state is RUNNING:
-                    self._heard.append(["preempted", self._at(now), request.ordinal, state, request.num_generated])
+                    self._heard.append(
+                        ["preempted", self._at(now), request.schedule.ordinal, state, request.num_generated]
+                    )
                 self._move(life, state)
 
     def _end(self, event: Event, now: float) -> None:
@@ -173,14 +183,14 @@ class Happenings:
             self._silent.pop(request.id, None)
             self._states[life.state] -= 1
             self._count(life)
-            line[2], line[5], line[6] = request.ordinal, request.num_prompt, request.num_generated
+            line[2], line[5], line[6] = request.schedule.ordinal, request.num_prompt, request.num_generated
         self._heard.append(line)
 
     def _count(self, life: Life) -> None:
         """Count the tokens that a request has computed and generated since the last call."""
         request = life.request
         whole = life.spoke is not None or request.finish_reason is FinishReason.LENGTH  # embedded, without a token
-        computed = request.num_prompt if whole else min(request.num_computed, request.num_prompt)
+        computed = request.num_prompt if whole else min(request.cache.num_computed, request.num_prompt)
         self.num_prompt_tokens += max(0, computed - life.num_prompt)
         life.num_prompt = max(computed, life.num_prompt)
         self.num_generated_tokens += max(0, request.num_generated - life.num_generated)
@@ -228,11 +238,15 @@ class Happenings:
         rows = []
         for request in self._scheduler.running:
             life = self.lives[request.id]
-            numbers = (request.num_generated, max(request.num_computed, request.num_cached), *request.num_given_back)
+            numbers = (
+                request.num_generated,
+                max(request.cache.num_computed, request.cache.num_cached),
+                *request.cache.num_freed,
+            )
             if numbers != life.told:
                 life.told = numbers
                 self._count(life)
-                rows.append([request.ordinal, *numbers])
+                rows.append([request.schedule.ordinal, *numbers])
         return rows
 
 

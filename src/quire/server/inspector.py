@@ -205,19 +205,19 @@ class Inspector:
     def _books_of(self, life: Life) -> dict[str, Any]:
         request, manager = life.request, self._scheduler.manager
         return {
-            "key": request.ordinal,
+            "key": request.schedule.ordinal,
             "id": request.id,
             "sample": request.sample_index,
             "state": life.state,
             "prompt": request.num_prompt,
             "limit": self._scheduler.longest(request),
             "generated": request.num_generated,
-            "stored": max(request.num_computed, request.num_cached),
+            "stored": max(request.cache.num_computed, request.cache.num_cached),
             "report": plain(self._happenings.report(request)),
             "times": [life.arrived, life.ran, life.spoke],
-            "given": request.num_given_back,
-            "tables": [shorten(manager.owned(request, g)) for g in range(len(request.block_ids))],
-            "hosts": [shorten(table) for table in request.host_block_ids],
+            "given": request.cache.num_freed,
+            "tables": [shorten(manager.owned(request, g)) for g in range(len(request.cache.block_ids))],
+            "hosts": [shorten(table) for table in request.cache.host_block_ids],
         }
 
 

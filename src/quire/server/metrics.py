@@ -330,7 +330,7 @@ def _waste(scheduler: Scheduler) -> float:
     empty: dict[tuple[int, int], int] = {}  # group and block: slots that not even the longest of its owners has
     for request in list(scheduler.running):
         num_tokens = len(request.tokens)
-        for g, table in enumerate(request.block_ids):  # replaced as a whole, and a table only grows
+        for g, table in enumerate(request.cache.block_ids):  # replaced as a whole, and a table only grows
             if (room := len(table) * size - num_tokens) > 0:
                 block = (g, table[-1])
                 empty[block] = min(room, empty.get(block, room))

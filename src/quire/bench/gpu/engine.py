@@ -280,7 +280,7 @@ def _steps(
     for i in range(batch):
         prompt = array("i", [(17 * i + 31 * j) % config.vocab_size for j in range(context)])
         engine.add(Request(f"{i}", prompt, context, params))
-    while any(request.num_computed < request.num_prompt for request in engine.scheduler.requests.values()):
+    while any(request.cache.num_computed < request.num_prompt for request in engine.scheduler.requests.values()):
         engine.step()
     engine.step()
     engine.runner = watched
