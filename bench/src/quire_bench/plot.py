@@ -10,8 +10,10 @@ from typing import Any
 from quire.errors import ConfigError
 
 
-def check_path(path: Path) -> None:
-    """Raise ConfigError if nothing can be drawn there: to be asked before what is drawn is measured."""
+def check_path(path: Path | None) -> None:
+    """Raise ConfigError if nothing can be drawn there: to be asked before what is drawn is measured. None: no plot."""
+    if path is None:
+        return
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

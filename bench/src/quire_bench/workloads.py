@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, replace
 
 from quire.engine.workloads import workload_lengths
+from quire.request import SamplingParams
 
 FIRST_TOKEN, VOCABULARY = 2, 2000  # prompts draw from the ids that every model has
 
@@ -35,6 +36,11 @@ class Workload:
             return FIRST_TOKEN + (token - FIRST_TOKEN + by) % (VOCABULARY - FIRST_TOKEN)
 
         return replace(self, prompts=[[shift(token) for token in prompt] for prompt in self.prompts])
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    """Just that many tokens, the most likely ones: a request goes on past the model's end tokens."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
 def workload(name: str) -> Workload:

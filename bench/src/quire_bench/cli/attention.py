@@ -32,8 +32,7 @@ def attention(
     from quire_bench.plot import check_path
 
     try:
-        if plot is not None:
-            check_path(plot)
+        check_path(plot)
         shapes = bench_attention.chosen(sets or ["peers"])
         figures = []
         with bench_attention.instruction_set(isa) as name:

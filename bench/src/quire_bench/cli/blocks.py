@@ -40,8 +40,7 @@ def blocks(
     from quire_bench.workloads import workload as named
 
     try:
-        if plot is not None:
-            check_path(plot)
+        check_path(plot)
         work, sizes = named(workload), block_size or bench.SIZES
         with progress_bar(work.name, work.num_new_tokens * (warmup + runs) * len(sizes)) as advance:
             figures = list(

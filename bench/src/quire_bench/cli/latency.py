@@ -61,8 +61,7 @@ def latency(
     from quire_bench.plot import check_path
 
     try:
-        if plot is not None:
-            check_path(plot)
+        check_path(plot)
         batch = Batch(input_len, output_len, batch_size)
         llm = LLM(
             model,

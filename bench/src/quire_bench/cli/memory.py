@@ -46,8 +46,7 @@ def memory(
     from quire_bench.plot import check_path
 
     try:
-        if plot is not None:
-            check_path(plot)
+        check_path(plot)
         model = bench_memory.model_fit(model_config, kv_memory, block_size, max_model_len, requests, seed)
         comparisons = []
         for name in distribution or bench_memory.DISTRIBUTIONS:

@@ -61,8 +61,7 @@ def scheduler(
     from quire_bench.plot import check_path
 
     try:
-        if plot is not None:
-            check_path(plot)
+        check_path(plot)
         if profile is not None and not profile.parent.is_dir():
             raise ConfigError(f"--profile is {profile}; there is no directory {profile.parent}")
         if mode not in (*bench.MODES, "all"):

@@ -63,8 +63,7 @@ def serve(
     from quire_bench.server.prompts import arrival_times, in_words, request_body
 
     try:
-        if plot is not None:
-            check_path(plot)
+        check_path(plot)
         metrics = report.parse_metrics(percentile_metrics)
         percents = report.parse_percents(metric_percentiles)
         limits = report.parse_limits(goodput or [])

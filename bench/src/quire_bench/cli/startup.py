@@ -27,8 +27,7 @@ def startup(
     from quire_bench.plot import check_path, plot_runs
 
     try:
-        if plot is not None:
-            check_path(plot)
+        check_path(plot)
         with progress_bar("processes", len(measured(model)) * (1 + runs) + 1) as advance:
             figures = measure(model, runs, advance)
             memory = loading.measure(model)

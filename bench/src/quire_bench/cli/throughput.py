@@ -63,8 +63,7 @@ def throughput(
     from quire_bench.workloads import workload
 
     try:
-        if plot is not None:
-            check_path(plot)
+        check_path(plot)
         found = {}
         chosen = [workload(name) for name in workloads or ["decode"]]
         llm = LLM(

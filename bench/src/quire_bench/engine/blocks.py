@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.llm import LLM
-from quire_bench.engine.memory import Lengths, Moment, Run, Setup, Use, run_contiguous, run_paged
+from quire_bench.engine.memory import Lengths, Moment, Run, Setup, Use, run_paged, runs_contiguous
 from quire_bench.engine.throughput import Throughput, measure
 from quire_bench.plot import drawn
 from quire_bench.workloads import Workload
@@ -138,9 +138,7 @@ def contiguous(work: Workload, max_model_len: int) -> list[Memory]:
     load = Load(
         workload=work, requests=count, max_model_len=max_model_len, block_size=1, num_blocks=count * max_model_len
     )
-    exact = [prompt + new - 1 for prompt, new in load.lengths]  # the last token has no slot
-    systems = {"max_model_len": [max_model_len] * count, "exact length": exact}
-    return [Memory(run_contiguous(load, what, sizes)) for what, sizes in systems.items()]
+    return [Memory(run) for run in runs_contiguous(load)]
 
 
 def sweep(

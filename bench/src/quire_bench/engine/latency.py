@@ -11,10 +11,9 @@ from pathlib import Path
 
 from quire.errors import ConfigError, QuireError, check_integer
 from quire.llm import LLM
-from quire.request import SamplingParams
 from quire_bench.plot import drawn
 from quire_bench.server.report import summary, token_gaps
-from quire_bench.workloads import FIRST_TOKEN, VOCABULARY
+from quire_bench.workloads import FIRST_TOKEN, VOCABULARY, greedy
 
 PERCENTS = (10, 25, 50, 75, 90, 99)
 
@@ -103,7 +102,7 @@ def iterate(llm: LLM, batch: Batch) -> Iteration:
     """The batch once."""
     llm.reset_prefix_cache()
     prompts = [{"prompt_token_ids": prompt} for prompt in batch.prompts()]
-    params = SamplingParams(temperature=0.0, max_tokens=batch.output_len, ignore_eos=True)
+    params = greedy(batch.output_len)
     arrivals: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)  # when a request has how many tokens
     start = time.perf_counter()
     for output in llm.stream(prompts, params):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import subprocess
 import sys
 from dataclasses import asdict, astuple, dataclass
@@ -16,6 +15,7 @@ from quire import ops
 from quire.config import EngineConfig
 from quire.models import load_model, locate
 from quire.models.weights import Checkpoint
+from quire_bench.proc import sizes
 
 PROGRAM = "import sys; from quire_bench.engine.loading import report; report(sys.argv[1])"
 STATUS = Path("/proc/self/status")  # where Linux tells how much memory a process has
@@ -95,5 +95,5 @@ def report(model: str) -> None:
 
 def _memory() -> tuple[int, int]:
     """Bytes of this process in memory: anonymous ones, and pages of files."""
-    told = dict(re.findall(r"^(Rss\w+):\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE))
-    return int(told["RssAnon"]) * 1024, int(told["RssFile"]) * 1024
+    found = sizes(STATUS)
+    return found["RssAnon"], found["RssFile"]

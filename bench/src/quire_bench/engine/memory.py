@@ -19,17 +19,17 @@ import torch
 from quire.cache.manager import BlockManager, CacheGroup, most_blocks
 from quire.cache.storage import bytes_per_block, free_memory
 from quire.config import CacheConfig, parse_memory
-from quire.engine.plan import Plan, StepOutput
+from quire.engine.plan import Plan
 from quire.engine.scheduler import Scheduler
 from quire.engine.workloads import chat_lengths
 from quire.errors import ConfigError, QuireError, check_integer
 from quire.models import EMBEDDED, longest_sequence, read_config
 from quire.request import Request, SamplingParams
+from quire_bench.engine import no_model
 from quire_bench.engine.contiguous import ContiguousScheduler, Reservation
 from quire_bench.plot import drawn
 
 MAX_NUM_BATCHED_TOKENS = 2048  # query tokens a step, of all systems
-TOKEN = 1  # what the missing model says
 Lengths = list[tuple[int, int]]  # prompt tokens and new tokens of each request
 
 # ------------------------------------------------------------------------------------------------- the load
@@ -210,14 +210,8 @@ class Run:
 
 
 def compare(setup: Setup) -> list[Run]:
-    """The same load in the same memory: paged, max_model_len side by side for each request, and what it will fill."""
-    whole = [setup.max_model_len] * setup.requests
-    exact = [prompt + new - 1 for prompt, new in setup.lengths]  # what only an oracle knows; the last token has no slot
-    return [
-        run_paged(setup),
-        run_contiguous(setup, "max_model_len", whole),
-        run_contiguous(setup, "exact length", exact),
-    ]
+    """The same load in the same memory: paged, and contiguous in two ways."""
+    return [run_paged(setup), *runs_contiguous(setup)]
 
 
 def table(runs: Sequence[Run]) -> list[str]:
@@ -284,6 +278,13 @@ def run_paged(setup: Setup) -> Run:
     return Run(setup, "paged", tuple(moments), len(refused), scheduler.num_preemptions)
 
 
+def runs_contiguous(setup: Setup) -> list[Run]:
+    """With contiguous memory: max_model_len side by side for each request, and just what it will fill."""
+    whole = [setup.max_model_len] * setup.requests
+    exact = [prompt + new - 1 for prompt, new in setup.lengths]  # what only an oracle knows; the last token has no slot
+    return [run_contiguous(setup, "max_model_len", whole), run_contiguous(setup, "exact length", exact)]
+
+
 def run_contiguous(setup: Setup, what: str, sizes: Sequence[int]) -> Run:
     """The same with contiguous memory. sizes: the slots that each request reserves."""
     requests = [
@@ -316,8 +317,7 @@ def _steps(scheduler: Scheduler) -> Iterator[Plan]:
     while scheduler.has_work:
         plan = scheduler.plan()
         yield plan
-        drawn = {item.request.id: TOKEN for item in plan.items if item.samples}
-        for event in scheduler.commit(plan, StepOutput(drawn)):
+        for event in scheduler.commit(plan, no_model.drawn(plan)):
             if event.error is not None:
                 raise QuireError(f"request {event.request_id} failed: {event.error}")
 

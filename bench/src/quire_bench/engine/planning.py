@@ -9,11 +9,9 @@ from array import array
 from dataclasses import asdict, dataclass
 
 from quire.cache.manager import BlockManager, CacheGroup
-from quire.engine.plan import StepOutput
 from quire.engine.scheduler import Scheduler
 from quire.request import Request, SamplingParams
-
-TOKEN = 1  # what the missing model says
+from quire_bench.engine.no_model import drawn
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def _step(scheduler: Scheduler) -> float:
     start = time.perf_counter()
     plan = scheduler.plan()
     planned = time.perf_counter()
-    output = StepOutput({item.request.id: TOKEN for item in plan.items if item.samples})
+    output = drawn(plan)
     between = time.perf_counter()
     scheduler.commit(plan, output)
     return time.perf_counter() - between + planned - start

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from quire.cache.events import CacheEvent
 from quire.errors import QuireError
 from quire.llm import LLM
-from quire.request import SamplingParams
-from quire_bench.workloads import Workload
+from quire_bench.workloads import Workload, greedy
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def measure(
     work.
     Raises QuireError where a request fails or ends early.
     """
-    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in workload.new_tokens]
+    params = [greedy(n) for n in workload.new_tokens]
     prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
     manager = llm.engine.scheduler.manager
     used: list[int] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from quire import ops
 from quire_bench.gpu.common import Bench, Call, Contestant, copy, product, race, read
-from quire_bench.kernels.attention import Shape
+from quire_bench.kernels import cascade as cascades
+from quire_bench.kernels.attention import Shape, filled_cache
 from quire_bench.kernels.cascade import CascadeFigure, CascadeShape
 
 ROTATED_BYTES = 2**30  # of K and V that the calls of a decode go round in
@@ -88,25 +90,12 @@ def paged(bench: Bench, shape: Shape, *, kv_dtype: torch.dtype | None = None, **
     kv_bytes = shape.kv_bytes * kv_dtype.itemsize // dtype.itemsize
     rotated = kv_bytes if bench.settings.tiny or shape.query_len > 1 else ROTATED_BYTES
     copies = min(64, -(-rotated // kv_bytes))
-    blocks = shape.batch * -(-shape.context_len // shape.block_size)
-    spec = bench.spec(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=shape.block_size,
-        num_blocks=copies * blocks,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        **spec_fields,
-    )
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(copies * blocks, generator=generator) if shape.scattered else torch.arange(copies * blocks)
-    tables = order.int().view(copies, shape.batch, -1)
-    starts = torch.arange(0, shape.batch * shape.query_len + 1, shape.query_len, dtype=torch.int32)
-    lens = torch.full((shape.batch,), shape.context_len, dtype=torch.int32)
+    spec = shape.spec(copies, device=bench.device, kv_dtype=kv_dtype, **spec_fields)
+    starts, lens = shape.lengths()
+    tables = shape.tables(copies)
     plans = tuple(bench.backend.plan(spec, starts, lens, table) for table in tables)
     q = torch.randn(shape.batch * shape.query_len, shape.num_heads, shape.head_dim, device=bench.device).to(dtype)
-    memory = filled(bench, (copies * blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim), kv_dtype)
+    memory = filled(bench, (spec.num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim), kv_dtype)
     return Paged(shape, bench.backend, spec, memory, starts, lens, tables, plans, q, torch.empty_like(q))
 
 
@@ -184,11 +173,12 @@ def cascade(bench: Bench) -> None:
     contestants = {
         "read": read(bench),
         "product": product(bench),
-        "shared tables": Contestant(lambda: _shared_call(bench, shape, shares=True)),
+        "shared tables": Contestant(lambda: cascades.call(bench.backend, shape, shares=True, device=bench.device)),
         "cascade_attention": Contestant(lambda: _levels_call(bench, shape)),
     }
     if not bench.on_gpu or torch.cuda.mem_get_info()[0] > 1.2 * _apart_bytes(shape):
-        contestants["apart"] = Contestant(lambda: _shared_call(bench, shape, shares=False), _apart_bytes(shape))
+        make = partial(cascades.call, bench.backend, shape, shares=False, device=bench.device)
+        contestants["apart"] = Contestant(make, _apart_bytes(shape))
     seconds = race(bench, name, contestants, "read", rounds=3)
     bench.forget()
     if not {"read", "product"} <= seconds.keys():
@@ -213,66 +203,23 @@ def _apart_bytes(shape: CascadeShape) -> int:
     return shape.batch * (shape.shared + shape.own) * shape.num_kv_heads * shape.head_dim * 4
 
 
-def _blocks(shape: CascadeShape) -> tuple[int, int]:
-    """Blocks of the shared part, and of what is each sequence's own."""
-    return -(-shape.shared // shape.block_size), -(-shape.own // shape.block_size)
-
-
-def _spec(bench: Bench, shape: CascadeShape, num_blocks: int, **fields: Any) -> ops.AttentionSpec:
-    return bench.spec(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=shape.block_size,
-        num_blocks=num_blocks,
-        dtype=torch.bfloat16,
-        **fields,
-    )
-
-
-def _cache(bench: Bench, shape: CascadeShape, num_blocks: int) -> ops.PagedKV:
-    memory = filled(bench, (num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim), torch.bfloat16)
-    return ops.PagedKV(memory[:, 0], memory[:, 1])
-
-
-def _q(bench: Bench, shape: CascadeShape) -> Tensor:
-    return torch.randn(shape.batch, shape.num_heads, shape.head_dim, device=bench.device).bfloat16()
-
-
-def _shared_call(bench: Bench, shape: CascadeShape, *, shares: bool) -> Call:
-    """Decode of all sequences; their first blocks are the same ones, or of each its own."""
-    common, own = _blocks(shape)
-    copies = 1 if shares else shape.batch
-    num_blocks = copies * common + shape.batch * own
-    order = torch.randperm(num_blocks, dtype=torch.int32)
-    first = order[: copies * common].view(copies, common).expand(shape.batch, -1)
-    tables = torch.cat([first, order[copies * common :].view(shape.batch, own)], dim=1)
-    starts = torch.arange(shape.batch + 1, dtype=torch.int32)
-    lens = torch.full((shape.batch,), common * shape.block_size + shape.own, dtype=torch.int32)
-    plan = bench.backend.plan(_spec(bench, shape, num_blocks), starts, lens, tables)
-    kv, q = _cache(bench, shape, num_blocks), _q(bench, shape)
-    out = torch.empty_like(q)
-    return lambda: bench.backend.attention(q, kv, plan, out=out)
-
-
 def _levels_call(bench: Bench, shape: CascadeShape) -> Call:
     """The same, the two levels given."""
-    common, own = _blocks(shape)
+    common, own = shape.blocks
+    shared = shape.spec(common, device=bench.device, causal=False)
+    apart = shape.spec(shape.batch * own, device=bench.device)
     wide = bench.backend.plan(
-        _spec(bench, shape, common, causal=False),
+        shared,
         torch.tensor([0, shape.batch], dtype=torch.int32),
         torch.tensor([shape.shared], dtype=torch.int32),
         torch.randperm(common, dtype=torch.int32)[None],
     )
     fine = bench.backend.plan(
-        _spec(bench, shape, shape.batch * own),
+        apart,
         torch.arange(shape.batch + 1, dtype=torch.int32),
         torch.full((shape.batch,), shape.own, dtype=torch.int32),
         torch.randperm(shape.batch * own, dtype=torch.int32).view(shape.batch, own),
     )
-    levels = [
-        ops.CascadeLevel(_cache(bench, shape, common), wide),
-        ops.CascadeLevel(_cache(bench, shape, shape.batch * own), fine),
-    ]
-    q = _q(bench, shape)
+    levels = [ops.CascadeLevel(filled_cache(shared), wide), ops.CascadeLevel(filled_cache(apart), fine)]
+    q = shape.q(bench.device)
     return lambda: ops.cascade_attention(q, levels, backend=bench.settings.backend)

@@ -28,10 +28,10 @@ from quire.errors import QuireError
 from quire.llm import LLM
 from quire.models.decoder import Decoder, DecoderConfig, weight_shapes
 from quire.models.families import gpt2
-from quire.request import Request, SamplingParams
+from quire.request import Request
 from quire_bench.engine.throughput import measure
 from quire_bench.gpu.common import Bench, copy, race
-from quire_bench.workloads import Workload, workload
+from quire_bench.workloads import Workload, greedy, workload
 
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"],
@@ -145,8 +145,7 @@ def arrive_in_turn(llm: LLM, work: Workload) -> None:
     llm.reset_prefix_cache()
     waiting = list(zip(work.prompts, work.new_tokens, strict=True))
     for i, (prompt, count) in enumerate(waiting):
-        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-        llm.engine.add(Request(f"online-{i}", array("i", prompt), len(prompt), params))
+        llm.engine.add(Request(f"online-{i}", array("i", prompt), len(prompt), greedy(count)))
         llm.engine.step()
     while llm.engine.has_work:
         llm.engine.step()
@@ -275,7 +274,7 @@ def _steps(
     )
     engine = build_engine(model, bench.backend, options)
     watched = Watched(engine.runner, bench)
-    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    params = greedy(count)
     for i in range(batch):
         prompt = array("i", [(17 * i + 31 * j) % config.vocab_size for j in range(context)])
         engine.add(Request(f"{i}", prompt, context, params))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire_bench.gpu.common import Row
+from quire_bench.tables import markdown_row, markdown_rule
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,4 @@ def _short(x: Any) -> str:
 
 
 def _table(head: tuple[str, ...], body: list[tuple[str, ...]]) -> list[str]:
-    def line(cells: Iterable[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-    return [line(head), "|" + "---|" * len(head), *map(line, body)]
+    return [markdown_row(head), markdown_rule(len(head)), *map(markdown_row, body)]

@@ -68,6 +68,30 @@ class Shape:
         pairs = self.batch * sum(range(first, self.context_len + 1))
         return 4 * self.num_heads * self.head_dim * pairs
 
+    def spec(self, copies: int, **fields: Any) -> ops.AttentionSpec:
+        """The attention over a cache that holds the sequences that many times. fields: others of the AttentionSpec."""
+        return ops.AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            num_blocks=copies * self.batch * -(-self.context_len // self.block_size),
+            dtype=getattr(torch, self.dtype),
+            **fields,
+        )
+
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Query starts, int32 [S+1], and context lengths, int32 [S], on the host."""
+        starts = torch.arange(0, self.batch * self.query_len + 1, self.query_len, dtype=torch.int32)
+        return starts, torch.full((self.batch,), self.context_len, dtype=torch.int32)
+
+    def tables(self, copies: int) -> Tensor:
+        """The block tables of that many copies, int32 [copies, S, M] on the host: the same ones each time."""
+        order = torch.arange(self.spec(copies).num_blocks)
+        if self.scattered:
+            order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed(0))]
+        return order.int().view(copies, self.batch, -1)
+
 
 def _shapes(*changes: dict[str, Any], **base: Any) -> tuple[Shape, ...]:
     return tuple(Shape(**(base | change)) for change in changes)
@@ -215,24 +239,12 @@ def plot(figures: list[Figure], path: Path) -> None:
 
 def _paged(backend: ops.Ops, shape: Shape, copies: int | None = None) -> Callable[[], object]:
     """A call over the next part of a cache that is larger than the processor's own."""
-    dtype, blocks = getattr(torch, shape.dtype), shape.batch * -(-shape.context_len // shape.block_size)
     if copies is None:
         copies = max(1, -(-CACHE_BYTES // shape.kv_bytes)) if shape.query_len == 1 else 1
-    spec = ops.AttentionSpec(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=shape.block_size,
-        num_blocks=copies * blocks,
-        dtype=dtype,
-    )
+    spec = shape.spec(copies)
     kv = filled_cache(spec)
-    order = torch.randperm(copies * blocks) if shape.scattered else torch.arange(copies * blocks)
-    tables = order.view(copies, shape.batch, -1).int()
-    starts = torch.arange(0, shape.batch * shape.query_len + 1, shape.query_len, dtype=torch.int32)
-    lens = torch.full((shape.batch,), shape.context_len, dtype=torch.int32)
-    plans = [backend.plan(spec, starts, lens, table) for table in tables]
-    q = random_numbers(shape.batch * shape.query_len, shape.num_heads, shape.head_dim, dtype=dtype)
+    plans = [backend.plan(spec, *shape.lengths(), table) for table in shape.tables(copies)]
+    q = random_numbers(shape.batch * shape.query_len, shape.num_heads, shape.head_dim, dtype=spec.dtype)
     out, turn = torch.empty_like(q), iter(range(2**62))
     return lambda: backend.attention(q, kv, plans[next(turn) % copies], out=out)
 
@@ -254,10 +266,10 @@ def _dense(shape: Shape) -> Callable[[], object]:
 
 
 def filled_cache(spec: ops.AttentionSpec) -> ops.PagedKV:
-    """A cache full of numbers that lies where the engine's does: in huge pages if there are any."""
+    """A cache full of numbers that lies where the engine's does: on a CPU in huge pages if there are any."""
     sizes = spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim
-    kv = KVCache((CacheGroup((0,)),), *sizes, spec.cache_dtype).layer(0)
-    piece = random_numbers(*kv.k.shape[1:], dtype=spec.cache_dtype)
+    kv = KVCache((CacheGroup((0,)),), *sizes, spec.cache_dtype, spec.device).layer(0)
+    piece = random_numbers(*kv.k.shape[1:], dtype=spec.cache_dtype).to(spec.device)
     kv.k[:], kv.v[:] = piece, piece.flip(0)
     return kv
 

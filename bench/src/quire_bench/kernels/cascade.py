@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -39,6 +40,27 @@ class CascadeShape:
     def bytes_saved(self) -> float:
         """Bytes of KV of sequences apart, over those of sequences that share."""
         return self.batch * (self.shared + self.own) / (self.shared + self.batch * self.own)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Blocks of the shared part, and of what is each sequence's own."""
+        return -(-self.shared // self.block_size), -(-self.own // self.block_size)
+
+    def spec(self, num_blocks: int, **fields: Any) -> ops.AttentionSpec:
+        """The attention over a cache of so many blocks. fields: others of the AttentionSpec."""
+        return ops.AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            num_blocks=num_blocks,
+            dtype=torch.bfloat16,
+            **fields,
+        )
+
+    def q(self, device: str) -> torch.Tensor:
+        """Random queries, [S, Hq, D]."""
+        return random_numbers(self.batch, self.num_heads, self.head_dim, dtype=torch.bfloat16).to(device)
 
 
 @dataclass(frozen=True)
@@ -89,25 +111,18 @@ def measure(backend: ops.Ops, shape: CascadeShape, runs: int) -> CascadeFigure:
     return CascadeFigure(shape, apart_seconds, shared_seconds, read, multiply)
 
 
-def call(backend: ops.Ops, shape: CascadeShape, *, shares: bool) -> Callable[[], torch.Tensor]:
+def call(backend: ops.Ops, shape: CascadeShape, *, shares: bool, device: str = "cpu") -> Callable[[], torch.Tensor]:
     """Decode of all sequences; their first blocks are the same ones, or blocks with the same numbers in them."""
-    common, own = -(-shape.shared // shape.block_size), -(-shape.own // shape.block_size)
+    common, own = shape.blocks
     copies = 1 if shares else shape.batch
     num_blocks = copies * common + shape.batch * own
-    spec = ops.AttentionSpec(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=shape.block_size,
-        num_blocks=num_blocks,
-        dtype=torch.bfloat16,
-    )
+    spec = shape.spec(num_blocks, device=device)
     order = torch.randperm(num_blocks, dtype=torch.int32)
     first = order[: copies * common].view(copies, common).expand(shape.batch, -1)
     tables = torch.cat([first, order[copies * common :].view(shape.batch, own)], dim=1)
     starts = torch.arange(shape.batch + 1, dtype=torch.int32)
     lens = torch.full((shape.batch,), shape.shared + shape.own, dtype=torch.int32)
     plan = backend.plan(spec, starts, lens, tables)
-    kv, q = filled_cache(spec), random_numbers(shape.batch, shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
+    kv, q = filled_cache(spec), shape.q(device)
     out = torch.empty_like(q)
     return lambda: backend.attention(q, kv, plan, out=out)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quire_bench.peers.cases import ENGINES, READY, Case
+from quire_bench.tables import markdown_row
 
 
 @dataclass(frozen=True)
@@ -115,5 +116,5 @@ def met(reached: bool) -> str:
 def line(cells: Sequence[str], markdown: bool) -> str:
     """A row of the table."""
     if markdown:
-        return "| " + " | ".join(cells) + " |"
+        return markdown_row(cells)
     return " ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()

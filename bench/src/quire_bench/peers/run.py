@@ -28,6 +28,7 @@ from quire_bench.peers.cases import CASES, ENGINES, PEERS
 from quire_bench.peers.process import runners_in
 from quire_bench.peers.race import Race, Rates, note
 from quire_bench.peers.result import COLUMNS, Result, line, short
+from quire_bench.tables import markdown_rule
 
 
 def converted(engine: str, python: Path, checkpoint: Path, folder: Path) -> Path:
@@ -140,7 +141,7 @@ def main(given: Sequence[str] | None = None) -> int:
         race = Race(commands, checkpoints, folder, options.threads, options.runs, options.warmup, rates)
         print(line(COLUMNS, options.markdown))
         if options.markdown:
-            print("|---" * len(COLUMNS) + "|")
+            print(markdown_rule(len(COLUMNS)))
         for result in race.compare(options.cases):
             results.append(result)
             for row in result.rows():

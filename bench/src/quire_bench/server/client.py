@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ConfigError, check_integer, check_number
@@ -114,6 +115,12 @@ def first_model(server: Server) -> str:
     return asyncio.run(_Client(server).first_model())
 
 
+def check_installed() -> None:
+    """Raise ConfigError where aiohttp is missing."""
+    if find_spec("aiohttp") is None:
+        raise ConfigError("an HTTP client needs aiohttp: pip install aiohttp")
+
+
 def _loop() -> Callable[[Coroutine[Any, Any, None]], None]:
     """What runs a coroutine: uvloop, where there is one, as it takes half of asyncio's CPU time for a chunk."""
     try:
@@ -129,10 +136,9 @@ class _Client:
     def __init__(
         self, server: Server, max_concurrency: int | None = None, advance: Callable[[], None] = lambda: None
     ) -> None:
-        try:
-            import aiohttp
-        except ImportError as error:
-            raise ConfigError("an HTTP client needs aiohttp: pip install aiohttp") from error
+        check_installed()
+        import aiohttp
+
         self._http = aiohttp
         self._server = server
         self._slots = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)

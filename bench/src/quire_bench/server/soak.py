@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.errors import ConfigError, check_integer, check_number
+from quire_bench.proc import sizes
+from quire_bench.server.client import check_installed
 from quire_bench.server.mix import Ask, Asker, Wrong, read_answer
 from quire_bench.server.process import Process, server
 from quire_bench.server.verdict import Findings, Sample
@@ -75,10 +77,9 @@ class _Soaking:
     """One soak."""
 
     def __init__(self, plan: Soak, process: Process, found: Findings, advance: Callable[[], None]) -> None:
-        try:
-            import aiohttp
-        except ImportError as error:
-            raise ConfigError("an HTTP client needs aiohttp: pip install aiohttp") from error
+        check_installed()
+        import aiohttp
+
         self._http = aiohttp
         self._plan, self._process, self._found, self._advance = plan, process, found, advance
         self._asker = Asker(plan.seed)
@@ -164,8 +165,8 @@ class _Soaking:
         directory = Path("/proc", str(self._process.pid))
         return Sample(
             seconds=self._seconds(),
-            resident=_kilobytes(directory / "status", "VmRSS"),
-            anonymous=_kilobytes(directory / "smaps_rollup", "Anonymous"),
+            resident=sizes(directory / "status")["VmRSS"],
+            anonymous=sizes(directory / "smaps_rollup")["Anonymous"],
             threads=len(list((directory / "task").iterdir())),
             descriptors=len(list((directory / "fd").iterdir())),
             running=int(counts["num_requests_running"]),
@@ -251,9 +252,3 @@ def _numbers(text: str) -> dict[str, float]:
             labels = [value for key, value in sample.labels.items() if key not in ("model_name", "engine")]
             found["/".join([name, *labels])] = sample.value
     return found
-
-
-def _kilobytes(path: Path, name: str) -> int:
-    """A size that the kernel tells, in bytes."""
-    [size] = re.findall(rf"^{name}:\s*(\d+) kB$", path.read_text(), re.MULTILINE)
-    return int(size) * 1024
