@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ import pytest
 import quire
 from quire_bench.peers import run as program
 from quire_bench.peers.cases import CASES, ENGINES, READY, Case
-from quire_bench.peers.process import EngineProcess, Failed
+from quire_bench.peers.process import EngineProcess, Failed, runners_in
 from quire_bench.peers.race import Race
 from quire_bench.peers.result import COLUMNS, Result, line
 from quire_bench.peers.runners.protocol import Settings
@@ -228,3 +229,9 @@ def test_a_runner_wants_nothing_but_its_engine(engine: str) -> None:
     modules |= {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     ours = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
     assert ours - {"quire_bench.peers.runners.quire_engine"} == {"quire_bench.peers.runners.protocol"}
+
+
+def test_another_interpreter_finds_the_runners_and_nothing_else_of_ours(tmp_path: Path) -> None:
+    program = "import importlib.util, quire_bench.peers.runners.protocol; print(importlib.util.find_spec('quire'))"
+    command = [sys.executable, "-S", "-E", "-c", program]  # one that has nothing installed
+    assert subprocess.check_output(command, cwd=runners_in(tmp_path), text=True) == "None\n"

@@ -317,7 +317,7 @@ def _steps(scheduler: Scheduler) -> Iterator[Plan]:
     while scheduler.has_work:
         plan = scheduler.plan()
         yield plan
-        for event in scheduler.commit(plan, no_model.drawn(plan)):
+        for event in scheduler.commit(plan, no_model.sampled(plan)):
             if event.error is not None:
                 raise QuireError(f"request {event.request_id} failed: {event.error}")
 

@@ -7,6 +7,6 @@ from quire.engine.plan import Plan, StepOutput
 TOKEN = 1
 
 
-def drawn(plan: Plan) -> StepOutput:
+def sampled(plan: Plan) -> StepOutput:
     """The same token for each request that samples in this step."""
     return StepOutput({item.request.id: TOKEN for item in plan.items if item.samples})

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from quire.cache.manager import BlockManager, CacheGroup
 from quire.engine.scheduler import Scheduler
 from quire.request import Request, SamplingParams
-from quire_bench.engine.no_model import drawn
+from quire_bench.engine.no_model import sampled
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _step(scheduler: Scheduler) -> float:
     start = time.perf_counter()
     plan = scheduler.plan()
     planned = time.perf_counter()
-    output = drawn(plan)
+    output = sampled(plan)
     between = time.perf_counter()
     scheduler.commit(plan, output)
     return time.perf_counter() - between + planned - start
