@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 LOWEST := .venv-lowest/installed
-BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/quire/ops/cpu/csrc/*)
+BUILT_FROM := pyproject.toml bench/pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/quire/ops/cpu/csrc/*)
 
 .PHONY: demo test test-lowest check audit bench bench-peers bench-long clients wheel sanitize sanitize-threads clean
 
@@ -20,7 +20,6 @@ check: $(INSTALLED)  ## style, types, and the rules of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy -p bench
 	$(BIN)/python -m pytest tests/test_architecture.py
 
 # GHSA-rrmf-rvhw-rf47: see SECURITY.md
@@ -36,8 +35,8 @@ bench: $(INSTALLED)  ## speed on this machine
 	$(BIN)/quire bench memory
 	$(BIN)/quire bench planning
 
-bench-peers: $(INSTALLED)  ## Quire beside other engines: PEERS="--models DIR --vllm PYTHON ...", see bench/peers.py
-	$(BIN)/python -m bench.peers $(PEERS)
+bench-peers: $(INSTALLED)  ## Quire beside other engines: PEERS="--models DIR --vllm PYTHON ...", see --help
+	$(BIN)/python -m quire_bench.peers $(PEERS)
 
 bench-long: $(INSTALLED)  ## 100,000,000 operations of the block manager, 1,000,000 simulated requests; the server: 20,000 cases, 10,000 clients that hang up, an hour
 	$(BIN)/python -m tests.cache.machine 1000 1000 100000
@@ -49,11 +48,12 @@ bench-long: $(INSTALLED)  ## 100,000,000 operations of the block manager, 1,000,
 clients: $(INSTALLED)  ## lm_eval and a load generator against the server, in an environment of their own
 	$(BIN)/python tools/check_clients.py
 
-wheel: $(INSTALLED)  ## one wheel for every Python: dist/*.whl
+wheel: $(INSTALLED)  ## one wheel for every Python, and that of quire-bench: dist/*.whl
 	rm -rf dist
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist/plain .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/plain/*.whl
 	rm -rf dist/plain
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./bench
 
 sanitize: $(INSTALLED)  ## the operators' tests with the native kernels under AddressSanitizer and UBSan
 	cmake -S . -B build/sanitize -D QUIRE_SANITIZE=memory
@@ -73,12 +73,12 @@ clean:
 
 $(INSTALLED): $(BUILT_FROM)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' --editable './bench[all]'
 	touch $@
 
 $(LOWEST): $(BUILT_FROM) tools/lowest.py | $(INSTALLED)
 	rm -rf .venv-lowest
 	$(PYTHON) -m venv .venv-lowest
 	$(BIN)/python tools/lowest.py install > .venv-lowest/constraints.txt
-	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --constraint .venv-lowest/constraints.txt --editable '.[dev]'
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --constraint .venv-lowest/constraints.txt --editable '.[dev]' --editable './bench[all]'
 	touch $@

@@ -8,6 +8,7 @@ import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "quire"
 FILES = sorted(SRC.rglob("*.py"))
+MEASURING = sorted((SRC.parent.parent / "bench" / "src" / "quire_bench").rglob("*.py"))
 MAX_LINES = 500
 
 # Room -> the rooms it may import. A room is the first part of a module's path below quire.
@@ -30,12 +31,12 @@ MAY_IMPORT = {
         *("embedding", "scoring"),
     },
 }
-FACES = {"bench", "cli", "server", "__init__", "__main__"}  # may import everything
+FACES = {"cli", "server", "__init__", "__main__"}  # may import everything
 
 NO_TORCH = ("errors.py", "request.py", "config.py", "cache/__init__.py", "cache/pool.py", "cache/prefix.py",
             "cache/manager.py", "cache/events.py", "cache/usage.py", "cache/audit.py", "engine/__init__.py",
             "engine/scheduler.py", "engine/plan.py", "engine/order.py", "engine/queue.py", "engine/sharing.py",
-            "engine/beam.py", "engine/trace.py")  # fmt: skip
+            "engine/beam.py", "engine/trace.py", "engine/workloads.py")  # fmt: skip
 
 SHAPED = ("batch.py", "ops/interface.py")
 
@@ -151,3 +152,21 @@ def test_every_tensor_says_its_shape(name: str) -> None:
             found += 1
             assert shape.search(lines[node.lineno - 1]), f"{path}:{node.lineno} has a tensor without a shape"
     assert found > 5
+
+
+def test_measuring_code_imports_the_product_and_never_the_reverse() -> None:
+    """Of the product only the command line has its name, to call `quire bench` where that is installed."""
+    assert [str(path.relative_to(SRC)) for path in FILES if "quire_bench" in path.read_text()] == ["cli/__init__.py"]
+    for path in FILES:
+        assert not any(module.startswith("quire_bench") for module in imported_modules(ast.parse(path.read_text())))
+    assert any(
+        module.startswith("quire.") for path in MEASURING for module in imported_modules(ast.parse(path.read_text()))
+    )
+
+
+def test_measuring_code_keeps_the_rules_of_any_file() -> None:
+    rules = TestEachFile()
+    for path in MEASURING:
+        rules.test_is_short(path)
+        rules.test_guards_with_errors_not_asserts(path)
+        rules.test_has_no_mutable_module_state(path)

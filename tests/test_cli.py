@@ -1,6 +1,7 @@
 """The quire command, as a user types it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,36 @@ def test_help_imports_nothing_heavy() -> None:
     assert result.returncode == 0, result.stderr
     assert "generate" in result.stdout
     assert "info" in result.stdout
+
+
+WITHOUT_BENCH = """
+import sys
+sys.modules["quire_bench"] = None  # as if it were not installed
+from quire.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["throughput", "single", "--runs", "1"], ["gpu", "--tiny"]])
+def test_bench_says_how_to_get_it_where_it_is_not_installed(arguments: list[str]) -> None:
+    command = [sys.executable, "-c", WITHOUT_BENCH, "bench", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "error: quire bench is not installed; get it with: pip install 'quire[bench]'\n"
+
+
+def test_bench_lists_its_commands_and_passes_arguments_on() -> None:
+    listed = CliRunner().invoke(app, ["bench", "--help"])
+    assert listed.exit_code == 0
+    for command in ("attention", "blocks", "cascade", "gpu", "http", "latency", "memory", "planning", "scheduler",
+                    "serve", "soak", "startup", "throughput"):  # fmt: skip
+        assert re.search(rf"^\W*{command} ", listed.stdout, re.MULTILINE), command
+    for arguments in (["planning", "--sequences", "0"], ["planning", "--", "--json"], ["nothing"], []):
+        assert CliRunner().invoke(app, ["bench", *arguments]).exit_code == 2
+    told = CliRunner().invoke(app, ["bench", "planning", "--sequences", "2", "--context=20", "--spare", "3", "--json"])
+    assert {"sequences": 2, "context": 20, "pool": 2 * -(-(20 + 2048) // 16) + 3}.items() <= json.loads(
+        told.stdout
+    ).items()
 
 
 def test_generate_prints_prompt_and_text_and_loads_no_transformers() -> None:

@@ -13,12 +13,15 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
 from tools import lowest
 
 ROOT = Path(__file__).parent.parent
 RUNTIME = lowest.requirements("dependencies")
 DEV = lowest.requirements("dev")
-OPTIONAL = {"aiohttp", "matplotlib", "triton"}  # where one of these is missing, an error says so
+MEASURING = lowest.requirements("all", lowest.MEASURING)
+OPTIONAL = {"triton"}  # where it is missing, an error says so
+COMPARED = {"gguf", "llama_cpp", "openvino", "openvino_genai", "vllm"}  # engines with an environment of their own
 CONSTRAINTS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
 ROW = re.compile(r"^\| `([^`]+)` \| ([^ |]+) \| ([^|]+) \| (\d{4}-\d{2}-\d{2}) \|$", re.MULTILINE)
 
@@ -30,10 +33,19 @@ def explained() -> dict[str, re.Match[str]]:
 
 def test_the_lists_are_read_as_they_are_written() -> None:
     """They are read without a TOML parser."""
-    text = (ROOT / "pyproject.toml").read_text()
-    for listed in (RUNTIME, DEV):
-        assert all(f'"{each.name}>={lowest.floor(each)}' in text for each in listed)
-    assert len(RUNTIME) + len(DEV) == len(re.findall(r'^    "[\w-]+[<>=]', text, re.MULTILINE))
+    for path, lists in ((lowest.PRODUCT, (RUNTIME, DEV)), (lowest.MEASURING, (MEASURING,))):
+        text = path.read_text()
+        for listed in lists:
+            assert all(f'"{each.name}>={lowest.floor(each)}' in text for each in listed)
+        assert sum(map(len, lists)) == len(re.findall(r'^    "[\w-]+[<>=]', text, re.MULTILINE))
+
+
+def test_the_measuring_package_is_of_the_same_version() -> None:
+    """It uses what is inside Quire, so each wants just that version of the other."""
+    [version] = re.findall(r'^version = "(.*)"$', lowest.PRODUCT.read_text(), re.MULTILINE)
+    assert f'\nversion = "{version}"\n' in lowest.MEASURING.read_text()
+    assert f'\ndependencies = ["quire=={version}"]\n' in lowest.MEASURING.read_text()
+    assert f'\nbench = ["quire-bench[all]=={version}"]' in lowest.PRODUCT.read_text()
 
 
 def test_security_md_explains_the_floor_of_each_dependency() -> None:
@@ -57,20 +69,31 @@ def test_what_is_installed_is_allowed(requirement: Requirement) -> None:
         assert installed == Version(lowest.floor(requirement))
 
 
-def test_all_that_quire_imports_is_a_dependency() -> None:
-    """What comes along with a dependency only today may not come tomorrow, and its floor is out of Quire's hands."""
-    imported: dict[str, Path] = {}
-    for path in (ROOT / "src" / "quire").rglob("*.py"):
+def imports(package: Path) -> dict[str, Path]:
+    """The outermost names of all that a package imports, each with a file that does."""
+    found: dict[str, Path] = {}
+    for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                imported |= {alias.name.partition(".")[0]: path for alias in node.names}
+                found |= {alias.name.partition(".")[0]: path for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-                imported[node.module.partition(".")[0]] = path
-    known = sys.stdlib_module_names | {"quire"} | OPTIONAL
+                found[node.module.partition(".")[0]] = path
+    return found
+
+
+@pytest.mark.parametrize(
+    ("package", "listed", "others"),
+    [
+        ("src/quire", RUNTIME, {"quire"} | OPTIONAL),
+        ("bench/src/quire_bench", RUNTIME + MEASURING, {"quire", "quire_bench"} | COMPARED),
+    ],
+)
+def test_all_that_is_imported_is_a_dependency(package: str, listed: list[Requirement], others: set[str]) -> None:
+    """What comes along with a dependency only today may not come tomorrow, and its floor is out of Quire's hands."""
     distributions = importlib.metadata.packages_distributions()
-    declared = {canonicalize_name(each.name) for each in RUNTIME}
-    for module, path in imported.items():
-        if module not in known:
+    declared = {canonicalize_name(each.name) for each in listed}
+    for module, path in imports(ROOT / package).items():
+        if module not in sys.stdlib_module_names | others:
             names = {canonicalize_name(name) for name in distributions[module]}
             assert names & declared, f"{path.relative_to(ROOT)} imports {module}, which pyproject.toml does not list"
     assert {each.name for each in DEV} >= OPTIONAL
@@ -84,7 +107,7 @@ def test_lowest_versions() -> None:
     assert "jinja2==3.1.6" in audited
     assert 'uvloop==0.21; platform_system != "Windows"' in audited
     assert len(audited) == len(RUNTIME)
-    assert len(installed) == len(RUNTIME) + len(DEV)
+    assert len(installed) == len(RUNTIME) + len(DEV) + len(MEASURING)
     torch = [line for line in CONSTRAINTS if line.startswith("torch==")]
     assert [line for line in installed if line.startswith("torch==")] == torch
     assert f"torch=={lowest.floor(RUNTIME[0])}" in audited

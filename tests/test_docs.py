@@ -68,8 +68,8 @@ def test_every_public_operator_has_its_place_on_the_page() -> None:
 
 def test_the_readme_draws_the_tree_as_it_is() -> None:
     readme = (ROOT / "README.md").read_text()
-    for path in sorted((ROOT / "src" / "quire").rglob("*.py")):
-        if path.name not in ("__main__.py", "__init__.py"):
+    for path in sorted([*ROOT.glob("src/quire/**/*.py"), *ROOT.glob("bench/src/quire_bench/**/*.py")]):
+        if path.name not in ("__main__.py", "__init__.py") and path.parent != ROOT / "bench/src/quire_bench/cli":
             assert path.name in readme, f"README's tree lacks {path.relative_to(ROOT)}"
 
 
@@ -77,10 +77,11 @@ def test_the_lineage_names_tests_that_exist() -> None:
     page, named, path = (ROOT / "docs" / "lineage.md").read_text(), 0, None
     for reference in re.findall(r"`([a-z_/]*\.py(?:::\w+)?|::test_\w+)`", page):
         file, _, name = reference.partition("::")
-        if file and not (ROOT / "tests" / file).exists():  # a file of the library
+        folder = ROOT if file.startswith("bench/") else ROOT / "tests"
+        if file and not (folder / file).exists():  # a file of the library
             assert (ROOT / file).exists() or (ROOT / "src" / "quire" / "ops" / file).exists(), reference
             continue
-        path = ROOT / "tests" / file if file else path
+        path = folder / file if file else path
         assert not name or f"def {name}(" in path.read_text(), f"{path} has no {name}"
         named += 1
     assert named > 60

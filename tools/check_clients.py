@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from quire import LLM, SamplingParams
-from quire.bench.http_path import server
 from quire.server.chat_template import ChatTemplate
+from quire_bench.server.process import server
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ["lm_eval[api]==0.4.13", "guidellm==0.8.1"]

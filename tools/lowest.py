@@ -1,8 +1,8 @@
-"""The lowest versions that pyproject.toml allows, one line each: `python tools/lowest.py install|audit`.
+"""The lowest versions that the two pyproject.toml allow, one line each: `python tools/lowest.py install|audit`.
 
 install: constraints for an environment in which the tests run, as `make test-lowest` makes it. All direct dependencies
-are at their floors, the tools for development too; torch is the one of constraints.txt, since only some of its releases
-are to be had as a build without CUDA.
+are at their floors, those of the measuring package and the tools for development too; torch is the one of
+constraints.txt, since only some of its releases are to be had as a build without CUDA.
 audit: what `make audit` looks up: the direct dependencies of whom installs Quire.
 """
 
@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
+PRODUCT, MEASURING = ROOT / "pyproject.toml", ROOT / "bench" / "pyproject.toml"
 NOT_LOWERED = frozenset({"torch"})
 
 
@@ -32,7 +33,8 @@ def main() -> int:
 
 def install() -> list[str]:
     """Constraints for the tests' environment."""
-    lowered = [each for each in requirements("dependencies") + requirements("dev") if each.name not in NOT_LOWERED]
+    direct = requirements("dependencies") + requirements("dev") + requirements("all", MEASURING)
+    lowered = [each for each in direct if each.name not in NOT_LOWERED]
     pinned = (ROOT / "constraints.txt").read_text().splitlines()
     return [line for line in pinned if line.partition("==")[0] in NOT_LOWERED] + [at_floor(each) for each in lowered]
 
@@ -42,11 +44,11 @@ def audit() -> list[str]:
     return [at_floor(each) for each in requirements("dependencies")]
 
 
-def requirements(key: str) -> list[Requirement]:
-    """What pyproject.toml lists there, in its order. Such a list is Python, too; Python 3.10 has no TOML parser."""
-    found = re.search(rf"^{key} = (\[.*?^\])", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+def requirements(key: str, project: Path = PRODUCT) -> list[Requirement]:
+    """What a pyproject.toml lists there, in its order. Such a list is Python, too; Python 3.10 has no TOML parser."""
+    found = re.search(rf"^{key} = (\[.*?^\])", project.read_text(), re.MULTILINE | re.DOTALL)
     if found is None:
-        raise LookupError(f"pyproject.toml has no list {key!r}")
+        raise LookupError(f"{project} has no list {key!r}")
     return [Requirement(each) for each in ast.literal_eval(found[1])]
 
 

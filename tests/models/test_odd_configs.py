@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from quire.bench import loading
 from quire.config import engine_config
 from quire.engine.engine import working_memory
 from quire.errors import ModelError
 from quire.models import load_model, read_config
 from quire.ops import load
+from quire_bench.engine import loading
 from tests.models.checkpoints import SHORT, TINY, engine, probed_logits, save
 from tests.models.test_loading import change_config
 

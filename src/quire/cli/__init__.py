@@ -5,19 +5,39 @@ Everything heavy is imported inside the commands, so that `quire --help` answers
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
+
 import typer
 
-from quire.cli import bench
 from quire.cli.generate import generate
 from quire.cli.info import info
 from quire.cli.models import models
+from quire.cli.options import fail
 from quire.cli.serve import serve
 from quire.cli.simulate import simulate
+
+MEASURING = "quire_bench"  # a distribution of its own, which imports Quire: nothing else of Quire knows its name
+ALL_ARGUMENTS = {
+    "allow_extra_args": True,
+    "allow_interspersed_args": False,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Paged attention for Python: serve language models.")
 app.command()(generate)
 app.command()(serve)
-app.add_typer(bench.app, name="bench")
+
+
+@app.command(context_settings=ALL_ARGUMENTS, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Measure speed, start-up and memory on this machine."""
+    if find_spec(MEASURING) is None:
+        fail("quire bench is not installed; get it with: pip install 'quire[bench]'")
+    import_module(f"{MEASURING}.cli").app(context.args, prog_name="quire bench")
+
+
 app.command()(simulate)
 app.command()(models)
 app.command()(info)

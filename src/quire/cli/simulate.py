@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.bench.workloads import WORKLOADS
 from quire.cli.options import (
     AsJson,
     BlockSize,
@@ -22,6 +21,7 @@ from quire.cli.options import (
     fail,
     row,
 )
+from quire.engine.workloads import WORKLOADS, workload_lengths
 from quire.errors import ConfigError, QuireError
 from quire.progress import progress_bar
 
@@ -107,12 +107,10 @@ def simulate(
 
 
 def _rows_of(workload: str) -> list[TraceRow]:
-    """The requests of `quire bench throughput`, all arriving at once."""
+    """The requests of that workload, all arriving at once."""
     from quire.engine.trace import TraceRow
 
-    if workload not in WORKLOADS:
-        raise ConfigError(f"there is no workload {workload!r}; there are {', '.join(WORKLOADS)}")
-    lengths, shared = WORKLOADS[workload]
+    lengths, shared = workload_lengths(workload)
     return [TraceRow(0.0, prompt, new, "shared" if shared else "", shared) for prompt, new in lengths]
 
 

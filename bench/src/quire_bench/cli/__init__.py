@@ -1,0 +1,32 @@
+"""`quire bench`: one module for each command.
+
+What a command measures with is imported inside it, so that `quire bench --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from quire_bench.cli.attention import attention
+from quire_bench.cli.blocks import blocks
+from quire_bench.cli.cascade import cascade
+from quire_bench.cli.gpu import gpu
+from quire_bench.cli.http import http
+from quire_bench.cli.latency import latency
+from quire_bench.cli.memory import memory
+from quire_bench.cli.planning import planning
+from quire_bench.cli.scheduler import scheduler
+from quire_bench.cli.serve import serve
+from quire_bench.cli.soak import soak
+from quire_bench.cli.startup import startup
+from quire_bench.cli.throughput import throughput
+
+COMMANDS = (latency, scheduler, blocks, serve, http, soak, throughput, attention, cascade, startup, planning, memory)
+OPTIONS_OF_ITS_OWN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Measure speed, start-up and memory on this machine."
+)
+for command in COMMANDS:
+    app.command()(command)
+app.command(context_settings=OPTIONS_OF_ITS_OWN, add_help_option=False)(gpu)

@@ -1,0 +1,58 @@
+"""quire bench attention: attention alone, against what the machine reads and multiplies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quire.cli.options import AsJson, Backend, fail, row
+from quire.errors import QuireError
+
+
+def attention(
+    sets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="peers, groups, mqa, dims, blocks, scatter, contexts, batches, long, dtypes, or all. Default: peers."
+        ),
+    ] = None,
+    attention_backend: Backend = "auto",
+    isa: Annotated[str | None, typer.Option(help="Of the native kernels, as in avx2. Default: the best here.")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Calls that count; their median is told.")] = 9,
+    sdpa_runs: Annotated[int, typer.Option(min=0, help="Calls of torch's attention to compare with.")] = 2,
+    plot: Annotated[Path | None, typer.Option(help="Draw the shares of the ceilings into this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Attention alone: GB/s of KV or GFLOP/s, and the share of what the machine reads or multiplies meanwhile."""
+    from quire import ops
+    from quire_bench.kernels import attention as bench_attention
+    from quire_bench.plot import check_path
+
+    try:
+        check_path(plot)
+        shapes = bench_attention.chosen(sets or ["peers"])
+        figures = []
+        with bench_attention.instruction_set(isa) as name:
+            backend = ops.load(attention_backend)
+            for shape in shapes:
+                figure = bench_attention.measure(backend, shape, runs, sdpa_runs)
+                figures.append(figure)
+                if as_json:
+                    print(json.dumps({"backend": backend.name, "isa": name} | figure.as_dict()), flush=True)
+                else:
+                    unit = "GB/s" if shape.query_len == 1 else "GFLOP/s"
+                    told = "" if figure.speedup is None else f"{figure.speedup:7.1f} x torch SDPA"
+                    print(f"{shape.name:52s} {figure.rate:7.1f} {unit:7s} {figure.fraction:5.0%}{told}", flush=True)
+            beside = bench_attention.overhead(backend)
+        if as_json:
+            print(json.dumps({"backend": backend.name, "isa": name, "name": "smallest call", "seconds": beside}))
+        else:
+            row("kernels", f"{backend.name}, {name}")
+            row("smallest call", f"{1e6 * beside:.1f} us on one thread")
+        if plot is not None:
+            bench_attention.plot(figures, plot)
+    except QuireError as error:
+        fail(error)

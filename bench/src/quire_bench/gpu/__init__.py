@@ -1,0 +1,1 @@
+"""Everything on a GPU in one command: `quire bench gpu`."""

@@ -1,0 +1,1 @@
+"""One operator alone, against what the memory and the arithmetic units allow."""

@@ -1,0 +1,128 @@
+"""What sharing a prefix saves in decode: sequences with the same first blocks, against as many with their own.
+
+Both calls have the same shapes, and the plan finds the shared blocks by itself. The roof of the speedup is the smaller
+of two numbers: the bytes of KV of the one over those of the other; and, since shared keys are read once but multiplied
+for all sequences, the time to read everything over the time to multiply everything. All of it is measured between the
+runs, because a shared machine's speed drifts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from quire import ops
+from quire_bench.kernels.attention import filled_cache, product_rate, random_numbers, read_rate, seconds_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class CascadeShape:
+    """Sequences of `shared` common tokens and `own` ones each, one query token a sequence, in bf16."""
+
+    batch: int = 64  # S
+    shared: int = 8192
+    own: int = 256
+    num_heads: int = 8  # Hq
+    num_kv_heads: int = 8  # Hkv
+    head_dim: int = 64  # D
+    block_size: int = 16
+
+    @property
+    def group_size(self) -> int:
+        """G: query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def bytes_saved(self) -> float:
+        """Bytes of KV of sequences apart, over those of sequences that share."""
+        return self.batch * (self.shared + self.own) / (self.shared + self.batch * self.own)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Blocks of the shared part, and of what is each sequence's own."""
+        return -(-self.shared // self.block_size), -(-self.own // self.block_size)
+
+    def spec(self, num_blocks: int, **fields: Any) -> ops.AttentionSpec:
+        """The attention over a cache of so many blocks. fields: others of the AttentionSpec."""
+        return ops.AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            num_blocks=num_blocks,
+            dtype=torch.bfloat16,
+            **fields,
+        )
+
+    def q(self, device: str) -> torch.Tensor:
+        """Random queries, [S, Hq, D]."""
+        return random_numbers(self.batch, self.num_heads, self.head_dim, dtype=torch.bfloat16).to(device)
+
+
+@dataclass(frozen=True)
+class CascadeFigure:
+    """What the two calls took, and the ceilings meanwhile: medians."""
+
+    shape: CascadeShape
+    apart_seconds: float
+    shared_seconds: float
+    read: float  # GB/s of memory
+    multiply: float  # GFLOP/s of a bf16 product
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast with shared blocks."""
+        return self.apart_seconds / self.shared_seconds
+
+    @property
+    def roof(self) -> float:
+        """What the speedup could be at best: in decode a byte of bf16 KV takes G operations."""
+        return min(self.shape.bytes_saved, self.multiply / (self.shape.group_size * self.read))
+
+    def as_dict(self) -> dict[str, object]:
+        """The figures, for JSON."""
+        return asdict(self) | {
+            "group_size": self.shape.group_size,
+            "speedup": self.speedup,
+            "roof": self.roof,
+            "share": self.speedup / self.roof,
+        }
+
+
+def shapes(batch: int, shared: int, own: int, head_dim: int) -> list[CascadeShape]:
+    """The same query heads over fewer and fewer KV heads: G = 1, 4 and 8."""
+    sizes = {"batch": batch, "shared": shared, "own": own, "head_dim": head_dim}
+    return [CascadeShape(num_kv_heads=8 // group, **sizes) for group in (1, 4, 8)]
+
+
+def measure(backend: ops.Backend, shape: CascadeShape, runs: int) -> CascadeFigure:
+    """Time both calls in turn, the ceilings in between."""
+    threads = torch.get_num_threads()
+    reader = read_rate(threads)
+    multiplier = product_rate("bfloat16", threads)
+    apart, shared = call(backend, shape, shares=False), call(backend, shape, shares=True)
+    apart(), shared()
+    rounds = [(seconds_of(apart), reader(), seconds_of(shared), multiplier()) for _ in range(runs)]
+    apart_seconds, read, shared_seconds, multiply = (statistics.median(column) for column in zip(*rounds, strict=True))
+    return CascadeFigure(shape, apart_seconds, shared_seconds, read, multiply)
+
+
+def call(backend: ops.Backend, shape: CascadeShape, *, shares: bool, device: str = "cpu") -> Callable[[], torch.Tensor]:
+    """Decode of all sequences; their first blocks are the same ones, or blocks with the same numbers in them."""
+    common, own = shape.blocks
+    copies = 1 if shares else shape.batch
+    num_blocks = copies * common + shape.batch * own
+    spec = shape.spec(num_blocks, device=device)
+    order = torch.randperm(num_blocks, dtype=torch.int32)
+    first = order[: copies * common].view(copies, common).expand(shape.batch, -1)
+    tables = torch.cat([first, order[copies * common :].view(shape.batch, own)], dim=1)
+    starts = torch.arange(shape.batch + 1, dtype=torch.int32)
+    lens = torch.full((shape.batch,), shape.shared + shape.own, dtype=torch.int32)
+    plan = backend.plan(spec, starts, lens, tables)
+    kv, q = filled_cache(spec), shape.q(device)
+    out = torch.empty_like(q)
+    return lambda: backend.attention(q, kv, plan, out=out)

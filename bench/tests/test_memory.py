@@ -1,0 +1,372 @@
+"""quire bench memory: the contiguous allocator is what it is said to be, and the figures are those of the run."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from quire.cache.manager import BlockManager, CacheGroup
+from quire.cli import app
+from quire.engine.workloads import WORKLOADS
+from quire.errors import BadValue, ConfigError, ModelError, QuireError
+from quire_bench.engine import memory
+from quire_bench.engine.contiguous import ContiguousAllocator, ContiguousScheduler, Reservation
+from quire_bench.engine.memory import KVSize, Moment, Setup
+
+# ---------------------------------------------------------------------------------------------- the allocator
+
+
+def test_first_fit() -> None:
+    slots = ContiguousAllocator(20)
+    assert [slots.allocate(size) for size in (4, 2, 6, 2)] == [0, 4, 6, 12]
+    slots.free(0)
+    slots.free(6)
+    assert slots.gaps == ((0, 4), (6, 12), (14, 20))
+    assert slots.allocate(3) == 0  # the first gap that is large enough, not the best one
+    assert slots.allocate(2) == 6  # one slot is left before it
+    assert slots.gaps == ((3, 4), (8, 12), (14, 20))
+    assert slots.allocate(6) == 14
+    assert slots.gaps == ((3, 4), (8, 12))
+
+
+@pytest.mark.parametrize("order", [(0, 4, 8), (0, 8, 4), (4, 0, 8), (4, 8, 0), (8, 0, 4), (8, 4, 0)])
+def test_gaps_join(order: tuple[int, ...]) -> None:
+    slots = ContiguousAllocator(12)
+    assert [slots.allocate(4) for _ in range(3)] == [0, 4, 8]
+    for start in order:
+        slots.free(start)
+    assert slots.gaps == ((0, 12),)
+    assert slots.allocate(12) == 0
+
+
+def test_refused_though_enough_is_free() -> None:
+    slots = ContiguousAllocator(12)
+    for _ in range(3):
+        slots.allocate(4)
+    slots.free(0)
+    slots.free(8)
+    before = slots.gaps
+    assert slots.num_free == 8
+    assert slots.allocate(5) is None
+    assert (slots.num_free, slots.gaps) == (8, before)
+    assert slots.allocate(4) == 0
+
+
+def test_misuse_of_the_allocator() -> None:
+    slots = ContiguousAllocator(8)
+    start = slots.allocate(3)
+    for wrong in (1, 3, -1):
+        with pytest.raises(BadValue, match=f"slot {wrong} is freed, but no allocation begins there"):
+            slots.free(wrong)
+    slots.free(start)
+    with pytest.raises(BadValue, match="slot 0 is freed"):
+        slots.free(start)
+    with pytest.raises(BadValue, match="0 slots were asked for"):
+        slots.allocate(0)
+    assert ContiguousAllocator(0).allocate(1) is None
+
+
+@given(st.integers(1, 40), st.lists(st.integers(-6, 12).filter(bool), max_size=80))
+def test_the_allocator_against_a_bitmap(num_slots: int, actions: list[int]) -> None:
+    """A positive number allocates that many slots, a negative one frees one of those that are taken."""
+    slots, taken = ContiguousAllocator(num_slots), [False] * num_slots
+    sizes: dict[int, int] = {}
+    for action in actions:
+        if action > 0:
+            starts = range(num_slots - action + 1)
+            expected = next((start for start in starts if not any(taken[start : start + action])), None)
+            assert slots.allocate(action) == expected
+            if expected is not None:
+                sizes[expected] = action
+                taken[expected : expected + action] = [True] * action
+        elif sizes:
+            start = sorted(sizes)[-action % len(sizes)]
+            slots.free(start)
+            size = sizes.pop(start)
+            taken[start : start + size] = [False] * size
+        gaps = []
+        for is_taken, run in groupby(range(num_slots), key=taken.__getitem__):
+            whole = list(run)
+            if not is_taken:
+                gaps.append((whole[0], whole[-1] + 1))
+        assert slots.gaps == tuple(gaps)
+        assert slots.num_free == taken.count(False)
+
+
+def test_a_reservation_that_can_never_be() -> None:
+    for size in (3, 13):
+        with pytest.raises(ConfigError, match=f"request 1 reserves {size} slots; .* at least 4, .* at most the 12"):
+            ContiguousScheduler([Reservation(1, 5, 6), Reservation(3, 5, size)], 12, 8)
+
+
+# ------------------------------------------------------------------------------------------------- the load
+
+
+def test_the_chat_load_is_that_of_the_workloads() -> None:
+    assert memory.draw("chat", 48, 2048) == WORKLOADS["mixed"][0]
+    assert memory.draw("chat", 100, 2048)[:48] == WORKLOADS["mixed"][0]
+
+
+@pytest.mark.parametrize("name", memory.DISTRIBUTIONS)
+def test_lengths(name: str) -> None:
+    lengths = memory.draw(name, 300, 2048)
+    assert lengths == memory.draw(name, 300, 2048)
+    assert lengths != memory.draw(name, 300, 2048, seed=1)
+    for longest in (2, 3, 64, 2048, 100_000):
+        assert all(
+            prompt >= 1 and new >= 1 and prompt + new <= longest for prompt, new in memory.draw(name, 300, longest)
+        )
+    totals = sorted(prompt + new for prompt, new in lengths)
+    if name == "uniform":
+        assert all(abs(totals[300 * i // 8] - 2048 * i / 8) < 200 for i in range(1, 8))
+    if name == "long-tailed":
+        assert totals[270] < 500
+        assert 5 <= sum(total >= 1024 for total in totals) <= 30
+
+
+def test_bad_setups() -> None:
+    with pytest.raises(ConfigError, match="no distribution 'normal'; there are chat, uniform, long-tailed"):
+        _ = Setup(distribution="normal").lengths
+    with pytest.raises(ConfigError, match="requests is 0"):
+        _ = Setup(requests=0).lengths
+    with pytest.raises(ConfigError, match="seed is -1"):
+        _ = Setup(seed=-1).lengths
+    with pytest.raises(ConfigError, match="max_model_len is 1"):
+        Setup(max_model_len=1)
+    with pytest.raises(ConfigError, match=r"shared_prefix is 63; it must be in 0\.\.62"):
+        Setup(max_model_len=64, shared_prefix=63)
+    with pytest.raises(ConfigError, match="block_size is 0"):
+        Setup(block_size=0)
+    with pytest.raises(ConfigError, match="num_blocks is 3; one request of max_model_len=64 tokens needs 4 blocks"):
+        Setup(max_model_len=64, num_blocks=3)
+    assert Setup(max_model_len=64, num_blocks=4).slots == 64
+    assert Setup(max_model_len=50, block_size=16).slots == 800
+
+
+# ------------------------------------------------------------------------------------------------- the runs
+
+Load = Callable[..., Setup]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """A setup with these lengths."""
+
+    def make(lengths: list[tuple[int, int]], **options: int) -> Setup:
+        drawn = iter(lengths)
+        monkeypatch.setitem(memory.DISTRIBUTIONS, "hand-made", lambda rng, longest: next(drawn))
+        return Setup(distribution="hand-made", requests=len(lengths), **options)
+
+    return make
+
+
+FOUR = [(3, 1), (1, 3), (3, 1), (5, 1)]
+
+
+def test_contiguous_by_hand(load: Load) -> None:
+    """The first and the third request end and leave two gaps of four slots, and the last one needs six in one piece."""
+    setup = load(FOUR, block_size=4, num_blocks=3, max_model_len=8)
+    run = memory.run_contiguous(setup, "exact length", [4, 4, 4, 6])
+    assert run.moments == (
+        Moment(running=3, used=12, live=7, shared=0, unusable=0, is_short=True),
+        Moment(running=1, used=4, live=2, shared=0, unusable=8, is_short=True),
+        Moment(running=1, used=4, live=3, shared=0, unusable=8, is_short=True),
+        Moment(running=1, used=6, live=5, shared=0, unusable=0, is_short=False),
+    )
+    assert (run.refused, run.system) == (1, "contiguous, exact length")
+    use = run.pressed
+    assert (use.used, use.live, use.wasted, use.unusable) == pytest.approx((20 / 3, 4, 8 / 3, 16 / 3))
+    assert (use.free, use.waste, use.mean_batch, use.largest_batch) == pytest.approx((0, 1 - 12 / 36, 5 / 3, 3))
+
+
+def test_a_rest_that_is_too_small_for_max_model_len_is_waste_too(load: Load) -> None:
+    setup = load(FOUR, block_size=4, num_blocks=3, max_model_len=8)
+    run = memory.run_contiguous(setup, "max_model_len", [8] * 4)
+    assert [moment.running for moment in run.moments] == [1] * 6
+    assert [moment.unusable for moment in run.moments] == [4, 4, 4, 4, 0, 0]  # the last one has no room in four slots
+    assert run.refused == 2
+
+
+def test_paged_by_hand(load: Load) -> None:
+    setup = load(FOUR, block_size=4, num_blocks=3, max_model_len=8)
+    run = memory.run_paged(setup)
+    assert run.moments == (
+        Moment(running=3, used=12, live=7, shared=0, unusable=0, is_short=True),
+        Moment(running=2, used=12, live=7, shared=0, unusable=0, is_short=False),  # two blocks, not neighbours
+        Moment(running=1, used=4, live=3, shared=0, unusable=0, is_short=False),
+    )
+    assert (run.refused, run.preemptions) == (0, 0)
+
+
+def test_the_systems_differ_in_memory_alone() -> None:
+    """With room for all they take the same steps, prompts of several pieces included."""
+    setup = Setup(distribution="uniform", requests=60, max_model_len=5000, num_blocks=60 * 313)
+    paged, whole, exact = memory.compare(setup)
+    assert max(prompt for prompt, _ in setup.lengths) > 2 * memory.MAX_NUM_BATCHED_TOKENS
+    for run in (whole, exact):
+        assert [(m.running, m.live) for m in run.moments] == [(m.running, m.live) for m in paged.moments]
+    assert [run.short for run in (paged, whole, exact)] == [(), (), ()]
+    assert paged.pressed == paged.use(paged.moments)
+    assert paged.as_dict()["short"] is None
+    assert "paged, all fit" in memory.table([paged])[2]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_targets_on_the_chat_like_load(seed: int) -> None:
+    """Less than 4 % wasted at block size 16, and at least twice the batch of contiguous pre-allocation."""
+    paged, whole, exact = memory.compare(Setup(distribution="chat", seed=seed))
+    assert 0 < paged.pressed.waste < 0.04
+    assert paged.use(paged.moments).waste < 0.04
+    assert paged.pressed.mean_batch >= 2 * whole.pressed.mean_batch
+    assert paged.pressed.mean_batch > exact.pressed.mean_batch
+    assert len(paged.moments) < len(exact.moments) < len(whole.moments)
+    assert (whole.pressed.mean_batch, whole.pressed.largest_batch, whole.pressed.unusable) == (16, 16, 0)
+    assert exact.pressed.unusable > 0
+    assert (paged.refused, whole.refused) == (0, 0)
+    assert exact.refused > 0
+    assert all(len(run.short) > 50 for run in (paged, whole, exact))
+
+
+@pytest.mark.parametrize("name", memory.DISTRIBUTIONS)
+def test_the_books_balance(name: str) -> None:
+    setup = Setup(distribution=name, requests=100, max_model_len=512)
+    tokens = sum(prompt + new - 1 for prompt, new in setup.lengths)  # the last one is never computed
+    for run in memory.compare(setup):
+        for moment in run.moments:
+            assert 0 < moment.live <= moment.used <= setup.slots
+            assert moment.used + moment.unusable <= setup.slots
+        told = json.loads(json.dumps(run.as_dict()))
+        assert told["overall"] == asdict(run.use(run.moments))
+        assert told["short"] == asdict(run.pressed)
+        assert told["prompt_tokens"] + told["new_tokens"] == tokens + 100
+        for use in (told["overall"], told["short"]):
+            assert use["live"] + use["wasted"] + use["unusable"] + use["free"] == pytest.approx(setup.slots)
+            lost = use["wasted"] + use["unusable"]
+            assert use["waste"] == pytest.approx(lost / (lost + use["live"]))
+    assert memory.run_paged(setup) == memory.run_paged(setup)
+
+
+def test_waste_grows_with_the_block() -> None:
+    wastes = [
+        memory.run_paged(Setup(requests=200, block_size=size, num_blocks=16 * 2048 // size)).pressed.waste
+        for size in (1, 16, 128)
+    ]
+    assert wastes[0] == 0 < wastes[1] < 0.04 < wastes[2]
+
+
+def test_a_shared_prefix() -> None:
+    setup = {"requests": 100, "max_model_len": 512, "shared_prefix": 128}
+    alone = memory.run_paged(Setup(**setup)).pressed
+    together = memory.run_paged(Setup(**setup, prefix_caching=True))
+    assert alone.shared == 0
+    assert together.pressed.shared >= 0.9 * 128 * (together.pressed.mean_batch - 1)
+    assert together.pressed.mean_batch > 1.4 * alone.mean_batch
+    assert together.refused == 0
+    assert "sharing saves" in memory.table([together])[-1]
+
+
+def test_a_request_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def grow(*arguments: object) -> bool:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(BlockManager, "grow", grow)
+    with pytest.raises(QuireError, match="request 0 failed: RuntimeError: injected"):
+        memory.run_paged(Setup(requests=1))
+
+
+# ------------------------------------------------------------------------------------------------ the model
+
+
+def test_layers_with_a_window_take_fewer_blocks() -> None:
+    windowed = KVSize((CacheGroup((0, 2), 64), CacheGroup((1, 3))), 2, 8, torch.float32)
+    whole = KVSize((CacheGroup((0, 1, 2, 3)),), 2, 8, torch.float32)
+    assert windowed.bytes_per_token == whole.bytes_per_token == 2 * 4 * 2 * 8 * 4
+    assert whole.paged_bytes(4096) == 4096 * whole.bytes_per_token
+    assert windowed.paged_bytes(4096) == (4096 + 2128) * whole.bytes_per_token // 2  # 63 keys before 2,048 new ones
+    assert windowed.paged_fit(2**30, 4096) == whole.paged_fit(2**30, 4096)  # both groups have the same blocks
+    sliding = KVSize((CacheGroup((0, 1, 2, 3), 64),), 2, 8, torch.float32)
+    assert sliding.paged_fit(2**30, 4096) == 2**30 // (2128 * whole.bytes_per_token)
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+def run(arguments: str, status: int = 0) -> str:
+    result = CliRunner().invoke(app, ["bench", "memory", *arguments.split()])
+    assert result.exit_code == status, result.output
+    return result.stderr if status else result.stdout
+
+
+SMALL = "--requests 40 --max-model-len 256 --memory 1GiB"
+
+
+def test_the_table() -> None:
+    told = run(SMALL)
+    for name in memory.DISTRIBUTIONS:
+        assert f"{name}: 40 requests" in told
+    assert "256 blocks of 16, max_model_len 256" in told
+    assert told.count("contiguous, exact length") == 6
+    assert "embedded: 5 layers, 2 KV heads of 32, bfloat16" in told
+    assert "bytes a token      1,280" in told
+    assert "3,276 requests of 256 tokens, full length" in told
+    assert "1,024 tokens, full length" in run("--requests 2 --distribution chat")  # what the model was made for
+
+
+def test_json() -> None:
+    lines = [json.loads(line) for line in run(f"{SMALL} --json --distribution chat --block-size 32").splitlines()]
+    assert [line.get("system") for line in lines] == [
+        "paged", "contiguous, max_model_len", "contiguous, exact length", None
+    ]  # fmt: skip
+    assert (lines[0]["num_blocks"], lines[0]["block_size"], lines[0]["distribution"]) == (128, 32, "chat")
+    assert lines[0]["short"]["mean_batch"] > lines[1]["short"]["mean_batch"]
+    model = lines[3]
+    assert (model["bytes_per_token"], model["bytes_per_request"], model["memory"]) == (1280, 256 * 1280, 2**30)
+    assert model["contiguous"] == model["paged"]["full length"]["requests"] == 2**30 // (256 * 1280)
+    chat = model["paged"]["mean of chat"]
+    assert chat["requests"] == 2**30 // (32 * 1280) // -(-chat["tokens"] // 32)
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
+    "max_position_embeddings": 128, "num_attention_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5, "rope_theta": 1e4, "torch_dtype": "float16", "vocab_size": 99, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def test_model_config(tmp_path: Path) -> None:
+    path = tmp_path / "small" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(CONFIG))
+    told = run(f"--requests 5 --memory 1.5MB --model-config {path}")
+    assert told.endswith(run(f"--requests 5 --memory 1.5MB --model-config {path.parent}"))
+    assert "small: 3 layers, 2 KV heads of 16, float16" in told
+    assert "bytes a token      384\n" in told
+    assert "bytes a request    49,152 of 128 tokens" in told
+    assert "contiguous         30 requests fit" in told
+    other = path.rename(path.with_name("other.json"))
+    assert "other.json: 3 layers" in run(f"--requests 5 --model-config {other}")
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        memory.model_fit(tmp_path, "1GB", 16, None, 5, 0)
+
+
+def test_plot(tmp_path: Path) -> None:
+    path = tmp_path / "memory.png"
+    run(f"{SMALL} --plot {path}")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "there is no directory" in run(f"--plot {tmp_path / 'none' / 'x.png'}", status=1)
+
+
+def test_bad_options() -> None:
+    assert "there is no distribution 'normal'" in run("--distribution normal", status=1)
+    assert "requests is 0; it must be at least 1" in run("--requests 0", status=1)
+    assert "memory is 'much'; give bytes with a unit" in run("--memory much", status=1)
+    assert "num_blocks is 4; one request of max_model_len=2048" in run("--num-blocks 4", status=1)
+    assert "block_size is 0" in run("--block-size 0", status=1)
+    assert "max_model_len is 1" in run("--max-model-len 1", status=1)

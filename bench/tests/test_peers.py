@@ -1,0 +1,237 @@
+"""Peers: engines take turns on the same tokens, and ratios are those of runs that stood next to each other."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire_bench.peers import run as program
+from quire_bench.peers.cases import CASES, ENGINES, READY, Case
+from quire_bench.peers.process import EngineProcess, Failed, runners_in
+from quire_bench.peers.race import Race
+from quire_bench.peers.result import COLUMNS, Result, line
+from quire_bench.peers.runners.protocol import Settings
+
+SETTINGS = Settings(
+    model=None, threads=1, max_model_len=256, max_requests=2, max_tokens=64, prefix_caching=False, kv_cache_gib=1
+)
+# An engine that takes no time: its name, the file where it notes what it is told, and how many tokens it leaves out.
+FAKE = """
+import sys
+from quire_bench.peers.runners.protocol import serve
+
+name, log, missing = sys.argv[1:]
+
+def note(*what):
+    print(*what, file=open(log, "a"))
+
+def start(settings):
+    print("an engine's own words")
+    note(name, "starts", settings.model, settings.prefix_caching, settings.max_requests, settings.max_tokens)
+
+    def generate(prompts, new_tokens):
+        print("and more of them")
+        note(name, "runs", prompts[0][0])
+        return [count - int(missing) for count in new_tokens]
+
+    return "1.2", generate
+
+serve(start)
+"""
+
+
+def fake(name: str, log: Path, missing: int = 0) -> list[str]:
+    return [sys.executable, "-c", FAKE, name, str(log), str(missing)]
+
+
+def state(process: EngineProcess) -> str:
+    """The letter that the kernel has for what its process does."""
+    return Path(f"/proc/{process._process.pid}/stat").read_text().rpartition(") ")[2][0]
+
+
+def prompts(folder: Path) -> Path:
+    path = folder / "prompts.json"
+    path.write_text(json.dumps({"prompts": [[5, 6, 7], [8]], "new_tokens": [3, 2]}))
+    return path
+
+
+def race(folder: Path, commands: dict[str, list[str]], cases: list[Case], **options: int) -> tuple[Race, list[Result]]:
+    checkpoints = {(engine, case.model): folder / case.model for engine in commands for case in cases}
+    counts = {"threads": 1, "runs": 2, "warmup": 1} | options
+    one = Race(commands, checkpoints, folder, rates=lambda: (50.0, 800.0), **counts)
+    return one, list(one.compare(cases))
+
+
+class TestEngineProcess:
+    def test_answers_and_stands_still_in_between(self, tmp_path: Path) -> None:
+        process = EngineProcess(fake("a", tmp_path / "told"), SETTINGS, tmp_path / "log")
+        try:
+            assert process.wait() == "1.2"
+            assert 0 <= process.run(prompts(tmp_path), [3, 2]) < 1
+            for _ in range(100):
+                if state(process) == "T":
+                    break
+                time.sleep(0.01)
+            assert state(process) == "T"
+            with pytest.raises(Failed, match="5 new tokens; expected 4"):
+                process.run(prompts(tmp_path), [3, 1])
+        finally:
+            process.close()
+        assert process._process.returncode == 0
+        assert (tmp_path / "told").read_text().splitlines() == ["a starts None False 2 64", *["a runs 5"] * 2]
+        assert (tmp_path / "log").read_text().splitlines()[0] == "an engine's own words"
+
+    def test_one_that_dies_is_quoted(self, tmp_path: Path) -> None:
+        command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
+        process = EngineProcess(command, SETTINGS, tmp_path / "log")
+        with pytest.raises(Failed, match="no such model"):
+            process.wait()
+        process.close()
+        assert process._process.returncode == 1
+
+
+class TestRace:
+    def test_engines_take_turns_on_tokens_that_no_cache_knows(self, tmp_path: Path) -> None:
+        log = tmp_path / "told"
+        commands = {name: fake(name, log) for name in ("quire", "vllm", "openvino")}
+        cases = [
+            Case("single", "small", {"vllm": None, "openvino": None}),
+            Case("prefix", "small", {"vllm": 2.0}),
+        ]
+        one, (single, prefix) = race(tmp_path, commands, cases)
+        told = [entry.split(" ", 1) for entry in log.read_text().splitlines()]
+        model = tmp_path / "small"
+        assert told[:3] == [[name, f"starts {model} False 1 144"] for name in commands]
+        first = [int(what.removeprefix("runs ")) for _, what in told[3:12]]
+        assert [name for name, _ in told[3:12]] == [*commands] * 3
+        assert first == [first[0] + turn for turn in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
+        assert told[12:14] == [[name, f"starts {model} True 32 35840"] for name in ("quire", "vllm")]
+        assert [name for name, _ in told[14:]] == ["quire", "vllm"] * 3
+        assert {name: len(seconds) for name, seconds in single.seconds.items()} == dict.fromkeys(commands, 2)
+        assert prefix.seconds.keys() == {"quire", "vllm"}
+        assert single.read == [50.0] * 2
+        assert one.versions == dict.fromkeys(commands, "1.2")
+
+    def test_an_engine_that_fails_leaves_the_others_alone(self, tmp_path: Path) -> None:
+        log = tmp_path / "told"
+        commands = {
+            "quire": fake("quire", log),
+            "vllm": fake("vllm", log, missing=1),
+            "openvino": [sys.executable, "-c", "raise SystemExit('no processor')"],
+        }
+        cases = [Case("single", "small", {"vllm": 2.0, "openvino": 2.0})]
+        _, [found] = race(tmp_path, commands, cases)
+        assert found.seconds.keys() == {"quire"}
+        assert "127 new tokens; expected 128" in found.failures["vllm"]
+        assert "no processor" in found.failures["openvino"]
+        assert [row[2][:6] == "failed" for row in found.rows()] == [False, True, True]
+        assert found.as_dict()["ratios"] == {}
+
+    def test_ready_takes_a_fresh_process_each_time(self, tmp_path: Path) -> None:
+        log = tmp_path / "told"
+        cases = [Case(READY, "small", {})]
+        _, [found] = race(tmp_path, {"quire": fake("quire", log)}, cases, runs=1)
+        assert [entry.split()[1] for entry in log.read_text().splitlines()] == ["starts", "runs"] * 2
+        [seconds] = found.seconds["quire"]
+        assert seconds > 0.005  # an interpreter was started
+
+
+class TestResult:
+    case = Case("single", "small", {"vllm": 2.0, "llama-cpp": 1.5, "openvino": None}, weights_read=0.6)
+
+    def result(self) -> Result:
+        seconds = {"quire": [1.0, 2.0, 4.0], "vllm": [3.0, 3.8, 8.4], "llama-cpp": [1.0, 2.2, 4.0]}
+        return Result(self.case, 500_000_000, seconds, {"openvino": "no\nanswer"}, [50.0, 40.0, 60.0], [800.0] * 3)
+
+    def test_ratios_are_of_neighbours(self) -> None:
+        ratio = self.result().ratio("vllm")
+        assert (ratio.median, ratio.low, ratio.high) == pytest.approx((2.1, 1.9, 3.0))  # of the medians: 1.9
+
+    def test_rows(self) -> None:
+        rows = list(self.result().rows())
+        assert rows == [
+            ("single, small", "Quire", "2.00 (1.00 to 4.00)", "64.0 (32.0 to 128)", "72.0 (36.0 to 144)",
+             "weights read at 64%", "≥ 60%: met"),
+            ("single, small", "vLLM-CPU", "3.80 (3.00 to 8.40)", "33.7 (15.2 to 42.7)", "37.9 (17.1 to 48.0)",
+             "2.10 (1.90 to 3.00)", "≥ 2.0: met"),
+            ("single, small", "OpenVINO GenAI", "failed: no", "", "", "", ""),
+            ("single, small", "llama.cpp", "2.20 (1.00 to 4.00)", "58.2 (32.0 to 128)", "65.5 (36.0 to 144)",
+             "1.00 (1.00 to 1.10)", "≥ 1.5: not met"),
+        ]  # fmt: skip
+        assert all(len(row) == len(COLUMNS) for row in rows)
+        assert line(rows[2], markdown=True) == "| single, small | OpenVINO GenAI | failed: no |  |  |  |  |"
+
+    def test_json(self) -> None:
+        found = json.loads(json.dumps(self.result().as_dict()))
+        assert found["ratios"].keys() == {"vllm", "llama-cpp"}
+        assert found["ratios"]["vllm"]["target"] == 2.0
+        assert (found["prompt_tokens"], found["new_tokens"], found["weights_read"]) == (16, 128, pytest.approx(0.64))
+
+
+class TestProgram:
+    def test_quire_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "smol135").symlink_to(Path(quire.__file__).parent / "embedded")
+        pinned = []
+        monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: pinned.append(cpus))
+        monkeypatch.setattr(program, "machine_rates", lambda threads: lambda: (50.0, 800.0))
+        given = f"--models {tmp_path} --workloads ready --runs 1 --warmup 0 --threads 1 --markdown --json {tmp_path}/x"
+        assert program.main(given.split()) == 0
+        head, rule, row, _, about = capsys.readouterr().out.splitlines()
+        assert head.count("|") == rule.count("|") == row.count("|") == len(COLUMNS) + 1
+        assert row.startswith("| ready, smol135 | Quire | ")
+        assert f"Quire {quire.__version__}" in about
+        assert "1 threads" in about
+        assert [len(cpus) for cpus in pinned] == [1]
+        [result] = json.loads((tmp_path / "x").read_text())["results"]
+        assert len(result["seconds"]["quire"]) == 1
+
+    @pytest.mark.parametrize(
+        ("given", "told"),
+        [
+            ("--models /nowhere", "it has none of gpt2"),
+            ("--models /nowhere --workloads sleep", "invalid choice: 'sleep'"),
+            ("--models /nowhere --vllm /nowhere/python", "--vllm is /nowhere/python; there is no such program"),
+            ("--models /nowhere --runs 0", "--runs is 0"),
+            ("--models /nowhere --threads 0", "--threads is 0"),
+        ],
+    )
+    def test_refuses(self, given: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            program.main(given.split())
+        assert ended.value.code == 2
+        assert told in capsys.readouterr().err
+
+
+def test_cases_of_one_process_stand_together() -> None:
+    """Else the same engine would be started on the same model twice."""
+    keys = [(case.model, case.shares_prefix, case.workload == READY) for case in CASES]
+    assert len(list(dict.fromkeys(keys))) == sum(a != b for a, b in zip(keys, [None, *keys], strict=False))
+    assert all(case.peers.keys() <= ENGINES.keys() for case in CASES)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_runner_wants_nothing_but_its_engine(engine: str) -> None:
+    """And that only when it starts, so that what the engine needs can be set before."""
+    spec = find_spec(ENGINES[engine].runner)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text())
+    modules = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    ours = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
+    assert ours - {"quire_bench.peers.runners.quire_engine"} == {"quire_bench.peers.runners.protocol"}
+
+
+def test_another_interpreter_finds_the_runners_and_nothing_else_of_ours(tmp_path: Path) -> None:
+    program = "import importlib.util, quire_bench.peers.runners.protocol; print(importlib.util.find_spec('quire'))"
+    command = [sys.executable, "-S", "-E", "-c", program]  # one that has nothing installed
+    assert subprocess.check_output(command, cwd=runners_in(tmp_path), text=True) == "None\n"
