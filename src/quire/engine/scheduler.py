@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Callable
 from itertools import islice, pairwise
-from operator import gt, le
 
 from quire.cache.audit import audit
 from quire.cache.manager import BlockManager, Move
 from quire.cache.usage import CacheUsage, cache_usage
+from quire.engine.decisions import fits, free_seats, may_pass, num_new_tokens, seats_wanted, who_gives_way
 from quire.engine.limits import check_size
 from quire.engine.order import BLIND_TO_PRIORITY, Order, first_come_first_served
 from quire.engine.plan import GENERATE, INVALID_TOKEN, Plan, PlanItem, StepOutput
@@ -154,18 +154,17 @@ class Scheduler:
         plan = Plan()
         self._num_plans += 1
         self.manager.now = self.clock()
-        lacking = self._plan_running(plan)
-        # What was freed for one request is not given to another in the same step.
-        if not plan.preempted and (self.swapped or self.waiting):
+        lacking = self._keep_running(plan)
+        if not plan.preempted:  # what was freed for one request is not given to another in the same step
             self._bring_back(plan, lacking)
             self._admit(plan, lacking)
-        if self.running and not (plan.items or plan.preempted or plan.failed or self._marked) and plan.is_empty:
+        if self.running and plan.is_empty and not (plan.preempted or plan.failed or self._marked):
             # Nobody can go on: siblings that wait for one another hold what the next one in the queue needs. They
-            # join the queue behind it; from the host they would come back before it.
+            # join the queue after it; from the host they would come back before it.
             self._preempt(self.running.last_unit(), None, plan)
         return plan
 
-    def _plan_running(self, plan: Plan) -> list[int]:
+    def _keep_running(self, plan: Plan) -> list[int]:
         """Plan what runs. Returns the blocks of each group that these requests will still need for their tokens.
 
         Every request that needs a single token gets it before a long prompt takes the rest of the budget.
@@ -179,7 +178,7 @@ class Scheduler:
             request = self.running[at]
             at += 1
             missing = len(request.tokens) - request.cache.num_computed
-            num_new = 1 if missing == 1 else min(missing, budget - singles)
+            num_new = num_new_tokens(missing, budget, singles)
             singles -= missing == 1
             if missing == 0 or request.finish_reason is not None:
                 continue
@@ -205,11 +204,9 @@ class Scheduler:
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         """Let a running request grow, preempting the last ones while blocks are short. False: it was the last."""
         while not self.manager.grow(request, num_tokens, plan.copies):
-            last = self.running[-1]
-            # Siblings give way together, but not to one another: then the last of them alone.
-            unit = [last] if last is request or last.group is request.group is not None else self.running.last_unit()
+            unit = who_gives_way(request, self.running)
             self._preempt(unit, self._swap_out(unit), plan)
-            if last is request:
+            if request in unit:
                 return False
         return True
 
@@ -276,14 +273,14 @@ class Scheduler:
         if not self.waiting:
             return
         coming = ComingBlocks(self.manager, self.running)
-        seats = self._free_seats()
+        seats = free_seats(self.running, self.max_num_seqs)
         passed: list[Request] = []
         try:
             while (request := self.waiting.first()) is not None and plan.num_tokens < self.max_num_batched_tokens:
-                wanted = self._seats_wanted(request)
+                wanted = seats_wanted(request, self.running)
                 if len(self.running) >= self.max_num_seqs or wanted > seats - len(passed):
                     break
-                if self.swapped and (request.is_new or request.schedule.rank > self.swapped[0].schedule.rank):
+                if not may_pass(request, self.swapped):
                     break
                 self.waiting.pop()
                 try:
@@ -303,32 +300,18 @@ class Scheduler:
             for request in passed:
                 self.waiting.add(request)
 
-    def _free_seats(self) -> int:
-        """Seats that nobody has or may yet claim: a search may claim one for each of its beams."""
-        searches = {
-            request.group: len(request.group.members) for request in self.running if request.group and request.driven
-        }
-        alone = sum(not request.driven for request in self.running)
-        return self.max_num_seqs - alone - sum(searches.values())
-
-    def _seats_wanted(self, request: Request) -> int:
-        """Seats that a waiting request takes of those that are free."""
-        if not request.driven or request.group is None:
-            return 1
-        return 0 if any(self.running.siblings_of(request)) else len(request.group.members)
-
     def _seat(self, request: Request, plan: Plan, lacking: list[int]) -> bool:
         """Let a waiting request run, if there are blocks for it and for its siblings' first tokens."""
         spare = [pool.num_free - count for pool, count in zip(self.manager.pools, lacking, strict=True)]
         if plan.items and self._blocked is not None:  # finding its blocks again is not free, either
             who, before, when = self._blocked
-            if who == request.schedule.ordinal and self._num_plans < when + LOOK_AGAIN and all(map(le, spare, before)):
+            if who == request.schedule.ordinal and self._num_plans < when + LOOK_AGAIN and fits(spare, before):
                 return False
         match = self.manager.match(request)
         seats = self.max_num_seqs - len(self.running) - 1
         forks = sum(1 for _ in islice(unborn(request, self.waiting), seats))
         needed = [count + forks for count in self.manager.needed(request, match)]
-        if any(map(gt, needed, spare)) and (forks == 0 or self.running or plan.items):
+        if not fits(needed, spare) and (forks == 0 or self.running or plan.items):
             self._blocked = (request.schedule.ordinal, spare, self._num_plans)
             return False
         self.manager.admit(request, match)
