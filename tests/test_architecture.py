@@ -18,10 +18,10 @@ MAY_IMPORT = {
     "request": {"errors"},
     "config": {"errors"},
     "ops": {"errors"},
-    "integrations": {"errors", "ops", "models"},
+    "integrations": {"errors", "ops"},
     "batch": {"errors", "request", "config"},
     "cache": {"errors", "request", "config", "ops"},
-    "models": {"errors", "request", "config", "ops", "batch", "cache"},
+    "models": {"errors", "request", "config", "ops", "batch", "cache", "integrations"},
     "engine": {"errors", "request", "config", "ops", "batch", "cache", "models"},
     "text": {"errors", "request", "config", "ops", "batch", "cache", "models", "engine"},
     "embedding": {"errors", "request", "text"},
@@ -38,7 +38,7 @@ NO_TORCH = ("errors.py", "request.py", "config.py", "cache/__init__.py", "cache/
             "engine/scheduler.py", "engine/plan.py", "engine/order.py", "engine/queue.py", "engine/sharing.py",
             "engine/beam.py", "engine/trace.py", "engine/workloads.py")  # fmt: skip
 
-SHAPED = ("batch.py", "ops/interface.py")
+SHAPED = ("batch.py", "ops/spec.py", "ops/backend.py")
 
 
 def room(path: Path) -> str:

@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from quire.errors import ModelError
 from quire.models import Own, choose
-from quire.models.hub_check import randomise
-from quire.models.hub_tiny import VOCAB, shrink
+from quire.models.adapter.tiny import VOCAB, shrink
+from quire.models.adapter.trial import randomise
 from quire.models.supported import PATH, Supported, Sweep, read
 from tests.models.checkpoints import engine, probed_logits
 

@@ -29,7 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from quire import ops
 from quire.errors import Unsupported
-from quire.models.hub_gate import HARMLESS, attention_refusal
+from quire.integrations.gate import HARMLESS, attention_refusal
 
 __all__ = ["NAME", "Mask", "attention", "mask", "register"]
 

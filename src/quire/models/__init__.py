@@ -23,7 +23,7 @@ from quire.models.weights import Checkpoint, Sources, Weights, read_json
 from quire.ops import Backend
 
 if TYPE_CHECKING:
-    from quire.models.hub_load import Found
+    from quire.models.adapter.load import Found
 
 # What a config.json calls its architecture -> the module that reads it.
 FAMILIES = {
@@ -129,6 +129,7 @@ def read_config(path: Path) -> tuple[DecoderConfig, torch.dtype]:
 class Own(NamedTuple):
     """A model of Quire's decoder."""
 
+    raw: Mapping[str, Any]  # its config.json
     family: Family
     config: DecoderConfig
 
@@ -139,6 +140,7 @@ class Own(NamedTuple):
 class Adapted(NamedTuple):
     """A model of transformers' code."""
 
+    raw: Mapping[str, Any]  # its config.json
     found: Found
     reason: str  # why it is not of Quire's decoder
 
@@ -156,15 +158,15 @@ def choose(directory: Path, model_impl: str = "auto") -> Own | Adapted:
     if model_impl != "transformers":
         try:
             family = _family_of(raw, directory)
-            return Own(family, family.decoder_config(raw))
+            return Own(raw, family, family.decoder_config(raw))
         except ModelError as error:
             if model_impl == "quire":
                 raise
             reason = str(error)
-    from quire.models.hub_load import find  # two seconds to import, which Quire's decoder does not take
+    from quire.models.adapter.load import find  # two seconds to import, which Quire's decoder does not take
 
     try:
-        return Adapted(find(directory), reason)
+        return Adapted(raw, find(directory, raw), reason)
     except Unsupported as error:
         raise ModelError(f"{reason}. Nor can transformers' code be served: {error}") from error
 
@@ -175,10 +177,9 @@ def load_model(directory: Path, config: EngineConfig, backend: Backend) -> Model
     Raises ModelError for a checkpoint that cannot be served, ConfigError for options that do not suit it.
     """
     choice = choose(directory, config.model_impl)
-    raw = read_json(directory / "config.json")
     if isinstance(choice, Adapted):
-        return _adapted(choice, raw, directory, config, backend)
-    family, decoder = choice
+        return _adapted(choice, directory, config, backend)
+    raw, family, decoder = choice
     max_model_len = _max_model_len(config, directory, decoder.max_position_embeddings, longest_sequence(decoder))
     checkpoint = Checkpoint(directory)
     sources = family.weight_sources(decoder, checkpoint.names)
@@ -187,16 +188,16 @@ def load_model(directory: Path, config: EngineConfig, backend: Backend) -> Model
     return Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible)
 
 
-def _adapted(choice: Adapted, raw: Mapping[str, Any], directory: Path, config: EngineConfig, backend: Backend) -> Model:
-    from quire.models import hub_load
+def _adapted(choice: Adapted, directory: Path, config: EngineConfig, backend: Backend) -> Model:
+    from quire.models.adapter import load as adapter
 
-    found = choice.found
-    longest = hub_load.longest_sequence(found.config)
+    raw, found = choice.raw, choice.found
+    longest = adapter.longest_sequence(found.config)
     max_model_len = _max_model_len(config, directory, longest, longest)
     eos_token_ids = _eos_token_ids(raw, directory, found.config.get_text_config().vocab_size)
     dtype = _dtype(config.dtype, raw)
     try:
-        model = hub_load.load(
+        model = adapter.load(
             directory, found, backend, dtype, config.device, max_model_len, eos_token_ids, config.reproducible
         )
     except Unsupported as error:

@@ -17,11 +17,12 @@ from transformers.models.mistral import modeling_mistral
 from quire import LLM, SamplingParams, ops
 from quire.config import engine_config
 from quire.errors import ConfigError, ModelError, Unsupported
-from quire.models import choose, hub_modules, load_model
-from quire.models.hub import HubModel
-from quire.models.hub_attention import NAME
-from quire.models.hub_check import check, packed, randomise
-from quire.models.hub_tiny import shrink
+from quire.models import choose, load_model
+from quire.models.adapter import modules
+from quire.models.adapter.attention import NAME
+from quire.models.adapter.model import AdaptedModel
+from quire.models.adapter.tiny import shrink
+from quire.models.adapter.trial import check, packed, randomise
 from tests.models.checkpoints import TINY, engine, probed_logits, save
 from tests.models.test_loading import change_config
 
@@ -29,7 +30,7 @@ PROMPTS = [[5], [7, 3, 9, 11], list(range(2, 40))]
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32}
 
 
-def hub_engine(directory: Path, **options: Any) -> Any:
+def adapted_engine(directory: Path, **options: Any) -> Any:
     return engine(directory, **({"model_impl": "transformers"} | options))
 
 
@@ -58,9 +59,9 @@ def test_it_agrees_with_our_decoder(tmp_path: Path, kind: str, backend: str) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_every_batch(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     save(tmp_path, kind, dtype)
-    together, tokens = probed_logits(hub_engine(tmp_path, max_num_batched_tokens=24), PROMPTS, max_tokens=5)
+    together, tokens = probed_logits(adapted_engine(tmp_path, max_num_batched_tokens=24), PROMPTS, max_tokens=5)
     for i, prompt in enumerate(PROMPTS):
-        alone, its = probed_logits(hub_engine(tmp_path, max_num_batched_tokens=64), [prompt], max_tokens=5)
+        alone, its = probed_logits(adapted_engine(tmp_path, max_num_batched_tokens=64), [prompt], max_tokens=5)
         assert its["r0"] == tokens[f"r{i}"]
         assert all(torch.equal(together.found[text], logits) for text, logits in alone.found.items())
 
@@ -92,7 +93,7 @@ def test_longrope_goes_by_max_model_len(tmp_path: Path) -> None:
     }
     save(tmp_path, "Phi3", rope_parameters=rope, pad_token_id=0, sliding_window=None)
     short, long = (
-        probed_logits(hub_engine(tmp_path, max_model_len=length), [PROMPTS[1]], 2)[0].found[tuple(PROMPTS[1])]
+        probed_logits(adapted_engine(tmp_path, max_model_len=length), [PROMPTS[1]], 2)[0].found[tuple(PROMPTS[1])]
         for length in (32, 128)
     )
     kind = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
@@ -203,7 +204,7 @@ def test_a_longer_sequence_than_it_was_made_for(tmp_path: Path) -> None:
 def test_products_of_others_are_not_reproducible(tmp_path: Path) -> None:
     save(tmp_path, "GraniteMoeShared", **MOE)
     model = loaded(tmp_path)
-    assert isinstance(model, HubModel)
+    assert isinstance(model, AdaptedModel)
     assert not model.rows_keep_bits
     assert model.rows_depend is not None
     assert model.rows_depend.endswith("is multiplied by transformers")
@@ -251,7 +252,7 @@ def test_a_tied_projection_with_a_bias(tmp_path: Path, kind: str, changes: dict[
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     randomise(model)
     model.save_pretrained(tmp_path)
-    ours = hub_engine(tmp_path)
+    ours = adapted_engine(tmp_path)
     tables = [one for one in ours.runner.model._backbone.modules() if isinstance(one, torch.nn.Embedding)]
     assert all(len(one.weight) != config.vocab_size for one in tables)
     probe, _ = probed_logits(ours, [PROMPTS[1]], 1)
@@ -273,9 +274,9 @@ def test_whose_bits_depend_on_the_batch(tmp_path: Path, function: str) -> None:
     ours = loaded(tmp_path, max_model_len=64)
     assert ours.rows_keep_bits == (function in ("silu", "relu", "gelu")), ours.rows_depend
     if ours.rows_keep_bits:
-        together, _ = probed_logits(hub_engine(tmp_path, max_num_batched_tokens=24), PROMPTS, max_tokens=5)
+        together, _ = probed_logits(adapted_engine(tmp_path, max_num_batched_tokens=24), PROMPTS, max_tokens=5)
         for prompt in PROMPTS:
-            alone, _ = probed_logits(hub_engine(tmp_path, max_num_batched_tokens=64), [prompt], max_tokens=5)
+            alone, _ = probed_logits(adapted_engine(tmp_path, max_num_batched_tokens=64), [prompt], max_tokens=5)
             assert all(torch.equal(together.found[text], logits) for text, logits in alone.found.items())
 
 
@@ -305,14 +306,14 @@ def test_masks_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     weights["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert isinstance(loaded(tmp_path), HubModel)
+    assert isinstance(loaded(tmp_path), AdaptedModel)
 
 
 def test_tables_of_angles_are_made_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
     save(tmp_path, "Phi3", rope_parameters=rope, pad_token_id=0, sliding_window=None)
-    whole, _ = probed_logits(hub_engine(tmp_path, max_model_len=128), PROMPTS, 3)
-    monkeypatch.setattr(hub_modules, "CHUNK", 7)
-    parts, _ = probed_logits(hub_engine(tmp_path, max_model_len=128), PROMPTS, 3)
+    whole, _ = probed_logits(adapted_engine(tmp_path, max_model_len=128), PROMPTS, 3)
+    monkeypatch.setattr(modules, "CHUNK", 7)
+    parts, _ = probed_logits(adapted_engine(tmp_path, max_model_len=128), PROMPTS, 3)
     for text, logits in whole.found.items():  # cosines at other places of an array have other last bits
         torch.testing.assert_close(parts.found[text], logits, rtol=1e-4, atol=1e-4)

@@ -20,8 +20,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from quire.batch import Batch
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
-from quire.models.hub_attention import NAME, LayerCall, PagedPass, Pass, Passes, Recorder, attention
-from quire.models.hub_modules import (
+from quire.models.adapter.attention import NAME, LayerCall, PagedPass, Pass, Passes, Recorder, attention
+from quire.models.adapter.modules import (
     leave_files,
     replace_activations,
     replace_linears,
@@ -33,7 +33,7 @@ from quire.models.model import ModelShape
 from quire.ops import AttentionPlan, Backend
 
 
-class HubModel:
+class AdaptedModel:
     """A causal language model of transformers behind the face of `Decoder`."""
 
     def __init__(

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
-from quire.models.hub import HubModel
-from quire.models.hub_attention import NAME
-from quire.models.hub_tiny import VOCAB, shrink
+from quire.models.adapter.attention import NAME
+from quire.models.adapter.model import AdaptedModel
+from quire.models.adapter.tiny import VOCAB, shrink
 from quire.ops import AttentionSpec, Backend
 
 BLOCK_SIZE, MAX_LEN = 4, 16
@@ -42,7 +42,7 @@ def check(model: type, config: Any, backend: Backend) -> Verdict:
     eager, ours = _pair(model, config)
     try:
         with torch.inference_mode():
-            served = HubModel(ours, backend, MAX_LEN)
+            served = AdaptedModel(ours, backend, MAX_LEN)
             verdict = _compared(eager, served)
     except Unsupported:
         raise
@@ -90,7 +90,7 @@ def randomise(model: nn.Module) -> None:
                 weight.add_(noise, alpha=0.1)
 
 
-def _compared(eager: Any, served: HubModel) -> Verdict:
+def _compared(eager: Any, served: AdaptedModel) -> Verdict:
     generator = torch.Generator().manual_seed(1)
     lengths = [sum(step.get(s, 0) for step in STEPS) for s in range(3)]
     texts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
@@ -108,7 +108,7 @@ def _alone(eager: Any, text: Tensor) -> Tensor:
     return logits.float()
 
 
-def packed(served: HubModel, texts: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+def packed(served: AdaptedModel, texts: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
     """The logits [rows, V] of each piece of each text, in the order in which STEPS computes them."""
     shape, blocks = served.config, -(-MAX_LEN // BLOCK_SIZE)
     num_blocks = blocks * len(texts)
@@ -138,7 +138,7 @@ def packed(served: HubModel, texts: Sequence[Tensor]) -> list[tuple[int, Tensor]
     return out
 
 
-def _spec(served: HubModel, num_blocks: int, window: int | None) -> AttentionSpec:
+def _spec(served: AdaptedModel, num_blocks: int, window: int | None) -> AttentionSpec:
     shape = served.config
     return AttentionSpec(
         num_heads=shape.num_heads,

@@ -1,10 +1,10 @@
-"""From a checkpoint to a `HubModel`: the model's class, whether it can be served, its trial, its weights."""
+"""From a checkpoint to a `AdaptedModel`: the model's class, whether it can be served, its trial, its weights."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,15 +13,14 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging as hub_logging
+from transformers.utils import logging as transformers_logging
 
 from quire import ops as ops_room
 from quire.errors import ModelError, Unsupported
-from quire.models.hub import HubModel
-from quire.models.hub_attention import NAME
-from quire.models.hub_check import check
-from quire.models.hub_gate import refusal
-from quire.models.weights import read_json
+from quire.integrations.gate import refusal
+from quire.models.adapter.attention import NAME
+from quire.models.adapter.model import AdaptedModel
+from quire.models.adapter.trial import check
 from quire.ops import Backend
 
 BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.inv_freq$")  # of old checkpoints; their models make them
@@ -35,12 +34,14 @@ class Found(NamedTuple):
     config: Any
 
 
-def find(directory: Path) -> Found:
+def find(directory: Path, raw: Mapping[str, Any]) -> Found:
     """The class and the config of a checkpoint, or of a directory with its config.json alone, after its trial.
+
+    raw: the config.json.
 
     Raises Unsupported, with the reason, where transformers has none, or has one that cannot be served.
     """
-    kind = read_json(directory / "config.json" if directory.is_dir() else directory).get("model_type")
+    kind = raw.get("model_type")
     if kind not in CONFIG_MAPPING:
         raise Unsupported(f"transformers {transformers.__version__} knows no model of type {kind!r}")
     try:
@@ -76,7 +77,7 @@ def load(
     max_model_len: int,
     eos_token_ids: frozenset[int],
     reproducible: bool,
-) -> HubModel:
+) -> AdaptedModel:
     """The model with its weights.
 
     Raises Unsupported, with the reason, where it cannot be served; ModelError for weights that are missing or too many.
@@ -102,16 +103,16 @@ def load(
                 "with them would be a different model"
             )
     model.eval()
-    return HubModel(model.to(device), backend, max_model_len, eos_token_ids, reproducible)
+    return AdaptedModel(model.to(device), backend, max_model_len, eos_token_ids, reproducible)
 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """No progress bars of transformers."""
-    shown = hub_logging.is_progress_bar_enabled()
-    hub_logging.disable_progress_bar()
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            hub_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()

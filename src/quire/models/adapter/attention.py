@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
-from quire.models.hub_gate import HARMLESS
+from quire.integrations.gate import HARMLESS
 from quire.ops import AttentionPlan, Backend
 
 NAME = "quire_paged"  # what attn_implementation is called
