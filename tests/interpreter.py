@@ -36,7 +36,7 @@ SIGNED = {1: np.int8, 2: np.int16}  # the integers that torch views
 
 
 def widen(bits: NDArray[Any], dtype: tl.dtype) -> NDArray[Any]:
-    """The numbers behind the interpreter's array: fp32 where it holds the bits of bf16 or fp8."""
+    """The numbers after the interpreter's array: fp32 where it holds the bits of bf16 or fp8."""
     if dtype not in NARROW:
         return bits
     signed = torch.from_numpy(np.array(bits.view(SIGNED[bits.itemsize]), order="C"))

@@ -22,7 +22,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """With windows: a beam gives blocks back that others may still share."""
+    """With windows: a beam frees blocks that others may still share."""
     directory = tmp_path_factory.mktemp("gemma")
     return directory, save(directory, "Gemma2", eos_token_id=7, sliding_window=6, query_pre_attn_scalar=16)
 

@@ -21,7 +21,7 @@ def llm() -> LLM:
 
 
 def test_the_held_out_loss_is_the_cards(llm: LLM) -> None:
-    """Nats a byte over windows of 1,023 tokens, each behind a start token."""
+    """Nats a byte over windows of 1,023 tokens, each after a start token."""
     num_bytes, windows = 0, []
     for path in sorted(HELD_OUT.glob("*.txt")):
         text = path.read_bytes().decode()

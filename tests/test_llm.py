@@ -1,4 +1,4 @@
-"""LLM, the offline face, on the embedded model and on tiny random ones."""
+"""LLM, the offline interface, on the embedded model and on tiny random ones."""
 
 from itertools import pairwise, zip_longest
 from pathlib import Path

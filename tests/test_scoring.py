@@ -33,7 +33,7 @@ def llm() -> LLM:
 def test_scores_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     theirs = save(tmp_path, kind)
     prompts, continuations = [p for p, _ in PAIRS], [c for _, c in PAIRS]
-    best = []  # what greedy decoding would say behind each prompt
+    best = []  # what greedy decoding would say after each prompt
     for prompt in prompts:
         tokens = list(prompt)
         for _ in range(3):
@@ -111,10 +111,10 @@ def test_texts_are_taken_apart_as_lm_eval_does(prompt: str, continuation: str) -
     spaces = len(prompt) - len(prompt.rstrip())
     moved, kept = prompt[len(prompt) - spaces :] + continuation, prompt[: len(prompt) - spaces]
     whole, first = (tokenizer.encode(text, add_special_tokens=False) for text in (kept + moved, kept))
-    before, behind = encode_pair(tokenizer, prompt, continuation)
+    before, after = encode_pair(tokenizer, prompt, continuation)
     assert before == [tokenizer.encode("")[0], *first]  # the special token that generate puts first, too
-    assert behind == whole[len(first) :]
-    assert tokenizer.decode([*before, *behind]) == prompt + continuation
+    assert after == whole[len(first) :]
+    assert tokenizer.decode([*before, *after]) == prompt + continuation
 
 
 def test_leading_tokens_are_those_of_the_template(tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_leading_tokens_are_those_of_the_template(tmp_path: Path) -> None:
         fast.save(str(tmp_path / "tokenizer.json"))
         tokenizer = Tokenizer(tmp_path)
         assert tokenizer.leading_tokens == leading
-        before, behind = encode_pair(tokenizer, "import os", "\nimport sys")
-        assert tokenizer.encode("import os\nimport sys", add_special_tokens=False) == before[len(leading) :] + behind
+        before, after = encode_pair(tokenizer, "import os", "\nimport sys")
+        assert tokenizer.encode("import os\nimport sys", add_special_tokens=False) == before[len(leading) :] + after
 
 
 def test_an_empty_prompt(llm: LLM, tmp_path: Path) -> None:
@@ -146,9 +146,9 @@ def test_an_empty_prompt(llm: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompts", "continuations", "words"),
     [
-        ("a", "", "continuation 0 has no token of its own behind prompt 0"),
+        ("a", "", "continuation 0 has no token of its own after prompt 0"),
         ("a", "b", "it is empty or becomes one token with the prompt's end"),
-        ([[5], [6]], [[5], []], "continuation 1 has no token of its own behind prompt 1"),
+        ([[5], [6]], [[5], []], "continuation 1 has no token of its own after prompt 1"),
         ("a", [5], "prompt 0 is a text and its continuation token ids; give both as texts or both as token ids"),
         ([[5]], ["a"], "prompt 0 is token ids and its continuation a text"),
         (["a", "b"], ["c"], "2 prompts were given with 1 continuations; give one each"),

@@ -208,7 +208,7 @@ def test_a_stop_string_ends_the_text_before_it(bytewise: Tokenizer) -> None:
     assert all("one two ".startswith(text) for text in seen)  # nothing of it was ever shown
 
 
-def test_what_came_behind_a_stop_string_in_the_same_step_is_left_out(bytewise: Tokenizer) -> None:
+def test_what_came_after_a_stop_string_in_the_same_step_is_left_out(bytewise: Tokenizer) -> None:
     engine = FakeEngine()
     processor = OutputProcessor(engine, bytewise)  # type: ignore[arg-type]
     output = RequestOutput("p", None, [], [CompletionOutput(0)])

@@ -58,7 +58,7 @@ def test_a_sound_server_has_no_problems() -> None:
     assert judge(replace(sound(), status=0)) == []
 
 
-def test_a_leak_is_found_behind_noise() -> None:
+def test_a_leak_is_found_after_noise() -> None:
     found = sound()
     leaking = [replace(s, resident=s.resident + int(s.seconds * 0.003 * MIB)) for s in found.samples]  # 11 MiB an hour
     assert judge(replace(found, samples=leaking))[0].startswith("resident memory grew by")

@@ -1,4 +1,4 @@
-"""LLM: the offline face. Prompts in; texts, embeddings or log-likelihoods out."""
+"""LLM: the offline interface. Prompts in; texts, embeddings or log-likelihoods out."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """An embedding of each prompt: the hidden state of its last token behind the final norm, of length 1, in fp32.
+        """An embedding of each prompt: the hidden state of its last token after the final norm, of length 1, in fp32.
 
         The results are in the prompts' order. prompts, use_tqdm and priority are those of `generate`; prompts are
         computed in the same batches, with the same prefix cache, and no token is drawn. dimensions: keep the first so
@@ -161,10 +161,10 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[ScoreOutput]:
-        """How probable each continuation is behind its prompt, one for each; the results are in the prompts' order.
+        """How probable each continuation is after its prompt, one for each; the results are in the prompts' order.
 
         A text goes with a text and token ids with token ids, which are joined as they are. Of texts, the prompt with
-        the continuation behind it is taken apart as a whole, and what goes beyond the prompt's own tokens is the
+        the continuation after it is taken apart as a whole, and what goes beyond the prompt's own tokens is the
         continuation. White space at the prompt's end counts as the continuation's beginning, since tokens hold it
         there. That is how lm_eval does it; special tokens stand before the prompt, if the tokenizer has any.
 
@@ -185,16 +185,16 @@ class LLM:
             texts: tuple[str | None, str | None] = (None, None)
             if isinstance(prompt, str) and isinstance(continuation, str):
                 texts = (prompt, continuation)
-                before, behind = encode_pair(self._tokenizer_for(prompt), prompt, continuation)
+                before, after = encode_pair(self._tokenizer_for(prompt), prompt, continuation)
             elif isinstance(prompt, str) or isinstance(continuation, str):
                 kinds = ["a text" if isinstance(x, str) else "token ids" for x in (prompt, continuation)]
                 raise RequestError(
                     f"prompt {i} is {kinds[0]} and its continuation {kinds[1]}; give both as texts or both as token ids"
                 )
             else:
-                before, behind = prompt, continuation
-            check_pair(i, before, behind)
-            requests.append(score_request(self._next_name(), before, behind, place, salt))
+                before, after = prompt, continuation
+            check_pair(i, before, after)
+            requests.append(score_request(self._next_name(), before, after, place, salt))
             starts.append((*texts, len(before)))
         ended = self._finished(requests, use_tqdm)
         return [score_output(output, *start) for output, start in zip(ended, starts, strict=True)]

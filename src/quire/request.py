@@ -33,7 +33,7 @@ class FinishReason(str, Enum):
 class Task(str, Enum):
     """What a request is to bring. Where that is no new token, it ends when its prompt is computed."""
 
-    GENERATE = "generate"  # tokens behind the prompt
+    GENERATE = "generate"  # tokens after the prompt
     SCORE = "score"  # logprobs of the prompt's tokens, as prompt_logprobs asks for them
     EMBED = "embed"  # the hidden state of the prompt's last token
 
@@ -136,7 +136,7 @@ class PrefixReport:
             return f"{told}: every full block"
         reason = {
             Miss.SHORT: f"the prompt is shorter than a block of {self.block_size} tokens",
-            Miss.UNSEEN: f"no cached sequence goes on behind token {self.num_cached}",
+            Miss.UNSEEN: f"no cached sequence goes on after token {self.num_cached}",
             Miss.DIFFERS: f"the nearest cached sequence differs from token {self.first_difference} on",
             Miss.EVICTED: f"the block of tokens {self.num_cached}..{self.num_cached + self.block_size - 1} was evicted "
             f"{self.seconds_ago or 0:.1f} s before",

@@ -1,4 +1,4 @@
-"""Log-likelihoods: how probable a continuation is behind a prompt, token by token."""
+"""Log-likelihoods: how probable a continuation is after a prompt, token by token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCORED = SamplingParams(max_tokens=None, prompt_logprobs=0)
 
 @dataclass(frozen=True)
 class ScoreOutput:
-    """One continuation and how probable it is behind its prompt. Logarithms are natural ones, of the raw logits."""
+    """One continuation and how probable it is after its prompt. Logarithms are natural ones, of the raw logits."""
 
     request_id: str
     prompt: str | None  # None where token ids were given
@@ -38,18 +38,18 @@ class ScoreOutput:
 
 
 def encode_pair(tokenizer: Tokenizer, prompt: str, continuation: str) -> tuple[list[int], list[int]]:
-    """The tokens of two texts, one behind the other; see `LLM.score`."""
+    """The tokens of two texts, one after the other; see `LLM.score`."""
     kept = prompt.rstrip()
     both = tokenizer.encode(prompt + continuation, add_special_tokens=False)
     before = tokenizer.encode(kept, add_special_tokens=False)
     return tokenizer.leading_tokens + before, both[len(before) :]
 
 
-def check_pair(number: int, before: list[int], behind: list[int]) -> None:
+def check_pair(number: int, before: list[int], after: list[int]) -> None:
     """Raise RequestError, naming the pair, where there is nothing to score or nothing to score it by."""
-    if not behind:
+    if not after:
         raise RequestError(
-            f"continuation {number} has no token of its own behind prompt {number}: it is empty or becomes one token "
+            f"continuation {number} has no token of its own after prompt {number}: it is empty or becomes one token "
             f"with the prompt's end; cut the text elsewhere, or give token ids"
         )
     if not before:
@@ -60,10 +60,10 @@ def check_pair(number: int, before: list[int], behind: list[int]) -> None:
 
 
 def score_request(
-    name: str, before: list[int], behind: list[int], priority: int = 0, cache_salt: str = ""
+    name: str, before: list[int], after: list[int], priority: int = 0, cache_salt: str = ""
 ) -> tuple[Request, RequestOutput]:
-    """A request for the logprobs of the tokens behind others, and its output, still empty."""
-    output, [request] = make_requests(name, None, before + behind, SCORED, priority, cache_salt)
+    """A request for the logprobs of the tokens after others, and its output, still empty."""
+    output, [request] = make_requests(name, None, before + after, SCORED, priority, cache_salt)
     request.task = Task.SCORE
     request.first_prompt_logprob = len(before) - 1  # of those before nothing is asked, so they may come from the cache
     return request, output
@@ -71,17 +71,17 @@ def score_request(
 
 def score_output(output: RequestOutput, prompt: str | None, continuation: str | None, num_before: int) -> ScoreOutput:
     """What the caller sees of an output that has ended. num_before: tokens before the continuation."""
-    before, behind = output.prompt_token_ids[:num_before], output.prompt_token_ids[num_before:]
+    before, after = output.prompt_token_ids[:num_before], output.prompt_token_ids[num_before:]
     error = output.outputs[0].error
     found = (output.prompt_logprobs or [])[1:]  # without the first token's of all, which has none
-    pairs = zip(found, behind, strict=True) if error is None else ()
+    pairs = zip(found, after, strict=True) if error is None else ()
     one_each = [candidates[token] for candidates, token in pairs if candidates is not None]
     return ScoreOutput(
         output.request_id,
         prompt,
         continuation,
         before,
-        behind,
+        after,
         [one.logprob for one in one_each],
         [one.rank for one in one_each],
         output.num_cached_tokens or 0,

@@ -316,7 +316,7 @@ class BeamSearchOutput:
 def beam_sequences(
     prompt: Sequence[int], found: Sequence[Hypothesis], tokenizer: Tokenizer | None
 ) -> list[BeamSearchSequence]:
-    """The hypotheses behind their prompt, with text."""
+    """The hypotheses after their prompt, with text."""
     return [
         BeamSearchSequence(
             tokens := [*prompt, *hypothesis.tokens],
@@ -376,7 +376,7 @@ class OutputProcessor:
     def process(self, events: Sequence[Event]) -> Iterator[tuple[Event, RequestOutput]]:
         """Take in a step's events: each of them, and the output that it changed.
 
-        An event with which the text ended a sample, at a stop string for one, tells so; those behind it are left out.
+        An event with which the text ended a sample, at a stop string for one, tells so; those after it are left out.
         """
         for event in events:
             sample = self._samples.get(event.request_id)

@@ -273,7 +273,7 @@ def test_audit_sees_an_open_block_that_strangers_share() -> None:
 def test_a_fork_that_needs_what_the_parent_gave_back_is_refused() -> None:
     manager = BlockManager((CacheGroup((0,), window=4),), 20, 4, 99)
     parent = computed(manager, list(range(11)))
-    assert parent.cache.num_freed == [2]  # the row behind these tokens sees the keys from 8 on
+    assert parent.cache.num_freed == [2]  # the row after these tokens sees the keys from 8 on
     child = Request("child", array("i", range(11)), 11, SamplingParams(), group=parent.group)
     with pytest.raises(BadValue, match="child needs blocks of r that it freed; let it have a token more"):
         manager.fork(parent, child)

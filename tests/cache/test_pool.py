@@ -26,7 +26,7 @@ def test_what_nobody_will_reuse_goes_first() -> None:
     assert pool.allocate(3).tolist() == [1, 0, 2]
 
 
-def test_audit_sees_an_empty_block_behind_one_worth_keeping() -> None:
+def test_audit_sees_an_empty_block_after_one_worth_keeping() -> None:
     pool = BlockPool(2)
     pool.audit([], keep={1})
     with pytest.raises(BadValue, match="can be reused stands before an empty one"):

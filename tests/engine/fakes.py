@@ -131,9 +131,9 @@ class FakeRunner:
                 if num_logprobs >= 0:
                     output.logprobs[request_id] = logprobs
             else:
-                output.behind_guesses.setdefault(request_id, []).append(token)
+                output.tokens_after_guesses.setdefault(request_id, []).append(token)
                 if num_logprobs >= 0:
-                    output.behind_logprobs.setdefault(request_id, []).append(logprobs)
+                    output.logprobs_after_guesses.setdefault(request_id, []).append(logprobs)
         return output
 
     def move(self, batch: Batch) -> None:

@@ -95,7 +95,7 @@ def test_a_lone_request_may_fill_the_whole_pool() -> None:
 
 
 def test_with_a_window_a_request_may_outgrow_the_pool() -> None:
-    """100 tokens through 4 blocks of 4: what lies below the window is given back as it goes."""
+    """100 tokens through 4 blocks of 4: what lies below the window is freed as it goes."""
     engine = fake_engine(num_blocks=4, block_size=4, groups=GROUPS["a window only"], max_num_batched_tokens=8)
     prompt = list(range(50))
     engine.add(request("r", prompt, max_tokens=50))

@@ -143,7 +143,7 @@ def test_guided_and_plain_requests_side_by_side() -> None:
     assert preempted > 10
 
 
-def test_the_end_of_a_grammar_is_told_behind_its_last_token() -> None:
+def test_the_end_of_a_grammar_is_told_after_its_last_token() -> None:
     """In the same step, so that the token's text is told as that of any other."""
     engine = guided_engine()
     engine.add(guided("r", [1, 2], Residues(2), max_tokens=2))
@@ -242,7 +242,7 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize(("vocabulary", "known"), [(300, 300), (300, 250), (203, 256), (60, 7)])
 def test_masked_rows_draw_as_if_the_other_logits_were_missing(vocabulary: int, known: int) -> None:
-    """Also where the mask ends before the vocabulary, or goes on behind it. The other rows do not change."""
+    """Also where the mask ends before the vocabulary, or goes on after it. The other rows do not change."""
     count = 3 * len(VARIANTS)
     asked, rng = requests(count), np.random.default_rng(vocabulary)
     logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(1)) * 3

@@ -21,7 +21,7 @@ from quire.engine.cost import DEVICES, ModelCost
 from quire.engine.flatten import Buffers, flatten
 from quire.engine.order import by_priority
 from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
-from quire.engine.sharing import unborn
+from quire.engine.sharing import unforked
 from quire.engine.simulate import Simulation
 from quire.engine.speculation import PromptLookup
 from quire.request import Event, FinishReason, Group, Request, SamplingParams, Task, TokenLogprobs
@@ -47,7 +47,7 @@ MAX_MODEL_LEN = 40
 SEEN = """
 preempted, swapped out, swapped in, restarted, restarted from the host, copied, found a prefix, forked, refused, failed
 embedded, scored, preempted without drawing
-aborted waiting, aborted running, aborted swapped, aborted unborn, aborted as it was preempted, aborted as it computed
+aborted waiting, aborted running, aborted swapped, aborted unforked, aborted as it was preempted, aborted as it computed
 """.replace("\n", ", ").strip(", ").split(", ")  # fmt: skip
 
 
@@ -236,8 +236,8 @@ class RandomRun(Simulation):
             return
         scheduler = self.scheduler
         waiting = list(scheduler.waiting)
-        unforked = [sibling for request in scheduler.running for sibling in unborn(request, scheduler.waiting)]
-        states = {"waiting": waiting, "unborn": unforked, "running": scheduler.running, "swapped": scheduler.swapped}
+        unforked = [sibling for request in scheduler.running for sibling in unforked(request, scheduler.waiting)]
+        states = {"waiting": waiting, "unforked": unforked, "running": scheduler.running, "swapped": scheduler.swapped}
         there = [name for name, requests in states.items() if requests]
         if there:
             state = self.rng.choice(there)
@@ -383,7 +383,7 @@ class GuessedRun(RandomRun):
             self.abort(self.rng.choice(self.items).request, "with guesses")
         output = super().compute(plan)
         for item in self.items:  # from a wrong guess on, what follows may overflow
-            drawn = output.behind_guesses[item.request.id]
+            drawn = output.tokens_after_guesses[item.request.id]
             expected = [output.tokens[item.request.id], *drawn]
             wrong = [i for i in range(len(drawn)) if list(item.guesses[: i + 1]) != expected[: i + 1]]
             if wrong and self.rng.random() < 0.1:

@@ -53,7 +53,7 @@ class FailingRunner(FakeRunner):
         self.fail_next = self.steps % self.every == 0
         self.batches.clear()
         output = super().run(batch)
-        self.num_guessed += sum(map(len, output.behind_guesses.values()))
+        self.num_guessed += sum(map(len, output.tokens_after_guesses.values()))
         return output
 
 

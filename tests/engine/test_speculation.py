@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from quire import LLM
 from quire.cli import app
 from quire.engine.engine import Engine
-from quire.engine.speculation import LONGEST_PAUSE, MATCHED, MAX_ROWS, PromptLookup, _behind_the_same
+from quire.engine.speculation import LONGEST_PAUSE, MATCHED, MAX_ROWS, PromptLookup, _after_the_same
 from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError
 from quire.request import Event, FinishReason, Request, SamplingParams
@@ -45,13 +45,13 @@ def plainly(tokens: array[int], most: int) -> array[int]:
     return array("i")
 
 
-def test_guesses_are_what_stood_behind_the_same_tokens() -> None:
+def test_guesses_are_what_stood_after_the_same_tokens() -> None:
     """Ids whose bytes look alike at every offset."""
     rng = random.Random(0)
     found = 0
     for _ in range(5_000):
         tokens = array("i", rng.choices([0, 1, 256, 65_536, 2**24], k=rng.randrange(20)))
-        guesses = _behind_the_same(tokens, 3)
+        guesses = _after_the_same(tokens, 3)
         assert guesses == plainly(tokens, 3)
         found += len(guesses) == 3
     assert found > 1_000

@@ -305,7 +305,7 @@ def test_a_state_that_is_not_finite_is_an_error_and_is_not_shared(tmp_path: Path
     ):
         served.add(request)
     told = {event.request_id: event for event in served.step()}
-    assert told["bad-0"].error == "the model gave no finite hidden state behind the prompt"
+    assert told["bad-0"].error == "the model gave no finite hidden state after the prompt"
     assert told["worse-0"].error == "the model gave no finite logit within the prompt"
     assert told["good-0"].hidden_state is not None
     assert not served.has_work

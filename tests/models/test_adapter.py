@@ -246,7 +246,7 @@ def test_unowned_slots_are_never_read(tmp_path: Path) -> None:
     ("kind", "changes"), [("Phi", {"tie_word_embeddings": True}), ("Electra", {"is_decoder": True})]
 )
 def test_a_tied_projection_with_a_bias(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
-    """It is held once, and the bias is added behind it."""
+    """It is held once, and the bias is added after it."""
     small = shrink(getattr(transformers, f"{kind}Config")(**changes).to_dict())
     config = getattr(transformers, f"{kind}Config").from_dict(small)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()

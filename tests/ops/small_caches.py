@@ -46,7 +46,7 @@ def check(
 
 
 def tables_of(lens: list[int], block_size: int, width: int) -> tuple[list[list[int]], int]:
-    """Block tables with ids from the top of a pool downward, -1 behind; and the size of the pool."""
+    """Block tables with ids from the top of a pool downward, -1 after; and the size of the pool."""
     free = list(range(sum(-(-n // block_size) for n in lens) + 2))
     tables = []
     for n in lens:

@@ -219,7 +219,7 @@ def test_large_groups(backend, device, group_size):
 @pytest.mark.parametrize("chunks", [(1,) * 23, (7, 8, 8), (8, 8, 7), (22, 1), (1, 22), (5, 0, 18)])
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"alibi": True}, {"softcap": 1.0}])
 def test_prefill_in_chunks_equals_prefill_at_once(backend, device, chunks, options):
-    """What lies behind a chunk is still NaN when it attends. Chunks of one are decode."""
+    """What lies after a chunk is still NaN when it attends. Chunks of one are decode."""
     step = Step(Case(query_lens=(23,), context_lens=(23,), return_lse=True, poison="mixed", **options), device)
     tables = step.block_tables.clone()
     tables[0, :3] = torch.tensor([2, 0, 3])
@@ -275,7 +275,7 @@ def test_the_same_call_gives_the_same_bits(backend, device):
 )
 def test_each_sequence_with_slopes_of_its_own(backend, device, lens, options, monkeypatch):
     if backend.name == "triton":
-        monkeypatch.setattr("quire.ops.triton.cutting.WORTH_SHARING", 0)
+        monkeypatch.setattr("quire.ops.triton.partition.WORTH_SHARING", 0)
     query_lens, context_lens = lens
     case = Case(
         query_lens=query_lens, context_lens=context_lens, block_size=32, num_kv_heads=1, alibi=True, alibi_each=True,

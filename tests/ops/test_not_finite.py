@@ -118,7 +118,7 @@ LONG = [
 def test_places_of_longer_sequences(backend, device, case, sequence, places, reproducible, monkeypatch):
     """Where keys are divided among several that compute, and where several sequences are computed together."""
     if backend.name == "triton":
-        monkeypatch.setattr("quire.ops.triton.cutting.WORTH_SHARING", 0)
+        monkeypatch.setattr("quire.ops.triton.partition.WORTH_SHARING", 0)
     case = replace(case, num_kv_heads=1, group_size=2, head_dim=8, block_size=32, written=20)
     step = make(case, device, backend, reproducible)
     check_plants(step, backend, [int(step.slots[sequence][at]) for at in places])

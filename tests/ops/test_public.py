@@ -1,4 +1,4 @@
-"""The public face: load, paged_prefill and paged_decode, on the examples that the seeds of this project give."""
+"""The public interface: load, paged_prefill and paged_decode, on the examples that the seeds of this project give."""
 
 from __future__ import annotations
 

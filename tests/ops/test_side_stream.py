@@ -216,7 +216,7 @@ def test_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("device", [0], indirect=True)
 def test_a_pool_that_cannot_be_pinned(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was pinned before is given back."""
+    """What was pinned before is freed."""
     cache, runtime = filled_cache(), Runtime(most=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     with pytest.raises(ConfigError, match=r"pool of [\d,]+ bytes cannot be pinned \(CUDA error 2\).*swap_space"):

@@ -223,7 +223,7 @@ class TestTheCpuBackend:
             ops.load("cpu", "cpu").make_plan(good_spec("meta"), 1, 1, 1)
 
     def test_refuses_more_rows_of_query_heads_than_an_int32_numbers(self):
-        """2^21 rows of 1,024 query heads each; before, row 0 was what came behind row 2^31 - 1."""
+        """2^21 rows of 1,024 query heads each; before, row 0 was what came after row 2^31 - 1."""
         spec = good_spec(num_heads=1024, num_kv_heads=1, head_dim=1)
         plan = ops.load("cpu", "cpu").make_plan(spec, 2**21, 1, 1)
         with pytest.raises(Unsupported, match=r"2097152 query tokens of 1024 query heads a KV head.*int32"):

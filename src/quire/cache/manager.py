@@ -60,7 +60,7 @@ class BlockManager:
 
     A request owns, in every group, the blocks that its computed and planned tokens need; full ones may be shared with
     any request that begins with the same tokens, the last one only with siblings, until one of them writes into it.
-    In a group with a window a request gives back the blocks that no later row can see; their entries stay at the
+    In a group with a window a request frees the blocks that no later row can see; their entries stay at the
     front of its table, where nobody reads them.
 
     Whatever raises here (OutOfBlocks) has taken nothing.
@@ -161,7 +161,7 @@ class BlockManager:
         return usable // self.block_size
 
     def _first_seen(self, num_tokens: int, window: int | None) -> int:
-        """The first block that the row behind num_tokens tokens sees."""
+        """The first block that the row after num_tokens tokens sees."""
         return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
 
     def match(self, request: Request) -> Match:

@@ -74,7 +74,7 @@ class BlockPool:
 
     def audit(self, owned: Iterable[Iterable[int]], keep: Container[int] = ()) -> None:
         """Prove the books against all block tables there are: every block is free or owned, each owner counted, and of
-        the free ones those in `keep` stand behind all others.
+        the free ones those in `keep` stand after all others.
 
         Raises BadValue at the first block of which that is not true.
         """

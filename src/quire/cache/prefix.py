@@ -57,7 +57,7 @@ class PrefixIndex:
         return digest in self._by_digest
 
     def find(self, digest: bytes, parent: bytes, tokens: bytes) -> int | None:
-        """The block with these tokens behind that parent."""
+        """The block with these tokens after that parent."""
         found = self._by_digest.get(digest)
         return found.block if found is not None and found.tokens == tokens and found.parent == parent else None
 
@@ -112,10 +112,10 @@ class PrefixIndex:
         return any(root != parent for root in self._roots.get(tokens, ()))
 
     def nearest(self, parent: bytes, tokens: bytes) -> int | None:
-        """How many tokens the blocks behind that parent have in common with these at most; None: there are none.
+        """How many tokens the blocks after that parent have in common with these at most; None: there are none.
 
         In sorted order the nearest one stands beside the place of these tokens. Of a parent with more than MAX_CHILDREN
-        blocks behind it, as many are compared.
+        blocks after it, as many are compared.
         """
         siblings = self._children.get(parent, [])
         at = bisect_left(siblings, tokens)
@@ -133,7 +133,7 @@ class PrefixIndex:
             children.setdefault(cached.parent, set()).add(cached.tokens)
         listed = {parent: set(tokens) for parent, tokens in self._children.items()}
         if self._num_remembered <= MAX_CHILDREN and listed != children:  # else some may have found no room there
-            raise BadValue("the prefix index knows other blocks behind their parents than by id")
+            raise BadValue("the prefix index knows other blocks after their parents than by id")
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:

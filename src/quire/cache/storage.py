@@ -1,4 +1,4 @@
-"""KVCache: the memory behind the block ids, and how much of it there is."""
+"""KVCache: the memory of the blocks, and how much of it there is."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class BeamDriver:
     def __init__(
         self, engine: Engine, name: str, prompt: Sequence[int], params: BeamSearchParams, cache_salt: str = ""
     ) -> None:
-        """Prepare the search; `start` queues it. Raises RequestError where no token has room behind the prompt."""
+        """Prepare the search; `start` queues it. Raises RequestError where no token has room after the prompt."""
         self.error: str | None = None
         self._engine = engine
         room = engine.scheduler.max_model_len - len(prompt)

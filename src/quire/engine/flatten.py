@@ -71,7 +71,7 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         for g, (slots, tables) in enumerate(zip(buffers.slots, buffers.block_tables, strict=True))
     )
     ends = starts[1:].tolist()
-    # Rows to draw behind: the last one of a request, with the number of guesses up to it.
+    # Rows to draw after: the last one of a request, with the number of guesses up to it.
     drawn = [
         (item.request, end - 1 - len(item.guesses) + ahead, ahead)
         for item, end in zip(items, ends, strict=True)
@@ -117,7 +117,7 @@ def _in_turns(moves: list[Move]) -> list[Pairs]:
 
 
 def sampling_rows(requests: list[Request], ahead: Sequence[int] | None = None) -> SamplingRows:
-    """How each of these requests draws its next token, or the one that comes so many tokens behind that."""
+    """How each of these requests draws its next token, or the one that comes so many tokens after that."""
     ahead = ahead or [0] * len(requests)
     params = [request.sampling for request in requests]
     real = [

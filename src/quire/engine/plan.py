@@ -19,7 +19,7 @@ INVALID_TOKEN = -1  # what the sampler returns for a row without a finite logit
 
 
 class PlanItem(NamedTuple):
-    """One request's part of a step: its next `num_new` tokens, and guesses at what comes behind its last one."""
+    """One request's part of a step: its next `num_new` tokens, and guesses at what comes after its last one."""
 
     request: Request
     num_new: int
@@ -73,8 +73,8 @@ class StepOutput:
     tokens: dict[str, int]  # the token drawn for each request that samples; INVALID_TOKEN where no logit was finite
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)  # of these tokens, where asked for
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    behind_guesses: dict[str, list[int]] = field(default_factory=dict)  # a token for each guess, if all were right
-    behind_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # of these
+    tokens_after_guesses: dict[str, list[int]] = field(default_factory=dict)  # a token each, if all were right
+    logprobs_after_guesses: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # of these
     # [H], of each prompt that was embedded; None where a number of it is not finite.
     hidden_states: dict[str, NDArray[np.float32] | None] = field(default_factory=dict)
     # By an item's place in the plan: its first row whose K or V is not finite. The row's block is not to be shared.

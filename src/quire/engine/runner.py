@@ -133,10 +133,10 @@ class Runner:
                 output.tokens[request_id] = token
                 if row in logprobs:
                     output.logprobs[request_id] = logprobs[row]
-            else:  # behind a guess
-                output.behind_guesses.setdefault(request_id, []).append(token)
+            else:  # after a guess
+                output.tokens_after_guesses.setdefault(request_id, []).append(token)
                 if row in logprobs:
-                    output.behind_logprobs.setdefault(request_id, []).append(logprobs[row])
+                    output.logprobs_after_guesses.setdefault(request_id, []).append(logprobs[row])
 
     def _report_prompt(
         self,

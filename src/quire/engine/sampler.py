@@ -92,7 +92,7 @@ def _argmax(
     if whole * TILE < vocabulary:
         best = torch.cat([best, logits[:, whole * TILE :].amax(-1, keepdim=True)], 1)
     first = best.argmax(-1) * TILE
-    places = (first[:, None] + torch.arange(TILE)).clamp(max=vocabulary - 1)  # what is doubled stands behind
+    places = (first[:, None] + torch.arange(TILE)).clamp(max=vocabulary - 1)  # what is doubled stands after
     best_place: Tensor = logits.gather(1, places).argmax(-1)
     return first + best_place
 

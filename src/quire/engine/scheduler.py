@@ -15,7 +15,7 @@ from quire.engine.limits import check_size
 from quire.engine.order import BLIND_TO_PRIORITY, Order, first_come_first_served
 from quire.engine.plan import GENERATE, INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.engine.queue import RANK, RankedList, WaitingQueue
-from quire.engine.sharing import ComingBlocks, unborn
+from quire.engine.sharing import ComingBlocks, unforked
 from quire.engine.speculation import PromptLookup
 from quire.errors import BadValue, OutOfBlocks, RequestError
 from quire.request import Event, FinishReason, Request, Task, TokenLogprobs
@@ -268,7 +268,7 @@ class Scheduler:
 
         A request comes in only if there are blocks for all of its tokens beside what the running ones still need for
         theirs. With blocks for a first piece alone it would soon be preempted again, its work lost. One whose next
-        block is just being computed by another request waits for it, and those behind it may pass.
+        block is just being computed by another request waits for it, and those after it may pass.
         """
         if not self.waiting:
             return
@@ -309,7 +309,7 @@ class Scheduler:
                 return False
         match = self.manager.match(request)
         seats = self.max_num_seqs - len(self.running) - 1
-        forks = sum(1 for _ in islice(unborn(request, self.waiting), seats))
+        forks = sum(1 for _ in islice(unforked(request, self.waiting), seats))
         needed = [count + forks for count in self.manager.needed(request, match)]
         if not fits(needed, spare) and (forks == 0 or self.running or plan.items):
             self._blocked = (request.schedule.ordinal, spare, self._num_plans)
@@ -376,7 +376,7 @@ class Scheduler:
         if token == INVALID_TOKEN or (token is None and output.is_broken(item)):  # what it computed is not to be shared
             return self._end_without_number(request)
         if token is not None and request.group is not None and request.num_generated == 0:
-            self._fork_unborn(request)
+            self._fork_siblings(request)
         self.manager.advance(request, num_new)
         prompt_logprobs = output.prompt_logprobs.get(request.id, ())
         request.schedule.num_prompt_logprobs += len(prompt_logprobs)
@@ -391,10 +391,10 @@ class Scheduler:
         return self._append(request, token, logprobs, prompt_logprobs)
 
     def _commit_guesses(self, item: PlanItem, event: Event, output: StepOutput) -> list[Event]:
-        """What was drawn behind the guesses, as long as these are what was drawn. event: of the token before."""
+        """What was drawn after the guesses, as long as these are what was drawn. event: of the token before."""
         request, events = item.request, [event]
-        logprobs = output.behind_logprobs.get(request.id, [None] * len(item.guesses))
-        for guess, token, logprob in zip(item.guesses, output.behind_guesses[request.id], logprobs, strict=True):
+        logprobs = output.logprobs_after_guesses.get(request.id, [None] * len(item.guesses))
+        for guess, token, logprob in zip(item.guesses, output.tokens_after_guesses[request.id], logprobs, strict=True):
             if events[-1].token != guess or events[-1].finish_reason is not None:
                 break
             self.manager.advance(request, 1)  # the guess, which was computed
@@ -420,10 +420,10 @@ class Scheduler:
         stop_token = token if reason is FinishReason.STOP and token in request.sampling.stop_tokens else None
         return self._end(Event(request.id, token, logprobs, of_prompt, reason, stop_token))
 
-    def _fork_unborn(self, request: Request) -> None:
+    def _fork_siblings(self, request: Request) -> None:
         """Let the siblings begin with the prompt's blocks, as seats allow. Each of them computes the last row anew."""
         seats = self.max_num_seqs - len(self.running)
-        for sibling in list(islice(unborn(request, self.waiting), seats)) if seats else ():
+        for sibling in list(islice(unforked(request, self.waiting), seats)) if seats else ():
             self.waiting.remove(sibling)
             self.manager.fork(request, sibling)
             self.running.add(sibling)
@@ -433,7 +433,7 @@ class Scheduler:
             return FinishReason.STOP
         if request.guide is not None:
             request.guide.accept(token)
-            if request.guide.done:  # told behind this token, which is not one that only ends
+            if request.guide.done:  # told after this token, which is not one that only ends
                 self.finish(request.id, FinishReason.STOP)
                 return None
         if len(request.tokens) >= self.longest(request):
@@ -447,7 +447,7 @@ class Scheduler:
         if request.guide is not None:
             error = RequestError(f"no token that the grammar allows may be drawn and has a finite logit {at}")
             return self._end_failed(request, error)
-        lacks = {Task.SCORE: "logit within the prompt", Task.EMBED: "hidden state behind the prompt"}
+        lacks = {Task.SCORE: "logit within the prompt", Task.EMBED: "hidden state after the prompt"}
         told = f"the model gave no finite {lacks.get(request.task, f'logit {at}')}"
         return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=told))
 
@@ -464,7 +464,7 @@ class Scheduler:
         ]
 
     def _end(self, event: Event) -> Event:
-        """Take the event's request out of the books and give its blocks back."""
+        """Take the event's request out of the books and free its blocks."""
         request = self.requests.pop(event.request_id)
         request.finish_reason = event.finish_reason
         self._leave(request)

@@ -46,16 +46,16 @@ class ComingBlocks:
         )
 
 
-def unborn(request: Request, waiting: WaitingQueue) -> Iterator[Request]:
+def unforked(request: Request, waiting: WaitingQueue) -> Iterator[Request]:
     """The siblings that wait to be forked from a request whose prompt is being computed."""
     group = request.group
     if group is None or request.driven or request.num_generated > 0:
         return iter(())
 
-    def is_unborn(member: Request) -> bool:
+    def is_unforked(member: Request) -> bool:
         return member in waiting and member.num_generated == 0 and member.finish_reason is None
 
     members = group.members
-    while group.num_born < len(members) and not is_unborn(members[group.num_born]):
+    while group.num_born < len(members) and not is_unforked(members[group.num_born]):
         group.num_born += 1
-    return filter(is_unborn, islice(members, group.num_born, None))
+    return filter(is_unforked, islice(members, group.num_born, None))

@@ -1,6 +1,6 @@
-"""Prompt lookup: guesses at the next tokens, from what stood behind the same tokens before (Saxena 2023).
+"""Prompt lookup: guesses at the next tokens, from what stood after the same tokens before (Saxena 2023).
 
-A step computes the guesses with the request's own token, as a piece of a prompt is computed, and draws a token behind
+A step computes the guesses with the request's own token, as a piece of a prompt is computed, and draws a token after
 each of them. Those that agree with the guesses are kept. Since a row has the same bits whatever stands beside it, and a
 draw depends on its position alone, these are the tokens that would have come one by one.
 """
@@ -73,7 +73,7 @@ class PromptLookup:
         if luck is not None and luck.pause > 0:
             luck.pause -= 1
             return NOTHING
-        guesses = _behind_the_same(request.tokens, most)
+        guesses = _after_the_same(request.tokens, most)
         if not guesses:  # looking for them is not free
             self.judge(request, 0)
         return guesses
@@ -97,14 +97,14 @@ def _can_be_guessed(request: Request) -> bool:
     )
 
 
-def _behind_the_same(tokens: array[int], most: int) -> array[int]:
+def _after_the_same(tokens: array[int], most: int) -> array[int]:
     """What followed where the last tokens stood before, at the latest place."""
     size, data = tokens.itemsize, tokens.tobytes()
     for count in (count for count in MATCHED if count < len(tokens)):
         end, limit = data[-count * size :], len(data) - size
         while (at := data.rfind(end, 0, limit)) >= 0:
             if at % size == 0:
-                behind = tokens[at // size + count :][:most]
-                return (behind * -(-most // len(behind)))[:most]  # what runs into the end goes round
+                after = tokens[at // size + count :][:most]
+                return (after * -(-most // len(after)))[:most]  # what runs into the end goes round
             limit = at + len(end) - 1  # it began within a token
     return NOTHING

@@ -172,7 +172,7 @@ class TraceRecorder:
     def rows(self) -> list[TraceRow]:
         """The trace so far, from the first arrival on: what was generated, and which prompts begin alike.
 
-        Tokens that a step with guesses drew behind a stop string count as generated.
+        Tokens that a step with guesses drew after a stop string count as generated.
         """
         if not self._added:
             return []

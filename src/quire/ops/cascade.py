@@ -102,8 +102,8 @@ def cascade_attention(
         states.append(AttentionState(out, lse))
     if slopes_of is not None:
         states = [
-            state.shifted(slopes_of * behind[:, None].to(q.device))
-            for state, behind in zip(states, _behind(levels), strict=True)
+            state.shifted(slopes_of * lag[:, None].to(q.device))
+            for state, lag in zip(states, _lags(levels), strict=True)
         ]
     state = states[0].merge(*states[1:], backend=backend)
     if return_lse:
@@ -135,8 +135,8 @@ def _divided(
     return [*divided, levels[-1]], [*slopes, alibi_slopes]
 
 
-def _behind(levels: Sequence[CascadeLevel]) -> list[Tensor]:
-    """How far each level's attention placed a row behind where it stands, in tokens, negative: fp32 [T] a level.
+def _lags(levels: Sequence[CascadeLevel]) -> list[Tensor]:
+    """How many tokens too early each level's attention placed a row, negative: fp32 [T] a level.
 
     A level's plan places a row by the level's own keys: the key at position i of the level has the distance i - p to a
     row at p. With all levels counted the distance is larger, by the same for all of the level's keys, so that ALiBi

@@ -41,7 +41,7 @@ SCHEMAS = {
     "merge_states": "(str backend, Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
     "apply_sinks": "(str backend, Tensor out, Tensor lse, Tensor sinks) -> Tensor",
     "rms_norm": "(str backend, Tensor x, Tensor weight, float eps) -> Tensor",
-    # These two return what a backend changes in place: the new residual behind the norm, the new q and k. Inductor
+    # These two return what a backend changes in place: the new residual after the norm, the new q and k. Inductor
     # (2.13) gives an operator that writes to `k.clone()`, k a slice of one row, the slice's neighbour instead.
     "add_rms_norm": "(str backend, Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     "rope": "(str backend, Tensor q, Tensor k, Tensor positions, Tensor cos, Tensor sin) -> (Tensor, Tensor)",

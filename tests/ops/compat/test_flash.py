@@ -117,7 +117,7 @@ def test_values_of_another_size(backend, device):
     check_varlen(out, None, q, k, v, [2, 3], [4, 5])
 
 
-def test_strided_rows_and_poison_behind_them(backend, device):
+def test_strided_rows_and_poison_after_them(backend, device):
     """q, k and v out of one packed tensor, the rest of which is NaN; K and V are not copied."""
     packed = torch.full((12, 9, 20), torch.nan, device=device)
     q, k, v = rows(device, (12, 4), (12, 2), (12, 2))

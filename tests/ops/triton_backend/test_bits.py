@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.errors import BadValue, Unsupported
-from quire.ops.triton import cutting, worklist
+from quire.ops.triton import partition, worklist
 from tests.ops import dense
 from tests.ops.conftest import DEVICES
 
@@ -103,7 +103,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_chunk(monkeypatch, options):
     )
     compared = 0
     for worth in (2**40, 0):
-        monkeypatch.setattr(cutting, "WORTH_SHARING", worth)
+        monkeypatch.setattr(partition, "WORTH_SHARING", worth)
         for parts in batches if worth == 0 else batches[2:]:  # a sequence alone has nobody to share with
             results = caches.attend(*parts)
             [(first, out, lse)] = [
@@ -123,10 +123,10 @@ def test_shared_blocks_are_read_once(monkeypatch, reproducible):
     caches = make(reproducible)
     apart = caches.attend(*parts)
     assert caches.plan.num_many == (4 if reproducible else 0)
-    monkeypatch.setattr(cutting, "WORTH_SHARING", 0)
+    monkeypatch.setattr(partition, "WORTH_SHARING", 0)
     together = caches.attend(*parts)
-    keys = cutting.CHUNK if reproducible else cutting.SPLIT * 4
-    items = caches.plan.many.view(-1, cutting.ITEM)[: caches.plan.num_many].tolist()
+    keys = partition.CHUNK if reproducible else partition.SPLIT * 4
+    items = caches.plan.many.view(-1, partition.ITEM)[: caches.plan.num_many].tolist()
     assert sum(count == 4 and hi <= keys for _, _, count, _, hi, *_ in items) >= 1, (
         "no item has rows of three sequences"
     )
@@ -152,7 +152,7 @@ def test_an_update_changes_no_address():
     assert all(address % 16 == 0 for address in before), "kernels are compiled again for addresses that are not aligned"
     plan.update(torch.tensor([0, 3]), torch.tensor([40]), caches.tables[:1], torch.arange(3))
     assert [getattr(plan, name).data_ptr() for name in names] == before
-    assert (plan.few.view(-1, cutting.ITEM)[plan.num_few :, 0] == -1).all()
+    assert (plan.few.view(-1, partition.ITEM)[plan.num_few :, 0] == -1).all()
     assert plan.device_slots.tolist()[:3] == [0, 1, 2]
     assert (plan.device_slots[3:] == -1).all()
 

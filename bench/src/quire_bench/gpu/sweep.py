@@ -46,14 +46,14 @@ def sweep(bench: Bench) -> None:
 @contextmanager
 def _planned_with(kind: str, tile: Any, resident: int) -> Iterator[None]:
     """Plans that are made in here take this tile, and cut keys for so many programs."""
-    cutting: Any = import_module("quire.ops.triton.cutting")
-    choose = cutting.choose
+    partition: Any = import_module("quire.ops.triton.partition")
+    choose = partition.choose
 
     def choice(chip: str, wanted: str, spec: Any) -> Any:
         return tile if wanted == kind else choose(chip, wanted, spec)
 
-    on_every_chip = dict.fromkeys(cutting.RESIDENT, resident)
-    with patch.object(cutting, "choose", choice), patch.object(cutting, "RESIDENT", on_every_chip):
+    on_every_chip = dict.fromkeys(partition.RESIDENT, resident)
+    with patch.object(partition, "choose", choice), patch.object(partition, "RESIDENT", on_every_chip):
         yield
 
 

@@ -104,7 +104,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--threads is {options.threads}; it must be 1 to {cores}")
     if options.runs < 1 or options.warmup < 0:
         parser.error(f"--runs is {options.runs} and --warmup {options.warmup}; at least 1 and 0")
-    # The name that is given leads to an environment, the file behind it does not: no symbolic link is followed.
+    # The name that is given leads to an environment, the file after it does not: no symbolic link is followed.
     peers = {peer: vars(options)[peer.replace("-", "_")] for peer in PEERS}
     options.pythons = {peer: python.absolute() for peer, python in peers.items() if python is not None}
     for peer, python in options.pythons.items():

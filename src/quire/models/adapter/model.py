@@ -34,7 +34,7 @@ from quire.ops import AttentionPlan, Backend
 
 
 class AdaptedModel:
-    """A causal language model of transformers behind the face of `Decoder`."""
+    """A causal language model of transformers with the interface of `Decoder`."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class AdaptedModel:
 
 
 class _Head:
-    """What a causal language model does behind its backbone: projection, scaling, caps."""
+    """What a causal language model does after its backbone: projection, scaling, caps."""
 
     def __init__(self, model: Any, backbone: nn.Module, output: Any) -> None:
         """output: what the backbone returned once; its hidden states come first."""

@@ -1,4 +1,4 @@
-"""OLMo 2: Llama with a norm behind each branch, not before it; all heads of q, and of k, are normalised as one."""
+"""OLMo 2: Llama with a norm after each branch, not before it; all heads of q, and of k, are normalised as one."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def append_token(
     *,
     backend: str = "auto",
 ) -> None:
-    """Put each sequence's new token behind its context_lens[s] cached ones.
+    """Put each sequence's new token after its context_lens[s] cached ones.
 
     The block for it must stand in the table: an entry that was only padded with 0 names block 0, which is then written.
 
@@ -87,7 +87,7 @@ def append_token(
     with checks.renamed(**LAYER, q="k_new", slots="new_token_slots"):
         ops, spec = load(backend, k_new.device.type), describe(k_new, k_cache_layer, v_cache_layer)
         _check_new(k_new, v_new, spec, len(k_new))
-        slots = _slots_behind(lens.long(), table.long(), len(k_new), spec)
+        slots = _slots_after(lens.long(), table.long(), len(k_new), spec)
         starts, nobody = torch.arange(len(k_new) + 1), torch.zeros(len(k_new), dtype=torch.int32)
         plan = ops.plan(spec, starts, nobody, torch.zeros(len(k_new), 0, dtype=torch.int32), slots)
         ops.write_kv(k_new, v_new, PagedKV(k_cache_layer, v_cache_layer), plan)
@@ -99,7 +99,7 @@ def _check_new(k_new: Tensor, v_new: Tensor, spec: AttentionSpec, num_seqs: int)
     checks.check_tensor("v_new", v_new, (num_seqs, spec.num_kv_heads, spec.dim_v), spec.dtype, device)
 
 
-def _slots_behind(lens: Tensor, table: Tensor, num_new: int, spec: AttentionSpec) -> Tensor:
+def _slots_after(lens: Tensor, table: Tensor, num_new: int, spec: AttentionSpec) -> Tensor:
     """Where each sequence's new token goes: int64 [S]."""
     if len(table) != num_new or len(lens) != num_new:
         raise BadShape(f"there are {num_new} new tokens, {len(table)} tables and {len(lens)} lengths")

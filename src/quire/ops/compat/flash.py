@@ -92,7 +92,7 @@ def attention_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append k and v to a paged cache in place and attend over all of it, as flash_attn_with_kvcache.
 
-    The new tokens of sequence s go behind its cache_seqlens[s] cached ones, through its row of block_table, which must
+    The new tokens of sequence s go after its cache_seqlens[s] cached ones, through its row of block_table, which must
     already name the blocks for them; then its Tq queries, the last ones of the sequence, attend: out [S, Tq, Hq, Dv]
     (, LSE [S, Tq, Hq]). Without k and v the cache holds everything already. Lengths, a table and a window on a GPU are
     copied to the host, which waits for them.
@@ -122,7 +122,7 @@ def attention_with_kvcache(
     kv = PagedKV(k_cache.transpose(1, 2), v_cache.transpose(1, 2))
     with checks.renamed(block_tables="block_table", slots="new_token_slots", k="k_cache", v="v_cache"):
         ops, spec = load(backend, q.device.type), describe(flat, kv.k, kv.v, causal=causal, window=window)
-        slots = _slots_behind(cached, num_new, table, spec.block_size)
+        slots = _slots_after(cached, num_new, table, spec.block_size)
         lens, starts, cap = cached + num_new, torch.arange(num_seqs + 1), softcap or None
         plan = ops.plan(spec, starts * rows, lens, table)
         # Everything is checked before anything is written.
@@ -245,7 +245,7 @@ def _new_rows(k: Tensor, v: Tensor | None, num_seqs: int) -> int:
     return k.shape[1]
 
 
-def _slots_behind(cached: Tensor, num_new: int, table: Tensor, block_size: int) -> Tensor:
+def _slots_after(cached: Tensor, num_new: int, table: Tensor, block_size: int) -> Tensor:
     """Slots of the new tokens [S * Tnew]; the blocks for them must be in the table."""
     width = table.shape[1]
     for s, length in enumerate(cached.tolist()):

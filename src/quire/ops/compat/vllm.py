@@ -126,7 +126,7 @@ def paged_attention_v2(
 
     P is at least num_partitions(max_context_len). The buffers receive the partitions' states: tmp_out their outputs,
     and max_logits + log(exp_sums) their LSE (which stands in max_logits, with 1 in exp_sums; -inf and 0 where a
-    partition lies behind the context).
+    partition lies after the context).
     Raises as V1 does, and BadValue for a block size that does not divide 512.
     """
     tables, lens = _check(
@@ -158,8 +158,8 @@ def paged_attention_v2(
         parts, lse = ops.attention(rows, kv, plan, scale=scale, alibi_slopes=slopes, return_lse=True)
     states = [AttentionState(parts[p::P], lse[p::P].contiguous()) for p in range(P)]
     if alibi_slopes is not None:  # a partition's own last token is not where the query stands
-        behind = (first + part_lens - lens[:, None]).to(lse.device)  # [S, P]
-        states = [state.shifted(alibi_slopes * behind[:, p, None]) for p, state in enumerate(states)]
+        lag = (first + part_lens - lens[:, None]).to(lse.device)  # [S, P]
+        states = [state.shifted(alibi_slopes * lag[:, p, None]) for p, state in enumerate(states)]
     for p, state in enumerate(states):
         tmp_out[:, :, p] = state.out
         max_logits[:, :, p] = state.lse

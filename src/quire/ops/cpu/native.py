@@ -168,7 +168,7 @@ class ProgramParams(Structure):
     ]
 
 
-# Entry points of every instruction set: result, arguments behind the address of torch's parallel_for.
+# Entry points of every instruction set: result, arguments after the address of torch's parallel_for.
 _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "attention": (None, (_P, POINTER(AttentionParams))),

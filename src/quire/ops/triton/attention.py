@@ -7,7 +7,7 @@ them; the tokens may come from several sequences where these share the keys. The
 
 What decides its speed:
 - The ids of a tile's blocks are loaded one iteration ahead. A loop that loads ids and, in the same iteration, the keys
-  behind them is not pipelined by the compiler.
+  after them is not pipelined by the compiler.
 - Tiles that all rows see whole take no masks; the plan says where they begin and end.
 - Head dimensions that are no power of two are cut in a main part and a tail: 80 = 64 + 16, 192 = 128 + 64.
 

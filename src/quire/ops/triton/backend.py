@@ -1,7 +1,7 @@
 """The backend of GPUs, in Triton: kernels compiled on the machine for the chip that it has.
 
-The plan, made on the host, says who computes what (`worklist`, `cutting`); one kernel does it (`attention`), with tiles
-that suit the chip (`tiles`). Nothing waits for the device. The same call gives the same bits; what else does depends on
+The plan, made on the host, says who computes what (`worklist`, `partition`); one kernel does it (`attention`), with
+tiles that suit the chip (`tiles`). Nothing waits for the device. The same call gives the same bits; what else does depends on
 `AttentionSpec.reproducible`, see docs/gpu.md.
 
 Sums are formed in fp32; softmax weights are rounded to the dtype of q. An fp8 cache has no scales of its own: a factor
@@ -126,8 +126,8 @@ class TritonBackend(Backend):
             parts = plan.parts()
             few_mixed, many_mixed = plan.launched_again
             for items, count, tile, mixed in (
-                (plan.few, num_few, plan.cutter.few_tile, few_mixed),
-                (plan.many, num_many, plan.cutter.many_tile, many_mixed),
+                (plan.few, num_few, plan.partitioner.few_tile, few_mixed),
+                (plan.many, num_many, plan.partitioner.many_tile, many_mixed),
             ):
                 grid = count, spec.num_kv_heads, -(-G // tile.block_m)
                 size = math.prod(grid) * tile.block_m

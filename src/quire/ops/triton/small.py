@@ -132,7 +132,7 @@ def rope_row(
     q, k, positions, cos, sin, rows, q_token, q_head, k_token, k_head,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, HEAD_TILE: tl.constexpr, PAIR_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token, those of k behind those of q; a position beyond the `rows` of the table is its end's."""
+    """Some heads of one token, those of k after those of q; a position beyond the `rows` of the table is its end's."""
     token = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     pair = tl.arange(0, PAIR_TILE)[None, :]

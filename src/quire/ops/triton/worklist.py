@@ -16,9 +16,9 @@ from quire.errors import BadShape
 from quire.ops import checks
 from quire.ops.plan import AttentionPlan
 from quire.ops.spec import AttentionSpec
-from quire.ops.triton import unseen
-from quire.ops.triton.cutting import ITEM, Cutter, Lists
+from quire.ops.triton import device_plan
 from quire.ops.triton.launch import on_device_of
+from quire.ops.triton.partition import ITEM, Lists, Partitioner
 from quire.ops.triton.tiles import chip_of, processors_of
 
 ALIGNMENT = 64  # int32 numbers
@@ -38,8 +38,10 @@ class TritonPlan(AttentionPlan):
 
     def __init__(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> None:
         super().__init__(spec, max_tokens, max_seqs, max_blocks)
-        self.cutter = Cutter(spec, chip_of(spec.device), processors_of(spec.device), max_tokens, max_seqs, max_blocks)
-        room = self.cutter.room
+        self.partitioner = Partitioner(
+            spec, chip_of(spec.device), processors_of(spec.device), max_tokens, max_seqs, max_blocks
+        )
+        room = self.partitioner.room
         sizes = {
             "few": ITEM * room.few,
             "many": ITEM * room.many,
@@ -84,14 +86,14 @@ class TritonPlan(AttentionPlan):
         lens = self.context_lens[: self.num_seqs].numpy().astype(np.int64)
         width = int(-(-lens.max(initial=0) // self.spec.block_size))
         tables = self.block_tables[: self.num_seqs, :width].numpy()
-        lists = self.cutter.cut(starts, lens, tables)
+        lists = self.partitioner.cut(starts, lens, tables)
         self._follow()
         if self._copied is not None:
             self._copied.synchronize()  # else the last step's copy would read this step's numbers
         self._write(lists, tables)
         self.num_few, self.num_many, self.num_merges = len(lists.few), len(lists.many), len(lists.merges)
         self.num_parts = lists.num_parts
-        self.mixed = self.cutter.mixes(lists.few), self.cutter.mixes(lists.many)
+        self.mixed = self.partitioner.mixes(lists.few), self.partitioner.mixes(lists.many)
         if self._copied is not None:
             used = len(self._host) - self._sizes["tables"] + tables.size
             with on_device_of(self._lists):
@@ -126,14 +128,14 @@ class TritonPlan(AttentionPlan):
                 f"was made for at most {self.max_tokens}, {self.max_seqs} and {self.max_blocks}"
             )
         self._follow()
-        tile, tokens = self.cutter.many_tile, self.cutter.many_tokens
-        made = unseen.items(self.spec, tile, tokens, num_tokens, query_starts, context_lens, width)
+        tile, tokens = self.partitioner.many_tile, self.partitioner.many_tokens
+        made = device_plan.items(self.spec, tile, tokens, num_tokens, query_starts, context_lens, width)
         self.many[: made.numel()].copy_(made.flatten())
         self.rows[: 2 * num_tokens : 2].copy_(torch.arange(num_tokens, device=self.rows.device))
         self.rows[1 : 2 * num_tokens : 2].fill_(-1)
-        sequences = unseen.sequences(num_tokens, query_starts)
+        sequences = device_plan.sequences(num_tokens, query_starts)
         self.sequences[:num_tokens].copy_(sequences)
-        self.positions[:num_tokens].copy_(unseen.positions(sequences, query_starts, context_lens))
+        self.positions[:num_tokens].copy_(device_plan.positions(sequences, query_starts, context_lens))
         ids = block_tables.clamp(0, self.spec.num_blocks - 1)
         self.tables[: ids.numel()].copy_(ids.flatten())
         for nothing in (self.few, self.merges, self.many[made.numel() :], self.device_slots):
@@ -178,7 +180,7 @@ class TritonPlan(AttentionPlan):
         What the step has; all that a later update may bring where the plan is for graphs, or one is captured.
         """
         if self._covers_all:
-            return self.cutter.room.few, self.cutter.room.many, self.max_tokens
+            return self.partitioner.room.few, self.partitioner.room.many, self.max_tokens
         return self.num_few, self.num_many, self.num_merges
 
     @property
@@ -188,11 +190,11 @@ class TritonPlan(AttentionPlan):
 
     @property
     def _may_mix(self) -> bool:
-        return self.spec.causal and not self.cutter.decodes
+        return self.spec.causal and not self.partitioner.decodes
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """Room for the parts of a launch: fp32 [parts, Hq, Dv], and [parts, Hq, 2] for largest scores and sums."""
-        count = self.cutter.room.rows if self._covers_all else self.num_parts
+        count = self.partitioner.room.rows if self._covers_all else self.num_parts
         if count == 0:
             return self._no_parts, self._no_parts
         heads, dim = self.spec.num_heads, self.spec.dim_v

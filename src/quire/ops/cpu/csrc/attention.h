@@ -16,7 +16,7 @@ struct Place {
     int head;            // KV head
     int tile;            // position of the tile's first key
     int begin, end;      // keys to compute, relative to the tile: multiples of SUBTILE
-    int stop;            // behind the last key that is the item's
+    int stop;            // after the last key that is the item's
     const T* keys[TILE];
     const T* values[TILE];
 };
@@ -174,7 +174,7 @@ struct Worker {
     void compute(const Step& step, const Step& after, bool more) {
         const RowBlocks blocks(step.item->count);
         const bool few = blocks.blocks <= FEW_BLOCKS;
-        Fetcher<T> fetcher{};  // of nothing; behind the last step there is no other, and `after` holds what memory held
+        Fetcher<T> fetcher{};  // of nothing; after the last step there is no other, and `after` holds what memory held
         if (more) {
             fetcher = {after.keys + after.begin, after.keys + after.stop, after.values + after.begin,
                        spec.head_dim * (int)sizeof(T), spec.head_dim_v * (int)sizeof(T), after.stop - after.begin};

@@ -37,7 +37,7 @@ struct BF16 {
     QUIRE_INLINE V upper(V lanes) { return (V)((U)lanes & 0xffff0000u); }
 };
 
-// The first n (1..W) numbers only: nothing behind them is touched.
+// The first n (1..W) numbers only: nothing after them is touched.
 template <class E>
 QUIRE_INLINE V get_part(const typename E::T* p, int n) {
     if (n >= W) return E::get(p);

@@ -50,7 +50,7 @@ struct Fetch {
     }
 };
 
-// One strip: to[lane][column], columns behind the last row of the weight being zero.
+// One strip: to[lane][column], columns after the last row of the weight being zero.
 template <class K, class T = typename K::E::T>
 static void pack_strip(const T* weight, int64_t row_stride, int64_t rows, int64_t in, T* to) {
     for (int64_t k = 0; k < in; k += K::PAIR, to += W * K::PAIR) {

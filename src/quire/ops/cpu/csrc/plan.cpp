@@ -53,7 +53,7 @@ struct Shared {  // the leading keys of a tile that are given to items of severa
 
 }  // namespace
 
-// The plan that the kernels see, and the memory behind it.
+// The plan that the kernels see, and its memory.
 struct QuirePlan {
     Plan view{};
     std::vector<Item> items;
@@ -126,7 +126,7 @@ std::vector<std::vector<int32_t>> QuirePlan::groups(std::vector<int32_t> candida
 }
 
 // Sequences with the same blocks for the keys begin..end - 1, and their rows in one tile: give these keys, and those that
-// they have in common behind them, to one item for all of them. phase: of an item that begins at `begin`.
+// they have in common after them, to one item for all of them. phase: of an item that begins at `begin`.
 void QuirePlan::share(const std::vector<int32_t>& same, int32_t begin, int32_t end, int32_t phase) {
     auto all_have = [&](int32_t at) {
         return std::all_of(same.begin(), same.end(), [&](int32_t t) {

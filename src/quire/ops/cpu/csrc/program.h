@@ -1,7 +1,7 @@
 // All layers of a decoder in one call: a list of operators on numbered buffers, written once for a model.
 //
 // An operator is what the entry point of its name does; what changes from step to step is the number of rows, the addresses
-// of the buffers, and the attention plans. Included behind the entry points.
+// of the buffers, and the attention plans. Included after the entry points.
 #pragma once
 
 #include <chrono>

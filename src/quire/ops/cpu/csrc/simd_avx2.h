@@ -30,7 +30,7 @@ QUIRE_INLINE V scale_by_power(V p, V x) {
     return x < -126.0f ? V{} : scaled;
 }
 
-// The first `bytes` of a vector, and nothing of the memory behind them; the rest is zero.
+// The first `bytes` of a vector, and nothing of the memory after them; the rest is zero.
 QUIRE_INLINE V load_lanes(const void* p, int bytes) {
     V v = {};
     if (bytes >= 32) memcpy(&v, p, 32);

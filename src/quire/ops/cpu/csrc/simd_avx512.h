@@ -28,7 +28,7 @@ QUIRE_INLINE V fraction(V x) { return (V)_mm512_reduce_ps((__m512)x, _MM_FROUND_
 // p * 2^floor(x) for p in 1..2 and x >= -200: below the smallest number it is 0.
 QUIRE_INLINE V scale_by_power(V p, V x) { return (V)_mm512_scalef_ps((__m512)p, (__m512)x); }
 
-// The first `count` (1..16) of 16 lanes, and nothing of the memory behind them; the rest is zero.
+// The first `count` (1..16) of 16 lanes, and nothing of the memory after them; the rest is zero.
 QUIRE_INLINE V load_lanes(const void* p, int bytes) {
     if (bytes >= 64) return (V)_mm512_loadu_ps(p);
     return (V)_mm512_maskz_loadu_epi8(~0ull >> (64 - bytes), p);

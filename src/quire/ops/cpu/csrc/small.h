@@ -27,7 +27,7 @@ QUIRE_INLINE float sum_over(int64_t dim, const F& f) {
 
 QUIRE_INLINE int part(int64_t dim, int64_t at) { return dim - at < W ? (int)(dim - at) : W; }
 
-// Zero in the lanes behind the row's end.
+// Zero in the lanes after the row's end.
 QUIRE_INLINE V only(V x, int lanes) { return iota() < (float)lanes ? x : V{}; }
 
 // What is normalised: x, or the residual once it has taken in x.

@@ -70,7 +70,7 @@ class Shared:
     keys: int
 
 
-class Cutter:
+class Partitioner:
     """Cuts the steps of one plan."""
 
     def __init__(

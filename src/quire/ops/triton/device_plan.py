@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.spec import AttentionSpec
-from quire.ops.triton.cutting import ITEM, most_tiles
+from quire.ops.triton.partition import ITEM, most_tiles
 from quire.ops.triton.tiles import Tile
 
 INT32_MAX = 2**31 - 1
@@ -26,7 +26,7 @@ def items(
     context_lens: Tensor,  # int [S]
     width: int,  # blocks of a table, M
 ) -> Tensor:
-    """Items as `cutting` makes them, of as many tiles as there can be: int64 [tiles, 8]."""
+    """Items as `partition` makes them, of as many tiles as there can be: int64 [tiles, 8]."""
     num_seqs = len(context_lens)
     if num_seqs == 0:
         return torch.zeros(0, ITEM, dtype=torch.int64, device=query_starts.device)

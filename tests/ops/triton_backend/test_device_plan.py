@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from quire import ops
 from quire.errors import BadDtype, BadShape, Unsupported
-from quire.ops.triton import unseen
-from quire.ops.triton.cutting import Cutter, most_tiles
+from quire.ops.triton import device_plan
+from quire.ops.triton.partition import Partitioner, most_tiles
 from quire.ops.triton.tiles import Tile
 from tests.ops.cases import Case, Step, naming
 from tests.ops.conftest import DEVICES
@@ -92,10 +92,10 @@ def test_the_host_looks_at_nothing():
         starts, lens = (mode.from_tensor(torch.tensor(x)) for x in ([0, 3, 4, 8], [9, 21, 4]))
         with pytest.raises(DataDependentOutputException):
             lens[0].item()
-        items = unseen.items(spec, Tile(64, 32, 4, 2), 32, 8, starts, lens, 8)
+        items = device_plan.items(spec, Tile(64, 32, 4, 2), 32, 8, starts, lens, 8)
         assert items.shape == (most_tiles(8, 3, 32), 8)
-        sequences = unseen.sequences(8, starts)
-        assert unseen.positions(sequences, starts, lens).shape == sequences.shape == (8,)
+        sequences = device_plan.sequences(8, starts)
+        assert device_plan.positions(sequences, starts, lens).shape == sequences.shape == (8,)
 
 
 def test_a_step_that_is_too_large_and_a_plan_that_is_made_on_the_host():
@@ -148,7 +148,7 @@ def run_descriptor(monkeypatch: pytest.MonkeyPatch, case: Case) -> tuple[Step, t
 
 def test_it_is_what_a_descriptor_does_without_host_metadata(monkeypatch):
     step, out, prefill = run_descriptor(monkeypatch, Case(query_lens=(2, 3), context_lens=(9, 8)))
-    assert prefill._plan.num_many == most_tiles(5, 2, prefill._plan.cutter.many_tokens) > 0
+    assert prefill._plan.num_many == most_tiles(5, 2, prefill._plan.partitioner.many_tokens) > 0
     step.dense().check(out, None, torch.float32)
 
 
@@ -184,16 +184,16 @@ def test_there_is_room_for_the_tiles_of_every_step(chip, processors):
                     num_heads=group * kv_heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=16,
                     num_blocks=2**20, dtype=torch.bfloat16, reproducible=rng.random() < 0.3,
                 )  # fmt: skip
-                cutter = Cutter(spec, chip, processors, num_tokens, num_seqs, 64)
+                partitioner = Partitioner(spec, chip, processors, num_tokens, num_seqs, 64)
                 fewer = rng.randint(0, num_tokens), rng.randint(1, num_seqs)
                 for tokens, seqs in ((num_tokens, num_seqs), fewer):
                     cuts = sorted(rng.randint(0, tokens) for _ in range(seqs - 1))
                     one_each = list(range(min(seqs, tokens)))
                     for starts in ([0, *cuts, tokens], [*one_each, tokens], [0, tokens]):
                         rows = (b - a for a, b in itertools.pairwise(starts))
-                        tiles = sum(-(-n // cutter.many_tokens) for n in rows)
-                        launched = most_tiles(tokens, seqs, cutter.many_tokens)
-                        assert tiles <= launched <= cutter.room.many, (spec, tokens, seqs, starts)
+                        tiles = sum(-(-n // partitioner.many_tokens) for n in rows)
+                        launched = most_tiles(tokens, seqs, partitioner.many_tokens)
+                        assert tiles <= launched <= partitioner.room.many, (spec, tokens, seqs, starts)
 
 
 def test_rows_without_a_sequence_are_refused():

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quire import ops
-from quire.ops.triton import cutting
-from quire.ops.triton.cutting import Cutter, Lists
+from quire.ops.triton import partition
+from quire.ops.triton.partition import Lists, Partitioner
 from quire.ops.triton.tiles import CHUNK, SPLIT
 from tests.ops.conftest import DEVICES
 
@@ -18,8 +18,8 @@ DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
 SEEDS = range(400)
 
 
-def draw(seed: int) -> tuple[Cutter, np.ndarray, np.ndarray, np.ndarray]:
-    """A cutter that has just room for a step, and the step: starts, lens, tables."""
+def draw(seed: int) -> tuple[Partitioner, np.ndarray, np.ndarray, np.ndarray]:
+    """A partitioner that has just room for a step, and the step: starts, lens, tables."""
     rng = random.Random(seed)
     size, causal = rng.choice((1, 7, 16, 64, 256)), rng.random() < 0.8
     kv_heads, group = rng.choice(((1, 1), (2, 4), (3, 5), (1, 8), (1, 24), (1, 200)))
@@ -44,18 +44,18 @@ def draw(seed: int) -> tuple[Cutter, np.ndarray, np.ndarray, np.ndarray]:
     for s in range(1, num_seqs):
         common = rng.choice((0, rng.randint(0, width), width))
         tables[s, :common] = tables[rng.randrange(s), :common]
-    cutter = Cutter(
+    partitioner = Partitioner(
         spec, rng.choice(("sm80", "sm90", "gfx942")), rng.choice((1, 8, 132, 132)), sum(rows), num_seqs, width
     )
-    return cutter, np.cumsum([0, *rows]), np.array(lens, np.int64), tables
+    return partitioner, np.cumsum([0, *rows]), np.array(lens, np.int64), tables
 
 
-def seen(cutter: Cutter, lists: Lists, tables: np.ndarray, num_tokens: int) -> list[dict[int, list[int]]]:
+def seen(partitioner: Partitioner, lists: Lists, tables: np.ndarray, num_tokens: int) -> list[dict[int, list[int]]]:
     """Of every query token, by part: the places that its keys lie at (block, offset), as numbers."""
-    spec, flat = cutter.spec, tables.reshape(-1)
+    spec, flat = partitioner.spec, tables.reshape(-1)
     found: list[dict[int, list[int]]] = [{} for _ in range(num_tokens)]
-    for items, tile in ((lists.few, cutter.few_tile), (lists.many, cutter.many_tile)):
-        mixes = cutter.mixes(items)
+    for items, tile in ((lists.few, partitioner.few_tile), (lists.many, partitioner.many_tile)):
+        mixes = partitioner.mixes(items)
         for table, first, count, lo, hi, free_lo, free_hi, _ in items.tolist():
             assert count * min(spec.group_size, tile.block_m) <= tile.block_m
             start = lo // tile.block_n * tile.block_n
@@ -85,20 +85,20 @@ def seen(cutter: Cutter, lists: Lists, tables: np.ndarray, num_tokens: int) -> l
     return found
 
 
-@pytest.mark.parametrize("worth", [0, cutting.WORTH_SHARING])
+@pytest.mark.parametrize("worth", [0, partition.WORTH_SHARING])
 def test_every_key_once(monkeypatch, worth):
-    monkeypatch.setattr(cutting, "WORTH_SHARING", worth)
+    monkeypatch.setattr(partition, "WORTH_SHARING", worth)
     shared = cut = 0
     for seed in SEEDS:
-        cutter, starts, lens, tables = draw(seed)
-        spec, num_tokens = cutter.spec, int(starts[-1])
-        lists = cutter.cut(starts, lens, tables)
-        room = cutter.room
+        partitioner, starts, lens, tables = draw(seed)
+        spec, num_tokens = partitioner.spec, int(starts[-1])
+        lists = partitioner.cut(starts, lens, tables)
+        room = partitioner.room
         assert len(lists.few) <= room.few, seed
         assert len(lists.many) <= room.many, seed
         assert lists.num_parts <= room.rows >= len(lists.rows), seed
         assert len(lists.merges) <= num_tokens, seed
-        found = seen(cutter, lists, tables, num_tokens)
+        found = seen(partitioner, lists, tables, num_tokens)
         merged = {token: range(first, first + count) for token, first, count in lists.merges.tolist()}
         assert sorted(p for parts in merged.values() for p in parts) == list(range(lists.num_parts)), seed
         for s in range(len(lens)):
@@ -121,12 +121,12 @@ def test_every_key_once(monkeypatch, worth):
 
 def test_reproducible_parts_are_chunks(monkeypatch):
     """The parts of a reproducible row's keys are chunks, each by itself: there is one order in which they merge."""
-    monkeypatch.setattr(cutting, "WORTH_SHARING", 0)
+    monkeypatch.setattr(partition, "WORTH_SHARING", 0)
     parts = 0
     for seed in SEEDS:
-        cutter, starts, lens, tables = draw(seed)
-        if cutter.spec.reproducible:
-            lists = cutter.cut(starts, lens, tables)
+        partitioner, starts, lens, tables = draw(seed)
+        if partitioner.spec.reproducible:
+            lists = partitioner.cut(starts, lens, tables)
             for _, first, count, lo, hi, *_ in [*lists.few.tolist(), *lists.many.tolist()]:
                 if (lists.rows[first : first + count, 1] >= 0).any():
                     parts += 1
@@ -134,18 +134,18 @@ def test_reproducible_parts_are_chunks(monkeypatch):
     assert parts > 100
 
 
-def one_token_each(processors: int, lens: list[int], **fields: object) -> tuple[Cutter, Lists]:
+def one_token_each(processors: int, lens: list[int], **fields: object) -> tuple[Partitioner, Lists]:
     fields = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "block_size": 16, **fields}
     spec = ops.AttentionSpec(num_blocks=2**20, dtype=torch.bfloat16, **fields)
     width = -(-max(lens) // 16)
-    cutter = Cutter(spec, "sm90", processors, len(lens), len(lens), width)
+    partitioner = Partitioner(spec, "sm90", processors, len(lens), len(lens), width)
     tables = np.arange(len(lens) * width, dtype=np.int32).reshape(len(lens), width)
-    return cutter, cutter.cut(np.arange(len(lens) + 1), np.array(lens), tables)
+    return partitioner, partitioner.cut(np.arange(len(lens) + 1), np.array(lens), tables)
 
 
 def test_one_long_context_fills_the_device_and_many_stay_whole():
-    cutter, lists = one_token_each(16, [16_384])
-    assert cutter.few_wanted == 24  # 3 programs on each of 16 processors, 2 KV heads
+    partitioner, lists = one_token_each(16, [16_384])
+    assert partitioner.few_wanted == 24  # 3 programs on each of 16 processors, 2 KV heads
     assert 0.75 * 24 <= len(lists.few) <= 24
     assert ((lists.few[:, 4] - lists.few[:, 3]) % SPLIT == 0).all()
     _, lists = one_token_each(16, [16_384] * 24)
@@ -155,9 +155,9 @@ def test_one_long_context_fills_the_device_and_many_stay_whole():
 def test_a_context_much_longer_than_the_others_is_cut_whatever_their_number():
     """Else its items would run on when all others are done."""
     for reproducible in (False, True):
-        cutter, lists = one_token_each(16, [100_000] + [500] * 63, reproducible=reproducible)
+        partitioner, lists = one_token_each(16, [100_000] + [500] * 63, reproducible=reproducible)
         items = lists.many if reproducible else lists.few
-        wanted = cutter.many_wanted if reproducible else cutter.few_wanted
+        wanted = partitioner.many_wanted if reproducible else partitioner.few_wanted
         longest = (items[:, 4] - items[:, 3]).max()
         assert longest <= 2 * (100_000 + 63 * 500) / wanted + SPLIT
         assert len(items) > 64 > wanted
@@ -175,8 +175,8 @@ def test_a_long_prompt_beside_them_does_not_keep_sequences_from_sharing():
             num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, num_blocks=2**20, dtype=torch.bfloat16,
             reproducible=reproducible,
         )  # fmt: skip
-        cutter = Cutter(spec, "sm90", 132, 4_096, 256, width)
-        lists = cutter.cut(starts, lens, tables)
+        partitioner = Partitioner(spec, "sm90", 132, 4_096, 256, width)
+        lists = partitioner.cut(starts, lens, tables)
         items = np.concatenate([lists.few, lists.many])
         decoding = lists.rows[items[:, 1], 0] < count
         read = (items[:, 4] - items[:, 3])[decoding].sum()
@@ -185,7 +185,7 @@ def test_a_long_prompt_beside_them_does_not_keep_sequences_from_sharing():
 
 @pytest.mark.parametrize("own", [16, 240, 700])
 @pytest.mark.parametrize("keys", [2_048, 4_096, 30_720])
-def test_short_remainders_behind_shared_keys_stay_whole(keys, own):
+def test_short_remainders_after_shared_keys_stay_whole(keys, own):
     """Wherever cuts of longer ones would lie."""
     width, count = (keys + own) // 16, 256
     tables = np.arange(count * width, dtype=np.int32).reshape(count, width)
@@ -193,8 +193,8 @@ def test_short_remainders_behind_shared_keys_stay_whole(keys, own):
     spec = ops.AttentionSpec(
         num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, num_blocks=2**20, dtype=torch.bfloat16
     )
-    cutter = Cutter(spec, "sm90", 132, count, count, width)
-    lists = cutter.cut(np.arange(count + 1), np.full(count, keys + own), tables)
+    partitioner = Partitioner(spec, "sm90", 132, count, count, width)
+    lists = partitioner.cut(np.arange(count + 1), np.full(count, keys + own), tables)
     assert len(lists.few) == count
     assert len(lists.merges) == count
     assert lists.many[:, 4].max() == keys // SPLIT * SPLIT
@@ -235,8 +235,8 @@ def test_the_longest_items_come_first():
 
 
 def test_a_step_that_would_need_more_parts_than_there_is_room_for_is_not_cut(monkeypatch):
-    monkeypatch.setattr(cutting, "PART_MEMORY", 0)
-    monkeypatch.setattr(cutting, "WORTH_SHARING", 0)
-    cutter, lists = one_token_each(132, [9_000] * 3, reproducible=True)
-    assert len(lists.rows) <= cutter.room.rows
+    monkeypatch.setattr(partition, "PART_MEMORY", 0)
+    monkeypatch.setattr(partition, "WORTH_SHARING", 0)
+    partitioner, lists = one_token_each(132, [9_000] * 3, reproducible=True)
+    assert len(lists.rows) <= partitioner.room.rows
     assert lists.num_parts == 0
