@@ -73,11 +73,19 @@ def test_what_stands_beside_what(report: tuple[dict[str, Any], str]) -> None:
         assert {"copy", "quire", "quire, blocks of 256", "quire, blocks in order", "quire, contiguous"} <= who
         assert {"quire, reproducible", "quire, plan"} <= who
     assert {row["who"] for row in rows.of("engine", "rose_shared", "")} == {
-        *("paged", "paged, online", "paged, reproducible", "paged, reproducible, online"),
-        *("gathered", "gathered, online", "gathered, one by one"),
+        "paged",
+        "paged, online",
+        "paged, reproducible",
+        "paged, reproducible, online",
+        "gathered",
+        "gathered, online",
+        "gathered, one by one",
     }
     assert {row["who"] for row in rows.of("steps", "8B, batch 32", "")} == {
-        *("step", "runner", "step, reproducible", "runner, reproducible")
+        "step",
+        "runner",
+        "step, reproducible",
+        "runner, reproducible",
     }
 
 
@@ -202,8 +210,10 @@ def test_a_wrong_result_is_noticed() -> None:
 def test_the_cases_cover_what_there_is() -> None:
     found = correctness.cases(tiny=False)
     for field, values in (
-        *(("group", correctness.GROUPS), ("head_dim", correctness.HEAD_DIMS)),
-        *(("block_size", correctness.BLOCK_SIZES), ("feature", correctness.FEATURES)),
+        ("group", correctness.GROUPS),
+        ("head_dim", correctness.HEAD_DIMS),
+        ("block_size", correctness.BLOCK_SIZES),
+        ("feature", correctness.FEATURES),
         ("reproducible", (False, True)),
     ):
         assert {getattr(case, field) for case in found} == set(values)
@@ -392,7 +402,12 @@ def test_fa3_is_called_by_the_names_of_its_schema(monkeypatch: pytest.MonkeyPatc
     assert loaded[0] == "/lib.so"
     assert not [row for row in rows if "error" in row]
     assert {row["who"] for row in rows} == {
-        *("copy", "product", "quire", "quire, blocks of 256", "fa3", "fa3, blocks of 256")
+        "copy",
+        "product",
+        "quire",
+        "quire, blocks of 256",
+        "fa3",
+        "fa3, blocks of 256",
     }
 
 

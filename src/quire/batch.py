@@ -72,8 +72,15 @@ class SamplingRows:
         dense = {
             name: getattr(self, name)[start:stop]
             for name in (
-                *("temperature", "top_k", "top_p", "min_p", "uniforms", "num_logprobs"),
-                *("repetition", "presence", "frequency"),
+                "temperature",
+                "top_k",
+                "top_p",
+                "min_p",
+                "uniforms",
+                "num_logprobs",
+                "repetition",
+                "presence",
+                "frequency",
             )
         }
         penalised = slice(*torch.searchsorted(self.penalty_rows, torch.tensor([start, stop])).tolist())

@@ -148,9 +148,9 @@ class LLM:
         check_dimensions(dimensions, self.hidden_size)
         listed = _listed(prompts)
         requests: list[tuple[Request, RequestOutput]] = []
-        for prompt, place in zip(listed, _priorities(priority, len(listed)), strict=True):
+        for prompt, own_priority in zip(listed, _priorities(priority, len(listed)), strict=True):
             text, tokens, salt = self._encoded(prompt)
-            requests.append(embedding_request(self._next_name(), text, tokens, place, salt))
+            requests.append(embedding_request(self._next_name(), text, tokens, own_priority, salt))
         return [embedding_output(output, dimensions) for output in self._finished(requests, use_tqdm)]
 
     def score(
@@ -179,7 +179,7 @@ class LLM:
             raise RequestError(f"{len(firsts)} prompts were given with {len(seconds)} continuations; give one each")
         requests: list[tuple[Request, RequestOutput]] = []
         starts: list[tuple[str | None, str | None, int]] = []  # of each pair its texts, and the prompt's tokens
-        for i, place in enumerate(_priorities(priority, len(firsts))):
+        for i, own_priority in enumerate(_priorities(priority, len(firsts))):
             prompt, salt = _parsed(firsts[i])
             continuation, _ = _parsed(seconds[i], "continuation")
             texts: tuple[str | None, str | None] = (None, None)
@@ -194,7 +194,7 @@ class LLM:
             else:
                 before, after = prompt, continuation
             check_pair(i, before, after)
-            requests.append(score_request(self._next_name(), before, after, place, salt))
+            requests.append(score_request(self._next_name(), before, after, own_priority, salt))
             starts.append((*texts, len(before)))
         ended = self._finished(requests, use_tqdm)
         return [score_output(output, *start) for output, start in zip(ended, starts, strict=True)]
@@ -278,7 +278,7 @@ class LLM:
                 f"{len(listed)} prompts were given with {len(each)} sampling_params; give one for all, or one each"
             )
         requests: list[tuple[Request, RequestOutput]] = []
-        for prompt, sampling, place in zip(listed, each, priorities, strict=True):
+        for prompt, sampling, own_priority in zip(listed, each, priorities, strict=True):
             if not isinstance(sampling, SamplingParams):
                 raise RequestError(f"sampling_params has a {type(sampling).__name__}; it must be SamplingParams")
             text, tokens, salt = self._encoded(prompt)
@@ -286,7 +286,7 @@ class LLM:
                 raise RequestError(
                     f"stop is {sampling.stop!r}; without a tokenizer only stop_token_ids can end a request"
                 )
-            output, samples = make_requests(self._next_name(), text, tokens, sampling, place, salt)
+            output, samples = make_requests(self._next_name(), text, tokens, sampling, own_priority, salt)
             requests += [(request, output) for request in samples]
         return requests
 

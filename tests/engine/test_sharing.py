@@ -281,7 +281,7 @@ class TestOrder:
     @pytest.mark.parametrize("order", [by_priority, shortest_prompt_first])
     def test_nobody_waits_for_ever(self, order, monkeypatch) -> None:
         """While better placed requests keep arriving, the worst placed one is served after a bounded number of them."""
-        monkeypatch.setattr("quire.engine.order.PLACES_PER_PRIORITY", 1_000)
+        monkeypatch.setattr("quire.engine.order.ARRIVALS_PER_PRIORITY", 1_000)
         engine = fake_engine(num_blocks=8, max_num_seqs=1, order=order, max_model_len=4000)
         last = request("last", [1] * 20, max_tokens=1)
         last.priority = int(order is by_priority)

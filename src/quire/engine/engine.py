@@ -218,8 +218,12 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     free = free_memory(config.device)
     try:
         num_blocks = choose_num_blocks(
-            *(cache_config, block_bytes, model.max_model_len, config.max_num_seqs),
-            *(None if free is None else max(0, free - reserve), blocks_a_sequence),
+            cache_config,
+            block_bytes,
+            model.max_model_len,
+            config.max_num_seqs,
+            None if free is None else max(0, free - reserve),
+            blocks_a_sequence,
         )
     except ConfigError as error:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Who comes first: the order of service.
 
-An order gives each request a place in the queue, once, when it arrives; the lowest place is served first and loses its
-blocks last. Every place counts from the request's ordinal, so whatever handicap it has, only the requests of that many
+An order gives each request a rank, once, when it arrives; the lowest rank is served first and loses its
+blocks last. Every rank counts from the request's ordinal, so whatever handicap it has, only the requests of that many
 arrivals can overtake it: nobody waits for ever.
 """
 
@@ -15,8 +15,8 @@ from quire.request import Request
 
 Order: TypeAlias = Callable[[Request], float]
 
-PLACES_PER_PRIORITY = 65_536  # arrivals that one step of priority overtakes
-TOKENS_PER_PLACE = 8  # of a prompt, each eight let one more later arrival pass
+ARRIVALS_PER_PRIORITY = 65_536  # arrivals that one step of priority overtakes
+TOKENS_PER_ARRIVAL = 8  # of a prompt, each eight let one more later arrival pass
 
 
 def first_come_first_served(request: Request) -> float:
@@ -26,12 +26,12 @@ def first_come_first_served(request: Request) -> float:
 
 def by_priority(request: Request) -> float:
     """The lower priority value first, then by arrival."""
-    return request.schedule.ordinal + PLACES_PER_PRIORITY * request.priority
+    return request.schedule.ordinal + ARRIVALS_PER_PRIORITY * request.priority
 
 
 def shortest_prompt_first(request: Request) -> float:
     """The shorter prompt first, then by arrival."""
-    return request.schedule.ordinal + request.num_prompt // TOKENS_PER_PLACE
+    return request.schedule.ordinal + request.num_prompt // TOKENS_PER_ARRIVAL
 
 
 BLIND_TO_PRIORITY = (first_come_first_served, shortest_prompt_first)

@@ -170,9 +170,10 @@ def _nonfinite_rows(batch: Batch, plans: Sequence[AttentionPlan]) -> dict[int, i
     count = len(batch.token_ids)  # a plan of a graph has padding after them
     flags = [plan.nonfinite[:count] for plan in plans]
     found = flags[0] if len(flags) == 1 else torch.stack(flags).amax(0)
-    if not found.any():
+    marked = found.cpu().numpy()
+    if not marked.any():
         return {}
-    rows = found.nonzero().flatten().cpu()
+    rows = torch.from_numpy(np.flatnonzero(marked))
     sequences = torch.searchsorted(batch.query_starts, rows, right=True) - 1
     first: dict[int, int] = {}
     for row, s in zip(rows.tolist(), sequences.tolist(), strict=True):

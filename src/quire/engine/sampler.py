@@ -55,8 +55,14 @@ def _change(
     """Apply the penalties, and forbid what is forbidden."""
     row, token, count, repetition, frequency, presence, banned_row, banned_token = send(
         [
-            *(rows.penalty_rows, rows.penalty_tokens, rows.penalty_counts),
-            *(rows.repetition, rows.frequency, rows.presence, rows.banned_rows, rows.banned_tokens),
+            rows.penalty_rows,
+            rows.penalty_tokens,
+            rows.penalty_counts,
+            rows.repetition,
+            rows.frequency,
+            rows.presence,
+            rows.banned_rows,
+            rows.banned_tokens,
         ],
         logits.device,
     )

@@ -113,8 +113,14 @@ class Mask(torch.Tensor):
 
 _QUESTIONS = frozenset(
     {
-        *(Tensor.dim, Tensor.size, Tensor.to, Tensor.is_floating_point, Tensor.numel),
-        *(Tensor.__len__, Tensor.stride, Tensor.is_contiguous),
+        Tensor.dim,
+        Tensor.size,
+        Tensor.to,
+        Tensor.is_floating_point,
+        Tensor.numel,
+        Tensor.__len__,
+        Tensor.stride,
+        Tensor.is_contiguous,
         *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda")),
         *(getattr(Tensor, name).__get__ for name in ("layout", "is_meta")),
     }

@@ -97,7 +97,7 @@ def cascade_attention(
     states = []
     for level, slopes in zip(levels, by_level, strict=True):
         out, lse = found.attention(
-            *(q, level.kv, level.plan), scale=scale, alibi_slopes=slopes, softcap=softcap, return_lse=True
+            q, level.kv, level.plan, scale=scale, alibi_slopes=slopes, softcap=softcap, return_lse=True
         )
         states.append(AttentionState(out, lse))
     if slopes_of is not None:

@@ -107,7 +107,7 @@ class AttentionPlan:
         self.block_tables[:num_seqs, :num_blocks].copy_(block_tables)
         if slots is not None:
             self.slots[:num_tokens].copy_(slots)
-        self._nonfinite[:num_tokens] = 0
+        self._nonfinite[:num_tokens].zero_()
         self.num_tokens, self.num_seqs, self.writable = num_tokens, num_seqs, slots is not None
 
     @property

@@ -45,7 +45,11 @@ def blocks(
         with progress_bar(work.name, work.num_new_tokens * (warmup + runs) * len(sizes)) as advance:
             figures = list(
                 bench.sweep(
-                    *(work, sizes, warmup, runs, advance),
+                    work,
+                    sizes,
+                    warmup,
+                    runs,
+                    advance,
                     model=model,
                     attention_backend=attention_backend,
                     device=device,

@@ -202,8 +202,16 @@ class PagedPrefill:
             else:
                 state = workspace.view(torch.uint8).flatten()[: self.workspace_size].view(torch.float32)
                 attend_unseen(
-                    *(out, q, k_cache, v_cache, block_tables, seq_lens, cum_seq_lens_q, alibi_slopes),
-                    *(self._info.scale, state),
+                    out,
+                    q,
+                    k_cache,
+                    v_cache,
+                    block_tables,
+                    seq_lens,
+                    cum_seq_lens_q,
+                    alibi_slopes,
+                    self._info.scale,
+                    state,
                 )
 
     def close(self) -> None:

@@ -97,9 +97,7 @@ class NativeExecutor:
                 params = native.NormParams(weight.data_ptr(), offset, heads, len(weight), eps)
                 return self._op(operator, params, x, residual, out)
             case Rotate(q=q, k=k, cos=cos, sin=sin, head_dim=dim):
-                rope = native.RopeParams(
-                    *(cos.data_ptr(), sin.data_ptr(), *cos.shape, q.size // dim, k.size // dim, dim)
-                )
+                rope = native.RopeParams(cos.data_ptr(), sin.data_ptr(), *cos.shape, q.size // dim, k.size // dim, dim)
                 return self._op(operator, rope, q, k)
             case Write(k=k, v=v, layer=layer, group=group):
                 write = native.WriteParams()

@@ -1,8 +1,8 @@
 """The backend of GPUs, in Triton: kernels compiled on the machine for the chip that it has.
 
 The plan, made on the host, says who computes what (`worklist`, `partition`); one kernel does it (`attention`), with
-tiles that suit the chip (`tiles`). Nothing waits for the device. The same call gives the same bits; what else does depends on
-`AttentionSpec.reproducible`, see docs/gpu.md.
+tiles that suit the chip (`tiles`). Nothing waits for the device. The same call gives the same bits; what else does
+depends on `AttentionSpec.reproducible`, see docs/gpu.md.
 
 Sums are formed in fp32; softmax weights are rounded to the dtype of q. An fp8 cache has no scales of its own: a factor
 of K belongs into attention's `scale`, one of V is applied to the output.
@@ -135,9 +135,28 @@ class TritonBackend(Backend):
                 for finite in (False, True) if mixed else (False,):
                     if count:
                         kernels.attend[grid](
-                            *(q, kv.k, kv.v, out, lse, *parts, items, plan.rows, plan.positions, sequences),
-                            *(plan.tables, alibi_slopes, sinks, reports, factor, cap, spec.window, slope_seq),
-                            *(*q.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3], *out.stride()[:2]),
+                            q,
+                            kv.k,
+                            kv.v,
+                            out,
+                            lse,
+                            *parts,
+                            items,
+                            plan.rows,
+                            plan.positions,
+                            sequences,
+                            plan.tables,
+                            alibi_slopes,
+                            sinks,
+                            reports,
+                            factor,
+                            cap,
+                            spec.window,
+                            slope_seq,
+                            *q.stride()[:2],
+                            *kv.k.stride()[:3],
+                            *kv.v.stride()[:3],
+                            *out.stride()[:2],
                             **_constants(spec, tile),
                             FINITE=finite,
                             num_warps=tile.num_warps,
@@ -146,7 +165,12 @@ class TritonBackend(Backend):
                         )
             if num_merges:
                 kernels.merge[(num_merges, spec.num_heads)](
-                    *(out, lse, *parts, plan.merges, sinks, *out.stride()[:2]),
+                    out,
+                    lse,
+                    *parts,
+                    plan.merges,
+                    sinks,
+                    *out.stride()[:2],
                     DV=spec.dim_v,
                     DIMS=triton.next_power_of_2(spec.dim_v),
                     num_warps=1 if spec.dim_v <= 128 else 4,

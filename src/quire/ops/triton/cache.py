@@ -114,10 +114,22 @@ def write_kv(
     limit = torch.finfo(spec.cache_dtype).max if spec.cache_dtype in FP8 else 0.0
     with on_device_of(kv.k):
         write_rows[(plan.num_tokens,)](
-            *(k_new, v_new, kv.k, kv.v, plan.device_slots, plan.rows_nonfinite),
-            *(*k_new.stride()[:2], *v_new.stride()[:2], *kv.k.stride()[:3], *kv.v.stride()[:3]),
-            *(spec.block_size, spec.num_kv_heads, spec.head_dim, spec.dim_v),
-            *(*_tile(spec.num_kv_heads, spec.head_dim), *_tile(spec.num_kv_heads, spec.dim_v)),
+            k_new,
+            v_new,
+            kv.k,
+            kv.v,
+            plan.device_slots,
+            plan.rows_nonfinite,
+            *k_new.stride()[:2],
+            *v_new.stride()[:2],
+            *kv.k.stride()[:3],
+            *kv.v.stride()[:3],
+            spec.block_size,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.dim_v,
+            *_tile(spec.num_kv_heads, spec.head_dim),
+            *_tile(spec.num_kv_heads, spec.dim_v),
             LIMIT=limit,
         )
 

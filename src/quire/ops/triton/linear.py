@@ -106,8 +106,19 @@ def linear(
         grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)
         with on_device_of(x):
             linear_tile[grid](
-                *(x, weight, x if bias is None else bias.contiguous(), out, rows, columns, size),
-                *(x.stride(0), weight.stride(0), bias is not None, tile.rows, tile.columns, DEPTH[x.dtype]),
+                x,
+                weight,
+                x if bias is None else bias.contiguous(),
+                out,
+                rows,
+                columns,
+                size,
+                x.stride(0),
+                weight.stride(0),
+                bias is not None,
+                tile.rows,
+                tile.columns,
+                DEPTH[x.dtype],
                 num_warps=tile.warps,
                 num_stages=tile.stages,
             )

@@ -222,8 +222,13 @@ class Partitioner:
         sequences = np.repeat(np.arange(len(lens)), np.diff(starts))
         if not shared and own_parts.max(initial=1) == 1:  # most steps: tokens in their order, each in one item
             items = _items(
-                *(tiles.seq * width, tiles.token, tiles.count),
-                *(tiles.lo, tiles.hi, tiles.free_lo, tiles.free_hi),
+                tiles.seq * width,
+                tiles.token,
+                tiles.count,
+                tiles.lo,
+                tiles.hi,
+                tiles.free_lo,
+                tiles.free_hi,
             )
             whole = np.stack([np.arange(starts[-1]), np.full(starts[-1], -1)], 1)
             none = np.zeros((0, 3), np.int64)

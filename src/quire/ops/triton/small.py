@@ -203,8 +203,16 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) ->
         of_residual = (x, 0) if residual is None else (residual, residual.stride(0))
         with on_device_of(x):
             rms_norm_row[(count_rows(x),)](
-                *(x, of_residual[0], weight.contiguous(), out, *row_strides(x), of_residual[1], eps),
-                *(x.shape[-1], tile, residual is not None),
+                x,
+                of_residual[0],
+                weight.contiguous(),
+                out,
+                *row_strides(x),
+                of_residual[1],
+                eps,
+                x.shape[-1],
+                tile,
+                residual is not None,
                 num_warps=warps,
             )
     return out
@@ -263,8 +271,19 @@ def rope(
     tile = min(triton.next_power_of_2(max(q_heads, k_heads)), max(1, ROPE_TILE // pairs))
     with on_device_of(q):
         rope_row[(len(q), triton.cdiv(q_heads, tile) + triton.cdiv(k_heads, tile))](
-            *(q, k, positions, cos, sin, len(cos), *q.stride()[:2], *k.stride()[:2]),
-            *(q_heads, k_heads, half, tile, pairs),
+            q,
+            k,
+            positions,
+            cos,
+            sin,
+            len(cos),
+            *q.stride()[:2],
+            *k.stride()[:2],
+            q_heads,
+            k_heads,
+            half,
+            tile,
+            pairs,
         )
 
 

@@ -243,6 +243,7 @@ struct Worker {
         const int first = most(step.item->begin - step.tile, step.begin), stop = least(step.end, step.stop);
         int from = first, to = stop;  // the keys that all rows see
         for (int i = 0; i < step.item->count; i++) from = most(from, low[i] - step.tile), to = least(to, high[i] - step.tile);
+        if (from <= first && to >= stop) return false;
         auto nonfinite = [&](int begin, int end) {
             V found = {};  // becomes NaN
             for (int t = begin; t < end; t++)
