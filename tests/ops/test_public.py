@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,3 +183,28 @@ def test_auto_takes_the_first_backend_that_can(monkeypatch):
 
 def test_a_backend_is_known_by_its_name(backend):
     assert importlib.import_module(ops.BACKENDS[backend.name]).BACKEND is backend
+
+
+OPERATORS_ALONE = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in set(sys.argv[1:]):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+from quire import ops
+print(ops.load("reference").name)
+"""
+
+
+def test_the_operators_need_torch_and_numpy_alone():
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    listed = project[project.index("dependencies = [") : project.index("[project.optional-dependencies]")]
+    packages = {name.replace("-", "_") for name in re.findall(r'^    "([\w-]+)', listed, re.MULTILINE)}
+    others = packages - {"torch", "numpy", "typing_extensions"} | {"yaml", "triton"}
+    assert {"transformers", "fastapi", "typer", "tokenizers"} < others
+    command = [sys.executable, "-c", OPERATORS_ALONE, *others]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "reference\n", done.stderr[-2000:]
