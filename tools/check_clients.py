@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from quire import LLM, SamplingParams
 from quire.bench.http_path import server
-from quire.server.chat_template import ChatTemplate
+from quire.server.sandbox.chat_template import ChatTemplate
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ["lm_eval[api]==0.4.13", "guidellm==0.8.1"]

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from quire.errors import ConfigError, ModelError, RequestError
 from quire.models import EMBEDDED, HUB_FILES
-from quire.server.chat_template import MAX_CHARACTERS, MAX_SOURCE, ChatTemplate
+from quire.server.sandbox.chat_template import MAX_CHARACTERS, MAX_SOURCE, ChatTemplate
 from quire.text import Tokenizer
 from tests.server.chat_templates import CHATML, GEMMA, MISTRAL, QWEN3, TEMPLATES
 
@@ -234,7 +234,7 @@ class TestBounds:
         ids=["loops", "a block", "macros"],
     )
     def test_time(self, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("quire.server.template_sandbox.MAX_SECONDS", 0.2)
+        monkeypatch.setattr("quire.server.sandbox.template_sandbox.MAX_SECONDS", 0.2)
         with pytest.raises(RequestError, match=r"it takes longer than 0\.2 s"):
             rendered(source)
 
@@ -294,7 +294,7 @@ class TestBounds:
         ],
     )
     def test_memory(self, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("quire.server.template_sandbox.MAX_WORK", 2**22)
+        monkeypatch.setattr("quire.server.sandbox.template_sandbox.MAX_WORK", 2**22)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(RequestError):
             rendered(source)

@@ -25,9 +25,9 @@ from tokenizers.models import WordLevel
 from quire import LLM
 from quire.errors import RequestError
 from quire.request import Request, SamplingParams
-from quire.server import grammar as grammar_module
-from quire.server.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE, GrammarGuide, Grammars, Spec
-from quire.server.grammar_trial import Trial
+from quire.server.sandbox import grammar as grammar_module
+from quire.server.sandbox.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE, GrammarGuide, Grammars, Spec
+from quire.server.sandbox.grammar_trial import Trial
 from quire.text import CompletionOutput, OutputProcessor, RequestOutput, make_requests
 
 PERSON = {

@@ -124,8 +124,8 @@ def serve(
     """Serve a model over HTTP as OpenAI does, with a window into its KV cache at /inspector."""
     began = time.monotonic()
     try:
-        from quire.server.config import ServerConfig
-        from quire.server.ending import obey_as_first_process
+        from quire.server.server_config import ServerConfig
+        from quire.server.signals import obey_as_first_process
 
         obey_as_first_process()
         server = ServerConfig(

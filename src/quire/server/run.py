@@ -24,15 +24,15 @@ from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.ops.cpu import native
-from quire.server.app import build_app
-from quire.server.chat_template import ChatTemplate, tokenizer_settings
-from quire.server.config import ServerConfig
-from quire.server.connection import MAX_CONNECTIONS, Connection
-from quire.server.ending import end
-from quire.server.inspector import Inspector
-from quire.server.metrics import Metrics
-from quire.server.service import Service
-from quire.server.worker import Worker
+from quire.server.api.app import build_app
+from quire.server.api.service import Service
+from quire.server.api.worker import Worker
+from quire.server.http.connection import MAX_CONNECTIONS, Connection
+from quire.server.sandbox.chat_template import ChatTemplate, tokenizer_settings
+from quire.server.server_config import ServerConfig
+from quire.server.signals import end
+from quire.server.watch.inspector import Inspector
+from quire.server.watch.metrics import Metrics
 
 log = logging.getLogger("quire.server")
 

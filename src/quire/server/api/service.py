@@ -19,17 +19,17 @@ from quire.engine.beam_driver import BeamDriver
 from quire.errors import RequestError
 from quire.llm import LLM
 from quire.request import MAX_SEED, Guide, Request, SamplingParams
-from quire.server.body import MAX_HELD_BODIES
-from quire.server.chat_template import ChatTemplate, special_tokens
-from quire.server.config import ServerConfig
-from quire.server.errors import ApiError, deadline_passed, request_failed, shown
-from quire.server.grammar import Grammars, Spec, num_trials
-from quire.server.guard import client_of
-from quire.server.jobs import Generation, Job, Search
-from quire.server.lane import Lane
-from quire.server.protocol import EmbeddingRequest, Sampling
-from quire.server.sse import told_of_disconnect
-from quire.server.worker import Worker
+from quire.server.api.jobs import Generation, Job, Search
+from quire.server.api.protocol import EmbeddingRequest, Sampling
+from quire.server.api.worker import Worker
+from quire.server.http.api_error import ApiError, deadline_passed, request_failed, shown
+from quire.server.http.body import MAX_HELD_BODIES
+from quire.server.http.guard import client_of
+from quire.server.http.lane import Lane
+from quire.server.http.sse import told_of_disconnect
+from quire.server.sandbox.chat_template import ChatTemplate, special_tokens
+from quire.server.sandbox.grammar import Grammars, Spec, num_trials
+from quire.server.server_config import ServerConfig
 from quire.text import Detokenizer, RequestOutput, Tokenizer, make_requests
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ import httptools
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from quire.server.errors import ApiError
-from quire.server.sse import dumps
+from quire.server.http.api_error import ApiError
+from quire.server.http.sse import dumps
 
 MAX_CONNECTIONS = 4096
 # Bytes of a request's head, and of what comes with its body that is not its body; what was read with the end of the

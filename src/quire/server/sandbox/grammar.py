@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from quire.errors import RequestError
-from quire.server.grammar_trial import Trial, make_matcher, make_tokenizer
+from quire.server.sandbox.grammar_trial import Trial, make_matcher, make_tokenizer
 
 MAX_SIZE = 2**16  # characters of a grammar
 MAX_DEPTH = 100  # of a schema's nesting; llguidance reads 128

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import ConfigError, check_integer, check_number
-from quire.server.hosts import check_allowed
+from quire.server.http.hosts import check_allowed
 
 MAX_WAIT = 86_400.0  # seconds
 

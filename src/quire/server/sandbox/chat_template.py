@@ -11,7 +11,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError
 
 from quire.errors import ConfigError, ModelError, QuireError, RequestError
 from quire.models.weights import read_json
-from quire.server.template_sandbox import Raised, Refused, Sandbox
+from quire.server.sandbox.template_sandbox import Raised, Refused, Sandbox
 
 MAX_SOURCE = 2**20  # bytes of a template
 MAX_CHARACTERS = 2**22  # that a template may render
