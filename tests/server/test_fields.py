@@ -233,7 +233,7 @@ def test_the_limit_that_a_chat_gave_is_named(server: Serving) -> None:
 
 def test_a_template_that_refuses_names_the_messages() -> None:
     def refuse(service: Any) -> None:
-        service.template = ChatTemplate.compile("{{ raise_exception('no') }}", {})
+        service.template = ChatTemplate("{{ raise_exception('no') }}", {})
 
     with serving(prepare=refuse) as server:
         for path, body in ((CHAT, {}), (TOKENIZE, {"messages": MESSAGES, "prompt": None})):

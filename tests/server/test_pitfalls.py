@@ -485,7 +485,7 @@ def test_no_salt_reaches_another_keys_blocks() -> None:
 HOSTILE = """{%- set what = messages[0].content -%}
 {%- if what == 'loop' -%}{% for i in range(10**9) %}{% for j in range(10**9) %}x{% endfor %}{% endfor %}
 {%- elif what == 'text' -%}{{ 'a' * 10**10 }}
-{%- elif what == 'power' -%}{{ 10 ** (10 ** 9) }}
+{%- elif what == 'power' -%}{{ 10 ** (10 ** (what|length + 4)) }}
 {%- elif what == 'class' -%}{{ messages.__class__.__mro__[1].__subclasses__() }}
 {%- elif what == 'globals' -%}{{ cycler.__init__.__globals__['os'].environ }}
 {%- elif what == 'self' -%}{{ self.__init__.__globals__ }}

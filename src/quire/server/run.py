@@ -59,6 +59,8 @@ def serve(options: Mapping[str, Any], config: ServerConfig, began: float, tell: 
         def ready() -> None:
             for line in listening_lines(service, listening, time.monotonic() - began):
                 tell(line)
+            if service.template is not None:
+                service.template.start()
 
         gc.collect()
         gc.freeze()  # what is loaded stays: a large body must not make the collector look through it
