@@ -4,6 +4,8 @@ import contextlib
 import json
 import re
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -252,6 +254,12 @@ def test_no_way_to_str_format_leaves_the_sandbox(
     monkeypatch.setenv("SECRET", "a secret of the server's")
     with contextlib.suppress(RequestError):  # or what is out of reach is undefined, and prints as nothing
         assert rendered(source) == ""
+
+
+def test_the_server_itself_loads_no_transformers() -> None:
+    """That would take a second of its start."""
+    program = "import sys, quire.server.run\nraise SystemExit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_contents_are_data(rendered: Render) -> None:

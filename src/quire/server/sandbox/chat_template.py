@@ -13,9 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.errors import ConfigError, ModelError, QuireError, RequestError
 from quire.models.weights import read_json
-from quire.server.sandbox import template_program
 from quire.server.sandbox.process import Died, Limits, OutOfTime, Sandbox
-from quire.server.sandbox.template_program import ERROR, RAISED, TEXT
 
 MAX_SOURCE = 2**20  # bytes of a template
 MAX_CHARACTERS = 2**22  # that a template may render
@@ -23,6 +21,7 @@ MAX_TEMPLATES = 2  # that are rendered at the same time
 MAX_SECONDS = 2.0  # of CPU time
 MAX_WAIT = 5  # times as many seconds in all, where the machine has other things to do
 MEMORY = 2**29  # bytes
+PROGRAM = Path(__file__).with_name("template_program.py")  # which imports transformers, so nothing here imports it
 SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -39,7 +38,7 @@ def make_renderers(seconds: float = MAX_SECONDS, memory: int = MEMORY) -> Sandbo
         stack=2**23,
         answer=12 * MAX_CHARACTERS + 4096,  # a character takes at most twelve bytes of JSON
     )
-    return Sandbox(MAX_TEMPLATES, Path(template_program.__file__), limits, MAX_CHARACTERS)
+    return Sandbox(MAX_TEMPLATES, PROGRAM, limits, MAX_CHARACTERS)
 
 
 class ChatTemplate:
@@ -117,14 +116,14 @@ class ChatTemplate:
         try:
             answer: dict[str, str] = self._renderers.ask(request)
         except OutOfTime as error:
-            answer = {ERROR: str(error)}
+            answer = {"error": str(error)}
         except Died:
-            answer = {ERROR: f"it makes more than {MAX_CHARACTERS:,} characters, or takes too much memory on the way"}
-        if RAISED in answer:
-            raise RequestError(answer[RAISED])
-        if ERROR in answer:
-            raise RequestError(f"the model's chat template cannot render these messages: {answer[ERROR]}")
-        return answer[TEXT]
+            answer = {"error": f"it makes more than {MAX_CHARACTERS:,} characters, or takes too much memory on the way"}
+        if "raised" in answer:
+            raise RequestError(answer["raised"])
+        if "error" in answer:
+            raise RequestError(f"the model's chat template cannot render these messages: {answer['error']}")
+        return answer["text"]
 
 
 # --------------------------------------------------------------------------------------------------- the check

@@ -12,12 +12,14 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-TEXT, ERROR, RAISED = "text", "error", "raised"  # an answer is one of these: what the template itself raised is RAISED
 MAX_ERROR = 500  # characters of an error
 
 
 def prepare(max_characters: int) -> Callable[[Mapping[str, Any]], dict[str, str]]:
-    """What renders: a request holds the arguments of transformers' function for one conversation."""
+    """What renders: a request holds the arguments of transformers' function for one conversation.
+
+    The answer has one entry: "text", or "raised", what the template itself says is wrong, or "error", any other one.
+    """
 
     def render(request: Mapping[str, Any]) -> dict[str, str]:
         try:
@@ -26,11 +28,11 @@ def prepare(max_characters: int) -> Callable[[Mapping[str, Any]], dict[str, str]
             raise
         except Exception as error:  # a template can fail like any program
             if type(error) is TemplateError:  # of which Jinja's own are subclasses
-                return {RAISED: f"{error}"[:MAX_ERROR]}
+                return {"raised": f"{error}"[:MAX_ERROR]}
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-            return {ERROR: f"{kind}{error}"[:MAX_ERROR]}
+            return {"error": f"{kind}{error}"[:MAX_ERROR]}
         if len(text) > max_characters:
-            return {ERROR: f"it makes more than {max_characters:,} characters"}
-        return {TEXT: text}
+            return {"error": f"it makes more than {max_characters:,} characters"}
+        return {"text": text}
 
     return render
