@@ -9,12 +9,9 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.errors import ConfigError, check_integer, check_number
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
          "tib": 2**40}  # fmt: skip
@@ -38,12 +35,12 @@ def option(default: Any, help: str, **about: Any) -> Any:
     return field(default=default, metadata={OPTION: Option(help, **about)})
 
 
-def options_of(config: DataclassInstance | type[DataclassInstance]) -> Mapping[str, Option]:
-    """The Option of each field that has one, by the field's name."""
+def options_of(config: Any) -> Mapping[str, Option]:
+    """The Option of each field of a config that has one, by the field's name."""
     return {one.name: one.metadata[OPTION] for one in fields(config) if OPTION in one.metadata}
 
 
-def check_options(config: DataclassInstance) -> None:
+def check_options(config: Any) -> None:
     """Raise ConfigError for a value that is none of its option's. None is allowed where it is the default."""
     for one in fields(config):
         about: Option | None = one.metadata.get(OPTION)

@@ -6,17 +6,13 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
 from quire.config import CacheConfig, EngineConfig, options_of
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    Config = type[DataclassInstance]
-
+Config = type[Any]  # a dataclass with options
 ENGINE = (EngineConfig, CacheConfig)  # their fields are what `quire.LLM` takes
 MEMORY = int | float | str  # bytes, or a share
 
