@@ -58,8 +58,8 @@ class Connection(asyncio.Protocol):
         self._coming: Exchange | None = None  # what a body that comes belongs to: the last request
         self._current: Exchange | None = None  # what is being answered, or was last
         self._in_line: deque[Exchange] = deque()  # what is answered after that, the next one first
-        self._writable = asyncio.Event()
-        self._writable.set()
+        self.writable = asyncio.Event()  # see Link
+        self.writable.set()
         self._reads = True
         self._timer: asyncio.TimerHandle | None = None  # for the head of a request, or the rest of an answered one
         self._idle: asyncio.TimerHandle | None = None  # for another request
@@ -115,12 +115,12 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The client does not read as fast as it is answered."""
-        self._writable.clear()
+        self.writable.clear()
         self._unread = self._loop.call_later(READ_TIMEOUT, self.transport.abort)
 
     def resume_writing(self) -> None:
         """It has read."""
-        self._writable.set()
+        self.writable.set()
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
@@ -228,11 +228,6 @@ class Connection(asyncio.Protocol):
         """Send it, or keep it until the client reads."""
         if not self.transport.is_closing():
             self.transport.write(data)
-
-    async def drain(self) -> None:
-        """Wait until little is kept."""
-        if not self._writable.is_set():
-            await self._writable.wait()
 
     def pause_reading(self) -> None:
         """Read no more from the client."""

@@ -26,15 +26,14 @@ Headers = Iterable[tuple[bytes, bytes]]
 class Link(Protocol):
     """What an exchange needs of its connection."""
 
+    writable: asyncio.Event  # the client reads as fast as it is answered
+
     @property
     def default_headers(self) -> Sequence[tuple[bytes, bytes]]:
         """What each answer has, such as the date."""
 
     def write(self, data: bytes) -> None:
         """Send it, or keep it until the client reads."""
-
-    async def drain(self) -> None:
-        """Wait until little is kept."""
 
     def pause_reading(self) -> None:
         """Read no more from the client."""
@@ -120,8 +119,8 @@ class Exchange:
         return {"type": "http.request", "body": body, "more_body": self._more_body}
 
     async def _send(self, message: Message) -> None:
-        if not self._gone:
-            await self._link.drain()
+        if not self._link.writable.is_set() and not self._gone:
+            await self._link.writable.wait()
         if self._gone:
             return
         expected = "http.response.body" if self.started else "http.response.start"
@@ -141,7 +140,7 @@ class Exchange:
             if name == b"content-length":
                 has_length, self._unsent = True, int(value)
             elif name == b"connection":
-                says_close = b"close" in map(bytes.strip, value.lower().split(b","))
+                says_close = says_close or b"close" in map(bytes.strip, value.lower().split(b","))
             lines.append(name + b": " + value)
         self.keep_alive = self.keep_alive and not says_close
         if not self.keep_alive and not says_close:
