@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import math
@@ -60,7 +61,8 @@ def serve(options: Mapping[str, Any], config: ServerConfig, began: float, tell: 
             for line in listening_lines(service, listening, time.monotonic() - began):
                 tell(line)
             if service.template is not None:
-                service.template.start()
+                with contextlib.suppress(OSError):  # no process can be started now: the first chat tries again
+                    service.template.start()
 
         gc.collect()
         gc.freeze()  # what is loaded stays: a large body must not make the collector look through it

@@ -87,7 +87,7 @@ class ChatTemplate:
             raise error(f"{name} is no template that can be used: {line}{bad}") from bad
 
     def start(self) -> None:
-        """Start a process, so that the first rendering need not wait for it."""
+        """Start a process, so that the first rendering need not wait for it. Raises OSError where that fails."""
         self._renderers.start()
 
     def close(self) -> None:
