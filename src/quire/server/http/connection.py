@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -54,7 +55,7 @@ class Connection(asyncio.Protocol):
         self._headers: list[tuple[bytes, bytes]] = []
         self._spare = MAX_HEAD  # bytes that may still come before there must be a whole head, or some body
         self._in_message = False  # part of a request has come, and part of it not
-        self._begun = 0.0  # when the last request's head had come, by the loop's clock
+        self._begun = 0.0  # when the last request's head had come
         self._coming: Exchange | None = None  # what a body that comes belongs to: the last request
         self._current: Exchange | None = None  # what is being answered, or was last
         self._in_line: deque[Exchange] = deque()  # what is answered after that, the next one first
@@ -180,7 +181,7 @@ class Connection(asyncio.Protocol):
             raise ApiError(f"more than {MAX_PIPELINE} requests came before the first one's answer was read")
         self._stop_timer()
         self._spare = MAX_HEAD
-        self._begun = self._loop.time()
+        self._begun = time.monotonic()  # the loop's clock stands still for a millisecond
         url, version = httptools.parse_url(self._url), self._parser.get_http_version()
         if url.path is None or not url.path.isascii():
             raise ApiError("the request names no path; a path is ASCII, with other characters as %XX")
