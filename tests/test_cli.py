@@ -179,3 +179,41 @@ def test_a_prompt_through_the_adapter() -> None:
         for impl in ("quire", "transformers")
     ]
     assert told[0] == told[1]
+
+
+def test_every_field_of_the_configs_is_an_option_of_serve() -> None:
+    """With the help that its field has, and its default."""
+    from typer.main import get_command
+
+    from quire.config import CacheConfig, EngineConfig, options_of
+    from quire.server.server_config import ServerConfig
+
+    made = {option.name: option for option in get_command(app).commands["serve"].params}
+    for config in (ServerConfig, EngineConfig, CacheConfig):
+        for name, about in options_of(config).items():
+            assert made[name].help == about.help
+            assert set(about.aliases) < set(made[name].opts)
+    assert made["port"].default == ServerConfig().port
+    assert made["kv_cache_memory"].default == "50%"
+    assert made["num_blocks"].default is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 0}, "block_size is 0; it must be in 1..256"),
+        ({"num_blocks": "4"}, "num_blocks is '4'; it must be an integer"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be at least 1"),
+        ({"reproducible": 1}, "reproducible is 1; it must be True or False"),
+        ({"scheduling_policy": "x"}, "scheduling_policy is 'x'; it must be one of 'fcfs', 'priority', 'shortest'"),
+        ({"preemption": None}, "preemption is None; it must be 'recompute' or 'swap'"),
+        ({"num_speculative_tokens": 8}, "num_speculative_tokens is 8; it must be in 0..7"),
+    ],
+)
+def test_a_value_outside_its_fields_bounds_is_refused(options: dict[str, object], message: str) -> None:
+    from quire.config import engine_config
+    from quire.errors import ConfigError
+
+    with pytest.raises(ConfigError) as caught:
+        engine_config(**options)
+    assert str(caught.value) == message

@@ -1,84 +1,125 @@
-"""The engine's options. Frozen: what a run was started with is what it runs with."""
+"""The engine's options. Frozen: what a run was started with is what it runs with.
+
+Each field says all there is to know of its option: `quire --help` and the checks are made from it.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from quire.errors import ConfigError, check_integer
+from quire.errors import ConfigError, check_integer, check_number
 
-PREEMPTION = ("recompute", "swap")
-POLICIES = ("fcfs", "priority", "shortest")
-MODEL_IMPLS = ("auto", "quire", "transformers")
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
          "tib": 2**40}  # fmt: skip
-
-
 MAX_SPECULATIVE_TOKENS = 7  # with the token before them, as many rows as take hardly longer than one
+OPTION = "option"  # where a field's metadata has its Option
+
+
+@dataclass(frozen=True)
+class Option:
+    """What there is to know of a field of a config besides its type and default."""
+
+    help: str
+    lower: int | float | None = None  # the least value; an int for integers, a float for numbers; None: not checked
+    upper: int | float | None = None  # the greatest value; None: any
+    choices: tuple[str, ...] = ()  # the values that there are; (): checked elsewhere
+    aliases: tuple[str, ...] = ()  # further names on the command line
+
+
+def option(default: Any, help: str, **about: Any) -> Any:
+    """A dataclass field with its default and its Option."""
+    return field(default=default, metadata={OPTION: Option(help, **about)})
+
+
+def options_of(config: Any) -> Mapping[str, Option]:
+    """The Option of each field of a config that has one, by the field's name."""
+    return {one.name: one.metadata[OPTION] for one in fields(config) if OPTION in one.metadata}
+
+
+def check_options(config: Any) -> None:
+    """Raise ConfigError for a value that is none of its option's. None is allowed where it is the default."""
+    for one in fields(config):
+        about: Option | None = one.metadata.get(OPTION)
+        name, value = one.name, getattr(config, one.name)
+        if about is None or (value is None and one.default is None):
+            continue
+        if isinstance(one.default, bool) and not isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}; it must be True or False")
+        if isinstance(about.lower, float):
+            check_number(ConfigError, name, value, about.lower, float("inf") if about.upper is None else about.upper)
+        elif about.lower is not None:
+            check_integer(ConfigError, name, value, about.lower, None if about.upper is None else int(about.upper))
+        if about.choices and value not in about.choices:
+            known = [repr(choice) for choice in about.choices]
+            wanted = " or ".join(known) if len(known) == 2 else f"one of {', '.join(known)}"
+            raise ConfigError(f"{name} is {value!r}; it must be {wanted}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """How much KV cache there is and how it is cut into blocks."""
 
-    block_size: int = 16  # B, tokens a block
-    num_blocks: int | None = None  # N; None: as many as the memory holds
-    kv_cache_memory: int | float | str = 0.5  # bytes ("2GiB", 2147483648), or a share (0.5, "50%") of the free memory
-    enable_prefix_caching: bool = True  # reuse the blocks of equal prefixes; without it only samples of a prompt share
-    preemption: str = "recompute"  # when blocks run out, the last request's are dropped, or moved to the host ("swap")
-    swap_space: int | float | str | None = None  # on the host, for preemption="swap"; None: 4 GiB
+    block_size: int = option(16, "Tokens a KV block.", lower=1, upper=256)
+    num_blocks: int | None = option(None, "KV blocks; overrides --kv-cache-memory.", lower=1, upper=2**31 - 1)
+    kv_cache_memory: int | float | str = option(0.5, "Bytes (2GiB) or a share of the free memory (50%).")
+    # Without it, only samples of one prompt share blocks.
+    enable_prefix_caching: bool = option(True, "Reuse the KV blocks of prompts that begin alike.")
+    preemption: str = option(
+        "recompute",
+        "When blocks run out, the last request's are dropped (recompute) or moved to the host (swap).",
+        choices=("recompute", "swap"),
+    )
+    swap_space: int | float | str | None = option(None, "On the host, for swap: bytes or a share. Default: 4GiB.")
 
     def __post_init__(self) -> None:
-        check_integer(ConfigError, "block_size", self.block_size, 1, 256)
-        if self.num_blocks is not None:
-            check_integer(ConfigError, "num_blocks", self.num_blocks, 1, 2**31 - 1)
+        check_options(self)
         parse_memory(self.kv_cache_memory, free=2**40)
-        if self.preemption not in PREEMPTION:
-            raise ConfigError(f"preemption is {self.preemption!r}; it must be {' or '.join(map(repr, PREEMPTION))}")
         if self.swap_space is not None:
             parse_memory(self.swap_space, free=2**40, name="swap_space")
             if self.preemption != "swap":
                 raise ConfigError(f"swap_space is {self.swap_space!r}; only preemption='swap' uses it, so give both")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ConfigError(f"enable_prefix_caching is {self.enable_prefix_caching!r}; it must be True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything that an engine is built from. Names and meanings are vLLM's where it has them."""
 
-    model: str | None = None  # a directory or a Hugging Face repository; None: the embedded model
-    dtype: str = "auto"  # "auto": the checkpoint's; or "float32", "bfloat16", "float16"
-    model_impl: str = "auto"  # "quire": our decoder; "transformers": its code with our attention; "auto": what there is
-    device: str = "cpu"
-    attention_backend: str = "auto"
-    max_model_len: int | None = None  # tokens of the longest sequence; None: what the model was made for
-    max_num_seqs: int = 256  # sequences that run at the same time
-    max_num_batched_tokens: int = 2048  # query tokens a step
-    scheduling_policy: str = "fcfs"  # who comes first: "fcfs", "priority" (lower first) or "shortest" (prompt)
-    num_speculative_tokens: int | None = None  # guessed at a time by prompt lookup; None: 3 where rows keep their bits
-    seed: int = 0  # requests without a seed of their own derive one from it
-    reproducible: bool = False  # on a GPU: the same bits whatever the batch and the chunks; on a CPU that always holds
+    model: str | None = option(None, "Directory or hub name. Default: the embedded model.")
+    dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16 or float16.")
+    model_impl: str = option(
+        "auto",
+        "quire: its decoder; transformers: its code with our attention; auto: what there is.",
+        choices=("auto", "quire", "transformers"),
+    )
+    device: str = option("cpu", "cpu, or cuda.")
+    attention_backend: str = option("auto", "auto or a name from `quire info`.", aliases=("--attention",))
+    max_model_len: int | None = option(
+        None, "Longest sequence in tokens. Default: what the model was made for.", lower=1
+    )
+    max_num_seqs: int = option(256, "Sequences that run at the same time.", lower=1)
+    max_num_batched_tokens: int = option(2048, "Query tokens a step.", lower=1)
+    scheduling_policy: str = option(
+        "fcfs",
+        "Who comes first: fcfs, priority (lowest first) or shortest (prompt).",
+        choices=("fcfs", "priority", "shortest"),
+    )
+    num_speculative_tokens: int | None = option(
+        None,
+        "Guessed at a time by prompt lookup; 0: none. Default: 3, on a GPU 0.",
+        lower=0,
+        upper=MAX_SPECULATIVE_TOKENS,
+    )
+    seed: int = option(0, "Of the engine; requests without a seed derive theirs from it.", lower=0, upper=2**63 - 1)
+    # On a CPU that always holds.
+    reproducible: bool = option(False, "On a GPU too: the same bits whatever runs beside a request.")
     cache: CacheConfig = field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:
-        if self.max_model_len is not None:
-            check_integer(ConfigError, "max_model_len", self.max_model_len, 1)
-        check_integer(ConfigError, "max_num_seqs", self.max_num_seqs, 1)
-        check_integer(ConfigError, "max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        if self.num_speculative_tokens is not None:
-            check_integer(ConfigError, "num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
-        check_integer(ConfigError, "seed", self.seed, 0, 2**63 - 1)
-        if not isinstance(self.reproducible, bool):
-            raise ConfigError(f"reproducible is {self.reproducible!r}; it must be True or False")
-        if self.model_impl not in MODEL_IMPLS:
-            known = ", ".join(map(repr, MODEL_IMPLS))
-            raise ConfigError(f"model_impl is {self.model_impl!r}; it must be one of {known}")
-        if self.scheduling_policy not in POLICIES:
-            known = ", ".join(map(repr, POLICIES))
-            raise ConfigError(f"scheduling_policy is {self.scheduling_policy!r}; the policies are {known}")
+        check_options(self)
 
 
 def engine_config(**options: Any) -> EngineConfig:

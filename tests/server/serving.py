@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.server.app import build_app
-from quire.server.config import ServerConfig
-from quire.server.inspector import Inspector
-from quire.server.metrics import Metrics
+from quire.server.api.app import build_app
+from quire.server.api.service import Service
 from quire.server.run import _Server, build_service, settings
-from quire.server.service import Service
+from quire.server.server_config import ServerConfig
+from quire.server.watch.inspector import Inspector
+from quire.server.watch.metrics import Metrics
 
 SMALL = {"num_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256}
 

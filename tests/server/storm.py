@@ -29,9 +29,15 @@ class Report:
 
 
 def num_descriptors(server: Serving) -> int:
-    """Files but those of the processes that try grammars, which come when they are first needed and stay."""
-    tools = None if server.service.grammars is None else server.service.grammars._tools
-    pipes = 0 if tools is None else 2 * sum(trial._process is not None for trial in tools.trials)
+    """Files but those of the sandboxes' processes, which come when they are first needed and stay."""
+    service = server.service
+    tools = None if service.grammars is None else service.grammars._tools
+    sandboxes = [
+        *([] if tools is None else [tools.trials]),
+        *([service.template._renderers] if service.template else []),
+    ]
+    processes = [process for sandbox in sandboxes for process in sandbox._processes]
+    pipes = 2 * sum(process._process is not None for process in processes)
     return len(os.listdir("/proc/self/fd")) - pipes if Path("/proc/self/fd").exists() else 0
 
 

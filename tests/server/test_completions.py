@@ -10,7 +10,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine.beam import BeamSearchParams
-from quire.server import completions
+from quire.server.api import completions
 from tests.server.serving import SMALL, Serving, serving
 from tests.server.test_robust import hook, runner
 

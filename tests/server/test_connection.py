@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.server import connection, guard, run
+from quire.server import run
+from quire.server.http import connection, guard
 from tests.server.serving import Answer, Serving, serving
 from tests.server.test_robust import hook, runner, until
 

@@ -14,8 +14,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from quire import LLM
-from quire.server import embeddings as embeddings_module
-from quire.server.openapi import Embeddings
+from quire.server.api import embeddings as embeddings_module
+from quire.server.api.openapi import Embeddings
 from tests.server.fuzz import LONGEST_MESSAGE
 from tests.server.serving import Serving, serving
 from tests.server.test_robust import until
@@ -217,8 +217,8 @@ def test_keys_separate_and_metrics_count() -> None:
         assert f'quire:request_success_total{{engine="0",finished_reason="length",model_name="{MODEL}"}} 3.0' in told
         assert f"quire:request_prefill_time_seconds_count{{{labels}}} 3.0" in told
         assert f"quire:time_to_first_token_seconds_count{{{labels}}} 0.0" in told
-        happened = server.on_engine(lambda: server.inspector._happenings)
+        happened = server.on_engine(lambda: server.inspector._log)
         assert happened.num_generated_tokens == 0
         assert happened.num_prompt_tokens == 3 * count - cached[-1]
-        assert not happened.lives
+        assert not happened.requests
         assert not server.service.worker._clocks

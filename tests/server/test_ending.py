@@ -24,7 +24,7 @@ import torch
 from quire import ops
 from quire.cli import main
 from quire.engine.runner import Runner
-from quire.server import worker
+from quire.server.api import worker
 
 S, H, D, B = 64, 8, 64, 16
 shape = dict(num_heads=H, num_kv_heads=H, head_dim=D, block_size=B, num_blocks=S * 8, dtype=torch.float32)

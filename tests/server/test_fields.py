@@ -11,8 +11,7 @@ from openai.types import CompletionCreateParams, EmbeddingCreateParams
 from openai.types.chat import CompletionCreateParams as ChatCreateParams
 
 from quire.errors import RequestError
-from quire.server.chat_template import ChatTemplate
-from quire.server.protocol import (
+from quire.server.api.protocol import (
     Body,
     ChatRequest,
     CompletionRequest,
@@ -20,6 +19,7 @@ from quire.server.protocol import (
     EmbeddingRequest,
     TokenizeRequest,
 )
+from quire.server.sandbox.chat_template import ChatTemplate
 from tests.server.serving import Serving, serving
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -233,7 +233,7 @@ def test_the_limit_that_a_chat_gave_is_named(server: Serving) -> None:
 
 def test_a_template_that_refuses_names_the_messages() -> None:
     def refuse(service: Any) -> None:
-        service.template = ChatTemplate.compile("{{ raise_exception('no') }}", {})
+        service.template = ChatTemplate("{{ raise_exception('no') }}", {})
 
     with serving(prepare=refuse) as server:
         for path, body in ((CHAT, {}), (TOKENIZE, {"messages": MESSAGES, "prompt": None})):
@@ -268,7 +268,7 @@ def test_a_grammar_that_fails_while_it_is_followed_is_named(
     def fail(self: Any, kind: str) -> None:
         raise RequestError(f"{kind} takes too long to be followed: 1 s")
 
-    monkeypatch.setattr("quire.server.grammar._Budget.check", fail)
+    monkeypatch.setattr("quire.server.sandbox.grammar._Budget.check", fail)
     for field, value in (
         ("regex", "[a-z]{9}"),
         ("grammar", "start: /[a-z]{9}/"),

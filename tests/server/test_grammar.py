@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import itertools
 import json
-import os
 import random
 import re
 import socket
@@ -25,9 +24,9 @@ from tokenizers.models import WordLevel
 from quire import LLM
 from quire.errors import RequestError
 from quire.request import Request, SamplingParams
-from quire.server import grammar as grammar_module
-from quire.server.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE, GrammarGuide, Grammars, Spec
-from quire.server.grammar_trial import Trial
+from quire.server.sandbox import grammar as grammar_module
+from quire.server.sandbox.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE, GrammarGuide, Grammars, Spec
+from quire.server.sandbox.process import OutOfTime, Process, Sandbox
 from quire.text import CompletionOutput, OutputProcessor, RequestOutput, make_requests
 
 PERSON = {
@@ -464,7 +463,7 @@ def test_many_threads(llm: LLM, grammars: Grammars) -> None:
 
 def test_trials_are_remembered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    monkeypatch.setattr(Trial, "run", lambda self, grammar: tried.append(grammar) or "")
+    monkeypatch.setattr(Sandbox, "ask", lambda self, grammar: tried.append(grammar) or "")
     monkeypatch.setattr(grammar_module, "NUM_REMEMBERED", NUM_REMEMBERED)
     fresh = Grammars(llm.tokenizer.json(), llm.engine.vocab_size, llm.engine.eos_token_ids)
     first = Spec("regex", "first")
@@ -482,10 +481,14 @@ def test_trials_are_remembered(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_known_is_told_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A good grammar that took no time, and one that was refused; not one that took long."""
     tried: list[str] = []
-    reasons = {"bad": "it is not compiled within 5 s"}
-    monkeypatch.setattr(
-        Trial, "run", lambda self, grammar: tried.append(grammar) or reasons.get(json.loads(grammar), "")
-    )
+
+    def ask(_: Sandbox, grammar: str) -> str:
+        tried.append(grammar)
+        if json.loads(grammar) == "bad":
+            raise OutOfTime(5.0)
+        return ""
+
+    monkeypatch.setattr(Sandbox, "ask", ask)
     monkeypatch.setattr(Spec, "grammar", lambda self: json.dumps(self.text))
     matcher = grammar_module.make_matcher
     good = LLMatcher.grammar_from_regex("a")
@@ -516,44 +519,19 @@ def test_grammars_are_tried_side_by_side(llm: LLM, monkeypatch: pytest.MonkeyPat
     fresh = Grammars(llm.tokenizer.json(), llm.engine.vocab_size, llm.engine.eos_token_ids)
     all_there, used = threading.Barrier(3), set()
 
-    def run(trial: Trial, grammar: str) -> str:
-        used.add(id(trial))
+    def ask(process: Process, grammar: str) -> str:
+        used.add(id(process))
         all_there.wait(20)
         return ""
 
-    monkeypatch.setattr(Trial, "run", run)
+    monkeypatch.setattr(Process, "ask", ask)
     with ThreadPoolExecutor(3) as pool:
         guides = list(pool.map(fresh.compile, [Spec("regex", f"{i}") for i in range(3)]))
     assert (len(guides), len(used)) == (3, 3)
     for i in range(2):
-        monkeypatch.setattr(Trial, "run", lambda trial, grammar: used.add(id(trial)) or "")
+        monkeypatch.setattr(Process, "ask", lambda process, grammar: used.add(id(process)) or "")
         used.clear()
         fresh.compile(Spec("regex", f"a{i}"))
         fresh.compile(Spec("regex", f"b{i}"))
         assert len(used) == 1  # one process is enough for one after the other
     fresh.close()
-
-
-def test_the_process_of_the_trials(llm: LLM) -> None:
-    """It starts with the first grammar, survives good and bad ones, is replaced when it dies, and ends with `close`."""
-    trial = Trial(5.0, llm.tokenizer.json(), [0])
-    assert trial._process is None
-    trial.close()
-    good, bad = Spec("regex", "a").grammar(), Spec("regex", "(").grammar()
-    assert trial.run(good) == ""
-    process = trial._process
-    assert "unclosed group" in trial.run(bad)
-    assert trial._process is process
-    process.kill()
-    process.wait()
-    assert trial.run(good) == ""
-    second = trial._process
-    assert second is not process
-    trial.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(second.pid, 0)
-    assert trial.run(good) == ""
-    third = trial._process
-    third.stdin.close()  # as if the server were killed
-    assert third.wait(timeout=20) == 0
-    trial.close()

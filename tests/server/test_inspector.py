@@ -15,10 +15,10 @@ import pytest
 from quire.cache.manager import CacheGroup
 from quire.engine.engine import Engine
 from quire.request import Event
-from quire.server import happenings, inspector
-from quire.server.errors import ApiError
-from quire.server.happenings import MAX_HEARD, shorten
-from quire.server.inspector import MAX_WATCHERS, Watcher
+from quire.server.http.api_error import ApiError
+from quire.server.watch import event_log, inspector
+from quire.server.watch.event_log import MAX_UNREPORTED, shorten
+from quire.server.watch.inspector import MAX_WATCHERS, Watcher
 from tests.engine.fakes import VOCAB, fake_engine, request, run, siblings
 from tests.server.watching import Books, EngineOnAThread, Hub, Served, expand, load
 
@@ -180,9 +180,9 @@ def test_nothing_is_written_while_nobody_watches(monkeypatch: pytest.MonkeyPatch
     def forbidden(*_: object) -> bytes:
         raise AssertionError("JSON was made though nobody watches")
 
-    for module in (happenings, inspector):
+    for module in (event_log, inspector):
         monkeypatch.setattr(module, "dumps", forbidden)
-    monkeypatch.setattr(happenings, "shorten", forbidden)
+    monkeypatch.setattr(event_log, "shorten", forbidden)
     engine = fake_engine(num_blocks=20)
     hub = Hub(engine)
     load(engine, random.Random(0))
@@ -202,18 +202,18 @@ def test_what_is_kept_is_bounded() -> None:
     """Also where nobody watches for long; and no request that has ended is kept alive."""
     engine = fake_engine(num_blocks=20)
     hub = Hub(engine)
-    kept = hub.inspector._happenings
+    kept = hub.inspector._log
     rounds = 0
-    while len(kept) < MAX_HEARD:
+    while len(kept) < MAX_UNREPORTED:
         rounds += 1
         for i in range(8):
             engine.add(request(f"{rounds}-{i}", [rounds % VOCAB, i] * 20, max_tokens=2))
         while engine.has_work:
             hub.step()
-    assert kept.lives == {}
+    assert kept.requests == {}
     assert kept._silent == {}
     assert +kept._states == Counter()
-    assert len(kept) == MAX_HEARD
+    assert len(kept) == MAX_UNREPORTED
     books, _ = hub.watch()
     books.check(engine)
     assert hub.inspector._history_size <= inspector.MAX_HISTORY
@@ -271,12 +271,12 @@ def test_a_slow_watcher_is_given_a_snapshot_later(monkeypatch: pytest.MonkeyPatc
     fast.check(engine)
 
 
-def test_happenings_that_are_lost_are_made_up_for_by_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_are_lost_are_made_up_for_by_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspector.time, "monotonic", lambda: 0.0)
     engine = fake_engine(num_blocks=60, max_num_batched_tokens=200, max_model_len=200, block_size=1)
     hub = Hub(engine)
-    hub.inspector._happenings._heard = deque(maxlen=50)
-    monkeypatch.setattr(inspector, "MAX_HEARD", 50)
+    hub.inspector._log._unreported = deque(maxlen=50)
+    monkeypatch.setattr(inspector, "MAX_UNREPORTED", 50)
     books, _ = hub.watch()
     engine.add(request("r", list(range(55)), max_tokens=3))
     while engine.has_work:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quire.cache.manager import CacheGroup
-from quire.server import inspector
+from quire.server.watch import inspector
 from tests.engine.fakes import VOCAB, fake_engine, request, siblings
 from tests.server.watching import EngineOnAThread, Served, load
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium t
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
              "--disable-sync", "--no-first-run"]  # fmt: skip
 TWO = (CacheGroup((0,)), CacheGroup((1,), window=8))
-PAGE = Path(inspector.__file__).parent / "static" / "inspector.html"
+PAGE = Path(inspector.__file__).parent / "inspector.html"
 
 
 @pytest.fixture(scope="module")

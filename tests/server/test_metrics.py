@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.engine.engine import Engine
 from quire.engine.speculation import PromptLookup
 from quire.request import Request
-from quire.server.metrics import Metrics, RequestClock
+from quire.server.watch.metrics import Metrics, RequestClock
 from tests.engine.fakes import CIRCLE, circling, fake_engine, request, siblings
 from tests.server.serving import serving
 

@@ -21,11 +21,11 @@ from pydantic import ValidationError
 
 from quire.engine.engine import Engine
 from quire.request import Request
-from quire.server import embeddings as embeddings_module
-from quire.server import service as service_module
-from quire.server import worker
-from quire.server.protocol import ChatRequest, CompletionRequest
-from quire.server.service import Service
+from quire.server.api import embeddings as embeddings_module
+from quire.server.api import service as service_module
+from quire.server.api import worker
+from quire.server.api.protocol import ChatRequest, CompletionRequest
+from quire.server.api.service import Service
 from tests.server.fuzz import LONGEST_MESSAGE, canary
 from tests.server.serving import Answer, Serving, serving
 from tests.server.test_robust import hook, runner, until
@@ -485,7 +485,7 @@ def test_no_salt_reaches_another_keys_blocks() -> None:
 HOSTILE = """{%- set what = messages[0].content -%}
 {%- if what == 'loop' -%}{% for i in range(10**9) %}{% for j in range(10**9) %}x{% endfor %}{% endfor %}
 {%- elif what == 'text' -%}{{ 'a' * 10**10 }}
-{%- elif what == 'power' -%}{{ 10 ** (10 ** 9) }}
+{%- elif what == 'power' -%}{{ 10 ** (10 ** (what|length + 4)) }}
 {%- elif what == 'class' -%}{{ messages.__class__.__mro__[1].__subclasses__() }}
 {%- elif what == 'globals' -%}{{ cycler.__init__.__globals__['os'].environ }}
 {%- elif what == 'self' -%}{{ self.__init__.__globals__ }}
@@ -531,8 +531,8 @@ def test_templates_are_bounded_and_what_clients_say_is_no_template(tmp_path: Pat
 UNDER_O = """
 import json, sys
 from starlette.testclient import TestClient
-from quire.server.app import build_app
-from quire.server.config import ServerConfig
+from quire.server.api.app import build_app
+from quire.server.server_config import ServerConfig
 from quire.server.run import build_service
 assert not __debug__ or sys.exit("this runs without -O")
 service, metrics, inspector = build_service({"num_blocks": 64, "max_num_seqs": 2}, ServerConfig(api_key=("k",)))

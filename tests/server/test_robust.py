@@ -16,8 +16,9 @@ import pytest
 from quire.batch import Batch
 from quire.engine.cost import CostModel, Device
 from quire.engine.plan import StepOutput
-from quire.server import guard, worker
-from quire.server.service import Service
+from quire.server.api import worker
+from quire.server.api.service import Service
+from quire.server.http import guard
 from tests.server.serving import Answer, Serving, serving
 
 ENDLESS = {"prompt": "x = ", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -467,5 +468,5 @@ def test_with_keys_the_inspector_does_not_tell_of_others_salts() -> None:
                 headers = {"Authorization": "Bearer one"} if keys else {}
                 body = {"prompt": "import os\n" * 20, "max_tokens": 1, "cache_salt": salt}
                 assert server.ask("POST", "/v1/completions", body, headers).status == 200
-            miss = server.on_engine(lambda: [str(line) for line in server.inspector._happenings.take()])
+            miss = server.on_engine(lambda: [str(line) for line in server.inspector._log.take()])
             assert f'"miss":"{told}"' in "".join(miss)

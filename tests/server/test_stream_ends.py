@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.server import chat, completions, embeddings, inspector
+from quire.server.api import chat, completions, embeddings
+from quire.server.watch import inspector
 from quire.text import Logprob
 from tests.server.serving import Serving, serving
 from tests.server.test_robust import until

@@ -12,9 +12,9 @@ import pytest
 
 from quire.errors import ConfigError, QuireError
 from quire.models import EMBEDDED
-from quire.server.config import ServerConfig
-from quire.server.protocol import CompletionRequest
+from quire.server.api.protocol import CompletionRequest
 from quire.server.run import build_service
+from quire.server.server_config import ServerConfig
 from tests.server.fuzz import LONGEST_MESSAGE
 from tests.server.serving import Serving, serving
 from tests.server.test_pitfalls import CHAT, COMPLETIONS, assert_serves, raw

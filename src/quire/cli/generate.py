@@ -9,24 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.options import (
-    AsJson,
-    Backend,
-    BlockSize,
-    CacheMemory,
-    Device,
-    Dtype,
-    MaxModelLen,
-    Model,
-    ModelImpl,
-    NumBlocks,
-    NumSpeculativeTokens,
-    Preemption,
-    PrefixCaching,
-    Reproducible,
-    SwapSpace,
-    fail,
-)
+from quire.cli.options import ENGINE, AsJson, fail, with_options
 from quire.errors import QuireError
 
 if TYPE_CHECKING:
@@ -34,27 +17,15 @@ if TYPE_CHECKING:
     from quire.text import RequestOutput
 
 
+# A handful of prompts needs no word on how many sequences share a step.
+@with_options(*ENGINE, without=("max_num_seqs", "max_num_batched_tokens", "scheduling_policy"))
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue; - reads one from stdin.")] = None,
     file: Annotated[list[Path] | None, typer.Option(help="A file whose text is a prompt; may be repeated.")] = None,
-    model: Model = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 0.7,
-    seed: Annotated[int, typer.Option(help="Of the engine; the same seed gives the same text.")] = 0,
-    attention_backend: Backend = "auto",
-    device: Device = "cpu",
-    dtype: Dtype = "auto",
-    model_impl: ModelImpl = "auto",
-    reproducible: Reproducible = False,
-    max_model_len: MaxModelLen = None,
-    num_speculative_tokens: NumSpeculativeTokens = None,
-    block_size: BlockSize = 16,
-    num_blocks: NumBlocks = None,
-    kv_cache_memory: CacheMemory = "50%",
-    prefix_caching: PrefixCaching = True,
-    preemption: Preemption = "recompute",
-    swap_space: SwapSpace = None,
     as_json: AsJson = False,
+    **options: Any,
 ) -> None:
     """Continue one or several texts. The text is printed as it comes, prompt after prompt."""
     from quire import LLM, SamplingParams
@@ -62,23 +33,7 @@ def generate(
     try:
         texts = _read_prompts(prompts or [], file or [])
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        llm = LLM(
-            model,
-            dtype=dtype,
-            model_impl=model_impl,
-            device=device,
-            attention_backend=attention_backend,
-            seed=seed,
-            reproducible=reproducible,
-            max_model_len=max_model_len,
-            num_speculative_tokens=num_speculative_tokens,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            kv_cache_memory=kv_cache_memory,
-            enable_prefix_caching=prefix_caching,
-            preemption=preemption,
-            swap_space=swap_space,
-        )
+        llm = LLM(**options)
         outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
     except QuireError as error:
         fail(error)

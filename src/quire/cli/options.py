@@ -1,39 +1,94 @@
-"""What several commands share: their options, and how they print."""
+"""What several commands share: options that are made from the fields of configs, and how they print."""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
-Model = Annotated[str | None, typer.Option(help="Directory or hub name. Default: the embedded model.")]
-Backend = Annotated[str, typer.Option("--attention-backend", "--attention", help="auto or a name from `quire info`.")]
-Device = Annotated[str, typer.Option(help="cpu, or cuda.")]
-Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
-ModelImpl = Annotated[
-    str,
-    typer.Option(help="quire: its decoder; transformers: its code with our attention; auto: what there is."),
-]
-MaxModelLen = Annotated[int | None, typer.Option(help="Longest sequence in tokens.")]
-Reproducible = Annotated[
-    bool, typer.Option("--reproducible", help="On a GPU too: the same bits whatever runs beside a request.")
-]
-BlockSize = Annotated[int, typer.Option(help="Tokens a KV block.")]
-NumBlocks = Annotated[int | None, typer.Option(help="KV blocks; overrides --kv-cache-memory.")]
-CacheMemory = Annotated[str, typer.Option(help="Bytes (2GiB) or a share of the free memory (50%).")]
-PrefixCaching = Annotated[bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching")]
-Preemption = Annotated[str, typer.Option(help="When blocks run out: recompute, or swap.")]
-SwapSpace = Annotated[str | None, typer.Option(help="On the host, for swap: bytes or a share. Default: 4GiB.")]
-SchedulingPolicy = Annotated[str, typer.Option(help="Who comes first: fcfs, priority or shortest.")]
-MaxNumSeqs = Annotated[int, typer.Option(help="Sequences that run at the same time.")]
-MaxNumBatchedTokens = Annotated[int, typer.Option(help="Query tokens a step.")]
-NumSpeculativeTokens = Annotated[
-    int | None, typer.Option(help="Guessed at a time by prompt lookup; 0: none. Default: 3, on a GPU 0.")
-]
+from quire.config import CacheConfig, EngineConfig, options_of
+
+Config = type[Any]  # a dataclass with options
+ENGINE = (EngineConfig, CacheConfig)  # their fields are what `quire.LLM` takes
+MEMORY = int | float | str  # bytes, or a share
+
+
+def with_options(
+    *configs: Config, only: Sequence[str] = (), without: Sequence[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each field of these configs, where it has the parameter **options.
+
+    only, without: the fields that have an option, or have none. Default: all have one.
+    """
+
+    def give(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        made = [
+            _parameter(config, name)
+            for config in configs
+            for name in options_of(config)
+            if name not in without and (not only or name in only)
+        ]
+        command.__signature__ = signature.replace(parameters=[*own, *made])  # type: ignore[attr-defined]
+        return command
+
+    return give
+
+
+def taken(config: Config, options: dict[str, Any]) -> dict[str, Any]:
+    """Take the fields of a config out of the options that a command was given, as the config has them."""
+    given = {one.name: options.pop(one.name) for one in fields(config) if one.name in options}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def _parameter(config: Config, name: str) -> inspect.Parameter:
+    kind, default = get_type_hints(config)[name], getattr(config, name)
+    if kind == tuple[str, ...]:
+        kind, default = list[str], list(default)
+    elif kind in (MEMORY, MEMORY | None):
+        kind, default = str | None if default is None else str, f"{default:.0%}" if default else None
+    made = typer.Option(default, *_names(config, name), help=_help(config, name), show_default=default != [])
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=made, annotation=kind)
+
+
+def _names(config: Config, name: str) -> tuple[str, ...]:
+    flag = name.replace("_", "-")
+    names = f"--{flag}/--no-{flag}" if getattr(config, name) is True else f"--{flag}"
+    return (names, *options_of(config)[name].aliases)
+
+
+def _help(config: Config, name: str) -> str:
+    return options_of(config)[name].help
+
+
+def _annotated(config: Config, name: str) -> Any:
+    """A field's names and help, for a command that has a default of its own."""
+    return typer.Option(*_names(config, name), help=_help(config, name))
+
+
+Model = Annotated[str | None, _annotated(EngineConfig, "model")]
+Backend = Annotated[str, _annotated(EngineConfig, "attention_backend")]
+Device = Annotated[str, _annotated(EngineConfig, "device")]
+Dtype = Annotated[str, _annotated(EngineConfig, "dtype")]
+ModelImpl = Annotated[str, _annotated(EngineConfig, "model_impl")]
+MaxModelLen = Annotated[int | None, _annotated(EngineConfig, "max_model_len")]
+SchedulingPolicy = Annotated[str, _annotated(EngineConfig, "scheduling_policy")]
+MaxNumSeqs = Annotated[int, _annotated(EngineConfig, "max_num_seqs")]
+MaxNumBatchedTokens = Annotated[int, _annotated(EngineConfig, "max_num_batched_tokens")]
 MeasuredGuesses = Annotated[
     int, typer.Option("--num-speculative-tokens", help="Guessed at a time by prompt lookup; 0: none.")
 ]
+BlockSize = Annotated[int, _annotated(CacheConfig, "block_size")]
+NumBlocks = Annotated[int | None, _annotated(CacheConfig, "num_blocks")]
+CacheMemory = Annotated[str, _annotated(CacheConfig, "kv_cache_memory")]
+PrefixCaching = Annotated[bool, _annotated(CacheConfig, "enable_prefix_caching")]
+Preemption = Annotated[str, _annotated(CacheConfig, "preemption")]
+SwapSpace = Annotated[str | None, _annotated(CacheConfig, "swap_space")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -11,27 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.cli.options import (
-    Backend,
-    BlockSize,
-    CacheMemory,
-    Device,
-    Dtype,
-    MaxModelLen,
-    MaxNumBatchedTokens,
-    MaxNumSeqs,
-    Model,
-    ModelImpl,
-    NumBlocks,
-    NumSpeculativeTokens,
-    Preemption,
-    PrefixCaching,
-    Reproducible,
-    SchedulingPolicy,
-    SwapSpace,
-    fail,
-)
+from quire.cli.options import ENGINE, fail, taken, with_options
 from quire.errors import ConfigError, QuireError
+from quire.server.server_config import ServerConfig
 
 
 def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
@@ -65,110 +47,26 @@ def _options_of(path: Path, known: set[str]) -> dict[str, Any]:
     return options
 
 
+@with_options(ServerConfig, *ENGINE)
 def serve(
     _config: Annotated[
         Path | None,
         typer.Option("--config", help="YAML: these options by name.", is_eager=True, callback=read_config_file),
     ] = None,
-    model: Model = None,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is everywhere.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes any free one.")] = 8000,
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What clients call the model; may be repeated.")
-    ] = None,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help="Serve those only who know one of these; better kept in --config.")
-    ] = None,
-    allowed_hosts: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Answer requests whose Host header names this, besides localhost; may be repeated; '*' is any. "
-            "Default: localhost only where the host is 127.0.0.1 and there is no key, else any."
-        ),
-    ] = None,
-    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file, instead of the model's own.")] = None,
-    attention_backend: Backend = "auto",
-    device: Device = "cpu",
-    dtype: Dtype = "auto",
-    model_impl: ModelImpl = "auto",
-    seed: Annotated[int, typer.Option(help="Of the engine; requests without a seed derive theirs from it.")] = 0,
-    reproducible: Reproducible = False,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = 256,
-    max_num_batched_tokens: MaxNumBatchedTokens = 2048,
-    scheduling_policy: SchedulingPolicy = "fcfs",
-    num_speculative_tokens: NumSpeculativeTokens = None,
-    block_size: BlockSize = 16,
-    num_blocks: NumBlocks = None,
-    kv_cache_memory: CacheMemory = "50%",
-    enable_prefix_caching: PrefixCaching = True,
-    preemption: Preemption = "recompute",
-    swap_space: SwapSpace = None,
-    max_num_queued_reqs: Annotated[int, typer.Option(help="Samples that may wait; more get 429.")] = 1024,
-    max_body_size: Annotated[int, typer.Option(help="Bytes of a request's body.")] = 4 * 2**20,
-    max_logprobs: Annotated[int, typer.Option(help="Candidates at a position that may be asked for.")] = 20,
-    stuck_after: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds in one step after which /health says 503. Default: 16 times what a step of its size takes by "
-            "its cost model, and at least 4."
-        ),
-    ] = None,
-    request_timeout: Annotated[float | None, typer.Option(help="Seconds a request may take. Default: any.")] = None,
-    shutdown_timeout: Annotated[float, typer.Option(help="Seconds for running requests when it is stopped.")] = 30.0,
-    enable_log_requests: Annotated[bool, typer.Option("--enable-log-requests", help="Log prompts, too.")] = False,
-    vllm_metrics: Annotated[
-        bool, typer.Option("--vllm-metrics", help="Call the metrics what vLLM calls them.")
-    ] = False,
+    **options: Any,
 ) -> None:
     """Serve a model over HTTP as OpenAI does, with a window into its KV cache at /inspector."""
     began = time.monotonic()
     try:
-        from quire.server.config import ServerConfig
-        from quire.server.ending import obey_as_first_process
+        from quire.server.signals import obey_as_first_process
 
         obey_as_first_process()
-        server = ServerConfig(
-            host=host,
-            port=port,
-            served_model_name=tuple(served_model_name or ()),
-            api_key=tuple(api_key or ()),
-            allowed_hosts=tuple(allowed_hosts or ()),
-            chat_template=chat_template,
-            max_num_queued_reqs=max_num_queued_reqs,
-            max_body_size=max_body_size,
-            max_logprobs=max_logprobs,
-            stuck_after=stuck_after,
-            request_timeout=request_timeout,
-            shutdown_timeout=shutdown_timeout,
-            enable_log_requests=enable_log_requests,
-            vllm_metrics=vllm_metrics,
-        )
-        engine = {
-            "model": model,
-            "attention_backend": attention_backend,
-            "device": device,
-            "dtype": dtype,
-            "model_impl": model_impl,
-            "seed": seed,
-            "reproducible": reproducible,
-            "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "scheduling_policy": scheduling_policy,
-            "num_speculative_tokens": num_speculative_tokens,
-            "block_size": block_size,
-            "num_blocks": num_blocks,
-            "kv_cache_memory": kv_cache_memory,
-            "enable_prefix_caching": enable_prefix_caching,
-            "preemption": preemption,
-            "swap_space": swap_space,
-        }
+        server = ServerConfig(**taken(ServerConfig, options))
         from quire.server.run import serve as run  # all that is heavy
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        status = run(engine, server, began, lambda line: print(line, file=sys.stderr, flush=True))
+        status = run(options, server, began, lambda line: print(line, file=sys.stderr, flush=True))
     except QuireError as error:
         fail(error)
     raise typer.Exit(status)

@@ -5,22 +5,11 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.options import (
-    AsJson,
-    BlockSize,
-    MaxModelLen,
-    MaxNumBatchedTokens,
-    MaxNumSeqs,
-    Preemption,
-    PrefixCaching,
-    SchedulingPolicy,
-    fail,
-    row,
-)
+from quire.cli.options import ENGINE, AsJson, fail, row, with_options
 from quire.engine.workloads import WORKLOADS, workload_lengths
 from quire.errors import ConfigError, QuireError
 from quire.progress import progress_bar
@@ -30,6 +19,12 @@ if TYPE_CHECKING:
     from quire.engine.trace import TraceRow
 
 
+# The fields of EngineConfig and CacheConfig that the scheduler reads.
+SCHEDULING = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "block_size",
+              "enable_prefix_caching", "preemption")  # fmt: skip
+
+
+@with_options(*ENGINE, only=SCHEDULING)
 def simulate(
     blocks: Annotated[int, typer.Option(help="KV blocks in the pool.")],
     trace: Annotated[Path | None, typer.Option(help="CSV: arrival,prompt_tokens,new_tokens[,prefix_id,...].")] = None,
@@ -42,16 +37,10 @@ def simulate(
         Path | None, typer.Option(help="A config.json or its directory. Default: the embedded model.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or h200.")] = "cpu",
-    block_size: BlockSize = 16,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = 256,
-    max_num_batched_tokens: MaxNumBatchedTokens = 2048,
-    scheduling_policy: SchedulingPolicy = "fcfs",
-    preemption: Preemption = "recompute",
     host_blocks: Annotated[int | None, typer.Option(min=1, help="For swap. Default: as many as --blocks.")] = None,
-    prefix_caching: PrefixCaching = True,
     seed: Annotated[int, typer.Option(help="Of arrivals and tokens; the same seed gives the same run.")] = 0,
     as_json: AsJson = False,
+    **options: Any,
 ) -> None:
     """Run the real scheduler over a load with a virtual clock. What a step takes is computed, not measured."""
     from quire.config import engine_config
@@ -67,17 +56,7 @@ def simulate(
             raise ConfigError("--prompt-tokens, --new-tokens and --rate describe --requests; a trace has its own")
         if device not in DEVICES:
             raise ConfigError(f"device is {device!r}; the devices are {', '.join(DEVICES)}")
-        config = engine_config(
-            num_blocks=blocks,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            scheduling_policy=scheduling_policy,
-            preemption=preemption,
-            enable_prefix_caching=prefix_caching,
-            seed=seed,
-        )
+        config = engine_config(num_blocks=blocks, seed=seed, **options)
         if trace is not None:
             rows = read_trace(trace)
         elif workload is not None:
@@ -89,7 +68,7 @@ def simulate(
             model_cost(*read_config(model_config or EMBEDDED)),
             DEVICES[device],
             config,
-            num_host_blocks=host_blocks or (blocks if preemption == "swap" else 0),
+            num_host_blocks=host_blocks or (blocks if config.cache.preemption == "swap" else 0),
             seed=seed,
             hashed=as_json,
         )

@@ -1,1 +1,1 @@
-"""HTTP: the OpenAI-compatible server. The only room that knows asyncio."""
+"""The OpenAI-compatible server. The only package that imports asyncio."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import math
@@ -23,15 +24,15 @@ from quire.cache.storage import bytes_per_block
 from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.errors import ConfigError
 from quire.llm import LLM
-from quire.server.app import build_app
-from quire.server.chat_template import ChatTemplate, tokenizer_settings
-from quire.server.config import ServerConfig
-from quire.server.connection import MAX_CONNECTIONS, Connection
-from quire.server.ending import end
-from quire.server.inspector import Inspector
-from quire.server.metrics import Metrics
-from quire.server.service import Service
-from quire.server.worker import Worker
+from quire.server.api.app import build_app
+from quire.server.api.service import Service
+from quire.server.api.worker import Worker
+from quire.server.http.connection import MAX_CONNECTIONS, Connection
+from quire.server.sandbox.chat_template import ChatTemplate, tokenizer_settings
+from quire.server.server_config import ServerConfig
+from quire.server.signals import end
+from quire.server.watch.inspector import Inspector
+from quire.server.watch.metrics import Metrics
 
 log = logging.getLogger("quire.server")
 
@@ -58,6 +59,9 @@ def serve(options: Mapping[str, Any], config: ServerConfig, began: float, tell: 
         def ready() -> None:
             for line in listening_lines(service, listening, time.monotonic() - began):
                 tell(line)
+            if service.template is not None:
+                with contextlib.suppress(OSError):  # no process can be started now: the first chat tries again
+                    service.template.start()
 
         gc.collect()
         gc.freeze()  # what is loaded stays: a large body must not make the collector look through it

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from quire.server.grammar import num_trials
-from quire.server.service import MAX_LONG_TEXTS, MAX_TEMPLATES
+from quire.server.api.service import MAX_LONG_TEXTS
+from quire.server.sandbox.chat_template import MAX_TEMPLATES
+from quire.server.sandbox.grammar import num_trials
 
 # Threads that come one by one, when there is more to do: asyncio's own, and those of the server's lanes.
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4) + num_trials() + MAX_LONG_TEXTS + MAX_TEMPLATES
-TRIAL_DESCRIPTORS = 2 * (num_trials() - 1)  # of the processes that start where several grammars are tried at once
+# Of the processes that start where several grammars are tried, or several templates rendered, at once.
+TRIAL_DESCRIPTORS = 2 * (num_trials() - 1 + MAX_TEMPLATES - 1)
 MAX_GROWTH = 0.01  # of the resident memory, over a whole run
 MAX_TOLD = 20  # wrong answers that are told
 # Of what a server counts, what shows how much of it a load has reached.

@@ -25,14 +25,14 @@ from starlette.responses import HTMLResponse, Response
 
 from quire.engine.engine import Engine
 from quire.request import Event
-from quire.server.errors import ApiError
-from quire.server.happenings import MAX_HEARD, Happenings, Life, plain, shorten
-from quire.server.sse import EventStream, dumps
+from quire.server.http.api_error import ApiError
+from quire.server.http.sse import EventStream, dumps
+from quire.server.watch.event_log import MAX_UNREPORTED, EventLog, TrackedRequest, plain, shorten
 
 log = logging.getLogger("quire.server")
 
 INTERVAL = 0.05  # seconds from one record to the next
-MAX_HISTORY = 400_000  # bytes of happenings that a snapshot tells of the time before it
+MAX_HISTORY = 400_000  # bytes of events before a snapshot that it reports
 MAX_OUTSTANDING = 4 * 2**20  # bytes that may be on their way to a watcher; beyond, records are left out for him
 MAX_WATCHERS = 16
 PATIENCE = 0.2  # seconds after which a stream asks for what no record has told yet
@@ -55,17 +55,19 @@ class Watcher:
 class Inspector:
     """Tells watchers what happens in an engine. Methods are for the thread that it belongs to, where none is named."""
 
-    def __init__(self, engine: Engine, about: Mapping[str, str | int] | None = None, tells_salts: bool = True) -> None:
+    def __init__(
+        self, engine: Engine, about: Mapping[str, str | int] | None = None, reports_salts: bool = True
+    ) -> None:
         """about: what the page shows of the server, such as the model's name.
 
-        tells_salts: whether a miss may say that the same text is cached under another salt. Not where clients must not
-        know of each other, as each of them may look.
+        reports_salts: whether a miss may say that the same text is cached under another salt. Not where clients must
+        not know of each other, as each of them may look.
         """
         self._scheduler = engine.scheduler
         self._about = dict(about or {})
-        self._happenings = Happenings(engine, tells_salts)
-        self._epoch = time.time() - self._happenings.now
-        self._history: deque[bytes] = deque()  # happenings that were told
+        self._log = EventLog(engine, reports_salts)
+        self._epoch = time.time() - self._log.now
+        self._history: deque[bytes] = deque()  # events that were reported
         self._history_size = 0  # bytes
         self._watchers: list[Watcher] = []
         self._number = 0  # of the last record
@@ -75,12 +77,12 @@ class Inspector:
     @property
     def has_news(self) -> bool:
         """Whether something happened that no record has told. Any thread may ask."""
-        return len(self._happenings) > 0
+        return len(self._log) > 0
 
     def observe(self, events: Sequence[Event]) -> None:
         """Take in what a step told, and tell whoever watches if it is time."""
-        self._happenings.observe(events)
-        if self._watchers and (time.monotonic() >= self._next_flush or len(self._happenings) > MAX_HEARD // 2):
+        self._log.observe(events)
+        if self._watchers and (time.monotonic() >= self._next_flush or len(self._log) > MAX_UNREPORTED // 2):
             self.flush()
 
     def subscribe(self, watcher: Watcher) -> None:
@@ -112,13 +114,13 @@ class Inspector:
         if not self._watchers:
             return
         self._next_flush = time.monotonic() + INTERVAL
-        if len(self._happenings) == MAX_HEARD:  # some may be lost
+        if len(self._log) == MAX_UNREPORTED:  # some may be lost
             for watcher in self._watchers:
                 watcher.missed = True
-        events, numbers = self._take(), self._happenings.numbers()
+        events, numbers = self._take(), self._log.numbers()
         if events or numbers:
             self._number += 1
-            head = {"kind": "record", "id": self._number, "time": self._happenings.now}
+            head = {"kind": "record", "id": self._number, "time": self._log.now}
             head |= {"requests": numbers, "gauges": self._gauges()}
             record = self._part(head, "events", events)
             for watcher in self._watchers:
@@ -145,7 +147,7 @@ class Inspector:
 
     def _take(self) -> list[bytes]:
         """What happened since the last record. It joins the history."""
-        lines = self._happenings.take()
+        lines = self._log.take()
         self._history += lines
         self._history_size += sum(map(len, lines))
         while self._history_size > MAX_HISTORY:
@@ -165,25 +167,25 @@ class Inspector:
             "running": len(scheduler.running),
             "swapped": len(scheduler.swapped),
             "preemptions": scheduler.num_preemptions,
-            "generated_tokens": self._happenings.num_generated_tokens,
-            "prompt_tokens": self._happenings.num_prompt_tokens,  # computed
+            "generated_tokens": self._log.num_generated_tokens,
+            "prompt_tokens": self._log.num_prompt_tokens,  # computed
             "hits": hits.hits,
             "partial_hits": hits.partial_hits,
             "misses": hits.misses,
             "asked_tokens": hits.prompt_tokens,
             "cached_tokens": hits.cached_tokens,  # of those asked for
-            **self._happenings.counts,
+            **self._log.counts,
         }
 
     def _snapshot(self) -> bytes:
         """All books as they stand, and what happened before."""
         self._take()
-        self._happenings.numbers()
+        self._log.numbers()
         scheduler, manager = self._scheduler, self._scheduler.manager
         head = {
             "kind": "snapshot",
             "id": self._number,
-            "time": self._happenings.now,
+            "time": self._log.now,
             "epoch": round(self._epoch, 3),
             "about": self._about,
             "config": {
@@ -196,25 +198,25 @@ class Inspector:
                 "max_model_len": scheduler.max_model_len,
                 "prefix_caching": manager.enable_prefix_caching,
             },
-            "requests": [self._books_of(life) for life in self._happenings.lives.values()],
+            "requests": [self._books_of(tracked) for tracked in self._log.requests.values()],
             "cached": [shorten(sorted(index.by_block)) for index in manager.indexes],
             "gauges": self._gauges(),
         }
         return self._part(head, "history", self._history)
 
-    def _books_of(self, life: Life) -> dict[str, Any]:
-        request, manager = life.request, self._scheduler.manager
+    def _books_of(self, tracked: TrackedRequest) -> dict[str, Any]:
+        request, manager = tracked.request, self._scheduler.manager
         return {
             "key": request.schedule.ordinal,
             "id": request.id,
             "sample": request.sample_index,
-            "state": life.state,
+            "state": tracked.state,
             "prompt": request.num_prompt,
             "limit": self._scheduler.longest(request),
             "generated": request.num_generated,
             "stored": max(request.cache.num_computed, request.cache.num_cached),
-            "report": plain(self._happenings.report(request)),
-            "times": [life.arrived, life.ran, life.spoke],
+            "report": plain(self._log.report(request)),
+            "times": [tracked.arrived, tracked.ran, tracked.spoke],
             "given": request.cache.num_freed,
             "tables": [shorten(manager.owned(request, g)) for g in range(len(request.cache.block_ids))],
             "hosts": [shorten(table) for table in request.cache.host_block_ids],
@@ -234,7 +236,7 @@ class EngineThread(Protocol):
 def router(inspector: Inspector, worker: EngineThread) -> APIRouter:
     """GET /inspector, the page, and /inspector/events, what it shows."""
     routes = APIRouter()
-    page = (Path(__file__).parent / "static" / "inspector.html").read_text(encoding="utf-8")
+    page = (Path(__file__).parent / "inspector.html").read_text(encoding="utf-8")
     headers = {
         "Content-Security-Policy": _policy(page),
         "Cache-Control": "no-cache",

@@ -11,10 +11,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.request import SamplingParams
-from quire.server.errors import ApiError, request_failed
-from quire.server.jobs import Delta, Generation, Stream
-from quire.server.protocol import CompletionRequest
-from quire.server.service import (
+from quire.server.api.chunks import Chunks, usage
+from quire.server.api.jobs import Delta, Generation, Stream
+from quire.server.api.protocol import CompletionRequest
+from quire.server.api.service import (
     MAX_LOGPROBS,
     Prompt,
     Service,
@@ -26,7 +26,8 @@ from quire.server.service import (
     num_logprobs,
     num_prompt_logprobs,
 )
-from quire.server.sse import DONE, Chunks, EventStream, JsonBody, data, dumps, usage
+from quire.server.http.api_error import ApiError, request_failed
+from quire.server.http.sse import DONE, EventStream, JsonBody, data, dumps
 from quire.text import CompletionOutput, Logprob, RequestOutput, Tokenizer
 
 Candidates = dict[int, Logprob]

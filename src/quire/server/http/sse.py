@@ -1,4 +1,4 @@
-"""Server-sent events as OpenAI sends them, and noticing that a client has gone."""
+"""Answers as bytes: JSON, server-sent events, and noticing that a client has gone."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import ApiError, internal_error
-from quire.server.protocol import StreamOptions
+from quire.server.http.api_error import ApiError, internal_error
 
 log = logging.getLogger("quire.server")
 
@@ -30,41 +29,6 @@ def dumps(value: object) -> bytes:
 def data(value: object) -> bytes:
     """One event."""
     return b"data: " + dumps(value) + b"\n\n"
-
-
-class Chunks:
-    """Writes the chunks of one streamed answer."""
-
-    def __init__(self, head: dict[str, Any], options: StreamOptions | None) -> None:
-        """head: the fields that all chunks begin with."""
-        self._head = head
-        asked = options or StreamOptions()
-        self._has_usage = asked.include_usage
-        self._has_usage_so_far = asked.include_usage and asked.continuous_usage_stats
-        self._start = b"data: " + dumps(head)[:-1] + b',"choices":['
-        self._end = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
-
-    def choice(self, choice: dict[str, Any], num_prompt: int, num_generated: int) -> bytes:
-        """A piece of a choice; the tokens of the prompt and those generated so far are its prompt's."""
-        if self._has_usage_so_far:
-            return data(self._head | {"choices": [choice], "usage": usage(num_prompt, num_generated, 0)})
-        return self._start + dumps(choice) + self._end
-
-    def end(self, num_prompt: int, num_generated: int, num_cached: int) -> bytes:
-        """The end of an answer, with all of its tokens if they were asked for."""
-        if not self._has_usage:
-            return DONE
-        return data(self._head | {"choices": [], "usage": usage(num_prompt, num_generated, num_cached)}) + DONE
-
-
-def usage(num_prompt: int, num_generated: int, num_cached: int) -> dict[str, Any]:
-    """Numbers of tokens as OpenAI tells them."""
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_generated,
-        "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-    }
 
 
 class JsonBody(Response):

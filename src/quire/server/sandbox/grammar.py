@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from hashlib import blake2b
-from queue import LifoQueue
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,9 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from quire.errors import RequestError
-from quire.server.grammar_trial import Trial, make_matcher, make_tokenizer
+from quire.server.sandbox import grammar_program
+from quire.server.sandbox.grammar_program import make_matcher, make_tokenizer
+from quire.server.sandbox.process import Died, Limits, OutOfTime, Sandbox
 
 MAX_SIZE = 2**16  # characters of a grammar
 MAX_DEPTH = 100  # of a schema's nesting; llguidance reads 128
@@ -29,6 +31,8 @@ MAX_REASON = 300  # characters of what is told about a grammar that is wrong
 LONG_WORD = re.compile(r"(\S{80})\S+")  # which is the client's own
 NUM_REMEMBERED = 4096  # grammars that need no further trial
 MAX_TRIALS = 4  # grammars that are tried side by side; less where there are fewer cores
+# What a trial may take besides time, in bytes. Threads of the server have at least twice that stack.
+TRIAL = {"memory": 2**27, "stack": 2**20, "answer": 2**20}
 QUICK = 0.02  # s; what compiles in less does not wait for what takes longer
 # CPU time that a guide and its copies may take together: for each token, and in all beyond that. Most grammars need
 # microseconds a token; ambiguous ones get ever slower.
@@ -121,16 +125,16 @@ class Grammars:
         """End the processes in which grammars are tried."""
         with self._making:
             if self._tools is not None:
-                for trial in self._tools.trials:
-                    trial.close()
+                self._tools.trials.close()
 
     def _tried(self, grammar: str, tools: _Tools) -> str:
         """What is wrong with a grammar, by its trial; empty if nothing is."""
-        trial = tools.free.get()
         try:
-            return trial.run(grammar)
-        finally:
-            tools.free.put(trial)
+            return str(tools.trials.ask(grammar))
+        except OutOfTime as error:
+            return f"it is not compiled within {error.seconds:g} s"
+        except Died:
+            return "it takes too much memory, or is too deeply nested, to be compiled"
 
     def _recall(self, digest: bytes) -> _Known | None:
         with self._lock:
@@ -156,12 +160,10 @@ class Grammars:
                 if not self._eos_tokens:  # the model can tell no end: what would stand for one is some other token
                     drawable[tokenizer.eos_tokens] = False
                 # What a trial survives is compiled once more here.
-                arguments = (self._seconds / 2, self._tokenizer_json, self._eos_tokens)
-                trials = tuple(Trial(*arguments) for _ in range(num_trials()))
-                free: LifoQueue[Trial] = LifoQueue()  # the one that was used last: it has started
-                for trial in trials:
-                    free.put(trial)
-                self._tools = _Tools(tokenizer, trials, free, np.packbits(drawable, bitorder="little"))
+                limits = Limits(seconds=self._seconds / 2, cpu_seconds=self._seconds / 2, **TRIAL)
+                arguments = (self._tokenizer_json, self._eos_tokens)
+                trials = Sandbox(num_trials(), Path(grammar_program.__file__), limits, *arguments)
+                self._tools = _Tools(tokenizer, trials, np.packbits(drawable, bitorder="little"))
             return self._tools
 
 
@@ -183,8 +185,7 @@ class _Known(NamedTuple):
 
 class _Tools(NamedTuple):
     tokenizer: LLTokenizer
-    trials: tuple[Trial, ...]
-    free: LifoQueue[Trial]  # those of them that try nothing
+    trials: Sandbox
     drawable: NDArray[np.uint8]  # a bit for each of the tokenizer's tokens: whether the model ever draws it
 
 

@@ -1,6 +1,6 @@
-"""What happens to blocks and requests, noted as it happens and told as lines of JSON when somebody asks.
+"""What happens to blocks and requests, recorded as it happens and reported as lines of JSON when somebody asks.
 
-A line holds ids and counts, never a token. All times are seconds since the noting began.
+A line holds ids and counts, never a token. All times are seconds since the log began.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from quire.cache import events as cache
 from quire.cache.events import CacheEvent
 from quire.engine.engine import Engine
 from quire.request import Event, FinishReason, Miss, PrefixReport, Request
-from quire.server.sse import dumps
+from quire.server.http.sse import dumps
 
-MAX_HEARD = 8192  # happenings that are kept until they are told; older ones are lost
+MAX_UNREPORTED = 8192  # events that are kept until they are reported; older ones are lost
 
 WAITING, RUNNING, SWAPPED = "waiting", "running", "swapped"
 # With these a request begins to run, or goes on.
@@ -26,8 +26,8 @@ SWAPS = {cache.BlocksSwappedOut: "swapped_out", cache.BlocksSwappedIn: "swapped_
 
 
 @dataclass(eq=False, slots=True)
-class Life:
-    """A request that has not ended, as far as it was noted."""
+class TrackedRequest:
+    """A request that has not ended, as far as the log has seen it."""
 
     request: Request
     arrived: float
@@ -36,32 +36,32 @@ class Life:
     spoke: float | None = None  # when its first token came
     num_prompt: int = 0  # tokens of the prompt that were counted as computed, or found in the cache
     num_generated: int = 0  # tokens that were counted as generated, or taken over from a parent
-    told: tuple[int, ...] = ()  # its numbers, as last told
+    reported: tuple[int, ...] = ()  # its numbers, as last reported
 
 
-class Happenings:
-    """Notes what happens in an engine. All methods are for the thread that the engine belongs to."""
+class EventLog:
+    """Records what happens in an engine. All methods are for the thread that the engine belongs to."""
 
-    def __init__(self, engine: Engine, tells_salts: bool = True) -> None:
-        """tells_salts: whether a miss may say that the same text is cached under another salt."""
-        self._tells_salts = tells_salts
-        self.lives: dict[str, Life] = {}  # by request id
+    def __init__(self, engine: Engine, reports_salts: bool = True) -> None:
+        """reports_salts: whether a miss may say that the same text is cached under another salt."""
+        self._reports_salts = reports_salts
+        self.requests: dict[str, TrackedRequest] = {}  # by request id
         self.counts = {"copies": 0, "swapped_out": 0, "swapped_in": 0, "evictions": 0}  # blocks, so far
         self.num_prompt_tokens = self.num_generated_tokens = 0  # computed and generated, so far
         self._scheduler = engine.scheduler
         self._start = engine.scheduler.clock()
         # Events with their request's ordinal, and lines about requests.
-        self._heard: deque[tuple[CacheEvent, int] | list[Any]] = deque(maxlen=MAX_HEARD)
-        self._silent: dict[str, Life] = {}  # the lives that have run, but have no token yet
-        self._states: Counter[str] = Counter()  # how many lives are in each state
+        self._unreported: deque[tuple[CacheEvent, int] | list[Any]] = deque(maxlen=MAX_UNREPORTED)
+        self._silent: dict[str, TrackedRequest] = {}  # the requests that have run, but have no token yet
+        self._states: Counter[str] = Counter()  # how many requests are in each state
         self._last_met = -1  # ordinal
         self._meet(self._start)
         self._reconcile(self._start)
         engine.listen(self._hear)
 
     def __len__(self) -> int:
-        """Happenings that were not told. Any thread may ask."""
-        return len(self._heard)
+        """Events that were not reported. Any thread may ask."""
+        return len(self._unreported)
 
     @property
     def now(self) -> float:
@@ -71,35 +71,36 @@ class Happenings:
     def _at(self, moment: float) -> float:
         return round(moment - self._start, 4)
 
-    # ------------------------------------------------------------------------------------------------- noting
+    # ------------------------------------------------------------------------------------------------- recording
 
     def _hear(self, event: CacheEvent) -> None:
         name, ordinal = getattr(event, "request_id", None), -1
         if name is not None:
-            life = self.lives.get(name) or self._arrive(self._scheduler.requests[name], event.time)
-            ordinal = life.request.schedule.ordinal
-            if life.state is not RUNNING and event.__class__ in BEGINNINGS:
-                self._run(life, event.time)
+            tracked = self.requests.get(name) or self._arrive(self._scheduler.requests[name], event.time)
+            ordinal = tracked.request.schedule.ordinal
+            if tracked.state is not RUNNING and event.__class__ in BEGINNINGS:
+                self._run(tracked, event.time)
         if isinstance(event, cache.BlockCopied):
             self.counts["copies"] += 1
         elif isinstance(event, cache.BlockRemoved):
             self.counts["evictions"] += len(event.blocks)
         elif isinstance(event, (cache.BlocksSwappedOut, cache.BlocksSwappedIn)):
             self.counts[SWAPS[type(event)]] += len(event.blocks)
-        self._heard.append((event, ordinal))
+        self._unreported.append((event, ordinal))
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Take in what a step told."""
+        """Take in the events of a step."""
         scheduler, silent = self._scheduler, self._silent
         now = scheduler.clock()
         self._meet(scheduler.manager.now)
         if silent:
             for event in events:
-                if event.token is not None or event.logprobs is not None:  # a driven request is told no token
-                    life = silent.pop(event.request_id, None)
-                    if life is not None:
-                        life.spoke = self._at(now)
-                        self._heard.append(["first_token", life.spoke, life.request.schedule.ordinal])
+                # Where a beam search chooses the tokens, an event has logprobs alone.
+                if event.token is not None or event.logprobs is not None:
+                    tracked = silent.pop(event.request_id, None)
+                    if tracked is not None:
+                        tracked.spoke = self._at(now)
+                        self._unreported.append(["first_token", tracked.spoke, tracked.request.schedule.ordinal])
         for event in [event for event in events if event.finish_reason is not None]:
             self._end(event, now)
         if self._states[RUNNING] != len(scheduler.running) or self._states[SWAPPED] != len(scheduler.swapped):
@@ -114,102 +115,94 @@ class Happenings:
             new.append(request)
         for request in reversed(new):
             self._last_met = request.schedule.ordinal
-            if request.id not in self.lives:
+            if request.id not in self.requests:
                 self._arrive(request, now)
 
-    def _arrive(self, request: Request, now: float) -> Life:
-        life = self.lives[request.id] = Life(request, self._at(now))
+    def _arrive(self, request: Request, now: float) -> TrackedRequest:
+        tracked = self.requests[request.id] = TrackedRequest(request, self._at(now))
         self._states[WAITING] += 1
         limit = self._scheduler.longest(request)
-        line = [
-            "arrived",
-            life.arrived,
-            request.schedule.ordinal,
-            request.id,
-            request.num_prompt,
-            limit,
-            request.sample_index,
-        ]
-        self._heard.append(line)
-        return life
+        about = [request.schedule.ordinal, request.id, request.num_prompt, limit, request.sample_index]
+        self._unreported.append(["arrived", tracked.arrived, *about])
+        return tracked
 
-    def _run(self, life: Life, now: float) -> None:
+    def _run(self, tracked: TrackedRequest, now: float) -> None:
         """A request has got blocks."""
-        request = life.request
-        if life.state is WAITING:  # from the host it comes back with all that it had
-            life.num_prompt = min(request.cache.num_cached, request.num_prompt)
-        self._move(life, RUNNING)
-        if life.ran is None:
-            life.ran = self._at(now)
-            life.num_generated = request.num_generated
-            self._silent[request.id] = life
-            self._heard.append(["ran", life.ran, request.schedule.ordinal, self.report(request)])
+        request = tracked.request
+        if tracked.state is WAITING:  # from the host it comes back with all that it had
+            tracked.num_prompt = min(request.cache.num_cached, request.num_prompt)
+        self._move(tracked, RUNNING)
+        if tracked.ran is None:
+            tracked.ran = self._at(now)
+            tracked.num_generated = request.num_generated
+            self._silent[request.id] = tracked
+            self._unreported.append(["ran", tracked.ran, request.schedule.ordinal, self.report(request)])
         else:
-            self._heard.append(["resumed", self._at(now), request.schedule.ordinal])
+            self._unreported.append(["resumed", self._at(now), request.schedule.ordinal])
 
     def report(self, request: Request) -> PrefixReport | None:
-        """What the prefix cache had for a request, as far as it may be told."""
+        """What the prefix cache had for a request, as far as it may be reported."""
         found = request.cache.prefix_report
-        if found is None or found.miss is not Miss.SALT or self._tells_salts:
+        if found is None or found.miss is not Miss.SALT or self._reports_salts:
             return found
         return replace(found, miss=Miss.UNSEEN)
 
-    def _move(self, life: Life, state: str) -> None:
-        self._states[life.state] -= 1
+    def _move(self, tracked: TrackedRequest, state: str) -> None:
+        self._states[tracked.state] -= 1
         self._states[state] += 1
-        life.state = state
-        life.told = ()  # a snapshot in between may have told others
+        tracked.state = state
+        tracked.reported = ()  # a snapshot in between may have reported others
 
     def _reconcile(self, now: float) -> None:
         """Find the requests that lost their blocks, but have not ended."""
-        for life in self.lives.values():
-            request = life.request
+        for tracked in self.requests.values():
+            request = tracked.request
             state = RUNNING if request.cache.block_ids else SWAPPED if request.cache.host_block_ids else WAITING
-            if state is RUNNING and life.state is not RUNNING:  # since before anything was noted
-                self._run(life, now)
-            elif state is not life.state:
-                if life.state is RUNNING:
-                    self._heard.append(
+            if state is RUNNING and tracked.state is not RUNNING:  # since before the log began
+                self._run(tracked, now)
+            elif state is not tracked.state:
+                if tracked.state is RUNNING:
+                    self._unreported.append(
                         ["preempted", self._at(now), request.schedule.ordinal, state, request.num_generated]
                     )
-                self._move(life, state)
+                self._move(tracked, state)
 
     def _end(self, event: Event, now: float) -> None:
-        life = self.lives.pop(event.request_id, None)
+        tracked = self.requests.pop(event.request_id, None)
         error = None if event.error is None else event.error.partition(":")[0]  # the rest may quote anything
         line = ["ended", self._at(now), -1, event.request_id, event.finish_reason, 0, 0, error]
-        if life is not None:  # else it came and went between two steps
-            request = life.request
+        if tracked is not None:  # else it came and went between two steps
+            request = tracked.request
             self._silent.pop(request.id, None)
-            self._states[life.state] -= 1
-            self._count(life)
+            self._states[tracked.state] -= 1
+            self._count(tracked)
             line[2], line[5], line[6] = request.schedule.ordinal, request.num_prompt, request.num_generated
-        self._heard.append(line)
+        self._unreported.append(line)
 
-    def _count(self, life: Life) -> None:
+    def _count(self, tracked: TrackedRequest) -> None:
         """Count the tokens that a request has computed and generated since the last call."""
-        request = life.request
-        whole = life.spoke is not None or request.finish_reason is FinishReason.LENGTH  # embedded, without a token
+        request = tracked.request
+        whole = tracked.spoke is not None or request.finish_reason is FinishReason.LENGTH  # embedded, without a token
         computed = request.num_prompt if whole else min(request.cache.num_computed, request.num_prompt)
-        self.num_prompt_tokens += max(0, computed - life.num_prompt)
-        life.num_prompt = max(computed, life.num_prompt)
-        self.num_generated_tokens += max(0, request.num_generated - life.num_generated)
-        life.num_generated = request.num_generated
+        self.num_prompt_tokens += max(0, computed - tracked.num_prompt)
+        tracked.num_prompt = max(computed, tracked.num_prompt)
+        self.num_generated_tokens += max(0, request.num_generated - tracked.num_generated)
+        tracked.num_generated = request.num_generated
 
-    # ------------------------------------------------------------------------------------------------- telling
+    # ------------------------------------------------------------------------------------------------- reporting
 
     def take(self) -> list[bytes]:
-        """A line for each happening since the last call: its name, the time, and more."""
+        """A line for each event since the last call: its name, the time, and more."""
         self._meet(self._scheduler.clock())
         lines: list[list[Any]] = []
-        while self._heard:
-            heard = self._heard.popleft()
+        while self._unreported:
+            heard = self._unreported.popleft()
             if isinstance(heard, list):
                 lines.append([plain(value) for value in heard])
                 continue
             line = self._line(*heard)
             if lines and line[0] in ("stored", "evicted") and lines[-1][:-2] == line[:-2]:
-                lines[-1][-2] += line[-2]  # such events are told a block each
+                lines[-1][-2] += line[-2]  # the cache reports such events a block each
                 lines[-1][-1] += line[-1]
             else:
                 lines.append(line)
@@ -237,15 +230,15 @@ class Happenings:
         """Of each running request whose numbers changed: ordinal, tokens generated and stored, blocks given back."""
         rows = []
         for request in self._scheduler.running:
-            life = self.lives[request.id]
+            tracked = self.requests[request.id]
             numbers = (
                 request.num_generated,
                 max(request.cache.num_computed, request.cache.num_cached),
                 *request.cache.num_freed,
             )
-            if numbers != life.told:
-                life.told = numbers
-                self._count(life)
+            if numbers != tracked.reported:
+                tracked.reported = numbers
+                self._count(tracked)
                 rows.append([request.schedule.ordinal, *numbers])
         return rows
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
 from typing import TypeVar
 
-from quire.server.errors import ApiError
+from quire.server.http.api_error import ApiError
 
 T = TypeVar("T")
 

@@ -19,17 +19,17 @@ from quire.engine.beam_driver import BeamDriver
 from quire.errors import RequestError
 from quire.llm import LLM
 from quire.request import MAX_SEED, Guide, Request, SamplingParams
-from quire.server.body import MAX_HELD_BODIES
-from quire.server.chat_template import ChatTemplate, special_tokens
-from quire.server.config import ServerConfig
-from quire.server.errors import ApiError, deadline_passed, request_failed, shown
-from quire.server.grammar import Grammars, Spec, num_trials
-from quire.server.guard import client_of
-from quire.server.jobs import Generation, Job, Search
-from quire.server.lane import Lane
-from quire.server.protocol import EmbeddingRequest, Sampling
-from quire.server.sse import told_of_disconnect
-from quire.server.worker import Worker
+from quire.server.api.jobs import Generation, Job, Search
+from quire.server.api.protocol import EmbeddingRequest, Sampling
+from quire.server.api.worker import Worker
+from quire.server.http.api_error import ApiError, deadline_passed, request_failed, shown
+from quire.server.http.body import MAX_HELD_BODIES
+from quire.server.http.guard import client_of
+from quire.server.http.lane import Lane
+from quire.server.http.sse import told_of_disconnect
+from quire.server.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
+from quire.server.sandbox.grammar import Grammars, Spec, num_trials
+from quire.server.server_config import ServerConfig
 from quire.text import Detokenizer, RequestOutput, Tokenizer, make_requests
 
 T = TypeVar("T")
@@ -37,7 +37,6 @@ MAX_LOGPROBS = 2**19  # in one request: a hundred bytes each, and as many in the
 MAX_GRAMMARS = 64  # of one client that wait to be compiled
 MAX_QUICK_GRAMMARS = 2  # that are read, or compiled in no time, at the same time
 MAX_LONG_TEXTS = 2  # that are taken apart at the same time
-MAX_TEMPLATES = 2  # that are rendered at the same time
 LONG_TEXT = 4096  # characters or tokens above which a text is taken apart on another thread
 LOWEST_LOGPROB = -9999.0  # what stands for numbers that JSON does not have, as in vLLM
 COPIED = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty",
@@ -271,6 +270,8 @@ class Service:
             lane.close()
         if self.grammars is not None:
             self.grammars.close()
+        if self.template is not None:
+            self.template.close()
 
     async def requests(
         self, request: HttpRequest, body: Sampling, name: str, prompts: Sequence[Prompt], params: SamplingParams,

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.server.errors import ApiError
-from quire.server.guard import client_of
+from quire.server.http.api_error import ApiError
+from quire.server.http.guard import client_of
 
 MAX_HELD_BODIES = 16  # of the largest size: as many bytes of bodies that are not parsed yet are held at a time
 ModelT = TypeVar("ModelT", bound=BaseModel)

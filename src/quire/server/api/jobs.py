@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine
 from quire.request import Request
-from quire.server.errors import ApiError
+from quire.server.http.api_error import ApiError
 from quire.text import Logprob, OutputProcessor, RequestOutput
 
 

@@ -10,12 +10,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.errors import RequestError
-from quire.server.completions import check_num_logprobs, prompt_logprobs, whole
-from quire.server.errors import ApiError, request_failed
-from quire.server.jobs import Generation, Stream
-from quire.server.protocol import ChatRequest, Message
-from quire.server.service import Prompt, Service, aside, counted, finite, new_name, num_logprobs
-from quire.server.sse import DONE, Chunks, EventStream, JsonBody, data, usage
+from quire.server.api.chunks import Chunks, usage
+from quire.server.api.completions import check_num_logprobs, prompt_logprobs, whole
+from quire.server.api.jobs import Generation, Stream
+from quire.server.api.protocol import ChatRequest, Message
+from quire.server.api.service import Prompt, Service, aside, counted, finite, new_name, num_logprobs
+from quire.server.http.api_error import ApiError, request_failed
+from quire.server.http.sse import DONE, EventStream, JsonBody, data
 from quire.text import Logprob, Tokenizer
 
 

@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from quire.engine.beam import MAX_LENGTH_PENALTY
 from quire.request import MAX_PRIORITY, MAX_SEED, SMALLEST
-from quire.server.errors import ApiError
+from quire.server.http.api_error import ApiError
 
 MAX_N = 128  # samples of a prompt, as OpenAI has it
 MAX_PROMPTS = 1024  # in one request

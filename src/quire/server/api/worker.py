@@ -21,10 +21,10 @@ from quire.cache.events import BlocksAllocated, BlocksForked, BlocksShared, Cach
 from quire.engine.cost import CostModel
 from quire.engine.engine import Engine
 from quire.request import Event, FinishReason, Request
-from quire.server.errors import ApiError, deadline_passed, engine_stopped, queue_full
-from quire.server.inspector import Inspector
-from quire.server.jobs import Delta, Generation, Job, Search
-from quire.server.metrics import Metrics, RequestClock
+from quire.server.api.jobs import Delta, Generation, Job, Search
+from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, queue_full
+from quire.server.watch.inspector import Inspector
+from quire.server.watch.metrics import Metrics, RequestClock
 from quire.text import OutputProcessor, RequestOutput, Tokenizer
 
 log = logging.getLogger("quire.server")

@@ -13,9 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.errors import ApiError, shown
-from quire.server.hosts import host_in, is_loopback
-from quire.server.sse import JsonBody
+from quire.server.http.api_error import ApiError, shown
+from quire.server.http.hosts import host_in, is_loopback
+from quire.server.http.sse import JsonBody
 
 OPEN_PATHS = frozenset({"/health"})  # what is answered without a key, and by any name
 KEY_STATE = "key"  # where a request's state holds the key that was shown

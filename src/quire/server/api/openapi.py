@@ -11,8 +11,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
-from quire.server.guard import OPEN_PATHS
-from quire.server.service import LOWEST_LOGPROB, Service
+from quire.server.api.service import LOWEST_LOGPROB, Service
+from quire.server.http.guard import OPEN_PATHS
 
 Logprob = Annotated[
     float,

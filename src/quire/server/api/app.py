@@ -19,17 +19,11 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.errors import RequestError
-from quire.server import inspector, openapi
-from quire.server.body import Bodies, BodyRoute
-from quire.server.chat import chat, conversation
-from quire.server.completions import complete
-from quire.server.embeddings import embed
-from quire.server.errors import MAX_SHOWN, ApiError, cut, internal_error, shown
-from quire.server.guard import Guard
-from quire.server.hosts import hosts_to_check
-from quire.server.inspector import Inspector
-from quire.server.metrics import Metrics
-from quire.server.protocol import (
+from quire.server.api import openapi
+from quire.server.api.chat import chat, conversation
+from quire.server.api.completions import complete
+from quire.server.api.embeddings import embed
+from quire.server.api.protocol import (
     Body,
     ChatRequest,
     CompletionRequest,
@@ -38,8 +32,15 @@ from quire.server.protocol import (
     Sampling,
     TokenizeRequest,
 )
-from quire.server.service import Service
-from quire.server.sse import JsonBody
+from quire.server.api.service import Service
+from quire.server.http.api_error import MAX_SHOWN, ApiError, cut, internal_error, shown
+from quire.server.http.body import Bodies, BodyRoute
+from quire.server.http.guard import Guard
+from quire.server.http.hosts import hosts_to_check
+from quire.server.http.sse import JsonBody
+from quire.server.watch import inspector
+from quire.server.watch.inspector import Inspector
+from quire.server.watch.metrics import Metrics
 
 log = logging.getLogger("quire.server")
 

@@ -12,11 +12,12 @@ from starlette.responses import Response
 from quire.embedding import check_dimensions, embedding_request, normalised
 from quire.errors import RequestError
 from quire.request import Request
-from quire.server.errors import ApiError, request_failed
-from quire.server.jobs import Generation
-from quire.server.protocol import EmbeddingRequest
-from quire.server.service import Prompt, Service, aside, counted, listed, new_name
-from quire.server.sse import JsonBody, dumps, usage
+from quire.server.api.chunks import usage
+from quire.server.api.jobs import Generation
+from quire.server.api.protocol import EmbeddingRequest
+from quire.server.api.service import Prompt, Service, aside, counted, listed, new_name
+from quire.server.http.api_error import ApiError, request_failed
+from quire.server.http.sse import JsonBody, dumps
 from quire.text import RequestOutput
 
 MAX_NUMBERS = 2**22  # in one answer: some 20 bytes each

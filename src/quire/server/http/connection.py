@@ -1,0 +1,328 @@
+"""Connection: one client's, whose requests httptools reads, with bounds on all that could go on without end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from http import HTTPStatus
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+import httptools
+from starlette.types import ASGIApp
+from uvicorn import Config
+
+from quire.server.http.api_error import ApiError
+from quire.server.http.exchange import Exchange, whole_answer
+
+MAX_CONNECTIONS = 4096
+# Bytes of a request's head, and of what comes with its body that is not its body; what was read with the end of the
+# request before it comes on top.
+MAX_HEAD = 2**16
+MAX_PIPELINE = 16  # requests that wait for the answer before theirs
+HEAD_TIMEOUT = 20.0  # seconds for a request's head to come
+LINGER = 5.0  # seconds for what comes of a request that has been answered already
+READ_TIMEOUT = 120.0  # seconds in which a client that is being answered must read something
+
+
+class ServerState(Protocol):
+    """What uvicorn keeps of a server, and gives to each connection."""
+
+    connections: set[Any]
+    tasks: set[asyncio.Task[None]]
+    total_requests: int
+    default_headers: list[tuple[bytes, bytes]]
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection. uvicorn makes one with these arguments for each client, and calls `shutdown`."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._app: ASGIApp = config.loaded_app
+        self._keep_alive: float = config.timeout_keep_alive
+        self._state = server_state
+        self._app_state = app_state
+        self._loop = _loop or asyncio.get_running_loop()
+        self._parser = self._new_parser()
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._spare = MAX_HEAD  # bytes that may still come before there must be a whole head, or some body
+        self._in_message = False  # part of a request has come, and part of it not
+        self._begun = 0.0  # when the last request's head had come
+        self._coming: Exchange | None = None  # what a body that comes belongs to: the last request
+        self._current: Exchange | None = None  # what is being answered, or was last
+        self._in_line: deque[Exchange] = deque()  # what is answered after that, the next one first
+        self.writable = asyncio.Event()  # see Link
+        self.writable.set()
+        self._reads = True
+        self._timer: asyncio.TimerHandle | None = None  # for the head of a request, or the rest of an answered one
+        self._idle: asyncio.TimerHandle | None = None  # for another request
+        self._unread: asyncio.TimerHandle | None = None  # for the client to read
+
+    # ------------------------------------------------------------------------------------------- the transport's calls
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        self.transport = transport
+        self._about = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "scheme": "https" if transport.get_extra_info("sslcontext") else "http",
+            "client": _address(transport.get_extra_info("peername")),
+            "server": _address(transport.get_extra_info("sockname")),
+            "root_path": "",
+        }
+        connections = self._state.connections
+        connections.add(self)
+        if len(connections) > MAX_CONNECTIONS and not self._take_place():
+            told = f"{MAX_CONNECTIONS} connections are busy, which is as many as this server takes; try again later"
+            self._refuse(ApiError(told, HTTPStatus.SERVICE_UNAVAILABLE, code="too_many_connections"))
+        else:
+            self._close_in(HEAD_TIMEOUT)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """Let who answers know, and who waits for the client to read."""
+        self._state.connections.discard(self)
+        for exchange in (self._current, self._coming):
+            if exchange is not None:
+                exchange.disconnect()
+        self.resume_writing()
+        self._stop_timer()
+        self._stop_idle_timer()
+
+    def data_received(self, data: bytes) -> None:
+        """Take apart what has come."""
+        self._stop_idle_timer()
+        if not self._in_message and self._timer is None:
+            self._close_in(HEAD_TIMEOUT)
+        self._spare -= len(data)
+        try:
+            self._feed(data)
+        except httptools.HttpParserError as error:
+            # What a callback raised is the error's context.
+            own = error.__context__
+            self._refuse(own if isinstance(own, ApiError) else ApiError("this is no HTTP request"))
+            return
+        if self._spare < 0:
+            told = f"the request has more than {MAX_HEAD} bytes besides its body, which is the most this server takes"
+            self._refuse(ApiError(told, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, code="head_too_large"))
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as it is answered."""
+        self.writable.clear()
+        self._unread = self._loop.call_later(READ_TIMEOUT, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        self.writable.set()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def shutdown(self) -> None:
+        """Close when what has been asked is answered."""
+        if self._coming is None or self._coming.complete:
+            self.transport.close()
+        else:
+            self._coming.keep_alive = False
+
+    # ------------------------------------------------------------------------------------------- the parser's calls
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        # What follows a request that says "Connection: close" is not read, and is no error of that request.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            # A client may offer another protocol with any request (those in Java do), and we need not take it up. But
+            # the parser takes what follows for that protocol, so a new one reads the request without the offer.
+            version = f"HTTP/{self._parser.get_http_version()}".encode()
+            lines = [b" ".join((self._parser.get_method(), self._url, version))]
+            lines += [name + b": " + value for name, value in self._headers if name != b"upgrade"]
+            self._parser = self._new_parser()
+            self._feed(b"\r\n".join([*lines, b"", data[offer.args[0] :]]))
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._url, self._headers = b"", []
+        self._spare = MAX_HEAD
+        self._in_message = True
+        if self._timer is None:
+            self._close_in(HEAD_TIMEOUT)
+
+    def on_url(self, url: bytes) -> None:
+        """Take in a piece of the request's target."""
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take in a header, but none that comes after the body."""
+        if self._timer is not None:
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Let the request be answered, in its turn."""
+        method = self._parser.get_method()
+        if self._parser.should_upgrade():
+            if method == b"CONNECT":
+                raise ApiError("this is no proxy")
+            return
+        if len(self._in_line) >= MAX_PIPELINE:
+            raise ApiError(f"more than {MAX_PIPELINE} requests came before the first one's answer was read")
+        self._stop_timer()
+        self._spare = MAX_HEAD
+        self._begun = time.monotonic()  # the loop's clock stands still for a millisecond
+        url, version = httptools.parse_url(self._url), self._parser.get_http_version()
+        if url.path is None or not url.path.isascii():
+            raise ApiError("the request names no path; a path is ASCII, with other characters as %XX")
+        waits = any(name == b"expect" and value.lower() == b"100-continue" for name, value in self._headers)
+        scope = self._about | {
+            "http_version": version,
+            "method": method.decode("ascii"),
+            "path": unquote(url.path.decode("ascii")),
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "headers": self._headers,
+            "state": self._app_state.copy(),
+        }
+        self._coming = exchange = Exchange(
+            self,
+            scope,
+            keep_alive=version != "1.0" and self._parser.should_keep_alive(),
+            expects_continue=waits,
+        )
+        if self._is_answering:
+            self._in_line.append(exchange)
+        else:
+            self._begin(exchange)
+
+    def on_body(self, body: bytes) -> None:
+        """Take in a piece of a body."""
+        self._spare += 2 * len(body)  # so that only tiny chunks use it up
+        if self._coming is not None:
+            self._coming.add(body)
+
+    def on_message_complete(self) -> None:
+        """A request has come as a whole."""
+        if not self._parser.should_upgrade() and self._coming is not None:
+            self._in_message = False
+            self._coming.end_body()
+
+    # ------------------------------------------------------------------------------------------- an exchange's calls
+
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]:
+        """What each answer has, such as the date."""
+        return self._state.default_headers
+
+    def write(self, data: bytes) -> None:
+        """Send it, or keep it until the client reads."""
+        if not self.transport.is_closing():
+            self.transport.write(data)
+
+    def pause_reading(self) -> None:
+        """Read no more from the client."""
+        if self._reads and not self.transport.is_closing():
+            self._reads = False
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read again."""
+        if not self._reads and not self.transport.is_closing():
+            self._reads = True
+            self.transport.resume_reading()
+
+    def close(self) -> None:
+        """Send what is kept, then close the connection."""
+        self.transport.close()
+
+    def answered(self) -> None:
+        """Go on with the next request; or end, if most of this one is yet to come."""
+        self._state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.resume_reading()
+        if self._in_line:
+            self._begin(self._in_line.popleft())
+        else:
+            self._stop_idle_timer()
+            self._idle = self._loop.call_later(self._keep_alive, self.transport.close)
+        if self._in_message and self._timer is None:
+            self._close_in(LINGER)
+
+    def _begin(self, exchange: Exchange) -> None:
+        self._current = exchange
+        task = self._loop.create_task(exchange.run(self._app))
+        self._state.tasks.add(task)
+        task.add_done_callback(self._state.tasks.discard)
+
+    # ------------------------------------------------------------------------------------------- bounds
+
+    def _take_place(self) -> bool:
+        """Close a connection on which nothing is asked, or whose request has been coming for longest.
+
+        A crowd of these must not keep others out. False: all wait for answers.
+        """
+        slow: list[Connection] = []
+        for other in self._state.connections:
+            if other is self or other.transport.is_closing():
+                continue
+            if not other._is_answering:
+                other.transport.close()
+                return True
+            if other._is_coming:
+                slow.append(other)
+        if slow:
+            min(slow, key=lambda other: other._begun).transport.close()
+        return bool(slow)
+
+    @property
+    def _is_coming(self) -> bool:
+        """Whether what is being answered has not come as a whole, and no answer has begun."""
+        current = self._current
+        return self._in_message and current is not None and current is self._coming and not current.started
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._current is not None and not self._current.complete
+
+    def _close_in(self, seconds: float) -> None:
+        self._timer = self._loop.call_later(seconds, self._close_late, seconds)
+
+    def _close_late(self, seconds: float) -> None:
+        """Close a connection on which nothing happens."""
+        if self._is_answering:
+            self._close_in(seconds)
+        else:
+            self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _stop_idle_timer(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what has not come to the application, and close."""
+        if self._current is None or self._current.complete or not self._current.started:
+            self.transport.write(whole_answer(error))
+        self.transport.close()
+
+
+def _address(found: Any) -> tuple[str, int] | None:
+    """A host and a port; None where it is no such address."""
+    return (str(found[0]), int(found[1])) if isinstance(found, tuple) else None

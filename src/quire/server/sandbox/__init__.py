@@ -1,0 +1,1 @@
+"""Programs that nobody has read, grammars and chat templates, in child processes with limits."""

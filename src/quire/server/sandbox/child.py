@@ -1,0 +1,143 @@
+"""What a sandbox's process runs: it answers requests, one at a time, and lives on when one of them kills it.
+
+It is started as `child.py PROGRAM`. PROGRAM is a file with a function `prepare`, which takes the sandbox's arguments
+and returns the function that answers a request. Requests are answered in a fork of this process, within limits. If the
+fork dies, another one takes its place, and nothing is loaded again.
+
+This file is run by its path and imports nothing of quire, and nothing that takes long.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    del sys.path[0]  # this directory: its modules are no top-level ones
+
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HEADER = struct.Struct(">Q")  # of a frame: how many bytes of JSON follow
+ANSWER, DIED = "answer", "died"  # what a frame to the server holds: an answer, or the signal that ended the fork
+STDIN, STDOUT = 0, 1
+
+
+def frame(value: object) -> bytes:
+    """A message as it goes through a pipe."""
+    text = json.dumps(value).encode("ascii")
+    return HEADER.pack(len(text)) + text
+
+
+def serve(program: Path) -> None:
+    """Answer requests until there are no more."""
+    prepare = _load(program).prepare
+    setup = json.loads(_read_frame() or b"null")
+    if setup is None:
+        return
+    answer = prepare(*setup["arguments"])
+    while True:
+        _is_readable(None)
+        fork = os.fork()
+        if fork == 0:
+            _answer_in_thread(answer, **setup["limits"])
+        _, status = os.waitpid(fork, 0)
+        if status == 0:
+            return
+        is_cut = _is_readable(0)  # the fork has read a part of its request: no other can read the rest
+        _write(frame({DIED: os.WTERMSIG(status)}))
+        if is_cut:
+            return
+
+
+def _load(program: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(program.stem, program)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{program} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ------------------------------------------------------------------------------------------------------ in the fork
+
+
+def _answer_in_thread(answer: Callable[[Any], Any], stack: int, **limits: Any) -> None:
+    """Answer requests on a thread whose stack has that many bytes, and end the fork."""
+    ended = []
+
+    def run() -> None:
+        _answer(answer, **limits)
+        ended.append(True)
+
+    threading.stack_size(stack)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    os._exit(0 if ended else 1)
+
+
+def _answer(answer: Callable[[Any], Any], seconds: float, cpu_seconds: float, memory: int) -> None:
+    _limit_memory(memory)
+    try:
+        while (request := _read_frame()) is not None:
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # their signals end the fork, whatever it is doing
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+            reply = frame({ANSWER: answer(json.loads(request))})
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            _write(reply)
+    except MemoryError:
+        os._exit(1)
+
+
+def _limit_memory(memory: int) -> None:
+    """Let this process take that many bytes of address space beyond what it has."""
+    import resource  # here, so that the server can be imported on Windows, which has none
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError, ValueError):  # not every system can
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + memory
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+# ------------------------------------------------------------------------------------------------------ pipes
+
+
+def _is_readable(milliseconds: int | None) -> bool:
+    """Wait until there is something to read, or the end."""
+    poll = select.poll()
+    poll.register(STDIN, select.POLLIN)
+    return bool(poll.poll(milliseconds))
+
+
+def _read_frame() -> bytes | None:
+    """The JSON of the next frame; None at the end."""
+    header = _read(HEADER.size)
+    return None if len(header) < HEADER.size else _read(*HEADER.unpack(header))
+
+
+def _read(size: int) -> bytes:
+    found = bytearray()
+    while len(found) < size and (piece := os.read(STDIN, min(size - len(found), 2**20))):
+        found += piece
+    return bytes(found)
+
+
+def _write(data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(STDOUT, left) :]
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))

@@ -1,0 +1,56 @@
+"""The server's options. Frozen, like the engine's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.config import check_options, option
+from quire.errors import ConfigError
+from quire.server.http.hosts import check_allowed
+
+MAX_WAIT = 86_400.0  # seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Where to listen, whom to serve and how much of it. Names are vLLM's where it has them."""
+
+    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 is everywhere.")
+    port: int = option(8000, "0 takes any free one.", lower=0, upper=65_535)
+    # The first one stands in answers; (): the model's path.
+    served_model_name: tuple[str, ...] = option((), "What clients call the model; may be repeated.")
+    api_key: tuple[str, ...] = option((), "Serve those only who know one of these; better kept in --config.")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Answer requests whose Host header names this, besides localhost; may be repeated; '*' is any. "
+        "Default: localhost only where the host is 127.0.0.1 and there is no key, else any.",
+    )
+    chat_template: Path | None = option(None, "A Jinja file, instead of the model's own.")
+    max_num_queued_reqs: int = option(1024, "Samples that may wait; more get 429.", lower=0, upper=2**31 - 1)
+    max_body_size: int = option(4 * 2**20, "Bytes of a request's body.", lower=1024, upper=2**40)
+    max_logprobs: int = option(20, "Candidates at a position that may be asked for.", lower=0, upper=1024)
+    stuck_after: float | None = option(
+        None,
+        "Seconds in one step after which /health says 503. Default: 16 times what a step of its size takes by its "
+        "cost model, and at least 4.",
+        lower=0.001,
+        upper=MAX_WAIT,
+    )
+    request_timeout: float | None = option(
+        None, "Seconds a request may take. Default: any.", lower=0.001, upper=MAX_WAIT
+    )
+    shutdown_timeout: float = option(
+        30.0, "Seconds for running requests when it is stopped.", lower=0.0, upper=MAX_WAIT
+    )
+    enable_log_requests: bool = option(False, "Log each request, its prompt included.")
+    vllm_metrics: bool = option(False, "Call the metrics what vLLM calls them.")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        for name in ("served_model_name", "api_key", "allowed_hosts"):
+            if any(not isinstance(text, str) or not text for text in getattr(self, name)):
+                raise ConfigError(f"{name} contains an empty text; leave it out instead")
+        check_allowed(self.allowed_hosts)
+        if any(not key.isascii() or not key.isprintable() for key in self.api_key):
+            raise ConfigError("an api_key has characters that no HTTP header can carry; use printable ASCII")

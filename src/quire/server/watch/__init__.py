@@ -1,0 +1,1 @@
+"""Observation: the block inspector, the log of events that it shows, and metrics."""

@@ -1,0 +1,166 @@
+"""One request and its answer, with applications that break the rules."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from quire.server.http.connection import Connection
+
+App = Callable[[Any, Any, Any], Awaitable[None]]
+PLAIN = [(b"content-type", b"text/plain")]
+
+
+class Running:
+    """A server of one small application."""
+
+    def __init__(self, app: App, **settings: Any) -> None:
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(app, http=Connection, lifespan="off", log_config=None, **settings)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, args=([self.listening],))
+        self.thread.start()
+        deadline = time.monotonic() + 20
+        while not self.server.started:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    @property
+    def port(self) -> int:
+        return int(self.listening.getsockname()[1])
+
+    def ask(self, method: str = "GET", **given: Any) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection.request(method, "/a%20b?c=d", **given)
+        return connection.getresponse()
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@contextlib.contextmanager
+def running(app: App, **settings: Any) -> Iterator[Running]:
+    made = Running(app, **settings)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def answering(status: int, headers: list[tuple[bytes, bytes]], *bodies: bytes) -> App:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for i, body in enumerate(bodies):
+            await send({"type": "http.response.body", "body": body, "more_body": i + 1 < len(bodies)})
+
+    return app
+
+
+def test_what_the_application_is_given() -> None:
+    found: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        found.append((scope, body))
+        await answering(200, PLAIN, b"one ", b"", b"two")(scope, receive, send)
+
+    large = b"x" * 1_000_000
+    with running(app) as server:
+        answer = server.ask("POST", body=large, headers={"X-Own": "1"})
+        assert (answer.status, answer.read()) == (200, b"one two")
+        assert answer.headers["transfer-encoding"] == "chunked"
+        assert answer.headers["date"]
+    [(scope, body)] = found
+    assert body == large
+    assert (scope["path"], scope["raw_path"], scope["query_string"]) == ("/a b", b"/a%20b", b"c=d")
+    assert (scope["method"], scope["http_version"], scope["scheme"]) == ("POST", "1.1", "http")
+    assert scope["client"][0] == scope["server"][0] == "127.0.0.1"
+    assert (b"x-own", b"1") in scope["headers"]
+
+
+@pytest.mark.parametrize(
+    ("method", "status", "bodies", "read"),
+    [("HEAD", 200, [b"ab", b"c"], b""), ("GET", 204, [b""], b""), ("GET", 299, [b"ab", b"c"], b"abc")],
+)
+def test_answers_without_a_length(method: str, status: int, bodies: list[bytes], read: bytes) -> None:
+    with running(answering(status, PLAIN, *bodies)) as server:
+        answer = server.ask(method)
+        assert (answer.status, answer.read()) == (status, read)
+        assert ("transfer-encoding" in answer.headers) == bool(read)
+
+
+def test_connections_stay_open_for_a_while() -> None:
+    with running(answering(200, [(b"Content-Length", b"2")], b"ok"), timeout_keep_alive=1) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        for _ in range(3):
+            connection.request("GET", "/")
+            answer = connection.getresponse()
+            assert answer.read() == b"ok"
+            assert "connection" not in answer.headers
+        assert connection.sock.recv(1) == b""  # after the second that it may wait for another one
+        answer = server.ask(headers={"Connection": "close"})
+        assert (answer.read(), answer.headers["connection"]) == (b"ok", "close")
+    with running(answering(200, [(b"content-length", b"2"), (b"connection", b"Close")], b"ok")) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection.request("GET", "/")
+        assert connection.getresponse().headers.get_all("connection") == ["Close"]
+
+
+async def fails(scope: Any, receive: Any, send: Any) -> None:
+    raise KeyError("a secret")
+
+
+async def says_nothing(scope: Any, receive: Any, send: Any) -> None:
+    pass
+
+
+async def begins_with_a_body(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.body", "body": b"x"})
+
+
+@pytest.mark.parametrize(
+    "app",
+    [fails, says_nothing, begins_with_a_body, answering(200, [(b"x", b"a\r\nset-cookie: b")], b"c")],
+    ids=["fails", "nothing", "body first", "header"],
+)
+def test_an_application_that_does_not_answer(app: App) -> None:
+    with running(app) as server:
+        answer = server.ask()
+        error = json.loads(answer.read())["error"]
+        assert (answer.status, error["code"]) == (500, "internal_error")
+        assert answer.headers["connection"] == "close"
+        assert "secret" not in error["message"]
+        assert "set-cookie" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("headers", "bodies"),
+    [
+        ([(b"content-length", b"3")], [b"abcd"]),
+        ([(b"content-length", b"3")], [b"ab"]),
+        (PLAIN, []),
+    ],
+    ids=["long", "short", "none"],
+)
+def test_an_answer_that_is_not_what_its_head_says_is_cut(headers: Any, bodies: list[bytes]) -> None:
+    with running(answering(200, headers, *bodies)) as server:
+        answer = server.ask()
+        assert answer.status == 200
+        with pytest.raises(http.client.IncompleteRead):
+            answer.read()
