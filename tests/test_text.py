@@ -18,7 +18,7 @@ from quire.request import Event, FinishReason, Request, SamplingParams, TokenLog
 from quire.text import (
     CompletionOutput,
     Detokenizer,
-    OutputProcessor,
+    TextEngine,
     RequestOutput,
     Tokenizer,
     _certain,
@@ -184,7 +184,7 @@ def told(
 ) -> tuple[CompletionOutput, list[str], FakeEngine]:
     """Feed the text's tokens one by one: the output, what a caller saw after each, and the engine."""
     engine = FakeEngine()
-    processor = OutputProcessor(engine, tokenizer)  # type: ignore[arg-type]
+    processor = TextEngine(engine, tokenizer)  # type: ignore[arg-type]
     output = RequestOutput("p", None, [], [CompletionOutput(0)])
     processor.add(Request("r", array("i"), 0, SamplingParams(max_tokens=None, **sampling)), output, deque())
     tokens, seen = tokenizer.encode(text), []
@@ -210,7 +210,7 @@ def test_a_stop_string_ends_the_text_before_it(bytewise: Tokenizer) -> None:
 
 def test_what_came_after_a_stop_string_in_the_same_step_is_left_out(bytewise: Tokenizer) -> None:
     engine = FakeEngine()
-    processor = OutputProcessor(engine, bytewise)  # type: ignore[arg-type]
+    processor = TextEngine(engine, bytewise)  # type: ignore[arg-type]
     output = RequestOutput("p", None, [], [CompletionOutput(0)])
     params = SamplingParams(max_tokens=6, stop="c", logprobs=0)
     processor.add(Request("r", array("i"), 0, params), output, deque())
@@ -231,7 +231,7 @@ def test_a_tokenizer_that_fails_ends_the_sample_with_that_event(bytewise: Tokeni
             self.ended.append(f"{request_id}: {reason.value}")
 
     engine = Ending()
-    processor = OutputProcessor(engine, bytewise)  # type: ignore[arg-type]
+    processor = TextEngine(engine, bytewise)  # type: ignore[arg-type]
     output = RequestOutput("p", None, [], [CompletionOutput(0)])
     processor.add(Request("r", array("i"), 0, SamplingParams(max_tokens=6)), output, deque())
     step = [Event("r", 5), Event("r", -3), Event("r", 6)]  # no tokenizer has a negative id
@@ -367,7 +367,7 @@ def test_a_candidates_text_is_decoded_once(bytewise: Tokenizer, monkeypatch: pyt
         return real(tokens, skip_special_tokens)
 
     monkeypatch.setattr(bytewise, "decode", decode)
-    processor = OutputProcessor(FakeEngine(), bytewise)  # type: ignore[arg-type]
+    processor = TextEngine(FakeEngine(), bytewise)  # type: ignore[arg-type]
     output = RequestOutput("p", None, [], [CompletionOutput(0), CompletionOutput(1)])
     for i in range(2):
         params = SamplingParams(max_tokens=None, logprobs=2)
@@ -433,7 +433,7 @@ def test_stop_strings_are_not_looked_for_in_the_prompt(keeps: bool) -> None:
             max_tokens=None, stop=stops, include_stop_str_in_output=keeps, skip_special_tokens=skips
         )
         engine = FakeEngine()
-        processor = OutputProcessor(engine, tokenizer)  # type: ignore[arg-type]
+        processor = TextEngine(engine, tokenizer)  # type: ignore[arg-type]
         output = RequestOutput("p", None, prompt, [CompletionOutput(0)])
         processor.add(Request("r", array("i", prompt), len(prompt), params), output, deque())
         for i, token in enumerate(new):

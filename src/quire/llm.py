@@ -23,7 +23,7 @@ from quire.request import MAX_PRIORITY, Request, SamplingParams
 from quire.scoring import ScoreOutput, check_pair, encode_pair, score_output, score_request
 from quire.text import (
     BeamSearchOutput,
-    OutputProcessor,
+    TextEngine,
     RequestOutput,
     Tokenizer,
     beam_sequences,
@@ -56,7 +56,7 @@ class LLM:
         self.decoder = load_model(self.directory, self.config, self.backend)
         self.tokenizer: Tokenizer | None = find_tokenizer(self.directory)
         self.engine: Engine = build_engine(self.decoder, self.backend, self.config)
-        self._processor = OutputProcessor(self.engine, self.tokenizer)
+        self._processor = TextEngine(self.engine, self.tokenizer)
         self._num_prompts = 0
 
     def generate(

@@ -343,8 +343,8 @@ class _Sample:
     searched: int = 0  # length of that part
 
 
-class OutputProcessor:
-    """From the engine's events to outputs with text; ends requests whose text meets a stop string."""
+class TextEngine:
+    """An engine that speaks text: queues requests, and turns their events into outputs; a stop string ends a request."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self._engine = engine

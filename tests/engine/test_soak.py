@@ -20,7 +20,7 @@ from quire.engine.plan import StepOutput
 from quire.engine.speculation import PromptLookup
 from quire.errors import RequestError
 from quire.request import Request, SamplingParams
-from quire.text import CompletionOutput, OutputProcessor, RequestOutput, Tokenizer
+from quire.text import CompletionOutput, TextEngine, RequestOutput, Tokenizer
 from tests.engine.fakes import (
     CIRCLE,
     VOCAB,
@@ -95,7 +95,7 @@ def soak(seed: int, tokenizer: Tokenizer, events: int) -> Soak:
     runner = FailingRunner(num_blocks, block_size, groups, model=model)
     runner.every = rng.choice([11, 17, 31])
     engine.runner = runner
-    processor = OutputProcessor(engine, tokenizer)
+    processor = TextEngine(engine, tokenizer)
     while state.events < events or engine.has_work:
         arrivals = rng.randrange(3) if state.events < events and len(engine.scheduler.requests) < 30 else 0
         for _ in range(arrivals):
@@ -120,7 +120,7 @@ def soak(seed: int, tokenizer: Tokenizer, events: int) -> Soak:
     return state
 
 
-def add(state: Soak, engine, processor: OutputProcessor) -> None:
+def add(state: Soak, engine, processor: TextEngine) -> None:
     rng = state.rng
     name = str(len(state.prompts) + state.refused)
     start, length = rng.randrange(VOCAB), rng.randint(1, 20)

@@ -35,7 +35,7 @@ def rendered(server: Serving, messages: list[dict[str, Any]] = MESSAGES) -> str:
     return server.service.template.render(messages)
 
 
-def test_a_chat_goes_on_behind_the_rendered_template(server: Serving) -> None:
+def test_a_chat_goes_on_after_the_rendered_template(server: Serving) -> None:
     llm = LLM(**SMALL)
     assert llm.tokenizer is not None
     tokens = llm.tokenizer.encode(rendered(server), add_special_tokens=False)

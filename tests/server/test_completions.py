@@ -1,4 +1,4 @@
-"""/v1/completions: what is answered is what the offline face gives, in OpenAI's shape."""
+"""/v1/completions: what is answered is what the offline interface gives, in OpenAI's shape."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_a_large_head_is_told_of(server: Serving) -> None:
         assert (answer.status, answer.error()["code"]) == (431, "head_too_large")
 
 
-def test_headers_behind_a_body_do_not_count(keyed: Serving) -> None:
+def test_headers_after_a_body_do_not_count(keyed: Serving) -> None:
     key = b"Authorization: Bearer the-key\r\n"
     head = b"GET /version HTTP/1.1\r\n" + HOST
     assert asked(keyed, head + key + b"\r\n").status == 200

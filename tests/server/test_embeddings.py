@@ -1,4 +1,4 @@
-"""/v1/embeddings: the vectors of the offline face in OpenAI's shape, for its client too, and what is refused."""
+"""/v1/embeddings: the vectors of the offline interface in OpenAI's shape, for its client too, and what is refused."""
 
 from __future__ import annotations
 

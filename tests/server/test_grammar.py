@@ -27,7 +27,7 @@ from quire.request import Request, SamplingParams
 from quire.server.sandbox import grammar as grammar_module
 from quire.server.sandbox.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE, GrammarGuide, Grammars, Spec
 from quire.server.sandbox.process import OutOfTime, Process, Sandbox
-from quire.text import CompletionOutput, OutputProcessor, RequestOutput, make_requests
+from quire.text import CompletionOutput, TextEngine, RequestOutput, make_requests
 
 PERSON = {
     "type": "object",
@@ -74,7 +74,7 @@ def asked(llm: LLM, name: str, guide: GrammarGuide | None, **sampling: Any) -> J
 
 def generate(llm: LLM, jobs: list[Job]) -> list[CompletionOutput]:
     """What each sample of each job got."""
-    processor = OutputProcessor(llm.engine, llm.tokenizer)
+    processor = TextEngine(llm.engine, llm.tokenizer)
     for output, requests in jobs:
         for request in requests:
             processor.add(request, output, deque())
@@ -204,7 +204,7 @@ def test_random_schemas(llm: LLM, grammars: Grammars) -> None:
         if sample.finish_reason == "stop":
             assert conforms(json.loads(sample.text), schema), (schema, sample.text)
             ended += 1
-    assert ended > 80  # a number may have any number of digits behind its point
+    assert ended > 80  # a number may have any number of digits after its point
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def browser() -> Iterator[Any]:
 
 
 class Shown:
-    """A page that is open, and the engine behind it."""
+    """A page that is open, and its engine."""
 
     def __init__(self, page: Any, server: Served | None) -> None:
         self.page, self.server = page, server
@@ -219,7 +219,7 @@ def test_blocks_and_requests_tell_their_stories(browser: Any) -> None:
         assert it.text("#d-badge") == "shared by 4"
         assert it.page.locator("#d-owners .chip").count() == 4
         story = " ".join(it.text("#d-story").split())
-        for part in ("given to early", "full, and reusable as", "given back by early", "found in the cache by late-0",
+        for part in ("given to early", "full, and reusable as", "freed by early", "found in the cache by late-0",
                      "shared with late-1 as a fork of late-0"):  # fmt: skip
             assert part in story
         assert it.ask("document.querySelectorAll('#d-story time').length") >= 7
@@ -425,7 +425,7 @@ def test_100_000_blocks(browser: Any) -> None:
 
 
 def test_windows_without_a_group_of_full_attention(browser: Any) -> None:
-    """Entries at the front of a table that were given back are not counted, and the indexes say so."""
+    """Entries at the front of a table that were freed are not counted, and the indexes say so."""
     engine = fake_engine(num_blocks=30, groups=(CacheGroup((0, 1), window=8),))
     with shown(browser, engine) as it:
         it.worker.do(lambda: engine.add(request("r", [1] * 10, max_tokens=40)))

@@ -14,7 +14,7 @@ from tests.server.test_metrics import Samples
 from tests.server.watching import Hub
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-LOOPING = "class Stack:\n"  # behind which the embedded model soon repeats itself
+LOOPING = "class Stack:\n"  # after which the embedded model soon repeats itself
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 Chunk = dict[str, Any]
 
@@ -97,7 +97,7 @@ def test_usage_so_far_counts_every_token_of_a_chunk(guessing: Serving) -> None:
     assert max(sizes) > 1, "nothing was guessed"
 
 
-def test_what_came_behind_a_stop_string_is_not_counted() -> None:
+def test_what_came_after_a_stop_string_is_not_counted() -> None:
     with serving({"num_speculative_tokens": 7}) as server:
         told = []
         for stop in ("0" * length for length in range(12, 30)):  # now and then within the tokens of a step

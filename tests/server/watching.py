@@ -265,7 +265,7 @@ class EngineOnAThread:
 
 
 class Served:
-    """A worker behind HTTP."""
+    """The worker of a server."""
 
     def __init__(self, worker: EngineOnAThread, port: int = 0) -> None:
         app = FastAPI()

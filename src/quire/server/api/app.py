@@ -89,7 +89,7 @@ def build_app(service: Service, metrics: Metrics, watched: Inspector) -> FastAPI
     app = FastAPI(
         title="Quire",
         version=__version__,
-        summary="Language models behind OpenAI's API, over a paged KV cache.",
+        summary="An OpenAI-compatible API for language models, over a paged KV cache.",
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,

@@ -15,7 +15,7 @@ from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine
 from quire.request import Request
 from quire.server.http.api_error import ApiError
-from quire.text import Logprob, OutputProcessor, RequestOutput
+from quire.text import Logprob, TextEngine, RequestOutput
 
 
 class Delta(NamedTuple):
@@ -42,7 +42,7 @@ class Job(Protocol):
     def check(self, engine: Engine) -> None:
         """Raise RequestError if it could never run."""
 
-    def start(self, processor: OutputProcessor) -> None:
+    def start(self, processor: TextEngine) -> None:
         """Queue it. Raises what Engine.add raises; then some of it may stand in the queue."""
 
     def stop(self, engine: Engine) -> None:
@@ -69,7 +69,7 @@ class Generation:
         for _, requests in self._prompts:
             engine.check(requests[0])  # its siblings are like it
 
-    def start(self, processor: OutputProcessor) -> None:
+    def start(self, processor: TextEngine) -> None:
         """Queue all samples."""
         ended: deque[RequestOutput] = deque()
         for output, requests in self._prompts:
@@ -140,7 +140,7 @@ class Search:
         """Raise RequestError if it could never run."""
         self.driver.check()
 
-    def start(self, processor: OutputProcessor) -> None:
+    def start(self, processor: TextEngine) -> None:
         """Queue it."""
         self.driver.start()
 

@@ -76,7 +76,7 @@ class Prompt:
 class Found(NamedTuple):
     """What a beam search found."""
 
-    text: str  # behind the prompt
+    text: str  # after the prompt
     finish_reason: str
     num_tokens: int
 
@@ -172,7 +172,7 @@ class Service:
         return await self._texts.run(client_of(request), function, size)
 
     def check_length(self, prompt: Prompt) -> int:
-        """Tokens that there is room for behind a prompt. Raises ApiError if there is none."""
+        """Tokens that there is room for after a prompt. Raises ApiError if there is none."""
         room = self.max_model_len - len(prompt.tokens)
         if room < 1:
             message = (
@@ -190,7 +190,7 @@ class Service:
             return asked
         if asked > room:
             message = (
-                f"{name} is {asked}; behind this prompt there is room for {room} tokens, since sequences have at most "
+                f"{name} is {asked}; after this prompt there is room for {room} tokens, since sequences have at most "
                 f"{self.max_model_len}"
             )
             raise ApiError(message, param=name, code="context_length_exceeded")

@@ -25,7 +25,7 @@ from quire.server.api.jobs import Delta, Generation, Job, Search
 from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, queue_full
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics, RequestClock
-from quire.text import OutputProcessor, RequestOutput, Tokenizer
+from quire.text import TextEngine, RequestOutput, Tokenizer
 
 log = logging.getLogger("quire.server")
 
@@ -68,7 +68,7 @@ class Worker:
         # From here on the engine thread's.
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._busy_since: float | None = None
-        self._processor = OutputProcessor(engine, tokenizer)
+        self._processor = TextEngine(engine, tokenizer)
         self._generations: dict[str, Generation] = {}  # by the id of each output that has not ended
         self._searches: dict[str, Search] = {}  # by the id of each beam
         self._clocks: dict[str, RequestClock] = {}  # by request id

@@ -226,7 +226,7 @@ class GrammarGuide:
         return self._allowed
 
     def accept(self, token: int) -> None:
-        """Go on behind a token. Raises RequestError where the grammar gets too large or too slow, or ends nowhere."""
+        """Go on after a token. Raises RequestError where the grammar gets too large or too slow, or ends nowhere."""
         self._budget.check(self._kind)  # what a copy has overdrawn costs the others nothing more
         begin = time.thread_time()
         self._matcher.consume_token(token)

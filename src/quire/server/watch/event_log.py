@@ -227,7 +227,7 @@ class EventLog:
         return ["cleared", at, group]
 
     def numbers(self) -> list[list[int]]:
-        """Of each running request whose numbers changed: ordinal, tokens generated and stored, blocks given back."""
+        """Of each running request whose numbers changed: ordinal, tokens generated and stored, blocks freed."""
         rows = []
         for request in self._scheduler.running:
             tracked = self.requests[request.id]
@@ -244,7 +244,7 @@ class EventLog:
 
 
 def shorten(blocks: Iterable[int]) -> list[int]:
-    """Block ids, runs made short: behind an id, -2k stands for k more that ascend from it, -2k-1 for k that descend."""
+    """Block ids, runs made short: after an id, -2k stands for k more that ascend from it, -2k-1 for k that descend."""
     short: list[int] = []
     last, step, count = -2, 0, 0
     for block in blocks:

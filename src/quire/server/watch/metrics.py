@@ -325,7 +325,7 @@ def _blocks(scheduler: Scheduler) -> dict[str, int]:
 
 
 def _waste(scheduler: Scheduler) -> float:
-    """Share of the owned slots that lie behind their requests' last tokens; a running step's count as written."""
+    """Share of the owned slots that lie after their requests' last tokens; a running step's count as written."""
     size = scheduler.manager.block_size
     empty: dict[tuple[int, int], int] = {}  # group and block: slots that not even the longest of its owners has
     for request in list(scheduler.running):
