@@ -18,8 +18,8 @@ from quire.request import Event, FinishReason, Request, SamplingParams, TokenLog
 from quire.text import (
     CompletionOutput,
     Detokenizer,
-    TextEngine,
     RequestOutput,
+    TextEngine,
     Tokenizer,
     _certain,
     find_tokenizer,

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from quire import LLM, SamplingParams
 from quire.cli import app
 from quire.errors import ConfigError, QuireError, RequestError
-from quire.text import TextEngine, RequestOutput, make_requests
+from quire.text import RequestOutput, TextEngine, make_requests
 from quire_bench.engine import scheduler
 from quire_bench.engine.scheduler import Load, Result, Run
 from quire_bench.engine.split import PARTS, Timeline, chrome_trace, recorded

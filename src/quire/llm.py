@@ -23,8 +23,8 @@ from quire.request import MAX_PRIORITY, Request, SamplingParams
 from quire.scoring import ScoreOutput, check_pair, encode_pair, score_output, score_request
 from quire.text import (
     BeamSearchOutput,
-    TextEngine,
     RequestOutput,
+    TextEngine,
     Tokenizer,
     beam_sequences,
     find_tokenizer,

@@ -344,7 +344,7 @@ class _Sample:
 
 
 class TextEngine:
-    """An engine that speaks text: queues requests, and turns their events into outputs; a stop string ends a request."""
+    """Queues requests in an engine, and turns their events into outputs with text; a stop string ends a request."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self._engine = engine

@@ -20,7 +20,7 @@ from quire.engine.plan import StepOutput
 from quire.engine.speculation import PromptLookup
 from quire.errors import RequestError
 from quire.request import Request, SamplingParams
-from quire.text import CompletionOutput, TextEngine, RequestOutput, Tokenizer
+from quire.text import CompletionOutput, RequestOutput, TextEngine, Tokenizer
 from tests.engine.fakes import (
     CIRCLE,
     VOCAB,

@@ -27,7 +27,7 @@ from quire.request import Request, SamplingParams
 from quire.server.sandbox import grammar as grammar_module
 from quire.server.sandbox.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE, GrammarGuide, Grammars, Spec
 from quire.server.sandbox.process import OutOfTime, Process, Sandbox
-from quire.text import CompletionOutput, TextEngine, RequestOutput, make_requests
+from quire.text import CompletionOutput, RequestOutput, TextEngine, make_requests
 
 PERSON = {
     "type": "object",

@@ -22,7 +22,7 @@ from quire.engine.engine import Engine
 from quire.errors import ConfigError, QuireError, check_integer
 from quire.llm import LLM
 from quire.request import Event, Request, SamplingParams
-from quire.text import TextEngine, RequestOutput, make_requests
+from quire.text import RequestOutput, TextEngine, make_requests
 from quire_bench.engine.split import Span, recorded
 from quire_bench.plot import drawn
 from quire_bench.workloads import workload

@@ -15,7 +15,7 @@ from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine
 from quire.request import Request
 from quire.server.http.api_error import ApiError
-from quire.text import Logprob, TextEngine, RequestOutput
+from quire.text import Logprob, RequestOutput, TextEngine
 
 
 class Delta(NamedTuple):

@@ -25,7 +25,7 @@ from quire.server.api.jobs import Delta, Generation, Job, Search
 from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, queue_full
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics, RequestClock
-from quire.text import TextEngine, RequestOutput, Tokenizer
+from quire.text import RequestOutput, TextEngine, Tokenizer
 
 log = logging.getLogger("quire.server")
 
