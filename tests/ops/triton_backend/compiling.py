@@ -1,6 +1,6 @@
 """The Triton backend's kernels, compiled for one chip without one: `python -m ... sm90` prints a line for each.
 
-With `--all` it compiles every head dimension and dtype of attention, else one of each kind. `pytest --long` does so too.
+With `--all` it compiles every head dimension and dtype of attention, else one of each kind; `pytest --long` does all.
 A process of its own a chip: triton keeps some of what it finds out about the first one. No GPU and no driver is needed;
 what the compiler made is read off its own resource report and the disassembly.
 """
