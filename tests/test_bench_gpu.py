@@ -22,6 +22,8 @@ from quire.bench.gpu.report import TARGETS, Rows, judged, markdown
 from quire.cli import app
 from quire.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 TINY = Settings(device="cpu", backend="cpu", tiny=True)
 ROOT = Path(__file__).parent.parent
 

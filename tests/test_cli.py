@@ -44,6 +44,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert "info" in result.stdout
 
 
+@pytest.mark.slow
 def test_generate_prints_prompt_and_text_and_loads_no_transformers() -> None:
     result = quire("generate", "def fibonacci(", "--max-tokens", "8", "--temperature", "0")
     assert result.returncode == 0, result.stderr
@@ -107,6 +108,7 @@ def test_the_text_is_the_same_however_memory_is_short() -> None:
     assert len(texts[0]) == 3
 
 
+@pytest.mark.slow
 def test_info() -> None:
     lines = quire("info").stdout.splitlines()
     rows = {line[:18].strip(): line[19:] for line in lines}

@@ -29,6 +29,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 COMMANDS = [(name, line[2:]) for name, body in blocks("console") for line in body.splitlines() if line.startswith("$ ")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [command for _, command in COMMANDS], ids=[f"{n}: {c}" for n, c in COMMANDS])
 def test_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

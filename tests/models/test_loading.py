@@ -68,6 +68,7 @@ def test_weights_are_copied_into_aligned_memory(tmp_path: Path, saved: torch.dty
             assert weight.data_ptr() % 64 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["own", "oneDNN"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
@@ -483,6 +484,7 @@ def smol135(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return directory, save(directory, **shape)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_full_shape_runs_2k_of_context(smol135: tuple[Path, Any]) -> None:
     directory, theirs = smol135

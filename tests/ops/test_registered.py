@@ -113,10 +113,12 @@ def check_layer(backend: ops.Ops, device: str, compiler: str, **options) -> int:
     return counter.frame_count
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_equals_an_eager_one(backend, device):
     assert check_layer(backend, device, "aot_eager", dynamic=True) == 1
 
 
+@pytest.mark.slow
 def test_a_layer_through_inductor_equals_an_eager_one():
     backend, device = ops.load("auto"), "cpu"
     for dynamic, graphs in ((None, 2), (True, 1)):  # None: the second size makes the first one dynamic

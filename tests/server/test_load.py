@@ -229,6 +229,7 @@ def test_json() -> None:
     assert all(reply.body["ignore_eos"] is True and reply.body["temperature"] == 0.0 for reply in fake.replies)
 
 
+@pytest.mark.slow
 def test_a_table_a_plot_and_chat(tmp_path: Path) -> None:
     with Fake(answer_whole) as fake:
         options = ("--workload single --num-prompts 2 --endpoint chat --model m --no-ignore-eos "

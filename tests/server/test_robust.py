@@ -20,6 +20,8 @@ from quire.server import guard, worker
 from quire.server.service import Service
 from tests.server.serving import Answer, Serving, serving
 
+pytestmark = pytest.mark.slow
+
 ENDLESS = {"prompt": "x = ", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
 

@@ -28,6 +28,7 @@ def server():  # type: ignore[no-untyped-def]
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS[1:])
 def test_command(server: Process, command: str) -> None:
     if command.startswith("curl") and shutil.which("curl") is None:

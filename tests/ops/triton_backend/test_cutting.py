@@ -85,6 +85,7 @@ def seen(cutter: Cutter, lists: Lists, tables: np.ndarray, num_tokens: int) -> l
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worth", [0, cutting.WORTH_SHARING])
 def test_every_key_once(monkeypatch, worth):
     monkeypatch.setattr(cutting, "WORTH_SHARING", worth)
