@@ -20,6 +20,8 @@ from quire.cache.manager import BlockManager, CacheGroup
 from quire.cli import app
 from quire.errors import BadValue, ConfigError, ModelError, QuireError
 
+pytestmark = pytest.mark.slow
+
 # ---------------------------------------------------------------------------------------------- the allocator
 
 

@@ -70,6 +70,7 @@ def test_stdin(arguments: list[str]) -> None:
     assert record["prompt"] == "class Stack:\n"
 
 
+@pytest.mark.slow
 def test_options_reach_the_engine(tmp_path: Path) -> None:
     save(tmp_path)
     for arguments, told in (

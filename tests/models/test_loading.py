@@ -394,6 +394,7 @@ def test_names_that_are_no_model() -> None:
             locate(name)
 
 
+@pytest.mark.slow
 def test_a_model_in_the_hub_cache_is_found_offline(tmp_path: Path) -> None:
     """The cache's own layout: refs/main names a commit, snapshots/<commit> holds the files."""
     repository = tmp_path / "hub" / "models--someone--tiny"

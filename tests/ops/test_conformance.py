@@ -35,7 +35,7 @@ def seeds(shard: int, budget: int) -> range:
 # ------------------------------------------------------------------------------------------ the random sweep
 
 
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("shard", [pytest.param(i, marks=pytest.mark.slow if i else ()) for i in range(SHARDS)])
 def test_random_ragged_batches(backend, device, shard):
     ran = 0
     for seed in seeds(shard, backend.LIMITS.case_budget):

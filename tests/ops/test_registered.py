@@ -18,6 +18,8 @@ from quire.ops import registered
 from tests.ops.cases import Case, Step, half_dtype
 from tests.ops.conftest import choose
 
+pytestmark = pytest.mark.slow
+
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 4, 2, 16, 4, 12
 HIDDEN, INNER, POSITIONS = 48, 40, 40
 TABLES = torch.tensor([[0, 2, 4, 9], [11, 3, 5, 7]])
@@ -113,12 +115,10 @@ def check_layer(backend: ops.Ops, device: str, compiler: str, **options) -> int:
     return counter.frame_count
 
 
-@pytest.mark.slow
 def test_a_compiled_layer_equals_an_eager_one(backend, device):
     assert check_layer(backend, device, "aot_eager", dynamic=True) == 1
 
 
-@pytest.mark.slow
 def test_a_layer_through_inductor_equals_an_eager_one():
     backend, device = ops.load("auto"), "cpu"
     for dynamic, graphs in ((None, 2), (True, 1)):  # None: the second size makes the first one dynamic

@@ -30,6 +30,8 @@ from quire.server.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE, Grammar
 from quire.server.grammar_trial import Trial
 from quire.text import CompletionOutput, OutputProcessor, RequestOutput, make_requests
 
+pytestmark = pytest.mark.slow
+
 PERSON = {
     "type": "object",
     "properties": {

@@ -24,6 +24,8 @@ from quire.server.load.report import Report
 from tests.server.fake_openai import Fake, Reply, Script, answer_whole, chunk, event, whole
 from tests.server.interrupts import obey
 
+pytestmark = pytest.mark.slow
+
 app = typer.Typer()
 app.command("serve")(bench_serve.serve)
 app.command("http")(bench_serve.http)
@@ -229,7 +231,6 @@ def test_json() -> None:
     assert all(reply.body["ignore_eos"] is True and reply.body["temperature"] == 0.0 for reply in fake.replies)
 
 
-@pytest.mark.slow
 def test_a_table_a_plot_and_chat(tmp_path: Path) -> None:
     with Fake(answer_whole) as fake:
         options = ("--workload single --num-prompts 2 --endpoint chat --model m --no-ignore-eos "

@@ -12,6 +12,8 @@ import pytest
 
 from tests.server.test_serve_command import Process, running
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "serving.md").read_text()
 ADDRESS = "http://127.0.0.1:8000"
@@ -28,7 +30,6 @@ def server():  # type: ignore[no-untyped-def]
         yield found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS[1:])
 def test_command(server: Process, command: str) -> None:
     if command.startswith("curl") and shutil.which("curl") is None:
