@@ -5,7 +5,7 @@ INSTALLED := .venv/installed
 LOWEST := .venv-lowest/installed
 BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/quire/ops/cpu/csrc/*)
 
-.PHONY: demo test test-fast test-long test-lowest check audit bench bench-peers bench-long clients wheel sanitize sanitize-threads clean
+.PHONY: demo test test-fast test-long test-lowest check audit docs bench bench-peers bench-long clients wheel sanitize sanitize-threads clean
 
 demo: $(INSTALLED)  ## generate text with the embedded model and show what it cost
 	$(BIN)/python examples/demo.py
@@ -28,7 +28,12 @@ check: $(INSTALLED)  ## style, types, and the rules of the house
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy -p bench
+	$(BIN)/codespell
 	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/mkdocs build --strict --quiet
+
+docs: $(INSTALLED)  ## the documentation: build/site/index.html
+	$(BIN)/mkdocs build --strict
 
 # GHSA-rrmf-rvhw-rf47: see SECURITY.md
 audit: $(INSTALLED)  ## known vulnerabilities of the lowest versions; asks an advisory service on the Internet
