@@ -22,7 +22,7 @@ import typer.main
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "quire"
 PLACE = re.compile(r"^<!-- made: (.*?) -->$", re.MULTILINE)
-# Where the documents at the root stand in the site, and what stands beside them in it.
+# Documents at the root -> their pages below docs/develop.
 AT_ROOT = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
@@ -191,12 +191,22 @@ def metrics() -> str:
     """Each family of metrics."""
     _, scraped = served()
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", scraped, re.MULTILINE))
-    lines = ["| metric | kind | labels | |", "|---|---|---|---|"]
     families = re.findall(r"^# HELP (\S+) (.*)$", scraped, re.MULTILINE)
-    for name, told in sorted(families, key=lambda family: ":" not in family[0]):  # Quire's own first
-        samples = re.findall(rf"^{name}(?:_bucket|_total)?\{{(.*)\}} ", scraped, re.MULTILINE)
-        labels = dict.fromkeys(label for one in samples for label in re.findall(r"(\w+)=", one))
-        lines.append(f"| `{name}` | {kinds[name]} | {', '.join(labels)} | {escaped(told)} |")
+    labels = {
+        name: dict.fromkeys(
+            label
+            for sample in re.findall(rf"^{name}(?:_bucket|_total)?\{{(.*)\}} ", scraped, re.MULTILINE)
+            for label in re.findall(r"(\w+)=", sample)
+        )
+        for name, _ in families
+    }
+    own = [set(found) for name, found in labels.items() if ":" in name and found]
+    common = set.intersection(*own)
+    lines = [f"All of Quire's own have the labels {' and '.join(f'`{label}`' for label in sorted(common))}.\n"]
+    lines += ["| metric | kind | |", "|---|---|---|"]
+    for name, text in sorted(families, key=lambda family: ":" not in family[0]):  # Quire's own first
+        others = ", ".join(label for label in labels[name] if label not in common | {"le"})
+        lines.append(f"| `{name}` | {kinds[name]} | {escaped(text)}{f' By {others}.' if others else ''} |")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""For the reference: the comment behind a parameter or field becomes its description, as it holds the shape."""
+"""For the reference: the comment after a parameter or field becomes its description, as it holds the shape."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def _comments(thing: griffe.Object | griffe.Alias) -> dict[int, str]:
             if token.type == tokenize.COMMENT and token.line.strip() != token.string:
                 text = token.string.lstrip("# ")
                 if not text.startswith(("fmt:", "type:", "noqa")):
-                    found[first + token.start[0] - 1] = text[0].upper() + text[1:] if text[0].isalpha() else text
+                    word = text.split()[0]
+                    found[first + token.start[0] - 1] = text[0].upper() + text[1:] if word.isalpha() else text
     except (tokenize.TokenError, IndentationError):
         return {}
     return found
