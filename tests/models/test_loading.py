@@ -477,9 +477,9 @@ def test_rope_needs_no_more_than_its_theta() -> None:
 
 @pytest.fixture(scope="module")
 def smol135(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The shape of a 135M model, 10 of its 30 layers: 9 heads of 64, 3 KV heads, a vocabulary of 49,152."""
+    """The shape of a 135M model, 5 of its 30 layers: 9 heads of 64, 3 KV heads, a vocabulary of 49,152."""
     directory = tmp_path_factory.mktemp("smol135")
-    shape = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 10,
+    shape = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 5,
              "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192,
              "tie_word_embeddings": True, "rope_theta": 100_000}  # fmt: skip
     return directory, save(directory, **shape)

@@ -14,6 +14,7 @@ from quire import ops
 from quire.errors import BadValue, Unsupported
 from quire.ops import reference
 from quire.ops.validate import MAX_HEAD_DIM
+from tests.marks import quick
 from tests.ops import cases, dense
 from tests.ops.cases import Case, Step, check, half_dtype, naming
 
@@ -35,7 +36,7 @@ def seeds(shard: int, budget: int) -> range:
 # ------------------------------------------------------------------------------------------ the random sweep
 
 
-@pytest.mark.parametrize("shard", [pytest.param(i, marks=pytest.mark.slow if i else ()) for i in range(SHARDS)])
+@pytest.mark.parametrize("shard", quick(range(SHARDS), 1))
 def test_random_ragged_batches(backend, device, shard):
     ran = 0
     for seed in seeds(shard, backend.LIMITS.case_budget):
