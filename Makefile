@@ -5,13 +5,20 @@ INSTALLED := .venv/installed
 LOWEST := .venv-lowest/installed
 BUILT_FROM := pyproject.toml bench/pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/quire/ops/cpu/csrc/*)
 
-.PHONY: demo test test-lowest check audit bench bench-peers bench-long clients wheel sanitize sanitize-threads clean
+.PHONY: demo test test-fast test-long test-lowest check audit docs bench bench-peers bench-long clients wheel sanitize sanitize-threads clean
 
 demo: $(INSTALLED)  ## generate text with the embedded model and show what it cost
 	$(BIN)/python examples/demo.py
 
 test: $(INSTALLED)  ## the whole test suite
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+test-fast: $(INSTALLED)  ## the inner loop: what takes long is left out (the marker `slow`)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow"
+
+test-long: $(INSTALLED)  ## the random runs and the compiled kernels with all their repetitions
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --long --timeout 3600 \
+	  tests/engine/test_soak.py tests/engine/test_random_runs.py tests/ops/triton_backend/test_compiled.py
 
 test-lowest: $(LOWEST)  ## the same with the lowest versions that pyproject.toml allows, in an environment of their own
 	.venv-lowest/bin/python -m pytest --numprocesses auto --dist worksteal
@@ -20,7 +27,12 @@ check: $(INSTALLED)  ## style, types, and the rules of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
 	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/mkdocs build --strict --quiet
+
+docs: $(INSTALLED)  ## the documentation: build/site/index.html
+	$(BIN)/mkdocs build --strict
 
 # GHSA-rrmf-rvhw-rf47: see SECURITY.md
 audit: $(INSTALLED)  ## known vulnerabilities of the lowest versions; asks an advisory service on the Internet
@@ -60,13 +72,13 @@ sanitize: $(INSTALLED)  ## the operators' tests with the native kernels under Ad
 	cmake --build build/sanitize --parallel
 	OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	$(BIN)/python -m pytest tests/ops tests/models/test_native.py tests/models/test_experts.py -k "cpu or test_native or test_experts" --numprocesses auto --native-library build/sanitize/libquire_cpu.so
+	$(BIN)/python -m pytest tests/ops tests/models/test_native.py tests/models/test_experts.py -k "cpu or test_native or test_experts" --numprocesses auto --timeout 1800 --native-library build/sanitize/libquire_cpu.so
 
 sanitize-threads: $(INSTALLED)  ## calls from several threads, and several threads in a call, with the native kernels under ThreadSanitizer
 	cmake -S . -B build/sanitize-threads -D QUIRE_SANITIZE=threads
 	cmake --build build/sanitize-threads --parallel
 	TSAN_OPTIONS=halt_on_error=1 LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" \
-	setarch --addr-no-randomize $(BIN)/python -m pytest -s tests/ops/test_threads.py tests/models/test_native.py tests/models/test_experts.py -k "threads and not reference and not gather and not triton" --native-library build/sanitize-threads/libquire_cpu.so
+	setarch --addr-no-randomize $(BIN)/python -m pytest -s tests/ops/test_threads.py tests/models/test_native.py tests/models/test_experts.py -k "threads and not reference and not gather and not triton" --timeout 1800 --native-library build/sanitize-threads/libquire_cpu.so
 
 clean:
 	rm -rf .venv .venv-lowest .venv-audit build dist

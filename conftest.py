@@ -7,13 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-LONGEST = ("test_wheel.py", "test_compiled.py")  # a minute a test; at the end one worker would be left alone with it
+LONGEST = ("test_compiled.py", "test_wheel.py")  # half a minute a test; at the end one worker would wait for it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--native-library", type=Path, default=None, help="Test this build of the native kernels, a sanitized one say."
     )
+
+    parser.addoption("--long", action="store_true", help="Repeat random runs more often, and compile every kernel.")
+
+
+@pytest.fixture(scope="session")
+def long(pytestconfig: pytest.Config) -> bool:
+    """Whether to do all repetitions, of which the suite does a part."""
+    return bool(pytestconfig.getoption("long"))
 
 
 def pytest_configure() -> None:

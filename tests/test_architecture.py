@@ -2,14 +2,14 @@
 
 import ast
 import re
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "quire"
 FILES = sorted(SRC.rglob("*.py"))
 MEASURING = sorted((SRC.parent.parent / "bench" / "src" / "quire_bench").rglob("*.py"))
-MAX_LINES = 500
+LONG = 600  # lines: from here on a file deserves a second look
 
 # Room -> the rooms it may import. A room is the first part of a module's path below quire.
 MAY_IMPORT = {
@@ -36,9 +36,9 @@ FACES = {"cli", "server", "__init__", "__main__"}  # may import everything
 NO_TORCH = ("errors.py", "request.py", "config.py", "cache/__init__.py", "cache/pool.py", "cache/prefix.py",
             "cache/manager.py", "cache/events.py", "cache/usage.py", "cache/audit.py", "engine/__init__.py",
             "engine/scheduler.py", "engine/plan.py", "engine/order.py", "engine/queue.py", "engine/sharing.py",
-            "engine/beam.py", "engine/trace.py", "engine/workloads.py")  # fmt: skip
+            "engine/beam.py", "engine/trace.py")  # fmt: skip
 
-SHAPED = ("batch.py", "ops/spec.py", "ops/backend.py")
+SHAPED = ("batch.py", "ops/backend.py", "ops/program.py")
 
 
 def room(path: Path) -> str:
@@ -60,113 +60,187 @@ def imported_modules(tree: ast.AST) -> set[str]:
     return modules
 
 
-def trees() -> list[tuple[Path, ast.Module]]:
-    return [(path, ast.parse(path.read_text())) for path in FILES]
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
-class TestEachFile:
-    def test_imports_only_rooms_below(self, path: Path) -> None:
-        here = room(path)
-        if here in FACES or here == "embedded":
-            return
-        assert here in MAY_IMPORT, f"{path} stands in a room that DESIGN does not know"
-        for module in imported_modules(ast.parse(path.read_text())):
-            if module.startswith("quire."):
-                there = module.split(".")[1]
-                assert there == here or there in MAY_IMPORT[here], f"{path} imports {module}"
-
-    def test_is_short(self, path: Path) -> None:
-        assert len(path.read_text().splitlines()) <= MAX_LINES
-
-    def test_does_not_read_the_environment(self, path: Path) -> None:
-        for node in ast.walk(ast.parse(path.read_text())):
-            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-            assert name not in {"environ", "environb", "getenv"}, f"{path}:{node.lineno} reads the environment"
-
-    def test_guards_with_errors_not_asserts(self, path: Path) -> None:
-        for node in ast.walk(ast.parse(path.read_text())):
-            assert not isinstance(node, ast.Assert), f"{path}:{node.lineno}: an assert is gone under -O"
-
-    def test_has_no_mutable_module_state(self, path: Path) -> None:
-        """Module-level lists, dicts and sets are tables: in capitals, and never changed by a `global` statement."""
-        tree = ast.parse(path.read_text())
-        assert not any(isinstance(node, ast.Global) for node in ast.walk(tree))
-        for node in tree.body:
-            targets = (
-                node.targets
-                if isinstance(node, ast.Assign)
-                else [node.target]
-                if isinstance(node, ast.AnnAssign)
-                else []
-            )
-            for target in targets:
-                if isinstance(node.value, (ast.List, ast.Dict, ast.Set)):
-                    assert target.id.isupper() or target.id == "__all__", f"{path}:{node.lineno}"
-
-    def test_only_the_server_knows_asyncio(self, path: Path) -> None:
-        known = {"asyncio", "fastapi", "uvicorn", "starlette", "http"}
-        assert (
-            room(path) == "server"
-            or not {m.split(".")[0] for m in imported_modules(ast.parse(path.read_text()))} & known
-        )
-
-    def test_only_text_knows_strings(self, path: Path) -> None:
-        modules = imported_modules(ast.parse(path.read_text()))
-        assert room(path) in {"text", *FACES} or not any(module.startswith("tokenizers") for module in modules)
+def violations(find: Callable[[Path, ast.Module], Iterator[str]]) -> str:
+    """What breaks one rule in all files, a line each; empty if nothing does."""
+    return "\n".join(f"{path.relative_to(SRC)}{found}" for path, tree in TREES.items() for found in find(path, tree))
 
 
-@pytest.mark.parametrize("name", NO_TORCH)
-def test_is_free_of_torch(name: str) -> None:
-    """Not even through what it imports, type annotations aside."""
-    pending, seen = [SRC / name], set()
-    while pending:
-        path = pending.pop()
-        if path in seen or not path.exists():
-            continue
-        seen.add(path)
-        for module in imported_modules(ast.parse(path.read_text())):
-            assert module.split(".")[0] not in {"torch", "safetensors", "tokenizers"}, (
-                f"{name}: {path} imports {module}"
-            )
-            if module.startswith("quire."):
-                inner = SRC.joinpath(*module.split(".")[1:])
-                pending += [inner.with_suffix(".py"), inner / "__init__.py"]
-                pending += [parent / "__init__.py" for parent in inner.parents if SRC in parent.parents]
+def modules_of(path: Path) -> set[str]:
+    """The files of quire that a file imports, as module names, packages by their own."""
+    known = {name_of(other) for other in FILES}
+    found = set()
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in known else node.module)
+    return (found & known) - {name_of(path)}
 
 
-def test_rooms_without_torch_stand_in_the_design() -> None:
-    assert all((SRC / name).exists() for name in NO_TORCH if name != "cache/prefix.py")
+def public_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those within functions and classes that are private."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, (ast.FunctionDef, ast.ClassDef)) and re.match("_(?!_)", node.name)):
+            yield node
+            yield from public_nodes(node)
 
 
-@pytest.mark.parametrize("name", SHAPED)
-def test_every_tensor_says_its_shape(name: str) -> None:
-    """In these files each parameter and field that is a tensor has its shape in brackets on its line."""
-    path = SRC / name
-    lines = path.read_text().splitlines()
-    shape = re.compile(r"#.*\[[A-Za-z0-9+*/., _-]+\]")
-    found = 0
-    for node in ast.walk(ast.parse(path.read_text())):
-        annotation = node.annotation if isinstance(node, (ast.arg, ast.AnnAssign)) else None
-        if annotation is not None and re.search(r"\bTensor\b", ast.unparse(annotation)):
-            found += 1
-            assert shape.search(lines[node.lineno - 1]), f"{path}:{node.lineno} has a tensor without a shape"
-    assert found > 5
+def name_of(path: Path) -> str:
+    """The module's dotted name."""
+    parts = path.relative_to(SRC.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_no_circle_of_imports() -> None:
+    """Imports for types count, and so do those within functions."""
+    below = {name_of(path): modules_of(path) for path in FILES}
+    while leaves := [name for name, modules in below.items() if not modules & below.keys()]:
+        for name in leaves:
+            del below[name]
+    assert not below, f"these import one another: {', '.join(sorted(below))}"
+
+
+def test_only_the_backend_object_leads_to_a_device() -> None:
+    """What stands above the operators asks `ops.load` for a backend, and never for its modules."""
+
+    def find(path: Path, tree: ast.Module) -> Iterator[str]:
+        if room(path) in {"models", "cache", "engine", "server", "text", "llm", "integrations"}:
+            for module in sorted(imported_modules(tree)):
+                if re.match(r"quire\.ops\.(cpu|triton)\b", module):
+                    yield f" imports {module}; a Backend has what it needs"
+
+    found = violations(find)
+    assert not found, found
 
 
 def test_measuring_code_imports_the_product_and_never_the_reverse() -> None:
     """Of the product only the command line has its name, to call `quire bench` where that is installed."""
     assert [str(path.relative_to(SRC)) for path in FILES if "quire_bench" in path.read_text()] == ["cli/__init__.py"]
-    for path in FILES:
-        assert not any(module.startswith("quire_bench") for module in imported_modules(ast.parse(path.read_text())))
-    assert any(
-        module.startswith("quire.") for path in MEASURING for module in imported_modules(ast.parse(path.read_text()))
-    )
+    assert not any(module.startswith("quire_bench") for tree in TREES.values() for module in imported_modules(tree))
+    measuring = [imported_modules(ast.parse(path.read_text())) for path in MEASURING]
+    assert any(module.startswith("quire.") for modules in measuring for module in modules)
 
 
-def test_measuring_code_keeps_the_rules_of_any_file() -> None:
-    rules = TestEachFile()
-    for path in MEASURING:
-        rules.test_is_short(path)
-        rules.test_guards_with_errors_not_asserts(path)
-        rules.test_has_no_mutable_module_state(path)
+def test_files_import_only_rooms_below() -> None:
+    def find(path: Path, tree: ast.Module) -> Iterator[str]:
+        here = room(path)
+        if here in FACES or here == "embedded":
+            return
+        if here not in MAY_IMPORT:
+            yield f" stands in a room that MAY_IMPORT does not list: {here}"
+            return
+        for module in sorted(imported_modules(tree)):
+            if module.startswith("quire."):
+                there = module.split(".")[1]
+                if there != here and there not in MAY_IMPORT[here]:
+                    yield f" imports {module}; {here} may import {', '.join(sorted(MAY_IMPORT[here])) or 'nothing'}"
+
+    found = violations(find)
+    assert not found, found
+
+
+def test_long_files_are_warned_of() -> None:
+    """Advice, no rule: a long file is often two."""
+    long = {path: count for path in FILES if (count := len(path.read_text().splitlines())) > LONG}
+    if long:
+        lines = ", ".join(f"{path.relative_to(SRC)} ({count})" for path, count in long.items())
+        warnings.warn(f"files of more than {LONG} lines: {lines}", stacklevel=1)
+    assert len(long) < len(FILES) // 10, f"a tenth of all files has more than {LONG} lines"
+
+
+def test_no_file_reads_the_environment() -> None:
+    def find(path: Path, tree: ast.Module) -> Iterator[str]:
+        for node in ast.walk(tree):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            if name in {"environ", "environb", "getenv"}:
+                yield f":{node.lineno} reads the environment"
+
+    found = violations(find)
+    assert not found, found
+
+
+def test_guards_are_errors_not_asserts() -> None:
+    def find(path: Path, tree: ast.Module) -> Iterator[str]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assert):
+                yield f":{node.lineno} asserts; an assert is gone under -O"
+
+    found = violations(find)
+    assert not found, found
+
+
+def test_no_module_keeps_mutable_state() -> None:
+    """Module-level lists, dicts and sets are tables: in capitals, and never changed by a `global` statement."""
+
+    def find(path: Path, tree: ast.Module) -> Iterator[str]:
+        yield from (f":{node.lineno} has a global" for node in ast.walk(tree) if isinstance(node, ast.Global))
+        for node in tree.body:
+            named = isinstance(node, ast.Assign), isinstance(node, ast.AnnAssign)
+            targets = node.targets if named[0] else [node.target] if named[1] else []
+            for target in targets:
+                if isinstance(node.value, (ast.List, ast.Dict, ast.Set)):
+                    name = ast.unparse(target)
+                    if not name.isupper() and name != "__all__":
+                        yield f":{node.lineno} keeps {name}; a table is written in capitals"
+
+    found = violations(find)
+    assert not found, found
+
+
+def test_asyncio_and_strings_stay_in_their_rooms() -> None:
+    """Only the server knows HTTP and asyncio; only `text` and the faces know tokenizers."""
+
+    def find(path: Path, tree: ast.Module) -> Iterator[str]:
+        modules = {module.split(".")[0] for module in imported_modules(tree)}
+        if room(path) != "server":
+            for module in sorted(modules & {"asyncio", "fastapi", "uvicorn", "starlette", "http"}):
+                yield f" imports {module}, which is for the server"
+        if room(path) not in {"text", *FACES} and "tokenizers" in modules:
+            yield " imports tokenizers, which is for text"
+
+    found = violations(find)
+    assert not found, found
+
+
+def test_bookkeeping_is_free_of_torch() -> None:
+    """Not even through what it imports, type annotations aside."""
+    found = []
+    for name in NO_TORCH:
+        pending, seen = [SRC / name], set()
+        if not pending[0].exists():
+            found.append(f"{name}: there is no such file")
+        while pending:
+            path = pending.pop()
+            if path in seen or not path.exists():
+                continue
+            seen.add(path)
+            for module in imported_modules(TREES[path]):
+                if module.split(".")[0] in {"torch", "safetensors", "tokenizers"}:
+                    found.append(f"{name}: {path.relative_to(SRC)} imports {module}")
+                if module.startswith("quire."):
+                    inner = SRC.joinpath(*module.split(".")[1:])
+                    pending += [inner.with_suffix(".py"), inner / "__init__.py"]
+                    pending += [parent / "__init__.py" for parent in inner.parents if SRC in parent.parents]
+    assert not found, "\n".join(found)
+
+
+def test_every_tensor_says_its_shape() -> None:
+    """In these files each parameter and field that is a tensor has its shape in brackets on its line."""
+    shape = re.compile(r"#.*\[[A-Za-z0-9+*/., _-]+\]")
+    found = []
+    for name in SHAPED:
+        lines = (SRC / name).read_text().splitlines()
+        tensors = 0
+        for node in public_nodes(TREES[SRC / name]):
+            annotation = node.annotation if isinstance(node, (ast.arg, ast.AnnAssign)) else None
+            if annotation is not None and re.search(r"\bTensor\b", ast.unparse(annotation)):
+                tensors += 1
+                if not shape.search(lines[node.lineno - 1]):
+                    found.append(f"{name}:{node.lineno} has a tensor without a shape")
+        assert tensors > 5, f"{name} has {tensors} tensors; it is not the file that this test is about"
+    assert not found, "\n".join(found)

@@ -11,6 +11,8 @@ from quire.engine.plan import Plan
 from quire.errors import RequestError
 from tests.models.checkpoints import save
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 9, 2, 33, 8, 71, 20], [4, 4, 4], [5, 9, 2, 33, 8, 71, 20, 3, 17, 60, 61, 62, 63, 64, 65, 66, 67]]
 
 

@@ -75,6 +75,7 @@ def test_bench_lists_its_commands_and_passes_arguments_on() -> None:
     ).items()
 
 
+@pytest.mark.slow
 def test_generate_prints_prompt_and_text_and_loads_no_transformers() -> None:
     result = quire("generate", "def fibonacci(", "--max-tokens", "8", "--temperature", "0")
     assert result.returncode == 0, result.stderr
@@ -100,6 +101,7 @@ def test_stdin(arguments: list[str]) -> None:
     assert record["prompt"] == "class Stack:\n"
 
 
+@pytest.mark.slow
 def test_options_reach_the_engine(tmp_path: Path) -> None:
     save(tmp_path)
     for arguments, told in (
@@ -138,6 +140,7 @@ def test_the_text_is_the_same_however_memory_is_short() -> None:
     assert len(texts[0]) == 3
 
 
+@pytest.mark.slow
 def test_info() -> None:
     lines = quire("info").stdout.splitlines()
     rows = {line[:18].strip(): line[19:] for line in lines}

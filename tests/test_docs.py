@@ -1,22 +1,34 @@
-"""Every command and every piece of Python in the documents runs."""
+"""Every command and every piece of Python in the documents runs, and the documents name all that is public."""
 
 import inspect
 import re
 import shlex
 import shutil
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
 
+import quire
 from quire import ops
 from quire.cli import app
+from quire.ops.cpu import native
+from tests.server.test_serve_command import Process, running
 
 ROOT = Path(__file__).parent.parent
-SERVED = "serving.md"  # wants a running server, so tests/server/test_serving_page.py runs what is in it
-DOCUMENTS = [path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")) if path.name != SERVED]
+SERVED = "serving.md"  # tests/server/test_serving_page.py runs what is in it
+WALKTHROUGHS = ROOT / "docs" / "develop"  # test_walkthroughs.py
+DOCUMENTS = [
+    path
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests" / "README.md")
+    if path.name != SERVED and path.parent != WALKTHROUGHS
+]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ADDRESS = "http://127.0.0.1:8000"  # of the server that a document speaks of
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -29,14 +41,33 @@ def blocks(language: str) -> list[tuple[str, str]]:
 COMMANDS = [(name, line[2:]) for name, body in blocks("console") for line in body.splitlines() if line.startswith("$ ")]
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[Process]:
+    """What `quire serve` starts, at a port of its own."""
+    with running() as found:
+        yield found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [command for _, command in COMMANDS], ids=[f"{n}: {c}" for n, c in COMMANDS])
-def test_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    if command == ".venv/bin/quire serve":
+        assert request.getfixturevalue("server").url
+        return
     program, *arguments = shlex.split(command.removeprefix(".venv/bin/"))
     if program == "make":  # these tests run inside one of them: ask what would be done
         if shutil.which("make") is None:
             pytest.skip("this machine has no make")
         assert subprocess.check_output(["make", "--dry-run", *arguments])
+        return
+    if program == "curl":
+        if shutil.which("curl") is None:
+            pytest.skip("this machine has no curl")
+        url = request.getfixturevalue("server").url
+        answer = subprocess.check_output(command.replace(ADDRESS, url), shell=True, text=True, timeout=120)
+        assert answer
+        assert '"error"' not in answer
         return
     assert program == "quire"
     result = CliRunner().invoke(app, arguments)
@@ -44,15 +75,91 @@ def test_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stdout
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_python(path: Path) -> None:
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_python(path: Path, request: pytest.FixtureRequest) -> None:
     """A page's pieces of Python, from top to bottom."""
     names: dict[str, object] = {"__name__": "document"}
     text = path.read_text()
     for match in BLOCK.finditer(text):
         if match[1] == "python":
+            code = match[2]
+            if ADDRESS in code:
+                code = code.replace(ADDRESS, request.getfixturevalue("server").url)
             above = text[: match.start()].count("\n") + 1
-            exec(compile("\n" * above + match[2], path.name, "exec"), names)
+            exec(compile("\n" * above + code, path.name, "exec"), names)
+
+
+def test_the_sample_of_the_readme_is_what_comes_out() -> None:
+    """Sampled text has the same bits on all machines of one instruction set; the sample is of the best one."""
+    [(command, shown)] = re.findall(r"^\$ \.venv/bin/(quire generate .*)\n((?:.*\n)+?)```", readme(), re.MULTILINE)
+    arguments = shlex.split(command)[1:]
+    assert shown.startswith(arguments[1])
+    if native.unavailable() or native.default().isa != "avx512_bf16":
+        pytest.skip("the sample is of AVX-512 with bf16")
+    assert CliRunner().invoke(app, arguments).stdout == shown
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
+
+
+def test_the_readme_is_short() -> None:
+    assert len(readme().splitlines()) <= 150
+
+
+def test_every_figure_of_the_readme_is_of_the_page() -> None:
+    """The table's numbers are those of docs/performance.md, as they are written there."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    table = re.search(r"^\| measured \|.*?\n\n", readme(), re.MULTILINE | re.DOTALL)
+    assert table
+    rows = table[0].strip().splitlines()[2:]
+    assert len(rows) == 5
+    for row in rows:
+        found = row.split("|")[2]
+        numbers = re.findall(r"\d[\d,.]*\d|\d", found)
+        assert numbers, row
+        assert all(number in page for number in numbers), row
+
+
+def public(module: ModuleType) -> Iterator[tuple[str, object]]:
+    """Each public class and function of a module, and the methods and properties of the classes."""
+    for name in module.__all__:
+        thing = getattr(module, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing) or inspect.ismodule(thing):
+            yield f"{module.__name__}.{name}", thing
+        if inspect.isclass(thing):
+            for key, member in vars(thing).items():
+                if not key.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+                    yield f"{module.__name__}.{name}.{key}", member
+
+
+@pytest.mark.parametrize("module", [quire, ops], ids=lambda module: module.__name__)
+def test_every_public_name_has_a_docstring(module: ModuleType) -> None:
+    found = dict(public(module))
+    assert len(found) > 10
+    assert not [name for name, thing in found.items() if not (thing.__doc__ or "").strip()]
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """As `make check` builds it. All that is made from the code is there."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    text = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.html")}
+    for name in ops.__all__:
+        assert name in ("BACKENDS", "layouts") or f'id="quire.ops.{name}"' in text["reference/operators.html"], name
+    for command, option in (("quire serve", "--max-num-seqs"), ("quire generate", "--temperature")):
+        assert command in text["reference/cli.html"]
+        assert option in text["reference/cli.html"]
+    assert "POST /v1/chat/completions" in text["reference/http.html"]
+    assert "quire:time_to_first_token_seconds" in text["reference/metrics.html"]
+    for path in (ROOT / "src" / "quire" / "ops").glob("*.py"):
+        assert path.stem.startswith("__") or f"<code>{path.stem}</code>" in text["develop/architecture.html"], path
+    assert "<!-- made:" not in "".join(text.values())
+    for page, html in text.items():  # nothing is loaded from elsewhere
+        assert not re.search(r"<(?:script|img|link)[^>]*(?:src|href)=\"?https?://(?!squidfunk)", html), page
 
 
 def test_every_public_operator_has_its_place_on_the_page() -> None:
@@ -64,13 +171,6 @@ def test_every_public_operator_has_its_place_on_the_page() -> None:
         assert f"`{name}`" in page or name in shown, f"docs/operators.md does not name {name}"
     for name, _ in inspect.getmembers(ops.Backend, inspect.isfunction):
         assert name.startswith("_") or f"{name}(" in shown, f"no example calls {name}"
-
-
-def test_the_readme_draws_the_tree_as_it_is() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for path in sorted([*ROOT.glob("src/quire/**/*.py"), *ROOT.glob("bench/src/quire_bench/**/*.py")]):
-        if path.name not in ("__main__.py", "__init__.py") and path.parent != ROOT / "bench/src/quire_bench/cli":
-            assert path.name in readme, f"README's tree lacks {path.relative_to(ROOT)}"
 
 
 def test_the_lineage_names_tests_that_exist() -> None:

@@ -20,6 +20,7 @@ def llm() -> LLM:
     return LLM(dtype="float32", max_num_batched_tokens=256, kv_cache_memory="1GiB")
 
 
+@pytest.mark.slow
 def test_the_held_out_loss_is_the_cards(llm: LLM) -> None:
     """Nats a byte over windows of 1,023 tokens, each after a start token."""
     num_bytes, windows = 0, []

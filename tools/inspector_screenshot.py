@@ -1,11 +1,13 @@
-"""The screenshots in docs/: `quire serve` with the embedded model, busy with prompts that share what they can.
+"""The pictures of the inspector in docs/: `quire serve` with the embedded model, busy with prompts that share blocks.
 
-python tools/inspector_screenshot.py [directory]: writes inspector.png and inspector-request.png. Needs chromium.
+python tools/inspector_screenshot.py [directory]: writes inspector.png, inspector-request.png and inspector.webp, which
+moves. Needs chromium.
 """
 
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import random
 import shutil
@@ -15,6 +17,7 @@ import threading
 import time
 from pathlib import Path
 
+from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +25,7 @@ SERVE = ["-m", "quire", "serve", "--port", "0", "--num-blocks", "768", "--max-nu
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 CLIENTS = 22
 WARM_UP = 24.0  # seconds of load before a picture is taken
+FRAMES, FRAME, SIZE = 28, 200, (960, 600)  # of the picture that moves; milliseconds a frame
 
 # A block that as many as possible share, and the request that says most: a prefix of which the end was not there.
 MOST_SHARED = """(() => {
@@ -69,6 +73,16 @@ def take(page: Page, path: Path, selecting: str) -> None:
     print(path, f"{path.stat().st_size / 1024:.0f} KiB")
 
 
+def film(page: Page, path: Path) -> None:
+    """Take pictures as fast as they come, which is a few a second, and show each for FRAME."""
+    frames = [
+        Image.open(io.BytesIO(page.screenshot())).convert("RGB").resize(SIZE, Image.Resampling.LANCZOS)
+        for _ in range(FRAMES)
+    ]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=FRAME, loop=0, quality=60, method=6)
+    print(path, f"{path.stat().st_size / 1024:.0f} KiB, {FRAMES * FRAME / 1000:.1f} s")
+
+
 def main() -> None:
     """Serve, ask, look."""
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs"
@@ -92,6 +106,7 @@ def main() -> None:
                 time.sleep(0.1)
             time.sleep(WARM_UP)
             take(page, out / "inspector.png", MOST_SHARED)
+            film(page, out / "inspector.webp")
             page.emulate_media(color_scheme="light")
             take(page, out / "inspector-request.png", MOST_TOLD)
             browser.close()

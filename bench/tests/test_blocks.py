@@ -11,6 +11,8 @@ from quire_bench.engine import blocks
 from quire_bench.engine.memory import Moment
 from quire_bench.workloads import Workload, workload
 
+pytestmark = pytest.mark.slow
+
 OWN = Workload("own", [[5, 6, 7], [8] * 20, list(range(100, 160))], [4, 30, 9])
 SHARED = Workload("shared", [[*range(2, 42), 50 + i, 60 + i] for i in range(5)], [7] * 5)
 

@@ -22,6 +22,8 @@ from quire_bench.gpu import run as gpu
 from quire_bench.gpu.common import Bench, Clock, Contestant, Row, Settings, race
 from quire_bench.gpu.report import TARGETS, Rows, judged, markdown
 
+pytestmark = pytest.mark.slow
+
 TINY = Settings(device="cpu", backend="cpu", tiny=True)
 ROOT = Path(__file__).parent.parent.parent
 

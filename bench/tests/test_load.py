@@ -26,6 +26,8 @@ from quire_bench.server.prompts import Prompt, arrival_times, random_prompts, re
 from quire_bench.server.report import Report
 from tests.server.interrupts import obey
 
+pytestmark = pytest.mark.slow
+
 app = typer.Typer()
 app.command()(serve)
 app.command()(http)

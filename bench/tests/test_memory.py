@@ -20,6 +20,8 @@ from quire_bench.engine import memory
 from quire_bench.engine.contiguous import ContiguousAllocator, ContiguousScheduler, Reservation
 from quire_bench.engine.memory import KVSize, Moment, Setup
 
+pytestmark = pytest.mark.slow
+
 # ---------------------------------------------------------------------------------------------- the allocator
 
 

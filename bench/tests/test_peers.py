@@ -176,6 +176,7 @@ class TestResult:
 
 
 class TestProgram:
+    @pytest.mark.slow
     def test_quire_alone(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -85,6 +85,7 @@ def test_a_run_that_does_less_than_it_should_is_an_error() -> None:
         throughput.measure(LLM(max_model_len=24), Workload("tiny", [[8] * 20], [9]), warmup=0, runs=1)
 
 
+@pytest.mark.slow
 def test_planning_measures_what_it_says() -> None:
     found = planning.measure(3, 20, spare=5, steps=7)
     assert (found.sequences, found.context, found.pool) == (3, 20, 3 * 2 + 5)
@@ -97,6 +98,7 @@ def test_planning_measures_what_it_says() -> None:
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["3", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not loading.STATUS.exists(), reason="only Linux tells how much memory is anonymous")
 @pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
 def test_loading_takes_little_more_memory_than_what_stays(tmp_path: Path, saved: torch.dtype) -> None:
@@ -124,6 +126,7 @@ def test_a_system_that_tells_nothing_of_memory(monkeypatch: pytest.MonkeyPatch, 
     assert loading.told(None) == "this system does not tell"
 
 
+@pytest.mark.slow
 def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(arguments: str) -> str:
         result = CliRunner().invoke(app, ["bench", *arguments.split()])

@@ -7,6 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.cache.machine import GROUPS, Machine, operate
 
+pytestmark = pytest.mark.slow
+
 SEEDS, STEPS = 40, 25_000  # a million operations
 
 PICK = st.integers(0, 10_000)

@@ -13,6 +13,8 @@ from quire.engine.beam import Beam, BeamSearch, BeamSearchParams, Hypothesis
 from quire.errors import BadValue, RequestError
 from quire.request import FinishReason
 
+pytestmark = pytest.mark.slow
+
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 NONE: frozenset[int] = frozenset()
 PROMPT = [1, 2, 0, 2]

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 # A daemon thread computes steps; the main thread ends within the first one, and at its exit computes a step itself.
 STEPS = """
 import atexit, os, threading, time

@@ -19,7 +19,7 @@ from quire.ops.cpu import native
 from quire.request import Group, Request, SamplingParams
 from tests.models.checkpoints import engine, save
 
-pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")]
 
 BLOCK = 4
 POISON = 7

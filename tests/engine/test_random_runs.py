@@ -1,8 +1,8 @@
-"""10,000 small runs over random pools, policies and loads, with aborts in every state: all end, and nothing leaks.
+"""6,000 small runs over random pools, policies and loads, with aborts in every state: all end, and nothing leaks.
 
 Every fifth of them runs on a memory: each request must read its own tokens through its tables, the events must rebuild
-the books, and some of these runs have allocations and look-ups that fail. 1,000 more runs guess tokens, and are done
-without guesses as well.
+the books, and some of these runs have allocations and look-ups that fail. 600 more runs guess tokens, and are done
+without guesses as well. With --long there are 10,000 and 1,000.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from quire.request import Event, FinishReason, Group, Request, SamplingParams, T
 from tests.engine.fakes import CIRCLE, FakeRunner, circling, continuation, digest, forget_free_blocks, logprobs_after
 from tests.engine.test_cache_events import Replay
 
+pytestmark = pytest.mark.slow
+
 GROUPS = (
     (CacheGroup((0,)),),
     (CacheGroup((0,)), CacheGroup((1,), window=6)),
@@ -37,7 +39,7 @@ GROUPS = (
     (CacheGroup((0,), window=1), CacheGroup((1,))),
 )
 
-SEEDS, SHARDS = 10_000, 10
+SEEDS, LONG_SEEDS, SHARDS = 6_000, 10_000, 10
 CHECKED = 5  # every so manieth run has a memory, and is audited after each step; the others at the end
 REPEATED = 20  # every so manieth run is done twice
 MAX_STEPS = 2000
@@ -329,9 +331,9 @@ def random_run(seed: int, seen: Counter[str]) -> str | None:
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_random_runs(shard: int) -> None:
+def test_random_runs(shard: int, long: bool) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(shard, SEEDS, SHARDS):
+    for seed in range(shard, LONG_SEEDS if long else SEEDS, SHARDS):
         try:
             trace_hash = random_run(seed, seen)
             if seed // SHARDS % REPEATED == 0:
@@ -343,7 +345,7 @@ def test_random_runs(shard: int) -> None:
 
 # ------------------------------------------------------------------------------------------------------- guesses
 
-GUESSED_SEEDS, GUESSED_SHARDS = 1_000, 5
+GUESSED_SEEDS, LONG_GUESSED_SEEDS, GUESSED_SHARDS = 600, 1_000, 5
 GUESSED_SEEN = """
 all right, some right, none right, overflowed, stopped among guesses, aborted with guesses, failed
 preempted, swapped out, swapped in, restarted, copied, found a prefix, forked
@@ -439,10 +441,10 @@ def whole_tokens(seed: int, seen: Counter[str], num_guessed: int) -> dict[str, l
 
 
 @pytest.mark.parametrize("shard", range(GUESSED_SHARDS))
-def test_random_runs_with_guesses(shard: int) -> None:
+def test_random_runs_with_guesses(shard: int, long: bool) -> None:
     seen: Counter[str] = Counter()
-    compared = 0
-    for seed in range(shard, GUESSED_SEEDS, GUESSED_SHARDS):
+    compared, seeds = 0, range(shard, LONG_GUESSED_SEEDS if long else GUESSED_SEEDS, GUESSED_SHARDS)
+    for seed in seeds:
         try:
             guessed = whole_tokens(seed, seen, 1 + seed % MAX_SPECULATIVE_TOKENS)
             plain = whole_tokens(seed, Counter(), 0)
@@ -451,5 +453,5 @@ def test_random_runs_with_guesses(shard: int) -> None:
             compared += len(both)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
-    assert compared > GUESSED_SEEDS // GUESSED_SHARDS
+    assert compared > len(seeds)
     assert not [what for what in GUESSED_SEEN if not seen[what]]

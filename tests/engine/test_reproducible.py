@@ -21,7 +21,7 @@ from quire.ops.cpu import native
 from quire.request import Request, SamplingParams
 from tests.models.checkpoints import engine, save
 
-pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")]
 
 VOCABULARY = 1_003
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -52,6 +52,7 @@ def allowed_probabilities(row: torch.Tensor, params: SamplingParams) -> dict[int
     return {token: p[token].item() / mass for token in nucleus}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [{}, {"temperature": 0.3}, {"temperature": 3.0}, {"top_k": 5}, {"top_k": 1}, {"top_k": -1}, {"top_p": 0.7},

@@ -21,6 +21,8 @@ from quire.errors import ConfigError
 from quire.request import Event, FinishReason, Request, SamplingParams
 from tests.models.checkpoints import engine, save
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 60
 LOOPS = [[5, 6, 7, 8] * 5, [9, 3] * 6, list(range(2, 30)), [4]]
 

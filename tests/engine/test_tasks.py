@@ -29,6 +29,8 @@ from quire.scoring import score_request
 from tests.engine.fakes import fake_engine, run
 from tests.models.checkpoints import engine, save
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 97
 SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "llama, fp32": ("Llama", torch.float32, {}),

@@ -71,6 +71,7 @@ def both(logits: torch.Tensor, rows: SamplingRows, patch: pytest.MonkeyPatch) ->
     return looking, blindly
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [60, 1_003, 40_000])
 @pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 40.0], ids=["all equal", "flat", "usual", "steep"])
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])

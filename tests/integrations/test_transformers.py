@@ -255,6 +255,7 @@ def test_registering_twice_changes_nothing() -> None:
     assert before.__wrapped__.__qualname__ == "PreTrainedModel.get_correct_attn_implementation"
 
 
+@pytest.mark.slow
 def test_quire_itself_does_not_import_transformers() -> None:
     code = "import sys, quire, quire.ops, quire.llm; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

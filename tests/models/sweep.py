@@ -62,9 +62,11 @@ def sweep(name: str) -> Row:
             config = CONFIG_MAPPING[name](**GIVEN.get(name, {}))
         except Exception as error:
             return Row(Supported(name, "refused", f"its config has no defaults: {_line(error)}"), None)
-        model = _saved(kind, config, directory)
+        config.architectures = [kind.__name__]
+        config.save_pretrained(directory)
         try:
-            choice = choose(directory)
+            choice = choose(directory)  # of the config alone: some that are refused take long to make
+            model = _saved(kind, config, directory)
             made = engine(directory, max_num_batched_tokens=STEP, block_size=4)
         except ModelError as error:
             return Row(Supported(name, "refused", str(error).rpartition("be served: ")[2]), None)
@@ -79,8 +81,6 @@ def _saved(kind: Any, config: Any, directory: Path) -> Any:
         randomise(model)
         model.save_pretrained(directory)
     except Exception:
-        config.architectures = [kind.__name__]
-        config.save_pretrained(directory)
         return None
     return model
 

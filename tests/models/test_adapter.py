@@ -26,6 +26,8 @@ from quire.models.adapter.trial import check, packed, randomise
 from tests.models.checkpoints import TINY, engine, probed_logits, save
 from tests.models.test_loading import change_config
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5], [7, 3, 9, 11], list(range(2, 40))]
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32}
 

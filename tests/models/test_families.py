@@ -8,6 +8,8 @@ import torch
 
 from tests.models.checkpoints import engine, probed_logits, save
 
+pytestmark = pytest.mark.slow
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped query": ("Llama", {}),
     "multi head": ("Llama", {"num_key_value_heads": 6}),

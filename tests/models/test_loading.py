@@ -68,6 +68,7 @@ def test_weights_are_copied_into_aligned_memory(tmp_path: Path, saved: torch.dty
             assert weight.data_ptr() % 64 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["own", "oneDNN"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
@@ -393,6 +394,7 @@ def test_names_that_are_no_model() -> None:
             locate(name)
 
 
+@pytest.mark.slow
 def test_a_model_in_the_hub_cache_is_found_offline(tmp_path: Path) -> None:
     """The cache's own layout: refs/main names a commit, snapshots/<commit> holds the files."""
     repository = tmp_path / "hub" / "models--someone--tiny"
@@ -475,14 +477,15 @@ def test_rope_needs_no_more_than_its_theta() -> None:
 
 @pytest.fixture(scope="module")
 def smol135(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The shape of a 135M model, 10 of its 30 layers: 9 heads of 64, 3 KV heads, a vocabulary of 49,152."""
+    """The shape of a 135M model, 5 of its 30 layers: 9 heads of 64, 3 KV heads, a vocabulary of 49,152."""
     directory = tmp_path_factory.mktemp("smol135")
-    shape = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 10,
+    shape = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 5,
              "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192,
              "tie_word_embeddings": True, "rope_theta": 100_000}  # fmt: skip
     return directory, save(directory, **shape)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_full_shape_runs_2k_of_context(smol135: tuple[Path, Any]) -> None:
     directory, theirs = smol135

@@ -32,7 +32,7 @@ from tests.models.checkpoints import engine, probed_logits, save
 from tests.models.test_families import VARIANTS
 from tests.ops.conftest import OTHER_ISAS, use_library
 
-pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=native.unavailable() or "")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(native.unavailable() is not None, reason=native.unavailable() or "")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROMPTS = [list(range(2, 2 + n)) for n in (1, 16, 17, 50)]
 

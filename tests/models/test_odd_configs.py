@@ -72,6 +72,7 @@ def test_granites_multiplier_is_not_rounded(tmp_path: Path, dtype: torch.dtype) 
     assert torch.equal(embedded, model.get_input_embeddings()(tokens) * 5.1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not loading.STATUS.exists(), reason="only Linux tells how much memory is anonymous")
 def test_a_model_that_is_mostly_its_embedding(tmp_path: Path) -> None:
     """The embedding goes from its file into its packed form."""

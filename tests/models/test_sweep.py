@@ -12,6 +12,7 @@ SHARDS = 24
 LISTED = {found.name: found for found in read().types}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_each_type(shard: int) -> None:
     """Whoever is served agrees with eager attention: `sweep` asserts that."""

@@ -26,7 +26,10 @@ def _one_thread() -> Iterator[None]:
 
 # The cpu backend runs the best instruction set of a machine; the others it is told to.
 OTHER_ISAS = [] if native.unavailable() else native.runnable(native.library_path())[1:]
-NATIVE = ["cpu", *(f"cpu on {isa}" for isa in OTHER_ISAS)]
+SLOW = pytest.mark.slow
+NATIVE = ["cpu", *(pytest.param(f"cpu on {isa}", marks=SLOW) for isa in OTHER_ISAS)]
+# Without a GPU Triton's kernels run in its interpreter.
+INTERPRETED = [] if torch.cuda.is_available() else ["triton"]
 
 
 def use_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, isa: str | None) -> None:
@@ -50,7 +53,10 @@ def choose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> o
     return ops.load(name, DEVICES[reasons.index(None)])
 
 
-@pytest.fixture(params=[*(name for name in ops.BACKENDS if name != "cpu"), *NATIVE])
+OTHERS = [pytest.param(name, marks=SLOW if name in INTERPRETED else ()) for name in ops.BACKENDS if name != "cpu"]
+
+
+@pytest.fixture(params=[*OTHERS, *NATIVE])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ops.Backend:
     """Every backend in turn."""
     return choose(request, monkeypatch)

@@ -18,6 +18,8 @@ from quire.ops import registered
 from tests.ops.cases import Case, Step, half_dtype
 from tests.ops.conftest import choose
 
+pytestmark = pytest.mark.slow
+
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 4, 2, 16, 4, 12
 HIDDEN, INNER, POSITIONS = 48, 40, 40
 TABLES = torch.tensor([[0, 2, 4, 9], [11, 3, 5, 7]])

@@ -301,6 +301,7 @@ class TestBounds:
         with pytest.raises(RequestError, match=f"more than {MAX_CHARACTERS:,} characters"):
             rendered("{% for i in range(100000) %}{{ messages[0].content }}{% endfor %}", "y" * 10_000)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "source",
         [

@@ -168,6 +168,7 @@ def stuck(server: Serving) -> threading.Event:
     return gate
 
 
+@pytest.mark.slow
 def test_deadlines_and_clients_that_go() -> None:
     with serving(request_timeout=0.5) as server:
         gate = stuck(server)

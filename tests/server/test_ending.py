@@ -17,6 +17,8 @@ import pytest
 
 from tests.server.interrupts import obey
 
+pytestmark = pytest.mark.slow
+
 # `quire serve` whose first step says so and then stays in the native attention kernel for good.
 ENDLESS = """
 import sys

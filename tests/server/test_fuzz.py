@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.server.fuzz import Report, attack, faults, fuzz, narrowed, target, told, watching
+
+pytestmark = pytest.mark.slow
 
 
 def test_no_case_brings_the_server_down_or_changes_a_text() -> None:

@@ -29,6 +29,8 @@ from quire.server.sandbox.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE,
 from quire.server.sandbox.process import OutOfTime, Process, Sandbox
 from quire.text import CompletionOutput, RequestOutput, TextEngine, make_requests
 
+pytestmark = pytest.mark.slow
+
 PERSON = {
     "type": "object",
     "properties": {

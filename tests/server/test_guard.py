@@ -237,6 +237,7 @@ def test_a_body_of_the_client_that_holds_most_gives_way(monkeypatch: pytest.Monk
     in_a_loop(run, 100)
 
 
+@pytest.mark.slow
 def test_what_is_of_no_consequence_is_not_held_while_the_answer_is_made() -> None:
     with serving(prepare=hook) as server, ThreadPoolExecutor(3) as pool:
         gate = threading.Event()

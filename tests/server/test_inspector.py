@@ -323,6 +323,7 @@ def test_runs_of_blocks_are_short() -> None:
         assert expand(shorten(blocks)) == blocks
 
 
+@pytest.mark.slow
 def test_100_000_blocks_make_a_small_snapshot() -> None:
     engine = fake_engine(num_blocks=100_000, block_size=1, max_model_len=16_384, max_num_batched_tokens=16_384)
     hub = Hub(engine)

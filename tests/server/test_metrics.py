@@ -318,6 +318,7 @@ def hasty_threads() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_host_blocks", [0, 40])
 def test_scraping_while_the_engine_steps(num_host_blocks: int, hasty_threads: None) -> None:
     """Other threads scrape without a pause while requests come, are preempted, swapped, and end."""

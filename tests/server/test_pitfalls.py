@@ -30,6 +30,8 @@ from tests.server.fuzz import LONGEST_MESSAGE, canary
 from tests.server.serving import Answer, Serving, serving
 from tests.server.test_robust import hook, runner, until
 
+pytestmark = pytest.mark.slow
+
 SRC = Path(__file__).parents[2] / "src"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "a"}]

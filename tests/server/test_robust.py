@@ -21,6 +21,8 @@ from quire.server.api.service import Service
 from quire.server.http import guard
 from tests.server.serving import Answer, Serving, serving
 
+pytestmark = pytest.mark.slow
+
 ENDLESS = {"prompt": "x = ", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
 

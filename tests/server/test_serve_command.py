@@ -18,6 +18,8 @@ import pytest
 
 from tests.server.interrupts import obey
 
+pytestmark = pytest.mark.slow
+
 
 class Process:
     """A running `quire serve`."""

@@ -12,6 +12,8 @@ import pytest
 
 from tests.server.test_serve_command import Process, running
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "serving.md").read_text()
 ADDRESS = "http://127.0.0.1:8000"

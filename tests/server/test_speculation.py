@@ -13,6 +13,8 @@ from tests.server.serving import Serving, serving
 from tests.server.test_metrics import Samples
 from tests.server.watching import Hub
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LOOPING = "class Stack:\n"  # after which the embedded model soon repeats itself
 USAGE = {"include_usage": True, "continuous_usage_stats": True}

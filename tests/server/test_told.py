@@ -44,6 +44,7 @@ def test_streams_and_answers_are_the_same_text(server: Serving, regex: str) -> N
                 assert tokens == choice["logprobs"]["tokens"]
 
 
+@pytest.mark.slow
 def test_any_tokens_at_all_are_a_text(server: Serving) -> None:
     size = server.service.worker.engine.vocab_size
     for start in range(0, size, 256):

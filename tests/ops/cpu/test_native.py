@@ -90,6 +90,7 @@ print("the end", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_plan_is_freed_when_it_is_given_up_but_not_at_the_exit_when_a_thread_may_still_read_it():
     done = subprocess.run([sys.executable, "-c", FREEING], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "freed\nthe end\n"

@@ -1,5 +1,6 @@
-"""Every kernel of the Triton backend, compiled for one chip without one: `python -m ... sm90` prints a line a kernel.
+"""The Triton backend's kernels, compiled for one chip without one: `python -m ... sm90` prints a line for each.
 
+With `--all` it compiles every head dimension and dtype of attention, else one of each kind; `pytest --long` does all.
 A process of its own a chip: triton keeps some of what it finds out about the first one. No GPU and no driver is needed;
 what the compiler made is read off its own resource report and the disassembly.
 """
@@ -34,6 +35,8 @@ TARGETS = {
 }
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 COUNTED = re.compile(r"(attend \w+|linear) \d+ bf16")  # the kernels whose instructions are of interest
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512, 1024)
+SOME_HEAD_DIMS = (64, 128, 256, 1024)
 UNALIGNED = ("scale", "cap", "window", "eps", "num_rows", "inner", "rows")  # arguments that are multiples of nothing
 
 
@@ -101,14 +104,14 @@ def attend(
     return Kernel(name, attend_kernel, pointers, constants, options)
 
 
-def attention_kernels(chip: str) -> Iterator[Kernel]:
+def attention_kernels(chip: str, everything: bool) -> Iterator[Kernel]:
     kinds: tuple[Kind, ...] = ("few", "many", "exact")
     for kind in kinds:
-        for head_dim in (64, 80, 96, 128, 192, 256, 512, 1024):
+        for head_dim in HEAD_DIMS if everything else SOME_HEAD_DIMS:
             yield attend(chip, kind, head_dim)
-        for head_dim in (64, 128, 256):
+        for head_dim in (64, 128, 256) if everything else (64,):
             yield attend(chip, kind, head_dim, torch.float32)
-        for head_dim in (64, 128):
+        for head_dim in (64, 128) if everything else (64,):
             yield attend(chip, kind, head_dim, everything=True)
         yield attend(chip, kind, 80, finite=True)
         if chip in ("sm90", "sm100"):
@@ -237,5 +240,6 @@ def _amd_instructions(code: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    for kernel in (*attention_kernels(sys.argv[1]), *other_kernels(sys.argv[1])):
-        print(json.dumps(asdict(compiled(kernel, sys.argv[1]))), flush=True)
+    target, everything = sys.argv[1], sys.argv[2:] == ["--all"]
+    for kernel in (*attention_kernels(target, everything), *other_kernels(target)):
+        print(json.dumps(asdict(compiled(kernel, target))), flush=True)

@@ -20,6 +20,8 @@ from quire.ops.triton import partition, worklist
 from tests.ops import dense
 from tests.ops.conftest import DEVICES
 
+pytestmark = pytest.mark.slow
+
 DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
 B = 16
 LENS = (2_600, 1_500, 90, 1_100)

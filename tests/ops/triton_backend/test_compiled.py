@@ -1,4 +1,7 @@
-"""What the compiler makes of every kernel, for every chip that the tiles were chosen for. No GPU is needed."""
+"""What the compiler makes of the kernels, for every chip that the tiles were chosen for. No GPU is needed.
+
+With --long, of every head dimension and dtype; else of one for each kind of code (`compiling` lists them).
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,15 @@ import os
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
+import pytest
+
 from quire.ops.triton.tiles import RESIDENT
+from tests.ops.triton_backend.compiling import HEAD_DIMS, SOME_HEAD_DIMS
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
-CHIPS = ("sm80", "sm90", "sm100", "gfx942")
-
 SHARED = {"sm80": 163 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024, "gfx942": 64 * 1024}  # bytes a program may have
 PROCESSOR_SHARED = {
     "sm80": 164 * 1024,
@@ -34,72 +38,73 @@ MAY_SPILL = {
 }
 
 
-@cache
-def kernels(chip: str) -> dict[str, dict]:
-    """By name, as `compiling` reports them."""
+Kernels = dict[str, dict]  # by name, as `compiling` reports them
+
+
+def kernels(chip: str, everything: bool) -> Kernels:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.ops.triton_backend.compiling", chip]
+    command = [sys.executable, "-m", "tests.ops.triton_backend.compiling", chip, *["--all"] * everything]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     return {kernel["name"]: kernel for kernel in map(json.loads, run.stdout.splitlines())}
 
 
-def attention(chip: str, kind: str) -> dict[int, dict]:
+def attention(found: Kernels, kind: str) -> dict[int, dict]:
     """The plain bf16 attention kernels of a kind, by head dimension."""
-    found = re.compile(rf"attend {kind} (\d+) bf16")
-    return {int(match[1]): kernel for name, kernel in kernels(chip).items() if (match := found.fullmatch(name))}
+    pattern = re.compile(rf"attend {kind} (\d+) bf16")
+    return {int(match[1]): kernel for name, kernel in found.items() if (match := pattern.fullmatch(name))}
 
 
-def test_sm80():
-    check("sm80")
+def test_sm80(long: bool) -> None:
+    check("sm80", long)
 
 
-def test_sm90():
-    check("sm90")
+def test_sm90(long: bool) -> None:
+    found = check("sm90", long)
     for name in ("many", "exact"):
-        for dim, kernel in attention("sm90", name).items():
+        for dim, kernel in attention(found, name).items():
             if dim <= (256 if name == "many" else 128):  # Hopper's own matrix instruction, and no other
                 assert kernel["instructions"]["HGMMA"] > 0, kernel
                 assert kernel["instructions"]["HMMA"] == 0, kernel
-    assert kernels("sm90")["linear 128 bf16"]["instructions"]["HGMMA"] > 0
+    assert found["linear 128 bf16"]["instructions"]["HGMMA"] > 0
 
 
-def test_sm100():
-    check("sm100")
-    for dim, kernel in attention("sm100", "many").items():
+def test_sm100(long: bool) -> None:
+    found = check("sm100", long)
+    for dim, kernel in attention(found, "many").items():
         assert kernel["instructions"]["UTCHMMA"] > 0 or dim > 256, kernel
 
 
-def test_gfx942():
-    check("gfx942")
-    assert all(kernel["instructions"]["MFMA"] > 0 for kernel in attention("gfx942", "many").values())
+def test_gfx942(long: bool) -> None:
+    found = check("gfx942", long)
+    assert all(kernel["instructions"]["MFMA"] > 0 for kernel in attention(found, "many").values())
 
 
-def check(chip: str) -> None:
-    """What holds on every chip."""
-    found = kernels(chip)
-    assert len(found) > 60
+def check(chip: str, everything: bool) -> Kernels:
+    """Compile for a chip, and check what holds on all of them."""
+    found = kernels(chip, everything)
     for name, kernel in found.items():
         if (chip, name) not in MAY_SPILL and not name.endswith(" again"):  # that one runs where something went wrong
             assert kernel["spills"] == 0, kernel
         assert kernel["shared"] <= SHARED[chip], kernel
     for kind in ("few", "many", "exact"):
-        assert len(attention(chip, kind)) == 8
+        assert tuple(attention(found, kind)) == (HEAD_DIMS if everything else SOME_HEAD_DIMS)
         for dim in (64, 128, 256):
-            code = attention(chip, kind)[dim]["instructions"]
+            code = attention(found, kind)[dim]["instructions"]
             if chip == "gfx942":
                 assert code["LDG.128"] > 0, (kind, dim)
             else:  # every load of keys and values brings 16 bytes, past the registers
                 assert code["LDGSTS.128"] == code["LDGSTS"] > 0, (kind, dim, code)
     for dim in (64, 128, 256):
-        kernel = attention(chip, "few")[dim]
+        kernel = attention(found, "few")[dim]
         in_flight = max(kernel["buffers"].values())  # of tiles; the one that is computed with comes on top
         assert in_flight >= (2 if chip != "gfx942" or dim != 256 else 1), kernel
     for dim in (64, 128):
-        kernel = attention(chip, "few")[dim]
+        kernel = attention(found, "few")[dim]
         if chip in PROCESSOR_SHARED:  # as many at a time as the plan counts on
             registers = -(-kernel["registers"] // 8) * 8 * 32 * kernel["warps"]
             assert registers * RESIDENT[chip] <= PROCESSOR_REGISTERS, kernel
             # The system takes 1 KiB of each program.
             assert (kernel["shared"] + 1024) * RESIDENT[chip] <= PROCESSOR_SHARED[chip], kernel
+    return found

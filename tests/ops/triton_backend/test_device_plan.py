@@ -17,6 +17,8 @@ from quire.ops.triton.tiles import Tile
 from tests.ops.cases import Case, Step, naming
 from tests.ops.conftest import DEVICES
 
+pytestmark = pytest.mark.slow
+
 DEVICE = DEVICES[-1]  # the interpreter's, or the GPU
 
 

@@ -85,6 +85,7 @@ def seen(partitioner: Partitioner, lists: Lists, tables: np.ndarray, num_tokens:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worth", [0, partition.WORTH_SHARING])
 def test_every_key_once(monkeypatch, worth):
     monkeypatch.setattr(partition, "WORTH_SHARING", worth)

@@ -1,0 +1,225 @@
+"""A hook of mkdocs: fills in the parts of the documents that are made from the code. Nothing of it is committed.
+
+A page asks for a part with a comment on a line of its own, such as `<!-- made: command line -->`. HTTP and metrics are
+what a server of the embedded model says of itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+ROOT = Path(__file__).parent.parent
+SRC = ROOT / "src" / "quire"
+PLACE = re.compile(r"^<!-- made: (.*?) -->$", re.MULTILINE)
+# Documents at the root -> their pages below docs/develop.
+AT_ROOT = {
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changes.md",
+    "tests/README.md": "tests.md",
+}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """mkdocs calls this for each page. Raises LookupError for a part that is not known."""
+
+    def part(match: re.Match[str]) -> str:
+        what, _, argument = match[1].partition(": ")
+        if what not in PARTS:
+            raise LookupError(f"no part {what!r}; there are: {', '.join(PARTS)}")
+        return PARTS[what](argument) if argument else PARTS[what]()
+
+    return PLACE.sub(part, markdown)
+
+
+def root_file(name: str) -> str:
+    """A document of the root, with its links as they are from docs/develop."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for path, page in AT_ROOT.items():
+        text = re.sub(rf"\]\((\.\./)?{re.escape(path)}", f"]({page}", text)
+    return re.sub(r"\]\((\.\./)?docs/(develop/)?", lambda match: "](" if match[2] else "](../", text)
+
+
+# ------------------------------------------------------------------------------------------------ the Python
+
+
+def tree() -> str:
+    """Each module with the first line of its docstring."""
+    lines = []
+    for path in sorted(SRC.rglob("*.py"), key=lambda path: (path.parent.parts, path.name != "__init__.py", path.name)):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        place = path.relative_to(SRC.parent)
+        if path.name == "__init__.py":
+            level = len(place.parts) - 1
+            title = ".".join(place.parts[:-1])
+            lines.append(f"\n{'#' * (level + 2)} {title}\n\n{docstring.splitlines()[0] if docstring else ''}\n")
+            lines.append("| module | |\n|---|---|")
+        elif docstring:
+            lines.append(f"| `{path.stem}` | {escaped(docstring.splitlines()[0])} |")
+    return "\n".join(lines)
+
+
+def api(module: str) -> str:
+    """Directives for mkdocstrings: each public name of a module."""
+    names = {"quire": _names(SRC / "__init__.py"), "quire.ops": _names(SRC / "ops" / "__init__.py")}[module]
+    shown = [name for name in names if name not in {"__version__", "ops", "BACKENDS"}]
+    return "\n\n".join(f"::: {module}.{name}" for name in shown)
+
+
+def _names(path: Path) -> list[str]:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    raise LookupError(f"{path} has no __all__")
+
+
+# ------------------------------------------------------------------------------------------ the command line
+
+
+def command_line() -> str:
+    """Each command with its options, from the parser."""
+    from quire.cli import app
+
+    return "\n".join(_command("quire", typer.main.get_command(app), 2))
+
+
+def _command(name: str, command: Any, level: int) -> Iterator[str]:
+    yield f"{'#' * level} {name}\n\n{escaped(command.help or '')}\n"
+    if below := getattr(command, "commands", None):
+        for key, each in below.items():
+            yield from _command(f"{name} {key}", each, level + (level < 3))
+        return
+    rows = []
+    for each in command.params:
+        if each.name == "help":
+            continue
+        names = ", ".join(f"`{option}`" for option in (*each.opts, *each.secondary_opts))
+        if each.param_type_name == "argument":
+            names = f"`{each.name.upper()}`"
+        default = "" if each.default in (None, False, ()) or callable(each.default) else f"`{each.default}`"
+        rows.append(f"| {names} | {escaped(getattr(each, 'help', None) or '')} | {default} |")
+    if rows:
+        yield "\n".join(["| option | | default |", "|---|---|---|", *rows]) + "\n"
+
+
+# --------------------------------------------------------------------------------------- HTTP and the metrics
+
+
+@cache
+def served() -> tuple[dict[str, Any], str]:
+    """What a server of the embedded model says of itself: its OpenAPI document, and its metrics after one answer."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--num-blocks", "64"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert server.stdout is not None
+        first = server.stdout.readline()
+        match = re.search(r"http://\S+", first)
+        if match is None:
+            raise RuntimeError(f"the server did not start: {first}{server.stdout.read()}")
+
+        def get(path: str, body: bytes | None = None) -> str:
+            request = urllib.request.Request(match[0] + path, body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return str(answer.read().decode())
+
+        get("/v1/completions", b'{"prompt": "import", "max_tokens": 2}')
+        return json.loads(get("/openapi.json")), get("/metrics")
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def http() -> str:
+    """Each route, with the fields of what it takes and answers."""
+    document, _ = served()
+    schemas, lines = document["components"]["schemas"], []
+    for path, methods in document["paths"].items():
+        for method, route in methods.items():
+            lines.append(f"## {method.upper()} {path}\n\n{route.get('description') or route['summary']}\n")
+            if body := route.get("requestBody"):
+                name = _type(body["content"]["application/json"]["schema"])
+                lines.append(f"Takes {name}.\n")
+            for status, answer in route["responses"].items():
+                kinds = [_type(one["schema"]) for one in answer.get("content", {}).values() if "schema" in one]
+                streams = " Streams events." if "text/event-stream" in answer.get("content", {}) else ""
+                lines.append(
+                    f"- **{status}**: {answer['description']}{': ' if kinds else ''}{', '.join(kinds)}.{streams}"
+                )
+            lines.append("")
+    lines.append("## Objects\n")
+    for name, schema in sorted(schemas.items()):
+        lines.append(f"### {name}\n\n{escaped(schema.get('description', ''))}\n")
+        if properties := schema.get("properties"):
+            lines.append("| field | type | default | |\n|---|---|---|---|")
+            for field, each in properties.items():
+                default = f"`{json.dumps(each['default'])}`" if "default" in each else ""
+                needed = "required" if field in schema.get("required", ()) and not default else default
+                lines.append(f"| `{field}` | {_type(each)} | {needed} | {escaped(each.get('description', ''))} |")
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "const" in schema or "enum" in schema:
+        return " or ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
+    for key in ("anyOf", "oneOf", "allOf"):
+        if key in schema:
+            return " or ".join(dict.fromkeys(_type(each) for each in schema[key]))
+    if schema.get("type") == "array":
+        most = f", at most {schema['maxItems']:,}" if "maxItems" in schema else ""
+        return f"list of {_type(schema.get('items', {}))}{most}"
+    bounds = [f"{schema[key]:g}" for key in ("minimum", "maximum") if key in schema]
+    length = f", at most {schema['maxLength']:,} characters" if "maxLength" in schema else ""
+    return str(schema.get("type", "any")) + (f" {' to '.join(bounds)}" if len(bounds) == 2 else "") + length
+
+
+def metrics() -> str:
+    """Each family of metrics."""
+    _, scraped = served()
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", scraped, re.MULTILINE))
+    families = re.findall(r"^# HELP (\S+) (.*)$", scraped, re.MULTILINE)
+    labels = {
+        name: dict.fromkeys(
+            label
+            for sample in re.findall(rf"^{name}(?:_bucket|_total)?\{{(.*)\}} ", scraped, re.MULTILINE)
+            for label in re.findall(r"(\w+)=", sample)
+        )
+        for name, _ in families
+    }
+    own = [set(found) for name, found in labels.items() if ":" in name and found]
+    common = set.intersection(*own)
+    lines = [f"All of Quire's own have the labels {' and '.join(f'`{label}`' for label in sorted(common))}.\n"]
+    lines += ["| metric | kind | |", "|---|---|---|"]
+    for name, text in sorted(families, key=lambda family: ":" not in family[0]):  # Quire's own first
+        others = ", ".join(label for label in labels[name] if label not in common | {"le"})
+        lines.append(f"| `{name}` | {kinds[name]} | {escaped(text)}{f' By {others}.' if others else ''} |")
+    return "\n".join(lines)
+
+
+def escaped(text: str) -> str:
+    """A text for a cell of a table."""
+    return " ".join(text.replace("|", "\\|").replace("[", "\\[").replace("<", "&lt;").split())
+
+
+PARTS: dict[str, Callable[..., str]] = {
+    "tree": tree,
+    "api": api,
+    "command line": command_line,
+    "http": http,
+    "metrics": metrics,
+    "file": root_file,
+}
