@@ -238,8 +238,8 @@ class RandomRun(Simulation):
             return
         scheduler = self.scheduler
         waiting = list(scheduler.waiting)
-        unforked = [sibling for request in scheduler.running for sibling in unforked(request, scheduler.waiting)]
-        states = {"waiting": waiting, "unforked": unforked, "running": scheduler.running, "swapped": scheduler.swapped}
+        waits = [sibling for request in scheduler.running for sibling in unforked(request, scheduler.waiting)]
+        states = {"waiting": waiting, "unforked": waits, "running": scheduler.running, "swapped": scheduler.swapped}
         there = [name for name, requests in states.items() if requests]
         if there:
             state = self.rng.choice(there)

@@ -86,7 +86,7 @@ def test_no_guesses_for_whose_draws_depend_on_more_than_their_tokens() -> None:
     assert not lookup.guess(request(tokens), 4), "its prompt is still to be shared with its siblings"
     for params in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}):
         assert not lookup.guess(request(tokens, 2, **params), 4)
-    for name, value in (("steered", True), ("guide", object())):
+    for name, value in (("driven", True), ("guide", object())):
         special = request(tokens, 2)
         setattr(special, name, value)
         assert not lookup.guess(special, 4)

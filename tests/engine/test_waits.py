@@ -10,7 +10,6 @@ import importlib
 import json
 from array import array
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +30,8 @@ from quire.models import FAMILIES
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import weight_shapes
 from quire.ops import AttentionSpec
+from quire.ops.linear import Linears
+from quire.ops.reference import ReferenceBackend
 from quire.request import Request, SamplingParams
 from tests.models.checkpoints import save
 
@@ -155,17 +156,27 @@ def test_sampling_waits_for_nothing(first: int, count: int, copies: int) -> None
     assert watch.copies == copies
 
 
+class LeftOut(ReferenceBackend):
+    """The reference without attention, for tensors that cannot be read."""
+
+    def linears(self, device: str, reproducible: bool = False) -> Linears:
+        return Linears()
+
+    def write_kv(self, *arguments: Any) -> None:
+        pass
+
+    def attention(self, q: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        return torch.empty_like(q)
+
+
 def far_model(raw: dict[str, Any]) -> Decoder:
     """A model whose weights lie where they cannot be read, and whose attention is left out."""
-    left_out = SimpleNamespace(**vars(OPS))
-    left_out.write_kv = lambda k, v, kv, plan: None
-    left_out.attention = lambda q, kv, plan, **options: torch.empty_like(q)
     config = importlib.import_module(FAMILIES[raw["architectures"][0]]).decoder_config(raw)
     weights = {
         name: torch.empty(shape, dtype=torch.float32 if "norm." in name else torch.bfloat16, device="meta")
         for name, shape in weight_shapes(config).items()
     }
-    return Decoder(config, weights, left_out, 200)  # type: ignore[arg-type]
+    return Decoder(config, weights, LeftOut(), 200)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Gemma2", "Bloom", "Qwen3"])

@@ -25,6 +25,7 @@ from quire.models.decoder_config import weight_shapes
 from quire.models.rope import rope_table
 from quire.ops import load
 from quire.ops.cpu import native
+from quire.ops.program import Normalize
 from tests.models.checkpoints import NEOX, TINY, engine, probed_logits, save
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -58,14 +59,11 @@ def test_weights_are_copied_into_aligned_memory(tmp_path: Path, saved: torch.dty
     """Straight out of the file they would stand wherever the header before them ends."""
     save(tmp_path, vocab_size=96, tie_word_embeddings=False, dtype=saved)
     model = engine(tmp_path, dtype="float32").runner.model
-    for layer in model.layers:
-        for weight in (
-            model.embedding.weight,
-            model.final_norm.weight,
-            layer.input_norm.weight,
-        ):
-            assert weight.dtype is torch.float32
-            assert weight.data_ptr() % 64 == 0
+    norms = [operator.weight for operator in model.layers.program.operators if isinstance(operator, Normalize)]
+    assert len(norms) == 2 * model.config.num_layers + 1
+    for weight in (model.embedding.weight, *norms):
+        assert weight.dtype is torch.float32
+        assert weight.data_ptr() % 64 == 0
 
 
 @pytest.mark.slow
