@@ -69,9 +69,9 @@ def test_bench_lists_its_commands_and_passes_arguments_on() -> None:
         assert re.search(rf"^\W*{command} ", listed.stdout, re.MULTILINE), command
     for arguments in (["planning", "--sequences", "0"], ["planning", "--", "--json"], ["nothing"], []):
         assert CliRunner().invoke(app, ["bench", *arguments]).exit_code == 2
-    told = CliRunner().invoke(app, ["bench", "planning", "--sequences", "2", "--context=20", "--spare", "3", "--json"])
+    shown = CliRunner().invoke(app, ["bench", "planning", "--sequences", "2", "--context=20", "--spare", "3", "--json"])
     assert {"sequences": 2, "context": 20, "pool": 2 * -(-(20 + 2048) // 16) + 3}.items() <= json.loads(
-        told.stdout
+        shown.stdout
     ).items()
 
 
@@ -104,7 +104,7 @@ def test_stdin(arguments: list[str]) -> None:
 @pytest.mark.slow
 def test_options_reach_the_engine(tmp_path: Path) -> None:
     save(tmp_path)
-    for arguments, told in (
+    for arguments, shown in (
         (["--model", str(tmp_path)], "has no tokenizer"),
         (["--dtype", "int3"], "dtype is 'int3'"),
         (["--device", "abacus"], "device is 'abacus'"),
@@ -124,7 +124,7 @@ def test_options_reach_the_engine(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["generate", "x", *arguments])
         assert result.exit_code == 1
         assert result.stderr.startswith("error: ")
-        assert told in result.stderr
+        assert shown in result.stderr
         assert "Traceback" not in result.stderr
 
 
@@ -153,35 +153,37 @@ def test_info() -> None:
 def test_info_says_who_computes_a_model(tmp_path: Path) -> None:
     from quire.models import EMBEDDED
 
-    told = CliRunner().invoke(app, ["info", "--model", str(EMBEDDED)])
-    assert told.exit_code == 0
-    assert told.stdout.split()[1:] == ["own", "decoder"]
+    shown = CliRunner().invoke(app, ["info", "--model", str(EMBEDDED)])
+    assert shown.exit_code == 0
+    assert shown.stdout.split()[1:] == ["own", "decoder"]
     config = json.loads((EMBEDDED / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | {"odd_key": 1}), encoding="utf-8")
-    told = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
-    assert "adapter: because config.json has keys that family" in told.stdout
+    shown = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
+    assert "adapter: because config.json has keys that family" in shown.stdout
     (tmp_path / "config.json").write_text('{"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}')
-    told = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
-    assert told.exit_code == 1
-    assert "it keeps a state beside keys and values" in told.stderr
+    shown = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
+    assert shown.exit_code == 1
+    assert "it keeps a state beside keys and values" in shown.stderr
 
 
 def test_models_lists_all_types() -> None:
     from quire.models.supported import read
 
-    told = CliRunner().invoke(app, ["models"]).stdout
+    shown = CliRunner().invoke(app, ["models"]).stdout
     found = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
     assert [one["name"] for one in found["types"]] == [one.name for one in read().types]
     for one in read().types:
-        assert any(line.split()[0] == one.name and one.how in line and one.reason in line for line in told.splitlines())
+        assert any(
+            line.split()[0] == one.name and one.how in line and one.reason in line for line in shown.splitlines()
+        )
 
 
 def test_a_prompt_through_the_adapter() -> None:
-    told = [
+    shown = [
         generated("def f(", "--max-tokens", "12", "--temperature", "0", "--model-impl", impl)
         for impl in ("quire", "transformers")
     ]
-    assert told[0] == told[1]
+    assert shown[0] == shown[1]
 
 
 def test_every_field_of_the_configs_is_an_option_of_serve() -> None:

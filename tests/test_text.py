@@ -97,8 +97,8 @@ class TestTokenizer:
             random = Random(20)
             for text in (*TEXTS, *(random_text(random, random.randrange(40)) for _ in range(500))):
                 tokens = tested.encode(text, add_special_tokens=False)
-                told = b"".join(tested.token_bytes(token) for token in tokens)
-                assert told == (before + text.encode() if text else b"")
+                shown = b"".join(tested.token_bytes(token) for token in tokens)
+                assert shown == (before + text.encode() if text else b"")
 
     def test_the_bytes_of_every_token_are_its_text(self) -> None:
         tokenizer = Tokenizer(EMBEDDED)

@@ -13,7 +13,6 @@ import torch
 
 from quire import ops
 from quire.errors import Unsupported
-from quire.ops import cpu
 from quire.ops.cpu import native
 
 pytestmark = pytest.mark.slow
@@ -76,7 +75,8 @@ def test_an_instruction_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     kv = ops.PagedKV(*torch.randn(2, 64, 2, 8, 40))
     q = torch.randn(71, 6, 40)
     found, expected = (
-        each.attention(q, kv, each.plan(spec, *step), return_lse=True) for each in (cpu, ops.load("reference"))
+        each.attention(q, kv, each.plan(spec, *step), return_lse=True)
+        for each in (ops.load("cpu"), ops.load("reference"))
     )
     torch.testing.assert_close(found, expected)
 

@@ -52,10 +52,10 @@ def main() -> int:
         for name, check in CHECKS.items():
             try:
                 with TemporaryDirectory() as made:
-                    told = check(binaries, process.url, Path(made), llm)
+                    shown = check(binaries, process.url, Path(made), llm)
             except Failed as error:
-                told, failed = f"FAILED: {error}", True
-            print(f"{name:30s} {told}", flush=True)
+                shown, failed = f"FAILED: {error}", True
+            print(f"{name:30s} {shown}", flush=True)
     return int(failed)
 
 
@@ -112,13 +112,13 @@ def compare_choices(samples: list[dict[str, Any]], llm: LLM) -> str:
     """The log-likelihood of each choice behind its text."""
     largest, count = 0.0, 0
     for sample in samples:
-        for asked, [[told, is_greedy]] in zip(sample["arguments"].values(), sample["resps"], strict=True):
+        for asked, [[shown, is_greedy]] in zip(sample["arguments"].values(), sample["resps"], strict=True):
             # As lm_eval has it: blanks belong to the choice, whose tokens are those behind as many as the text's alone.
             before, whole = (
                 tokens_of(llm, text) for text in (asked["arg_0"].rstrip(), asked["arg_0"] + asked["arg_1"])
             )
             found = logprobs(llm, before + whole[len(before) :])[len(before) :]
-            largest = max(largest, abs(sum(value for value, _ in found) - float(told)))
+            largest = max(largest, abs(sum(value for value, _ in found) - float(shown)))
             count += 1
             if all(rank == 1 for _, rank in found) != (str(is_greedy) == "True"):
                 raise Failed(f"{asked['arg_1']!r} behind {asked['arg_0']!r} is greedy for one of the two alone")
@@ -132,17 +132,17 @@ def compare_rolling(samples: list[dict[str, Any]], llm: LLM) -> str:
         [asked] = sample["arguments"].values()
         tokens = tokens_of(llm, asked["arg_0"])
         truth = sum(sum(value for value, _ in logprobs(llm, seen)[-count:]) for seen, count in windows(tokens))
-        [[told]] = sample["resps"]
-        largest = max(largest, abs(truth - float(told[0] if isinstance(told, list) else told)))
+        [[shown]] = sample["resps"]
+        largest = max(largest, abs(truth - float(shown[0] if isinstance(shown, list) else shown)))
     return within(largest, f"{len(samples)} log-likelihoods of texts")
 
 
 def windows(tokens: list[int]) -> Iterator[tuple[list[int], int]]:
     """As lm_eval cuts a text: windows with as much before as has room, and how many tokens of each are counted."""
-    told = [0, *tokens]  # behind the token that begins a text
+    shown = [0, *tokens]  # behind the token that begins a text
     for start in range(0, len(tokens), WINDOW):
         end = min(start + WINDOW, len(tokens))
-        yield told[max(0, end - WINDOW) : end + 1], end - start
+        yield shown[max(0, end - WINDOW) : end + 1], end - start
 
 
 def compare_texts(samples: list[dict[str, Any]], llm: LLM) -> str:
@@ -164,8 +164,8 @@ def compare_outputs(samples: list[dict[str, Any]], llm: LLM, prompt_of: Callable
     for sample in samples:
         [asked] = sample["arguments"].values()
         [output] = llm.generate([tokens_of(llm, prompt_of(asked["arg_0"]))], params)
-        if (told := sample["resps"][0][0]) != (truth := output.outputs[0].text):
-            raise Failed(f"behind {asked['arg_0']!r} came {told!r}; LLM says {truth!r}")
+        if (shown := sample["resps"][0][0]) != (truth := output.outputs[0].text):
+            raise Failed(f"behind {asked['arg_0']!r} came {shown!r}; LLM says {truth!r}")
     return f"{len(samples)} texts equal those of LLM"
 
 

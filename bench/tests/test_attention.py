@@ -92,11 +92,11 @@ def test_another_instruction_set_runs_and_an_unknown_one_does_not() -> None:
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(SETS, "peers", (TINY, replace(TINY, query_len=6)))
     before = torch.get_num_threads()
-    told = CliRunner().invoke(app, ["bench", "attention", "--runs", "2", "--sdpa-runs", "1"])
-    assert told.exit_code == 0, told.output
-    assert "GB/s" in told.output
-    assert "GFLOP/s" in told.output
-    assert "smallest call" in told.output
+    shown = CliRunner().invoke(app, ["bench", "attention", "--runs", "2", "--sdpa-runs", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert "GB/s" in shown.output
+    assert "GFLOP/s" in shown.output
+    assert "smallest call" in shown.output
     lines = CliRunner().invoke(app, ["bench", "attention", "--runs", "2", "--sdpa-runs", "0", "--json"]).output
     parsed = [json.loads(line) for line in lines.splitlines()]
     assert [line["name"] for line in parsed[:2]] == [TINY.name, replace(TINY, query_len=6).name]
@@ -110,8 +110,8 @@ def test_the_plot_is_drawn_or_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch
     figure = attention.measure(ops.load("cpu"), TINY, runs=1, sdpa_runs=0)
     attention.plot([figure], tmp_path / "figures.png")
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
-    for name, told in (("x.foo", "its ending must be one of"), ("none/x.png", "there is no directory")):
-        with pytest.raises(ConfigError, match=told):
+    for name, shown in (("x.foo", "its ending must be one of"), ("none/x.png", "there is no directory")):
+        with pytest.raises(ConfigError, match=shown):
             attention.plot([figure], tmp_path / name)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):

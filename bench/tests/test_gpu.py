@@ -139,9 +139,9 @@ def test_stages_are_chosen_by_name_and_by_family() -> None:
 
 
 def test_the_command() -> None:
-    told = CliRunner().invoke(app, "bench gpu --device cpu --backend cpu --tiny --only ceilings".split())
-    assert told.exit_code == 0, told.output
-    assert "not measured" in told.output
+    shown = CliRunner().invoke(app, "bench gpu --device cpu --backend cpu --tiny --only ceilings".split())
+    assert shown.exit_code == 0, shown.output
+    assert "not measured" in shown.output
     assert (
         CliRunner().invoke(app, ["bench", "gpu", "--only", "nope", "--device", "cpu", "--backend", "cpu"]).exit_code
         == 1

@@ -38,11 +38,11 @@ def test_prompts_are_the_same_every_time_and_share_nothing() -> None:
 
 def test_figures() -> None:
     found = Latency(Batch(8, 2, 2), (Iteration(1.0, (0.1, 0.3), (0.5, 0.7)), Iteration(3.0, (0.2, 0.2), (0.6, 0.6))))
-    told = found.as_dict()
-    assert told["seconds"] == [1.0, 3.0]
-    assert (told["input_len"], told["output_len"], told["batch_size"]) == (8, 2, 2)
-    assert [told[name]["mean"] for name in ("latency", "ttft", "itl")] == pytest.approx([2.0, 0.2, 0.6])
-    assert [told["latency"][f"p{percent}"] for percent in PERCENTS] == pytest.approx([1.2, 1.5, 2.0, 2.5, 2.8, 2.98])
+    shown = found.as_dict()
+    assert shown["seconds"] == [1.0, 3.0]
+    assert (shown["input_len"], shown["output_len"], shown["batch_size"]) == (8, 2, 2)
+    assert [shown[name]["mean"] for name in ("latency", "ttft", "itl")] == pytest.approx([2.0, 0.2, 0.6])
+    assert [shown["latency"][f"p{percent}"] for percent in PERCENTS] == pytest.approx([1.2, 1.5, 2.0, 2.5, 2.8, 2.98])
 
 
 def test_bad_batches() -> None:
@@ -61,9 +61,9 @@ def run(arguments: str, status: int = 0) -> str:
 
 def test_commands(tmp_path: Path) -> None:
     tiny = "--input-len 8 --output-len 3 --batch-size 2 --num-iters-warmup 0 --num-iters 2"
-    told = json.loads(run(f"{tiny} --json --plot {tmp_path / 'x.png'}"))
-    assert len(told["seconds"]) == 2
-    assert told["ttft"]["p99"] < told["latency"]["p99"]
+    shown = json.loads(run(f"{tiny} --json --plot {tmp_path / 'x.png'}"))
+    assert len(shown["seconds"]) == 2
+    assert shown["ttft"]["p99"] < shown["latency"]["p99"]
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     lines = run(tiny.replace("--output-len 3", "--output-len 1")).splitlines()
     assert [line[:14] for line in lines[:2]] == ["whole batch   ", "first token   "]

@@ -75,12 +75,12 @@ def test_moments_and_counts_of_a_run() -> None:
     assert len(done) == 3
     assert [made.completed for made in run.records] == [True] * 3
     assert sorted(made.answer.prompt_tokens or 0 for made in run.records) == [0, 1, 2]
-    told = Report(run).as_dict()
-    assert (told["output_tokens"], told["chunks"], told["spread"], told["lost_tokens"]) == (12, 12, "chunks", 0)
-    assert told["ttft"]["p50"] >= 0.05  # the server waited that long
-    assert told["e2el"]["p99"] >= told["ttft"]["p99"] + told["tpot"]["p50"] * 3 >= 0.05
-    assert run.seconds >= told["e2el"]["p99"]
-    assert told["client_cpu_seconds"] > 0
+    shown = Report(run).as_dict()
+    assert (shown["output_tokens"], shown["chunks"], shown["spread"], shown["lost_tokens"]) == (12, 12, "chunks", 0)
+    assert shown["ttft"]["p50"] >= 0.05  # the server waited that long
+    assert shown["e2el"]["p99"] >= shown["ttft"]["p99"] + shown["tpot"]["p50"] * 3 >= 0.05
+    assert run.seconds >= shown["e2el"]["p99"]
+    assert shown["client_cpu_seconds"] > 0
 
 
 def test_errors_are_counted_by_kind() -> None:
@@ -108,9 +108,9 @@ def test_errors_are_counted_by_kind() -> None:
             await answer_whole(number, reply)
 
     run = loaded(script, count=12)
-    told = Report(run).as_dict()
-    kinds = {error["kind"]: (error["count"], error["message"]) for error in told["errors"]}
-    assert (told["completed"], told["failed"], told["rejected"], told["unfinished"]) == (2, 10, 3, 0)
+    shown = Report(run).as_dict()
+    kinds = {error["kind"]: (error["count"], error["message"]) for error in shown["errors"]}
+    assert (shown["completed"], shown["failed"], shown["rejected"], shown["unfinished"]) == (2, 10, 3, 0)
     assert kinds["HTTP 429"] == (3, "too many")
     assert kinds["HTTP 400"] == (1, "bad")
     assert kinds["HTTP 500"] == (1, ("oops" * 50))
@@ -119,8 +119,8 @@ def test_errors_are_counted_by_kind() -> None:
     assert kinds["stream ended early"][0] == 1
     assert kinds["ClientPayloadError"][0] == 1
     assert sum(kinds[kind][0] for kind in ("ServerDisconnectedError", "ClientOSError") if kind in kinds) == 1
-    assert told["output_tokens"] == 8
-    assert told["lost_tokens"] == 4
+    assert shown["output_tokens"] == 8
+    assert shown["lost_tokens"] == 4
 
 
 def test_refused_connections_and_timeouts_are_errors() -> None:
@@ -176,9 +176,9 @@ def test_an_interrupt_keeps_what_was_done() -> None:
         raise KeyboardInterrupt
 
     run = loaded(first_alone, count=5, advance=interrupt)
-    told = Report(run).as_dict()
+    shown = Report(run).as_dict()
     assert run.interrupted
-    assert (told["requests"], told["completed"], told["unfinished"], told["failed"]) == (5, 1, 4, 0)
+    assert (shown["requests"], shown["completed"], shown["unfinished"], shown["failed"]) == (5, 1, 4, 0)
     assert "4 interrupted" in dict(Report(run).table())["requests"]
 
 
@@ -215,18 +215,18 @@ def test_json() -> None:
         arguments = "--num-prompts 5 --random-input-len 6 --random-output-len 3 --request-rate 1000 --seed 4 --json"
         results = [invoke("serve", "--url", fake.url, *arguments.split(), "--goodput", "ttft:60000 e2el:60000")
                    for _ in range(2)]  # fmt: skip
-    told = json.loads(results[0].stdout)
+    shown = json.loads(results[0].stdout)
     assert results[0].exit_code == 0
-    assert list(told) == [
+    assert list(shown) == [
         "url", "model", "endpoint", "seed", "requests", "completed", "failed", "rejected", "unfinished", "errors",
         "seconds", "input_tokens", "output_tokens", "lost_tokens", "chunks", "spread", "request_throughput",
         "output_throughput", "total_token_throughput", "ttft", "tpot", "itl", "e2el", "goodput", "queued", "late",
         "client_cpu_seconds", "client_cpu_share",
     ]  # fmt: skip
-    assert list(told["ttft"]) == ["mean", "p50", "p90", "p99"]
-    assert (told["model"], told["completed"], told["output_tokens"], told["input_tokens"]) == ("fake", 5, 15, 15)
-    assert told["goodput"] == {"limits": {"ttft": 60.0, "e2el": 60.0}, "share": 1.0,
-                               "rate": pytest.approx(5 / told["seconds"])}  # fmt: skip
+    assert list(shown["ttft"]) == ["mean", "p50", "p90", "p99"]
+    assert (shown["model"], shown["completed"], shown["output_tokens"], shown["input_tokens"]) == ("fake", 5, 15, 15)
+    assert shown["goodput"] == {"limits": {"ttft": 60.0, "e2el": 60.0}, "share": 1.0,
+                               "rate": pytest.approx(5 / shown["seconds"])}  # fmt: skip
     asked = sorted(reply.body["prompt"] for reply in fake.replies[:5])
     assert asked == sorted(reply.body["prompt"] for reply in fake.replies[5:])  # the same seed
     assert asked == sorted(prompt.content for prompt in random_prompts(5, 6, 3, seed=4))
@@ -303,8 +303,8 @@ def test_ctrl_c_tells_what_was_done() -> None:
         out, err = process.communicate(timeout=20)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    told = json.loads(out)
-    assert (told["requests"], told["completed"], told["unfinished"], told["output_tokens"]) == (4, 1, 3, 128)
+    shown = json.loads(out)
+    assert (shown["requests"], shown["completed"], shown["unfinished"], shown["output_tokens"]) == (4, 1, 3, 128)
 
 
 # --------------------------------------------------------------------------------------------- the way over HTTP
@@ -313,13 +313,13 @@ def test_ctrl_c_tells_what_was_done() -> None:
 def test_overhead_figures() -> None:
     load = http_path.Load(None, 4, 8, 25)
     pairs = (http_path.Pair(1.0, 1.25, 0.25, 50), http_path.Pair(2.0, 2.5, 0.5, 80), http_path.Pair(9.0, 1.3, 0.1, 10))
-    told = http_path.Overhead(load, pairs).as_dict()
-    assert told["offline_tokens_per_second"] == 50.0
-    assert told["http_tokens_per_second"] == pytest.approx(100 / 1.3)
-    assert told["http_tokens_per_second_without_client"] == pytest.approx(100 / 1.2)
-    assert told["ratio"] == pytest.approx(2 / 1.3)
-    assert told["ratio_without_client"] == pytest.approx(2 / 1.2)
-    assert (told["client_cpu_seconds"], told["tokens_per_chunk"]) == (0.25, 2.0)
+    shown = http_path.Overhead(load, pairs).as_dict()
+    assert shown["offline_tokens_per_second"] == 50.0
+    assert shown["http_tokens_per_second"] == pytest.approx(100 / 1.3)
+    assert shown["http_tokens_per_second_without_client"] == pytest.approx(100 / 1.2)
+    assert shown["ratio"] == pytest.approx(2 / 1.3)
+    assert shown["ratio_without_client"] == pytest.approx(2 / 1.2)
+    assert (shown["client_cpu_seconds"], shown["tokens_per_chunk"]) == (0.25, 2.0)
     with pytest.raises(ConfigError, match="input_len is 0"):
         http_path.Load(None, 1, 0, 1)
 

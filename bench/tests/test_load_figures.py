@@ -119,13 +119,13 @@ def test_several_tokens_a_chunk_as_told_with_each() -> None:
 
 
 def test_several_tokens_a_chunk_are_spread_evenly_where_only_the_sum_is_told() -> None:
-    for tokens, told in ((10, [3, 3, 4]), (3, [1, 1, 1]), (2, [1, 1, 1])):
+    for tokens, shown in ((10, [3, 3, 4]), (3, [1, 1, 1]), (2, [1, 1, 1])):
         answer = Answer()
         answer.feed(chunk("a") + chunk("b"), 1.0)
         answer.feed(chunk("c", "stop", usage=usage(4, tokens)) + DONE, 2.0)  # usage with the last chunk, as some do
         answer.close(3.0)
         assert not answer.counts_are_told
-        assert answer.chunk_tokens() == told
+        assert answer.chunk_tokens() == shown
         assert answer.num_tokens == tokens
 
 
@@ -210,7 +210,7 @@ def some_run() -> Run:
 
 
 def test_the_report_of_given_moments() -> None:
-    told = Report(some_run(), limits={"ttft": 0.2}, percents=(50, 100)).as_dict()
+    shown = Report(some_run(), limits={"ttft": 0.2}, percents=(50, 100)).as_dict()
     counts = (
         "requests",
         "completed",
@@ -221,20 +221,20 @@ def test_the_report_of_given_moments() -> None:
         "output_tokens",
         "lost_tokens",
     )
-    assert [told[name] for name in counts] == [5, 2, 2, 1, 1, 20, 5, 1]
-    assert told["errors"] == [
+    assert [shown[name] for name in counts] == [5, 2, 2, 1, 1, 20, 5, 1]
+    assert shown["errors"] == [
         {"kind": "HTTP 429", "message": "queue is full", "count": 1},
         {"kind": "HTTP 500", "message": "oops", "count": 1},
     ]
-    assert told["ttft"] == pytest.approx({"mean": 0.2, "p50": 0.2, "p100": 0.3})
-    assert told["itl"] == pytest.approx({"mean": 2.5 / 3, "p50": 0.2, "p100": 2.2})
-    assert told["tpot"] == pytest.approx({"mean": 1.175, "p50": 1.175, "p100": 2.2})
-    assert told["e2el"] == pytest.approx({"mean": 1.5, "p50": 1.5, "p100": 2.5})
-    assert told["late"] == pytest.approx({"mean": 0.05, "p50": 0.0, "p100": 0.25})
-    assert told["queued"]["p100"] == 0.25
-    assert (told["request_throughput"], told["output_throughput"], told["total_token_throughput"]) == (0.4, 1.0, 5.0)
-    assert told["goodput"] == {"limits": {"ttft": 0.2}, "share": 0.2, "rate": 0.2}
-    assert told["client_cpu_share"] == 0.2
+    assert shown["ttft"] == pytest.approx({"mean": 0.2, "p50": 0.2, "p100": 0.3})
+    assert shown["itl"] == pytest.approx({"mean": 2.5 / 3, "p50": 0.2, "p100": 2.2})
+    assert shown["tpot"] == pytest.approx({"mean": 1.175, "p50": 1.175, "p100": 2.2})
+    assert shown["e2el"] == pytest.approx({"mean": 1.5, "p50": 1.5, "p100": 2.5})
+    assert shown["late"] == pytest.approx({"mean": 0.05, "p50": 0.0, "p100": 0.25})
+    assert shown["queued"]["p100"] == 0.25
+    assert (shown["request_throughput"], shown["output_throughput"], shown["total_token_throughput"]) == (0.4, 1.0, 5.0)
+    assert shown["goodput"] == {"limits": {"ttft": 0.2}, "share": 0.2, "rate": 0.2}
+    assert shown["client_cpu_share"] == 0.2
 
 
 @pytest.mark.parametrize(
@@ -248,9 +248,9 @@ def test_goodput(limits: str, good: int) -> None:
 
 def test_an_answer_of_one_token_has_no_gaps_and_keeps_their_limits() -> None:
     report = Report(Run([record(0.0, 0.0, [0.1], 0.1)], 0.0, 1.0), limits={"itl": 0.0, "tpot": 0.0})
-    told = report.as_dict()
-    assert told["goodput"]["share"] == 1.0
-    assert told["itl"] == {"mean": None, "p50": None, "p90": None, "p99": None}
+    shown = report.as_dict()
+    assert shown["goodput"]["share"] == 1.0
+    assert shown["itl"] == {"mean": None, "p50": None, "p90": None, "p99": None}
     assert dict(report.table())["ITL"].startswith("mean -, p50 -")
 
 
@@ -268,8 +268,8 @@ def test_a_report_says_how_tokens_were_told_apart() -> None:
 def test_input_tokens_that_a_server_does_not_tell_are_not_made_up() -> None:
     run = some_run()
     run.records[0].answer.prompt_tokens = None
-    told = Report(run).as_dict()
-    assert (told["input_tokens"], told["total_token_throughput"]) == (None, None)
+    shown = Report(run).as_dict()
+    assert (shown["input_tokens"], shown["total_token_throughput"]) == (None, None)
     assert "with prompts" not in dict(Report(run).table())
 
 
@@ -331,7 +331,7 @@ def test_a_dataset(tmp_path: Path) -> None:
     assert prompts == [Prompt("a\u2028b", 3), Prompt([1, 2], 4)]
     assert repeated(prompts, 5) == [*prompts, *prompts, prompts[0]]
     assert repeated(prompts, None) == prompts
-    for line, told in (
+    for line, shown in (
         ("{", "line 1 is no JSON"),
         ("[]", r"line 1 is '\[\]'; it must be"),
         ('{"prompt":"a"}', "it must be"),
@@ -342,7 +342,7 @@ def test_a_dataset(tmp_path: Path) -> None:
         ("", "is empty"),
     ):
         path.write_text(line)
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=shown):
             read_prompts(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_prompts(tmp_path / "none")

@@ -244,11 +244,11 @@ def test_the_books_balance(name: str) -> None:
         for moment in run.moments:
             assert 0 < moment.live <= moment.used <= setup.slots
             assert moment.used + moment.unusable <= setup.slots
-        told = json.loads(json.dumps(run.as_dict()))
-        assert told["overall"] == asdict(run.use(run.moments))
-        assert told["short"] == asdict(run.pressed)
-        assert told["prompt_tokens"] + told["new_tokens"] == tokens + 100
-        for use in (told["overall"], told["short"]):
+        shown = json.loads(json.dumps(run.as_dict()))
+        assert shown["overall"] == asdict(run.use(run.moments))
+        assert shown["short"] == asdict(run.pressed)
+        assert shown["prompt_tokens"] + shown["new_tokens"] == tokens + 100
+        for use in (shown["overall"], shown["short"]):
             assert use["live"] + use["wasted"] + use["unusable"] + use["free"] == pytest.approx(setup.slots)
             lost = use["wasted"] + use["unusable"]
             assert use["waste"] == pytest.approx(lost / (lost + use["live"]))
@@ -310,14 +310,14 @@ SMALL = "--requests 40 --max-model-len 256 --memory 1GiB"
 
 
 def test_the_table() -> None:
-    told = run(SMALL)
+    shown = run(SMALL)
     for name in memory.DISTRIBUTIONS:
-        assert f"{name}: 40 requests" in told
-    assert "256 blocks of 16, max_model_len 256" in told
-    assert told.count("contiguous, exact length") == 6
-    assert "embedded: 5 layers, 2 KV heads of 32, bfloat16" in told
-    assert "bytes a token      1,280" in told
-    assert "3,276 requests of 256 tokens, full length" in told
+        assert f"{name}: 40 requests" in shown
+    assert "256 blocks of 16, max_model_len 256" in shown
+    assert shown.count("contiguous, exact length") == 6
+    assert "embedded: 5 layers, 2 KV heads of 32, bfloat16" in shown
+    assert "bytes a token      1,280" in shown
+    assert "3,276 requests of 256 tokens, full length" in shown
     assert "1,024 tokens, full length" in run("--requests 2 --distribution chat")  # what the model was made for
 
 
@@ -346,12 +346,12 @@ def test_model_config(tmp_path: Path) -> None:
     path = tmp_path / "small" / "config.json"
     path.parent.mkdir()
     path.write_text(json.dumps(CONFIG))
-    told = run(f"--requests 5 --memory 1.5MB --model-config {path}")
-    assert told.endswith(run(f"--requests 5 --memory 1.5MB --model-config {path.parent}"))
-    assert "small: 3 layers, 2 KV heads of 16, float16" in told
-    assert "bytes a token      384\n" in told
-    assert "bytes a request    49,152 of 128 tokens" in told
-    assert "contiguous         30 requests fit" in told
+    shown = run(f"--requests 5 --memory 1.5MB --model-config {path}")
+    assert shown.endswith(run(f"--requests 5 --memory 1.5MB --model-config {path.parent}"))
+    assert "small: 3 layers, 2 KV heads of 16, float16" in shown
+    assert "bytes a token      384\n" in shown
+    assert "bytes a request    49,152 of 128 tokens" in shown
+    assert "contiguous         30 requests fit" in shown
     other = path.rename(path.with_name("other.json"))
     assert "other.json: 3 layers" in run(f"--requests 5 --model-config {other}")
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):

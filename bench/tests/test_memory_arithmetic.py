@@ -66,8 +66,8 @@ def test_slots_wasted_at_block_size_16(tokens: int, blocks: int, wasted: int) ->
     """Of the slots owned 6.25, 2.34 and 0 %: told as 6.3, 2.4 and 0."""
     _, usage = hold([tokens], 16)
     assert (usage.used_blocks, usage.wasted_slots, usage.filled_slots) == (blocks, wasted, tokens)
-    told = {150: 6.3, 500: 2.4, 2000: 0}[tokens]
-    assert 100 * usage.wasted_slots / usage.used_slots == pytest.approx(told, abs=0.06)
+    shown = {150: 6.3, 500: 2.4, 2000: 0}[tokens]
+    assert 100 * usage.wasted_slots / usage.used_slots == pytest.approx(shown, abs=0.06)
 
 
 def test_slots_wasted_by_all_three() -> None:

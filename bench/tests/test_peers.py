@@ -106,14 +106,14 @@ class TestRace:
             Case("prefix", "small", {"vllm": 2.0}),
         ]
         one, (single, prefix) = race(tmp_path, commands, cases)
-        told = [entry.split(" ", 1) for entry in log.read_text().splitlines()]
+        shown = [entry.split(" ", 1) for entry in log.read_text().splitlines()]
         model = tmp_path / "small"
-        assert told[:3] == [[name, f"starts {model} False 1 144"] for name in commands]
-        first = [int(what.removeprefix("runs ")) for _, what in told[3:12]]
-        assert [name for name, _ in told[3:12]] == [*commands] * 3
+        assert shown[:3] == [[name, f"starts {model} False 1 144"] for name in commands]
+        first = [int(what.removeprefix("runs ")) for _, what in shown[3:12]]
+        assert [name for name, _ in shown[3:12]] == [*commands] * 3
         assert first == [first[0] + turn for turn in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
-        assert told[12:14] == [[name, f"starts {model} True 32 35840"] for name in ("quire", "vllm")]
-        assert [name for name, _ in told[14:]] == ["quire", "vllm"] * 3
+        assert shown[12:14] == [[name, f"starts {model} True 32 35840"] for name in ("quire", "vllm")]
+        assert [name for name, _ in shown[14:]] == ["quire", "vllm"] * 3
         assert {name: len(seconds) for name, seconds in single.seconds.items()} == dict.fromkeys(commands, 2)
         assert prefix.seconds.keys() == {"quire", "vllm"}
         assert single.read == [50.0] * 2

@@ -215,14 +215,14 @@ def made(mode: str, backend: str, prefix_caching: bool, *seconds: float) -> Resu
 
 def test_figures() -> None:
     found = made("naive", "cpu", True, 1.0, 4.0, 2.0)
-    told = found.as_dict()
-    assert told["total_tokens"] == 1000
-    assert told["total_seconds"] == {"runs": [1.0, 4.0, 2.0], "p50": 2.0, "mean": pytest.approx(7 / 3)}
-    assert told["prefill_seconds"]["p50"] == 1.5
-    assert told["completion_tokens_per_second"] == {"runs": [100, 25, 50], "p50": 50, "mean": pytest.approx(175 / 3)}
-    assert told["total_tokens_per_second"]["p50"] == 500
-    assert told["decode_tokens_per_second"]["p50"] == 150
-    assert told["split"]["plan"] == {"seconds": 1.0, "percent": 25.0}
+    shown = found.as_dict()
+    assert shown["total_tokens"] == 1000
+    assert shown["total_seconds"] == {"runs": [1.0, 4.0, 2.0], "p50": 2.0, "mean": pytest.approx(7 / 3)}
+    assert shown["prefill_seconds"]["p50"] == 1.5
+    assert shown["completion_tokens_per_second"] == {"runs": [100, 25, 50], "p50": 50, "mean": pytest.approx(175 / 3)}
+    assert shown["total_tokens_per_second"]["p50"] == 500
+    assert shown["decode_tokens_per_second"]["p50"] == 150
+    assert shown["split"]["plan"] == {"seconds": 1.0, "percent": 25.0}
     single = replace(found, runs=(Run(1.0, 0.0, 10, 0),))
     assert "decode_tokens_per_second" not in single.figures
 
@@ -268,12 +268,12 @@ def test_all_at_once(tmp_path: Path) -> None:
 
 def test_sampling_and_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "online.json"
-    told = run(f"{TINY} --device cpu --mode online --do-sample --top-k 40 --top-p 0.9 --no-stop-on-eos"
+    shown = run(f"{TINY} --device cpu --mode online --do-sample --top-k 40 --top-p 0.9 --no-stop-on-eos"
                f" --attention cpu --no-enable-prefix-caching --profile {path}")  # fmt: skip
-    assert told.startswith("=== online, cpu, no prefix cache ===\nrequests           2\n")
+    assert shown.startswith("=== online, cpu, no prefix cache ===\nrequests           2\n")
     for name in ("prefill", "decode", "total", "completion tokens", "total tokens", "decode tokens", "  linears"):
-        assert f"\n{name} " in told
-    assert "gathered" not in told
+        assert f"\n{name} " in shown
+    assert "gathered" not in shown
     assert json.loads(path.read_text())["traceEvents"][0]["args"] == {"name": "online, cpu, no prefix cache"}
 
 

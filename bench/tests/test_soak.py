@@ -101,9 +101,9 @@ def test_answers_are_read_streamed_or_not() -> None:
     pieces[1]["choices"] = [{"index": 0, "text": "b", "finish_reason": "stop"}]
     pieces.append({"choices": [], "usage": {"completion_tokens": 2}})
     stream = b"".join(b"data: " + json.dumps(piece).encode() + b"\n\n" for piece in pieces)
-    told = read_answer(json.dumps(whole).encode(), False)
-    assert told == read_answer(stream + b"data: [DONE]\n\n", True)
-    assert (told.texts, told.reasons, told.num_generated) == ({0: "ab"}, {0: "stop"}, 2)
+    shown = read_answer(json.dumps(whole).encode(), False)
+    assert shown == read_answer(stream + b"data: [DONE]\n\n", True)
+    assert (shown.texts, shown.reasons, shown.num_generated) == ({0: "ab"}, {0: "stop"}, 2)
     for broken in (stream, b"", stream + b'data: {"error": {"message": "no"}}\n\ndata: [DONE]\n\n'):
         with pytest.raises(Wrong):
             read_answer(broken, True)
@@ -164,9 +164,9 @@ def test_a_short_soak() -> None:
     assert found.counts["generation_tokens"] > 100
     assert found.canaries.total() >= 1
     assert len(advanced) >= 2
-    told = json.loads(json.dumps(found.as_dict()))
-    assert told["after"]["blocks"] == 0
-    assert told["spread_bytes"] >= 0
+    shown = json.loads(json.dumps(found.as_dict()))
+    assert shown["after"]["blocks"] == 0
+    assert shown["spread_bytes"] >= 0
 
 
 def test_a_server_that_is_gone_ends_it() -> None:

@@ -152,9 +152,9 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "startup.png").stat().st_size > 1_000
     assert "single" in (tmp_path / "throughput.svg").read_text()
     for command in ("startup", "throughput"):
-        told = CliRunner().invoke(app, ["bench", command, "--plot", str(tmp_path / "x.odd")])
-        assert told.exit_code == 1
-        assert "its ending must be one of" in told.stderr
+        shown = CliRunner().invoke(app, ["bench", command, "--plot", str(tmp_path / "x.odd")])
+        assert shown.exit_code == 1
+        assert "its ending must be one of" in shown.stderr
     refused = CliRunner().invoke(app, ["bench", "throughput", "prefix"])  # longer than the embedded model serves
     assert refused.exit_code == 1
     assert "a prompt may have at most 1023" in refused.stderr

@@ -152,7 +152,7 @@ def parse_memory(amount: int | float | str, free: int | None, name: str = "kv_ca
                 return int(share * free)
             if free is None:
                 raise ConfigError(
-                    f"{name} is {amount!r}, a share, and this system does not tell how much memory is free; "
+                    f"{name} is {amount!r}, a share, and this system does not report how much memory is free; "
                     f"give bytes, as in '2GiB'"
                 )
         elif unit in UNITS and value * UNITS[unit] >= 1:

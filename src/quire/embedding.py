@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NOTHING_DRAWN = SamplingParams(max_tokens=None)
-SHORTEST = 1e-12  # a shorter vector has no direction to be told; it is left about as short
+SHORTEST = 1e-12  # a shorter vector has no direction; it is left about as short
 
 
 @dataclass(frozen=True)

@@ -131,9 +131,9 @@ class PrefixReport:
 
     def __str__(self) -> str:
         full = self.num_prompt // self.block_size * self.block_size
-        told = f"{self.num_cached} of {self.num_prompt} prompt tokens were cached"
+        message = f"{self.num_cached} of {self.num_prompt} prompt tokens were cached"
         if self.miss is None:
-            return f"{told}: every full block"
+            return f"{message}: every full block"
         reason = {
             Miss.SHORT: f"the prompt is shorter than a block of {self.block_size} tokens",
             Miss.UNSEEN: f"no cached sequence goes on after token {self.num_cached}",
@@ -144,7 +144,7 @@ class PrefixReport:
             Miss.PROMPT_LOGPROBS: "logprobs of the prompt's tokens need the positions before these computed",
             Miss.DISABLED: "the prefix cache is off",
         }[self.miss]
-        return f"{told}, of {full} in full blocks: {reason}"
+        return f"{message}, of {full} in full blocks: {reason}"
 
 
 class Guide(Protocol):
@@ -157,7 +157,7 @@ class Guide(Protocol):
         """
 
     def accept(self, token: int) -> None:
-        """Take over the token that was drawn. Tokens that end the request are not told."""
+        """Take over the token that was drawn. Tokens that end the request are not reported."""
 
     @property
     def done(self) -> bool:
@@ -251,7 +251,7 @@ class Request:
 
 
 class Event(NamedTuple):
-    """What the engine tells about one request after a step: a token, prompt logprobs, its end, or several of them."""
+    """What the engine reports about one request after a step: a token, prompt logprobs, its end, or several of them."""
 
     request_id: str
     token: int | None = None  # the token generated in this step

@@ -386,7 +386,7 @@ class TextEngine:
                 try:
                     self._process_event(sample, event)
                 except Exception as error:  # a tokenizer's; the other requests go on
-                    log.exception("the text of request %s cannot be told; it ends with an error", event.request_id)
+                    log.exception("the text of request %s cannot be made; it ends with an error", event.request_id)
                     sample.output.finish_reason = FinishReason.ERROR.value
                     sample.output.error = f"{type(error).__name__}: {error}"
                     self._engine.finish(event.request_id, FinishReason.ERROR)
@@ -416,8 +416,8 @@ class TextEngine:
             output.stop_reason, output.error = event.stop_token, event.error
         if sample.detokenizer is not None:
             # The text of a token that ends the request is left out, like that of a stop string.
-            told = event.finish_reason is not FinishReason.STOP or sample.sampling.include_stop_str_in_output
-            if event.token is not None and told:
+            shown = event.finish_reason is not FinishReason.STOP or sample.sampling.include_stop_str_in_output
+            if event.token is not None and shown:
                 sample.text += sample.detokenizer.add(event.token)
             if output.finished:
                 sample.text += sample.detokenizer.finish()

@@ -74,8 +74,8 @@ def test_blocks_fill_the_budget_up_to_what_can_be_used() -> None:
 
 def test_a_budget_too_small_for_one_sequence_says_what_would_fit() -> None:
     config = CacheConfig(block_size=16, kv_cache_memory="1MiB")
-    told = r"1\.0 MiB .* holds 1,024 tokens; .*max_model_len=2,000 .* 2\.0 MiB.* at most 1,024"
-    with pytest.raises(ConfigError, match=told):
+    message = r"1\.0 MiB .* holds 1,024 tokens; .*max_model_len=2,000 .* 2\.0 MiB.* at most 1,024"
+    with pytest.raises(ConfigError, match=message):
         choose_num_blocks(config, 2**14, max_model_len=2000, max_num_seqs=1, free=2**30)
     with pytest.raises(ConfigError, match=r"holds 0 tokens; .* Give more memory$"):
         choose_num_blocks(CacheConfig(kv_cache_memory="1KiB"), 2**14, 2000, 1, free=2**30)
@@ -89,7 +89,7 @@ def test_more_than_there_is_is_refused_with_both_numbers() -> None:
 
 
 def test_a_share_of_an_unknown_amount_is_refused() -> None:
-    with pytest.raises(ConfigError, match="does not tell how much memory is free; give bytes"):
+    with pytest.raises(ConfigError, match="does not report how much memory is free; give bytes"):
         choose_num_blocks(CacheConfig(), 2**14, 16, 1, free=None)
 
 

@@ -119,8 +119,8 @@ class FakeRunner:
         for request_id, row, token in zip(
             prompt.request_ids, prompt.rows.tolist(), prompt.tokens.tolist(), strict=True
         ):
-            told = output.prompt_logprobs.get(request_id, ())
-            output.prompt_logprobs[request_id] = (*told, logprobs_after(context_of(row), token))
+            shown = output.prompt_logprobs.get(request_id, ())
+            output.prompt_logprobs[request_id] = (*shown, logprobs_after(context_of(row), token))
         drawn = zip(batch.logit_ids, batch.logit_rows.tolist(), batch.sampling.num_logprobs.tolist(), strict=True)
         for request_id, row, num_logprobs in drawn:
             context = context_of(row)

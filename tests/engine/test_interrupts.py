@@ -101,16 +101,16 @@ def test_interrupts_at_any_line_of_the_engine_change_nothing(every: int, num_hos
         run(lambda r=r: engine.add(r))
         if r.id not in engine.scheduler.requests:  # the interrupt came before it began
             engine.add(r)
-    told: list[Event] = []
+    shown: list[Event] = []
     for step in range(200):
-        told += run(engine.step) or []
+        shown += run(engine.step) or []
         if step == 20:
             run(engine.reset_prefix_cache)
             run(lambda: engine.abort(aborted.id))
     assert num_interrupts > 50
     while engine.has_work:
-        told += engine.step()
-    for event in told:
+        shown += engine.step()
+    for event in shown:
         if event.token is not None:
             tokens[event.request_id].append(event.token)
     for r in requests:

@@ -350,9 +350,9 @@ class TestBudget:
         engine.scheduler.max_num_seqs = 99
         steps = 2
         while "long" in engine.scheduler.requests and steps < 60:
-            told = {event.request_id for event in engine.step() if event.token is not None}
+            shown = {event.request_id for event in engine.step() if event.token is not None}
             steps += 1
-            assert {f"before{i}" for i in range(4)} <= told
+            assert {f"before{i}" for i in range(4)} <= shown
             assert len(engine.runner.batches[-1].token_ids) == 512  # and the long one all the rest
         assert steps == 60
 

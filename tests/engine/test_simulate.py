@@ -286,10 +286,10 @@ def run(arguments: str, status: int = 0) -> str:
 
 def test_command(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace.csv", [TraceRow(0.1 * i, 300, 20, "system", 256) for i in range(30)])
-    told = run(f"--trace {tmp_path / 'trace.csv'} --blocks 100")
+    shown = run(f"--trace {tmp_path / 'trace.csv'} --blocks 100")
     for name in ("requests", "virtual time", "new tokens", "TTFT", "ITL", "preemptions", "prefix hit rate", "waste"):
-        assert f"\n{name}" in f"\n{told}"
-    assert "30 of 30 finished" in told
+        assert f"\n{name}" in f"\n{shown}"
+    assert "30 of 30 finished" in shown
     found = json.loads(run(f"--trace {tmp_path / 'trace.csv'} --blocks 100 --json --device h200"))
     assert found["finished"] == 30
     assert found["trace_hash"]
@@ -300,8 +300,8 @@ def test_command(tmp_path: Path) -> None:
     assert found["swapped_blocks"] > 0
     shortest = json.loads(run("--workload mixed --blocks 200 --json --scheduling-policy shortest"))
     assert shortest["ttft"]["p50"] < json.loads(run("--workload mixed --blocks 200 --json"))["ttft"]["p50"]
-    told = run("--workload prefix --blocks 200", status=1)
-    assert "no request of 32 finished: request 0 has a prompt of 1088 tokens" in told
+    shown = run("--workload prefix --blocks 200", status=1)
+    assert "no request of 32 finished: request 0 has a prompt of 1088 tokens" in shown
 
 
 @pytest.mark.parametrize(
@@ -360,9 +360,9 @@ def test_percentiles_are_told_apart() -> None:
     histogram = Histogram()
     for i in range(1, 101):
         histogram.add(float(i))
-    told = histogram.as_dict()
+    shown = histogram.as_dict()
     for name, value in (("p50", 50), ("p90", 90), ("p99", 99), ("max", 100)):
-        assert told[name] == pytest.approx(value, rel=0.011)
+        assert shown[name] == pytest.approx(value, rel=0.011)
 
 
 def test_moves_are_counted_both_ways_and_hashed() -> None:

@@ -99,8 +99,8 @@ def results(served: Engine, requests: list[Request], preempted: Counter[Task] | 
         poison(served)
         for event in served.step():
             assert event.error is None, event.error
-            told = [(one.token, one.logprob, one.rank) for one in (*event.prompt_logprobs, event.logprobs) if one]
-            found[event.request_id] += told
+            shown = [(one.token, one.logprob, one.rank) for one in (*event.prompt_logprobs, event.logprobs) if one]
+            found[event.request_id] += shown
             if event.hidden_state is not None:
                 found[event.request_id].append(event.hidden_state.tolist())
             if event.finish_reason is not None:
@@ -115,7 +115,7 @@ def results(served: Engine, requests: list[Request], preempted: Counter[Task] | 
 def alone(directory: Path) -> Found:
     """Each request by itself, in one piece."""
     served = engine(directory, block_size=4, num_blocks=200, enable_prefix_caching=False)
-    return {name: told for request in asked() for name, told in results(served, [request]).items()}
+    return {name: shown for request in asked() for name, shown in results(served, [request]).items()}
 
 
 @torch.no_grad()
@@ -125,19 +125,19 @@ def test_what_is_told_is_what_transformers_computes(model: tuple[Path, Any]) -> 
     theirs, close = deepcopy(theirs).float(), {"atol": 1e-4 if is_exact else 0.15, "rtol": 1e-4 if is_exact else 0.05}
     for request in asked():
         outputs = theirs(torch.tensor([request.tokens.tolist()]), output_hidden_states=True)
-        told = found[request.id]
+        shown = found[request.id]
         if request.task is Task.EMBED:
-            [state] = told
+            [state] = shown
             torch.testing.assert_close(torch.tensor(state), outputs.hidden_states[-1][0, -1], **close)
         elif request.task is Task.SCORE:
             logprobs = outputs.logits[0].log_softmax(-1)
-            scored = list(range(len(request.tokens) - len(told), len(request.tokens)))
-            assert [token for token, _, _ in told] == [request.tokens[i] for i in scored]
+            scored = list(range(len(request.tokens) - len(shown), len(request.tokens)))
+            assert [token for token, _, _ in shown] == [request.tokens[i] for i in scored]
             expected = torch.stack([logprobs[i - 1, request.tokens[i]] for i in scored])
-            torch.testing.assert_close(torch.tensor([logprob for _, logprob, _ in told]), expected, **close)
+            torch.testing.assert_close(torch.tensor([logprob for _, logprob, _ in shown]), expected, **close)
             if is_exact:
                 ranks = [int((logprobs[i - 1] > logprobs[i - 1, request.tokens[i]]).sum()) + 1 for i in scored]
-                assert [rank for _, _, rank in told] == ranks
+                assert [rank for _, _, rank in shown] == ranks
 
 
 @pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
@@ -178,9 +178,9 @@ def test_prompts_that_give_way_within_themselves(tmp_path: Path, preemption: str
         return [*elders, embedding_request("state", None, tokens)[0], score_request("score", tokens[:20], tokens)[0]]
 
     expected = {
-        name: told
+        name: shown
         for request in some()
-        for name, told in results(engine(tmp_path, block_size=4, num_blocks=64), [request]).items()
+        for name, shown in results(engine(tmp_path, block_size=4, num_blocks=64), [request]).items()
     }
     seen: Counter[Task] = Counter()
     for _ in range(6):
@@ -217,7 +217,9 @@ def test_beside_guessed_tokens_and_in_graphs(model: tuple[Path, Any]) -> None:
     whole = [*asked(), embedding_request("one", None, [5])[0], score_request("two", [5], [6])[0]]
     found = results(eager, [embedding_request("one", None, [5])[0]])  # a prompt of one token is replayed
     assert len(sizes) == 1
-    assert {name: told for name, told in results(eager, whole).items() if name in alone(directory)} == alone(directory)
+    assert {name: shown for name, shown in results(eager, whole).items() if name in alone(directory)} == alone(
+        directory
+    )
     assert results(engine(directory), [embedding_request("one", None, [5])[0]]) == found
 
 
@@ -306,10 +308,10 @@ def test_a_state_that_is_not_finite_is_an_error_and_is_not_shared(tmp_path: Path
         embedding_request("good", None, good)[0],
     ):
         served.add(request)
-    told = {event.request_id: event for event in served.step()}
-    assert told["bad-0"].error == "the model gave no finite hidden state after the prompt"
-    assert told["worse-0"].error == "the model gave no finite logit within the prompt"
-    assert told["good-0"].hidden_state is not None
+    shown = {event.request_id: event for event in served.step()}
+    assert shown["bad-0"].error == "the model gave no finite hidden state after the prompt"
+    assert shown["worse-0"].error == "the model gave no finite logit within the prompt"
+    assert shown["good-0"].hidden_state is not None
     assert not served.has_work
     again = embedding_request("again", None, bad)[0]
     served.add(again)

@@ -225,14 +225,14 @@ def test_weights_lie_in_memory_of_their_own(tmp_path: Path) -> None:
         f"llm = LLM({str(tmp_path)!r}, model_impl='transformers'); gc.collect(); "
         "print([line for line in open('/proc/self/maps') if 'model.safetensors' in line])"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[]"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
 
 
 def test_our_decoder_needs_no_transformers() -> None:
     code = "import sys; from quire import LLM; LLM(); print(sorted(m for m in sys.modules if m == 'transformers'))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[]"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
 
 
 def test_unowned_slots_are_never_read(tmp_path: Path) -> None:

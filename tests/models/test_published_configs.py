@@ -258,7 +258,7 @@ def test_experts(tmp_path: Path) -> None:
     assert found.experts == replace(whole, layers=frozenset(range(5, 48, 3)) - {8}, renormalised=False)
     assert read(QWEN3_MOE, mlp_only_layers=list(range(48))).experts is None
     assert read(QWEN3_MOE, use_sliding_window=True, sliding_window=64, max_window_layers="DELETE").windows == (64,) * 48
-    for changes, told in (
+    for changes, shown in (
         ({"use_sliding_window": True, "sliding_window": 64}, "does not understand: max_window_layers=48"),
         ({"num_local_experts": 64}, "num_local_experts is 64; family 'qwen3_moe' serves 128 only"),
         ({"num_experts": 0}, "num_experts is 0; it must be a positive integer"),
@@ -266,5 +266,5 @@ def test_experts(tmp_path: Path) -> None:
         ({"mlp_only_layers": [True]}, "it must be a list of layers' numbers"),
         ({"shared_expert_intermediate_size": 64}, "does not understand: shared_expert_intermediate_size=64"),
     ):
-        with pytest.raises(ModelError, match=told):
+        with pytest.raises(ModelError, match=shown):
             read(QWEN3_MOE, **changes)

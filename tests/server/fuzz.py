@@ -182,8 +182,8 @@ def attack(
                     if node.failure_info is not None:
                         failure = node.failure_info.failure
                         body = str(event.recorder.cases[case_id].value.body)[:200]
-                        told = f"{event.recorder.label}: {node.name}: {failure.title}: {failure.message}"
-                        report.wrong[f"{told[:500]} [{body}]"] += 1
+                        message = f"{event.recorder.label}: {node.name}: {failure.title}: {failure.message}"
+                        report.wrong[f"{message[:500]} [{body}]"] += 1
 
 
 def narrowed(document: Any) -> Any:

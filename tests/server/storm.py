@@ -160,10 +160,10 @@ def main() -> None:
         start = time.monotonic()
         report = storm(server, count, seed=0)
         alive = server.post("/v1/completions", prompt="x", max_tokens=1).status
-    told = ", ".join(report.leaked) or "nothing"
+    shown = ", ".join(report.leaked) or "nothing"
     print(
         f"{count} clients hung up in {time.monotonic() - start:.0f} s ({report.completed} had seen the end of their "
-        f"answer); left behind: {told}; the next request got {alive}"
+        f"answer); left behind: {shown}; the next request got {alive}"
     )
     raise SystemExit(bool(report.leaked))
 

@@ -154,12 +154,12 @@ def test_neutral_values_of_unserved_fields_are_taken(server: Serving) -> None:
 
 def test_an_answer_is_taken_back_as_a_message(server: Serving) -> None:
     """As OpenAI's package writes it down, and as this server does."""
-    told = chat(server)["choices"][0]["message"]
-    dumped = ChatCompletionMessage(**told).model_dump()
+    shown = chat(server)["choices"][0]["message"]
+    dumped = ChatCompletionMessage(**shown).model_dump()
     assert {"annotations", "audio", "function_call", "tool_calls", "refusal"} < set(dumped)
-    empty = told | {"annotations": [], "audio": {}, "function_call": {}, "tool_calls": [], "refusal": ""}
-    first = chat(server, messages=[*MESSAGES, {"role": "assistant", "content": told["content"]}])["choices"]
-    for message in (told, dumped, empty):
+    empty = shown | {"annotations": [], "audio": {}, "function_call": {}, "tool_calls": [], "refusal": ""}
+    first = chat(server, messages=[*MESSAGES, {"role": "assistant", "content": shown["content"]}])["choices"]
+    for message in (shown, dumped, empty):
         assert chat(server, messages=[*MESSAGES, message])["choices"] == first
 
 

@@ -101,15 +101,15 @@ def test_echo_and_logprobs(server: Serving, llm: LLM) -> None:
     [expected] = llm.generate(PROMPT, params)
     [choice] = complete(server, echo=True, logprobs=2, max_tokens=4)["choices"]
     assert choice["text"] == PROMPT + expected.outputs[0].text
-    told = choice["logprobs"]
-    assert "".join(told["tokens"]) == "<|endoftext|>" + choice["text"]  # the model's prompts begin with that token
-    assert told["text_offset"] == [len("".join(told["tokens"][:i])) for i in range(len(told["tokens"]))]
-    assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+    shown = choice["logprobs"]
+    assert "".join(shown["tokens"]) == "<|endoftext|>" + choice["text"]  # the model's prompts begin with that token
+    assert shown["text_offset"] == [len("".join(shown["tokens"][:i])) for i in range(len(shown["tokens"]))]
+    assert shown["token_logprobs"][0] is shown["top_logprobs"][0] is None
     generated = expected.outputs[0]
     ids = expected.prompt_token_ids + generated.token_ids
     found = expected.prompt_logprobs[1:] + generated.logprobs
     for token, candidates, logprob, top in zip(
-        ids[1:], found, told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True
+        ids[1:], found, shown["token_logprobs"][1:], shown["top_logprobs"][1:], strict=True
     ):
         assert math.isclose(candidates[token].logprob, logprob, abs_tol=1e-4)
         assert 2 <= len(top) <= 3

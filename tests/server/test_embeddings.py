@@ -33,9 +33,9 @@ def offline() -> dict[str, list[float]]:
 def vectors(server: Serving, **body: Any) -> list[Any]:
     answer = server.post(PATH, **body)
     assert answer.status == 200, answer.body
-    told = Embeddings.model_validate(answer.json())
-    assert [one.index for one in told.data] == list(range(len(told.data)))
-    return [one.embedding for one in told.data]
+    shown = Embeddings.model_validate(answer.json())
+    assert [one.index for one in shown.data] == list(range(len(shown.data)))
+    return [one.embedding for one in shown.data]
 
 
 def test_vectors_are_those_of_the_offline_face(server: Serving, offline: dict[str, list[float]]) -> None:
@@ -49,23 +49,23 @@ def test_vectors_are_those_of_the_offline_face(server: Serving, offline: dict[st
 
 
 def test_base64_is_the_same_numbers(server: Serving, offline: dict[str, list[float]]) -> None:
-    for text, told in zip(TEXTS, vectors(server, input=TEXTS, encoding_format="base64"), strict=True):
-        assert np.frombuffer(base64.b64decode(told), "<f4").tolist() == offline[text]
+    for text, shown in zip(TEXTS, vectors(server, input=TEXTS, encoding_format="base64"), strict=True):
+        assert np.frombuffer(base64.b64decode(shown), "<f4").tolist() == offline[text]
 
 
 def test_dimensions_are_the_first_numbers_normalised(server: Serving, offline: dict[str, list[float]]) -> None:
     for count in (1, 7, 256):
-        for text, told in zip(TEXTS, vectors(server, input=TEXTS, dimensions=count), strict=True):
+        for text, shown in zip(TEXTS, vectors(server, input=TEXTS, dimensions=count), strict=True):
             first = np.array(offline[text][:count])
-            assert told == pytest.approx((first / np.linalg.norm(first)).tolist(), abs=1e-6)
+            assert shown == pytest.approx((first / np.linalg.norm(first)).tolist(), abs=1e-6)
 
 
 def test_usage_tells_of_the_prompts_and_of_the_cache() -> None:
     with serving() as server:
         text = "import collections\nimport functools\n" * 8
-        told = [server.post(PATH, input=[text, "a"]).json()["usage"] for _ in range(2)]
+        shown = [server.post(PATH, input=[text, "a"]).json()["usage"] for _ in range(2)]
         count = sum(len(server.post("/tokenize", prompt=prompt).json()["tokens"]) for prompt in (text, "a"))
-        for usage, cached in zip(told, (0, (count - 2) // 16 * 16), strict=True):
+        for usage, cached in zip(shown, (0, (count - 2) // 16 * 16), strict=True):
             assert usage == {
                 "prompt_tokens": count,
                 "completion_tokens": 0,
@@ -211,13 +211,13 @@ def test_keys_separate_and_metrics_count() -> None:
             cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
             count = answer.json()["usage"]["prompt_tokens"]
         assert cached == [0, 0, count // 16 * 16]
-        told = server.ask("GET", "/metrics", None, {"Authorization": "Bearer one"}).body.decode()
+        shown = server.ask("GET", "/metrics", None, {"Authorization": "Bearer one"}).body.decode()
         labels = 'engine="0",model_name="quire-embedded"'
-        assert f"quire:prompt_tokens_total{{{labels}}} {3 * count}.0" in told
-        assert f"quire:generation_tokens_total{{{labels}}} 0.0" in told
-        assert f'quire:request_success_total{{engine="0",finished_reason="length",model_name="{MODEL}"}} 3.0' in told
-        assert f"quire:request_prefill_time_seconds_count{{{labels}}} 3.0" in told
-        assert f"quire:time_to_first_token_seconds_count{{{labels}}} 0.0" in told
+        assert f"quire:prompt_tokens_total{{{labels}}} {3 * count}.0" in shown
+        assert f"quire:generation_tokens_total{{{labels}}} 0.0" in shown
+        assert f'quire:request_success_total{{engine="0",finished_reason="length",model_name="{MODEL}"}} 3.0' in shown
+        assert f"quire:request_prefill_time_seconds_count{{{labels}}} 3.0" in shown
+        assert f"quire:time_to_first_token_seconds_count{{{labels}}} 0.0" in shown
         happened = server.on_engine(lambda: server.inspector._log)
         assert happened.num_generated_tokens == 0
         assert happened.num_prompt_tokens == 3 * count - cached[-1]

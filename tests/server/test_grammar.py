@@ -366,8 +366,8 @@ def test_what_is_large_is_followed_or_ends_with_an_error(llm: LLM, grammars: Gra
 def test_a_grammar_that_outgrows_its_limits_ends_its_request(llm: LLM, grammars: Grammars) -> None:
     many = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(700)}}
     [sample] = generate(llm, [asked(llm, "r", grammars.compile(Spec.of_schema(many)))])
-    told = "RequestError: json_schema cannot be followed: Parser Error: Current row has .* items"
-    assert re.match(told, str(sample.error))
+    message = "RequestError: json_schema cannot be followed: Parser Error: Current row has .* items"
+    assert re.match(message, str(sample.error))
 
 
 def test_a_grammar_that_takes_too_long_ends_its_request(
@@ -377,8 +377,8 @@ def test_a_grammar_that_takes_too_long_ends_its_request(
     monkeypatch.setattr(grammar_module, "ALLOWANCE", 0.0)
     monkeypatch.setattr(grammar_module, "ALLOWANCE_A_TOKEN", 0.0)
     [sample] = generate(llm, [asked(llm, "r", guide)])
-    told = r"RequestError: grammar takes too long to be followed: .* s for 1 tokens"
-    assert re.fullmatch(told, str(sample.error))
+    message = r"RequestError: grammar takes too long to be followed: .* s for 1 tokens"
+    assert re.fullmatch(message, str(sample.error))
 
 
 def set_pace(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

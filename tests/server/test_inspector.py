@@ -97,9 +97,11 @@ def test_the_story_reaches_back_before_anybody_watched() -> None:
     engine.add(request("second", [1] * 9 + [2, 3, 4, 5], max_tokens=3))
     hub.step()
     books, _ = hub.watch()
-    told = [(event[0], event[2:4]) for event in books.history if event[0] in ("arrived", "ran", "first_token", "ended")]
-    assert [what for what, _ in told] == ["arrived", "ran", "first_token", "ended", "arrived", "ran", "first_token"]
-    assert told[0][1] == [0, "first"]
+    shown = [
+        (event[0], event[2:4]) for event in books.history if event[0] in ("arrived", "ran", "first_token", "ended")
+    ]
+    assert [what for what, _ in shown] == ["arrived", "ran", "first_token", "ended", "arrived", "ran", "first_token"]
+    assert shown[0][1] == [0, "first"]
     [ended] = [event for event in books.history if event[0] == "ended"]
     assert ended[2:] == [0, "first", "length", 10, 3, None]
     [_, ran] = [event for event in books.history if event[0] == "ran"]
@@ -151,11 +153,11 @@ def test_no_token_and_no_prompt_is_ever_told() -> None:
         hub.step()
         hub.inspector.flush()
     late, _ = hub.watch()
-    for told in (books.heard, late.heard):
-        assert len(told) > 2000
-        assert b"1234567" not in told
-        assert b"hush" not in told
-        assert b"token_ids" not in told
+    for shown in (books.heard, late.heard):
+        assert len(shown) > 2000
+        assert b"1234567" not in shown
+        assert b"hush" not in shown
+        assert b"token_ids" not in shown
     digests = [cached.digest.hex() for cached in engine.scheduler.manager.indexes[0].by_block.values()]
     assert any(digest[:8].encode() in books.heard for digest in digests)
     assert not any(digest[:10].encode() in books.heard for digest in digests)
@@ -384,16 +386,16 @@ def test_the_page_is_one_file_that_loads_nothing_from_elsewhere() -> None:
 def test_a_stream_is_read_to_the_last_event_and_ends_when_the_inspector_closes() -> None:
     with served(fake_engine(num_blocks=40)) as server, urlopen(f"{server.url}/events") as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
-        books, told = Books(), parts(stream)
-        books.hear(next(told))
+        books, shown = Books(), parts(stream)
+        books.hear(next(shown))
         worker = server.worker
         worker.do(lambda: [worker.engine.add(r) for r in siblings("r", [1] * 20, 4, max_tokens=9)])
         worker.finish()
         while books.requests or "ended" not in books.seen:  # the last steps come, though no step follows them
-            books.hear(next(told))
+            books.hear(next(shown))
         books.check(worker.engine)
         worker.hub.inspector.close()
-        assert list(told) == []
+        assert list(shown) == []
         assert urlopen(f"{server.url}/events").read().count(b"snapshot") == 1
 
 
@@ -440,9 +442,9 @@ def test_a_reader_who_does_not_read_does_not_make_the_server_grow(monkeypatch: p
                 break
         assert watcher.missed
         assert most <= 200_000
-        books, told = Books(), parts(stream)
+        books, shown = Books(), parts(stream)
         while books.kinds.count("snapshot") < 2:
-            books.hear(next(told))
+            books.hear(next(shown))
         books.check(engine)
 
 

@@ -114,22 +114,22 @@ class TestCounting:
         assert during("quire:kv_blocks", state="used") > 0
         assert 0 < during("quire:kv_waste_ratio") < 1
         driver.engine.abort("c")
-        told = driver.run()
-        assert {reason: told("quire:request_success_total", finished_reason=reason) for reason in
+        shown = driver.run()
+        assert {reason: shown("quire:request_success_total", finished_reason=reason) for reason in
                 ("stop", "length", "abort", "error")} == {"stop": 0, "length": 2, "abort": 1, "error": 0}  # fmt: skip
-        count = told("quire:request_generation_tokens_sum")
-        assert count == told("quire:generation_tokens_total") == told("quire:inter_token_latency_seconds_count") + 3
+        count = shown("quire:request_generation_tokens_sum")
+        assert count == shown("quire:generation_tokens_total") == shown("quire:inter_token_latency_seconds_count") + 3
         assert 5 + 3 < count <= 5 + 3 + 4
-        assert told("quire:prompt_tokens_total") == told("quire:request_prompt_tokens_sum") == 9 + 6 + 4
-        assert told("quire:iteration_tokens_total_sum") == count + 19
-        assert told("quire:request_params_max_tokens_sum") == 28
-        assert told("quire:request_params_n_sum") == 4
-        assert told("quire:time_to_first_token_seconds_count") == 3
+        assert shown("quire:prompt_tokens_total") == shown("quire:request_prompt_tokens_sum") == 9 + 6 + 4
+        assert shown("quire:iteration_tokens_total_sum") == count + 19
+        assert shown("quire:request_params_max_tokens_sum") == 28
+        assert shown("quire:request_params_n_sum") == 4
+        assert shown("quire:time_to_first_token_seconds_count") == 3
         for phase in ("queue", "prefill", "decode", "inference"):
-            assert told(f"quire:request_{phase}_time_seconds_count") == 3
-        assert told("quire:e2e_request_latency_seconds_count") == 3
-        assert (told("quire:num_requests_running"), told("quire:num_requests_waiting")) == (0, 0)
-        assert (told("quire:kv_cache_usage_perc"), told("quire:kv_waste_ratio")) == (0, 0)
+            assert shown(f"quire:request_{phase}_time_seconds_count") == 3
+        assert shown("quire:e2e_request_latency_seconds_count") == 3
+        assert (shown("quire:num_requests_running"), shown("quire:num_requests_waiting")) == (0, 0)
+        assert (shown("quire:kv_cache_usage_perc"), shown("quire:kv_waste_ratio")) == (0, 0)
 
     def test_moments_become_intervals(self, driver: Driver) -> None:
         clock = driver.metrics.request(10, None, 1)
@@ -138,52 +138,52 @@ class TestCounting:
         for seconds in (3, 3.25, 4, 4, 6):  # at 4 a guess was right
             clock.tokens(1, start + seconds)
         clock.ended("stop", start + 7)
-        told = Samples(driver.metrics)
-        sums = {name: told(f"quire:{name}_seconds_sum") for name in (
+        shown = Samples(driver.metrics)
+        sums = {name: shown(f"quire:{name}_seconds_sum") for name in (
             "time_to_first_token", "inter_token_latency", "request_time_per_output_token", "e2e_request_latency",
             "request_queue_time", "request_prefill_time", "request_decode_time", "request_inference_time")}  # fmt: skip
         assert sums == pytest.approx(dict(zip(sums, (3, 3, 0.75, 7, 1, 2, 3, 5), strict=True)))
-        assert told("quire:inter_token_latency_seconds_count") == 3
-        assert told("quire:inter_token_latency_seconds_bucket", le="0.2") == 0
-        assert told("quire:inter_token_latency_seconds_bucket", le="0.3") == 1
-        assert told("quire:inter_token_latency_seconds_bucket", le="+Inf") == 3
-        assert told("quire:request_generation_tokens_sum") == 5
-        assert told("quire:request_max_num_generation_tokens_sum") == 5
-        assert told("quire:request_params_max_tokens_count") == 0
+        assert shown("quire:inter_token_latency_seconds_count") == 3
+        assert shown("quire:inter_token_latency_seconds_bucket", le="0.2") == 0
+        assert shown("quire:inter_token_latency_seconds_bucket", le="0.3") == 1
+        assert shown("quire:inter_token_latency_seconds_bucket", le="+Inf") == 3
+        assert shown("quire:request_generation_tokens_sum") == 5
+        assert shown("quire:request_max_num_generation_tokens_sum") == 5
+        assert shown("quire:request_params_max_tokens_count") == 0
 
     def test_what_comes_at_one_moment_has_no_time_between_tokens(self, driver: Driver) -> None:
         clock = driver.metrics.request(10, None, 1)
         clock.scheduled(clock._arrived)
         clock.tokens(3, clock._arrived + 1)
         clock.ended("length", clock._arrived + 1)
-        told = Samples(driver.metrics)
-        assert told("quire:request_generation_tokens_sum") == told("quire:request_max_num_generation_tokens_sum") == 3
-        assert told("quire:request_decode_time_seconds_count") == 1
+        shown = Samples(driver.metrics)
+        assert shown("quire:request_generation_tokens_sum") == shown("quire:request_max_num_generation_tokens_sum") == 3
+        assert shown("quire:request_decode_time_seconds_count") == 1
         for name in ("inter_token_latency", "request_time_per_output_token"):
-            assert told(f"quire:{name}_seconds_count") == 0
+            assert shown(f"quire:{name}_seconds_count") == 0
 
     def test_a_search_has_one_clock_for_all_that_it_finds(self, driver: Driver) -> None:
         clock = driver.metrics.request(10, None, 3)
         clock.scheduled(clock._arrived)
         clock.found([4, 9, 2], clock._arrived + 1)
         clock.ended("stop", clock._arrived + 1)
-        told = Samples(driver.metrics)
-        assert told("quire:request_generation_tokens_sum") == 15
-        assert told("quire:request_max_num_generation_tokens_sum") == 9
-        assert told("quire:time_to_first_token_seconds_count") == 1
-        assert told("quire:inter_token_latency_seconds_count") == 0
+        shown = Samples(driver.metrics)
+        assert shown("quire:request_generation_tokens_sum") == 15
+        assert shown("quire:request_max_num_generation_tokens_sum") == 9
+        assert shown("quire:time_to_first_token_seconds_count") == 1
+        assert shown("quire:inter_token_latency_seconds_count") == 0
 
     def test_a_served_search_is_counted_at_its_end(self) -> None:
         with serving() as server:
             fields = {"use_beam_search": True, "n": 3, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
             answer = server.post("/v1/completions", prompt="import os\n", **fields).json()
             server.on_engine(lambda: None)  # its last step is counted now
-            told = Samples(server.metrics)
+            shown = Samples(server.metrics)
         assert answer["usage"]["completion_tokens"] == 18
         for name, value in (("generation_tokens_total", 18), ("request_generation_tokens_sum", 18),
                             ("request_max_num_generation_tokens_sum", 6),
                             ("time_to_first_token_seconds_count", 1)):  # fmt: skip
-            assert told(f"quire:{name}", model_name="quire-embedded") == value
+            assert shown(f"quire:{name}", model_name="quire-embedded") == value
 
     def test_right_guesses_make_arrivals_fewer_than_tokens(self) -> None:
         driver = Driver(fake_engine(model=circling, lookup=PromptLookup(5)))
@@ -192,24 +192,24 @@ class TestCounting:
         while driver.engine.has_work:
             driver.step()
             steps += 1
-        told = driver.run()
+        shown = driver.run()
         assert steps < 40
-        assert told("quire:inter_token_latency_seconds_count") == steps - 1
+        assert shown("quire:inter_token_latency_seconds_count") == steps - 1
         for name in ("generation_tokens_total", "request_generation_tokens_sum",
                      "request_max_num_generation_tokens_sum"):  # fmt: skip
-            assert told(f"quire:{name}") == 40
-        assert told("quire:iteration_tokens_total_sum") == 40 + 14
-        mean = told("quire:request_time_per_output_token_seconds_sum")
-        assert mean == pytest.approx(told("quire:request_decode_time_seconds_sum") / 39)
+            assert shown(f"quire:{name}") == 40
+        assert shown("quire:iteration_tokens_total_sum") == 40 + 14
+        mean = shown("quire:request_time_per_output_token_seconds_sum")
+        assert mean == pytest.approx(shown("quire:request_decode_time_seconds_sum") / 39)
 
     def test_what_never_ran_has_no_phases(self, driver: Driver) -> None:
         clock = driver.metrics.request(10, 5, 1)
         clock.ended("abort", clock._arrived + 1)
-        told = Samples(driver.metrics)
-        assert told("quire:request_success_total", finished_reason="abort") == 1
-        assert told("quire:e2e_request_latency_seconds_sum") == pytest.approx(1)
+        shown = Samples(driver.metrics)
+        assert shown("quire:request_success_total", finished_reason="abort") == 1
+        assert shown("quire:e2e_request_latency_seconds_sum") == pytest.approx(1)
         for name in ("request_queue_time", "request_prefill_time", "request_decode_time", "time_to_first_token"):
-            assert told(f"quire:{name}_seconds_count") == 0
+            assert shown(f"quire:{name}_seconds_count") == 0
 
     def test_the_prefix_cache_and_evictions(self) -> None:
         driver = Driver(fake_engine(num_blocks=8))
@@ -230,13 +230,13 @@ class TestCounting:
     def test_copies_preemptions_and_swaps(self) -> None:
         driver = Driver(fake_engine(num_blocks=12, num_host_blocks=24, max_num_seqs=4))
         driver.add(*siblings("s", prompt(6), 2, max_tokens=12, n=2), request("b", prompt(14, 70), max_tokens=20))
-        told = driver.run()
-        assert told("quire:kv_blocks_copied_total") > 0
-        assert told("quire:num_preemptions_total") == driver.engine.scheduler.num_preemptions > 0
-        assert told("quire:kv_blocks_swapped_total", way="out") > 0
-        assert told("quire:kv_blocks_swapped_total", way="in") > 0
-        assert told("quire:kv_host_blocks", state="free") == 24
-        assert told("quire:num_requests_swapped") == 0
+        shown = driver.run()
+        assert shown("quire:kv_blocks_copied_total") > 0
+        assert shown("quire:num_preemptions_total") == driver.engine.scheduler.num_preemptions > 0
+        assert shown("quire:kv_blocks_swapped_total", way="out") > 0
+        assert shown("quire:kv_blocks_swapped_total", way="in") > 0
+        assert shown("quire:kv_host_blocks", state="free") == 24
+        assert shown("quire:num_requests_swapped") == 0
 
     def test_waste_is_what_the_usage_report_says(self) -> None:
         driver = Driver(fake_engine(block_size=16))
@@ -245,9 +245,9 @@ class TestCounting:
             driver.step()
             usage = driver.engine.scheduler.usage()
             # The report is of what is written: not of each request's newest token, for which there may be a slot.
-            told = round(Samples(driver.metrics)("quire:kv_waste_ratio") * usage.used_slots)
-            assert usage.wasted_slots - len(driver.engine.scheduler.running) <= told <= usage.wasted_slots
-            assert told > 0
+            shown = round(Samples(driver.metrics)("quire:kv_waste_ratio") * usage.used_slots)
+            assert usage.wasted_slots - len(driver.engine.scheduler.running) <= shown <= usage.wasted_slots
+            assert shown > 0
 
     def test_the_heartbeat_ages_only_while_there_is_work(self, driver: Driver) -> None:
         driver.metrics._alive -= 100
@@ -269,16 +269,16 @@ class TestExposition:
 
     def test_histograms_add_up(self, driver: Driver) -> None:
         driver.add(*(request(f"r{i}", prompt(5 + i, 20 * i), max_tokens=3 + i) for i in range(6)))
-        told = driver.run()
-        names = [name.removesuffix("_bucket") for name in told.names if name.endswith("_bucket")]
+        shown = driver.run()
+        names = [name.removesuffix("_bucket") for name in shown.names if name.endswith("_bucket")]
         assert len(names) == 15
         for name in names:
-            bounds, counts = zip(*told.buckets(name), strict=True)
+            bounds, counts = zip(*shown.buckets(name), strict=True)
             assert list(counts) == sorted(counts)
-            assert counts[-1] == told(f"{name}_count") > 0
+            assert counts[-1] == shown(f"{name}_count") > 0
             each = [b - a for a, b in pairwise([0, *counts])]
-            assert sum(map(mul, each, [0, *bounds])) <= told(f"{name}_sum") <= sum(map(mul, each[:-1], bounds))
-        assert [bound for bound, _ in told.buckets("quire:request_prompt_tokens")] == [
+            assert sum(map(mul, each, [0, *bounds])) <= shown(f"{name}_sum") <= sum(map(mul, each[:-1], bounds))
+        assert [bound for bound, _ in shown.buckets("quire:request_prompt_tokens")] == [
             1, 2, 5, 10, 20, 50, 100, 200, float("inf")]  # fmt: skip
 
     def test_a_model_name_with_odd_characters(self) -> None:
@@ -348,10 +348,10 @@ def test_scraping_while_the_engine_steps(num_host_blocks: int, hasty_threads: No
     assert not errors
     assert driver.engine.scheduler.num_preemptions > 0
     assert len(seen) > 10
-    for told in seen:
-        assert sum(told("quire:kv_blocks", state=state) for state in ("used", "cached", "free")) == 24
-        assert 0 <= told("quire:kv_waste_ratio") <= 1
-        assert told("quire:inter_token_latency_seconds_count") <= last("quire:inter_token_latency_seconds_count")
+    for shown in seen:
+        assert sum(shown("quire:kv_blocks", state=state) for state in ("used", "cached", "free")) == 24
+        assert 0 <= shown("quire:kv_waste_ratio") <= 1
+        assert shown("quire:inter_token_latency_seconds_count") <= last("quire:inter_token_latency_seconds_count")
 
 
 class TestBoard:

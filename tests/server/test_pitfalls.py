@@ -253,8 +253,8 @@ def test_the_first_token_that_is_none_is_named(server: Serving) -> None:
         for body in ({"n": 1}, {"n": 8}, {"n": 8, "stream": True}, {"n": 8, "use_beam_search": True}):
             refused = server.post(COMPLETIONS, prompt=tokens, max_tokens=1, **body)
             assert refused.status == 400
-            told = f"prompt[{count - 2}] is {size}; token ids of this model lie in 0..{size - 1}"
-            assert refused.error()["message"].endswith(told)
+            message = f"prompt[{count - 2}] is {size}; token ids of this model lie in 0..{size - 1}"
+            assert refused.error()["message"].endswith(message)
     assert_serves(server)
 
 
@@ -558,5 +558,5 @@ def under_o() -> Iterator[subprocess.Popen[str]]:
 
 
 def test_refusals_do_not_depend_on_asserts(under_o: subprocess.Popen[str]) -> None:
-    told, failed = under_o.communicate(timeout=120)
-    assert told.split() == ["400"] * 10 + ["401", "200"], failed
+    shown, failed = under_o.communicate(timeout=120)
+    assert shown.split() == ["400"] * 10 + ["401", "200"], failed

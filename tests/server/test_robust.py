@@ -458,17 +458,17 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_taken_apart(server: S
 def test_beam_searches_are_counted() -> None:
     with serving() as server:
         server.post("/v1/completions", prompt="a", max_tokens=5, use_beam_search=True, n=3, ignore_eos=True)
-        told = server.get("/metrics").body.decode()
-        assert 'quire:generation_tokens_total{engine="0",model_name="quire-embedded"} 15.0' in told
-        assert 'finished_reason="length",model_name="quire-embedded"} 1.0' in told
+        shown = server.get("/metrics").body.decode()
+        assert 'quire:generation_tokens_total{engine="0",model_name="quire-embedded"} 15.0' in shown
+        assert 'finished_reason="length",model_name="quire-embedded"} 1.0' in shown
 
 
 def test_with_keys_the_inspector_does_not_tell_of_others_salts() -> None:
-    for keys, told in (((), "salt"), (("one", "two"), "unseen")):
+    for keys, shown in (((), "salt"), (("one", "two"), "unseen")):
         with serving(api_key=keys) as server:
             for salt in ("mine", "yours"):
                 headers = {"Authorization": "Bearer one"} if keys else {}
                 body = {"prompt": "import os\n" * 20, "max_tokens": 1, "cache_salt": salt}
                 assert server.ask("POST", "/v1/completions", body, headers).status == 200
             miss = server.on_engine(lambda: [str(line) for line in server.inspector._log.take()])
-            assert f'"miss":"{told}"' in "".join(miss)
+            assert f'"miss":"{shown}"' in "".join(miss)

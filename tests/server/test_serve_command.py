@@ -66,13 +66,13 @@ def failing(*arguments: str) -> str:
 
 def test_it_says_what_was_chosen_and_why_and_drains_at_sigterm() -> None:
     with running("--num-blocks", "300", "--max-num-seqs", "4") as server:
-        told = "\n".join(server.lines)
-        assert re.search(r"serves quire-embedded at http://127.0.0.1:\d+ \(ready in \d+\.\d s\)", told)
-        assert re.search(r"backend +cpu on cpu, .* kernels \(the fastest that runs here\)", told)
-        assert re.search(r"dtype +\w+ \(the checkpoint's\)", told)
-        assert re.search(r"cache +300 blocks of 16 tokens, \d+ MiB \(as asked for\)", told)
-        assert re.search(r"longest +[\d,]+ tokens \(what the model was made for\)", told)
-        assert "4 sequences at a time" in told
+        shown = "\n".join(server.lines)
+        assert re.search(r"serves quire-embedded at http://127.0.0.1:\d+ \(ready in \d+\.\d s\)", shown)
+        assert re.search(r"backend +cpu on cpu, .* kernels \(the fastest that runs here\)", shown)
+        assert re.search(r"dtype +\w+ \(the checkpoint's\)", shown)
+        assert re.search(r"cache +300 blocks of 16 tokens, \d+ MiB \(as asked for\)", shown)
+        assert re.search(r"longest +[\d,]+ tokens \(what the model was made for\)", shown)
+        assert "4 sequences at a time" in shown
         answers: list[object] = []
         asked = threading.Thread(
             target=lambda: answers.append(server.post(prompt="x", max_tokens=450, n=4, ignore_eos=True))
@@ -89,10 +89,10 @@ def test_a_yaml_file_gives_options_and_the_command_line_wins(tmp_path: Path) -> 
     path = tmp_path / "quire.yaml"
     path.write_text("num-blocks: 200\nmax_num_seqs: 3\nserved-model-name: [mine, too]\nenable-prefix-caching: false\n")
     with running("--config", str(path), "--max-num-seqs", "5") as server:
-        told = "\n".join(server.lines)
-        assert "serves mine" in told
-        assert "200 blocks" in told
-        assert "5 sequences" in told
+        shown = "\n".join(server.lines)
+        assert "serves mine" in shown
+        assert "200 blocks" in shown
+        assert "5 sequences" in shown
         models = json.load(urllib.request.urlopen(f"{server.url}/v1/models", timeout=30))
         assert [model["id"] for model in models["data"]] == ["mine", "too"]
         answer = [server.post(prompt="import os\n" * 20, max_tokens=1) for _ in range(2)][1]

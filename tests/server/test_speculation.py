@@ -101,20 +101,20 @@ def test_usage_so_far_counts_every_token_of_a_chunk(guessing: Serving) -> None:
 
 def test_what_came_after_a_stop_string_is_not_counted() -> None:
     with serving({"num_speculative_tokens": 7}) as server:
-        told = []
+        shown = []
         for stop in ("0" * length for length in range(12, 30)):  # now and then within the tokens of a step
             answer = server.post(COMPLETIONS, prompt="x = ", temperature=0, max_tokens=60, stop=stop).json()
             assert answer["choices"][0]["stop_reason"] == stop
-            told.append(answer["usage"]["completion_tokens"])
-        assert told == sorted(told)
+            shown.append(answer["usage"]["completion_tokens"])
+        assert shown == sorted(shown)
         server.on_engine(lambda: None)  # the last step is counted now
         found = Samples(server.metrics)
         for name in ("request_generation_tokens_sum", "request_max_num_generation_tokens_sum",
                      "generation_tokens_total"):  # fmt: skip
-            assert found(f"quire:{name}", model_name="quire-embedded") == sum(told)
-        assert found("quire:request_success_total", finished_reason="stop", model_name="quire-embedded") == len(told)
-        arrivals = found("quire:inter_token_latency_seconds_count", model_name="quire-embedded") + len(told)
-        assert arrivals < sum(told) / 2, "hardly anything was guessed"
+            assert found(f"quire:{name}", model_name="quire-embedded") == sum(shown)
+        assert found("quire:request_success_total", finished_reason="stop", model_name="quire-embedded") == len(shown)
+        arrivals = found("quire:inter_token_latency_seconds_count", model_name="quire-embedded") + len(shown)
+        assert arrivals < sum(shown) / 2, "hardly anything was guessed"
         assert server.is_idle()
 
 

@@ -116,10 +116,10 @@ def test_options_that_cannot_be_end_in_a_sentence(options: dict[str, Any], words
 def assert_told(options: dict[str, Any], words: str) -> None:
     with pytest.raises(QuireError) as caught:
         build_service(options, ServerConfig())
-    told = str(caught.value)
-    assert words in told
-    assert "\n" not in told
-    assert 10 < len(told) < 500
+    shown = str(caught.value)
+    assert words in shown
+    assert "\n" not in shown
+    assert 10 < len(shown) < 500
 
 
 def test_keys_that_cannot_be_sent_are_refused() -> None:

@@ -101,7 +101,7 @@ class BlockManager:
             try:
                 listener(event)
             except Exception:
-                log.exception("a listener failed and is not told of anything more")
+                log.exception("a listener failed and is not called again")
                 self.listeners.remove(listener)
 
     # --------------------------------------------------------------------------------------------- counting
@@ -436,8 +436,8 @@ class BlockManager:
                 request.cache.host_block_ids.append(own)
                 self.pools[g].release(reversed(blocks), self.indexes[g].by_block)
                 if self.listeners:
-                    told = events.BlocksSwappedOut(self.now, g, request.id, blocks.tolist(), own.tolist())
-                    self._tell(told)
+                    shown = events.BlocksSwappedOut(self.now, g, request.id, blocks.tolist(), own.tolist())
+                    self._tell(shown)
             request.cache.block_ids = []
         return [Move(g, block, host) for g, host_of in enumerate(hosts) for block, host in host_of.items()]
 
@@ -499,8 +499,8 @@ class BlockManager:
                 request.cache.block_ids.append(array("i", bytes(4 * request.cache.num_freed[g])) + blocks)
                 self.host_pools[g].release(hosts)
                 if self.listeners:
-                    told = events.BlocksSwappedIn(self.now, g, request.id, blocks.tolist(), hosts.tolist())
-                    self._tell(told)
+                    shown = events.BlocksSwappedIn(self.now, g, request.id, blocks.tolist(), hosts.tolist())
+                    self._tell(shown)
             request.cache.host_block_ids = []
             request.cache.num_published = 0  # what was moved may be offered again
         return [Move(g, host, block_of[g][host]) for g, hosts in enumerate(missing) for host in hosts]

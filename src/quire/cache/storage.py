@@ -166,7 +166,7 @@ def _mib(amount: int) -> str:
 def free_memory(device: str = "cpu", root: Path = Path("/")) -> int | None:
     """Bytes that are really free: the GPU's, or MemAvailable held to what the control groups still allow.
 
-    None where the system does not tell. root: where /proc and /sys are.
+    None where the system does not say. root: where /proc and /sys are.
     """
     if device != "cpu":
         return int(torch.cuda.mem_get_info(device)[0])

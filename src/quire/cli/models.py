@@ -19,5 +19,5 @@ def models(as_json: AsJson = False) -> None:
     for found in sweep.types:
         row(found.name, found.how if not found.reason else f"{found.how}: {found.reason}")
     counts = Counter(found.how for found in sweep.types)
-    told = ", ".join(f"{count} {how}" for how, count in counts.items())
-    row("in all", f"{told}; tried with transformers {sweep.transformers}")
+    shown = ", ".join(f"{count} {how}" for how, count in counts.items())
+    row("in all", f"{shown}; tried with transformers {sweep.transformers}")

@@ -94,10 +94,10 @@ def _rows_of(workload: str) -> list[TraceRow]:
 
 
 def _print_table(result: SimulationResult, wall_seconds: float) -> None:
-    told = f"{result.finished:,} of {result.requests:,} finished"
+    message = f"{result.finished:,} of {result.requests:,} finished"
     if result.refused:
-        told += f"; {result.refused:,} refused, the first because {result.first_refusal}"
-    row("requests", told)
+        message += f"; {result.refused:,} refused, the first because {result.first_refusal}"
+    row("requests", message)
     row("virtual time", f"{result.seconds:,.2f} s in {result.steps:,} steps")
     row("new tokens", f"{result.new_tokens:,}, {result.new_tokens_per_second:,.1f} a second")
     row("with prompts", f"{result.total_tokens_per_second:,.1f} tokens a second")

@@ -73,7 +73,7 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.seed = seed
         self.under_way: Plan | None = None  # what the runner is computing; any thread may look at its sizes
-        self.recorder: TraceRecorder | None = None  # if set, told of every request that is added
+        self.recorder: TraceRecorder | None = None  # if set, records every request that is added
         self._guard = StepGuard()
         self._events: list[Event] = []  # that no caller of `step` has got
 
@@ -120,7 +120,7 @@ class Engine:
         self.scheduler.check(request)
 
     def abort(self, request_id: str) -> None:
-        """Take a request back; the next step releases its blocks and tells. One that has ended is left alone."""
+        """Take a request back; the next step frees its blocks and reports it. One that has ended is left alone."""
         self.finish(request_id, FinishReason.ABORT)
 
     @deferred_interrupts()

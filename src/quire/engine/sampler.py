@@ -5,7 +5,7 @@ is summed over the vocabulary must not depend on how the sum is formed. On a CPU
 formed in order: a plain sum may be split among threads. A GPU splits every sum, so there they are sums of integers.
 
 The two ways to draw choose alike. A CPU's looks at its numbers, to rank no more tokens than it must. A GPU's never
-does, since each look waits for all that is queued: which rows are drawn, and how, is told by their parameters alone.
+does, since each look waits for all that is queued: which rows are drawn, and how, is known from their parameters alone.
 """
 
 from __future__ import annotations

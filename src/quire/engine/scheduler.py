@@ -89,8 +89,8 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Raise RequestError if the request could never run here, with the numbers."""
         if request.priority and self.order in BLIND_TO_PRIORITY:
-            told = f"request {request.id} has priority {request.priority}"
-            raise RequestError(f"{told}; only scheduling_policy='priority' heeds it", "priority")
+            message = f"request {request.id} has priority {request.priority}"
+            raise RequestError(f"{message}; only scheduling_policy='priority' heeds it", "priority")
         check_size(request, self.longest(request), self.manager, self.max_model_len, self.max_num_seqs)
 
     def longest(self, request: Request) -> int:
@@ -433,7 +433,7 @@ class Scheduler:
             return FinishReason.STOP
         if request.guide is not None:
             request.guide.accept(token)
-            if request.guide.done:  # told after this token, which is not one that only ends
+            if request.guide.done:  # reported after this token, which is not one that only ends
                 self.finish(request.id, FinishReason.STOP)
                 return None
         if len(request.tokens) >= self.longest(request):
@@ -448,8 +448,8 @@ class Scheduler:
             error = RequestError(f"no token that the grammar allows may be drawn and has a finite logit {at}")
             return self._end_failed(request, error)
         lacks = {Task.SCORE: "logit within the prompt", Task.EMBED: "hidden state after the prompt"}
-        told = f"the model gave no finite {lacks.get(request.task, f'logit {at}')}"
-        return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=told))
+        message = f"the model gave no finite {lacks.get(request.task, f'logit {at}')}"
+        return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=message))
 
     def _end_failed(self, request: Request, error: BaseException) -> Event:
         message = f"{type(error).__name__}: {error}"

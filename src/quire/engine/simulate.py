@@ -72,8 +72,8 @@ class Histogram:
 
     def as_dict(self) -> dict[str, float]:
         """Mean, percentiles and maximum."""
-        told = {f"p{percent}": self.percentile(percent) for percent in (50, 90, 99)}
-        return {"mean": self.sum / self.count if self.count else 0.0, **told, "max": self.max}
+        shown = {f"p{percent}": self.percentile(percent) for percent in (50, 90, 99)}
+        return {"mean": self.sum / self.count if self.count else 0.0, **shown, "max": self.max}
 
 
 @dataclass(frozen=True)
@@ -237,12 +237,12 @@ class Simulation:
         }
         return StepOutput(tokens, hidden_states=states)
 
-    def _observe(self, plan: Plan, told: Sequence[Event]) -> None:
+    def _observe(self, plan: Plan, events: Sequence[Event]) -> None:
         """Take in what a step did."""
         now, arrivals, latest = self.clock.now, self._arrivals, self._latest
         before: dict[float, int] = {}  # most requests drew their last token at the same time
         num_new = 0
-        for event in told:
+        for event in events:
             name = event.request_id
             if event.token is not None:
                 num_new += 1

@@ -23,7 +23,7 @@ log = logging.getLogger("quire")
 MATCHED = (4, 3, 2)  # last tokens that must have stood together before, as many as possible
 MAX_ROWS = MAX_SPECULATIVE_TOKENS + 1  # of a step: up to here reading the weights takes most of the time
 LONGEST_PAUSE = 64  # steps
-NUM_GUESSES = 3  # unless told otherwise: a step with them takes a quarter longer, which one right in four pays for
+NUM_GUESSES = 3  # unless asked otherwise: a step with them takes a quarter longer, which one right in four pays for
 NOTHING: array[int] = array("i")
 
 

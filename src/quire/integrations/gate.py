@@ -68,7 +68,7 @@ def refusal(model: type, config: Any) -> str | None:
     if not getattr(model, "_supports_attention_backend", False):
         return "transformers does not let its attention be replaced"
     if "position_ids" not in inspect.signature(model.forward).parameters:  # type: ignore[attr-defined]
-        return "it cannot be told the positions of its tokens"
+        return "it cannot be given the positions of its tokens"
     if (kind := _dynamic_rope(config)) is not None:
         return f"its rope type is {kind!r}: its angles depend on the batch"
     return attention_refusal(model, config, SERVED_LAYERS)

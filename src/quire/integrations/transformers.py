@@ -445,7 +445,7 @@ def _plan(
 
 
 def _token_step(x: Tensor) -> int | None:
-    """How many tokens' strides lie between two batch rows of x [batch, H, T, D]; None where it cannot be told so."""
+    """How many tokens' strides lie between two batch rows of x [batch, H, T, D]; None where there is no such number."""
     batch_stride, _, token_stride, last = x.stride()
     if last != 1:
         return None

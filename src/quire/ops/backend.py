@@ -84,7 +84,11 @@ class Backend(ABC):
         """What runs the program on this backend."""
 
     @abstractmethod
-    def swap(self, device: str, host: Sequence[Tensor]) -> Swap:
+    def swap(
+        self,
+        device: str,
+        host: Sequence[Tensor],  # [num_host_blocks, ...] of each layer
+    ) -> Swap:
         """What moves blocks between pools on the device and these on the host. Raises Unsupported or ConfigError."""
 
     # --------------------------------------------------------------------------------------------------- plans

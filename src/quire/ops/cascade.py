@@ -29,7 +29,7 @@ class CascadeLevel:
     """One level: where its keys lie, and which rows see them.
 
     The "sequences" of the plan are the level's groups of rows: query_starts divides the rows, context_lens and
-    block_tables tell the group's keys. Rows of a group follow one another, in every level in the same order.
+    block_tables give the group's keys. Rows of a group follow one another, in every level in the same order.
     """
 
     kv: PagedKV

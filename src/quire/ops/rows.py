@@ -8,7 +8,7 @@ from torch import Tensor
 def as_rows(
     x: Tensor,  # [..., H]
 ) -> Tensor:
-    """x itself if its strides can be told so, else a contiguous copy."""
+    """x itself if its strides can be expressed so, else a contiguous copy."""
     strided = x.dim() <= 3 and (x.stride(-1) == 1 or x.shape[-1] == 1)
     return x if strided else x.contiguous()
 

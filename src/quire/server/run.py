@@ -36,7 +36,7 @@ from quire.server.watch.metrics import Metrics
 
 log = logging.getLogger("quire.server")
 
-FAREWELL = 5  # seconds in which those that did not end in time are told so
+FAREWELL = 5  # seconds in which those that did not end in time get an error
 KEEP_ALIVE = 30  # seconds that a connection stays open for a next request
 EMBEDDED_NAME = "quire-embedded"  # what clients call the model that comes with Quire
 
@@ -115,7 +115,7 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(settings)
         self.engine_failed = False
-        self.signal: int | None = None  # the last one that told it to stop
+        self.signal: int | None = None  # the last one that stopped it
         self._service = service
         self._inspector = inspector
         self._ready = ready
@@ -130,7 +130,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer what is running, then end."""
         self._inspector.close()
-        end_all = partial(self._service.worker.end_all, "the server is told to stop")
+        end_all = partial(self._service.worker.end_all, "the server is stopping")
         timer = asyncio.get_running_loop().call_later(self._service.config.shutdown_timeout, end_all)
         await super().shutdown(sockets)
         timer.cancel()

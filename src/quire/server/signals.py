@@ -1,4 +1,4 @@
-"""How the process of a server ends when a signal tells it to."""
+"""How the process of a server ends at a signal."""
 
 from __future__ import annotations
 

@@ -37,11 +37,11 @@ def test_a_cpu_without_avx2_gets_the_reference_and_one_line_that_says_so(backend
     assert ops.load("auto").name == "reference"
     with pytest.raises(Unsupported, match="cpu: this CPU lacks AVX2"):
         ops.load("cpu")
-    told = CliRunner().invoke(app, ["info"]).output.splitlines()
-    assert [line.split() for line in told if "AVX2" in line] == [
+    shown = CliRunner().invoke(app, ["info"]).output.splitlines()
+    assert [line.split() for line in shown if "AVX2" in line] == [
         "backend cpu not available: this CPU lacks AVX2, which the native kernels need".split()
     ]
-    assert "backend auto       reference" in told
+    assert "backend auto       reference" in shown
 
 
 @pytest.mark.usefixtures("_without_triton")

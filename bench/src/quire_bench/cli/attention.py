@@ -21,7 +21,7 @@ def attention(
     ] = None,
     attention_backend: Backend = "auto",
     isa: Annotated[str | None, typer.Option(help="Of the native kernels, as in avx2. Default: the best here.")] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Calls that count; their median is told.")] = 9,
+    runs: Annotated[int, typer.Option(min=1, help="Calls that count; their median is reported.")] = 9,
     sdpa_runs: Annotated[int, typer.Option(min=0, help="Calls of torch's attention to compare with.")] = 2,
     plot: Annotated[Path | None, typer.Option(help="Draw the shares of the ceilings into this file.")] = None,
     as_json: AsJson = False,
@@ -44,8 +44,8 @@ def attention(
                     print(json.dumps({"backend": backend.name, "isa": name} | figure.as_dict()), flush=True)
                 else:
                     unit = "GB/s" if shape.query_len == 1 else "GFLOP/s"
-                    told = "" if figure.speedup is None else f"{figure.speedup:7.1f} x torch SDPA"
-                    print(f"{shape.name:52s} {figure.rate:7.1f} {unit:7s} {figure.fraction:5.0%}{told}", flush=True)
+                    shown = "" if figure.speedup is None else f"{figure.speedup:7.1f} x torch SDPA"
+                    print(f"{shape.name:52s} {figure.rate:7.1f} {unit:7s} {figure.fraction:5.0%}{shown}", flush=True)
             beside = bench_attention.overhead(backend)
         if as_json:
             print(json.dumps({"backend": backend.name, "isa": name, "name": "smallest call", "seconds": beside}))

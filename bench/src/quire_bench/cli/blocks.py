@@ -26,7 +26,7 @@ def blocks(
     max_model_len: MaxModelLen = None,
     kv_cache_memory: CacheMemory = "50%",
     warmup: Annotated[int, typer.Option(min=0, help="Runs before those that count.")] = 1,
-    runs: Annotated[int, typer.Option(min=1, help="Runs that count; their median is told.")] = 3,
+    runs: Annotated[int, typer.Option(min=1, help="Runs that count; their median is reported.")] = 3,
     plot: Annotated[Path | None, typer.Option(help="Draw speed and waste into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -17,7 +17,7 @@ def cascade(
     own: Annotated[int, typer.Option(min=1, help="Tokens of each one's own.")] = 256,
     head_dim: Annotated[int, typer.Option(min=1, max=1024)] = 64,
     attention_backend: Backend = "auto",
-    runs: Annotated[int, typer.Option(min=1, help="Calls that count; their median is told.")] = 9,
+    runs: Annotated[int, typer.Option(min=1, help="Calls that count; their median is reported.")] = 9,
     as_json: AsJson = False,
 ) -> None:
     """What a shared prefix saves in decode: the speedup, and its share of what bytes and products allow."""
@@ -31,7 +31,7 @@ def cascade(
                 print(json.dumps(figure.as_dict()), flush=True)
             else:
                 milliseconds = f"{1e3 * figure.apart_seconds:.2f} -> {1e3 * figure.shared_seconds:.2f} ms"
-                told = f"{figure.speedup:5.1f} x, {figure.speedup / figure.roof:4.0%} of {figure.roof:.1f}"
-                print(f"G = {shape.group_size}: {milliseconds:>20s} {told}", flush=True)
+                message = f"{figure.speedup:5.1f} x, {figure.speedup / figure.roof:4.0%} of {figure.roof:.1f}"
+                print(f"G = {shape.group_size}: {milliseconds:>20s} {message}", flush=True)
     except QuireError as error:
         fail(error)

@@ -20,7 +20,7 @@ def http(
     concurrency: Annotated[int, typer.Option(help="Requests, all at once.")] = 64,
     input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
     output_len: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 128,
-    runs: Annotated[int, typer.Option(min=1, help="Each way, in turns; the medians are told.")] = 3,
+    runs: Annotated[int, typer.Option(min=1, help="Each way, in turns; the medians are reported.")] = 3,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that a run may take.")] = 600.0,
     as_json: AsJson = False,
 ) -> None:
@@ -36,8 +36,8 @@ def http(
     if as_json:
         print(json.dumps(figures))
         return
-    for name, told in _rows(figures):
-        row(name, told)
+    for name, shown in _rows(figures):
+        row(name, shown)
 
 
 def _rows(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -48,5 +48,5 @@ def _rows(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     few = "" if figures["tokens_per_chunk"] < MANY_TOKENS else ": fewer chunks than tokens, so less was sent"
     yield "", f"{figures['ratio']:10.1%} of offline; {figures['tokens_per_chunk']:.2f} tokens a chunk{few}"
     yield "without the client", f"{figures['http_tokens_per_second_without_client']:10,.1f} tok/s"
-    told = f"{figures['ratio_without_client']:10.1%} of offline"
-    yield "", f"{told}; its {figures['client_cpu_seconds']:.2f} s of CPU time are not counted"
+    message = f"{figures['ratio_without_client']:10.1%} of offline"
+    yield "", f"{message}; its {figures['client_cpu_seconds']:.2f} s of CPU time are not counted"

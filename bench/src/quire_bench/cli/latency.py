@@ -83,8 +83,8 @@ def latency(
             print(json.dumps(found.as_dict()))
         else:
             for name, summary in found.summaries.items():
-                if told := [f"{what} {1e3 * value:.2f}" for what, value in summary.items() if value is not None]:
-                    row(NAMES[name], ", ".join(told) + " ms")
+                if shown := [f"{what} {1e3 * value:.2f}" for what, value in summary.items() if value is not None]:
+                    row(NAMES[name], ", ".join(shown) + " ms")
         if plot is not None:
             found.plot(plot)
     except QuireError as error:

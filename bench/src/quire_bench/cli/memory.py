@@ -67,8 +67,8 @@ def memory(
         if as_json:
             print(json.dumps(model.as_dict()))
         else:
-            for name, told in model.table():
-                row(name, told)
+            for name, shown in model.table():
+                row(name, shown)
         if plot is not None:
             bench_memory.plot(comparisons, plot)
     except QuireError as error:

@@ -33,5 +33,5 @@ def planning(
         if as_json:
             print(json.dumps(found.as_dict()))
         else:
-            told = f"{found.sequences:6,d} sequences of {found.context:7,d} tokens, {found.pool:11,d} blocks"
-            print(f"{told} {found.microseconds_each:8.2f} us each, worst step {found.worst_each:8.2f}", flush=True)
+            message = f"{found.sequences:6,d} sequences of {found.context:7,d} tokens, {found.pool:11,d} blocks"
+            print(f"{message} {found.microseconds_each:8.2f} us each, worst step {found.worst_each:8.2f}", flush=True)

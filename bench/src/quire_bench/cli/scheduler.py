@@ -52,8 +52,8 @@ def scheduler(
 
     naive: each alone. offline: all are there from the start. online: each comes when the one before it has its first
     token, and those that are there go on meanwhile. prefill: the steps in which a request still has no token; decode:
-    the others. With a prefix cache, the runs that count find the prompt there. Where the time goes is told, and traced,
-    of one more run.
+    the others. With a prefix cache, the runs that count find the prompt there. Where the time goes is reported,
+    and traced, of one more run.
     """
     from quire import LLM
     from quire_bench.engine import scheduler as bench
@@ -118,6 +118,6 @@ def _tell(result: Result, as_json: bool) -> None:
         print(json.dumps(result.as_dict()), flush=True)
         return
     print(f"=== {result.name} ===")
-    for name, told in result.table():
-        row(name, told)
+    for name, shown in result.table():
+        row(name, shown)
     print(flush=True)

@@ -82,8 +82,8 @@ def serve(
         if as_json:
             print(json.dumps({"url": url, "model": name, "endpoint": endpoint, "seed": seed} | found.as_dict()))
         else:
-            for title, told in found.table():
-                row(title, told)
+            for title, shown in found.table():
+                row(title, shown)
         if plot is not None:
             found.plot(plot)
     except QuireError as error:

@@ -36,7 +36,7 @@ def soak(
     if as_json:
         print(json.dumps(found.as_dict()))
     else:
-        for name, told in table(found):
-            row(name, told)
+        for name, shown in table(found):
+            row(name, shown)
     if problems := judge(found):
         fail("; ".join(problems))

@@ -17,7 +17,7 @@ from quire.progress import progress_bar
 
 def startup(
     model: Model = None,
-    runs: Annotated[int, typer.Option(min=1, help="Fresh processes; their median is told.")] = 5,
+    runs: Annotated[int, typer.Option(min=1, help="Fresh processes; their median is reported.")] = 5,
     plot: Annotated[Path | None, typer.Option(help="Draw the runs into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:

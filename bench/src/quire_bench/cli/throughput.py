@@ -52,7 +52,7 @@ def throughput(
     scheduling_policy: SchedulingPolicy = "fcfs",
     num_speculative_tokens: MeasuredGuesses = 0,
     warmup: Annotated[int, typer.Option(min=0, help="Runs before those that count.")] = 1,
-    runs: Annotated[int, typer.Option(min=1, help="Runs that count; their median is told.")] = 3,
+    runs: Annotated[int, typer.Option(min=1, help="Runs that count; their median is reported.")] = 3,
     plot: Annotated[Path | None, typer.Option(help="Draw the runs into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -93,8 +93,8 @@ def throughput(
                 print(json.dumps(figures))
             else:
                 new, total = figures["new_tokens_per_second"], figures["total_tokens_per_second"]
-                told = f"{new:10.1f} new tok/s {total:10.1f} total tok/s {figures['most_blocks'] or '?':>7} blocks"
-                print(f"{work.name:12s} {figures['median_seconds']:9.2f} s {told}", flush=True)
+                message = f"{new:10.1f} new tok/s {total:10.1f} total tok/s {figures['most_blocks'] or '?':>7} blocks"
+                print(f"{work.name:12s} {figures['median_seconds']:9.2f} s {message}", flush=True)
         if plot is not None:
             plot_runs(plot, "total tokens a second", found)
     except QuireError as error:

@@ -111,8 +111,8 @@ def iterate(llm: LLM, batch: Batch) -> Iteration:
         if sample.error is not None:
             raise QuireError(f"request {output.request_id} failed: {sample.error}")
         if sample.finished and len(sample.token_ids) != batch.output_len:
-            told = f"request {output.request_id} ended with {len(sample.token_ids)} new tokens"
-            raise QuireError(f"{told}; expected {batch.output_len}")
+            message = f"request {output.request_id} ended with {len(sample.token_ids)} new tokens"
+            raise QuireError(f"{message}; expected {batch.output_len}")
     seconds = time.perf_counter() - start
     gaps: list[float] = []
     for seen in arrivals.values():

@@ -260,9 +260,9 @@ class Ratios:
 
     def as_dict(self) -> dict[str, object]:
         """The figures, for JSON."""
-        told = self.result
+        shown = self.result
         return {
-            **{"mode": told.mode, "backend": told.backend, "prefix_caching": told.prefix_caching},
+            **{"mode": shown.mode, "backend": shown.backend, "prefix_caching": shown.prefix_caching},
             **{"over_gathered": self.over_gathered, "over_naive": self.over_naive},
         }
 

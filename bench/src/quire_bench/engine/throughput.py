@@ -69,14 +69,14 @@ def measure(
         llm.reset_prefix_cache()
         start, num_new, known = time.perf_counter(), 0, Counter[str]()
         for output in llm.stream(prompts, params):
-            told = len(output.outputs[0].token_ids)
-            for _ in range(known[output.request_id], told):
+            shown = len(output.outputs[0].token_ids)
+            for _ in range(known[output.request_id], shown):
                 advance()
-            known[output.request_id] = told
+            known[output.request_id] = shown
             if output.finished:
                 if output.outputs[0].error is not None:
                     raise QuireError(f"workload {workload.name}: {output.outputs[0].error}")
-                num_new += told
+                num_new += shown
         if num_new != workload.num_new_tokens:
             raise QuireError(f"workload {workload.name}: {num_new} new tokens; expected {workload.num_new_tokens}")
         return time.perf_counter() - start

@@ -1,6 +1,6 @@
 """The operators on a GPU: decode, prefill, cascades, and which tiles serve them best.
 
-Decode is told in bytes of KV a second, prefill in floating-point operations a second; the ceilings run among the
+Decode is reported in bytes of KV a second, prefill in floating-point operations a second; the ceilings run among the
 contestants. Blocks lie in random order unless a case says otherwise. A decode goes round in 1 GiB of KV and more.
 """
 

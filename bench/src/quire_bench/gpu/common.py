@@ -31,7 +31,7 @@ PRODUCT = 8192  # rows and columns of the matrix product
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all stages are told."""
+    """What all stages get."""
 
     device: str = "cuda"
     backend: str = "triton"
@@ -73,8 +73,8 @@ class Bench:
 
     def failed(self, case: str, who: str, error: BaseException | str) -> None:
         """Report that nothing was found, and why."""
-        told = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        self.row(case, who, error=shortened(told))
+        shown = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self.row(case, who, error=shortened(shown))
 
     def synchronize(self) -> None:
         """Wait for the GPU."""
@@ -173,7 +173,7 @@ class Contestant:
     """One of those that do the same work."""
 
     make: Callable[[], Call]  # called once, before anything is timed
-    work: float = 0.0  # of a call: bytes, or floating-point operations; 0: only the time is told
+    work: float = 0.0  # of a call: bytes, or floating-point operations; 0: only the time is reported
     unit: str = "GB/s"  # or TFLOP/s
 
 

@@ -54,9 +54,9 @@ class Case:
     def name(self) -> str:
         """The case in a few words."""
         kinds = [self.dtype] if self.kv_dtype is None else [self.dtype, self.kv_dtype]
-        told = "/".join(str(kind).removeprefix("torch.") for kind in kinds)
+        shown = "/".join(str(kind).removeprefix("torch.") for kind in kinds)
         kind = f"{self.feature}{' reproducible' if self.reproducible else ''}"
-        return f"{told} G{self.group} D{self.head_dim} B{self.block_size} {kind} {list(self.lens)}"
+        return f"{shown} G{self.group} D{self.head_dim} B{self.block_size} {kind} {list(self.lens)}"
 
 
 def cases(tiny: bool) -> list[Case]:

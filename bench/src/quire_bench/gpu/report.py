@@ -41,7 +41,7 @@ class Target:
     bound: float
     unit: str  # of the bound: "%" of a share, "x" of a ratio, "TFLOP/s", ...
     at_most: bool = False  # the bound is an upper one
-    beside: tuple[tuple[str, str], ...] = field(default=())  # stage and case whose other contestants are told
+    beside: tuple[tuple[str, str], ...] = field(default=())  # stage and case whose other contestants are reported
 
     def told(self, value: float | None) -> str:
         """A value in the target's unit."""

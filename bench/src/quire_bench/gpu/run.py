@@ -127,8 +127,8 @@ def run_stage(name: str, settings: Settings, seconds: float, emit: Callable[[Row
     try:
         STAGES[name].run(Bench(settings, name, emit, time.monotonic() + seconds))
     except Exception as error:  # of any kind: the others still run
-        told = "".join(traceback.format_exception(error)[-3:])
-        emit({"stage": name, "case": "stage", "who": "", "error": shortened(told, 1500)})
+        shown = "".join(traceback.format_exception(error)[-3:])
+        emit({"stage": name, "case": "stage", "who": "", "error": shortened(shown, 1500)})
     finally:
         log.removeHandler(warnings)
 
@@ -272,8 +272,8 @@ def run(
         say(f"{one['target']:72s} {one['wanted']:22s} {one['told']:>16s}  {met}")
     for row in report.rows:
         if "error" in row or row.get("passed") is False:
-            told = " ".join(row.get("error", "wrong").split())
-            say(f"{row['stage']}, {row['case']}, {row['who']}: {shortened(told, 240)}")
+            shown = " ".join(row.get("error", "wrong").split())
+            say(f"{row['stage']}, {row['case']}, {row['who']}: {shortened(shown, 240)}")
     return report
 
 

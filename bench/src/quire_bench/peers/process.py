@@ -21,7 +21,7 @@ SECONDS_TO_LEAVE = 30.0
 
 
 class Failed(Exception):
-    """An engine did not do what it was told."""
+    """An engine did not do what it was asked."""
 
 
 def runners_in(folder: Path) -> Path:

@@ -3,7 +3,7 @@
     python -m quire_bench.peers --models DIR --vllm PYTHON --openvino PYTHON --llama-cpp PYTHON --transformers PYTHON
 
 DIR has checkpoints that `python -m quire_bench.peers.make_models DIR` wrote; PYTHON is the interpreter of an engine's
-environment, of which its runner says more. Each engine has a process of its own, which is told when to run and stopped
+environment, of which its runner says more. Each engine has a process of its own, which is asked to run and stopped
 while others do, because idle engines spin. What the memory reads and what a bf16 product reaches is measured between
 the runs.
 """
@@ -91,8 +91,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m quire_bench.peers", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", type=Path, required=True, metavar="DIR", help="has gpt2, smol135, llama1b, or some")
     for peer in PEERS:
-        told = f"the interpreter of {ENGINES[peer].title}'s environment; left out by default"
-        parser.add_argument(f"--{peer}", type=Path, metavar="PYTHON", help=told)
+        message = f"the interpreter of {ENGINES[peer].title}'s environment; left out by default"
+        parser.add_argument(f"--{peer}", type=Path, metavar="PYTHON", help=message)
     parser.add_argument("--workloads", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
     parser.add_argument("--runs", type=int, default=5, help="of each engine, that count; default: %(default)s")
     parser.add_argument("--warmup", type=int, default=1, help="runs before those; default: %(default)s")

@@ -78,7 +78,7 @@ class Ask:
 
 @dataclass
 class Told:
-    """What an answer told, streamed or not."""
+    """What an answer reported, streamed or not."""
 
     texts: dict[int, str] = field(default_factory=dict)  # by the index of the choice
     reasons: dict[int, str] = field(default_factory=dict)
@@ -218,9 +218,9 @@ def _check_refusal(expected: int, status: int, answer: bytes) -> None:
 def _check_tokens(status: int, answer: bytes) -> None:
     if status != 200:
         raise Wrong(f"status {status}: {error_message(answer)}")
-    told = json.loads(answer)
-    if not told["count"] == len(told["tokens"]) > 0:
-        raise Wrong(f"a count of {told['count']} for {len(told['tokens'])} tokens")
+    shown = json.loads(answer)
+    if not shown["count"] == len(shown["tokens"]) > 0:
+        raise Wrong(f"a count of {shown['count']} for {len(shown['tokens'])} tokens")
 
 
 def _check_embeddings(count: int, status: int, answer: bytes) -> None:
@@ -237,18 +237,18 @@ def _check_embeddings(count: int, status: int, answer: bytes) -> None:
 def _check_generation(body: Fields, status: int, answer: bytes) -> None:
     if status != 200:
         raise Wrong(f"status {status}: {error_message(answer)}")
-    told = read_answer(answer, bool(body.get("stream")))
+    shown = read_answer(answer, bool(body.get("stream")))
     prompts = body["prompt"] if isinstance(body.get("prompt"), list) and isinstance(body["prompt"][0], str) else [""]
     count = body.get("n", 1) * len(prompts)
-    if sorted(told.reasons) != list(range(count)):
-        raise Wrong(f"choices {sorted(told.reasons)} have ended; expected {count} of them")
+    if sorted(shown.reasons) != list(range(count)):
+        raise Wrong(f"choices {sorted(shown.reasons)} have ended; expected {count} of them")
     is_free = not {"stop", "regex", "response_format", "use_beam_search"} & set(body)
-    if is_free and told.num_generated != count * body["max_tokens"]:
-        raise Wrong(f"{told.num_generated} tokens; expected {count} times {body['max_tokens']}")
-    if body.get("logprobs") not in (None, False) and is_free and told.num_logprobs < count * body["max_tokens"]:
-        raise Wrong(f"{told.num_logprobs} logprobs for {told.num_generated} tokens")
-    for index, text in told.texts.items():
-        _check_text(body, text, told.reasons[index])
+    if is_free and shown.num_generated != count * body["max_tokens"]:
+        raise Wrong(f"{shown.num_generated} tokens; expected {count} times {body['max_tokens']}")
+    if body.get("logprobs") not in (None, False) and is_free and shown.num_logprobs < count * body["max_tokens"]:
+        raise Wrong(f"{shown.num_logprobs} logprobs for {shown.num_generated} tokens")
+    for index, text in shown.texts.items():
+        _check_text(body, text, shown.reasons[index])
 
 
 def _check_text(body: Fields, text: str, reason: str) -> None:
@@ -275,7 +275,7 @@ def read_answer(answer: bytes, is_stream: bool) -> Told:
         if (end, rest) != (b"data: [DONE]", b""):
             raise Wrong(f"the stream ends with {answer[-100:]!r}")
         parts = [event.removeprefix(b"data: ") for event in events]
-    told = Told()
+    shown = Told()
     for part in parts:
         chunk = json.loads(part)
         if "error" in chunk:
@@ -283,14 +283,14 @@ def read_answer(answer: bytes, is_stream: bool) -> Told:
         for choice in chunk["choices"]:
             index = choice["index"]
             text = choice["text"] if "text" in choice else choice.get("delta", choice.get("message"))
-            told.texts[index] = told.texts.get(index, "") + _text_of(text)
+            shown.texts[index] = shown.texts.get(index, "") + _text_of(text)
             if choice["finish_reason"] is not None:
-                told.reasons[index] = choice["finish_reason"]
+                shown.reasons[index] = choice["finish_reason"]
             logprobs = choice.get("logprobs") or {}
-            told.num_logprobs += len(logprobs.get("tokens") or logprobs.get("content") or ())
+            shown.num_logprobs += len(logprobs.get("tokens") or logprobs.get("content") or ())
         if chunk.get("usage") is not None:
-            told.num_generated = chunk["usage"]["completion_tokens"]
-    return told
+            shown.num_generated = chunk["usage"]["completion_tokens"]
+    return shown
 
 
 def _text_of(told: str | Fields) -> str:

@@ -20,7 +20,7 @@ METRICS = {
     "e2el": "end-to-end latency",
 }
 TOO_MANY = "HTTP 429"
-MAX_ERRORS = 20  # kinds that are told
+MAX_ERRORS = 20  # kinds that are reported
 BUSY = 0.8  # of a core: a client that takes more holds the server's answers up
 
 
@@ -81,8 +81,8 @@ def percentile(ascending: Sequence[float], percent: float) -> float:
 def summary(values: Iterable[float], percents: Sequence[float]) -> dict[str, float | None]:
     """Mean and percentiles: {"mean": ..., "p50": ...}; None where there are no values."""
     ascending = sorted(values)
-    told: dict[str, float | None] = {"mean": sum(ascending) / len(ascending) if ascending else None}
-    return told | {f"p{percent:g}": percentile(ascending, percent) if ascending else None for percent in percents}
+    shown: dict[str, float | None] = {"mean": sum(ascending) / len(ascending) if ascending else None}
+    return shown | {f"p{percent:g}": percentile(ascending, percent) if ascending else None for percent in percents}
 
 
 def met(found: Latencies, limits: Mapping[str, float]) -> bool:
@@ -148,7 +148,7 @@ class Report:
         percents: Sequence[float] = (50, 90, 99),
         limits: Mapping[str, float] | None = None,
     ) -> None:
-        """limits: seconds that a good answer keeps, by metric; None: goodput is not told."""
+        """limits: seconds that a good answer keeps, by metric; None: goodput is not reported."""
         self.run = run
         self.limits = limits or {}
         self._metrics, self._percents = metrics, percents
@@ -166,7 +166,7 @@ class Report:
 
     @property
     def spread(self) -> str:
-        """How tokens were told apart: "chunks" (one each), "told" (usage came with each chunk), or "evenly"."""
+        """How tokens were assigned to chunks: "chunks" (one each), "told" (usage came with each chunk), or "evenly"."""
         if self.completed and all(record.answer.counts_are_told for record in self.completed):
             return "told"
         return "chunks" if all(r.answer.num_tokens <= len(r.answer.times) for r in self.completed) else "evenly"
@@ -207,30 +207,30 @@ class Report:
 
     def table(self) -> list[tuple[str, str]]:
         """The figures, to be read: a name and a text each."""
-        told = self.as_dict()
-        state = f"{told['completed']:,} of {told['requests']:,} completed in {told['seconds']:,.2f} s"
-        state += f", {told['rejected']:,} rejected with 429" if told["rejected"] else ""
-        state += f", {told['unfinished']:,} interrupted" if told["unfinished"] else ""
-        lines = [("requests", f"{state}; {told['request_throughput']:,.2f} a second")]
-        lines += [("error", f"{e['count']:,} x {e['kind']}: {e['message']}") for e in told["errors"]]
-        lines.append(("output tokens", f"{told['output_tokens']:,}, {told['output_throughput']:,.1f} a second"))
-        if told["input_tokens"] is not None:
-            lines.append(("with prompts", f"{told['total_token_throughput']:,.1f} tokens a second"))
+        shown = self.as_dict()
+        state = f"{shown['completed']:,} of {shown['requests']:,} completed in {shown['seconds']:,.2f} s"
+        state += f", {shown['rejected']:,} rejected with 429" if shown["rejected"] else ""
+        state += f", {shown['unfinished']:,} interrupted" if shown["unfinished"] else ""
+        lines = [("requests", f"{state}; {shown['request_throughput']:,.2f} a second")]
+        lines += [("error", f"{e['count']:,} x {e['kind']}: {e['message']}") for e in shown["errors"]]
+        lines.append(("output tokens", f"{shown['output_tokens']:,}, {shown['output_throughput']:,.1f} a second"))
+        if shown["input_tokens"] is not None:
+            lines.append(("with prompts", f"{shown['total_token_throughput']:,.1f} tokens a second"))
         for metric in self._metrics:
-            lines.append((metric.upper(), f"{_milliseconds(told[metric])}   {METRICS[metric]}"))
-        if told["spread"] != "chunks":
-            how = "as the server tells with each" if told["spread"] == "told" else "thought to be evenly many in each"
-            lines.append(("", f"{told['output_tokens']:,} tokens in {told['chunks']:,} chunks, {how}"))
-        if told["goodput"]:
+            lines.append((metric.upper(), f"{_milliseconds(shown[metric])}   {METRICS[metric]}"))
+        if shown["spread"] != "chunks":
+            how = "as the server tells with each" if shown["spread"] == "told" else "thought to be evenly many in each"
+            lines.append(("", f"{shown['output_tokens']:,} tokens in {shown['chunks']:,} chunks, {how}"))
+        if shown["goodput"]:
             limits = " ".join(f"{metric}:{1e3 * limit:g}" for metric, limit in self.limits.items())
-            rate = f"{told['goodput']['rate']:,.2f} requests a second"
-            lines.append(("goodput", f"{told['goodput']['share']:.1%}, {rate} within {limits} ms"))
+            rate = f"{shown['goodput']['rate']:,.2f} requests a second"
+            lines.append(("goodput", f"{shown['goodput']['share']:.1%}, {rate} within {limits} ms"))
         if any(record.queued > 1e-3 for record in self.run.records):
-            lines.append(("queued", f"{_milliseconds(told['queued'])}   in the client, for others to end"))
-        lines.append(("sent late", _milliseconds(told["late"])))
-        share = told["client_cpu_share"]
+            lines.append(("queued", f"{_milliseconds(shown['queued'])}   in the client, for others to end"))
+        lines.append(("sent late", _milliseconds(shown["late"])))
+        share = shown["client_cpu_share"]
         busy = "; it was too busy, so these are its own figures more than the server's" if share > BUSY else ""
-        lines.append(("client", f"{told['client_cpu_seconds']:.2f} s of CPU time, {share:.0%} of a core{busy}"))
+        lines.append(("client", f"{shown['client_cpu_seconds']:.2f} s of CPU time, {share:.0%} of a core{busy}"))
         return lines
 
     def plot(self, path: Path) -> None:

@@ -85,7 +85,7 @@ class _Soaking:
         self._asker = Asker(plan.seed)
         self._rng = random.Random(plan.seed)
         self._start = 0.0
-        self._passed = 0  # seconds of load that were told
+        self._passed = 0  # seconds of load that were reported
 
     async def run(self) -> None:
         """All of it."""
@@ -154,11 +154,11 @@ class _Soaking:
         """The server now; on connections of its own, which are closed before descriptors are counted."""
         async with self._session(PROBE_TIMEOUT) as session:
             async with session.get(f"{self._process.url}/health") as response:
-                told = await response.text()
+                shown = await response.text()
             if response.status == 200:
                 self._found.num_healthy += 1
             else:
-                self._found.unhealthy.append(f"status {response.status} after {self._seconds():.0f} s: {told[:200]}")
+                self._found.unhealthy.append(f"status {response.status} after {self._seconds():.0f} s: {shown[:200]}")
             async with session.get(f"{self._process.url}/metrics") as response:
                 counts = _numbers(await response.text())
         self._found.counts = counts

@@ -8,7 +8,7 @@ from array import array
 from typing import Any
 
 MAX_LINE = 2**20  # bytes of an event
-MAX_MESSAGE = 200  # characters of an error that are told
+MAX_MESSAGE = 200  # characters of an error that are reported
 
 # In a JSON string a quote has a backslash before it, so these are found in no generated text.
 TEXT = re.compile(rb'"(?:text|content|reasoning|reasoning_content|arguments)":\s*"[^"]')
@@ -35,7 +35,7 @@ class Answer:
 
     def __init__(self) -> None:
         self.times: array[float] = array("d")  # of the chunks
-        self.told: array[int] = array("q")  # tokens so far, as told with each chunk; 0: not told
+        self.told: array[int] = array("q")  # tokens so far, as reported with each chunk; 0: not reported
         self.prompt_tokens: int | None = None  # as the server counted them
         self.completion_tokens: int | None = None
         self.finished = False  # with a reason, or [DONE]
@@ -66,11 +66,11 @@ class Answer:
         if line.startswith((b"data: [DONE]", b"data:[DONE]")):
             self.finished = True
             return
-        told = 0
+        shown = 0
         if b"_tokens" in line:
             counts = dict(USAGE.findall(line))
             if b"completion" in counts:
-                told = self.completion_tokens = int(counts[b"completion"])
+                shown = self.completion_tokens = int(counts[b"completion"])
             if b"prompt" in counts:
                 self.prompt_tokens = int(counts[b"prompt"])
         if b'"choices"' not in line:
@@ -81,7 +81,7 @@ class Answer:
         self.finished |= closes
         if TEXT.search(line) or not (closes or b'"role":' in line or NO_CHOICES.search(line)):
             self.times.append(now)
-            self.told.append(told)
+            self.told.append(shown)
         elif closes:
             self._closing = now
 
@@ -96,7 +96,7 @@ class Answer:
         return bool(self.told) and 0 not in self.told
 
     def chunk_tokens(self) -> list[int]:
-        """Tokens of each chunk: as told, or else those of the answer spread over its chunks evenly."""
+        """Tokens of each chunk: as reported, or else those of the answer spread over its chunks evenly."""
         if self.counts_are_told:
             return [max(0, after - before) for before, after in zip([0, *self.told[:-1]], self.told, strict=True)]
         chunks, tokens = len(self.times), max(self.num_tokens, len(self.times))

@@ -18,7 +18,7 @@ POOL_THREADS = min(32, (os.cpu_count() or 1) + 4) + num_trials() + MAX_LONG_TEXT
 # Of the processes that start where several grammars are tried, or several templates rendered, at once.
 TRIAL_DESCRIPTORS = 2 * (num_trials() - 1 + MAX_TEMPLATES - 1)
 MAX_GROWTH = 0.01  # of the resident memory, over a whole run
-MAX_TOLD = 20  # wrong answers that are told
+MAX_TOLD = 20  # wrong answers that are reported
 # Of what a server counts, what shows how much of it a load has reached.
 COUNTED = (
     "generation_tokens",
@@ -152,8 +152,10 @@ def table(found: Findings) -> list[tuple[str, str]]:
         memory = [sample.resident for sample in samples]
         grown = growth([sample.seconds for sample in samples], memory)
         hours = samples[-1].seconds / 3600
-        told = f"{min(memory) / mib:,.1f} to {max(memory) / mib:,.1f} MiB in {len(samples):,} samples of {hours:.2f} h"
-        rows.append(("resident memory", f"{told}; its line grows by {grown:+.2%}"))
+        message = (
+            f"{min(memory) / mib:,.1f} to {max(memory) / mib:,.1f} MiB in {len(samples):,} samples of {hours:.2f} h"
+        )
+        rows.append(("resident memory", f"{message}; its line grows by {grown:+.2%}"))
         rows.append(
             (
                 "at most",

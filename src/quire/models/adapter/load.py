@@ -24,7 +24,7 @@ from quire.models.adapter.trial import check
 from quire.ops import Backend
 
 BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.inv_freq$")  # of old checkpoints; their models make them
-UNKNOWN_LENGTH = 2048  # of the longest sequence, where a config does not tell
+UNKNOWN_LENGTH = 2048  # of the longest sequence, where a config does not say
 
 
 class Found(NamedTuple):

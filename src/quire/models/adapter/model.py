@@ -165,7 +165,7 @@ def _with(module: Any, path: Sequence[str], replacement: nn.Module) -> Any:
 
 
 class _Stub(nn.Module):
-    """Stands for the backbone, and returns what it is told."""
+    """Stands for the backbone, and returns what it is given."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()

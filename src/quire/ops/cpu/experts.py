@@ -49,7 +49,7 @@ class ExpertLinears:
                 raise BadShape(f"{name} has sizes, dtype and dtype of its results {found}; expected {expected}")
 
     def params(self) -> native.ExpertsParams:
-        """What the kernel is told of the layer; its room is an ExpertsRoom's to fill in."""
+        """What the kernel needs to know of the layer; its room is an ExpertsRoom's to fill in."""
         count = len(self.mlp_in)
         return native.ExpertsParams(
             router=(native.LinearParams * 1)(self.router.params()),

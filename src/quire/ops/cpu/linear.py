@@ -87,7 +87,7 @@ class PackedLinear:
         return self.dtype == torch.bfloat16 and self.library.multiplies_bf16
 
     def params(self) -> native.LinearParams:
-        """What the kernel is told of the weight; its rows are the caller's to fill in."""
+        """What the kernel needs to know of the weight; its rows are the caller's to fill in."""
         return native.LinearParams(
             weight=self.packed.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),
@@ -167,8 +167,8 @@ class Packer:
         if dtype not in native.DTYPES or out_dtype not in (None, dtype, torch.float32):
             raise Unsupported(f"weight is {dtype} and out_dtype {out_dtype}; the kernel takes {list(native.DTYPES)}")
         if weight.dim() != 2 or weight.numel() == 0 or (bias is not None and bias.shape != weight.shape[:1]):
-            told = None if bias is None else tuple(bias.shape)
-            raise BadShape(f"weight has shape {tuple(weight.shape)} and bias {told}; expected [out, in] and [out]")
+            shown = None if bias is None else tuple(bias.shape)
+            raise BadShape(f"weight has shape {tuple(weight.shape)} and bias {shown}; expected [out, in] and [out]")
         if weight.shape[1] > checks.INT32_MAX:
             raise BadShape(f"weight has shape {tuple(weight.shape)}; its inputs are numbered in an int32")
         _check_host("weight", weight)

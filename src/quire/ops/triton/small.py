@@ -1,6 +1,6 @@
 """The small operators of a decoder: norms, rope and activations, summed in fp32, a program a row.
 
-Rows may be strided: they are told as those of [outer, inner, H], and what cannot be told so is copied.
+Rows may be strided: they are described as those of [outer, inner, H], and what cannot is copied.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Chunks:
 
 
 def usage(num_prompt: int, num_generated: int, num_cached: int) -> dict[str, Any]:
-    """Numbers of tokens as OpenAI tells them."""
+    """Numbers of tokens as OpenAI reports them."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,

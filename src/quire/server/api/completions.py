@@ -44,7 +44,7 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
     given = listed(body.prompt)
     size = sum(map(len, given))
     prompts = await service.take_apart(request, size, lambda: [_prompt(service, one, body) for one in given])
-    # Without a new token nothing would run, so one is drawn, and not told.
+    # Without a new token nothing would run, so one is drawn, and not reported.
     max_tokens = service.room_for(prompts, body, "max_tokens") or (1 if body.max_tokens == 0 else None)
     if body.max_tokens == 0 and not body.echo:
         raise ApiError("max_tokens is 0 without echo, so there would be nothing to answer", param="max_tokens")
@@ -186,10 +186,10 @@ class _Writer:
         return [self._choice(number * num_choices + i, number, output, sample) for i, sample in enumerate(best)]
 
     def _choice(self, index: int, number: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
-        told = self._body.max_tokens != 0
-        text = sample.text if told else ""
+        shown = self._body.max_tokens != 0
+        text = sample.text if shown else ""
         positions: list[tuple[int, Candidates | None]] = []
-        if self._body.logprobs is not None and sample.logprobs is not None and told:
+        if self._body.logprobs is not None and sample.logprobs is not None and shown:
             positions += zip(sample.token_ids, sample.logprobs, strict=True)
         if self._body.echo:
             text = (self._prompts[number].text or "") + text
@@ -199,19 +199,19 @@ class _Writer:
             "index": index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": sample.finish_reason if told else "length",
-            "stop_reason": sample.stop_reason if told else None,
+            "finish_reason": sample.finish_reason if shown else "length",
+            "stop_reason": sample.stop_reason if shown else None,
         }
         return choice | self._prompt_logprobs(output)
 
     def piece(self, number: int, delta: Delta) -> dict[str, Any] | None:
-        """What a stream tells of a delta. None: nothing yet."""
-        told = self._body.max_tokens != 0
+        """What a stream sends of a delta. None: nothing yet."""
+        shown = self._body.max_tokens != 0
         key = (number, delta.sample)
         is_first = key not in self._offsets
-        text = delta.text if told else ""
+        text = delta.text if shown else ""
         positions: list[tuple[int, Candidates | None]] = []
-        if self._body.logprobs is not None and delta.logprobs is not None and told:
+        if self._body.logprobs is not None and delta.logprobs is not None and shown:
             positions += zip(delta.token_ids, delta.logprobs, strict=True)
         if is_first and self._body.echo:
             text = (self._prompts[number].text or "") + text
@@ -226,8 +226,8 @@ class _Writer:
             "index": number * self._samples + delta.sample,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": delta.finish_reason if told or delta.finish_reason is None else "length",
-            "stop_reason": delta.stop_reason if told else None,
+            "finish_reason": delta.finish_reason if shown or delta.finish_reason is None else "length",
+            "stop_reason": delta.stop_reason if shown else None,
         }
         return choice | (self._prompt_logprobs(delta.output) if is_first else {})
 

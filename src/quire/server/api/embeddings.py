@@ -97,5 +97,5 @@ def _vector(body: EmbeddingRequest, index: int, output: RequestOutput) -> dict[s
     vector = normalised(output.hidden_state, body.dimensions)
     if not np.isfinite(vector).all():  # which JSON cannot hold, and no client can compare
         raise request_failed(f"the model gave numbers that are not finite for input {index}")
-    told = b64encode(vector.astype("<f4").tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
-    return {"object": "embedding", "index": index, "embedding": told}
+    shown = b64encode(vector.astype("<f4").tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
+    return {"object": "embedding", "index": index, "embedding": shown}

@@ -19,7 +19,7 @@ from quire.text import Logprob, RequestOutput, TextEngine
 
 
 class Delta(NamedTuple):
-    """What came to one sample since it was last told of."""
+    """What came to one sample since it was last reported."""
 
     output: RequestOutput  # its ids do not change; what grows is the engine thread's until the job has ended
     sample: int  # its index
@@ -82,7 +82,7 @@ class Generation:
             engine.abort(request.id)
 
     def news(self, output: RequestOutput) -> list[Delta]:
-        """What is to be told of an output that has grown: nothing until the end."""
+        """What is to be reported of an output that has grown: nothing until the end."""
         return []
 
     def take(self, deltas: list[Delta]) -> None:
@@ -90,7 +90,7 @@ class Generation:
 
 
 class Stream(Generation):
-    """Prompts to be continued, told as they grow."""
+    """Prompts to be continued, reported as they grow."""
 
     def __init__(self, prompts: Sequence[tuple[RequestOutput, list[Request]]]) -> None:
         super().__init__(prompts)

@@ -271,9 +271,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def answer(model: type[Answer], told: str) -> dict[int | str, dict[str, Any]]:
+def answer(model: type[Answer], description: str) -> dict[int | str, dict[str, Any]]:
     """A route's responses: an answer of this form."""
-    return {200: {"model": model, "description": told}}
+    return {200: {"model": model, "description": description}}
 
 
 TEXT = {"schema": {"type": "string"}}

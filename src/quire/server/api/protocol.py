@@ -35,7 +35,7 @@ MAX_GRAMMAR = 2**16
 MAX_FIELDS = 100  # of an object; none has as many
 
 Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
-# fail_fast: one error is told, so a million of them need not be found.
+# fail_fast: one error is reported, so a million of them need not be found.
 Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_PROMPT, fail_fast=True)]
 Text = Annotated[str, StringConstraints(max_length=MAX_PROMPT)]
 Name = Annotated[str, StringConstraints(max_length=MAX_NAME)]
@@ -114,7 +114,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream tells besides the text."""
+    """What a stream reports besides the text."""
 
     include_usage: Off = False  # a last chunk with the number of tokens
     continuous_usage_stats: Off = False  # with it, the numbers so far in every chunk, as vLLM has it

@@ -118,15 +118,15 @@ class Service:
         return self.llm.tokenizer
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """What a client has to know to handle texts as this server does, as vLLM tells it.
+        """What a client has to know to handle texts as this server does, as vLLM reports it.
 
         Raises ApiError where the model has no tokenizer.
         """
         if self.llm.tokenizer is None:
             raise ApiError("this model has no tokenizer, so it takes and gives token ids only", HTTPStatus.NOT_FOUND)
-        told = self.tokenizer_settings.get("tokenizer_class")
+        shown = self.tokenizer_settings.get("tokenizer_class")
         return {
-            "tokenizer_class": told if isinstance(told, str) else "PreTrainedTokenizerFast",
+            "tokenizer_class": shown if isinstance(shown, str) else "PreTrainedTokenizerFast",
             "model_max_length": self.max_model_len,
             **special_tokens(self.tokenizer_settings),
             "chat_template": None if self.template is None else self.template.source,

@@ -1,8 +1,8 @@
 """Worker: the engine on a thread of its own, and what the event loop may ask of it.
 
 The engine belongs to its thread alone. The event loop sends it functions, which it runs between two steps; it sends
-back, once a step, what that step told. What happens to one request stays with it: the thread ends only when it is told
-to, or when the engine can serve nobody any more, and then everybody who waits is told why.
+back, once a step, what that step reported. What happens to one request stays with it: the thread ends only when it is
+asked to, or when the engine can serve nobody any more, and then everybody who waits is given the reason.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class Worker:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End. Who still waits is told so; the step that is being computed is waited for, but not for ever."""
+        """End. Who still waits gets an error; the step that is being computed is waited for, but not for ever."""
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, STUCK_AFTER)
-        self.end_all("the server is told to stop")
+        self.end_all("the server is stopping")
 
     @property
     def num_samples(self) -> int:
@@ -194,7 +194,7 @@ class Worker:
                 timer.cancel()
 
     def _expire(self, job: Job, seconds: float) -> None:
-        """A job's time is up. Who waits is told at once, even if the engine is in a step that never ends."""
+        """A job's time is up. Who waits gets an error at once, even if the engine is in a step that never ends."""
         self._tell(job, deadline_passed(seconds))
         self.abort(job)
 
@@ -209,9 +209,9 @@ class Worker:
         self._release(job)
         self._tell(job, error)
 
-    def _deliver(self, told: Sequence[tuple[Generation, list[Delta], bool]]) -> None:
+    def _deliver(self, reports: Sequence[tuple[Generation, list[Delta], bool]]) -> None:
         """Hand over what a step brought to each job, and whether it was the last of it."""
-        for job, deltas, is_last in told:
+        for job, deltas, is_last in reports:
             if not job.ended.is_set():  # else its time was up
                 job.take(deltas)
             if is_last:
@@ -268,7 +268,7 @@ class Worker:
                 self._lead(search, event)
         taken = list(self._processor.process(events))
         grown = {output.request_id: output for _, output in taken}
-        told = []
+        shown = []
         for name, output in grown.items():
             job = self._generations.get(name)
             if job is None:  # it could not be queued as a whole
@@ -278,9 +278,9 @@ class Worker:
                 del self._generations[name]
             deltas = job.news(output)
             if deltas or job.num_open == 0:
-                told.append((job, deltas, job.num_open == 0))
-        if told:
-            self._post(partial(self._deliver, told))
+                shown.append((job, deltas, job.num_open == 0))
+        if shown:
+            self._post(partial(self._deliver, shown))
         try:
             self._count(taken, start, now)
             self._inspector.observe(events)
@@ -298,8 +298,8 @@ class Worker:
             for name in clocks:
                 self._clocks.pop(name, None)
                 self._waiting.discard(name)
-            told = ApiError(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR)
-            self._post(partial(self._close, job, told))
+            shown = ApiError(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR)
+            self._post(partial(self._close, job, shown))
             return
         if isinstance(job, Generation):
             self._generations.update((output.request_id, job) for output in job.outputs)

@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be served: a status and a body in OpenAI's shape."""
+"""What a client gets when its request cannot be served: a status and a body in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def deadline_passed(seconds: float) -> ApiError:
 
 def internal_error(error: Exception) -> ApiError:
     """Something failed that has to do with no request."""
-    told = f"an error of the server's own: {type(error).__name__}"
-    return ApiError(told, HTTPStatus.INTERNAL_SERVER_ERROR, code="internal_error")
+    message = f"an error of the server's own: {type(error).__name__}"
+    return ApiError(message, HTTPStatus.INTERNAL_SERVER_ERROR, code="internal_error")
 
 
 def request_failed(why: str, grammar: str | None = None) -> ApiError:

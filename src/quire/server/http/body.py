@@ -127,8 +127,8 @@ def _value(read: bytes, request: HttpRequest) -> Any:
         place = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error", "input": {}}
         raise RequestValidationError([place | {"ctx": {"error": error.msg}}]) from error
     except (ValueError, RecursionError) as error:
-        told = "the body cannot be read: it is no UTF-8, nests too deeply, or has a number of too many digits"
-        raise ApiError(told) from error
+        message = "the body cannot be read: it is no UTF-8, nests too deeply, or has a number of too many digits"
+        raise ApiError(message) from error
 
 
 def model_of(value: Any, model: type[ModelT]) -> ModelT:

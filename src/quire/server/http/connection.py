@@ -82,8 +82,8 @@ class Connection(asyncio.Protocol):
         connections = self._state.connections
         connections.add(self)
         if len(connections) > MAX_CONNECTIONS and not self._take_place():
-            told = f"{MAX_CONNECTIONS} connections are busy, which is as many as this server takes; try again later"
-            self._refuse(ApiError(told, HTTPStatus.SERVICE_UNAVAILABLE, code="too_many_connections"))
+            message = f"{MAX_CONNECTIONS} connections are busy, which is as many as this server takes; try again later"
+            self._refuse(ApiError(message, HTTPStatus.SERVICE_UNAVAILABLE, code="too_many_connections"))
         else:
             self._close_in(HEAD_TIMEOUT)
 
@@ -111,8 +111,10 @@ class Connection(asyncio.Protocol):
             self._refuse(own if isinstance(own, ApiError) else ApiError("this is no HTTP request"))
             return
         if self._spare < 0:
-            told = f"the request has more than {MAX_HEAD} bytes besides its body, which is the most this server takes"
-            self._refuse(ApiError(told, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, code="head_too_large"))
+            message = (
+                f"the request has more than {MAX_HEAD} bytes besides its body, which is the most this server takes"
+            )
+            self._refuse(ApiError(message, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, code="head_too_large"))
 
     def pause_writing(self) -> None:
         """The client does not read as fast as it is answered."""

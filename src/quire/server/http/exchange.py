@@ -52,7 +52,7 @@ class Exchange:
     """One request and its answer."""
 
     def __init__(self, link: Link, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> None:
-        """keep_alive: another request may follow. expects_continue: the client sends the body when it is told to."""
+        """keep_alive: another request may follow. expects_continue: the client sends the body when it is asked to."""
         self.keep_alive = keep_alive
         self.started = False  # the answer
         self.complete = False  # the answer
@@ -98,8 +98,8 @@ class Exchange:
             if self.started or self._gone:
                 self._link.close()
             else:
-                told = internal_error(error if isinstance(error, Exception) else RuntimeError())
-                self._link.write(whole_answer(told))
+                shown = internal_error(error if isinstance(error, Exception) else RuntimeError())
+                self._link.write(whole_answer(shown))
                 self.started = self.complete = True
                 self._link.close()
 

@@ -70,11 +70,11 @@ class Guard:
         named = [host_in(header) for header in given]
         if named and all(host is not None and (host in self._hosts or is_loopback(host)) for host in named):
             return None
-        told = f"the Host header is {', '.join(map(shown, given))}" if given else "there is no Host header"
+        reported = f"the Host header is {', '.join(map(shown, given))}" if given else "there is no Host header"
         others = "".join(f", {host}" for host in sorted(self._hosts))
         return ApiError(
-            f"{told}; this server answers requests to localhost and its addresses (127.0.0.1, [::1]){others}; start it "
-            f"with --allowed-hosts NAME to allow another name, or with an --api-key",
+            f"{reported}; this server answers requests to localhost and its addresses (127.0.0.1, [::1]){others}; "
+            f"start it with --allowed-hosts NAME to allow another name, or with an --api-key",
             HTTPStatus.FORBIDDEN,
             code="host_not_allowed",
         )
@@ -89,10 +89,10 @@ class Guard:
         if found:
             scope.setdefault("state", {})[KEY_STATE] = found[0].decode()
             return None
-        told = 'send "Authorization: Bearer KEY" with a key of this server'
+        message = 'send "Authorization: Bearer KEY" with a key of this server'
         challenge = "Basic" if scope["path"].startswith(self._realm_paths) else "Bearer"
         return ApiError(
-            f"{'this key is not known' if shown else 'there is no key in the request'}; {told}",
+            f"{'this key is not known' if shown else 'there is no key in the request'}; {message}",
             HTTPStatus.UNAUTHORIZED,
             code="invalid_api_key",
             headers={"WWW-Authenticate": f'{challenge} realm="quire"'},

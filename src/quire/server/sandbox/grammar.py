@@ -27,7 +27,7 @@ from quire.server.sandbox.process import Died, Limits, OutOfTime, Sandbox
 
 MAX_SIZE = 2**16  # characters of a grammar
 MAX_DEPTH = 100  # of a schema's nesting; llguidance reads 128
-MAX_REASON = 300  # characters of what is told about a grammar that is wrong
+MAX_REASON = 300  # characters of what is reported about a grammar that is wrong
 LONG_WORD = re.compile(r"(\S{80})\S+")  # which is the client's own
 NUM_REMEMBERED = 4096  # grammars that need no further trial
 MAX_TRIALS = 4  # grammars that are tried side by side; less where there are fewer cores
@@ -206,8 +206,8 @@ class _Budget:
     def check(self, kind: str) -> None:
         """Raise RequestError where too much is spent."""
         if self.overdrawn > ALLOWANCE:
-            told = f"{self.spent:.2f} s for {self.num_tokens} tokens"
-            raise RequestError(f"{kind} takes too long to be followed: {told}")
+            message = f"{self.spent:.2f} s for {self.num_tokens} tokens"
+            raise RequestError(f"{kind} takes too long to be followed: {message}")
 
 
 class GrammarGuide:
@@ -266,9 +266,9 @@ def _check_depth(schema: Mapping[str, Any]) -> None:
         raise RequestError(f"json_schema is nested more than {MAX_DEPTH} levels deep")
 
 
-def _reason(told: str) -> str:
+def _reason(message: str) -> str:
     """What llguidance says, without excerpts of the grammar and its own state."""
-    lines = told.splitlines()
+    lines = message.splitlines()
     if not lines or lines[0] == "NoExtensionBias":
         return "there is no such text"
     reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])

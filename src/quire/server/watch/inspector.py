@@ -1,7 +1,7 @@
 """The block inspector: records of what happens in the cache, for a page that draws it.
 
 A watcher gets a snapshot of all books, then records of what happened since, at most one every INTERVAL seconds; from
-these he can rebuild every table. While nobody watches, what happens is only noted, so that a snapshot can tell the
+these he can rebuild every table. While nobody watches, what happens is only noted, so that a snapshot can show the
 stories up to it.
 """
 
@@ -35,7 +35,7 @@ INTERVAL = 0.05  # seconds from one record to the next
 MAX_HISTORY = 400_000  # bytes of events before a snapshot that it reports
 MAX_OUTSTANDING = 4 * 2**20  # bytes that may be on their way to a watcher; beyond, records are left out for him
 MAX_WATCHERS = 16
-PATIENCE = 0.2  # seconds after which a stream asks for what no record has told yet
+PATIENCE = 0.2  # seconds after which a stream asks for what no record has reported yet
 HEARTBEAT = 15.0  # seconds of silence after which a stream shows that it is alive
 T = TypeVar("T")
 
@@ -76,11 +76,11 @@ class Inspector:
 
     @property
     def has_news(self) -> bool:
-        """Whether something happened that no record has told. Any thread may ask."""
+        """Whether something happened that no record has reported. Any thread may ask."""
         return len(self._log) > 0
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Take in what a step told, and tell whoever watches if it is time."""
+        """Take in what a step reported, and send it to whoever watches if it is time."""
         self._log.observe(events)
         if self._watchers and (time.monotonic() >= self._next_flush or len(self._log) > MAX_UNREPORTED // 2):
             self.flush()
@@ -90,7 +90,7 @@ class Inspector:
 
         Raises ApiError (503) where too many watch already.
         """
-        self.flush()  # the others then know what he will be told
+        self.flush()  # the others then know what this one will be sent
         if len(self._watchers) >= MAX_WATCHERS:
             raise ApiError(f"{MAX_WATCHERS} watch the blocks already", HTTPStatus.SERVICE_UNAVAILABLE, code="watched")
         self._watchers.append(watcher)
@@ -319,7 +319,7 @@ class _Reader:
                     yield b": still here\n\n"
 
     async def _flush(self) -> bool:
-        """Have told what no record has told, as nothing came for a while. False: the engine will not run again."""
+        """Report what no record has, as nothing came for a while. False: the engine will not run again."""
         try:
             await asyncio.wait_for(self._worker.call(self._inspector.flush), HEARTBEAT)
         except asyncio.TimeoutError:

@@ -197,7 +197,7 @@ class Metrics:
             collector(registry=self._registry)
         self._registry.register(self)
 
-    # -------------------------------------------------------------------------------------- told by the engine's side
+    # ---------------------------------------------------------------------------------- reported by the engine's side
 
     def request(self, num_prompt_tokens: int, max_tokens: int | None, n: int) -> RequestClock:
         """A request arrives now."""
@@ -232,7 +232,7 @@ class Metrics:
         elif isinstance(event, BlocksSwappedIn):
             self._swapped["in"] += len(event.blocks)
 
-    # ------------------------------------------------------------------------------------------------- told to others
+    # --------------------------------------------------------------------------------------------- reported to others
 
     def render(self, accept_header: str) -> tuple[bytes, str]:
         """What a scrape gets, and its content type: OpenMetrics for whom takes it, else Prometheus's own text."""
@@ -243,15 +243,15 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """All numbers as they are now."""
         engine, manager = self._engine, self._engine.scheduler.manager
-        for name, (told, gauge) in GAUGES.items():
-            yield self._family(GaugeMetricFamily, name, told, {"": gauge(engine)})
+        for name, (message, gauge) in GAUGES.items():
+            yield self._family(GaugeMetricFamily, name, message, {"": gauge(engine)})
         blocks, hosts = _blocks(engine.scheduler), manager.host_pools
         yield self._family(GaugeMetricFamily, "kv_blocks", "KV blocks by what they are.", blocks, "state")
         blocks = {"used": sum(pool.num_used for pool in hosts), "free": sum(pool.num_free for pool in hosts)}
         yield self._family(GaugeMetricFamily, "kv_host_blocks", "KV blocks on the host.", blocks, "state")
         age = max(0.0, time.monotonic() - self._alive) if engine.has_work else 0.0
-        told = "Since an engine that has work last went on."
-        yield self._family(GaugeMetricFamily, "engine_heartbeat_age_seconds", told, {"": age})
+        message = "Since an engine that has work last went on."
+        yield self._family(GaugeMetricFamily, "engine_heartbeat_age_seconds", message, {"": age})
         labels = self._labels | {
             "block_size": str(manager.block_size),
             "num_gpu_blocks": str(manager.num_blocks),  # vLLM's name, whatever the device is
@@ -262,9 +262,9 @@ class Metrics:
         info.add_metric([*labels.values()], 1)
         yield info
 
-        for name, (told, counter) in ENGINE_COUNTERS.items():
-            yield self._family(CounterMetricFamily, name, told, {"": counter(engine)})
-        for name, told, by, values in (
+        for name, (message, counter) in ENGINE_COUNTERS.items():
+            yield self._family(CounterMetricFamily, name, message, {"": counter(engine)})
+        for name, message, by, values in (
             ("prompt_tokens", "Tokens of prompts that are done.", "", {"": self._prompt_tokens}),
             ("generation_tokens", "Tokens that were generated.", "", {"": self._generation_tokens}),
             ("request_success", "Requests that ended.", "finished_reason", self.num_ended),
@@ -272,11 +272,11 @@ class Metrics:
             ("kv_blocks_evicted", "Reusable KV blocks given away.", "", {"": self._evicted}),
             ("kv_blocks_swapped", "KV blocks moved to and from the host.", "way", self._swapped),
         ):
-            yield self._family(CounterMetricFamily, name, told, values, by)
+            yield self._family(CounterMetricFamily, name, message, values, by)
 
-        for name, (told, _) in HISTOGRAMS.items():
+        for name, (message, _) in HISTOGRAMS.items():
             histogram = self.histograms[name]
-            family = HistogramMetricFamily(f"{self._prefix}:{name}", told, labels=[*self._labels])
+            family = HistogramMetricFamily(f"{self._prefix}:{name}", message, labels=[*self._labels])
             family.add_metric([*self._labels.values()], histogram.buckets(), histogram.total)
             yield family
 
@@ -284,13 +284,13 @@ class Metrics:
         self,
         kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
         name: str,
-        told: str,
+        description: str,
         values: Mapping[str, float],
         by: str = "",
     ) -> Metric:
         """One sample for each value of the label `by`; without one there is a single value."""
         own, others = [*self._labels], [*self._labels.values()]
-        family = kind(f"{self._prefix}:{name}", told, labels=[*own, by] if by else own)
+        family = kind(f"{self._prefix}:{name}", description, labels=[*own, by] if by else own)
         for key, value in values.items():
             family.add_metric([*others, key] if by else others, value)
         return family
