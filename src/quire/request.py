@@ -175,7 +175,7 @@ class Group:
     """
 
     members: list[Request] = field(default_factory=list)
-    num_born: int = 0  # of these, from the first on, that need not be forked any more; set by Scheduler
+    num_born: int = 0  # of these, from the first on, that need not be forked any more; set by sharing.unforked
 
 
 @dataclass(eq=False)

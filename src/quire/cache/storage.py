@@ -12,7 +12,7 @@ import torch
 from quire.cache.manager import CacheGroup
 from quire.config import CacheConfig, parse_memory
 from quire.errors import ConfigError
-from quire.ops import PagedKV, load
+from quire.ops import Backend, PagedKV, load
 from quire.ops.memory import in_huge_pages
 from quire.ops.swap import HostSwap, Swap
 
@@ -41,8 +41,12 @@ class KVCache:
         dtype: torch.dtype,
         device: str = "cpu",
         num_host_blocks: int = 0,
+        backend: Backend | None = None,
     ) -> None:
-        """num_host_blocks: room on the host for requests that are swapped out; it takes memory when it is used."""
+        """num_host_blocks: room on the host for requests that are swapped out; it takes memory when it is used.
+
+        backend: what moves blocks; None: the fastest one for the device.
+        """
         shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
         self._groups = tuple(groups)
         layers = [layer for group in groups for layer in group.layers]
@@ -53,7 +57,7 @@ class KVCache:
         host_shape = (num_host_blocks, *shape[1:])
         self._host = {layer: in_huge_pages(host_shape, dtype) for layer in layers}
         self._swap: Swap = (
-            load("auto", device).swap(device, list(self._host.values())) if num_host_blocks else HostSwap()
+            (backend or load("auto", device)).swap(device, list(self._host.values())) if num_host_blocks else HostSwap()
         )
         # Before any memory goes. At the interpreter's exit the system takes everything back by itself.
         weakref.finalize(self, self._swap.close).atexit = False

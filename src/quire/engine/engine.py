@@ -86,11 +86,6 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError, queueing nothing, if it is invalid or could never run."""
         self.check(request)
-        if request.guide is not None:
-            try:
-                request.schedule.allowed = request.guide.allowed()
-            except Exception as error:
-                raise RequestError(f"request {request.id}: its grammar allows no beginning: {error}") from error
         self.scheduler.add(request)
         if self.recorder is not None:
             self.recorder.add(request)
@@ -264,7 +259,7 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     limits = (config.max_num_batched_tokens, config.max_num_seqs, max_blocks)
     eager = Runner(
         model,
-        KVCache(groups, num_blocks, block_size, *shape, config.device, num_host_blocks),
+        KVCache(groups, num_blocks, block_size, *shape, config.device, num_host_blocks, backend),
         backend,
         [replace(spec, window=group.window) for group in groups],
         *limits,
@@ -279,7 +274,7 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
 def _lookup(config: EngineConfig, backend: Backend, model: Model) -> PromptLookup | None:
     """What guesses tokens: where nobody can tell from the tokens that it does."""
     wanted = config.num_speculative_tokens
-    keeps_bits = config.device == "cpu" and backend.limits.reproducible and model.rows_keep_bits
+    keeps_bits = backend.keeps_bits(config.device) and model.rows_keep_bits
     if wanted and not keeps_bits:
         raise ConfigError(
             f"num_speculative_tokens is {wanted}; tokens are guessed only where a row keeps its bits beside others: "

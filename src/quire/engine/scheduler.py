@@ -104,6 +104,11 @@ class Scheduler:
         Siblings are added one after the other.
         """
         self.check(request)
+        if request.guide is not None:
+            try:
+                request.schedule.allowed = request.guide.allowed()
+            except Exception as error:
+                raise RequestError(f"request {request.id}: its grammar allows no beginning: {error}") from error
         self._register(request)
         self.waiting.add(request)
 

@@ -1,1 +1,1 @@
-"""Quire's operators inside other libraries. Each module here needs the library that it is named after."""
+"""Quire's operators inside other libraries: `transformers`, and `gate`, what is known of its models."""

@@ -97,7 +97,10 @@ class _Writer:
         else:
             self.mlp(name, hidden)
         self.end_branch(f"{name}mlp_output_norm")
-        return self.add_branch("final_norm" if last else f"layers.{index + 1}.input_norm")
+        if last:
+            self.normalize("final_norm", self.branch, self.hidden, residual=self.residual)
+            return self.hidden
+        return self.add_branch(f"layers.{index + 1}.input_norm")
 
     def attention(self, index: int, hidden: Place) -> Place:
         """Project, rotate, store, attend. Returns where the result stands."""

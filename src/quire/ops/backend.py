@@ -34,26 +34,74 @@ class Scores(NamedTuple):
     sinks: Tensor | None = None  # fp32 [Hq]
 
 
-def _registered(operator: Function) -> Function:
-    """In a graph that is being traced, call the operator of this name that torch knows (`registered.py`) instead."""
-    name = operator.__name__
+def _operator(in_graph: Callable[..., Any] | None = None) -> Callable[[Function], Function]:
+    """Decorate a public operator: in a graph that is being traced, call what torch knows instead (`registered.py`).
 
-    @functools.wraps(operator)
-    def call(backend: Backend, *args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
+    in_graph: calls it with the operator's own arguments; None: it takes just these. What the graph then calls when it
+    runs is the operator as it was before, `__wrapped__`: torch traces in one thread while others run graphs.
+    """
+
+    def decorate(operator: Function) -> Function:
+        name = operator.__name__
+
+        @functools.wraps(operator)
+        def call(backend: Backend, *args: Any, **kwargs: Any) -> Any:
+            if not is_compiling():
+                return operator(backend, *args, **kwargs)
+            if in_graph is not None:
+                return in_graph(backend.name, *args, **kwargs)
             return getattr(torch.ops.quire, name)(backend.name, *args, **kwargs)
-        return operator(backend, *args, **kwargs)
 
-    return cast(Function, call)
+        return cast(Function, call)
+
+    return decorate
+
+
+def _attention_in_graph(
+    backend: str,
+    q: Tensor,
+    kv: PagedKV,
+    plan: AttentionPlan,
+    *,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    **scores: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    arguments = backend, q, kv.k, kv.v, plan.key
+    if out is None:
+        out, lse = torch.ops.quire.attention(*arguments, **scores, return_lse=return_lse)
+    else:
+        lse = torch.ops.quire.attention_out(*arguments, **scores, out=out, return_lse=return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _write_kv_in_graph(backend: str, k_new: Tensor, v_new: Tensor, kv: PagedKV, plan: AttentionPlan) -> None:
+    torch.ops.quire.write_kv(backend, k_new, v_new, kv.k, kv.v, plan.key)
+
+
+def _copy_blocks_in_graph(backend: str, kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
+    torch.ops.quire.copy_blocks(backend, kv.k, kv.v, src, dst)
+
+
+def _add_rms_norm_in_graph(backend: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normed, total = torch.ops.quire.add_rms_norm(backend, x, residual, weight, eps)
+    residual.copy_(total)
+    return cast(Tensor, normed)
+
+
+def _rope_in_graph(backend: str, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+    turned_q, turned_k = torch.ops.quire.rope(backend, q, k, positions, cos, sin)
+    q.copy_(turned_q)
+    k.copy_(turned_k)
 
 
 class Backend(ABC):
     """Everything that depends on the device.
 
-    A public operator checks its arguments once and calls the backend's own, whose name begins with an underscore. The
-    meaning of each is `quire.ops.reference`; the conventions and the letters of dimensions stand in `quire.ops.spec`.
+    A public operator checks its arguments once and calls the backend's own, whose name begins with an underscore. What
+    each computes is in `quire.ops.reference`; the conventions and the letters of dimensions are in `quire.ops.spec`.
 
-    All operators raise BadShape, BadDtype, BadStride or BadValue, naming the argument.
+    Operators raise BadShape, BadDtype, BadStride or BadValue, naming the argument. `experts` is made of others.
     """
 
     name: str
@@ -69,6 +117,10 @@ class Backend(ABC):
     @abstractmethod
     def unavailable(self, device: str) -> str | None:
         """Why this backend cannot serve that device on this machine, or None where it can."""
+
+    def keeps_bits(self, device: str) -> bool:
+        """Whether a row has the same bits in every batch there without being asked to: on a CPU, where it can."""
+        return device == "cpu" and self.limits.reproducible
 
     # -------------------------------------------------------------------------------------- models and memory
 
@@ -157,6 +209,7 @@ class Backend(ABC):
         out: Tensor | None = None,  # [T, Hq, Dv]
         return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
+    @_operator(_attention_in_graph)
     def attention(
         self,
         q: Tensor,  # [T, Hq, D]
@@ -181,8 +234,6 @@ class Backend(ABC):
         return_lse: also return the logarithm of the sum of exponentials of each row's scores (float64 for float64).
         """
         scores = Scores(scale, alibi_slopes, softcap, sinks)
-        if is_compiling():
-            return self._attention_in_graph(q, kv, plan, scores, out, return_lse)
         self._check_plan(plan)
         with plan.lock:
             self._check_attention(q, kv, plan, scores, out, return_lse)
@@ -219,19 +270,7 @@ class Backend(ABC):
     ) -> None:
         validate.check_attention(q, kv, plan, *scores, out, return_lse)
 
-    def _attention_in_graph(
-        self, q: Tensor, kv: PagedKV, plan: AttentionPlan, scores: Scores, out: Tensor | None, return_lse: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        scale, alibi_slopes, softcap, sinks = scores
-        arguments = self.name, q, kv.k, kv.v, plan.key
-        options = {"scale": scale, "alibi_slopes": alibi_slopes, "softcap": softcap, "sinks": sinks}
-        if out is None:
-            out, lse = torch.ops.quire.attention(*arguments, **options, return_lse=return_lse)
-        else:
-            lse = torch.ops.quire.attention_out(*arguments, **options, out=out, return_lse=return_lse)
-        return (cast(Tensor, out), lse) if return_lse else cast(Tensor, out)
-
-    @_registered
+    @_operator()
     def merge_states(
         self,
         out_a: Tensor,  # [T, Hq, Dv]
@@ -246,7 +285,7 @@ class Backend(ABC):
     @abstractmethod
     def _merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    @_registered
+    @_operator()
     def apply_sinks(
         self,
         out: Tensor,  # [T, Hq, Dv]
@@ -262,6 +301,7 @@ class Backend(ABC):
 
     # ----------------------------------------------------------------------------------------------- the cache
 
+    @_operator(_write_kv_in_graph)
     def write_kv(
         self,
         k_new: Tensor,  # [T, Hkv, D]
@@ -274,9 +314,6 @@ class Backend(ABC):
         K and V may share memory only as those of a latent cache do: the rows of one begin with those of the other, in
         the cache and in what is new. Raises BadValue for a plan that was updated without slots.
         """
-        if is_compiling():
-            torch.ops.quire.write_kv(self.name, k_new, v_new, kv.k, kv.v, plan.key)
-            return
         self._check_plan(plan)
         with plan.lock:
             self._check_write(k_new, v_new, kv, plan)
@@ -288,14 +325,12 @@ class Backend(ABC):
     def _check_write(self, k_new: Tensor, v_new: Tensor, kv: PagedKV, plan: Any) -> None:
         validate.check_write(k_new, v_new, kv, plan)
 
+    @_operator(_copy_blocks_in_graph)
     def copy_blocks(self, kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy block src[i] to block dst[i], K and V: copy-on-write of a shared block that is about to be written.
 
         No block may be written twice, or be in src and in dst.
         """
-        if is_compiling():
-            torch.ops.quire.copy_blocks(self.name, kv.k, kv.v, src, dst)
-            return
         validate.check_copy(kv, src, dst)
         self._copy_blocks(kv, src, dst)
 
@@ -304,7 +339,7 @@ class Backend(ABC):
 
     # --------------------------------------------------------------------------------- operators of a decoder
 
-    @_registered
+    @_operator()
     def rms_norm(
         self,
         x: Tensor,  # [..., H]
@@ -318,6 +353,7 @@ class Backend(ABC):
     @abstractmethod
     def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
+    @_operator(_add_rms_norm_in_graph)
     def add_rms_norm(
         self,
         x: Tensor,  # [T, H]
@@ -326,10 +362,6 @@ class Backend(ABC):
         eps: float,
     ) -> Tensor:
         """rms_norm of the new residual."""
-        if is_compiling():
-            normed, total = torch.ops.quire.add_rms_norm(self.name, x, residual, weight, eps)
-            residual.copy_(total)
-            return cast(Tensor, normed)
         validate_small.check_residual(x, residual, weight)
         validate_small.check_norm(x, eps, weight=weight)
         return self._add_rms_norm(x, residual, weight, eps)
@@ -337,7 +369,7 @@ class Backend(ABC):
     @abstractmethod
     def _add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
-    @_registered
+    @_operator()
     def layer_norm(
         self,
         x: Tensor,  # [..., H]
@@ -352,6 +384,7 @@ class Backend(ABC):
     @abstractmethod
     def _layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor: ...
 
+    @_operator(_rope_in_graph)
     def rope(
         self,
         q: Tensor,  # [T, Hq, D], rotated in place
@@ -364,18 +397,13 @@ class Backend(ABC):
 
         Raises BadValue for a position on the host that the tables do not hold.
         """
-        if is_compiling():
-            turned_q, turned_k = torch.ops.quire.rope(self.name, q, k, positions, cos, sin)
-            q.copy_(turned_q)
-            k.copy_(turned_k)
-            return
         validate_small.check_rope(q, k, positions, cos, sin)
         self._rope(q, k, positions, cos, sin)
 
     @abstractmethod
     def _rope(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 
-    @_registered
+    @_operator()
     def swiglu(
         self,
         gate_up: Tensor,  # [T, 2 * I]: gates, then ups
@@ -387,7 +415,7 @@ class Backend(ABC):
     @abstractmethod
     def _swiglu(self, gate_up: Tensor) -> Tensor: ...
 
-    @_registered
+    @_operator()
     def gelu(
         self,
         x: Tensor,  # [..., I]
@@ -414,7 +442,7 @@ class Backend(ABC):
 
     # -------------------------------------------------------------------------- for a sampler, and for a router
 
-    @_registered
+    @_operator()
     def logsumexp(
         self,
         logits: Tensor,  # fp32 [R, V]
@@ -426,7 +454,7 @@ class Backend(ABC):
     @abstractmethod
     def _logsumexp(self, logits: Tensor) -> Tensor: ...
 
-    @_registered
+    @_operator()
     def top_k(
         self,
         logits: Tensor,  # fp32 [R, V], no NaN
@@ -439,7 +467,7 @@ class Backend(ABC):
     @abstractmethod
     def _top_k(self, logits: Tensor, k: int) -> Tensor: ...
 
-    @_registered
+    @_operator()
     def top_k_softmax(
         self,
         logits: Tensor,  # fp32 [R, V], no NaN, the largest of a row finite

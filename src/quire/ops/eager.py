@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -38,6 +38,7 @@ class EagerExecutor:
     def __init__(self, backend: Backend, program: Program) -> None:
         self.observer: Observer | None = None
         self._backend, self.program = backend, program
+        self._last_uses = program.last_uses()
 
     def __call__(
         self,
@@ -50,19 +51,26 @@ class EagerExecutor:
         """The output: [T, width], or [R, width]."""
         step = _Step(self._backend, self.program, x, positions, caches, plans, rows)
         run = step.run if self.observer is None else partial(_observed, step, self.observer)
-        for operator in self.program.operators:
+        for operator, done_with in zip(self.program.operators, self._last_uses, strict=True):
             run(operator)
+            for buffer in done_with:
+                del step.values[buffer]
         return step.values[self.program.output.buffer]
 
 
 def _observed(step: _Step, observer: Observer, operator: Operator) -> None:
     """Wait for a GPU before and after, so that what is queued counts where it belongs."""
-    wait: Callable[[], object] = torch.cuda.synchronize if step.positions.is_cuda else lambda: None
+    wait = partial(_wait, step.positions.device)
     wait()
     start = time.perf_counter()
     step.run(operator)
     wait()
     observer(operator.kind, start, time.perf_counter() - start)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class _Step:

@@ -6,7 +6,7 @@ writes it fills from the first column on, but for operators that change numbers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, TypeAlias
 
@@ -29,21 +29,44 @@ class Place:
     size: int
 
 
+class BaseOperator:
+    """One operator of a program. It fills the whole buffer `out`, or changes it where it stands."""
+
+    kind: ClassVar[str]
+    changes_out: ClassVar[bool] = False
+
+    @property
+    def fills(self) -> list[Place]:
+        """What it fills, whatever was there before."""
+        return [] if self.changes_out else [place for name, place in self._places() if name == "out"]
+
+    @property
+    def reads(self) -> list[Place]:
+        """What it reads or changes."""
+        return [place for name, place in self._places() if name != "out" or self.changes_out]
+
+    def _places(self) -> Iterator[tuple[str, Place]]:
+        for name, value in vars(self).items():
+            for place in value if isinstance(value, tuple) else (value,):
+                if isinstance(place, Place):
+                    yield name, place
+
+
 @dataclass(frozen=True, eq=False)
-class Project:
+class Project(BaseOperator):
     """out = x @ weight.T + bias."""
 
-    kind: ClassVar = "linear"
+    kind = "linear"
     x: Place
     linear: Linear
     out: Place
 
 
 @dataclass(frozen=True, eq=False)
-class Normalize:
+class Normalize(BaseOperator):
     """out = the norm of x, or of the residual once x was added to it: RMSNorm, or with a bias LayerNorm."""
 
-    kind: ClassVar = "norm"
+    kind = "norm"
     x: Place
     out: Place
     weight: Tensor  # [size / heads]
@@ -54,10 +77,10 @@ class Normalize:
 
 
 @dataclass(frozen=True, eq=False)
-class Rotate:
+class Rotate(BaseOperator):
     """RoPE of q and k where they stand."""
 
-    kind: ClassVar = "rope"
+    kind = "rope"
     q: Place
     k: Place
     cos: Tensor  # fp32 [P, D_rot / 2]
@@ -66,10 +89,10 @@ class Rotate:
 
 
 @dataclass(frozen=True)
-class Write:
+class Write(BaseOperator):
     """Store K and V in the layer's cache."""
 
-    kind: ClassVar = "write"
+    kind = "write"
     k: Place
     v: Place
     layer: int
@@ -78,10 +101,10 @@ class Write:
 
 
 @dataclass(frozen=True, eq=False)
-class Attend:
+class Attend(BaseOperator):
     """out = attention of q to what the layer's cache holds."""
 
-    kind: ClassVar = "attention"
+    kind = "attention"
     q: Place
     out: Place
     layer: int
@@ -93,64 +116,66 @@ class Attend:
 
 
 @dataclass(frozen=True)
-class Swiglu:
+class Swiglu(BaseOperator):
     """out = silu(gate) * up; x holds the gates, then the ups."""
 
-    kind: ClassVar = "swiglu"
+    kind = "swiglu"
     x: Place
     out: Place
 
 
 @dataclass(frozen=True)
-class Gelu:
+class Gelu(BaseOperator):
     """out = GELU of x."""
 
-    kind: ClassVar = "gelu"
+    kind = "gelu"
     x: Place
     out: Place
     approximate: Literal["none", "tanh"]
 
 
 @dataclass(frozen=True)
-class Multiply:
+class Multiply(BaseOperator):
     """out *= x."""
 
-    kind: ClassVar = "multiply"
+    kind = "multiply"
+    changes_out = True
     x: Place
     out: Place
 
 
 @dataclass(frozen=True)
-class Add:
+class Add(BaseOperator):
     """out += x."""
 
-    kind: ClassVar = "add"
+    kind = "add"
+    changes_out = True
     x: Place
     out: Place
 
 
 @dataclass(frozen=True)
-class Scale:
+class Scale(BaseOperator):
     """x *= factor."""
 
-    kind: ClassVar = "scale"
+    kind = "scale"
     x: Place
     factor: float
 
 
 @dataclass(frozen=True)
-class Keep:
+class Keep(BaseOperator):
     """Go on with the rows that the caller wants, in these whole buffers; the other rows end here."""
 
-    kind: ClassVar = "keep"
+    kind = "keep"
     buffers: tuple[Place, Place]
 
 
 @dataclass(frozen=True, eq=False)
-class MixExperts:
+class MixExperts(BaseOperator):
     """out = what each row's experts compute of x, weighted by the router."""
 
-    kind: ClassVar = "experts"
+    kind = "experts"
     x: Place
     layer: ExpertLayer
     out: Place
@@ -173,8 +198,27 @@ class Program:
 
     def __post_init__(self) -> None:
         for place in (self.input, self.output):
-            if place != self.whole(place.buffer):
-                raise BadValue(f"{place} is not the whole buffer, whose width is {self.buffers[place.buffer]}")
+            self._check_whole(place)
+        for operator in self.operators:
+            for place in operator.reads:
+                if not 0 <= place.first <= place.first + place.size <= self.buffers[place.buffer]:
+                    raise BadValue(f"{place} lies beyond its buffer, whose width is {self.buffers[place.buffer]}")
+            for place in operator.fills:
+                self._check_whole(place)
+
+    def _check_whole(self, place: Place) -> None:
+        if place != self.whole(place.buffer):
+            raise BadValue(f"{place} is not the whole buffer, whose width is {self.buffers[place.buffer]}")
+
+    def last_uses(self) -> list[set[str]]:
+        """For each operator the buffers that nobody reads after it."""
+        needed, found = {self.output.buffer}, []
+        for operator in reversed(self.operators):
+            read = {place.buffer for place in operator.reads}
+            filled = {place.buffer for place in operator.fills}
+            found.append((read | filled) - needed)
+            needed = (needed - filled) | read
+        return found[::-1]
 
     def whole(self, buffer: str) -> Place:
         """All columns of the buffer."""
@@ -199,7 +243,7 @@ class LayerCaches(Protocol):
     """The cache of each layer."""
 
     def layer(self, index: int) -> PagedKV:
-        """The layer's K and V, the same object at each call. Who uses them asks for them in every step."""
+        """The layer's K and V, the same object at each call. On a GPU, who uses them asks for them in every step."""
 
 
 # Of an operator's name, its start by time.perf_counter, and the seconds that it took.

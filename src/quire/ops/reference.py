@@ -42,9 +42,16 @@ class ReferenceBackend(Backend):
     # -------------------------------------------------------------------------------------- models and memory
 
     def linears(self, device: str, reproducible: bool = False) -> Linears:
-        """Those of the fastest backend for the device; torch's where that is this one."""
+        """Those of the fastest backend for the device; torch's where that is this one.
+
+        Raises Unsupported where rows are to keep their bits and torch's products do not.
+        """
         fastest = load("auto", device)
-        return Linears() if isinstance(fastest, ReferenceBackend) else fastest.linears(device, reproducible)
+        if not isinstance(fastest, ReferenceBackend):
+            return fastest.linears(device, reproducible)
+        if reproducible and torch.device(device).type != "cpu":
+            raise Unsupported(f"backend {self.name!r} has no products on {device} whose rows keep their bits")
+        return Linears()
 
     def compile(self, program: Program) -> Executor:
         """Operator by operator."""

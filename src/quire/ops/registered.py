@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,8 +59,9 @@ SCHEMAS = {
 
 @functools.cache
 def _function(backend: str, name: str, device: str) -> Callable[..., Any]:
-    """The backend's operator."""
-    return cast(Callable[..., Any], getattr(load(backend, device), name))
+    """The backend's operator, without the question whether something is being traced: it is, while others run."""
+    found = load(backend, device)
+    return functools.partial(getattr(type(found), name).__wrapped__, found)
 
 
 def _write_kv(backend: str, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, plan: Tensor) -> None:

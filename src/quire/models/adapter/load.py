@@ -1,4 +1,4 @@
-"""From a checkpoint to a `AdaptedModel`: the model's class, whether it can be served, its trial, its weights."""
+"""From a checkpoint to an `AdaptedModel`: the model's class, whether it can be served, its trial, its weights."""
 
 from __future__ import annotations
 

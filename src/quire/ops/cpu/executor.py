@@ -51,8 +51,13 @@ class NativeExecutor:
 
     @staticmethod
     def serves(program: Program) -> bool:
-        """Whether all of the program's linears are packed for the library."""
-        return all(isinstance(linear, PackedLinear) for linear in program.linears)
+        """Whether the library takes the program's dtype and its linears, all packed for it."""
+        if program.dtype not in native.DTYPES:
+            return False
+        if not all(isinstance(linear, PackedLinear) for linear in program.linears):
+            return False
+        projections = [cast(PackedLinear, step.linear) for step in program.operators if isinstance(step, Project)]
+        return all(linear.dtype == linear.out_dtype == program.dtype for linear in projections)
 
     def __init__(self, program: Program, library: native.Library | None = None) -> None:
         """Raises BadValue for a program with more buffers than the library takes."""
@@ -80,11 +85,14 @@ class NativeExecutor:
         self._lock = Lock()
         ops = [self._lowered(operator) for operator in program.operators]
         self._ops = (native.Op * len(ops))(*ops)
-        self._heads = {  # of each cache group: what its plan must be made for
-            operator.group: (operator.q.size // operator.head_dim, operator.head_dim)
-            for operator in program.operators
-            if isinstance(operator, Attend)
-        }
+        self._heads: dict[int, set[tuple[str, int, int]]] = {}  # of each cache group: which heads its plan must have
+        for operator in program.operators:
+            if isinstance(operator, Attend):
+                heads = ("num_heads", operator.q.size // operator.head_dim, operator.head_dim)
+                self._heads.setdefault(operator.group, set()).add(heads)
+            elif isinstance(operator, Write):
+                heads = ("num_kv_heads", operator.k.size // operator.head_dim, operator.head_dim)
+                self._heads.setdefault(operator.group, set()).add(heads)
 
     # ------------------------------------------------------------------------------------------ lowering it
 
@@ -171,39 +179,50 @@ class NativeExecutor:
         _check("positions", positions, (count,), torch.int64)
         if rows is not None:
             _check("rows", rows, (rows.numel(),), torch.int64)
-        own = self._own(plans, count)
+        own = self._own(plans)
         if program.output == program.input:
             out, given = x, [x]
         else:
             out = torch.empty(count, program.output.size, dtype=program.dtype)
             given = [x, out]
         with self._lock, locked(own):
+            self._check_plans(own, count)
             self._bind(caches, own)
             self._run(given, positions, own, rows)
         return out if rows is None else out[: len(rows)]
 
-    def _own(self, plans: Sequence[AttentionPlan], count: int) -> list[CpuPlan]:
+    def _own(self, plans: Sequence[AttentionPlan]) -> list[CpuPlan]:
         if len(plans) <= max(self._heads, default=-1):
             raise BadValue(f"given are {len(plans)} plans; the program has {max(self._heads) + 1} cache groups")
         for plan in plans:
             if not isinstance(plan, CpuPlan):
                 raise BadValue(f"a plan is a {type(plan).__name__}; make it with the cpu backend")
+        return cast(list[CpuPlan], list(plans))
+
+    def _check_plans(self, plans: Sequence[CpuPlan], count: int) -> None:
+        """Check what an update of a plan may change, its lock held, and its heads."""
+        for plan in plans:
             if plan.num_tokens != count or not plan.writable:
                 raise BadValue(f"a plan is for {plan.num_tokens} tokens, the program for {count}; update it with slots")
-        for group, (num_heads, dim) in self._heads.items():
+        for group, wanted in self._heads.items():
             spec = plans[group].spec
-            if (spec.dtype, spec.num_heads, spec.head_dim, spec.dim_v) != (self.program.dtype, num_heads, dim, dim):
-                raise BadValue(
-                    f"a plan is for {spec}; the program has {num_heads} heads of {dim} in {self.program.dtype}"
-                )
-        return cast(list[CpuPlan], list(plans))
+            for name, number, dim in wanted:
+                found = (spec.dtype, getattr(spec, name), spec.head_dim, spec.dim_v)
+                if found != (self.program.dtype, number, dim, dim):
+                    raise BadValue(
+                        f"a plan is for {spec}; the program has {name}={number}, head_dim={dim} and dtype "
+                        f"{self.program.dtype}"
+                    )
 
     def _bind(self, caches: LayerCaches, plans: Sequence[CpuPlan]) -> None:
         """Let the layers' attention work on these caches."""
         if self._bound is not None and self._bound() is caches:
             return
-        for layer, group, params in (*self._writes, *self._attends):
-            cache = plans[group].cache(caches.layer(layer))
+        found = [
+            (params, plans[group].cache(caches.layer(layer)))
+            for layer, group, params in (*self._writes, *self._attends)
+        ]
+        for params, cache in found:  # all of them were checked
             home = cache.write if isinstance(params, native.WriteParams) else cache.attention
             for name in ("k", "v", "k_block", "k_head", "k_slot", "v_block", "v_head", "v_slot"):
                 setattr(params, name, getattr(home, name))
