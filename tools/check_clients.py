@@ -109,11 +109,11 @@ def evaluate(binaries: Path, made: Path, name: str, options: list[str], argument
 
 
 def compare_choices(samples: list[dict[str, Any]], llm: LLM) -> str:
-    """The log-likelihood of each choice behind its text."""
+    """The log-likelihood of each choice after its text."""
     largest, count = 0.0, 0
     for sample in samples:
         for asked, [[shown, is_greedy]] in zip(sample["arguments"].values(), sample["resps"], strict=True):
-            # As lm_eval has it: blanks belong to the choice, whose tokens are those behind as many as the text's alone.
+            # As lm_eval has it: blanks belong to the choice, whose tokens are those after as many as the text's alone.
             before, whole = (
                 tokens_of(llm, text) for text in (asked["arg_0"].rstrip(), asked["arg_0"] + asked["arg_1"])
             )
@@ -121,7 +121,7 @@ def compare_choices(samples: list[dict[str, Any]], llm: LLM) -> str:
             largest = max(largest, abs(sum(value for value, _ in found) - float(shown)))
             count += 1
             if all(rank == 1 for _, rank in found) != (str(is_greedy) == "True"):
-                raise Failed(f"{asked['arg_1']!r} behind {asked['arg_0']!r} is greedy for one of the two alone")
+                raise Failed(f"{asked['arg_1']!r} after {asked['arg_0']!r} is greedy for one of the two alone")
     return within(largest, f"{count} log-likelihoods of choices")
 
 
@@ -139,14 +139,14 @@ def compare_rolling(samples: list[dict[str, Any]], llm: LLM) -> str:
 
 def windows(tokens: list[int]) -> Iterator[tuple[list[int], int]]:
     """As lm_eval cuts a text: windows with as much before as has room, and how many tokens of each are counted."""
-    shown = [0, *tokens]  # behind the token that begins a text
+    shown = [0, *tokens]  # after the token that begins a text
     for start in range(0, len(tokens), WINDOW):
         end = min(start + WINDOW, len(tokens))
         yield shown[max(0, end - WINDOW) : end + 1], end - start
 
 
 def compare_texts(samples: list[dict[str, Any]], llm: LLM) -> str:
-    """The text behind each prompt."""
+    """The text after each prompt."""
     return compare_outputs(samples, llm, lambda asked: asked)
 
 
@@ -159,13 +159,13 @@ def compare_chats(samples: list[dict[str, Any]], llm: LLM) -> str:
 
 
 def compare_outputs(samples: list[dict[str, Any]], llm: LLM, prompt_of: Callable[[Any], str]) -> str:
-    """What came, and what comes behind the prompts that it was asked for with."""
+    """What came, and what comes after the prompts that it was asked for with."""
     params = SamplingParams(max_tokens=24, temperature=0, stop=["\n"])
     for sample in samples:
         [asked] = sample["arguments"].values()
         [output] = llm.generate([tokens_of(llm, prompt_of(asked["arg_0"]))], params)
         if (shown := sample["resps"][0][0]) != (truth := output.outputs[0].text):
-            raise Failed(f"behind {asked['arg_0']!r} came {shown!r}; LLM says {truth!r}")
+            raise Failed(f"after {asked['arg_0']!r} came {shown!r}; LLM says {truth!r}")
     return f"{len(samples)} texts equal those of LLM"
 
 

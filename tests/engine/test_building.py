@@ -56,7 +56,9 @@ def on_gpu(
     monkeypatch.setattr(engine_module, "CudaCapture", lambda device: device)
     monkeypatch.setattr(engine_module, "GraphRunner", lambda eager, *given: SimpleNamespace(kind="graphs", eager=eager))
     return build_engine(
-        model, SimpleNamespace(name=backend, graphable=backend == "triton"), engine_config(device="cuda", **options)
+        model,
+        SimpleNamespace(name=backend, graphable=backend == "triton", keeps_bits=lambda device: False),
+        engine_config(device="cuda", **options),
     )  # type: ignore[arg-type]
 
 

@@ -174,9 +174,9 @@ class RandomRun(Simulation):
         beginning = [7] * rng.choice([0, 0, 4, 12, 20])  # what many have in common
         prompt = array("i", beginning + [rng.randrange(3) for _ in range(rng.randint(1, 8))])
         group = Group() if rng.random() < 0.35 else None
-        salt, priority, steered = rng.choice(["", "", "", "tenant"]), rng.choice([0, 0, -1, 1]), rng.random() < 0.25
+        salt, priority, driven = rng.choice(["", "", "", "tenant"]), rng.choice([0, 0, -1, 1]), rng.random() < 0.25
         priority *= self.scheduler.order is by_priority
-        prompt_logprobs = 0 if rng.random() < 0.1 and not (group and steered) else None  # no beam search has any
+        prompt_logprobs = 0 if rng.random() < 0.1 and not (group and driven) else None  # no beam search has any
         sampling = SamplingParams(max_tokens=rng.randint(1, 20), prompt_logprobs=prompt_logprobs)
         if group is None:
             task = rng.choice([Task.GENERATE] * 3 + [Task.EMBED, Task.SCORE])
@@ -187,7 +187,7 @@ class RandomRun(Simulation):
             self.wanted_from[name] = request.next_prompt_logprob
             return [request]
         group.members = [
-            Request(f"{name}-{i}", prompt[:], len(prompt), sampling, i, priority, salt, group, steered)
+            Request(f"{name}-{i}", prompt[:], len(prompt), sampling, i, priority, salt, group, driven)
             for i in range(rng.randint(2, 4))
         ]
         return group.members

@@ -242,6 +242,48 @@ def test_a_plan_for_other_heads_is_refused(tmp_path: Path) -> None:
         model.layers(torch.zeros(1, 48), torch.arange(1), other.cache, other.plans)
 
 
+def test_a_plan_for_other_kv_heads_is_refused() -> None:
+    """K and V of more heads would be read beyond their columns."""
+    q, k, v = Place("x", 0, 8), Place("x", 8, 4), Place("x", 12, 4)
+    run = executor(
+        [Write(k, v, 0, 0, 4), Attend(q, Place("y", 0, 8), 0, 0, 4, 1.0, None, None)], {"x": 16, "y": 8}, "y"
+    )
+    spec = AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=4, block_size=1, num_blocks=1, dtype=torch.float32)
+    step = torch.tensor([0, 1]), torch.tensor([1]), torch.tensor([[0]]), torch.tensor([0])
+    with pytest.raises(BadValue, match="the program has num_kv_heads=1"):
+        run(torch.ones(1, 16), torch.zeros(1, dtype=torch.int64), NoCaches(), [load("cpu").plan(spec, *step)])
+
+
+@pytest.mark.parametrize(
+    ("operator", "match"),
+    [
+        (Gelu(Place("x", 4, 8), Place("y", 0, 8), "tanh"), "lies beyond its buffer, whose width is 8"),
+        (Gelu(Place("x", 0, 4), Place("y", 4, 4), "tanh"), "is not the whole buffer, whose width is 8"),
+        (Scale(Place("x", -1, 4), 2.0), "lies beyond its buffer"),
+    ],
+)
+def test_places_that_a_buffer_does_not_have_are_refused(operator: Operator, match: str) -> None:
+    with pytest.raises(BadValue, match=match):
+        Program(torch.float32, Place("x", 0, 8), Place("x", 0, 8), {"x": 8, "y": 8}, [operator])
+
+
+@pytest.mark.parametrize("kind", ["grouped query", "olmo2", "gpt_neox", "qwen3 moe, some layers dense"])
+def test_a_buffer_is_dropped_after_its_last_reader_and_no_earlier(tmp_path: Path, kind: str) -> None:
+    family, changes = VARIANTS[kind]
+    save(tmp_path, family, torch.float32, **changes)
+    program = engine(tmp_path).runner.model.layers.program
+    held, dropped = {program.input.buffer}, []
+    for operator, done_with in zip(program.operators, program.last_uses(), strict=True):
+        assert {place.buffer for place in operator.reads} <= held
+        held |= {place.buffer for place in operator.fills}
+        assert done_with <= held
+        held -= done_with
+        dropped += [(operator.kind, buffer) for buffer in done_with]
+    assert held == {program.output.buffer}
+    assert ("attention", "qkv") in dropped or ("attention", "q") in dropped
+    assert ("linear", "attended") in dropped
+
+
 # ------------------------------------------------------------------------------------------ whole models
 
 

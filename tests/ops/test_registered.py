@@ -177,7 +177,7 @@ def test_neither_an_update_nor_another_plan_recompiles(backend, device):
 
 
 def calls(backend: ops.Backend, device: str, dtype: torch.dtype) -> dict[str, tuple[object, ...]]:
-    """For each operator of `Ops` arguments; rows are slices of wider ones, so that their strides are not the usual."""
+    """For each operator its arguments; rows are slices of wider ones, so that their strides are not the usual."""
     gen = torch.Generator().manual_seed(5)
 
     def rows(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -245,6 +245,21 @@ def test_each_operator_in_a_graph(backend, device, half):
         torch.testing.assert_close(got, expected, msg=lambda text, name=name: f"{name}: {text}")
         for before, after in zip(tensors(eager), tensors(graph), strict=True):
             torch.testing.assert_close(after, before, msg=lambda text, name=name: f"an argument of {name}: {text}")
+
+
+def test_operators_run_while_another_thread_compiles(backend, device, monkeypatch):
+    """Torch says of the whole process that something is being traced: a call goes through the registered operator."""
+    given = calls(backend, device, torch.float32)
+    expected = {name: getattr(backend, name)(*copied(arguments)) for name, arguments in given.items()}
+    step = Step(Case(query_lens=(3, 1), context_lens=(5, 2)), device)
+    plan = step.write(backend)
+    attended = backend.attention(step.q, step.kv, plan, return_lse=True)
+    monkeypatch.setattr("quire.ops.backend.is_compiling", lambda: True)
+    for name, arguments in given.items():
+        found = getattr(backend, name)(*copied(arguments))
+        torch.testing.assert_close(found, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+    backend.write_kv(step.k_new, step.v_new, step.kv, plan)
+    torch.testing.assert_close(backend.attention(step.q, step.kv, plan, return_lse=True), attended)
 
 
 @pytest.mark.parametrize("half", [False, True])

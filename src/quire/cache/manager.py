@@ -345,9 +345,9 @@ class BlockManager:
     def _trim(self, request: Request) -> None:
         """Free what lies wholly below the window of the request's next row."""
         for g, group in enumerate(self.groups):
-            unseen = self._first_seen(request.cache.num_computed, group.window)
-            self._free(request, g, request.cache.block_ids[g][request.cache.num_freed[g] : unseen])
-            request.cache.num_freed[g] = max(unseen, request.cache.num_freed[g])
+            first = self._first_seen(request.cache.num_computed, group.window)
+            self._free(request, g, request.cache.block_ids[g][request.cache.num_freed[g] : first])
+            request.cache.num_freed[g] = max(first, request.cache.num_freed[g])
 
     def _free(self, request: Request, group: int, blocks: Sequence[int]) -> None:
         """Take these blocks back; the last ones are freed first, so that tails are evicted before heads."""
