@@ -52,7 +52,7 @@ def _parameter(config: Config, name: str) -> inspect.Parameter:
         kind, default = list[str], list(default)
     elif kind in (MEMORY, MEMORY | None):
         kind, default = str | None if default is None else str, f"{default:.0%}" if default else None
-    made = typer.Option(default, *_names(config, name), help=_help(config, name), show_default=default != [])
+    made = typer.Option(default, *_names(config, name), help=options_of(config)[name].help, show_default=default != [])
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=made, annotation=kind)
 
 
@@ -62,33 +62,11 @@ def _names(config: Config, name: str) -> tuple[str, ...]:
     return (names, *options_of(config)[name].aliases)
 
 
-def _help(config: Config, name: str) -> str:
-    return options_of(config)[name].help
-
-
-def _annotated(config: Config, name: str) -> Any:
+def field_option(config: Config, name: str) -> Any:
     """A field's names and help, for a command that has a default of its own."""
-    return typer.Option(*_names(config, name), help=_help(config, name))
+    return typer.Option(*_names(config, name), help=options_of(config)[name].help)
 
 
-Model = Annotated[str | None, _annotated(EngineConfig, "model")]
-Backend = Annotated[str, _annotated(EngineConfig, "attention_backend")]
-Device = Annotated[str, _annotated(EngineConfig, "device")]
-Dtype = Annotated[str, _annotated(EngineConfig, "dtype")]
-ModelImpl = Annotated[str, _annotated(EngineConfig, "model_impl")]
-MaxModelLen = Annotated[int | None, _annotated(EngineConfig, "max_model_len")]
-SchedulingPolicy = Annotated[str, _annotated(EngineConfig, "scheduling_policy")]
-MaxNumSeqs = Annotated[int, _annotated(EngineConfig, "max_num_seqs")]
-MaxNumBatchedTokens = Annotated[int, _annotated(EngineConfig, "max_num_batched_tokens")]
-MeasuredGuesses = Annotated[
-    int, typer.Option("--num-speculative-tokens", help="Guessed at a time by prompt lookup; 0: none.")
-]
-BlockSize = Annotated[int, _annotated(CacheConfig, "block_size")]
-NumBlocks = Annotated[int | None, _annotated(CacheConfig, "num_blocks")]
-CacheMemory = Annotated[str, _annotated(CacheConfig, "kv_cache_memory")]
-PrefixCaching = Annotated[bool, _annotated(CacheConfig, "enable_prefix_caching")]
-Preemption = Annotated[str, _annotated(CacheConfig, "preemption")]
-SwapSpace = Annotated[str | None, _annotated(CacheConfig, "swap_space")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import AsJson, Backend, fail, row
+from quire.cli.options import AsJson, fail, row
 from quire.errors import QuireError
+from quire_bench.cli.options import Backend
 
 
 def attention(

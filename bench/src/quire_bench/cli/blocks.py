@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import AsJson, Backend, CacheMemory, Device, Dtype, MaxModelLen, Model, fail
+from quire.cli.options import AsJson, fail
 from quire.engine.workloads import WORKLOADS
 from quire.errors import QuireError
 from quire.progress import progress_bar
+from quire_bench.cli.options import Backend, CacheMemory, Device, Dtype, MaxModelLen, Model
 
 
 def blocks(

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import AsJson, Backend, fail
+from quire.cli.options import AsJson, fail
 from quire.errors import QuireError
+from quire_bench.cli.options import Backend
 
 
 def cascade(

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.cli.options import AsJson, Model, fail, row
+from quire.cli.options import AsJson, fail, row
 from quire.errors import QuireError
 from quire.progress import progress_bar
+from quire_bench.cli.options import Model
 
 MANY_TOKENS = 1.2  # in a chunk: random weights draw tokens that have no text, and a server may hold chunks together
 

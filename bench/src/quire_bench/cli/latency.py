@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import (
-    AsJson,
+from quire.cli.options import AsJson, fail, row
+from quire.errors import QuireError
+from quire.progress import progress_bar
+from quire_bench.cli.options import (
     Backend,
     BlockSize,
     CacheMemory,
@@ -22,11 +24,7 @@ from quire.cli.options import (
     Model,
     NumBlocks,
     PrefixCaching,
-    fail,
-    row,
 )
-from quire.errors import QuireError
-from quire.progress import progress_bar
 
 NAMES = {"latency": "whole batch", "ttft": "first token", "itl": "between tokens"}
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.options import AsJson, Device, Dtype, Model, fail, row
+from quire.cli.options import AsJson, fail, row
 from quire.errors import ConfigError, QuireError
 from quire.progress import progress_bar
+from quire_bench.cli.options import Device, Dtype, Model
 
 if TYPE_CHECKING:
     from quire_bench.engine.scheduler import Result

@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import AsJson, Model, fail
+from quire.cli.options import AsJson, fail
 from quire.errors import QuireError
 from quire.progress import progress_bar
+from quire_bench.cli.options import Model
 
 
 def startup(

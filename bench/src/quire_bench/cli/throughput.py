@@ -8,8 +8,11 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.options import (
-    AsJson,
+from quire.cli.options import AsJson, fail
+from quire.engine.workloads import WORKLOADS
+from quire.errors import QuireError
+from quire.progress import progress_bar
+from quire_bench.cli.options import (
     Backend,
     BlockSize,
     CacheMemory,
@@ -26,11 +29,7 @@ from quire.cli.options import (
     PrefixCaching,
     SchedulingPolicy,
     SwapSpace,
-    fail,
 )
-from quire.engine.workloads import WORKLOADS
-from quire.errors import QuireError
-from quire.progress import progress_bar
 
 
 def throughput(
