@@ -58,7 +58,10 @@ def test_bench_says_how_to_get_it_where_it_is_not_installed(arguments: list[str]
     command = [sys.executable, "-c", WITHOUT_BENCH, "bench", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr == "error: quire bench is not installed; get it with: pip install 'quire[bench]'\n"
+    assert result.stderr == (
+        "error: quire bench is not installed; get it with: pip install 'quire[bench]', or in a clone: "
+        "pip install './bench[all]'\n"
+    )
 
 
 def test_bench_lists_its_commands_and_passes_arguments_on() -> None:

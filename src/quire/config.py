@@ -63,9 +63,11 @@ def check_options(config: Any) -> None:
 class CacheConfig:
     """How much KV cache there is and how it is cut into blocks."""
 
-    block_size: int = option(16, "Tokens a KV block.", lower=1, upper=256)
-    num_blocks: int | None = option(None, "KV blocks; overrides --kv-cache-memory.", lower=1, upper=2**31 - 1)
-    kv_cache_memory: int | float | str = option(0.5, "Bytes (2GiB) or a share of the free memory (50%).")
+    block_size: int = option(16, "Tokens per KV block.", lower=1, upper=256)
+    num_blocks: int | None = option(None, "Number of KV blocks. Overrides --kv-cache-memory.", lower=1, upper=2**31 - 1)
+    kv_cache_memory: int | float | str = option(
+        0.5, "Memory of the KV cache: bytes (2GiB) or a share of the free memory (50%)."
+    )
     # Without it, only samples of one prompt share blocks.
     enable_prefix_caching: bool = option(True, "Reuse the KV blocks of prompts that begin alike.")
     preemption: str = option(
@@ -73,7 +75,9 @@ class CacheConfig:
         "When blocks run out, the last request's are dropped (recompute) or moved to the host (swap).",
         choices=("recompute", "swap"),
     )
-    swap_space: int | float | str | None = option(None, "On the host, for swap: bytes or a share. Default: 4GiB.")
+    swap_space: int | float | str | None = option(
+        None, "Host memory for swapped blocks: bytes or a share. Default: 4GiB."
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -88,20 +92,22 @@ class CacheConfig:
 class EngineConfig:
     """Everything that an engine is built from. Names and meanings are vLLM's where it has them."""
 
-    model: str | None = option(None, "Directory or hub name. Default: the embedded model.")
-    dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16 or float16.")
+    model: str | None = option(None, "Directory, or repository name on the hub. Default: the embedded model.")
+    dtype: str = option("auto", "Dtype of weights and cache: auto (the checkpoint's), float32, bfloat16 or float16.")
     model_impl: str = option(
         "auto",
         "quire: its decoder; transformers: its code with our attention; auto: what there is.",
         choices=("auto", "quire", "transformers"),
     )
-    device: str = option("cpu", "cpu, or cuda.")
-    attention_backend: str = option("auto", "auto or a name from `quire info`.", aliases=("--attention",))
+    device: str = option("cpu", "Device to run on: cpu, cuda or cuda:N.")
+    attention_backend: str = option(
+        "auto", "Attention backend: auto, or a name from `quire info`.", aliases=("--attention",)
+    )
     max_model_len: int | None = option(
         None, "Longest sequence in tokens. Default: what the model was made for.", lower=1
     )
-    max_num_seqs: int = option(256, "Sequences that run at the same time.", lower=1)
-    max_num_batched_tokens: int = option(2048, "Query tokens a step.", lower=1)
+    max_num_seqs: int = option(256, "Most sequences that run at the same time.", lower=1)
+    max_num_batched_tokens: int = option(2048, "Most query tokens per step.", lower=1)
     scheduling_policy: str = option(
         "fcfs",
         "Who comes first: fcfs, priority (lowest first) or shortest (prompt).",
@@ -109,13 +115,15 @@ class EngineConfig:
     )
     num_speculative_tokens: int | None = option(
         None,
-        "Guessed at a time by prompt lookup; 0: none. Default: 3, on a GPU 0.",
+        "Tokens that prompt lookup guesses at a time; 0 for none. Default: 3, on a GPU 0.",
         lower=0,
         upper=MAX_SPECULATIVE_TOKENS,
     )
-    seed: int = option(0, "Of the engine; requests without a seed derive theirs from it.", lower=0, upper=2**63 - 1)
+    seed: int = option(
+        0, "Seed of the engine. Requests without a seed derive theirs from it.", lower=0, upper=2**63 - 1
+    )
     # On a CPU that always holds.
-    reproducible: bool = option(False, "On a GPU too: the same bits whatever runs beside a request.")
+    reproducible: bool = option(False, "Give a request the same bits in every batch on a GPU too.")
     cache: CacheConfig = field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:

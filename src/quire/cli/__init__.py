@@ -34,7 +34,10 @@ app.command()(serve)
 def bench(context: typer.Context) -> None:
     """Measure speed, start-up and memory on this machine."""
     if find_spec(MEASURING) is None:
-        fail("quire bench is not installed; get it with: pip install 'quire[bench]'")
+        fail(
+            "quire bench is not installed; get it with: pip install 'quire[bench]', or in a clone: "
+            "pip install './bench[all]'"
+        )
     import_module(f"{MEASURING}.cli").app(context.args, prog_name="quire bench")
 
 

@@ -19,7 +19,8 @@ ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "av
 
 def info(
     model: Annotated[
-        str | None, typer.Option(help="Directory or hub name: say instead who computes that model, or why nobody does.")
+        str | None,
+        typer.Option(help="Directory or hub name of a model: show what computes it, or why it cannot be served."),
     ] = None,
 ) -> None:
     """Show the version, the CPU's features, the backends, and the memory for the cache."""

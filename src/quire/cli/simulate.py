@@ -30,15 +30,21 @@ def simulate(
     trace: Annotated[Path | None, typer.Option(help="CSV: arrival,prompt_tokens,new_tokens[,prefix_id,...].")] = None,
     workload: Annotated[str | None, typer.Option(help=f"{', '.join(WORKLOADS)}; all arrive at once.")] = None,
     requests: Annotated[int | None, typer.Option(help="That many requests of one size.")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(help="With --requests: of each prompt. Default: 100.")] = None,
-    new_tokens: Annotated[int | None, typer.Option(help="With --requests: to generate. Default: 100.")] = None,
-    rate: Annotated[float | None, typer.Option(help="With --requests: a second. Default: all at once.")] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of each prompt, with --requests. Default: 100.")
+    ] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to generate for each, with --requests. Default: 100.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second, with --requests. Default: all at once.")
+    ] = None,
     model_config: Annotated[
         Path | None, typer.Option(help="A config.json or its directory. Default: the embedded model.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or h200.")] = "cpu",
     host_blocks: Annotated[int | None, typer.Option(min=1, help="For swap. Default: as many as --blocks.")] = None,
-    seed: Annotated[int, typer.Option(help="Of arrivals and tokens; the same seed gives the same run.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and tokens. The same seed gives the same run.")] = 0,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:

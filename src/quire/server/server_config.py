@@ -16,20 +16,20 @@ MAX_WAIT = 86_400.0  # seconds
 class ServerConfig:
     """Where to listen, whom to serve and how much of it. Names are vLLM's where it has them."""
 
-    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 is everywhere.")
-    port: int = option(8000, "0 takes any free one.", lower=0, upper=65_535)
+    host: str = option("127.0.0.1", "Address to listen at. 0.0.0.0 stands for all.")
+    port: int = option(8000, "Port to listen at. 0 takes any free one.", lower=0, upper=65_535)
     # The first one stands in answers; (): the model's path.
-    served_model_name: tuple[str, ...] = option((), "What clients call the model; may be repeated.")
-    api_key: tuple[str, ...] = option((), "Serve those only who know one of these; better kept in --config.")
+    served_model_name: tuple[str, ...] = option((), "Name of the model for clients. May be repeated.")
+    api_key: tuple[str, ...] = option((), "Key that clients must send. May be repeated. Better kept in --config.")
     allowed_hosts: tuple[str, ...] = option(
         (),
         "Answer requests whose Host header names this, besides localhost; may be repeated; '*' is any. "
         "Default: localhost only where the host is 127.0.0.1 and there is no key, else any.",
     )
-    chat_template: Path | None = option(None, "A Jinja file, instead of the model's own.")
-    max_num_queued_reqs: int = option(1024, "Samples that may wait; more get 429.", lower=0, upper=2**31 - 1)
-    max_body_size: int = option(4 * 2**20, "Bytes of a request's body.", lower=1024, upper=2**40)
-    max_logprobs: int = option(20, "Candidates at a position that may be asked for.", lower=0, upper=1024)
+    chat_template: Path | None = option(None, "Jinja file of a chat template, instead of the model's own.")
+    max_num_queued_reqs: int = option(1024, "Most samples that wait. More get 429.", lower=0, upper=2**31 - 1)
+    max_body_size: int = option(4 * 2**20, "Most bytes of a request's body.", lower=1024, upper=2**40)
+    max_logprobs: int = option(20, "Most candidates per position that a request may ask for.", lower=0, upper=1024)
     stuck_after: float | None = option(
         None,
         "Seconds in one step after which /health says 503. Default: 16 times what a step of its size takes by its "
@@ -38,13 +38,13 @@ class ServerConfig:
         upper=MAX_WAIT,
     )
     request_timeout: float | None = option(
-        None, "Seconds a request may take. Default: any.", lower=0.001, upper=MAX_WAIT
+        None, "Most seconds that a request may take. Default: no limit.", lower=0.001, upper=MAX_WAIT
     )
     shutdown_timeout: float = option(
-        30.0, "Seconds for running requests when it is stopped.", lower=0.0, upper=MAX_WAIT
+        30.0, "Seconds that running requests get when the server is stopped.", lower=0.0, upper=MAX_WAIT
     )
     enable_log_requests: bool = option(False, "Log each request, its prompt included.")
-    vllm_metrics: bool = option(False, "Call the metrics what vLLM calls them.")
+    vllm_metrics: bool = option(False, "Name the metrics as vLLM does.")
 
     def __post_init__(self) -> None:
         check_options(self)

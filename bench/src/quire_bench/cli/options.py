@@ -19,7 +19,7 @@ SchedulingPolicy = Annotated[str, field_option(EngineConfig, "scheduling_policy"
 MaxNumSeqs = Annotated[int, field_option(EngineConfig, "max_num_seqs")]
 MaxNumBatchedTokens = Annotated[int, field_option(EngineConfig, "max_num_batched_tokens")]
 MeasuredGuesses = Annotated[
-    int, typer.Option("--num-speculative-tokens", help="Guessed at a time by prompt lookup; 0: none.")
+    int, typer.Option("--num-speculative-tokens", help="Tokens that prompt lookup guesses at a time; 0 for none.")
 ]
 BlockSize = Annotated[int, field_option(CacheConfig, "block_size")]
 NumBlocks = Annotated[int | None, field_option(CacheConfig, "num_blocks")]
