@@ -1,7 +1,7 @@
-"""6,000 small runs over random pools, policies and loads, with aborts in every state: all end, and nothing leaks.
+"""4,800 small runs over random pools, policies and loads, with aborts in every state: all end, and nothing leaks.
 
 Every fifth of them runs on a memory: each request must read its own tokens through its tables, the events must rebuild
-the books, and some of these runs have allocations and look-ups that fail. 600 more runs guess tokens, and are done
+the books, and some of these runs have allocations and look-ups that fail. 400 more runs guess tokens, and are done
 without guesses as well. With --long there are 10,000 and 1,000.
 """
 
@@ -39,7 +39,7 @@ GROUPS = (
     (CacheGroup((0,), window=1), CacheGroup((1,))),
 )
 
-SEEDS, LONG_SEEDS, SHARDS = 6_000, 10_000, 10
+SEEDS, LONG_SEEDS, SHARDS = 4_800, 10_000, 8
 CHECKED = 5  # every so manieth run has a memory, and is audited after each step; the others at the end
 REPEATED = 20  # every so manieth run is done twice
 MAX_STEPS = 2000
@@ -345,7 +345,7 @@ def test_random_runs(shard: int, long: bool) -> None:
 
 # ------------------------------------------------------------------------------------------------------- guesses
 
-GUESSED_SEEDS, LONG_GUESSED_SEEDS, GUESSED_SHARDS = 600, 1_000, 5
+GUESSED_SEEDS, LONG_GUESSED_SEEDS, GUESSED_SHARDS = 400, 1_000, 5
 GUESSED_SEEN = """
 all right, some right, none right, overflowed, stopped among guesses, aborted with guesses, failed
 preempted, swapped out, swapped in, restarted, copied, found a prefix, forked
