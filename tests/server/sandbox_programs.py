@@ -2,10 +2,22 @@
 
 import os
 import signal
+import sys
 import time
+
+kept = []
 
 
 def prepare(greeting):
+    if greeting == "fail":
+        raise ImportError("it does not load")
+    if greeting == "exit":
+        sys.exit("it does not load")
+    if greeting == "slow":
+        time.sleep(1)
+    if greeting == "chatter":
+        sys.stderr.write("x" * 500_000)
+
     def answer(request):
         kind, value = request
         if kind == "say":
@@ -17,6 +29,9 @@ def prepare(greeting):
             time.sleep(value)
         if kind == "allocate":
             return len(bytearray(value))
+        if kind == "keep":
+            kept.append(bytearray(value))
+            return value
         if kind == "recurse":
             return recursed(value)
         if kind == "long":

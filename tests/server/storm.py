@@ -37,7 +37,8 @@ def num_descriptors(server: Serving) -> int:
         *([service.template._renderers] if service.template else []),
     ]
     processes = [process for sandbox in sandboxes for process in sandbox._processes]
-    pipes = 2 * sum(process._process is not None for process in processes)
+    running = [process._process for process in processes if process._process is not None]
+    pipes = sum(not pipe.closed for each in running for pipe in (each.stdin, each.stdout, each.stderr))  # type: ignore[union-attr]
     return len(os.listdir("/proc/self/fd")) - pipes if Path("/proc/self/fd").exists() else 0
 
 

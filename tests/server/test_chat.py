@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletionMessage
 
 from quire import LLM, SamplingParams
 from quire.models import EMBEDDED
+from quire.server.sandbox.process import Sandbox, SandboxFailed
 from tests.server.serving import SMALL, Serving, serving
 
 MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "a class for a stack"}]
@@ -250,3 +251,18 @@ def test_a_client_with_the_servers_tokenizer_writes_the_same_prompts(server: Ser
     tokens = server.post("/tokenize", prompt=text, add_special_tokens=False).json()["tokens"]
     assert tokens == server.post("/tokenize", messages=MESSAGES).json()["tokens"]
     assert server.post("/detokenize", tokens=tokens).json()["prompt"] == text
+
+
+def test_a_sandbox_that_fails_is_not_the_clients_fault(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise SandboxFailed("the process of a program cannot start, exit status 1")
+
+    monkeypatch.setattr(Sandbox, "ask", fail)
+    for path, body in (
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/tokenize", {"messages": MESSAGES}),
+        ("/v1/completions", {"prompt": "a", "regex": "unheard of"}),
+    ):
+        answer = server.post(path, **body)
+        assert (answer.status, answer.error()["code"]) == (503, "sandbox_failed")
+        assert answer.error()["message"].endswith("cannot start, exit status 1; try again later")

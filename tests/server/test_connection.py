@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from quire.server import run
 from quire.server.http import connection, guard
 from tests.server.serving import Answer, Serving, serving
+from tests.server.test_exchange import App, Running, answering, running
 from tests.server.test_robust import hook, runner, until
 
 HOST = b"Host: localhost\r\n"
@@ -28,7 +32,7 @@ OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings:
 class Raw:
     """A client that sends what it likes."""
 
-    def __init__(self, server: Serving, *parts: bytes) -> None:
+    def __init__(self, server: Serving | Running, *parts: bytes) -> None:
         self.socket = socket.create_connection((server.host, server.port), timeout=20)
         self._got = b""
         for part in parts:
@@ -217,6 +221,105 @@ def test_a_large_head_is_told_of(server: Serving) -> None:
         assert (answer.status, answer.error()["code"]) == (431, "head_too_large")
 
 
+def test_a_large_head_that_comes_at_once(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_HEAD", 1000)
+    for head in (b"GET /version HTTP/1.1\r\n" + b"X: " + b"a" * 1000, b"GET /" + b"a" * 1000 + b" HTTP/1.1\r\nX: y"):
+        answer = asked(server, head + b"\r\n" + HOST + b"\r\n")
+        assert (answer.status, answer.error()["code"]) == (431, "head_too_large")
+    assert asked(server, GET).status == 200
+
+
+def test_head_gets_no_body_with_an_error(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_HEAD", 1000)
+    with Raw(server, b"HEAD /version HTTP/1.1\r\nX: " + b"a" * 1000 + b"\r\n\r\n") as client:
+        assert client._read_to(b"\r\n\r\n").startswith(b"HTTP/1.1 431")
+        assert client.is_closed()
+
+
+def test_an_error_of_the_servers_own_is_no_bad_request(
+    server: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a secret")
+
+    monkeypatch.setattr(connection.Connection, "on_header", fail)
+    answer = asked(server, GET)
+    assert (answer.status, answer.error()["code"]) == (500, "internal_error")
+    assert "secret" in caplog.text
+    assert b"secret" not in answer.body
+
+
+def gated(gate: threading.Event, bodies: list[bytes]) -> App:
+    """An application that reads all, and answers the first request when it may."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        bodies.append(body)
+        while not gate.is_set():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(receive(), 0.01)
+        await answering(200, [(b"content-length", b"2")], b"ok")(scope, receive, send)
+
+    return app
+
+
+def test_what_follows_the_last_request_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_HEAD", 1000)
+    gate = threading.Event()
+    bodies: list[bytes] = []
+    last = b"GET / HTTP/1.1\r\nConnection: close\r\n" + HOST + b"\r\n"
+    with running(gated(gate, bodies)) as server, Raw(server, last) as client:
+        until(lambda: bodies == [b""])
+        client.send(b"junk" * 1000)
+        time.sleep(0.2)  # in which the server may read it
+        gate.set()
+        assert client.answer().status == 200
+        assert client.is_closed()
+
+
+def test_requests_that_wait_do_not_hold_much() -> None:
+    gate = threading.Event()
+    bodies: list[bytes] = []
+    size = 60_000  # less than that which one of them may hold
+    post = b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: %d\r\n\r\n" % size + b"x" * size
+    with running(gated(gate, bodies)) as server, Raw(server, GET) as client:
+        until(lambda: bodies == [b""])
+        [its] = server.server.server_state.connections
+        sender = threading.Thread(target=client.send, args=(post * 15,))
+        sender.start()
+        until(lambda: not its._reads)
+        time.sleep(0.2)  # in which the one that is answered listens for its client
+        assert not its._reads
+        assert sum(exchange.num_unread for exchange in its._in_line) < 600_000  # a read has 256 KiB at most
+        gate.set()
+        assert [client.answer().body for _ in range(16)] == [b"ok"] * 16
+        sender.join()
+    assert [len(body) for body in bodies] == [0] + [size] * 15
+
+
+def test_headers_after_the_body_of_a_request_in_line() -> None:
+    """It comes to be answered while its body comes."""
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope)
+        while (await receive())["more_body"]:
+            pass
+        await answering(200, [(b"content-length", b"2")], b"ok")(scope, receive, send)
+
+    with running(app) as server, Raw(server) as client:
+        client.send(GET + b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n")
+        assert client.answer().status == 200
+        until(lambda: len(seen) == 2)
+        client.send(b"0\r\nX-Late: y\r\n\r\n")
+        assert client.answer().status == 200
+    assert [name for name, _ in seen[1]["headers"]] == [b"host", b"transfer-encoding"]
+
+
 def test_headers_after_a_body_do_not_count(keyed: Serving) -> None:
     key = b"Authorization: Bearer the-key\r\n"
     head = b"GET /version HTTP/1.1\r\n" + HOST
@@ -301,6 +404,36 @@ def test_a_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) 
         client.send(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         assert client.socket.recv(10)
         until(lambda: not state.connections)
+
+
+def test_a_client_that_does_not_read_the_last_of_an_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once all of it is written, nothing waits for the client but the connection, which is to be closed."""
+    monkeypatch.setattr(connection, "READ_TIMEOUT", 0.2)
+    body = b"x" * 2**24
+    app = answering(200, [(b"content-length", b"%d" % len(body)), (b"connection", b"close")], body)
+    with running(app) as server, Raw(server) as client:
+        state = server.server.server_state
+        until(lambda: len(state.connections) == 1)
+        [its] = state.connections
+        its.transport.set_write_buffer_limits(2**25)  # so that it need not pause
+        client.send(GET)
+        assert client.socket.recv(10)
+        until(lambda: not state.connections)
+
+
+def test_a_connection_stays_open_when_the_rest_of_an_answered_request_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as any other."""
+    monkeypatch.setattr(connection, "LINGER", 0.2)
+    post = b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 4\r\n\r\nab"
+    app = answering(200, [(b"content-length", b"2")], b"ok")
+    with running(app, timeout_keep_alive=1) as server, Raw(server, post) as client:
+        assert client.answer().status == 200
+        client.send(b"cd")
+        time.sleep(0.5)
+        client.send(post)
+        assert client.answer().status == 200
+        client.send(b"cd")
+        assert client.is_closed()
 
 
 @pytest.mark.parametrize(

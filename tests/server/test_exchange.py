@@ -23,6 +23,8 @@ PLAIN = [(b"content-type", b"text/plain")]
 class Running:
     """A server of one small application."""
 
+    host = "127.0.0.1"
+
     def __init__(self, app: App, **settings: Any) -> None:
         self.listening = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(app, http=Connection, lifespan="off", log_config=None, **settings)
@@ -105,6 +107,22 @@ def test_answers_without_a_length(method: str, status: int, bodies: list[bytes],
         assert ("transfer-encoding" in answer.headers) == bool(read)
 
 
+def test_there_are_no_chunks_before_http_1_1() -> None:
+    """The end of the connection is that of the answer. Nor is such a client asked to send its body."""
+    head = b"POST / HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\nab"
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["body"] == b"ab"
+        await answering(200, PLAIN, b"one ", b"", b"two")(scope, receive, send)
+
+    with running(app) as server, socket.create_connection((server.host, server.port), timeout=20) as client:
+        client.sendall(head)
+        found = b"".join(iter(lambda: client.recv(65536), b""))
+        assert found.startswith(b"HTTP/1.1 200 ")
+        assert found.endswith(b"\r\n\r\none two")
+        assert b"transfer-encoding" not in found
+
+
 def test_connections_stay_open_for_a_while() -> None:
     with running(answering(200, [(b"Content-Length", b"2")], b"ok"), timeout_keep_alive=1) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
@@ -147,6 +165,14 @@ def test_an_application_that_does_not_answer(app: App) -> None:
         assert answer.headers["connection"] == "close"
         assert "secret" not in error["message"]
         assert "set-cookie" not in answer.headers
+
+
+def test_an_application_that_fails_sends_no_body_to_head() -> None:
+    with running(fails) as server, socket.create_connection((server.host, server.port), timeout=20) as client:
+        client.sendall(b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        found = b"".join(iter(lambda: client.recv(65536), b""))
+        assert found.startswith(b"HTTP/1.1 500 ")
+        assert found.endswith(b"\r\n\r\n")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from quire.errors import RequestError
 from quire.request import Request, SamplingParams
 from quire.server.sandbox import grammar as grammar_module
 from quire.server.sandbox.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE, GrammarGuide, Grammars, Spec
-from quire.server.sandbox.process import OutOfTime, Process, Sandbox
+from quire.server.sandbox.process import OutOfCpuTime, OutOfTime, Process, Sandbox, SandboxFailed
 from quire.text import CompletionOutput, RequestOutput, TextEngine, make_requests
 
 pytestmark = pytest.mark.slow
@@ -487,7 +487,7 @@ def test_what_is_known_is_told_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch
     def ask(_: Sandbox, grammar: str) -> str:
         tried.append(grammar)
         if json.loads(grammar) == "bad":
-            raise OutOfTime(5.0)
+            raise OutOfCpuTime(5.0)
         return ""
 
     monkeypatch.setattr(Sandbox, "ask", ask)
@@ -514,6 +514,26 @@ def test_what_is_known_is_told_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch
     fresh.compile(slow)
     assert fresh.compile_if_quick(slow) is not None  # it had only been a busy moment
     assert len(tried) == 3
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"), [(OutOfTime(10.0), RequestError), (SandboxFailed("no process"), SandboxFailed)]
+)
+def test_what_says_nothing_about_a_grammar_is_not_remembered(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, failure: Exception, error: type[Exception]
+) -> None:
+    def ask(_: Sandbox, grammar: str) -> str:
+        raise failure
+
+    fresh = Grammars(llm.tokenizer.json(), llm.engine.vocab_size, llm.engine.eos_token_ids)
+    spec = Spec("regex", "abc")
+    with monkeypatch.context() as patch:
+        patch.setattr(Sandbox, "ask", ask)
+        with pytest.raises(error):
+            fresh.compile(spec)
+    monkeypatch.setattr(Sandbox, "ask", lambda *_: "")
+    assert fresh.compile_if_quick(spec) is None
+    assert not fresh.compile(spec).done
 
 
 def test_grammars_are_tried_side_by_side(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -418,8 +418,8 @@ def test_who_is_not_done_when_the_server_must_end_is_told_so() -> None:
             assert server.server is not None
             server.server.should_exit = True
             assert plain.result().status == 503
-            assert "is stopping" in plain.result().error()["message"]
-            assert "is stopping" in streamed.result().events()[-1]["error"]["message"]
+            assert "the server is stopping" in plain.result().error()["message"]
+            assert "the server is stopping" in streamed.result().events()[-1]["error"]["message"]
 
 
 def test_a_deadline_is_kept_even_by_an_engine_that_is_stuck() -> None:

@@ -105,6 +105,8 @@ def test_a_yaml_file_gives_options_and_the_command_line_wins(tmp_path: Path) -> 
     ("text", "words"),
     [
         ("max-num-seq: 3", "did you mean 'max-num-seqs'?"),
+        ("conf: 1", "there is no option 'conf'; see quire serve --help"),
+        ("api-key: secret\nport: 70000", "port is 70000"),
         ("- a", "must hold options"),
         ("a: [", "cannot be read as YAML"),
         ("port: {a: 1}", "plain value"),

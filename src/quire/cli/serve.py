@@ -6,6 +6,7 @@ import difflib
 import logging
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,14 +21,19 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     """Let a YAML file's entries stand for the options that are not given."""
     if path is None:
         return None
+    options = {option.name: option for option in context.command.params if option.name and option.name != "_config"}
     try:
-        context.default_map = _options_of(path, {option.name for option in context.command.params if option.name})
+        found = _options_of(path, options.keys())
     except ConfigError as error:
         fail(error)
+    context.default_map = {
+        name: [value] if options[name].multiple and not isinstance(value, list | None) else value
+        for name, value in found.items()
+    }
     return path
 
 
-def _options_of(path: Path, known: set[str]) -> dict[str, Any]:
+def _options_of(path: Path, known: Collection[str]) -> dict[str, Any]:
     import yaml
 
     try:
@@ -38,7 +44,7 @@ def _options_of(path: Path, known: set[str]) -> dict[str, Any]:
         raise ConfigError(f"{path} holds a {type(found).__name__}; it must hold options, as in 'max-num-seqs: 64'")
     options = {str(key).replace("-", "_"): value for key, value in found.items()}
     for name, value in options.items():
-        if name not in known - {"_config"}:
+        if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0].replace('_', '-')!r}?" if close else "see quire serve --help"
             raise ConfigError(f"{path}: there is no option {name.replace('_', '-')!r}; {hint}")

@@ -29,6 +29,7 @@ from quire.server.api.service import Service
 from quire.server.api.worker import Worker
 from quire.server.http.connection import MAX_CONNECTIONS, Connection
 from quire.server.sandbox.chat_template import ChatTemplate, tokenizer_settings
+from quire.server.sandbox.process import SandboxFailed
 from quire.server.server_config import ServerConfig
 from quire.server.signals import end
 from quire.server.watch.inspector import Inspector
@@ -60,7 +61,7 @@ def serve(options: Mapping[str, Any], config: ServerConfig, began: float, tell: 
             for line in listening_lines(service, listening, time.monotonic() - began):
                 tell(line)
             if service.template is not None:
-                with contextlib.suppress(OSError):  # no process can be started now: the first chat tries again
+                with contextlib.suppress(SandboxFailed):  # it is logged, and the first chat tries again
                     service.template.start()
 
         gc.collect()

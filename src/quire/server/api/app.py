@@ -33,11 +33,12 @@ from quire.server.api.protocol import (
     TokenizeRequest,
 )
 from quire.server.api.service import Service
-from quire.server.http.api_error import MAX_SHOWN, ApiError, cut, internal_error, shown
+from quire.server.http.api_error import MAX_SHOWN, ApiError, cut, internal_error, sandbox_failed, shown
 from quire.server.http.body import Bodies, BodyRoute
 from quire.server.http.guard import Guard
 from quire.server.http.hosts import hosts_to_check
 from quire.server.http.sse import JsonBody
+from quire.server.sandbox.process import SandboxFailed
 from quire.server.watch import inspector
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
@@ -109,6 +110,7 @@ def build_app(service: Service, metrics: Metrics, watched: Inspector) -> FastAPI
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(RequestError, _failed)
+    app.add_exception_handler(SandboxFailed, _failed)
     app.add_exception_handler(Exception, _broken)
     _add_openai_routes(app, service)
     _add_other_routes(app, service, metrics)
@@ -227,6 +229,8 @@ def _answer(error: ApiError) -> Response:
 async def _failed(request: HttpRequest, error: Exception) -> Response:
     if isinstance(error, RequestError):
         error = ApiError(str(error), param=error.field)
+    if isinstance(error, SandboxFailed):
+        error = sandbox_failed(str(error))
     if not isinstance(error, ApiError):
         raise error
     if error.param is not None:

@@ -26,7 +26,7 @@ from quire.server.http.api_error import ApiError, deadline_passed, request_faile
 from quire.server.http.body import MAX_HELD_BODIES
 from quire.server.http.guard import client_of
 from quire.server.http.lane import Lane
-from quire.server.http.sse import told_of_disconnect
+from quire.server.http.sse import noticing_disconnect
 from quire.server.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
 from quire.server.sandbox.grammar import Grammars, Spec, num_trials
 from quire.server.server_config import ServerConfig
@@ -235,7 +235,7 @@ class Service:
             return None
         compiling = asyncio.create_task(self._compiled(client_of(request), body, name))
         try:
-            async with told_of_disconnect(request.receive, lambda: _cancel(compiling)):
+            async with noticing_disconnect(request.receive, lambda: _cancel(compiling)):
                 return await asyncio.wait_for(compiling, self.config.request_timeout)
         except RequestError as error:
             raise ApiError(str(error), param=name) from error
@@ -317,7 +317,7 @@ class Service:
 
     async def wait(self, request: HttpRequest, job: Job) -> None:
         """Wait for the end of a job, which is taken back when the client goes. Raises what it ended with."""
-        async with told_of_disconnect(request.receive, lambda: self.worker.abort(job)):
+        async with noticing_disconnect(request.receive, lambda: self.worker.abort(job)):
             await job.ended.wait()
         if job.error is not None:
             raise job.error

@@ -71,6 +71,11 @@ def engine_stopped(why: str) -> ApiError:
     return ApiError(f"the engine has stopped: {why}", HTTPStatus.SERVICE_UNAVAILABLE, code="engine_stopped")
 
 
+def sandbox_failed(why: str) -> ApiError:
+    """No grammar or template can be looked at now, whatever it is."""
+    return ApiError(f"{why}; try again later", HTTPStatus.SERVICE_UNAVAILABLE, code="sandbox_failed")
+
+
 def deadline_passed(seconds: float) -> ApiError:
     """A request took longer than it may."""
     return ApiError(

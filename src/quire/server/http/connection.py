@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from http import HTTPStatus
@@ -13,12 +14,14 @@ import httptools
 from starlette.types import ASGIApp
 from uvicorn import Config
 
-from quire.server.http.api_error import ApiError
-from quire.server.http.exchange import Exchange, whole_answer
+from quire.server.http.api_error import ApiError, internal_error
+from quire.server.http.exchange import MAX_UNREAD, Exchange, whole_answer
+
+log = logging.getLogger("quire.server")
 
 MAX_CONNECTIONS = 4096
-# Bytes of a request's head, and of what comes with its body that is not its body; what was read with the end of the
-# request before it comes on top.
+# Bytes of a request's head, and of what comes with its body that is not its body; of the latter, what was read with the
+# end of the request before it comes on top.
 MAX_HEAD = 2**16
 MAX_PIPELINE = 16  # requests that wait for the answer before theirs
 HEAD_TIMEOUT = 20.0  # seconds for a request's head to come
@@ -53,7 +56,9 @@ class Connection(asyncio.Protocol):
         self._parser = self._new_parser()
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
+        self._head_size = 0  # bytes of what has come of a head, besides its syntax
         self._spare = MAX_HEAD  # bytes that may still come before there must be a whole head, or some body
+        self._in_head = False  # part of a request's head has come, and part of it not
         self._in_message = False  # part of a request has come, and part of it not
         self._begun = 0.0  # when the last request's head had come
         self._coming: Exchange | None = None  # what a body that comes belongs to: the last request
@@ -65,6 +70,7 @@ class Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None  # for the head of a request, or the rest of an answered one
         self._idle: asyncio.TimerHandle | None = None  # for another request
         self._unread: asyncio.TimerHandle | None = None  # for the client to read
+        self._closing: asyncio.TimerHandle | None = None  # for the client to read what is kept when it is closed
 
     # ------------------------------------------------------------------------------------------- the transport's calls
 
@@ -96,9 +102,13 @@ class Connection(asyncio.Protocol):
         self.resume_writing()
         self._stop_timer()
         self._stop_idle_timer()
+        if self._closing is not None:
+            self._closing.cancel()
 
     def data_received(self, data: bytes) -> None:
         """Take apart what has come."""
+        if self._coming is not None and not self._coming.keep_alive and not self._in_message:
+            return  # it was the last request, and has come as a whole
         self._stop_idle_timer()
         if not self._in_message and self._timer is None:
             self._close_in(HEAD_TIMEOUT)
@@ -106,15 +116,17 @@ class Connection(asyncio.Protocol):
         try:
             self._feed(data)
         except httptools.HttpParserError as error:
-            # What a callback raised is the error's context.
-            own = error.__context__
-            self._refuse(own if isinstance(own, ApiError) else ApiError("this is no HTTP request"))
+            own = error.__context__  # what a callback raised
+            if isinstance(own, ApiError):
+                self._refuse(own)
+            elif not isinstance(own, Exception) or isinstance(own, httptools.HttpParserError):
+                self._refuse(ApiError("this is no HTTP request"))
+            else:
+                log.error("a request could not be read", exc_info=own)
+                self._refuse(internal_error(own))
             return
         if self._spare < 0:
-            message = (
-                f"the request has more than {MAX_HEAD} bytes besides its body, which is the most this server takes"
-            )
-            self._refuse(ApiError(message, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, code="head_too_large"))
+            self._refuse(_head_too_large())
 
     def pause_writing(self) -> None:
         """The client does not read as fast as it is answered."""
@@ -131,7 +143,7 @@ class Connection(asyncio.Protocol):
     def shutdown(self) -> None:
         """Close when what has been asked is answered."""
         if self._coming is None or self._coming.complete:
-            self.transport.close()
+            self.close()
         else:
             self._coming.keep_alive = False
 
@@ -139,7 +151,7 @@ class Connection(asyncio.Protocol):
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
-        # What follows a request that says "Connection: close" is not read, and is no error of that request.
+        # What comes with the end of a request that says "Connection: close" is not read, and is no error of it.
         parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
 
@@ -159,17 +171,21 @@ class Connection(asyncio.Protocol):
         """A request begins."""
         self._url, self._headers = b"", []
         self._spare = MAX_HEAD
-        self._in_message = True
+        self._head_size = 0
+        self._in_head = self._in_message = True
+        self._stop_idle_timer()
         if self._timer is None:
             self._close_in(HEAD_TIMEOUT)
 
     def on_url(self, url: bytes) -> None:
         """Take in a piece of the request's target."""
+        self._add_to_head(len(url))
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take in a header, but none that comes after the body."""
-        if self._timer is not None:
+        if self._in_head:
+            self._add_to_head(len(name) + len(value))
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -187,7 +203,10 @@ class Connection(asyncio.Protocol):
         url, version = httptools.parse_url(self._url), self._parser.get_http_version()
         if url.path is None or not url.path.isascii():
             raise ApiError("the request names no path; a path is ASCII, with other characters as %XX")
-        waits = any(name == b"expect" and value.lower() == b"100-continue" for name, value in self._headers)
+        is_old = version < "1.1"  # then it knows neither chunks nor 100 Continue
+        waits = not is_old and any(
+            name == b"expect" and value.lower() == b"100-continue" for name, value in self._headers
+        )
         scope = self._about | {
             "http_version": version,
             "method": method.decode("ascii"),
@@ -197,10 +216,11 @@ class Connection(asyncio.Protocol):
             "headers": self._headers,
             "state": self._app_state.copy(),
         }
+        self._in_head = False
         self._coming = exchange = Exchange(
             self,
             scope,
-            keep_alive=version != "1.0" and self._parser.should_keep_alive(),
+            keep_alive=not is_old and self._parser.should_keep_alive(),
             expects_continue=waits,
         )
         if self._is_answering:
@@ -213,12 +233,17 @@ class Connection(asyncio.Protocol):
         self._spare += 2 * len(body)  # so that only tiny chunks use it up
         if self._coming is not None:
             self._coming.add(body)
+            if self._is_in_line_full:
+                self.pause_reading()
 
     def on_message_complete(self) -> None:
         """A request has come as a whole."""
         if not self._parser.should_upgrade() and self._coming is not None:
             self._in_message = False
             self._coming.end_body()
+            self._stop_timer()
+            if not self._is_answering:  # this was the rest of a request that has been answered
+                self._wait_for_another()
 
     # ------------------------------------------------------------------------------------------- an exchange's calls
 
@@ -239,28 +264,29 @@ class Connection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read again."""
-        if not self._reads and not self.transport.is_closing():
+        """Read again, unless much has come of requests that wait."""
+        if not self._reads and not self._is_in_line_full and not self.transport.is_closing():
             self._reads = True
             self.transport.resume_reading()
 
     def close(self) -> None:
-        """Send what is kept, then close the connection."""
-        self.transport.close()
+        """Send what is kept, then close the connection; a client that does not read it is let go."""
+        if not self.transport.is_closing():
+            self.transport.close()
+            self._closing = self._loop.call_later(READ_TIMEOUT, self.transport.abort)
 
     def answered(self) -> None:
         """Go on with the next request; or end, if most of this one is yet to come."""
         self._state.total_requests += 1
         if self.transport.is_closing():
             return
-        self.resume_reading()
         if self._in_line:
             self._begin(self._in_line.popleft())
         else:
-            self._stop_idle_timer()
-            self._idle = self._loop.call_later(self._keep_alive, self.transport.close)
-        if self._in_message and self._timer is None:
-            self._close_in(LINGER)
+            self._wait_for_another()
+            if self._in_message and self._timer is None:
+                self._close_in(LINGER)
+        self.resume_reading()
 
     def _begin(self, exchange: Exchange) -> None:
         self._current = exchange
@@ -269,6 +295,16 @@ class Connection(asyncio.Protocol):
         task.add_done_callback(self._state.tasks.discard)
 
     # ------------------------------------------------------------------------------------------- bounds
+
+    @property
+    def _is_in_line_full(self) -> bool:
+        """Whether requests that wait for answers before theirs hold as much as one that is answered may."""
+        return sum(exchange.num_unread for exchange in self._in_line) > MAX_UNREAD
+
+    def _add_to_head(self, size: int) -> None:
+        self._head_size += size
+        if self._head_size > MAX_HEAD:
+            raise _head_too_large()
 
     def _take_place(self) -> bool:
         """Close a connection on which nothing is asked, or whose request has been coming for longest.
@@ -280,12 +316,12 @@ class Connection(asyncio.Protocol):
             if other is self or other.transport.is_closing():
                 continue
             if not other._is_answering:
-                other.transport.close()
+                other.close()
                 return True
             if other._is_coming:
                 slow.append(other)
         if slow:
-            min(slow, key=lambda other: other._begun).transport.close()
+            min(slow, key=lambda other: other._begun).close()
         return bool(slow)
 
     @property
@@ -306,12 +342,16 @@ class Connection(asyncio.Protocol):
         if self._is_answering:
             self._close_in(seconds)
         else:
-            self.transport.close()
+            self.close()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _wait_for_another(self) -> None:
+        self._stop_idle_timer()
+        self._idle = self._loop.call_later(self._keep_alive, self.close)
 
     def _stop_idle_timer(self) -> None:
         if self._idle is not None:
@@ -320,9 +360,19 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answer what has not come to the application, and close."""
-        if self._current is None or self._current.complete or not self._current.started:
-            self.transport.write(whole_answer(error))
-        self.transport.close()
+        current = self._current
+        if current is not None and not current.complete:
+            is_bodyless = current.is_bodyless
+        else:
+            is_bodyless = self._in_head and self._url != b"" and self._parser.get_method() == b"HEAD"
+        if current is None or current.complete or not current.started:
+            self.transport.write(whole_answer(error, is_bodyless))
+        self.close()
+
+
+def _head_too_large() -> ApiError:
+    message = f"the request has more than {MAX_HEAD} bytes besides its body, which is the most this server takes"
+    return ApiError(message, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, code="head_too_large")
 
 
 def _address(found: Any) -> tuple[str, int] | None:

@@ -56,6 +56,7 @@ class Exchange:
         self.keep_alive = keep_alive
         self.started = False  # the answer
         self.complete = False  # the answer
+        self.is_bodyless = scope["method"] == "HEAD"  # the answer
         self._link = link
         self._scope = scope
         self._expects_continue = expects_continue
@@ -63,10 +64,15 @@ class Exchange:
         self._body = bytearray()  # what has come and was not read
         self._more_body = True
         self._news = asyncio.Event()
-        self._is_bodyless = scope["method"] == "HEAD"
+        self._is_chunked = False  # the answer
         self._unsent: int | None = None  # bytes that the answer's Content-Length still promises; None: it has none
 
     # ------------------------------------------------------------------------------------------- the connection's part
+
+    @property
+    def num_unread(self) -> int:
+        """Bytes of the body that have come and were not read."""
+        return len(self._body)
 
     def add(self, body: bytes) -> None:
         """A piece of the body has come."""
@@ -99,7 +105,7 @@ class Exchange:
                 self._link.close()
             else:
                 shown = internal_error(error if isinstance(error, Exception) else RuntimeError())
-                self._link.write(whole_answer(shown))
+                self._link.write(whole_answer(shown, self.is_bodyless))
                 self.started = self.complete = True
                 self._link.close()
 
@@ -145,22 +151,25 @@ class Exchange:
         self.keep_alive = self.keep_alive and not says_close
         if not self.keep_alive and not says_close:
             lines.append(b"connection: close")
-        self._is_bodyless = self._is_bodyless or status in BODYLESS
-        if not has_length and not self._is_bodyless:
+        self.is_bodyless = self.is_bodyless or status in BODYLESS
+        # Before HTTP/1.1 there are no chunks: the end of the connection is the body's.
+        self._is_chunked = not has_length and not self.is_bodyless and self._scope["http_version"] >= "1.1"
+        if self._is_chunked:
             lines.append(b"transfer-encoding: chunked")
         self.started = True
         self._link.write(b"\r\n".join([*lines, b"", b""]))
 
     def _send_body(self, body: bytes, more: bool) -> None:
-        if self._is_bodyless:
+        if self.is_bodyless:
             pass
-        elif self._unsent is None:
+        elif self._is_chunked:
             parts = [b"%x\r\n" % len(body), body, b"\r\n"] if body else []
             self._link.write(b"".join(parts if more else [*parts, b"0\r\n\r\n"]))
         else:
-            self._unsent -= len(body)
-            if self._unsent < 0 or (self._unsent > 0 and not more):
-                raise RuntimeError("the body of an answer is not as long as its Content-Length says")
+            if self._unsent is not None:
+                self._unsent -= len(body)
+                if self._unsent < 0 or (self._unsent > 0 and not more):
+                    raise RuntimeError("the body of an answer is not as long as its Content-Length says")
             self._link.write(body)
         if not more:
             self.complete = True
@@ -179,8 +188,11 @@ def status_line(status: int) -> bytes:
     return f"HTTP/1.1 {int(status)} {phrase}".encode("ascii")
 
 
-def whole_answer(error: ApiError) -> bytes:
-    """An answer that no application has made, after which the connection ends."""
+def whole_answer(error: ApiError, is_bodyless: bool) -> bytes:
+    """An answer that no application has made, after which the connection ends.
+
+    is_bodyless: without its body, as to HEAD.
+    """
     body = dumps(error.body())
     head = [status_line(error.status), b"content-type: application/json", b"content-length: %d" % len(body)]
-    return b"\r\n".join([*head, b"connection: close", b"", body])
+    return b"\r\n".join([*head, b"connection: close", b"", b"" if is_bodyless else body])

@@ -60,7 +60,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it. When the client has gone, on_disconnect is called, and the parts are read to their end."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with told_of_disconnect(receive, self._on_disconnect):
+        async with noticing_disconnect(receive, self._on_disconnect):
             async for part in self._parts_or_error():
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -77,7 +77,7 @@ class EventStream(Response):
 
 
 @asynccontextmanager
-async def told_of_disconnect(
+async def noticing_disconnect(
     receive: Callable[[], Awaitable[Any]], on_disconnect: Callable[[], None]
 ) -> AsyncIterator[None]:
     """Within it, on_disconnect is called when the client goes; and when the server cancels what serves it."""

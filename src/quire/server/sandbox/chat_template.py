@@ -87,7 +87,7 @@ class ChatTemplate:
             raise error(f"{name} is no template that can be used: {line}{bad}") from bad
 
     def start(self) -> None:
-        """Start a process, so that the first rendering need not wait for it. Raises OSError where that fails."""
+        """Start a process, so that the first rendering need not wait for it. Raises SandboxFailed."""
         self._renderers.start()
 
     def close(self) -> None:
@@ -103,7 +103,8 @@ class ChatTemplate:
         """The text of a chat. Messages and tools are plain data, as JSON has it.
 
         add_generation_prompt: end where the model's answer begins. Raises RequestError where the template does not
-        take such messages, and where it takes too long or makes too much text. May take seconds in the worst case.
+        take such messages, and where it takes too long or makes too much text; SandboxFailed where no template can be
+        rendered. May take seconds in the worst case.
         """
         request = {
             # Templates ask whether a key is there, and print a None that they find.

@@ -27,8 +27,10 @@ from pathlib import Path
 from typing import Any
 
 HEADER = struct.Struct(">Q")  # of a frame: how many bytes of JSON follow
-ANSWER, DIED = "answer", "died"  # what a frame to the server holds: an answer, or the signal that ended the fork
-STDIN, STDOUT = 0, 1
+# What a frame to the server holds: that the program is loaded; an answer; or the signal that ended the fork, and
+# whether it had read a part of its request.
+READY, ANSWER, DIED, IS_CUT = "ready", "answer", "died", "is_cut"
+STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 def frame(value: object) -> bytes:
@@ -44,6 +46,8 @@ def serve(program: Path) -> None:
     if setup is None:
         return
     answer = prepare(*setup["arguments"])
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)  # the server reads it only to know why a program does not load
+    _write(frame({READY: True}))
     while True:
         _is_readable(None)
         fork = os.fork()
@@ -53,7 +57,7 @@ def serve(program: Path) -> None:
         if status == 0:
             return
         is_cut = _is_readable(0)  # the fork has read a part of its request: no other can read the rest
-        _write(frame({DIED: os.WTERMSIG(status)}))
+        _write(frame({DIED: os.WTERMSIG(status), IS_CUT: is_cut}))
         if is_cut:
             return
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from quire.errors import RequestError
 from quire.server.sandbox import grammar_program
 from quire.server.sandbox.grammar_program import make_matcher, make_tokenizer
-from quire.server.sandbox.process import Died, Limits, OutOfTime, Sandbox
+from quire.server.sandbox.process import Died, Limits, OutOfCpuTime, OutOfTime, Sandbox
 
 MAX_SIZE = 2**16  # characters of a grammar
 MAX_DEPTH = 100  # of a schema's nesting; llguidance reads 128
@@ -86,7 +86,7 @@ class Grammars:
     def __init__(
         self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int], seconds: float = 10.0
     ) -> None:
-        """tokenizer_json: the contents of a tokenizer.json; seconds: that compiling a grammar may take."""
+        """tokenizer_json: the contents of a tokenizer.json; seconds: of a grammar's trial, half of it CPU time."""
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._eos_tokens = list(eos_token_ids)
@@ -105,13 +105,16 @@ class Grammars:
         return self.compile(spec)
 
     def compile(self, spec: Spec) -> GrammarGuide:
-        """A guide for one request. Takes its time. Raises RequestError for what cannot be followed."""
+        """A guide for one request. Takes its time.
+
+        Raises RequestError for what cannot be followed, SandboxFailed where nothing can be tried.
+        """
         grammar = spec.grammar()
         tools = self._made_tools()
         if spec == JSON_OBJECT:
             return GrammarGuide(spec.kind, make_matcher(tools.tokenizer, grammar), tools.drawable)
         digest = _digest(grammar)
-        known = self._recall(digest) or _Known(self._tried(grammar, tools), math.inf)
+        known = self._recall(digest) or _Known(self._tried(spec.kind, grammar, tools), math.inf)
         if known.reason:
             self._remember(digest, known._replace(seconds=0.0))
             raise RequestError(f"{spec.kind} cannot be followed: {_reason(known.reason)}")
@@ -127,12 +130,17 @@ class Grammars:
             if self._tools is not None:
                 self._tools.trials.close()
 
-    def _tried(self, grammar: str, tools: _Tools) -> str:
-        """What is wrong with a grammar, by its trial; empty if nothing is."""
+    def _tried(self, kind: str, grammar: str, tools: _Tools) -> str:
+        """What is wrong with a grammar, by its trial; empty if nothing is.
+
+        Raises RequestError where the machine was too busy to find out, which is no reason to refuse it again.
+        """
         try:
             return str(tools.trials.ask(grammar))
-        except OutOfTime as error:
+        except OutOfCpuTime as error:
             return f"it is not compiled within {error.seconds:g} s"
+        except OutOfTime as error:
+            raise RequestError(f"{kind} cannot be followed: it is not compiled within {error.seconds:g} s") from error
         except Died:
             return "it takes too much memory, or is too deeply nested, to be compiled"
 
@@ -160,7 +168,7 @@ class Grammars:
                 if not self._eos_tokens:  # the model can tell no end: what would stand for one is some other token
                     drawable[tokenizer.eos_tokens] = False
                 # What a trial survives is compiled once more here.
-                limits = Limits(seconds=self._seconds / 2, cpu_seconds=self._seconds / 2, **TRIAL)
+                limits = Limits(seconds=self._seconds, cpu_seconds=self._seconds / 2, **TRIAL)
                 arguments = (self._tokenizer_json, self._eos_tokens)
                 trials = Sandbox(num_trials(), Path(grammar_program.__file__), limits, *arguments)
                 self._tools = _Tools(tokenizer, trials, np.packbits(drawable, bitorder="little"))
