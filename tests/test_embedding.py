@@ -104,7 +104,7 @@ def test_the_longest_prompt(llm: LLM) -> None:
         ("a", {"dimensions": 257}, "dimensions is 257; it must be in 1..256"),
         ("a", {"dimensions": 2.5}, "dimensions is 2.5"),
         ("a", {"priority": [1, 2]}, "1 prompts were given with 2 priorities"),
-        ("a", {"priority": [1]}, "only scheduling_policy='priority' heeds it"),
+        ("a", {"priority": [1]}, "only scheduling_policy='priority' uses it"),
     ],
 )
 def test_what_is_refused(llm: LLM, prompts: Any, options: dict[str, Any], words: str) -> None:

@@ -295,7 +295,7 @@ def test_params_of_the_other_kind_are_refused() -> None:
 
 
 def test_a_priority_that_nobody_would_heed_is_refused() -> None:
-    with pytest.raises(RequestError, match="request 0-0 has priority 5; only scheduling_policy='priority' heeds it"):
+    with pytest.raises(RequestError, match="request 0-0 has priority 5; only scheduling_policy='priority' uses it"):
         LLM(num_blocks=20).generate(["a", "b"], SamplingParams(max_tokens=1), priority=[5, 0])
     LLM(num_blocks=20).generate(["a", "b"], SamplingParams(max_tokens=1), priority=[0, 0])
     LLM(num_blocks=20, scheduling_policy="priority").generate("a", SamplingParams(max_tokens=1), priority=[5])

@@ -275,7 +275,7 @@ def test_a_fork_that_needs_what_the_parent_gave_back_is_refused() -> None:
     parent = computed(manager, list(range(11)))
     assert parent.cache.num_freed == [2]  # the row after these tokens sees the keys from 8 on
     child = Request("child", array("i", range(11)), 11, SamplingParams(), group=parent.group)
-    with pytest.raises(BadValue, match="child needs blocks of r that it freed; let it have a token more"):
+    with pytest.raises(BadValue, match="child needs blocks of r that it freed; give it one more token"):
         manager.fork(parent, child)
     assert not child.cache.block_ids
     child.tokens.append(5)

@@ -29,7 +29,7 @@ def test_what_nobody_will_reuse_goes_first() -> None:
 def test_audit_sees_an_empty_block_after_one_worth_keeping() -> None:
     pool = BlockPool(2)
     pool.audit([], keep={1})
-    with pytest.raises(BadValue, match="can be reused stands before an empty one"):
+    with pytest.raises(BadValue, match="can be reused comes before an empty one"):
         pool.audit([], keep={0})
 
 
@@ -69,9 +69,9 @@ def test_audit_finds_every_kind_of_wrong_book() -> None:
     pool = BlockPool(3)
     table = pool.allocate(2)
     pool.audit([table])
-    with pytest.raises(BadValue, match="block 1 has a reference count of 1, but stands in 0 tables"):
+    with pytest.raises(BadValue, match="block 1 has a reference count of 1, but is in 0 tables"):
         pool.audit([table[:1]])
-    with pytest.raises(BadValue, match="block 0 has a reference count of 1, but stands in 2 tables"):
+    with pytest.raises(BadValue, match="block 0 has a reference count of 1, but is in 2 tables"):
         pool.audit([table, table[:1]])
     pool._free[0] = None
     with pytest.raises(BadValue, match="block 0 has 1 owners and is in the free order"):

@@ -238,7 +238,7 @@ def test_the_audit_sees_requests_that_stand_in_the_wrong_list() -> None:
 
     lost = engine()
     lost.scheduler.waiting.pop()
-    with pytest.raises(BadValue, match="4 requests stand 3 times in the scheduler's lists"):
+    with pytest.raises(BadValue, match="4 requests are 3 times in the scheduler's lists"):
         lost.scheduler.audit()
     wrong = engine()
     wrong.scheduler.running += wrong.scheduler.swapped

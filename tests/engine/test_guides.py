@@ -190,7 +190,7 @@ def test_a_guide_that_fails_ends_its_own_request_alone(fail: str) -> None:
 
 def test_a_grammar_without_a_beginning_is_refused() -> None:
     engine = guided_engine()
-    with pytest.raises(RequestError, match="request r: its grammar allows no beginning: injected"):
+    with pytest.raises(RequestError, match="request r: its grammar allows no first token: injected"):
         engine.add(guided("r", [1], Residues(fail="allowed", fail_at=0)))
     assert not engine.has_work
 

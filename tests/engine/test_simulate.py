@@ -407,5 +407,5 @@ def test_nobody_who_can_go_on_is_told_at_once() -> None:
     one = Simulation(TOY, SLOW, engine_config(num_blocks=50))
     one.add(Request("r", array("i", [1]), 1, SamplingParams(max_tokens=4)))
     one.scheduler.plan = Plan
-    with pytest.raises(BadValue, match="nobody can go on: 0 run, 0 are swapped out, 1 wait"):
+    with pytest.raises(BadValue, match="no request can go on: 0 run, 0 are swapped out, 1 wait"):
         one.step()

@@ -526,7 +526,7 @@ class TestRefusedMasks:
         assert masked(1, 6, 6, padding, mask_function=function(5)).pattern.window == 5  # which reaches over all of them
 
     def test_rows_without_their_keys(self) -> None:
-        with pytest.raises(Unsupported, match=r"query rows stand at 5\.\.7 and the keys at 0\.\.5"):
+        with pytest.raises(Unsupported, match=r"query rows are at 5\.\.7 and the keys at 0\.\.5"):
             masked(1, 3, 6, q_offset=5)
 
     def test_a_model_that_computes_with_the_mask_itself(self) -> None:

@@ -409,7 +409,7 @@ def test_a_model_in_the_hub_cache_is_found_offline(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
     )
-    assert "'someone/else' is no directory, it is not in the Hugging Face hub cache" in result.stderr
+    assert "'someone/else' is not a directory, it is not in the Hugging Face hub cache" in result.stderr
 
 
 ROPES: list[dict[str, Any]] = [

@@ -226,6 +226,6 @@ class TestTheCpuBackend:
         """2^21 rows of 1,024 query heads each; before, row 0 was what came after row 2^31 - 1."""
         spec = good_spec(num_heads=1024, num_kv_heads=1, head_dim=1)
         plan = ops.load("cpu", "cpu").make_plan(spec, 2**21, 1, 1)
-        with pytest.raises(Unsupported, match=r"2097152 query tokens of 1024 query heads a KV head.*int32"):
+        with pytest.raises(Unsupported, match=r"2097152 query tokens of 1024 query heads per KV head.*int32"):
             plan.update(torch.tensor([0, 2**21]), torch.tensor([8]), torch.tensor([[0]]))
         assert (plan.num_tokens, plan.num_seqs) == (0, 0)

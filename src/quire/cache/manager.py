@@ -391,7 +391,7 @@ class BlockManager:
         num_computed = min(len(parent.tokens), len(child.tokens) - 1)
         for g, group in enumerate(self.groups):
             if self._first_seen(num_computed, group.window) < parent.cache.num_freed[g]:
-                raise BadValue(f"{child.id} needs blocks of {parent.id} that it freed; let it have a token more")
+                raise BadValue(f"{child.id} needs blocks of {parent.id} that it freed; give it one more token")
         child.cache.block_ids = [array("i", table) for table in parent.cache.block_ids]
         child.cache.num_freed = list(parent.cache.num_freed)
         child.cache.num_cached = min(len(parent.tokens), len(child.tokens))

@@ -85,15 +85,15 @@ class BlockPool:
                 expected[block] += 1
         for block, (have, want) in enumerate(zip(self.ref_counts, expected, strict=True)):
             if have != want:
-                raise BadValue(f"block {block} has a reference count of {have}, but stands in {want} tables")
+                raise BadValue(f"block {block} has a reference count of {have}, but is in {want} tables")
             if (have == 0) != (block in self._free):
                 raise BadValue(f"block {block} has {have} owners and is {'' if have else 'not '}in the free order")
 
         kept = [block in keep for block in self._free]
         if kept != sorted(kept):
-            raise BadValue("a free block whose contents can be reused stands before an empty one")
+            raise BadValue("a free block whose contents can be reused comes before an empty one")
 
     def _check_id(self, block: int) -> None:
         # A negative index would silently count from the end of the array.
         if not 0 <= block < self.num_blocks:
-            raise BadValue(f"{block} is no block id; the pool has 0..{self.num_blocks - 1}")
+            raise BadValue(f"{block} is not a block id; the pool has 0..{self.num_blocks - 1}")

@@ -127,7 +127,7 @@ class PrefixIndex:
             raise BadValue("the prefix index knows other blocks by id than by digest")
         for block, cached in self.by_block.items():
             if cached.block != block or self._by_digest.get(cached.digest) is not cached:
-                raise BadValue(f"block {block} stands in the prefix index under another id or digest")
+                raise BadValue(f"block {block} is in the prefix index under another id or digest")
         children: dict[bytes, set[bytes]] = {}
         for cached in self.by_block.values():
             children.setdefault(cached.parent, set()).add(cached.tokens)

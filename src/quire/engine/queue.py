@@ -69,7 +69,7 @@ class RankedList(list[Request]):
         """Take the request out. Raises BadValue if it is not there."""
         at = bisect_left(self, request.schedule.rank, key=RANK)
         if at == len(self) or self[at] is not request:
-            raise BadValue(f"request {request.id} does not stand in the list that its blocks say")
+            raise BadValue(f"request {request.id} is not in the list that its blocks imply")
         del self[at]
 
     def siblings_of(self, request: Request) -> Iterator[Request]:

@@ -75,7 +75,7 @@ class Scheduler:
         """Prove the lists of requests and the books of the cache. Raises BadValue where one of them is wrong."""
         listed = [*self.running, *self.swapped, *self.waiting]
         if sorted(r.schedule.ordinal for r in listed) != sorted(r.schedule.ordinal for r in self.requests.values()):
-            raise BadValue(f"{len(self.requests)} requests stand {len(listed)} times in the scheduler's lists")
+            raise BadValue(f"{len(self.requests)} requests are {len(listed)} times in the scheduler's lists")
         for name, one in (("running", self.running), ("swapped", self.swapped)):
             if any(a.schedule.rank >= b.schedule.rank for a, b in pairwise(one)):
                 raise BadValue(f"the {name} requests are not in the order of their ranks")
@@ -90,7 +90,7 @@ class Scheduler:
         """Raise RequestError if the request could never run here, with the numbers."""
         if request.priority and self.order in BLIND_TO_PRIORITY:
             message = f"request {request.id} has priority {request.priority}"
-            raise RequestError(f"{message}; only scheduling_policy='priority' heeds it", "priority")
+            raise RequestError(f"{message}; only scheduling_policy='priority' uses it", "priority")
         check_size(request, self.longest(request), self.manager, self.max_model_len, self.max_num_seqs)
 
     def longest(self, request: Request) -> int:
@@ -108,7 +108,7 @@ class Scheduler:
             try:
                 request.schedule.allowed = request.guide.allowed()
             except Exception as error:
-                raise RequestError(f"request {request.id}: its grammar allows no beginning: {error}") from error
+                raise RequestError(f"request {request.id}: its grammar allows no first token: {error}") from error
         self._register(request)
         self.waiting.add(request)
 
@@ -330,7 +330,7 @@ class Scheduler:
         num_new = min(request.num_missing, budget)
         try:
             if num_new and not self.manager.grow(request, request.cache.num_computed + num_new, plan.copies):
-                raise OutOfBlocks(f"request {request.id} was let in with too few free blocks")
+                raise OutOfBlocks(f"request {request.id} was admitted with too few free blocks")
         except Exception as error:
             plan.failed.append((request, error))
             return

@@ -221,7 +221,9 @@ class Simulation:
         ending = self.scheduler.commit(plan, output)
         if plan.is_empty and not (ending or plan.preempted):
             running, swapped, waiting = self.scheduler.running, self.scheduler.swapped, self.scheduler.waiting
-            raise BadValue(f"nobody can go on: {len(running)} run, {len(swapped)} are swapped out, {len(waiting)} wait")
+            raise BadValue(
+                f"no request can go on: {len(running)} run, {len(swapped)} are swapped out, {len(waiting)} wait"
+            )
         self._observe(plan, ending)
         return ending
 

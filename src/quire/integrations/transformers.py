@@ -164,7 +164,7 @@ def mask(
     filled = int(q_offset) - kv_offset + q_length if causal else kv_length
     if not q_length <= filled <= kv_length and causal:
         raise Unsupported(
-            f"the query rows stand at {int(q_offset)}..{int(q_offset) + q_length - 1} and the keys at "
+            f"the query rows are at {int(q_offset)}..{int(q_offset) + q_length - 1} and the keys at "
             f"{kv_offset}..{kv_offset + kv_length - 1}; {NAME!r} serves rows whose own keys are there"
         )
     real = None if attention_mask is None else _real_keys(attention_mask, batch_size, kv_offset, filled, window)
@@ -315,7 +315,7 @@ def _check_options(dropout: float, kwargs: dict[str, Any]) -> None:
         )
     for name, value in kwargs.items():
         if name not in HARMLESS and value is not None and value is not False:
-            raise Unsupported(f"the model gives {name} to its attention, which {NAME!r} does not know how to honour")
+            raise Unsupported(f"the model gives {name} to its attention, which {NAME!r} does not know how to honor")
 
 
 def _pattern(

@@ -97,7 +97,7 @@ def locate(model: str | None) -> Path:
         raise ModelError(f"{model!r} is neither a directory nor the name of a Hugging Face repository") from error
     except Exception as error:  # a network's ways to fail are many
         raise ModelError(
-            f"{model!r} is no directory, it is not in the Hugging Face hub cache, and it could not be downloaded: "
+            f"{model!r} is not a directory, it is not in the Hugging Face hub cache, and it could not be downloaded: "
             f"{error}"
         ) from error
 

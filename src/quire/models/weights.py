@@ -131,7 +131,7 @@ class Weights(Mapping[str, Tensor]):
         if superfluous:
             raise ModelError(
                 f"{checkpoint.directory} has {len(superfluous)} tensors that this family does not use, among them "
-                f"{_first(superfluous)}; running without them would be a different model"
+                f"{_first(superfluous)}; without them it would be a different model"
             )
 
     def __getitem__(self, name: str) -> Tensor:

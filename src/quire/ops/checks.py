@@ -29,7 +29,7 @@ def check_tensor(
         raise BadDtype(f"{name} has dtype {tensor.dtype}; expected {dtype}")
     here = tensor.device
     if here != device and (here.type != device.type or device.index is not None):
-        raise BadValue(f"{name} lies on {tensor.device}; expected {device}")
+        raise BadValue(f"{name} is on {tensor.device}; expected {device}")
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise BadStride(f"{name} has strides {tensor.stride()}; the last one must be 1")
 
@@ -54,7 +54,7 @@ def check_beside(x: torch.Tensor, **others: torch.Tensor | None) -> None:
     """Raise BadValue unless they lie on the device of x."""
     for name, other in others.items():
         if other is not None and other.device != x.device:
-            raise BadValue(f"{name} lies on {other.device}; expected {x.device}")
+            raise BadValue(f"{name} is on {other.device}; expected {x.device}")
 
 
 def check_written(

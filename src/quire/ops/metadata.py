@@ -52,7 +52,7 @@ def check_metadata(
             f"and S"
         )
     if len(tables) != num_seqs:
-        raise BadShape(f"block_tables has {len(tables)} rows for {num_seqs} sequences; it needs one a sequence")
+        raise BadShape(f"block_tables has {len(tables)} rows for {num_seqs} sequences; it needs one per sequence")
     if num_seqs > max_seqs:
         raise BadShape(f"the step has {num_seqs} sequences; the plan was made for at most {max_seqs}")
     if tables.shape[1] > max_blocks:
@@ -67,7 +67,7 @@ def _host_integers(name: str, tensor: torch.Tensor, dims: int) -> NDArray[np.int
     """The tensor as a numpy view, if it is an int32 or int64 host tensor of that many dimensions."""
     check_integers(name, tensor, dims)
     if tensor.device.type != "cpu":
-        raise BadValue(f"{name} lies on {tensor.device}; metadata is read on the host, so give a CPU tensor")
+        raise BadValue(f"{name} is on {tensor.device}; metadata is read on the host, so give a CPU tensor")
     view: NDArray[np.integer] = tensor.numpy()
     return view
 
@@ -122,7 +122,7 @@ def _check_tables(
 
 def _check_slots(spec: AttentionSpec, slots: NDArray[np.integer], num_tokens: int) -> None:
     if len(slots) != num_tokens:
-        raise BadShape(f"slots has {len(slots)} entries for {num_tokens} query tokens; it needs one a token")
+        raise BadShape(f"slots has {len(slots)} entries for {num_tokens} query tokens; it needs one per token")
     num_slots = spec.num_blocks * spec.block_size
     bad = np.flatnonzero((slots < -1) | (slots >= num_slots))
     if bad.size:

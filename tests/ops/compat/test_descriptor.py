@@ -436,7 +436,7 @@ RUN = [
     ("q", torch.zeros(4, 8, 16).transpose(0, 1), BadStride, "q has strides .* described were"),
     ("q", torch.zeros(8, 4, 32)[..., ::2], BadStride, "q has strides .* described were"),
     ("seq_lens", torch.tensor([9, 21, 4], dtype=torch.int32), BadDtype, "seq_lens has dtype torch.int32"),
-    ("q", torch.zeros(8, 4, 16, device="meta"), BadValue, "q lies on meta; the descriptor was created for cpu"),
+    ("q", torch.zeros(8, 4, 16, device="meta"), BadValue, "q is on meta; the descriptor was created for cpu"),
     ("alibi_slopes", torch.zeros(4), BadValue, "created without alibi_slopes and is run with it"),
     ("k_cache", None, BadValue, "created with k_cache and is run without it"),
     # what a CPU has not

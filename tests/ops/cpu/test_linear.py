@@ -191,5 +191,5 @@ def test_what_lies_elsewhere_is_refused(backend):
         (lambda: Packer()(weight.to("meta")), "weight"),
         (lambda: Packer()(weight, torch.ones(4, device="meta")), "bias"),
     ):
-        with pytest.raises(BadValue, match=f"^{name} lies on meta"):
+        with pytest.raises(BadValue, match=f"^{name} is on meta"):
             call()

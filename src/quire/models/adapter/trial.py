@@ -50,8 +50,8 @@ def check(model: type, config: Any, backend: Backend) -> Verdict:
         raise Unsupported(f"a small copy of it fails: {_line(error)}") from error
     if not verdict.error <= TOLERANCE * max(1.0, verdict.scale):  # NaN included
         raise Unsupported(
-            f"a small copy of it answers otherwise than with eager attention: logits up to {verdict.scale:.2g} differ "
-            f"by {verdict.error:.2g}"
+            f"a small copy of it gives other results than with eager attention: logits up to {verdict.scale:.2g} "
+            f"differ by {verdict.error:.2g}"
         )
     return verdict
 

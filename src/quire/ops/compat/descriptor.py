@@ -253,7 +253,7 @@ class PagedPrefill:
             if differ and tensor.is_floating_point():
                 raise BadStride(f"{name} has strides {tensor.stride()}; described were {look.stride}")
             if tensor.device.type != self._device.type:
-                raise BadValue(f"{name} lies on {tensor.device}; the descriptor was created for {self._device}")
+                raise BadValue(f"{name} is on {tensor.device}; the descriptor was created for {self._device}")
 
     def _check_workspace(self, workspace: Tensor) -> None:
         size = workspace.numel() * workspace.element_size()
@@ -285,7 +285,9 @@ class PagedPrefill:
             raise BadValue(f"cum_seq_lens_q[0] is {starts[0]}; the first sequence's rows start at 0")
         if (rows < 0).any():
             s = int((rows < 0).nonzero()[0])
-            raise BadValue(f"cum_seq_lens_q falls from {starts[s]} to {starts[s + 1]} at sequence {s}; it never may")
+            raise BadValue(
+                f"cum_seq_lens_q falls from {starts[s]} to {starts[s + 1]} at sequence {s}; it must never fall"
+            )
         if starts[-1] != self._info.total_q_tokens:
             raise BadValue(
                 f"cum_seq_lens_q ends at {starts[-1]}; q has {self._info.total_q_tokens} tokens, so it must end there"

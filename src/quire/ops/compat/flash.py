@@ -290,7 +290,7 @@ def _check_update(
             raise BadValue(f"{name}[{t}] is {index[t]}; it must be -1 or a slot in 0..{num_slots - 1}")
     read, write = read_index.long(), write_index.long()
     if len(write) != num_new:
-        raise BadShape(f"write_index has {len(write)} entries for {num_new} new tokens; it needs one a token")
+        raise BadShape(f"write_index has {len(write)} entries for {num_new} new tokens; it needs one per token")
     fresh = int((read < 0).sum())
     if fresh not in (0, num_new):
         raise BadValue(f"read_index has -1 {fresh} times; it stands for each of the {num_new} new tokens, or for none")

@@ -145,7 +145,7 @@ class CpuBackend(Backend):
 
     def _copy_blocks(self, kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
         if not (kv.k.is_cpu and kv.v.is_cpu):
-            raise Unsupported(f"the cache lies on {kv.k.device} and {kv.v.device}; the cpu backend copies on the CPU")
+            raise Unsupported(f"the cache is on {kv.k.device} and {kv.v.device}; the cpu backend copies on the CPU")
         library = native.default()
         sources, targets = torch.tensor(src, dtype=torch.int64), torch.tensor(dst, dtype=torch.int64)
         for x in (kv.k, kv.v):

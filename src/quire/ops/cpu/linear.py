@@ -202,4 +202,4 @@ class Packer:
 
 def _check_host(name: str, x: Tensor) -> None:
     if not x.is_cpu:
-        raise BadValue(f"{name} lies on {x.device}; the kernels read memory of the CPU")
+        raise BadValue(f"{name} is on {x.device}; the kernels read memory of the CPU")

@@ -92,8 +92,8 @@ class CpuPlan(AttentionPlan):
             if status == native.NO_MEMORY:
                 raise MemoryError(f"no memory for the work list of {wanted} query tokens; the plan is empty now")
             raise Unsupported(
-                f"the step has {wanted} query tokens of {self.spec.group_size} query heads a KV head; the cpu backend "
-                f"numbers such rows, and those over shared keys again, in an int32; the plan is empty now"
+                f"the step has {wanted} query tokens of {self.spec.group_size} query heads per KV head; the cpu "
+                f"backend numbers such rows, and those over shared keys again, in an int32; the plan is empty now"
             )
 
     def _set_shapes(self) -> None:
