@@ -42,6 +42,7 @@ from quire.ops.program import (
     Swiglu,
     Write,
 )
+from quire.ops.spec import AttentionSpec
 
 HOST = torch.device("cpu")
 
@@ -82,6 +83,7 @@ class NativeExecutor:
         self._scratch = torch.empty(0, dtype=program.dtype)
         self._copy = torch.empty(0)
         self._bound: weakref.ref[LayerCaches] | None = None
+        self._known: dict[int, AttentionSpec] = {}  # of each cache group: the last one that had the right heads
         self._lock = Lock()
         ops = [self._lowered(operator) for operator in program.operators]
         self._ops = (native.Op * len(ops))(*ops)
@@ -206,6 +208,8 @@ class NativeExecutor:
                 raise BadValue(f"a plan is for {plan.num_tokens} tokens, the program for {count}; update it with slots")
         for group, wanted in self._heads.items():
             spec = plans[group].spec
+            if spec is self._known.get(group):
+                continue
             for name, number, dim in wanted:
                 found = (spec.dtype, getattr(spec, name), spec.head_dim, spec.dim_v)
                 if found != (self.program.dtype, number, dim, dim):
@@ -213,6 +217,7 @@ class NativeExecutor:
                         f"a plan is for {spec}; the program has {name}={number}, head_dim={dim} and dtype "
                         f"{self.program.dtype}"
                     )
+            self._known[group] = spec
 
     def _bind(self, caches: LayerCaches, plans: Sequence[CpuPlan]) -> None:
         """Let the layers' attention work on these caches."""
