@@ -30,7 +30,7 @@ def who_gives_way(request: Request, running: RankedList) -> list[Request]:
 
 
 def free_seats(running: Iterable[Request], max_num_seqs: int) -> int:
-    """Seats that nobody has or may yet claim: a beam search may claim one for each of its beams."""
+    """Seats that no request has or may yet claim: a beam search may claim one for each of its beams."""
     taken = 0
     searches = {}
     for request in running:

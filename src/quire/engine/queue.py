@@ -43,7 +43,7 @@ class WaitingQueue:
         self._requests.pop(request.schedule.ordinal, None)
 
     def first(self) -> Request | None:
-        """The request of the lowest rank; None: nobody waits."""
+        """The request of the lowest rank; None: none waits."""
         while self._heap:
             request = self._requests.get(self._heap[0][-1])
             if request is not None:

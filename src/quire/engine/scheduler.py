@@ -31,8 +31,8 @@ class Scheduler:
     A prompt, a piece of one, a single decoded token, what a prefix hit leaves and the recomputation of a preempted
     request are all the same subtraction. A request waits, runs (it owns blocks), or is swapped out (it owns blocks on
     the host). What runs shares the budget first. Requests are admitted in the order of their ranks, the last running
-    ones are preempted when blocks run out, and what was preempted comes back first: nobody can take a block from the
-    first of all, so everyone ends.
+    ones are preempted when blocks run out, and what was preempted comes back first: no request can take a block from
+    the first of all, so all of them end.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Checks of single tensors and of how they lie beside each other, for every operator.
+"""Checks of single tensors and of how they lie next to each other, for every operator.
 
 Only shapes, dtypes, devices and strides are looked at, which costs no pass over data.
 """

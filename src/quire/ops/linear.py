@@ -1,4 +1,4 @@
-"""Linear layers whose rows have the same bits whatever stands beside them, and the embedding tied to one.
+"""Linear layers whose rows have the same bits whatever else is in the batch, and the embedding tied to one.
 
 A backend packs a model's weights once (`Backend.linears`). This module has what torch offers: on a CPU, oneDNN's
 product. Its order of summation is known to be the same for all numbers of rows but one, which is padded to two. Whether

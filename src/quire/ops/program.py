@@ -211,7 +211,7 @@ class Program:
             raise BadValue(f"{place} is not the whole buffer, whose width is {self.buffers[place.buffer]}")
 
     def last_uses(self) -> list[set[str]]:
-        """For each operator the buffers that nobody reads after it."""
+        """For each operator the buffers that no operator reads after it."""
         needed, found = {self.output.buffer}, []
         for operator in reversed(self.operators):
             read = {place.buffer for place in operator.reads}

@@ -100,8 +100,8 @@ class NativeExecutor:
 
     def _lowered(self, operator: Operator) -> native.Op:
         match operator:
-            case Project(x=x, linear=linear, out=out):
-                return self._linear(x, cast(PackedLinear, linear), out)
+            case Project(linear=linear):
+                return self._linear(operator, cast(PackedLinear, linear))
             case Normalize(x=x, out=out, weight=weight, bias=bias, eps=eps, residual=residual, heads=heads):
                 offset = None if bias is None else bias.data_ptr()
                 params = native.NormParams(weight.data_ptr(), offset, heads, len(weight), eps)
@@ -135,12 +135,11 @@ class NativeExecutor:
                 self._experts.add(linears, experts)
                 return self._op(operator, experts, x, None, out)
 
-    def _linear(self, x: Place, packed: PackedLinear, out: Place) -> native.Op:
+    def _linear(self, operator: Project, packed: PackedLinear) -> native.Op:
         params = packed.params()
         self._linears.append(params)
-        self._copied_lanes = max(self._copied_lanes, packed.copied_lanes(self.program.buffers[x.buffer]))
-        self._kept.append(params)
-        return native.Op(native.OPS.index("linear"), 0, *self._columns(x, None, out), addressof(params))
+        self._copied_lanes = max(self._copied_lanes, packed.copied_lanes(self.program.buffers[operator.x.buffer]))
+        return self._op(operator, params, operator.x, None, operator.out)
 
     def _op(
         self,

@@ -2,7 +2,7 @@
 
 The engine belongs to its thread alone. The event loop sends it functions, which it runs between two steps; it sends
 back, once a step, what that step reported. What happens to one request stays with it: the thread ends only when it is
-asked to, or when the engine can serve nobody any more, and then everybody who waits is given the reason.
+asked to, or when the engine can serve no one any more, and then all who wait get the reason.
 """
 
 from __future__ import annotations
