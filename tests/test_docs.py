@@ -76,6 +76,7 @@ def test_command(command: str, request: pytest.FixtureRequest, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.slow
 def test_python(path: Path, request: pytest.FixtureRequest) -> None:
     """A page's pieces of Python, from top to bottom."""
     names: dict[str, object] = {"__name__": "document"}

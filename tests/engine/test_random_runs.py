@@ -39,7 +39,7 @@ GROUPS = (
     (CacheGroup((0,), window=1), CacheGroup((1,))),
 )
 
-SEEDS, LONG_SEEDS, SHARDS = 4_800, 10_000, 8
+SEEDS, LONG_SEEDS, SHARDS = 3_000, 10_000, 5
 CHECKED = 5  # every so manieth run has a memory, and is audited after each step; the others at the end
 REPEATED = 20  # every so manieth run is done twice
 MAX_STEPS = 2000
@@ -345,7 +345,7 @@ def test_random_runs(shard: int, long: bool) -> None:
 
 # ------------------------------------------------------------------------------------------------------- guesses
 
-GUESSED_SEEDS, LONG_GUESSED_SEEDS, GUESSED_SHARDS = 400, 1_000, 5
+GUESSED_SEEDS, LONG_GUESSED_SEEDS, GUESSED_SHARDS = 240, 1_000, 3
 GUESSED_SEEN = """
 all right, some right, none right, overflowed, stopped among guesses, aborted with guesses, failed
 preempted, swapped out, swapped in, restarted, copied, found a prefix, forked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,8 +29,32 @@ def _one_thread() -> Iterator[None]:
 OTHER_ISAS = [] if native.unavailable() else native.runnable(native.library_path())[1:]
 SLOW = pytest.mark.slow
 NATIVE = ["cpu", *(pytest.param(f"cpu on {isa}", marks=SLOW) for isa in OTHER_ISAS)]
+# The tests of what the kernels compute. What is checked before a call, and what is made of calls, is the same on every
+# instruction set, so the other tests run on the best one only.
+OF_KERNELS = (
+    "cpu/",
+    "test_conformance.py",
+    "test_not_finite.py",
+    "test_sampling_operators.py",
+    "test_sizes.py",
+    "test_small_operators.py",
+    "test_states.py",
+)
 # Without a GPU Triton's kernels run in its interpreter.
 INTERPRETED = [] if torch.cuda.is_available() else ["triton"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    items[:] = [item for item in items if not _repeats_another(item, here)]
+
+
+def _repeats_another(item: pytest.Item, here: Path) -> bool:
+    """Whether it is a test on another instruction set that tests no kernel."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or " on " not in str(callspec.params.get("backend")) or not item.path.is_relative_to(here):
+        return False
+    return not item.path.relative_to(here).as_posix().startswith(OF_KERNELS)
 
 
 def use_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, isa: str | None) -> None:

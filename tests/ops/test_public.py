@@ -199,6 +199,7 @@ print(ops.load("reference").name)
 """
 
 
+@pytest.mark.slow
 def test_the_operators_need_torch_and_numpy_alone():
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     listed = project[project.index("dependencies = [") : project.index("[project.optional-dependencies]")]

@@ -256,6 +256,7 @@ def test_no_way_to_str_format_leaves_the_sandbox(
         assert rendered(source) == ""
 
 
+@pytest.mark.slow
 def test_the_server_itself_loads_no_transformers() -> None:
     """That would take a second of its start."""
     program = "import sys, quire.server.run\nraise SystemExit('transformers' in sys.modules)"

@@ -292,6 +292,7 @@ def test_an_answer_is_encoded_choice_by_choice(server: Serving, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.slow
 def test_a_stream_that_is_cut_off_ends_in_an_error_alone(path: str) -> None:
     """And in no finish_reason, of which OpenAI's clients do not know "abort"."""
     with serving({}, hook, request_timeout=0.3) as server:

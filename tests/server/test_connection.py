@@ -359,6 +359,7 @@ def test_a_client_that_hangs_up_with_a_request_in_line_is_noticed(later: bool) -
 # ------------------------------------------------------------------------------------------------------ how long
 
 
+@pytest.mark.slow
 def test_clients_that_send_nothing_or_slowly_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT", 0.2)
     monkeypatch.setattr(connection, "LINGER", 0.2)
@@ -421,6 +422,7 @@ def test_a_client_that_does_not_read_the_last_of_an_answer_is_let_go(monkeypatch
         until(lambda: not state.connections)
 
 
+@pytest.mark.slow
 def test_a_connection_stays_open_when_the_rest_of_an_answered_request_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """For as long as any other."""
     monkeypatch.setattr(connection, "LINGER", 0.2)

@@ -123,6 +123,7 @@ def test_there_are_no_chunks_before_http_1_1() -> None:
         assert b"transfer-encoding" not in found
 
 
+@pytest.mark.slow
 def test_connections_stay_open_for_a_while() -> None:
     with running(answering(200, [(b"Content-Length", b"2")], b"ok"), timeout_keep_alive=1) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)

@@ -1,6 +1,7 @@
 """What the compiler makes of the kernels, for every chip that the tiles were chosen for. No GPU is needed.
 
-With --long, of every head dimension and dtype; else of one for each kind of code (`compiling` lists them).
+With --long, for all four chips, of every head dimension and dtype. Else, a chip taking half a minute, for one of each
+maker, and of one head dimension and dtype for each kind of code (`compiling` lists them).
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def attention(found: Kernels, kind: str) -> dict[int, dict]:
 
 
 def test_sm80(long: bool) -> None:
+    only_if(long)
     check("sm80", long)
 
 
@@ -71,6 +73,7 @@ def test_sm90(long: bool) -> None:
 
 
 def test_sm100(long: bool) -> None:
+    only_if(long)
     found = check("sm100", long)
     for dim, kernel in attention(found, "many").items():
         assert kernel["instructions"]["UTCHMMA"] > 0 or dim > 256, kernel
@@ -79,6 +82,11 @@ def test_sm100(long: bool) -> None:
 def test_gfx942(long: bool) -> None:
     found = check("gfx942", long)
     assert all(kernel["instructions"]["MFMA"] > 0 for kernel in attention(found, "many").values())
+
+
+def only_if(long: bool) -> None:
+    if not long:
+        pytest.skip("compiled for this chip with --long: `make test-long`")
 
 
 def check(chip: str, everything: bool) -> Kernels:
