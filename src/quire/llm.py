@@ -51,6 +51,8 @@ class LLM:
         self.config: EngineConfig = replace(config, device=check_device(config.device))
         self.directory = locate(self.config.model)
         self.backend: ops.Backend = ops.load(self.config.attention_backend, self.config.device)
+        if self.config.prefetch is not None:
+            self.backend.set_prefetch(self.config.prefetch)
         if self.config.reproducible and not self.backend.limits.reproducible:  # before weights are read
             raise Unsupported(f"attention backend {self.backend.name!r} does not give the same bits in every batch")
         self.decoder = load_model(self.directory, self.config, self.backend)

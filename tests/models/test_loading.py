@@ -77,7 +77,8 @@ def test_no_weight_is_held_twice(
     """All tensors that are there after loading and were not before are as large together as the parameters."""
     if kernels == "oneDNN":
         monkeypatch.setattr(native, "unavailable", lambda: "not here")
-    whole = {"vocab_size": 1024, "hidden_size": 64, "num_attention_heads": 4}  # vectors: nothing is padded
+    # Vectors and tiles: nothing is padded.
+    whole = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     save(tmp_path, **whole, tie_word_embeddings=tied, dtype=saved)
     backend = load("reference")
     before = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]  # kept: ids must not come again

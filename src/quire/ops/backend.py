@@ -114,6 +114,13 @@ class Backend(ABC):
         """What its kernels were compiled for, where it has kernels of its own for several."""
         return None
 
+    def set_prefetch(self, choice: str) -> None:
+        """Choose how this process fetches memory before it is used, where there is a choice. No bit depends on it.
+
+        Raises ConfigError where the choice is not understood, and Unsupported where there is none.
+        """
+        raise Unsupported(f"prefetch is {choice!r}; the backend {self.name!r} leaves that to the device")
+
     @abstractmethod
     def unavailable(self, device: str) -> str | None:
         """Why this backend cannot serve that device on this machine, or None where it can."""

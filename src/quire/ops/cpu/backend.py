@@ -9,6 +9,7 @@ Sums are formed in fp32. Where the CPU multiplies bf16, the softmax weights over
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from ctypes import byref
 from typing import Literal
@@ -19,7 +20,7 @@ from torch import Tensor
 from quire.errors import Unsupported
 from quire.ops import overlap, validate_small
 from quire.ops.backend import Backend, Scores
-from quire.ops.cpu import native
+from quire.ops.cpu import fetching, native
 from quire.ops.cpu.executor import NativeExecutor
 from quire.ops.cpu.linear import PackedLinears
 from quire.ops.cpu.worklist import CpuPlan
@@ -47,6 +48,10 @@ class CpuBackend(Backend):
     def instruction_set(self) -> str:
         """What the kernels in use were compiled for."""
         return native.default().isa
+
+    def set_prefetch(self, choice: str) -> None:
+        """As in `t0:3072:t1`: by which instruction and how far ahead weights are fetched, and keys and values."""
+        fetching.apply(ctypes.CDLL(str(native.default().path)), fetching.parse(choice))
 
     def unavailable(self, device: str) -> str | None:
         """None on the CPU of a machine that runs the kernels."""

@@ -16,8 +16,20 @@ from typing import Any
 import torch
 
 from quire.errors import Unsupported
+from quire.ops.cpu import fetching
 
-ISAS = ("avx512_bf16", "avx512", "avx2")  # the best first
+ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "amx_emulated")  # the best first; the last one is for tests
+# What machine.cpp says of AMX, by number.
+AMX_REFUSALS = (
+    None,
+    "this CPU lacks AVX512_BF16",
+    "this CPU has no AMX tiles for bf16",
+    "the operating system does not save AMX tiles",
+    "the operating system does not permit this process to use AMX tiles",
+    "the sums of this CPU's AMX tiles are not in the documented order",
+)
+TILE_ROWS = 16
+MANY_ROWS = 2**31 - 1  # of which some must be copied, if of any number of rows
 NO_MEMORY = 1  # as plan_update returns it
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -27,7 +39,9 @@ class SpecParams(Structure):
 
     _fields_ = [
         (name, c_int32)
-        for name in "num_heads num_kv_heads head_dim head_dim_v block_size causal window dtype".split()
+        for name in (
+            "num_heads num_kv_heads head_dim head_dim_v block_size causal window dtype item_rows memory_rows".split()
+        )
     ]  # fmt: skip
 
 
@@ -171,6 +185,7 @@ class ProgramParams(Structure):
 # Entry points of every instruction set: result, arguments after the address of torch's parallel_for.
 _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "item_sizes": (None, (_I, POINTER(c_int32), POINTER(c_int32))),
     "attention": (None, (_P, POINTER(AttentionParams))),
     "merge_states": (None, (_P, _P, _P, _P, _P, _P, _L, _L, _I)),
     "apply_sinks": (None, (_P, _P, _P, _P, _L, _L, _L, _I)),
@@ -179,6 +194,9 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rope": (_L, (_P, _L, _L, _L, _P, _L, _L, _L, _P, _P, _P, _L, _L, _L, _I)),
     "linear": (None, (POINTER(LinearParams),)),
     "program": (_L, (POINTER(ProgramParams),)),
+    "packed_bytes": (_L, (_L, _L, _I)),
+    "row_lanes": (_L, (_L, _I)),
+    "rows_in_place": (_L, (_L, _L, _L, _I)),
     "pack": (None, (_P, _L, _L, _L, _P, _I)),
     "unpack": (_L, (_P, _L, _L, _P, _L, _P, _I)),
     "swiglu": (None, (_P, _L, _P, _L, _L, _I)),
@@ -197,6 +215,7 @@ class Library:
 
     path: Path
     isa: str
+    fetching: fetching.Fetching
     parallel_for: int  # address of torch's function
     kernels: dict[str, Callable[..., Any]]
     plan_new: Callable[..., int]
@@ -209,19 +228,14 @@ class Library:
     write_kv: Callable[..., None]
     copy_blocks: Callable[..., None]
 
-    @property
-    def lanes(self) -> int:
-        """fp32 numbers in a vector."""
-        return 8 if self.isa == "avx2" else 16
-
-    @property
-    def multiplies_bf16(self) -> bool:
-        """Whether it multiplies pairs of bf16 as they are; else they are widened."""
-        return self.isa == "avx512_bf16"
-
     def __call__(self, kernel: str, *arguments: object) -> Any:
         """Run a kernel on torch's threads."""
         return self.kernels[kernel](self.parallel_for, *arguments)
+
+
+def copied_rows(rows: int) -> int:
+    """Rows for which there must be room in a copy of x: a tile reads whole blocks of them."""
+    return rows + TILE_ROWS - 1
 
 
 def library_path() -> Path:
@@ -249,6 +263,11 @@ def runnable(path: Path) -> tuple[str, ...]:
     return tuple(isa for isa, runs in asked if runs is not None and runs())
 
 
+def amx_refusal() -> str | None:
+    """Why the kernels for AMX do not run on this machine, or None where they do."""
+    return AMX_REFUSALS[ctypes.CDLL(str(library_path())).quire_amx_refusal()]
+
+
 def load(isa: str | None = None, path: Path | None = None) -> Library:
     """The library with the kernels of that instruction set, by default of the best that this machine runs.
 
@@ -262,6 +281,8 @@ def load(isa: str | None = None, path: Path | None = None) -> Library:
     if isa not in served:
         raise Unsupported(f"this machine does not run the kernels for {isa!r}; it runs {', '.join(served)}")
     native = ctypes.CDLL(str(path))
+    chosen = fetching.choose(native)
+    fetching.apply(native, chosen)
 
     def entry(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         function = getattr(native, f"quire_{name}")
@@ -272,6 +293,7 @@ def load(isa: str | None = None, path: Path | None = None) -> Library:
     return Library(
         path=path,
         isa=isa,
+        fetching=chosen,
         parallel_for=address or 0,
         kernels={
             name: entry(f"{name}_{isa}", result, c_void_p, *arguments) for name, (result, arguments) in KERNELS.items()

@@ -67,14 +67,4 @@ QUIRE_EXPORT void quire_copy_blocks(
     });
 }
 
-// Whether this CPU and its operating system run that ISA.
-QUIRE_EXPORT int32_t quire_runs_avx2(void) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-QUIRE_EXPORT int32_t quire_runs_avx512(void) {
-    return quire_runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
-}
-QUIRE_EXPORT int32_t quire_runs_avx512_bf16(void) { return quire_runs_avx512() && __builtin_cpu_supports("avx512bf16"); }
-
 }  // extern "C"
