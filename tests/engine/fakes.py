@@ -13,7 +13,7 @@ from quire.cache.manager import BlockManager, CacheGroup
 from quire.engine.engine import Engine
 from quire.engine.flatten import Buffers
 from quire.engine.order import Order, first_come_first_served
-from quire.engine.plan import StepOutput
+from quire.engine.plan import Launched, StepOutput
 from quire.engine.scheduler import Scheduler
 from quire.engine.speculation import PromptLookup
 from quire.request import Group, Request, SamplingParams, TokenLogprobs
@@ -79,6 +79,10 @@ class FakeRunner:
 
     def is_lost(self) -> bool:
         return self.lost
+
+    def launch(self, batch: Batch) -> Launched:
+        output = self.run(batch)
+        return lambda: output
 
     def run(self, batch: Batch) -> StepOutput:
         self.batches.append(batch)

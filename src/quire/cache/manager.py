@@ -278,6 +278,10 @@ class BlockManager:
 
     # ---------------------------------------------------------------------------------------------- growing
 
+    def most_taken(self, request: Request, num_tokens: int) -> int:
+        """Blocks of each group that `grow` takes at most: only siblings share a block that is partly filled."""
+        return max(0, self.blocks_for(num_tokens) - len(request.cache.block_ids[0])) + (request.group is not None)
+
     def grow(self, request: Request, num_tokens: int, copies: list[Move]) -> bool:
         """Give a running request room for its first num_tokens tokens. False, with nothing taken, if blocks are short.
 
