@@ -376,15 +376,17 @@ class Scheduler:
         some_end = bool(self._marked)
         for request in self.running:
             item = computing.get(request)
-            drawn = item is not None and item.samples
-            if request.driven or (item is not None and item.guesses) or (drawn and needs_token(request)):
-                return None
-            start = request.cache.num_computed if item is None else item.start + item.num_new
-            missing = len(request.tokens) + drawn - start
             if request.finish_reason is not None:
                 continue
-            if missing == 0 or (drawn and start + missing >= self.longest(request)):
+            if request.driven or (item is not None and item.guesses):
+                return None
+            draws = item is not None and item.samples
+            start = request.cache.num_computed if item is None else item.start + item.num_new
+            missing = len(request.tokens) + draws - start
+            if missing == 0 or (draws and start + missing >= self.longest(request)):
                 some_end = True
+            elif draws and needs_token(request):
+                return None
             else:
                 going.append((request, start, missing))
         items = self._share_budget(going)
