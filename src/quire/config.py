@@ -113,7 +113,9 @@ class EngineConfig:
         "Who comes first: fcfs, priority (lowest first) or shortest (prompt).",
         choices=("fcfs", "priority", "shortest"),
     )
-    async_scheduling: bool | None = option(None, "Plan a step while the one before it is computed. Default: on a GPU.")
+    async_scheduling: bool | None = option(
+        None, "Plan a step while the one before is computed. Default: where a GPU computes alone."
+    )
     num_speculative_tokens: int | None = option(
         None,
         "Tokens that prompt lookup guesses at a time; 0 for none. Default: 3, on a GPU 0.",

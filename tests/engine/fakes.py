@@ -82,6 +82,7 @@ class FakeRunner:
         self.batches: list[Batch] = []
         self.fail_next = False
         self.lost = False
+        self.drawn: dict[str, int] = {}  # by the last step, which the next one may take
 
     def is_lost(self) -> bool:
         return self.lost
@@ -97,6 +98,8 @@ class FakeRunner:
             for memory, group in zip(self.memory, batch.groups, strict=True):
                 memory[group.slots.numpy()[group.slots.numpy() >= 0]] = EMPTY  # who trusts these will be found out
             raise RuntimeError("injected")
+        for row, request_id in zip(batch.drawn.rows.tolist(), batch.drawn.request_ids, strict=True):
+            batch.token_ids[row] = max(0, self.drawn[request_id])
         self.move(batch)
         starts = batch.query_starts.tolist()
         assert starts[-1] == len(batch.token_ids) == len(batch.positions)
@@ -144,6 +147,7 @@ class FakeRunner:
                 output.tokens_after_guesses.setdefault(request_id, []).append(token)
                 if num_logprobs >= 0:
                     output.logprobs_after_guesses.setdefault(request_id, []).append(logprobs)
+        self.drawn = dict(output.tokens)
         return output
 
     def do(self, action: Callable[[], object]) -> None:
@@ -166,14 +170,13 @@ class FakeRunner:
 class LaterRunner(FakeRunner):
     """A device that computes by itself, and as late as can be: each step when somebody waits for it or for a later one.
 
-    Then the host's buffers hold another step. What a step draws is put into the next one's tokens here.
+    By then the host's buffers hold another step.
     """
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
         self.log: list[str] = []  # what was launched and computed, by the number of the step
         self.queue: deque[tuple[Future[object], Callable[[], object]]] = deque()
-        self.drawn: dict[str, int] = {}
         self.count = 0
 
     def run(self, batch: Batch) -> StepOutput:
@@ -206,13 +209,9 @@ class LaterRunner(FakeRunner):
             future.set_exception(error)
 
     def compute(self, batch: Batch, number: int) -> StepOutput:
-        """A step, with the tokens that the one before has drawn."""
+        """A step, on the device."""
         self.log.append(f"compute {number}")
-        for row, request_id in zip(batch.drawn.rows.tolist(), batch.drawn.request_ids, strict=True):
-            batch.token_ids[row] = max(0, self.drawn[request_id])
-        output = super().run(batch)
-        self.drawn = dict(output.tokens)
-        return output
+        return super().run(batch)
 
     def do(self, action: Callable[[], object]) -> None:
         self.later(action)

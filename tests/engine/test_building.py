@@ -151,8 +151,11 @@ def test_on_a_cpu_reproducibility_may_be_asked_for_where_it_holds() -> None:
 def test_steps_overlap_where_the_device_computes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(on_gpu(monkeypatch, 8 * GIB).loop, OverlappedLoop)
     assert isinstance(on_gpu(monkeypatch, 8 * GIB, async_scheduling=False).loop, SequentialLoop)
+    assert isinstance(on_gpu(monkeypatch, 8 * GIB, backend="reference").loop, SequentialLoop)
+    with pytest.raises(ConfigError, match="async_scheduling is True"):
+        on_gpu(monkeypatch, 8 * GIB, backend="reference", async_scheduling=True)
     monkeypatch.undo()
     model = load_model(EMBEDDED, engine_config(), ops.load())
     assert isinstance(build_engine(model, ops.load(), engine_config(num_blocks=9)).loop, SequentialLoop)
-    with pytest.raises(ConfigError, match="async_scheduling is True; on 'cpu' the host itself computes a step"):
+    with pytest.raises(ConfigError, match="the host takes part in computing a step on 'cpu'"):
         build_engine(model, ops.load(), engine_config(num_blocks=9, async_scheduling=True))

@@ -137,7 +137,7 @@ class Engine:
         self.scheduler.manager.listeners.append(listener)
 
     def step(self) -> list[Event]:
-        """Compute one step for as many requests as fit it. An exception ends that step's requests, nothing else.
+        """The events of the next step, of as many requests as fit it. An exception ends its requests, nothing else.
 
         It is raised again if it is no Exception, or if the device can serve nobody after it.
 
@@ -173,7 +173,6 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     Raises ConfigError where the cache would not hold one sequence of the longest kind.
     """
     decoder, cache_config = model.config, config.cache
-    loop = _loop(config)
     if config.reproducible and not model.rows_keep_bits:
         raise Unsupported("reproducible is True; a row's bits may depend on the batch with what transformers computes")
     groups, block_size = decoder.groups, cache_config.block_size
@@ -183,6 +182,8 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         most_blocks(model.max_model_len, config.max_num_batched_tokens, group.window, block_size) for group in groups
     )
     device = torch.device(config.device)
+    is_queued = device.type == "cuda" and backend.graphable and model.capturable  # a step is kernels alone
+    loop = _loop(config, is_queued)
     reserve = working_memory(decoder, model.dtype.itemsize, config.max_num_batched_tokens)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what was computed with while loading
@@ -242,21 +243,21 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         *limits,
     )
     runner: StepRunner = eager
-    if device.type == "cuda" and backend.graphable and model.capturable:
+    if is_queued:
         runner = GraphRunner(eager, config.max_num_seqs, max_blocks, CudaCapture(device))
     buffers = Buffers(len(groups), block_size, *limits)
     return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, config.seed, loop)
 
 
-def _loop(config: EngineConfig) -> Loop:
-    """From step to step: overlapped where the device computes by itself."""
-    computes_itself = torch.device(config.device).type == "cuda"
-    if config.async_scheduling and not computes_itself:
+def _loop(config: EngineConfig, is_queued: bool) -> Loop:
+    """From step to step. is_queued: the device computes a step by itself, once the host has queued it."""
+    if config.async_scheduling and not is_queued:
         raise ConfigError(
-            f"async_scheduling is True; on {config.device!r} the host itself computes a step, so it cannot plan the "
-            f"next one meanwhile. Leave it out, or give a GPU as the device"
+            f"async_scheduling is True; with this model and backend the host takes part in computing a step on "
+            f"{config.device!r}, so it cannot plan the next one meanwhile. It is for GPUs, with the backend 'triton' "
+            f"and Quire's own decoders without experts"
         )
-    wanted = computes_itself if config.async_scheduling is None else config.async_scheduling
+    wanted = is_queued if config.async_scheduling is None else config.async_scheduling
     return OverlappedLoop() if wanted else SequentialLoop()
 
 
