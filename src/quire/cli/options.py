@@ -58,8 +58,8 @@ def _parameter(config: Config, name: str) -> inspect.Parameter:
 
 def _names(config: Config, name: str) -> tuple[str, ...]:
     flag = name.replace("_", "-")
-    is_on, may_be_off = getattr(config, name) is True, get_type_hints(config)[name] == bool | None
-    names = f"--{flag}/--no-{flag}" if is_on or may_be_off else f"--{flag}"
+    has_both = getattr(config, name) is True or get_type_hints(config)[name] == bool | None
+    names = f"--{flag}/--no-{flag}" if has_both else f"--{flag}"
     return (names, *options_of(config)[name].aliases)
 
 
