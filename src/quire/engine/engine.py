@@ -146,10 +146,12 @@ class Engine:
         """
         with deferred_interrupts(), self._guard:
             self._events += self.loop.step(self)
+        taken: list[Event] | None = None
         try:
-            return self._events
-        finally:  # in this order an interrupt between the two loses nothing
-            self._events = []
+            return (taken := self._events)
+        finally:  # in this order an interrupt between the two loses nothing, nor does one before them
+            if taken is not None:
+                self._events = []
 
     def flatten(self, plan: Plan) -> Batch:
         """The plan as tensors, views of buffers that the next one overwrites."""
