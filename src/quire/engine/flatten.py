@@ -36,12 +36,12 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
     items, num_seqs = plan.items, len(plan.items)
     flat = array("i")
     unknown: list[tuple[int, str]] = []
-    for item in items:
-        flat += item.request.tokens[item.start : item.start + item.num_new]
-        if item.num_unknown:
-            unknown.append((len(flat), item.request.id))
+    for request, start, num_new, guesses in items:
+        flat += request.tokens[start : start + num_new]
+        if start + num_new > len(request.tokens):  # as `num_unknown`, asked of every request in every step
+            unknown.append((len(flat), request.id))
             flat.append(0)
-        flat.extend(item.guesses)
+        flat.extend(guesses)
     t = len(flat)
     computed = np.array([item.start for item in items], np.int64)
     num_rows = np.array([item.num_rows for item in items], np.int64)
@@ -77,7 +77,7 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
     ends = starts[1:].tolist()
     # Rows to draw after: the last one of a request, with the number of tokens up to it that it has not yet.
     drawn = [
-        (item.request, end - 1 - len(item.guesses) + ahead, item.num_unknown + ahead)
+        (item.request, end - 1 - len(item.guesses) + ahead, item.num_unknown + ahead if unknown else ahead)
         for item, end in zip(items, ends, strict=True)
         if item.samples
         for ahead in range(len(item.guesses) + 1)

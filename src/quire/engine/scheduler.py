@@ -446,7 +446,7 @@ class Scheduler:
         events = [self._end_failed(request, error) for request, error in plan.failed if self._goes_on(request)]
         for i, item in enumerate(plan.items):
             request = item.request
-            if not self._goes_on(request):
+            if request.finish_reason is not None:  # as `_goes_on`, asked of every request in every step
                 continue
             if i in output.nonfinite_rows:
                 self.manager.mark_nonfinite(request, request.cache.num_computed + output.nonfinite_rows[i])
@@ -473,8 +473,8 @@ class Scheduler:
         return any(self._goes_on(item.request) for item in plan.items)
 
     def _goes_on(self, request: Request) -> bool:
-        """Whether the request has neither ended nor been marked to end."""
-        return request.finish_reason is None and self.requests.get(request.id) is request
+        """Whether the request, which was planned, has neither ended nor been marked to end."""
+        return request.finish_reason is None
 
     def _commit_item(self, item: PlanItem, output: StepOutput) -> Event | None:
         request, start, num_new, _ = item
