@@ -24,7 +24,7 @@ from quire.cache.events import BlockStored, CacheEvent
 from quire.cache.manager import CacheGroup
 from quire.engine.engine import Engine
 from quire.engine.loops import Loop, OverlappedLoop, SequentialLoop
-from quire.engine.plan import INVALID_TOKEN, Plan, StepOutput
+from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.engine.sampler import sample
 from quire.engine.speculation import PromptLookup
 from quire.request import Event, FinishReason, Request, Task
@@ -527,6 +527,33 @@ def test_an_allocation_that_fails_ends_its_request_alone() -> None:
         events = by_request(steps(engine))
         errors = {name: its[-1].error for name, its in events.items()}
         assert sorted(map(str, errors.values())) == ["MemoryError: injected", "None"]
+
+
+def test_a_commit_that_raises_leaves_nobody_waiting() -> None:
+    """Whoever was not committed is computed again at once, with both loops: others go on for long."""
+    for loop in LOOPS:
+        engine = later_engine(loop)
+        engine.add(request("long", [1, 2, 3], max_tokens=100))
+        engine.add(r := request("r", PROMPT, max_tokens=6))
+        for _ in range(2):
+            engine.step()
+        commit_item = engine.scheduler._commit_item
+
+        def broken(item: PlanItem, output: StepOutput, real: Any = commit_item) -> Event | None:
+            if item.request.id == "r":
+                raise MemoryError("injected")
+            return real(item, output)
+
+        engine.scheduler._commit_item = broken  # type: ignore[method-assign]
+        with pytest.raises(MemoryError, match="injected"):
+            engine.step()
+        engine.scheduler._commit_item = commit_item  # type: ignore[method-assign]
+        for _ in range(4):
+            engine.step()
+        assert r.tokens.tolist() == PROMPT + AFTER[:6]
+        assert r.finish_reason is FinishReason.LENGTH
+        engine.scheduler.audit()
+        steps(engine)
 
 
 def test_a_lost_device_is_told() -> None:

@@ -104,7 +104,12 @@ class OverlappedLoop:
             return _failed(parts, plan, error)
         finally:
             parts.under_way = None if self._ahead is None else self._ahead.plan
-        return parts.scheduler.commit(plan, output)
+        try:
+            return parts.scheduler.commit(plan, output)
+        except BaseException:
+            if self._ahead is not None and self._ahead.is_launched:  # it took this step's tokens for granted
+                self._ahead = parts.under_way = None
+            raise
 
 
 def _launched(parts: Parts, plan: Plan) -> _Flight:
