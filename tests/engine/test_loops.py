@@ -556,6 +556,45 @@ def test_a_commit_that_raises_leaves_nobody_waiting() -> None:
         steps(engine)
 
 
+def test_nothing_is_planned_ahead_of_a_step_that_resumes_somebody() -> None:
+    """It swaps siblings in, with budget left for one of them, and fails: the other one is computed anew, not ahead."""
+    engine = later_engine(num_host_blocks=40, enable_prefix_caching=False)
+    scheduler, runner = engine.scheduler, engine.runner
+    assert isinstance(runner, LaterRunner)
+    engine.add(first := request("first", [1, 2, 3], max_tokens=5))
+    unit = siblings("s", PROMPT, 2, max_tokens=8)
+    for r in unit:
+        engine.add(r)
+    engine.loop = SequentialLoop()
+    while first.num_generated < 3:
+        engine.step()
+    engine.loop = OverlappedLoop()
+    keep_running, compute = scheduler._keep_running, runner.compute
+
+    def without_unit(plan: Plan) -> list[int]:
+        scheduler._keep_running = keep_running  # type: ignore[method-assign]
+        lacking = keep_running(plan)
+        plan.items = [item for item in plan.items if item.request is first]
+        plan.num_tokens = 1
+        scheduler._preempt(unit, scheduler._swap_out(unit), plan)
+        return lacking
+
+    def broken(batch: Batch, number: int) -> StepOutput:
+        compute(batch, number)
+        runner.compute = compute  # type: ignore[method-assign]
+        raise RuntimeError("injected")
+
+    scheduler._keep_running = without_unit  # type: ignore[method-assign]
+    engine.step()
+    assert list(scheduler.swapped) == unit
+    scheduler.max_num_batched_tokens = 2  # of the first one's last token, and one of the unit
+    runner.compute = broken  # type: ignore[method-assign]
+    assert sorted(event.request_id for event in engine.step()) == ["first", "s-0"]
+    engine.scheduler.audit()
+    steps(engine)
+    assert unit[1].tokens.tolist() == PROMPT + AFTER[:8]
+
+
 def test_a_lost_device_is_told() -> None:
     engine = later_engine()
     engine.add(request("r", PROMPT, max_tokens=9))

@@ -369,7 +369,7 @@ class Scheduler:
         go on, a token that is still to be drawn counts as there, and nobody comes or gives way. A request that turns
         out to have ended is passed over by this plan's commit.
         """
-        if before.failed or self.swapped:
+        if before.failed or before.resumed or self.swapped:  # should it fail, those that it resumes lose their blocks
             return None
         computing = {item.request: item for item in before.items}
         going: list[tuple[Request, int, int]] = []  # a request, its first token to compute, tokens to compute
