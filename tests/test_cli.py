@@ -213,6 +213,7 @@ def test_every_field_of_the_configs_is_an_option_of_serve() -> None:
         ({"num_blocks": "4"}, "num_blocks is '4'; it must be an integer"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be at least 1"),
         ({"reproducible": 1}, "reproducible is 1; it must be True or False"),
+        ({"async_scheduling": 1}, "async_scheduling is 1; it must be True or False"),
         ({"scheduling_policy": "x"}, "scheduling_policy is 'x'; it must be one of 'fcfs', 'priority', 'shortest'"),
         ({"preemption": None}, "preemption is None; it must be 'recompute' or 'swap'"),
         ({"num_speculative_tokens": 8}, "num_speculative_tokens is 8; it must be in 0..7"),

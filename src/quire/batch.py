@@ -113,11 +113,19 @@ class EmbedRows(NamedTuple):
     request_ids: list[str]  # [E]
 
 
+class DrawnRows(NamedTuple):
+    """Rows whose tokens the step before draws: they are on the device and not yet known to the host."""
+
+    rows: torch.Tensor  # int64 [K], query rows, ascending
+    request_ids: list[str]  # [K]
+
+
 @dataclass(frozen=True)
 class Batch:
     """One step's work, flattened: all sequences' new tokens in one row of T."""
 
-    token_ids: torch.Tensor  # int64 [T]
+    token_ids: torch.Tensor  # int64 [T]; 0 in the rows of `drawn`
+    drawn: DrawnRows
     positions: torch.Tensor  # int64 [T]
     query_starts: torch.Tensor  # int32 [S+1]
     context_lens: torch.Tensor  # int32 [S]

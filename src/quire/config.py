@@ -47,7 +47,7 @@ def check_options(config: Any) -> None:
         name, value = one.name, getattr(config, one.name)
         if about is None or (value is None and one.default is None):
             continue
-        if isinstance(one.default, bool) and not isinstance(value, bool):
+        if (isinstance(one.default, bool) or one.type == "bool | None") and not isinstance(value, bool):
             raise ConfigError(f"{name} is {value!r}; it must be True or False")
         if isinstance(about.lower, float):
             check_number(ConfigError, name, value, about.lower, float("inf") if about.upper is None else about.upper)
@@ -115,6 +115,9 @@ class EngineConfig:
         "fcfs",
         "Who comes first: fcfs, priority (lowest first) or shortest (prompt).",
         choices=("fcfs", "priority", "shortest"),
+    )
+    async_scheduling: bool | None = option(
+        None, "Plan a step while the one before is computed. Default: where a GPU computes alone."
     )
     num_speculative_tokens: int | None = option(
         None,

@@ -86,6 +86,11 @@ class SamplingParams:
             check_integer(RequestError, f"stop_token_ids[{i}]", token, 0)
 
     @property
+    def has_penalty(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, also where one text or None was given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

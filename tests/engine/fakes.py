@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import torch
 
 from quire.batch import Batch
 from quire.cache.manager import BlockManager, CacheGroup
 from quire.engine.engine import Engine
 from quire.engine.flatten import Buffers
+from quire.engine.loops import Loop
 from quire.engine.order import Order, first_come_first_served
-from quire.engine.plan import StepOutput
+from quire.engine.plan import Launched, StepOutput
 from quire.engine.scheduler import Scheduler
 from quire.engine.speculation import PromptLookup
 from quire.request import Group, Request, SamplingParams, TokenLogprobs
@@ -76,9 +82,14 @@ class FakeRunner:
         self.batches: list[Batch] = []
         self.fail_next = False
         self.lost = False
+        self.drawn: dict[str, int] = {}  # by the last step, which the next one may take
 
     def is_lost(self) -> bool:
         return self.lost
+
+    def launch(self, batch: Batch) -> Launched:
+        output = self.run(batch)
+        return lambda: output
 
     def run(self, batch: Batch) -> StepOutput:
         self.batches.append(batch)
@@ -87,6 +98,8 @@ class FakeRunner:
             for memory, group in zip(self.memory, batch.groups, strict=True):
                 memory[group.slots.numpy()[group.slots.numpy() >= 0]] = EMPTY  # who trusts these will be found out
             raise RuntimeError("injected")
+        for row, request_id in zip(batch.drawn.rows.tolist(), batch.drawn.request_ids, strict=True):
+            batch.token_ids[row] = max(0, self.drawn[request_id])
         self.move(batch)
         starts = batch.query_starts.tolist()
         assert starts[-1] == len(batch.token_ids) == len(batch.positions)
@@ -134,7 +147,12 @@ class FakeRunner:
                 output.tokens_after_guesses.setdefault(request_id, []).append(token)
                 if num_logprobs >= 0:
                     output.logprobs_after_guesses.setdefault(request_id, []).append(logprobs)
+        self.drawn = dict(output.tokens)
         return output
+
+    def do(self, action: Callable[[], object]) -> None:
+        """What is done to the memory besides computing."""
+        action()
 
     def move(self, batch: Batch) -> None:
         """Swap out, swap in, copy."""
@@ -147,6 +165,65 @@ class FakeRunner:
                 assert not set(copied.src) & set(copied.dst)
                 assert len(set(copied.dst)) == len(copied.dst)
                 blocks[copied.dst] = blocks[copied.src]
+
+
+class LaterRunner(FakeRunner):
+    """A device that computes by itself, and as late as can be: each step when somebody waits for it or for a later one.
+
+    By then the host's buffers hold another step.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.log: list[str] = []  # what was launched and computed, by the number of the step
+        self.queue: deque[tuple[Future[object], Callable[[], object]]] = deque()
+        self.count = 0
+
+    def run(self, batch: Batch) -> StepOutput:
+        return self.launch(batch)()
+
+    def launch(self, batch: Batch) -> Launched:
+        mine, number = own(batch), self.count
+        self.count += 1
+        self.log.append(f"launch {number}")
+        return self.later(lambda: self.compute(mine, number))
+
+    def later(self, action: Callable[[], Any]) -> Callable[[], Any]:
+        """Do this after all that has been queued. What is returned waits for it."""
+        future: Future[object] = Future()
+        self.queue.append((future, action))
+
+        def wait() -> object:
+            while not future.done():
+                self.next()
+            return future.result()
+
+        return wait
+
+    def next(self) -> None:
+        """Do what is first in the queue."""
+        future, action = self.queue.popleft()
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    def compute(self, batch: Batch, number: int) -> StepOutput:
+        """A step, on the device."""
+        self.log.append(f"compute {number}")
+        return super().run(batch)
+
+    def do(self, action: Callable[[], object]) -> None:
+        self.later(action)
+
+
+def own(batch: Batch) -> Batch:
+    """The batch in memory of its own, as a device has it."""
+    groups = tuple(
+        replace(group, slots=group.slots.clone(), block_tables=group.block_tables.clone()) for group in batch.groups
+    )
+    names = ("token_ids", "positions", "query_starts", "context_lens")
+    return replace(batch, groups=groups, **{name: torch.clone(getattr(batch, name)) for name in names})
 
 
 def fake_engine(
@@ -162,6 +239,8 @@ def fake_engine(
     order: Order = first_come_first_served,
     lookup: PromptLookup | None = None,
     model: Callable[[list[int]], int] = next_token,
+    runner: type[FakeRunner] = FakeRunner,
+    loop: Loop | None = None,
 ) -> Engine:
     manager = BlockManager(
         groups,
@@ -181,7 +260,8 @@ def fake_engine(
     )
     max_blocks = -(-max_model_len // block_size)
     buffers = Buffers(len(groups), block_size, max_num_batched_tokens, max_num_seqs, max_blocks)
-    return Engine(scheduler, FakeRunner(num_blocks, block_size, groups, num_host_blocks, model), buffers, VOCAB, eos)
+    device = runner(num_blocks, block_size, groups, num_host_blocks, model)
+    return Engine(scheduler, device, buffers, VOCAB, eos, loop=loop)
 
 
 def request(name: str, prompt: list[int], **sampling: object) -> Request:
@@ -201,12 +281,18 @@ def siblings(name: str, prompt: list[int], count: int, **sampling: object) -> li
 def forget_free_blocks(engine: Engine) -> None:
     """Empty every slot that nobody owns or may reuse: who reads one is found out, even if it was given to nobody."""
     manager, runner = engine.scheduler.manager, engine.runner
-    for memory, pool, index in zip(runner.memory, manager.pools, manager.indexes, strict=True):
-        free = np.array(pool.ref_counts) == 0
+    frees = [np.array(pool.ref_counts) == 0 for pool in manager.pools]
+    for free, index in zip(frees, manager.indexes, strict=True):
         free[list(index.by_block)] = False
-        memory.reshape(pool.num_blocks, -1)[free] = EMPTY
-    for host, pool in zip(runner.host, manager.host_pools, strict=True):
-        host.reshape(pool.num_blocks, runner.block_size)[np.array(pool.ref_counts) == 0] = EMPTY
+    host_frees = [np.array(pool.ref_counts) == 0 for pool in manager.host_pools]
+
+    def forget() -> None:
+        for memory, free in zip(runner.memory, frees, strict=True):
+            memory.reshape(len(free), -1)[free] = EMPTY
+        for host, free in zip(runner.host, host_frees, strict=True):
+            host.reshape(len(free), runner.block_size)[free] = EMPTY
+
+    runner.do(forget)
 
 
 def run(engine: Engine, limit: int = 100_000) -> dict[str, tuple[list[int], str]]:

@@ -14,6 +14,7 @@ from quire.cache.storage import bytes_per_block
 from quire.config import engine_config
 from quire.engine import engine as engine_module
 from quire.engine.engine import FIXED_RESERVE, LOGIT_BYTES, Engine, build_engine, working_memory
+from quire.engine.loops import OverlappedLoop, SequentialLoop
 from quire.errors import ConfigError, Unsupported
 from quire.models import EMBEDDED, load_model
 from quire.models.decoder_config import ExpertsConfig
@@ -145,3 +146,16 @@ def test_on_a_cpu_reproducibility_may_be_asked_for_where_it_holds() -> None:
     assert engine(directory, reproducible=True).runner.plans[0].spec.reproducible  # type: ignore[attr-defined]
     with pytest.raises(Unsupported, match="'reference' does not give the same bits"):
         engine(directory, reproducible=True, attention_backend="reference")
+
+
+def test_steps_overlap_where_the_device_computes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(on_gpu(monkeypatch, 8 * GIB).loop, OverlappedLoop)
+    assert isinstance(on_gpu(monkeypatch, 8 * GIB, async_scheduling=False).loop, SequentialLoop)
+    assert isinstance(on_gpu(monkeypatch, 8 * GIB, backend="reference").loop, SequentialLoop)
+    with pytest.raises(ConfigError, match="async_scheduling is True"):
+        on_gpu(monkeypatch, 8 * GIB, backend="reference", async_scheduling=True)
+    monkeypatch.undo()
+    model = load_model(EMBEDDED, engine_config(), ops.load())
+    assert isinstance(build_engine(model, ops.load(), engine_config(num_blocks=9)).loop, SequentialLoop)
+    with pytest.raises(ConfigError, match="the host takes part in computing a step on 'cpu'"):
+        build_engine(model, ops.load(), engine_config(num_blocks=9, async_scheduling=True))

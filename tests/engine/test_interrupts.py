@@ -17,6 +17,7 @@ from quire import LLM, SamplingParams
 from quire.batch import Batch
 from quire.engine import interrupts
 from quire.engine.beam import BeamSearchParams
+from quire.engine.engine import Engine
 from quire.engine.interrupts import deferred_interrupts
 from quire.engine.plan import StepOutput
 from quire.request import Event, Request
@@ -137,6 +138,39 @@ def test_an_interrupt_within_a_step_comes_at_its_end_and_the_events_with_the_nex
     [event] = engine.step()
     assert [event.token] == continuation([1, 2, 3], 1)
     assert not engine.has_work
+
+
+def test_an_interrupt_at_any_line_of_step_loses_no_event() -> None:
+    """Each line of `Engine.step` in turn, the one that returns the events too."""
+    for at in range(20):
+        engine = fake_engine()
+        engine.add(request("r", [1, 2, 3], max_tokens=1))
+        count = 0
+
+        def trace(frame: FrameType, kind: str, _: object) -> Callable[..., object] | None:
+            nonlocal count
+            if frame.f_code is not Engine.step.__code__:
+                return None
+            if kind == "line":
+                count += 1
+                if count == at + 1:  # noqa: B023 - called within the same round
+                    raise Interrupted
+            return trace
+
+        before, events = sys.gettrace(), list[Event]()
+        sys.settrace(trace)
+        try:
+            events = engine.step()
+        except Interrupted:
+            assert engine.has_work
+        finally:
+            sys.settrace(before)
+        if count <= at:
+            break  # there are no more lines
+        assert [event.token for event in engine.step()] == continuation([1, 2, 3], 1)
+        assert not engine.has_work
+    assert at > 5
+    assert [event.token for event in events] == continuation([1, 2, 3], 1)
 
 
 # ----------------------------------------------------------------------------------------------------------- LLM

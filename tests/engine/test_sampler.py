@@ -166,7 +166,7 @@ def test_logprobs_rank_and_most_probable() -> None:
     rows[1, :] = 0.0  # all equal: the lowest ids are named
     rows[2, [5, 6, 7]] = 20.0
     tokens = torch.tensor([0, 49, 6, rows[3].argmax().item()])
-    found = token_logprobs(rows, tokens, torch.tensor([0, 3, 4, V]), OPS)
+    found = token_logprobs(rows, tokens, torch.tensor([0, 3, 4, V]), OPS)()
     expected = torch.log_softmax(rows.double(), -1)
     for i, one in enumerate(found):
         assert one.token == tokens[i]

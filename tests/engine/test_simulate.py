@@ -62,13 +62,13 @@ def test_what_a_step_sees(window: int | None) -> None:
             seen = [range(0 if window is None else max(0, row - window + 1), row + 1) for row in rows]
             keys = len({key for keys in seen for key in keys})
             pairs = sum(map(len, seen))
-            item = PlanItem(request(computed, computed + num_new), num_new)
+            item = PlanItem(request(computed, computed + num_new), computed, num_new)
             assert attended([item, item], window) == (2 * keys, 2 * pairs)
 
 
 def test_bytes_and_flops_of_a_step() -> None:
     cost = CostModel(TOY, replace(SLOW, flops_per_second=1.0), block_size=4)
-    plan = Plan([PlanItem(request(10, 13), 3)], num_tokens=3)
+    plan = Plan([PlanItem(request(10, 13), 10, 3)], num_tokens=3)
     # 3 rows through the layers, one through the head; keys 11, 12 and 13 of two layers, 4 heads of 8, times 4
     assert cost.seconds(plan, 1) == 2 * (3 * 1000 + 200) + (11 + 12 + 13) * 4 * 2 * 4 * 8
     cost = CostModel(TOY, SLOW, block_size=4)
@@ -202,9 +202,9 @@ def test_a_long_prompt_cannot_starve_decodes(budget: int) -> None:
     found = simulation(rows, DEVICES["cpu"], replace(model, max_model_len=2**16), num_blocks=4000,
                        max_num_batched_tokens=budget)  # fmt: skip
     whole = CostModel(model, DEVICES["cpu"], 16).seconds(
-        Plan([PlanItem(request(0, 32_768), 32_768)], num_tokens=32_768), 1
+        Plan([PlanItem(request(0, 32_768), 0, 32_768)], num_tokens=32_768), 1
     )
-    last_piece = Plan([PlanItem(request(32_768 - budget, 32_768), budget)], num_tokens=budget)
+    last_piece = Plan([PlanItem(request(32_768 - budget, 32_768), 32_768 - budget, budget)], num_tokens=budget)
     piece = CostModel(model, DEVICES["cpu"], 16).seconds(last_piece, 17)
     assert found.ttft.max > found.itl.max > 0.5 * piece  # they were served side by side
     assert found.itl.max < 1.05 * piece
@@ -333,7 +333,7 @@ TWO_GROUPS = replace(TOY, groups=(CacheGroup((0, 1)), CacheGroup((2,), window=4)
 
 def test_every_group_costs_what_its_rows_see() -> None:
     flops = CostModel(TWO_GROUPS, replace(SLOW, bytes_per_second=1e12, flops_per_second=1.0), block_size=4)
-    plan = Plan([PlanItem(request(10, 13), 3)], num_tokens=3)
+    plan = Plan([PlanItem(request(10, 13), 10, 3)], num_tokens=3)
     attention = 4 * 4 * 8  # of one layer, one query and one key
     assert flops.seconds(plan, 1) == 2 * (3 * 1000 + 200) + attention * (2 * (11 + 12 + 13) + 3 * 4)
     size = CostModel(TWO_GROUPS, SLOW, block_size=4)

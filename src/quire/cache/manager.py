@@ -94,7 +94,7 @@ class BlockManager:
         self.hits = HitCounts()
         self.now = 0.0  # seconds; set by Scheduler at the start of a step
         self.listeners: list[Listener] = []
-        self._has_windows = any(group.window is not None for group in groups)
+        self.has_windows = any(group.window is not None for group in groups)  # requests free blocks as they go on
 
     def _tell(self, event: CacheEvent) -> None:
         for listener in tuple(self.listeners):
@@ -278,6 +278,10 @@ class BlockManager:
 
     # ---------------------------------------------------------------------------------------------- growing
 
+    def most_taken(self, request: Request, num_tokens: int) -> int:
+        """Blocks of each group that `grow` takes at most: only siblings share a block that is partly filled."""
+        return max(0, self.blocks_for(num_tokens) - len(request.cache.block_ids[0])) + (request.group is not None)
+
     def grow(self, request: Request, num_tokens: int, copies: list[Move]) -> bool:
         """Give a running request room for its first num_tokens tokens. False, with nothing taken, if blocks are short.
 
@@ -339,7 +343,7 @@ class BlockManager:
         full = request.cache.num_computed // self.block_size
         if full > request.cache.num_published and self.shares(request):
             self._publish(request)
-        if self._has_windows:
+        if self.has_windows:
             self._trim(request)
 
     def _trim(self, request: Request) -> None:

@@ -58,7 +58,8 @@ def _parameter(config: Config, name: str) -> inspect.Parameter:
 
 def _names(config: Config, name: str) -> tuple[str, ...]:
     flag = name.replace("_", "-")
-    names = f"--{flag}/--no-{flag}" if getattr(config, name) is True else f"--{flag}"
+    has_both = getattr(config, name) is True or get_type_hints(config)[name] == bool | None
+    names = f"--{flag}/--no-{flag}" if has_both else f"--{flag}"
     return (names, *options_of(config)[name].aliases)
 
 

@@ -149,14 +149,14 @@ def attended(items: Sequence[PlanItem], window: int | None) -> tuple[int, int]:
     keys = pairs = 0
     if window is None:
         for item in items:
-            num_new, context = item.num_rows, item.request.cache.num_computed + item.num_rows
+            num_new, context = item.num_rows, item.start + item.num_rows
             keys += context
             pairs += num_new * context - num_new * (num_new - 1) // 2
     else:
         for item in items:
-            num_new, context = item.num_rows, item.request.cache.num_computed + item.num_rows
+            num_new, context = item.num_rows, item.start + item.num_rows
             keys += min(context, window - 1 + num_new)
-            pairs += _seen(context, window) - _seen(item.request.cache.num_computed, window)
+            pairs += _seen(context, window) - _seen(item.start, window)
     return keys, pairs
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,8 +18,9 @@ from quire.engine.exit import StepGuard
 from quire.engine.flatten import Buffers, flatten
 from quire.engine.graphs import CudaCapture, GraphRunner
 from quire.engine.interrupts import deferred_interrupts
+from quire.engine.loops import Loop, OverlappedLoop, SequentialLoop, StepRunner
 from quire.engine.order import ORDERS
-from quire.engine.plan import Plan, StepOutput
+from quire.engine.plan import Plan
 from quire.engine.runner import MAX_LOGIT_ROWS, Runner
 from quire.engine.scheduler import Scheduler
 from quire.engine.speculation import NUM_GUESSES, PromptLookup
@@ -33,21 +33,9 @@ from quire.request import MAX_SEED, Event, FinishReason, Request
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-log = logging.getLogger("quire")
-
 # Of a GPU's memory: compiled kernels, libraries' workspaces, CUDA graphs, attention plans, and what allocations waste.
 FIXED_RESERVE = 512 * 2**20
 LOGIT_BYTES = 48  # most that a logit takes in all: as it came, in fp32, a copy, its logprob, its place in a sorted row
-
-
-class StepRunner(Protocol):
-    """What an engine needs of a runner."""
-
-    def run(self, batch: Batch) -> StepOutput:
-        """Compute one step."""
-
-    def is_lost(self) -> bool:
-        """Whether no further step can be computed. Asked when one has failed."""
 
 
 class Engine:
@@ -65,13 +53,16 @@ class Engine:
         vocab_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
+        loop: Loop | None = None,
     ) -> None:
+        """loop: from step to step; None: a SequentialLoop."""
         self.scheduler = scheduler
         self.runner = runner
         self.buffers = buffers
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.seed = seed
+        self.loop = loop or SequentialLoop()
         self.under_way: Plan | None = None  # what the runner is computing; any thread may look at its sizes
         self.recorder: TraceRecorder | None = None  # if set, records every request that is added
         self._guard = StepGuard()
@@ -146,7 +137,7 @@ class Engine:
         self.scheduler.manager.listeners.append(listener)
 
     def step(self) -> list[Event]:
-        """Compute one step for as many requests as fit it. An exception ends that step's requests, nothing else.
+        """The events of the next step, of as many requests as fit it. An exception ends its requests, nothing else.
 
         It is raised again if it is no Exception, or if the device can serve nobody after it.
 
@@ -154,26 +145,13 @@ class Engine:
         the next step, together with that one's own. The interpreter's exit waits for a step of a daemon thread, too.
         """
         with deferred_interrupts(), self._guard:
-            self._events += self._compute()
+            self._events += self.loop.step(self)
+        taken: list[Event] | None = None
         try:
-            return self._events
-        finally:  # in this order an interrupt between the two loses nothing
-            self._events = []
-
-    def _compute(self) -> list[Event]:
-        plan = self.scheduler.plan()
-        self.under_way = plan
-        try:
-            output = StepOutput({}) if plan.is_empty else self.runner.run(self.flatten(plan))
-        except BaseException as error:
-            ended = self.scheduler.fail(plan, error)
-            if not isinstance(error, Exception) or self.runner.is_lost():
-                raise
-            log.exception("a step failed; its %d requests end with an error", len(plan.items))
-            return ended
-        finally:
-            self.under_way = None
-        return self.scheduler.commit(plan, output)
+            return (taken := self._events)
+        finally:  # in this order an interrupt between the two loses nothing, nor does one before them
+            if taken is not None:
+                self._events = []
 
     def flatten(self, plan: Plan) -> Batch:
         """The plan as tensors, views of buffers that the next one overwrites."""
@@ -206,6 +184,8 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         most_blocks(model.max_model_len, config.max_num_batched_tokens, group.window, block_size) for group in groups
     )
     device = torch.device(config.device)
+    is_queued = device.type == "cuda" and backend.graphable and model.capturable  # a step is kernels alone
+    loop = _loop(config, is_queued)
     reserve = working_memory(decoder, model.dtype.itemsize, config.max_num_batched_tokens)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what was computed with while loading
@@ -265,10 +245,22 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         *limits,
     )
     runner: StepRunner = eager
-    if device.type == "cuda" and backend.graphable and model.capturable:
+    if is_queued:
         runner = GraphRunner(eager, config.max_num_seqs, max_blocks, CudaCapture(device))
     buffers = Buffers(len(groups), block_size, *limits)
-    return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, config.seed)
+    return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, config.seed, loop)
+
+
+def _loop(config: EngineConfig, is_queued: bool) -> Loop:
+    """From step to step. is_queued: the device computes a step by itself, once the host has queued it."""
+    if config.async_scheduling and not is_queued:
+        raise ConfigError(
+            f"async_scheduling is True; with this model and backend the host takes part in computing a step on "
+            f"{config.device!r}, so it cannot plan the next one meanwhile. It is for GPUs, with the backend 'triton' "
+            f"and Quire's own decoders without experts"
+        )
+    wanted = is_queued if config.async_scheduling is None else config.async_scheduling
+    return OverlappedLoop() if wanted else SequentialLoop()
 
 
 def _lookup(config: EngineConfig, backend: Backend, model: Model) -> PromptLookup | None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.batch import Batch, EmbedRows, GroupTables, Masks, Pairs, PromptRows, SamplingRows
+from quire.batch import Batch, DrawnRows, EmbedRows, GroupTables, Masks, Pairs, PromptRows, SamplingRows
 from quire.cache.manager import Move
 from quire.engine.philox import uniforms
 from quire.engine.plan import Plan, PlanItem
@@ -35,11 +35,15 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
     """Lay out the plan's items one after the other."""
     items, num_seqs = plan.items, len(plan.items)
     flat = array("i")
-    for request, num_new, guesses in items:
-        flat += request.tokens[request.cache.num_computed : request.cache.num_computed + num_new]
+    unknown: list[tuple[int, str]] = []
+    for request, start, num_new, guesses in items:
+        flat += request.tokens[start : start + num_new]
+        if start + num_new > len(request.tokens):  # as `num_unknown`, asked of every request in every step
+            unknown.append((len(flat), request.id))
+            flat.append(0)
         flat.extend(guesses)
     t = len(flat)
-    computed = np.array([item.request.cache.num_computed for item in items], np.int64)
+    computed = np.array([item.start for item in items], np.int64)
     num_rows = np.array([item.num_rows for item in items], np.int64)
     starts = buffers.query_starts[: num_seqs + 1]
     np.cumsum(num_rows, out=starts[1:])
@@ -49,10 +53,10 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
     position = buffers.positions[:t]
     np.add((computed - starts[:-1])[sequence], np.arange(t), out=position)
     known: list[int] = []  # rows whose K and V stand in the cache: blocks that others share are never written
-    for s, (request, num_new, _) in enumerate(items):
-        if request.cache.num_computed < request.cache.num_cached:
+    for s, (request, start, num_new, _) in enumerate(items):
+        if start < request.cache.num_cached:
             first = int(starts[s])
-            known += range(first, first + min(request.cache.num_cached - request.cache.num_computed, num_new))
+            known += range(first, first + min(request.cache.num_cached - start, num_new))
     widest = max((len(table) for item in items for table in item.request.cache.block_ids), default=0)
     for g, (tables, slots) in enumerate(zip(buffers.block_tables, buffers.slots, strict=True)):
         rows = b"".join([item.request.cache.block_ids[g].tobytes().ljust(4 * widest, b"\0") for item in items])
@@ -71,9 +75,9 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         for g, (slots, tables) in enumerate(zip(buffers.slots, buffers.block_tables, strict=True))
     )
     ends = starts[1:].tolist()
-    # Rows to draw after: the last one of a request, with the number of guesses up to it.
+    # Rows to draw after: the last one of a request, with the number of tokens up to it that it has not yet.
     drawn = [
-        (item.request, end - 1 - len(item.guesses) + ahead, ahead)
+        (item.request, end - 1 - len(item.guesses) + ahead, item.num_unknown + ahead if unknown else ahead)
         for item, end in zip(items, ends, strict=True)
         if item.samples
         for ahead in range(len(item.guesses) + 1)
@@ -87,6 +91,7 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         query_starts=torch.from_numpy(starts),
         context_lens=torch.from_numpy(buffers.context_lens[:num_seqs]),
         groups=groups,
+        drawn=DrawnRows(torch.tensor([row for row, _ in unknown], dtype=torch.int64), [name for _, name in unknown]),
         logit_rows=torch.tensor([row for _, row, _ in drawn], dtype=torch.int64),
         logit_ids=[request.id for request, _, _ in drawn],
         sampling=sampling_rows([request for request, _, _ in drawn], [ahead for _, _, ahead in drawn]),
@@ -128,7 +133,7 @@ def sampling_rows(requests: list[Request], ahead: Sequence[int] | None = None) -
     )
     whole = [(p.top_k if p.top_k > 0 else KEEP_ALL, -1 if p.logprobs is None else p.logprobs) for p in params]
     top_k, num_logprobs = torch.tensor(whole, dtype=torch.int64).reshape(-1, 2).T.contiguous()
-    penalties = [_penalised(row, request) for row, request in enumerate(requests) if _has_penalty(request)]
+    penalties = [_penalised(row, request) for row, request in enumerate(requests) if request.sampling.has_penalty]
     banned = [
         (row, token)
         for row, request in enumerate(requests)
@@ -183,11 +188,6 @@ def _masks(allowed: dict[int, NDArray[np.int32]]) -> Masks | None:
     return Masks(torch.tensor(list(allowed), dtype=torch.int64), torch.from_numpy(words.view(np.uint8)))
 
 
-def _has_penalty(request: Request) -> bool:
-    p = request.sampling
-    return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-
-
 def _penalised(row: int, request: Request) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
     """The row's number, its distinct tokens, and how often each was generated."""
     tokens, inverse = np.unique(np.frombuffer(request.tokens, np.int32), return_inverse=True)
@@ -210,10 +210,10 @@ def prompt_rows(items: list[PlanItem]) -> PromptRows:
         request, wanted = item.request, item.request.sampling.prompt_logprobs
         if wanted is not None:
             # Positions already reported are not reported again when a preempted request is recomputed.
-            first = max(request.cache.num_computed, request.next_prompt_logprob)
-            last = min(request.cache.num_computed + item.num_new, request.num_prompt - 1)
+            first = max(item.start, request.next_prompt_logprob)
+            last = min(item.start + item.num_new, request.num_prompt - 1)
             for position in range(first, last):
-                rows.append(start + position - request.cache.num_computed)
+                rows.append(start + position - item.start)
                 tokens.append(request.tokens[position + 1])
                 num_logprobs.append(wanted)
                 request_ids.append(request.id)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.batch import Batch
-from quire.engine.plan import StepOutput
+from quire.engine.plan import Launched, StepOutput
 from quire.engine.runner import Runner, device_context, update
 from quire.engine.transfer import staging
 from quire.errors import Unsupported
@@ -87,13 +87,17 @@ class GraphRunner:
         """As `Runner.is_lost`."""
         return self.runner.is_lost()
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
         """One step, as `Runner.run` does it."""
+        return self.launch(batch)()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Launched:
+        """As `Runner.launch`."""
         with device_context(self.runner.device):
             bucket = self._prepared(batch)
             if bucket is None:
-                return self.runner.run(batch)
+                return self.runner.launch(batch)
             self.runner.move(batch)
             self.runner.cache.settle()  # a graph waits for nothing that is not in it
             if bucket.replay is None and bucket.size < self.sizes[-1]:
@@ -119,6 +123,7 @@ class GraphRunner:
         inputs = staging(2 * bucket.size, torch.int64, self.runner.device).view(2, bucket.size).zero_()
         inputs[0, :count], inputs[1, :count] = batch.token_ids, batch.positions
         bucket.inputs.copy_(inputs, non_blocking=True)
+        self.runner.fill_in(batch, bucket.inputs[0])
         return bucket
 
     def _bucket(self, size: int) -> Bucket | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isnan
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from quire.cache.manager import Move
 from quire.request import Request, Task, TokenLogprobs
@@ -19,9 +19,13 @@ INVALID_TOKEN = -1  # what the sampler returns for a row without a finite logit
 
 
 class PlanItem(NamedTuple):
-    """One request's part of a step: its next `num_new` tokens, and guesses at what comes after its last one."""
+    """One request's part of a step: `num_new` tokens from its token `start` on, and guesses at what comes after them.
+
+    In a step that is planned ahead the last of these tokens may be one that the step before has yet to draw.
+    """
 
     request: Request
+    start: int
     num_new: int
     guesses: Sequence[int] = ()
 
@@ -33,13 +37,17 @@ class PlanItem(NamedTuple):
     @property
     def samples(self) -> bool:
         """Whether the last of these tokens is the request's last, so that the next one is drawn."""
-        request = self.request  # asked of every request in every step, so num_missing is written out
-        return self.num_new == len(request.tokens) - request.cache.num_computed and request.task is GENERATE
+        return self.start + self.num_new >= len(self.request.tokens) and self.request.task is GENERATE
+
+    @property
+    def num_unknown(self) -> int:
+        """Tokens that the step before has yet to draw: 0 or 1."""
+        return max(0, self.start + self.num_new - len(self.request.tokens))
 
     @property
     def embeds(self) -> bool:
         """Whether the last of these tokens is the last one of a prompt that is embedded."""
-        return self.request.task is Task.EMBED and self.num_new == self.request.num_missing
+        return self.request.task is Task.EMBED and self.start + self.num_new == len(self.request.tokens)
 
 
 @dataclass
@@ -62,7 +70,7 @@ class Plan:
 
     def add(self, request: Request, num_new: int) -> None:
         """Plan the request's next tokens."""
-        self.items.append(PlanItem(request, num_new))
+        self.items.append(PlanItem(request, request.cache.num_computed, num_new))
         self.num_tokens += num_new
 
 
@@ -86,3 +94,6 @@ class StepOutput:
             return self.hidden_states[item.request.id] is None
         is_scored = item.request.task is Task.SCORE
         return is_scored and any(isnan(found.logprob) for found in self.prompt_logprobs.get(item.request.id, ()))
+
+
+Launched: TypeAlias = Callable[[], StepOutput]  # of a step that was launched: waits for what it found, or raises

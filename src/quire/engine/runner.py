@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -13,20 +14,23 @@ from torch import Tensor
 
 from quire.batch import Batch
 from quire.cache.storage import KVCache
-from quire.engine.plan import StepOutput
+from quire.engine.plan import Launched, StepOutput
 from quire.engine.sampler import sample, token_logprobs
-from quire.engine.transfer import send
+from quire.engine.transfer import all_queued, receive, send
 from quire.models.model import Model
 from quire.ops import AttentionPlan, AttentionSpec, Backend
 from quire.request import TokenLogprobs
 
 MAX_LOGIT_ROWS = 256  # rows of V numbers held at a time: 128 MiB for a vocabulary of 128k
 
+Reader: TypeAlias = Callable[[StepOutput], None]  # writes what a part of a step found to its output, when it is done
+
 
 class Runner:
     """Runs a model eagerly, with one attention plan a cache group that every step updates.
 
-    On a GPU the host queues a whole step and waits once, for the tokens that were drawn and the logprobs asked for.
+    On a GPU the host queues a whole step and waits once, for the tokens that were drawn and the logprobs asked for. It
+    may queue the next one before: tokens that are drawn stay on the device as well, where that step takes them.
     """
 
     def __init__(
@@ -45,17 +49,23 @@ class Runner:
         self.specs = tuple(specs)
         self.device = torch.device(specs[0].device)
         self.plans = self.make_plans(max_tokens, max_seqs, max_blocks)
+        self._drawn = torch.empty(0, dtype=torch.int64)  # [R], on the device: what the last step that drew has drawn
+        self._row_of: dict[str, int] = {}  # by request id, its row of these
 
     def make_plans(self, max_tokens: int, max_seqs: int, max_blocks: int) -> tuple[AttentionPlan, ...]:
         """An attention plan of that size for each cache group."""
         return tuple(self.backend.make_plan(spec, max_tokens, max_seqs, max_blocks) for spec in self.specs)
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
         """Move blocks, compute the batch's tokens, draw the next ones, and gather the logprobs that were asked for."""
+        return self.launch(batch)()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> Launched:
+        """Queue what `run` does. A CPU has done it then."""
         with device_context(self.device):
             self.move(batch)
-            return self.compute(batch) if len(batch.token_ids) else StepOutput({})
+            return self.compute(batch) if len(batch.token_ids) else lambda: StepOutput({})
 
     def is_lost(self) -> bool:
         """Whether the device fails for good: after an illegal address, say, so does every further call of CUDA."""
@@ -75,11 +85,12 @@ class Runner:
                 for kv in self.cache.layers(g):
                     self.backend.copy_blocks(kv, copied.src, copied.dst)
 
-    def compute(self, batch: Batch) -> StepOutput:
-        """What `run` does when blocks have moved."""
+    def compute(self, batch: Batch) -> Launched:
+        """What `launch` does when blocks have moved."""
         self.update(batch)
         kept = _rows_to_keep(batch)
         token_ids, positions, rows = send([batch.token_ids, batch.positions, kept], self.device)
+        self.fill_in(batch, token_ids)
         there = replace(batch, token_ids=token_ids, positions=positions)
         if len(kept) == len(batch.token_ids):
             return self.finish(batch, self.model.forward(there, self.cache, self.plans), self.plans)
@@ -89,35 +100,55 @@ class Runner:
         """Give each cache group's plan the batch's metadata."""
         update(self.plans, batch)
 
+    def fill_in(
+        self,
+        batch: Batch,
+        token_ids: Tensor,  # int64 [T] or longer, on the device; changed in place
+    ) -> None:
+        """Put the tokens that the step before draws where the batch has them.
+
+        A row without a finite logit draws none. Its request ends, so what is computed of it is not used, but it has to
+        be computed of some token.
+        """
+        if batch.drawn.request_ids:
+            drawn = torch.tensor([self._row_of[request_id] for request_id in batch.drawn.request_ids])
+            rows, sources = send([batch.drawn.rows, drawn], self.device)
+            token_ids.index_copy_(0, rows, self._drawn[sources].clamp(min=0))
+
     def finish(
         self,
         batch: Batch,
         hidden: Tensor,  # [T, H]; or those that were kept
         plans: Sequence[AttentionPlan],  # that the step was computed with
         kept: Tensor | None = None,  # int64, host, ascending: the rows that `hidden` has; None: all
-    ) -> StepOutput:
+    ) -> Launched:
         """Draw a token for each logit row, and gather the logprobs and hidden states that were asked for."""
-        output = StepOutput({}, {}, {})
+        readers = [_nonfinite_rows(batch, plans)]
         if len(batch.logit_rows):
-            self._sample(batch, _rows(hidden, batch.logit_rows, kept), output)
+            readers.append(self._sample(batch, _rows(hidden, batch.logit_rows, kept)))
         if len(batch.prompt.rows):
-            self._report_prompt(batch, _rows(hidden, batch.prompt.rows, kept), output)
+            readers.append(self._report_prompt(batch, _rows(hidden, batch.prompt.rows, kept)))
         if len(batch.embed.rows):
-            found = _rows(hidden, batch.embed.rows, kept).float().cpu().numpy()
-            finite = np.isfinite(found).all(1).tolist()
-            for request_id, state, is_finite in zip(batch.embed.request_ids, found, finite, strict=True):
-                output.hidden_states[request_id] = state.copy() if is_finite else None  # what lies beside it is freed
-        output.nonfinite_rows = _nonfinite_rows(batch, plans)
-        return output
+            readers.append(_embed(batch, _rows(hidden, batch.embed.rows, kept)))
+        wait = all_queued(self.device)
+
+        def found() -> StepOutput:
+            wait()
+            output = StepOutput({})
+            for read in readers:
+                read(output)
+            return output
+
+        return found
 
     def _sample(
         self,
         batch: Batch,
         hidden: Tensor,  # [R, H]
-        output: StepOutput,
-    ) -> None:
-        drawn: list[Tensor] = []  # read when all are queued; logprobs, part by part
-        logprobs: dict[int, TokenLogprobs] = {}  # by row
+    ) -> Reader:
+        """Draw a token for each of these rows."""
+        drawn: list[Tensor] = []
+        logprobs: list[tuple[Tensor, Callable[[], list[TokenLogprobs]]]] = []  # of some rows
         for start in range(0, len(hidden), MAX_LOGIT_ROWS):
             logits = self.model.logits(hidden[start : start + MAX_LOGIT_ROWS])
             rows = batch.sampling.part(start, start + MAX_LOGIT_ROWS)
@@ -127,36 +158,47 @@ class Runner:
             drawn.append(sample(logits, rows, self.backend))
             if raw is not None:
                 found = token_logprobs(raw, drawn[-1][there].clamp(min=0), rows.num_logprobs[reported], self.backend)
-                logprobs.update(zip((reported + start).tolist(), found, strict=True))
-        for row, (request_id, token) in enumerate(zip(batch.logit_ids, torch.cat(drawn).tolist(), strict=True)):
-            if request_id not in output.tokens:
-                output.tokens[request_id] = token
-                if row in logprobs:
-                    output.logprobs[request_id] = logprobs[row]
-            else:  # after a guess
-                output.tokens_after_guesses.setdefault(request_id, []).append(token)
-                if row in logprobs:
-                    output.logprobs_after_guesses.setdefault(request_id, []).append(logprobs[row])
+                logprobs.append((reported + start, found))
+        self._drawn = torch.cat(drawn)
+        self._row_of = {request_id: row for row, request_id in enumerate(batch.logit_ids)}
+        tokens = receive(self._drawn)
+
+        def read(output: StepOutput) -> None:
+            by_row = {row: one for rows, found in logprobs for row, one in zip(rows.tolist(), found(), strict=True)}
+            for row, (request_id, token) in enumerate(zip(batch.logit_ids, tokens.tolist(), strict=True)):
+                if request_id not in output.tokens:
+                    output.tokens[request_id] = token
+                    if row in by_row:
+                        output.logprobs[request_id] = by_row[row]
+                else:  # after a guess
+                    output.tokens_after_guesses.setdefault(request_id, []).append(token)
+                    if row in by_row:
+                        output.logprobs_after_guesses.setdefault(request_id, []).append(by_row[row])
+
+        return read
 
     def _report_prompt(
         self,
         batch: Batch,
         hidden: Tensor,  # [P, H]
-        output: StepOutput,
-    ) -> None:
+    ) -> Reader:
         """Gather the logprobs of prompt tokens."""
-        prompt, found = batch.prompt, defaultdict[str, list[TokenLogprobs]](list)
+        prompt = batch.prompt
+        parts: list[tuple[list[str], Callable[[], list[TokenLogprobs]]]] = []
         for start in range(0, len(prompt.rows), MAX_LOGIT_ROWS):
             part = slice(start, start + MAX_LOGIT_ROWS)
             [tokens] = send([prompt.tokens[part]], hidden.device)
-            logits = self.model.logits(hidden[part])
-            for request_id, logprobs in zip(
-                prompt.request_ids[part],
-                token_logprobs(logits, tokens, prompt.num_logprobs[part], self.backend),
-                strict=True,
-            ):
-                found[request_id].append(logprobs)
-        output.prompt_logprobs.update((request_id, tuple(logprobs)) for request_id, logprobs in found.items())
+            found = token_logprobs(self.model.logits(hidden[part]), tokens, prompt.num_logprobs[part], self.backend)
+            parts.append((prompt.request_ids[part], found))
+
+        def read(output: StepOutput) -> None:
+            of = defaultdict[str, list[TokenLogprobs]](list)
+            for request_ids, found in parts:
+                for request_id, one in zip(request_ids, found(), strict=True):
+                    of[request_id].append(one)
+            output.prompt_logprobs.update((request_id, tuple(logprobs)) for request_id, logprobs in of.items())
+
+        return read
 
 
 def update(plans: Sequence[AttentionPlan], batch: Batch) -> None:
@@ -165,20 +207,39 @@ def update(plans: Sequence[AttentionPlan], batch: Batch) -> None:
         plan.update(batch.query_starts, batch.context_lens, group.block_tables, group.slots)
 
 
-def _nonfinite_rows(batch: Batch, plans: Sequence[AttentionPlan]) -> dict[int, int]:
-    """By sequence, its first row whose K or V is not finite in any layer. Waits for the device."""
+def _embed(
+    batch: Batch,
+    hidden: Tensor,  # [E, H]
+) -> Reader:
+    """Report these hidden states."""
+    states = receive(hidden.float())
+
+    def read(output: StepOutput) -> None:
+        found = states.numpy()
+        finite = np.isfinite(found).all(1).tolist()
+        for request_id, state, is_finite in zip(batch.embed.request_ids, found, finite, strict=True):
+            output.hidden_states[request_id] = state.copy() if is_finite else None  # what lies beside it is freed
+
+    return read
+
+
+def _nonfinite_rows(batch: Batch, plans: Sequence[AttentionPlan]) -> Reader:
+    """Report by sequence its first row whose K or V is not finite in any layer."""
     count = len(batch.token_ids)  # a plan of a graph has padding after them
     flags = [plan.nonfinite[:count] for plan in plans]
-    found = flags[0] if len(flags) == 1 else torch.stack(flags).amax(0)
-    marked = found.cpu().numpy()
-    if not marked.any():
-        return {}
-    rows = torch.from_numpy(np.flatnonzero(marked))
-    sequences = torch.searchsorted(batch.query_starts, rows, right=True) - 1
-    first: dict[int, int] = {}
-    for row, s in zip(rows.tolist(), sequences.tolist(), strict=True):
-        first.setdefault(s, row - int(batch.query_starts[s]))
-    return first
+    found = receive(flags[0] if len(flags) == 1 else torch.stack(flags).amax(0))
+    starts = batch.query_starts.clone()  # the next step overwrites them
+
+    def read(output: StepOutput) -> None:
+        marked = found.numpy()
+        if not marked.any():
+            return
+        rows = torch.from_numpy(np.flatnonzero(marked))
+        sequences = torch.searchsorted(starts, rows, right=True) - 1
+        for row, s in zip(rows.tolist(), sequences.tolist(), strict=True):
+            output.nonfinite_rows.setdefault(s, row - int(starts[s]))
+
+    return read
 
 
 def device_context(device: torch.device) -> AbstractContextManager[object]:

@@ -10,13 +10,15 @@ does, since each look waits for all that is queued: which rows are drawn, and ho
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from quire.batch import Masks, SamplingRows
 from quire.engine.plan import INVALID_TOKEN
-from quire.engine.transfer import send
+from quire.engine.transfer import receive, send
 from quire.ops import Backend
 from quire.request import TokenLogprobs
 
@@ -235,24 +237,25 @@ def token_logprobs(
     tokens: Tensor,  # int64 [R]
     num_logprobs: Tensor,  # int64 [R], on the host
     backend: Backend,
-) -> list[TokenLogprobs]:
-    """The logprob and rank of each row's token, and its most probable tokens, of equal ones the lower id first."""
+) -> Callable[[], list[TokenLogprobs]]:
+    """The logprob and rank of each row's token, and its most probable tokens, of equal ones the lower id first.
+
+    To be read when all that is queued is done.
+    """
     logprobs = logits - backend.logsumexp(logits)[:, None]
     chosen = logprobs.gather(1, tokens[:, None])
     ids = torch.arange(logits.shape[1], device=logits.device)
     better = (logprobs > chosen) | ((logprobs == chosen) & (ids < tokens[:, None]))  # of equal ones the lower id
     ranks = better.sum(-1) + 1
     best = backend.top_k(logits, int(num_logprobs.max())) if len(logits) else tokens[:, None]  # [R, most]
-    values = logprobs.gather(1, best)
-    return [
-        TokenLogprobs(token, value, rank, tuple(zip(row_best[:count], row_values[:count], strict=True)))
-        for token, value, rank, row_best, row_values, count in zip(
-            tokens.tolist(),
-            chosen.flatten().tolist(),
-            ranks.tolist(),
-            best.tolist(),
-            values.tolist(),
-            num_logprobs.tolist(),
-            strict=True,
-        )
-    ]
+    found = [receive(x) for x in (tokens, chosen.flatten(), ranks, best, logprobs.gather(1, best))]
+
+    def read() -> list[TokenLogprobs]:
+        return [
+            TokenLogprobs(token, value, rank, tuple(zip(row_best[:count], row_values[:count], strict=True)))
+            for token, value, rank, row_best, row_values, count in zip(
+                *(x.tolist() for x in found), num_logprobs.tolist(), strict=True
+            )
+        ]
+
+    return read

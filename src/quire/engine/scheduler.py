@@ -10,7 +10,15 @@ from itertools import islice, pairwise
 from quire.cache.audit import audit
 from quire.cache.manager import BlockManager, Move
 from quire.cache.usage import CacheUsage, cache_usage
-from quire.engine.decisions import fits, free_seats, may_pass, num_new_tokens, seats_wanted, who_gives_way
+from quire.engine.decisions import (
+    fits,
+    free_seats,
+    may_pass,
+    needs_token,
+    num_new_tokens,
+    seats_wanted,
+    who_gives_way,
+)
 from quire.engine.limits import check_size
 from quire.engine.order import BLIND_TO_PRIORITY, Order, first_come_first_served
 from quire.engine.plan import GENERATE, INVALID_TOKEN, Plan, PlanItem, StepOutput
@@ -196,7 +204,7 @@ class Scheduler:
                 plan.failed.append((request, error))
                 continue
             if has_room:
-                plan.items.append(PlanItem(request, num_new))
+                plan.items.append(PlanItem(request, request.cache.num_computed, num_new))
                 budget -= num_new
                 if num_new < missing:
                     lacking = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
@@ -308,10 +316,8 @@ class Scheduler:
     def _seat(self, request: Request, plan: Plan, lacking: list[int]) -> bool:
         """Let a waiting request run, if there are blocks for it and for its siblings' first tokens."""
         spare = [pool.num_free - count for pool, count in zip(self.manager.pools, lacking, strict=True)]
-        if plan.items and self._blocked is not None:  # finding its blocks again is not free, either
-            who, before, when = self._blocked
-            if who == request.schedule.ordinal and self._num_plans < when + LOOK_AGAIN and fits(spare, before):
-                return False
+        if plan.items and self._is_blocked(request, spare, self._num_plans):  # finding its blocks again is not free
+            return False
         match = self.manager.match(request)
         seats = self.max_num_seqs - len(self.running) - 1
         forks = sum(1 for _ in islice(unforked(request, self.waiting), seats))
@@ -324,6 +330,13 @@ class Scheduler:
         lacking[:] = [a + forks for a in lacking]
         self._start(request, self.max_num_batched_tokens - plan.num_tokens, plan, lacking)
         return True
+
+    def _is_blocked(self, request: Request, spare: list[int], number: int) -> bool:
+        """Whether the plan of that number need not look for the waiting request's blocks: there were too few lately."""
+        if self._blocked is None:
+            return False
+        who, before, when = self._blocked
+        return who == request.schedule.ordinal and number < when + LOOK_AGAIN and fits(spare, before)
 
     def _start(self, request: Request, budget: int, plan: Plan, lacking: list[int]) -> None:
         """Plan the first tokens of a request that was just given its blocks; without a budget, only count on them."""
@@ -347,13 +360,94 @@ class Scheduler:
             return False
         return any(s.num_generated == 0 for s in self.running.siblings_of(request))  # it will be forked from that one
 
+    # ------------------------------------------------------------------------------------------- a step planned ahead
+
+    def plan_ahead(self, before: Plan) -> Plan | None:
+        """The step after one that is being computed. None: it cannot be planned until that one is committed.
+
+        It is what `plan` would make of that step's commit, should no request end that may still go on: the running ones
+        go on, a token that is still to be drawn counts as there, and nobody comes or gives way. A request that turns
+        out to have ended is passed over by this plan's commit.
+        """
+        if before.failed or before.resumed or self.swapped:  # should it fail, those that it resumes lose their blocks
+            return None
+        computing = {item.request: item for item in before.items}
+        going: list[tuple[Request, int, int]] = []  # a request, its first token to compute, tokens to compute
+        some_end = bool(self._marked)
+        for request in self.running:
+            item = computing.get(request)
+            if request.finish_reason is not None:
+                continue
+            if request.driven or (item is not None and item.guesses):
+                return None
+            draws = item is not None and item.samples
+            start = request.cache.num_computed if item is None else item.start + item.num_new
+            missing = len(request.tokens) + draws - start
+            if missing == 0 or (draws and start + missing >= self.longest(request)):
+                some_end = True
+            elif draws and needs_token(request):
+                return None
+            else:
+                going.append((request, start, missing))
+        items = self._share_budget(going)
+        if not items or (self.lookup is not None and self.lookup.most(len(items)) > 0):
+            return None
+        if self.waiting and (some_end or self._may_come(items)):
+            return None
+        most = sum(self.manager.most_taken(item.request, item.start + item.num_new) for item in items)
+        if not self.manager.has_free([most] * len(self.manager.pools)):
+            return None
+        plan = Plan()
+        self._num_plans += 1
+        self.manager.now = self.clock()
+        for item in items:
+            try:
+                if not self.manager.grow(item.request, item.start + item.num_new, plan.copies):
+                    raise OutOfBlocks(f"request {item.request.id} was planned ahead with too few free blocks")
+            except Exception as error:
+                plan.failed.append((item.request, error))
+            else:
+                plan.items.append(item)
+                plan.num_tokens += item.num_new
+        return plan if plan.items else None
+
+    def _share_budget(self, going: list[tuple[Request, int, int]]) -> list[PlanItem]:
+        """What each of these computes, as in `_keep_running`. going: with the first token and the number of tokens."""
+        budget, singles = self.max_num_batched_tokens, sum([missing == 1 for _, _, missing in going])
+        items = []
+        for request, start, missing in going:
+            if budget <= 0:
+                break
+            num_new = num_new_tokens(missing, budget, singles)
+            singles -= missing == 1
+            if num_new > 0:
+                items.append(PlanItem(request, start, num_new))
+                budget -= num_new
+        return items
+
+    def _may_come(self, items: list[PlanItem]) -> bool:
+        """Whether a waiting request may be let in beside these items of the next plan."""
+        first = self.waiting.first()
+        if first is None or len(self.running) >= self.max_num_seqs:
+            return False
+        if sum(item.num_new for item in items) >= self.max_num_batched_tokens:
+            return False
+        if self.manager.has_windows:  # what the step before frees is not known
+            return True
+        return not self._is_blocked(first, [pool.num_free for pool in self.manager.pools], self._num_plans + 1)
+
     # ---------------------------------------------------------------------------------------------- its results
 
     def commit(self, plan: Plan, output: StepOutput) -> list[Event]:
-        """Take over what a step computed. End the requests that are done, marked to end, or could not be planned."""
-        events = [self._end_failed(request, error) for request, error in plan.failed]
+        """Take over what a step computed. End the requests that are done, marked to end, or could not be planned.
+
+        What was computed for a request that has ended since it was planned, or was marked to, is dropped.
+        """
+        events = [self._end_failed(request, error) for request, error in plan.failed if self._goes_on(request)]
         for i, item in enumerate(plan.items):
             request = item.request
+            if request.finish_reason is not None:  # as `_goes_on`, asked of every request in every step
+                continue
             if i in output.nonfinite_rows:
                 self.manager.mark_nonfinite(request, request.cache.num_computed + output.nonfinite_rows[i])
             event = self._commit_item(item, output)
@@ -366,17 +460,25 @@ class Scheduler:
 
     def fail(self, plan: Plan, error: BaseException) -> list[Event]:
         """End the requests of a step that raised; the others go on."""
-        events = [self._end_failed(request, why) for request, why in plan.failed]
-        events += [self._end_failed(item.request, error) for item in plan.items]
+        events = [self._end_failed(request, why) for request, why in plan.failed if self._goes_on(request)]
+        events += [self._end_failed(item.request, error) for item in plan.items if self._goes_on(item.request)]
         for request in (*plan.preempted, *plan.resumed):  # their blocks may not have moved
             if self.requests.get(request.id) is request and (request.cache.block_ids or request.cache.host_block_ids):
                 self._leave(request)
                 self.waiting.add(request)
         return events + self._end_marked()
 
+    def is_needed(self, plan: Plan) -> bool:
+        """Whether any request of a step goes on, so that its commit has a use for what it found."""
+        return any(self._goes_on(item.request) for item in plan.items)
+
+    def _goes_on(self, request: Request) -> bool:
+        """Whether the request, which was planned, has neither ended nor been marked to end."""
+        return request.finish_reason is None
+
     def _commit_item(self, item: PlanItem, output: StepOutput) -> Event | None:
-        request, num_new, _ = item
-        is_last = num_new == len(request.tokens) - request.cache.num_computed
+        request, start, num_new, _ = item
+        is_last = start + num_new == len(request.tokens)
         token = output.tokens[request.id] if is_last and request.task is GENERATE else None
         if token == INVALID_TOKEN or (token is None and output.is_broken(item)):  # what it computed is not to be shared
             return self._end_without_number(request)

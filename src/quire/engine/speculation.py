@@ -49,7 +49,7 @@ class PromptLookup:
         longest: tokens at which a request ends.
         """
         most = min(self.most(len(plan.items)), budget // max(1, len(plan.items)))
-        for i, (request, num_new, _) in enumerate(plan.items):
+        for i, (request, start, num_new, _) in enumerate(plan.items):
             known = len(request.tokens)
             try:
                 guesses = self.guess(request, min(most, longest(request) - known - 1))
@@ -58,7 +58,7 @@ class PromptLookup:
                 log.exception("request %s goes on without guesses", request.id)
                 continue
             if has_room:
-                plan.items[i] = PlanItem(request, num_new, guesses)
+                plan.items[i] = PlanItem(request, start, num_new, guesses)
                 plan.num_tokens += len(guesses)
 
     def most(self, num_rows: int) -> int:
@@ -87,13 +87,8 @@ class PromptLookup:
 
 def _can_be_guessed(request: Request) -> bool:
     """Whether its draws depend on nothing that earlier draws change but the tokens themselves."""
-    p = request.sampling
     return (
-        request.num_generated > 0
-        and request.guide is None
-        and not request.driven
-        and p.repetition_penalty == 1.0
-        and p.presence_penalty == p.frequency_penalty == 0.0
+        request.num_generated > 0 and request.guide is None and not request.driven and not request.sampling.has_penalty
     )
 
 

@@ -1,8 +1,8 @@
-"""From host to device without waiting: small tensors travel together, out of pinned memory."""
+"""Between host and device without waiting: small tensors travel together, by way of pinned memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,23 @@ def staging(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     a step that ends before its copies do can harm nobody.
     """
     return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def receive(
+    tensor: Tensor,  # any shape, on the device
+) -> Tensor:
+    """Its numbers in host memory of their own, which are there when all that was queued by now is done."""
+    home = staging(tensor.numel(), tensor.dtype, tensor.device).view(tensor.shape)
+    return home.copy_(tensor, non_blocking=True)
+
+
+def all_queued(device: torch.device) -> Callable[[], None]:
+    """A function that waits until all is done that is queued by now; a CPU queues nothing."""
+    if device.type != "cuda":
+        return lambda: None
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(device))
+    return done.synchronize
 
 
 def views(

@@ -16,6 +16,7 @@ import torch
 
 from quire.engine.engine import Engine
 from quire.engine.graphs import GraphRunner
+from quire.engine.loops import SequentialLoop
 from quire.engine.runner import Runner
 from quire.engine.scheduler import Scheduler
 from quire.errors import Unsupported
@@ -114,6 +115,7 @@ class _TimedEngine(Engine):
     def __init__(self, engine: Engine, runner: Runner, timeline: Timeline) -> None:
         vars(self).update(vars(engine))
         self._events = []
+        self.loop = SequentialLoop()  # so that parts do not run beside one another
         self.scheduler = cast(Scheduler, _TimedScheduler(engine.scheduler, timeline))
         self.runner = _TimedRunner(runner, timeline)
         for name, part in (("step", "other"), ("flatten", "flatten")):

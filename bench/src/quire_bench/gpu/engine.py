@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 
 from quire.batch import Batch
 from quire.config import engine_config
-from quire.engine.engine import StepRunner, build_engine
-from quire.engine.plan import StepOutput
+from quire.engine.engine import build_engine
+from quire.engine.loops import StepRunner
+from quire.engine.plan import Launched, StepOutput
 from quire.errors import QuireError
 from quire.llm import LLM
 from quire.models.decoder import Decoder
@@ -225,6 +226,11 @@ class Watched:
         self.seconds.append(time.perf_counter() - start)
         return output
 
+    def launch(self, batch: Batch) -> Launched:
+        """The runner's step, computed at once."""
+        output = self.run(batch)
+        return lambda: output
+
 
 def steps(bench: Bench) -> None:
     """Stage: a step of decoding, against the time to read the weights and the KV once."""
@@ -272,6 +278,7 @@ def _steps(
         num_blocks=batch * (-(-(context + count + 2) // 16) + 1),
         enable_prefix_caching=False,
         reproducible=reproducible,
+        async_scheduling=False,  # so that a step's time and its runner's are of the same step
     )
     engine = build_engine(model, bench.backend, options)
     watched = Watched(engine.runner, bench)

@@ -1,0 +1,138 @@
+"""The two ways to go from step to step: one after the other, or overlapped.
+
+A step is planned, computed by the device and committed. A device that computes by itself, as a GPU does, is idle while
+the host plans and commits, unless the next step has been given to it by then.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.batch import Batch
+from quire.engine.plan import Launched, Plan, StepOutput
+from quire.engine.scheduler import Scheduler
+from quire.request import Event
+
+log = logging.getLogger("quire")
+
+
+class StepRunner(Protocol):
+    """What an engine needs of a runner. Steps are computed in the order in which they are launched."""
+
+    def run(self, batch: Batch) -> StepOutput:
+        """Compute one step."""
+
+    def launch(self, batch: Batch) -> Launched:
+        """Begin one step. The one before it may still be computed; what that draws can be among its tokens."""
+
+    def is_lost(self) -> bool:
+        """Whether no further step can be computed. Asked when one has failed."""
+
+
+class Parts(Protocol):
+    """What a loop drives: an engine's parts."""
+
+    scheduler: Scheduler
+    runner: StepRunner
+    under_way: Plan | None
+
+    def flatten(self, plan: Plan) -> Batch:
+        """The plan as tensors."""
+
+
+class Loop(Protocol):
+    """From step to step."""
+
+    def step(self, parts: Parts) -> list[Event]:
+        """The events of the next step. An exception of it ends its requests, nothing else, see `Engine.step`."""
+
+
+class SequentialLoop:
+    """Plan, compute, commit, then the next step: the host waits for the device, and the device for the host."""
+
+    def step(self, parts: Parts) -> list[Event]:
+        """As `Loop.step`."""
+        plan = parts.scheduler.plan()
+        parts.under_way = plan
+        try:
+            output = StepOutput({}) if plan.is_empty else parts.runner.run(parts.flatten(plan))
+        except BaseException as error:
+            return _failed(parts, plan, error)
+        finally:
+            parts.under_way = None
+        return parts.scheduler.commit(plan, output)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that was launched, or failed in that."""
+
+    plan: Plan
+    wait: Launched
+    is_launched: bool = True
+
+
+class OverlappedLoop:
+    """While the device computes step n, the host plans and launches step n + 1; then it commits n, while n + 1 runs.
+
+    A call of `step` returns the events of one step, and leaves the next one under way where the scheduler could plan it
+    ahead. So what the caller does between two calls, such as making text, is done while the device computes. Where the
+    next plan needs what the step finds, the loop goes on as the sequential one does.
+
+    Step n + 1 has a row for each request that may go on. Where step n, or the caller after it, ends the request, that
+    row is computed in vain, and its commit passes it over. Blocks that are freed meanwhile may be given away at once:
+    the device computes one step after the other, so whoever gets them writes to them later.
+    """
+
+    def __init__(self) -> None:
+        self._ahead: _Flight | None = None  # launched by the last call
+
+    def step(self, parts: Parts) -> list[Event]:
+        """As `Loop.step`."""
+        flight, self._ahead = self._ahead, None
+        if flight is None or not parts.scheduler.is_needed(flight.plan):  # nobody waits for what is of no use any more
+            flight = _launched(parts, parts.scheduler.plan())
+        plan = parts.under_way = flight.plan
+        try:
+            following = parts.scheduler.plan_ahead(plan) if flight.is_launched else None
+            if following is not None:
+                self._ahead = _launched(parts, following)
+            output = flight.wait()
+        except BaseException as error:
+            return _failed(parts, plan, error)
+        finally:
+            parts.under_way = None if self._ahead is None else self._ahead.plan
+        try:
+            return parts.scheduler.commit(plan, output)
+        except BaseException:
+            if self._ahead is not None and self._ahead.is_launched:  # it took this step's tokens for granted
+                self._ahead = parts.under_way = None
+            raise
+
+
+def _launched(parts: Parts, plan: Plan) -> _Flight:
+    """Launch a step. What that raises is raised when it is waited for: the step before is to be committed first."""
+    if plan.is_empty:
+        return _Flight(plan, lambda: StepOutput({}))
+    try:
+        return _Flight(plan, parts.runner.launch(parts.flatten(plan)))
+    except BaseException as error:
+        return _Flight(plan, _raising(error), is_launched=False)
+
+
+def _raising(error: BaseException) -> Launched:
+    def wait() -> StepOutput:
+        raise error
+
+    return wait
+
+
+def _failed(parts: Parts, plan: Plan, error: BaseException) -> list[Event]:
+    """End the requests of a step that raised. Called where that is handled, and raises it if nobody can be served."""
+    ended = parts.scheduler.fail(plan, error)
+    if not isinstance(error, Exception) or parts.runner.is_lost():
+        raise error
+    log.exception("a step failed; its %d requests end with an error", len(plan.items))
+    return ended
