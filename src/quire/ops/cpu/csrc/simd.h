@@ -6,6 +6,7 @@
 #include <cstring>
 
 #define QUIRE_INLINE static inline __attribute__((always_inline))
+#define QUIRE_INLINE_MEMBER inline __attribute__((always_inline))
 
 // Before a loop over an array of vectors: unrolled early, the array becomes registers; else the compiler may keep it in
 // memory and store every vector in every step.

@@ -1,0 +1,189 @@
+// x @ weight.T + bias for a weight that was packed once.
+//
+// W rows of the weight, transposed, make a strip: the lines that the kernels read lie one after the other, so a strip is one
+// stream from memory however many strips are multiplied at a time.
+//
+// This file shares the work between threads; linear_vectors.h and linear_tiles.h multiply. In both, the bits of a number
+// depend neither on the other rows nor on how the work is cut.
+#pragma once
+
+#include "kinds.h"
+#include "parallel.h"
+#include "params.h"
+
+namespace {
+
+constexpr int64_t MANY = 16;       // items a thread, with which it does not matter how evenly they can be shared
+constexpr int64_t FORK = 1 << 16;  // multiply-adds that are worth a second thread
+
+// One strip: to[lane][column], zero after the last row of the weight and after its last input.
+template <class K, class T = typename K::E::T>
+static void pack_strip(const T* weight, int64_t row_stride, int64_t rows, int64_t in, T* to) {
+    for (int64_t k = 0; k < K::strip_lanes(in) * K::PAIR; k += K::PAIR, to += W * K::PAIR) {
+        for (int i = 0; i < W; i++)
+            for (int p = 0; p < K::PAIR; p++) to[i * K::PAIR + p] = i < rows && k + p < in ? weight[i * row_stride + k + p] : 0;
+    }
+}
+
+// One product.
+struct LinearCall {
+    const LinearParams* params;
+    const float* x;  // [T, x_stride] lanes
+    int64_t x_stride, strips, lanes, panels, chunks;
+    int64_t first;  // of its items among those of all products
+};
+
+// A panel of strips and a chunk of rows.
+struct LinearItem {
+    const LinearCall* call;
+    int64_t first_row, first_strip;
+    int rows, strips;
+    const char* weight;
+    int64_t stride;  // bytes from one strip to the next
+};
+
+// What all workers share: products with weights of one shape, as one stretch of work.
+struct LinearWork {
+    const LinearCall* calls;
+    int64_t items;
+    int64_t next;  // item that nobody has taken yet
+};
+
+// Hands a worker its items. A panel that fits the second cache meets all chunks before the next panel; else a chunk meets all
+// panels.
+template <class Worker>
+class LinearItems {
+  public:
+    explicit LinearItems(LinearWork& all) : all(all), current(all.calls) {}
+
+    bool take(LinearItem& item) {
+        int64_t index = __atomic_fetch_add(&all.next, 1, __ATOMIC_RELAXED);
+        if (index >= all.items) return false;
+        while (index >= current->first + current->panels * current->chunks) current++;
+        const LinearCall& call = *current;
+        const LinearParams& p = *call.params;
+        index -= call.first;
+        item.call = &call;
+        item.stride = call.lanes * Worker::LINE;
+        const bool stays = item.stride * Worker::PANEL_STRIPS <= Worker::PANEL_BYTES;
+        const int64_t panel = stays ? index / call.chunks : index % call.panels;
+        const int64_t chunk = stays ? index % call.chunks : index / call.panels;
+        item.first_row = chunk * Worker::CHUNK;
+        item.rows = (int)(p.rows - item.first_row < Worker::CHUNK ? p.rows - item.first_row : Worker::CHUNK);
+        const int64_t units = (call.strips + Worker::UNIT - 1) / Worker::UNIT, end = units * (panel + 1) / call.panels * Worker::UNIT;
+        item.first_strip = units * panel / call.panels * Worker::UNIT;
+        item.strips = (int)((end < call.strips ? end : call.strips) - item.first_strip);
+        item.weight = (const char*)p.weight + item.first_strip * item.stride;
+        return true;
+    }
+
+  private:
+    LinearWork& all;
+    const LinearCall* current;  // whose item was taken last
+};
+
+}  // namespace
+
+#include "linear_vectors.h"
+#ifdef QUIRE_TILES
+#include "linear_tiles.h"
+#endif
+
+namespace {
+
+template <class K>
+struct LinearWorkerOf {
+    using Worker = LinearVectors<K>;
+};
+#ifdef QUIRE_TILES
+template <>
+struct LinearWorkerOf<Tiled> {
+    using Worker = LinearTiles;
+};
+#endif
+template <class K>
+using LinearWorker = typename LinearWorkerOf<K>::Worker;
+
+template <class K>
+static LinearCall linear_call(const LinearParams* p) {
+    LinearCall call = {};
+    call.params = p;
+    call.strips = (p->out_size + W - 1) / W, call.lanes = K::strip_lanes(p->in_size);
+    call.chunks = (p->rows + LinearWorker<K>::CHUNK - 1) / LinearWorker<K>::CHUNK;
+    return call;
+}
+
+// The rows of x as lanes: where they lie if they are that already, else copied.
+template <class K>
+static void take_rows(ParallelFor parallel_for, LinearCall& call) {
+    using T = typename K::E::T;
+    const LinearParams& p = *call.params;
+    if (K::rows_in_place(p.in_size, p.x_stride)) {
+        call.x = (const float*)p.x, call.x_stride = p.x_stride / K::PAIR;
+        return;
+    }
+    const int64_t lanes = K::row_lanes(p.in_size);
+    parallel(parallel_for, p.rows, rows_a_thread(p.in_size),
+             [&](int64_t i) { pack_row<K>((const T*)p.x + i * p.x_stride, p.in_size, p.copy + i * lanes); });
+    call.x = p.copy, call.x_stride = lanes;
+}
+
+// All of these products, at least one. Their weights are of one shape, and their rows lie in lanes.
+template <class K>
+static void multiply_calls(ParallelFor parallel_for, LinearCall* calls, int64_t count, int64_t most_threads) {
+    using Worker = LinearWorker<K>;
+    const LinearParams& p = *calls->params;
+    int64_t rows = 0, most_rows = 0, chunks = 0;
+    for (int64_t i = 0; i < count; i++) {
+        rows += calls[i].params->rows, chunks += calls[i].chunks;
+        most_rows = calls[i].params->rows > most_rows ? calls[i].params->rows : most_rows;
+    }
+    const int64_t threads = rows * p.in_size * p.out_size < FORK ? 1 : most_threads;
+    const int64_t wide = Worker::panel_strips(most_rows), units = (calls->strips + Worker::UNIT - 1) / Worker::UNIT;
+    int64_t panels = (calls->strips + wide - 1) / wide;
+    if (panels * chunks < MANY * threads) {  // narrower ones, so that all threads end together
+        const int64_t turns = (panels + threads - 1) / threads;
+        panels = turns * threads < units ? turns * threads : units;
+    }
+    LinearWork all = {calls, panels * chunks, 0};
+    int64_t first = 0;
+    for (int64_t i = 0; i < count; i++) {
+        calls[i].panels = panels, calls[i].first = first;
+        first += panels * calls[i].chunks;
+    }
+    parallel(parallel_for, threads, 1, [&](int64_t) { Worker(all).work(); });
+}
+
+template <class K>
+static void linear(ParallelFor parallel_for, const LinearParams* p) {
+    LinearCall call = linear_call<K>(p);
+    take_rows<K>(parallel_for, call);
+    multiply_calls<K>(parallel_for, &call, 1, p->threads);
+}
+
+template <class K>
+static void pack(ParallelFor parallel_for, const void* weight, int64_t row_stride, int64_t rows, int64_t in, void* packed) {
+    using T = typename K::E::T;
+    const int64_t size = K::strip_lanes(in) * K::PAIR * W;
+    parallel(parallel_for, (rows + W - 1) / W, 1, [&](int64_t i) {
+        const int64_t left = rows - i * W;
+        pack_strip<K>((const T*)weight + i * W * row_stride, row_stride, left < W ? left : W, in, (T*)packed + i * size);
+    });
+}
+
+// Rows of the weight, bit for bit what was packed: to[i] is row places[i]. A row has some numbers of each of its strip's cache
+// lines, so reading one costs as many bytes as W rows have.
+template <class K>
+static void unpack(
+    ParallelFor parallel_for, const void* packed, int64_t in, const int64_t* places, int64_t count, void* to) {
+    using T = typename K::E::T;
+    const int64_t lanes = K::strip_lanes(in), whole = in / K::PAIR;
+    parallel(parallel_for, count, rows_a_thread(in * W), [&](int64_t i) {
+        const T* from = (const T*)packed + (places[i] / W * lanes * W + places[i] % W) * K::PAIR;
+        T* row = (T*)to + i * in;
+        for (int64_t k = 0; k < whole; k++) memcpy(row + k * K::PAIR, from + k * W * K::PAIR, K::PAIR * sizeof(T));
+        if (whole * K::PAIR < in) row[in - 1] = from[whole * W * K::PAIR];
+    });
+}
+
+}  // namespace

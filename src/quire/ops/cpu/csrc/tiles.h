@@ -1,0 +1,112 @@
+// Matrix tiles: eight registers of up to 16 rows of 64 bytes, and a product of bf16 that is added to one of them.
+//
+// With c of [rows, 16] fp32, a of [rows, 32] bf16, and b of [16, 16] pairs of bf16 (b[k][j] holds inputs 2 k and 2 k + 1 of
+// column j), the order of the sum is the one that Intel documents for TDPBF16PS:
+//
+//     even = 0;  for k in 0..15:  even = fma(a[i][2 k],     b[k][j].low,  even)
+//     odd  = 0;  for k in 0..15:  odd  = fma(a[i][2 k + 1], b[k][j].high, odd)
+//     c[i][j] += even + odd
+//
+// with denormal numbers taken as zero and written as zero. HardwareTiles are those of the processor; EmulatedTiles compute
+// the same bits with vectors, so that any machine tests this order of sums.
+#pragma once
+
+#include "simd.h"
+
+namespace {
+
+// Rows that the registers have: 0 and 1 take part in products with 4, and 2 and 3 with 5; 6 and 7 always have 16.
+struct TileRows {
+    int first = 16, second = 16;
+
+    int operator[](int tile) const { return tile == 0 || tile == 1 || tile == 4 ? first : tile < 6 ? second : 16; }
+};
+
+class EmulatedTiles {
+  public:
+    explicit EmulatedTiles(TileRows rows = {}) : rows(rows) {}
+
+    // stride: bytes from one row to the next. load_far: from the second cache.
+    template <int N>
+    void load(const void* at, int64_t stride) {
+        for (int i = 0; i < rows[N]; i++) memcpy(tiles[N][i], (const char*)at + i * stride, 64);
+    }
+    template <int N>
+    void load_far(const void* at, int64_t stride) { load<N>(at, stride); }
+    template <int N>
+    void save(void* at, int64_t stride) {
+        for (int i = 0; i < rows[N]; i++) memcpy((char*)at + i * stride, tiles[N][i], 64);
+    }
+    template <int N>
+    void zero() { memset(tiles[N], 0, sizeof tiles[N]); }
+
+    template <int C, int A, int B>
+    void multiply() {
+        const uint32_t before = _mm_getcsr();
+        set_rounding(before | 0x8040);  // denormals are zero: inputs and results
+        for (int i = 0; i < rows[C]; i++) {
+            __m512 even = _mm512_setzero_ps(), odd = even;
+            for (int k = 0; k < 16; k++) {
+                uint32_t pair;
+                memcpy(&pair, &tiles[A][i][k], 4);
+                const __m512i b = _mm512_load_si512(tiles[B][k]);
+                even = _mm512_fmadd_ps((__m512)_mm512_set1_epi32((int)(pair << 16)), (__m512)_mm512_slli_epi32(b, 16), even);
+                odd = _mm512_fmadd_ps((__m512)_mm512_set1_epi32((int)(pair & 0xffff0000u)),
+                                      (__m512)_mm512_and_si512(b, _mm512_set1_epi32((int)0xffff0000)), odd);
+            }
+            _mm512_store_ps(tiles[C][i], _mm512_add_ps(_mm512_load_ps(tiles[C][i]), _mm512_add_ps(even, odd)));
+        }
+        set_rounding(before);
+    }
+
+  private:
+    alignas(64) float tiles[8][16][16];
+    const TileRows rows;
+
+    // No arithmetic moves across: what it works on lies in memory, which the assembler may see.
+    void set_rounding(uint32_t to) { asm volatile("ldmxcsr %0" ::"m"(to), "r"(this) : "memory"); }
+};
+
+#ifdef QUIRE_HARDWARE_TILES
+class HardwareTiles {
+  public:
+    // The registers are this thread's, so whoever multiplies configures them; an empty one is not saved when threads change.
+    explicit HardwareTiles(TileRows rows = {}) {
+        struct alignas(64) Configuration {
+            uint8_t palette = 1, start = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {};
+            uint8_t rows[16] = {};
+        } wanted;
+        for (int i = 0; i < 8; i++) wanted.row_bytes[i] = 64, wanted.rows[i] = (uint8_t)rows[i];
+        asm volatile("ldtilecfg %0" ::"m"(wanted));
+    }
+    ~HardwareTiles() { asm volatile("tilerelease" ::: "memory"); }
+    HardwareTiles(const HardwareTiles&) = delete;
+
+    template <int N>
+    QUIRE_INLINE_MEMBER void load(const void* at, int64_t stride) {
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(stride), "i"(N) : "memory");
+    }
+    template <int N>
+    QUIRE_INLINE_MEMBER void load_far(const void* at, int64_t stride) {
+        asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(stride), "i"(N) : "memory");
+    }
+    template <int N>
+    QUIRE_INLINE_MEMBER void save(void* at, int64_t stride) {
+        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(at), "r"(stride), "i"(N) : "memory");
+    }
+    template <int N>
+    QUIRE_INLINE_MEMBER void zero() {
+        asm volatile("tilezero %%tmm%c0" ::"i"(N));
+    }
+    template <int C, int A, int B>
+    QUIRE_INLINE_MEMBER void multiply() {
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+    }
+};
+using Tiles = HardwareTiles;
+#else
+using Tiles = EmulatedTiles;
+#endif
+
+}  // namespace
