@@ -270,10 +270,11 @@ class NativeExecutor:
 
     def _reserve(self, count: int) -> None:
         """Have room for that many rows."""
-        if count * self._own_width > len(self._scratch) or count * self._copied_lanes > len(self._copy):
+        copied = native.copied_rows(count) * self._copied_lanes
+        if count * self._own_width > len(self._scratch) or copied > len(self._copy):
             self._scratch = self._copy = torch.empty(0)  # freed before there are larger ones
             self._scratch = torch.empty(count * self._own_width, dtype=self.program.dtype)
-            self._copy = torch.empty(count * self._copied_lanes)
+            self._copy = torch.empty(copied)
             for params in self._linears:
                 params.copy = self._copy.data_ptr()
         self._experts.reserve(count)

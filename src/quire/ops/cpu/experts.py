@@ -94,6 +94,6 @@ class ExpertsRoom:
         self._tensors.clear()  # freed before there are larger ones
         self._rows = rows
         for (name, dtype), width in self._widths.items():
-            self._tensors.append(torch.empty(rows * width, dtype=dtype))
+            self._tensors.append(torch.empty(native.copied_rows(rows) * width, dtype=dtype))
             for params in self._params:
                 setattr(params, name, self._tensors[-1].data_ptr())

@@ -47,7 +47,7 @@ class PackedLinear:
         params = self.params()
         params.x, params.x_stride, params.rows = x.data_ptr(), x.stride(0), x.shape[0]
         params.out, params.threads = out.data_ptr(), torch.get_num_threads()
-        copy = torch.empty(x.shape[0] * self.copied_lanes(x.stride(0)), dtype=torch.float32)
+        copy = torch.empty(native.copied_rows(len(x)) * self.copied_lanes(x.stride(0)), dtype=torch.float32)
         params.copy = copy.data_ptr()
         self.library("linear", byref(params))
         return out
@@ -73,18 +73,14 @@ class PackedLinear:
 
     def copied_lanes(self, stride: int) -> int:
         """fp32 numbers that the kernel needs for each row of x, whose rows lie so many numbers apart."""
-        if self.dtype == torch.float32 or (self._pairs and self.in_size % 2 == 0 and stride % 2 == 0):
-            return 0
-        return self.lanes
+        dtype = native.DTYPES[self.dtype]
+        in_place = self.library("rows_in_place", native.MANY_ROWS, self.in_size, stride, dtype)
+        return 0 if in_place else self.lanes
 
     @property
     def lanes(self) -> int:
-        """fp32 numbers as which the kernel takes a row of x: each has one of its numbers, or a pair of bf16."""
-        return -(-self.in_size // 2) if self._pairs else self.in_size
-
-    @property
-    def _pairs(self) -> bool:
-        return self.dtype == torch.bfloat16 and self.library.multiplies_bf16
+        """fp32 numbers of the copy of a row of x: each has one of its numbers, or a pair of bf16."""
+        return int(self.library("row_lanes", self.in_size, native.DTYPES[self.dtype]))
 
     def params(self) -> native.LinearParams:
         """What the kernel needs to know of the weight; its rows are the caller's to fill in."""
@@ -175,9 +171,7 @@ class Packer:
         if bias is not None:
             _check_host("bias", bias)
         out_size, in_size = weight.shape
-        pairs = dtype == torch.bfloat16 and library.multiplies_bf16
-        numbers = -(-out_size // library.lanes) * library.lanes * (in_size + in_size % 2 if pairs else in_size)
-        packed = self._take(numbers * weight.element_size())
+        packed = self._take(library("packed_bytes", out_size, in_size, native.DTYPES[dtype]))
         if weight.stride(1) != 1:
             weight = weight.contiguous()
         library("pack", weight.data_ptr(), weight.stride(0), *weight.shape, packed.data_ptr(), native.DTYPES[dtype])

@@ -17,7 +17,9 @@ import torch
 
 from quire.errors import Unsupported
 
-ISAS = ("avx512_bf16", "avx512", "avx2")  # the best first
+ISAS = ("amx", "avx512_bf16", "avx512", "avx2")  # the best first
+TILE_ROWS = 16
+MANY_ROWS = 2**31 - 1  # of which some must be copied, if of any number of rows
 NO_MEMORY = 1  # as plan_update returns it
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -179,6 +181,9 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rope": (_L, (_P, _L, _L, _L, _P, _L, _L, _L, _P, _P, _P, _L, _L, _L, _I)),
     "linear": (None, (POINTER(LinearParams),)),
     "program": (_L, (POINTER(ProgramParams),)),
+    "packed_bytes": (_L, (_L, _L, _I)),
+    "row_lanes": (_L, (_L, _I)),
+    "rows_in_place": (_L, (_L, _L, _L, _I)),
     "pack": (None, (_P, _L, _L, _L, _P, _I)),
     "unpack": (_L, (_P, _L, _L, _P, _L, _P, _I)),
     "swiglu": (None, (_P, _L, _P, _L, _L, _I)),
@@ -209,19 +214,14 @@ class Library:
     write_kv: Callable[..., None]
     copy_blocks: Callable[..., None]
 
-    @property
-    def lanes(self) -> int:
-        """fp32 numbers in a vector."""
-        return 8 if self.isa == "avx2" else 16
-
-    @property
-    def multiplies_bf16(self) -> bool:
-        """Whether it multiplies pairs of bf16 as they are; else they are widened."""
-        return self.isa == "avx512_bf16"
-
     def __call__(self, kernel: str, *arguments: object) -> Any:
         """Run a kernel on torch's threads."""
         return self.kernels[kernel](self.parallel_for, *arguments)
+
+
+def copied_rows(rows: int) -> int:
+    """Rows for which there must be room in a copy of x: a tile reads whole blocks of them."""
+    return rows + TILE_ROWS - 1
 
 
 def library_path() -> Path:

@@ -53,7 +53,7 @@ struct Worker {
 
     Worker(Call& call, int64_t thread)
         : call(call), plan(*call.plan), spec(plan.spec), params(*call.params), group(spec.num_heads / spec.num_kv_heads),
-          lanes(operand_lanes<K>(spec.head_dim)), lda_weights(TILE / K::PAIR), 
+          lanes((int)K::lanes(spec.head_dim)), lda_weights(TILE / K::PAIR),
           wide((spec.head_dim_v + PANEL - 1) / PANEL * PANEL) {
         bent = params.softcap != 0.0f || params.alibi_slopes || !(params.scale > 0.0f);
         rule = {params.scale * LOG2E, params.softcap * LOG2E, params.softcap != 0.0f ? 1.0f / (params.softcap * LOG2E) : 0.0f};
@@ -134,7 +134,7 @@ struct Worker {
         for (int i = 0; i < item.count; i++) {
             const int row = row_of(item, i), position = plan.row_positions[row];
             const T* q = (const T*)params.q + plan.row_tokens[row] * params.q_token + head_of(step, i) * params.q_head;
-            pack_query<K>(q, spec.head_dim, query + (int64_t)i * lanes);
+            pack_row<K>(q, spec.head_dim, query + (int64_t)i * lanes);
             const int64_t from = (int64_t)position - spec.window + 1;
             low[i] = spec.window && from > 0 ? (int)from : 0;
             high[i] = spec.causal ? least(position + 1, item.end) : item.end;
@@ -177,7 +177,8 @@ struct Worker {
         Fetcher<T> fetcher{};  // of nothing; after the last step there is no other, and `after` holds what memory held
         if (more) {
             fetcher = {after.keys + after.begin, after.keys + after.stop, after.values + after.begin,
-                       spec.head_dim * (int)sizeof(T), spec.head_dim_v * (int)sizeof(T), after.stop - after.begin};
+                       spec.head_dim * (int)sizeof(T), spec.head_dim_v * (int)sizeof(T), after.stop - after.begin,
+                       quire_fetching.keys};
         }
         for (int at = step.begin; at < least(step.end, step.stop); at += PANEL) {
             const int count = least(step.stop - at, PANEL);

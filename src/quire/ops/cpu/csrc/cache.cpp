@@ -1,7 +1,10 @@
 // What enters and moves within the cache: plain copies, the same on every ISA.
 
 #include <cstring>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include "fetching.h"
 #include "parallel.h"
 #include "plan.h"
 
@@ -24,7 +27,13 @@ bool is_finite(const char* row, int64_t count, int32_t dtype) {
 
 }  // namespace
 
+Fetching quire_fetching = {FETCH_FIRST, 3 << 10, FETCH_FIRST};
+
 extern "C" {
+
+QUIRE_EXPORT void quire_set_fetching(int32_t weights, int32_t weights_ahead, int32_t keys) {
+    quire_fetching = {weights, weights_ahead, keys};
+}
 
 // Row t's K and V to its slot; -1 skips it. Rows that are not finite are marked.
 QUIRE_EXPORT void quire_write_kv(ParallelFor parallel_for, const Plan* plan, const WriteParams* p) {
@@ -76,5 +85,7 @@ QUIRE_EXPORT int32_t quire_runs_avx512(void) {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
 }
 QUIRE_EXPORT int32_t quire_runs_avx512_bf16(void) { return quire_runs_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+QUIRE_EXPORT int32_t quire_runs_amx(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
 }  // extern "C"

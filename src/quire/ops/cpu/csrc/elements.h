@@ -24,7 +24,7 @@ struct BF16 {
     using T = uint16_t;
     QUIRE_INLINE V get(const T* p) { return widen_bf16(p); }
     QUIRE_INLINE void put(T* p, V v) {
-#ifdef QUIRE_BF16_DOT
+#ifdef QUIRE_BF16_PAIRS
         narrow_bf16(p, v);
 #else
         U bits = (U)v;

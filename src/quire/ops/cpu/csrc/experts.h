@@ -26,9 +26,9 @@ struct Experts {
         const int64_t k = p.num_chosen, hidden = p.mlp_in->in_size, inner = p.mlp_out->in_size, all = rows * k;
         choose(x, x_stride);
         const std::vector<int64_t> starts = sort();
-        const int64_t lanes = operand_lanes<K>((int)hidden);
+        const int64_t lanes = row_lanes<K>(hidden);
         parallel(parallel_for, all, rows_a_thread(hidden), [&](int64_t c) {
-            pack_query<K>((const T*)x + c / k * x_stride, (int)hidden, p.gathered + p.places[c] * lanes);
+            pack_row<K>((const T*)x + c / k * x_stride, hidden, p.gathered + p.places[c] * lanes);
         });
         multiply(p.mlp_in, starts, p.gathered, lanes, p.inner);
         parallel(parallel_for, all, rows_a_thread(inner), [&](int64_t i) {

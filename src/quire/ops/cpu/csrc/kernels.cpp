@@ -26,7 +26,9 @@ template <class F>
 static void with_kind(int32_t dtype, const F& f) {
     if (dtype == DTYPE_F32) f.template operator()<Fp32>();
     else if (dtype == DTYPE_F16) f.template operator()<Widened<F16>>();
-#ifdef QUIRE_BF16_DOT
+#if defined(QUIRE_TILES)
+    else f.template operator()<Tiled>();
+#elif defined(QUIRE_BF16_DOT)
     else f.template operator()<Pairs>();
 #else
     else f.template operator()<Widened<BF16>>();
@@ -36,7 +38,12 @@ static void with_kind(int32_t dtype, const F& f) {
 }  // namespace
 
 ENTRY(attention)(ParallelFor parallel_for, const Plan* plan, const AttentionParams* params) {
-    with_kind(plan->spec.dtype, [&]<class K>() { attend<K>(parallel_for, plan, params); });
+    with_kind(plan->spec.dtype, [&]<class K>() {
+#ifdef QUIRE_TILES
+        if constexpr (K::TILED) attend<Pairs>(parallel_for, plan, params); else
+#endif
+        attend<K>(parallel_for, plan, params);
+    });
 }
 
 // out = (e^lse_a * out_a + e^lse_b * out_b) / (e^lse_a + e^lse_b); rows [rows, dim], LSEs [rows], all contiguous.
@@ -128,6 +135,28 @@ extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(rope, QUIRE_ISA)(
         });
     });
     return -1;
+}
+
+// How weights and rows are laid out: bytes of a weight of [rows, in] once it is packed.
+extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(packed_bytes, QUIRE_ISA)(ParallelFor, int64_t rows, int64_t in, int32_t dtype) {
+    int64_t bytes = 0;
+    with_kind(dtype, [&]<class K>() { bytes = (rows + W - 1) / W * K::lanes(in) * LinearWorker<K>::LINE; });
+    return bytes;
+}
+
+// fp32 numbers that the copy of a row takes.
+extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(row_lanes, QUIRE_ISA)(ParallelFor, int64_t in, int32_t dtype) {
+    int64_t lanes = 0;
+    with_kind(dtype, [&]<class K>() { lanes = row_lanes<K>(in); });
+    return lanes;
+}
+
+// Whether so many rows of x that lie so many numbers apart are multiplied without being copied.
+extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(rows_in_place, QUIRE_ISA)(
+    ParallelFor, int64_t rows, int64_t in, int64_t stride, int32_t dtype) {
+    bool in_place = false;
+    with_kind(dtype, [&]<class K>() { in_place = rows_in_place<K>(rows, in, stride); });
+    return in_place;
 }
 
 ENTRY(linear)(ParallelFor parallel_for, const LinearParams* params) {

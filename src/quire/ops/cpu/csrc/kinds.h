@@ -5,6 +5,7 @@
 #pragma once
 
 #include "elements.h"
+#include "fetching.h"
 #include "matmul.h"
 
 namespace {
@@ -19,7 +20,9 @@ constexpr int FETCH_WEIGH = 2;   // for each lane of the values' operand
 struct Fp32 {
     using E = F32;
     using M = Multiply;
-    static constexpr int PAIR = 1;  // keys or values that a lane of an operand holds
+    static constexpr int PAIR = 1;     // numbers that a lane of an operand holds
+    static constexpr bool TILED = false;
+    static int64_t lanes(int64_t numbers) { return numbers; }  // of an operand
     QUIRE_INLINE void put_keys(float* at, V lanes, int) { store(at, lanes); }
     static constexpr int PER_LANE = 1;  // numbers in 32 bits of the cache
 };
@@ -29,6 +32,8 @@ struct Widened {
     using E = Element;
     using M = Multiply;
     static constexpr int PAIR = 1;
+    static constexpr bool TILED = false;
+    static int64_t lanes(int64_t numbers) { return numbers; }
     static constexpr int PER_LANE = 2;
     QUIRE_INLINE void put_keys(float* at, V lanes, int left) {
         store(at, E::lower(lanes));
@@ -41,25 +46,47 @@ struct Pairs {
     using E = BF16;
     using M = MultiplyPairs;
     static constexpr int PAIR = 2;
+    static constexpr bool TILED = false;
     static constexpr int PER_LANE = 2;
+    static int64_t lanes(int64_t numbers) { return (numbers + 1) / 2; }
     QUIRE_INLINE void put_keys(float* at, V lanes, int) { store(at, lanes); }
 };
 #endif
 
-// Lanes of an operand that D numbers take.
+#ifdef QUIRE_TILES
+constexpr int TILE_LANES = 16;  // of a row of a tile: 32 numbers
+
+// Pairs of bf16 that tiles multiply. An operand has whole tiles.
+struct Tiled {
+    using E = BF16;
+    static constexpr int PAIR = 2;
+    static constexpr bool TILED = true;
+    static constexpr int PER_LANE = 2;
+    static int64_t lanes(int64_t numbers) { return (numbers + 2 * TILE_LANES - 1) / (2 * TILE_LANES) * TILE_LANES; }
+    QUIRE_INLINE void put_keys(float* at, V lanes, int) { store(at, lanes); }
+};
+#endif
+
+// Lanes from one row of an operand to the next. A tile reads 16 rows at once, which must not compete for the same places of the
+// first cache: an odd number of its lines keeps them apart.
 template <class K>
-constexpr int operand_lanes(int dim) {
-    return K::PAIR == 2 ? (dim + 1) / 2 : dim;
+int64_t row_lanes(int64_t numbers) {
+    const int64_t lanes = K::lanes(numbers);
+    return K::TILED && lanes / 16 % 2 == 0 ? lanes + 16 : lanes;
 }
 
-// One row of queries as the lanes that are broadcast.
+// One row as lanes, zero after its end.
 template <class K>
-static void pack_query(const typename K::E::T* row, int dim, float* to) {
+static void pack_row(const typename K::E::T* row, int64_t numbers, float* to) {
     if constexpr (K::PAIR == 2) {
-        to[(dim - 1) / 2] = 0.0f;
-        memcpy(to, row, (size_t)dim * sizeof *row);
+        const int64_t lanes = K::lanes(numbers), last = K::TILED ? lanes - 16 : lanes - 1;
+        memset(to + last, 0, (size_t)(lanes - last) * sizeof *to);
+        memcpy(to, row, (size_t)numbers * sizeof *row);
     } else {
-        for (int c = 0; c < dim; c += W) put_part<F32>(to + c, get_part<typename K::E>(row + c, dim - c), dim - c);
+        for (int64_t c = 0; c < numbers; c += W) {
+            const int left = numbers - c < W ? (int)(numbers - c) : W;
+            put_part<F32>(to + c, get_part<typename K::E>(row + c, left), left);
+        }
     }
 }
 
@@ -70,11 +97,13 @@ struct Fetcher {
     const T* const* row;
     const T* const* end;
     const T* const* values;  // comes after the keys; null once it is the values' turn
-    int bytes, value_bytes, count, at = 0;
+    int bytes, value_bytes, count;
+    int32_t kind;
+    int at = 0;
 
     __attribute__((always_inline)) void fetch(int lines) {
         for (int i = 0; i < lines && row != end; i++) {
-            __builtin_prefetch((const char*)*row + at, 0, 3);
+            fetch_line((const char*)*row + at, kind);
             if ((at += 64) < bytes) continue;
             at = 0;
             if (++row == end && values) row = values, end = row + count, bytes = value_bytes, values = nullptr;
@@ -109,7 +138,7 @@ static void pack_keys(const T* const* rows, int count, int dim, float* to, Fetch
 template <class K, int N, bool WHOLE, class T = typename K::E::T>
 QUIRE_INLINE void get_values(const T* const* rows, int column, int left, V* to) {
     if constexpr (K::PAIR == 2) {
-#ifdef QUIRE_BF16_DOT
+#ifdef QUIRE_BF16_PAIRS
         QUIRE_UNROLL for (int j = 0; j < N; j += 2) {
             const int at = column + j * W, bytes = WHOLE ? 64 : (left - j * W) * 2;
             V high;

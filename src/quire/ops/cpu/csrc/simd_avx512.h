@@ -52,19 +52,34 @@ QUIRE_INLINE V upper_fp16(V lanes) {
     return (V)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)lanes, 16)));
 }
 
+// 16 numbers rounded to bf16; those below the smallest normal one become zero. pair_bf16: 32 numbers, in order.
 #if defined(__AVX512BF16__)
 #define QUIRE_BF16_DOT 1
 
 // acc + a.low * b.low + a.high * b.high, each lane a pair of bf16.
 QUIRE_INLINE V dot_bf16(V acc, V a, V b) { return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
 
-// 16 numbers rounded to bf16; those below the smallest normal one become zero.
 QUIRE_INLINE void narrow_bf16(uint16_t* p, V v) {
     _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
 }
-
-// 32 numbers rounded to bf16, in order.
 QUIRE_INLINE V pair_bf16(V first, V second) { return (V)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first); }
+#else
+QUIRE_INLINE U rounded_bf16(V v) {  // in the lower halves
+    const U bits = (U)v, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16, quiet = (bits >> 16) | 0x40u;
+    const U whole = (U)(v != v) ? quiet : rounded;  // adding could turn a NaN into an infinity
+    return (U)((bits & 0x7f800000u) == 0u) ? (bits >> 31) << 15 : whole;
+}
+QUIRE_INLINE void narrow_bf16(uint16_t* p, V v) { narrow_32_to_16(p, rounded_bf16(v)); }
+QUIRE_INLINE V pair_bf16(V first, V second) {
+    V v;
+    narrow_bf16((uint16_t*)&v, first), narrow_bf16((uint16_t*)&v + 16, second);
+    return v;
+}
+#endif
+
+#if defined(__AVX512BF16__) || defined(QUIRE_TILES)
+#define QUIRE_BF16_PAIRS 1  // bf16 is computed with in pairs, and rounded as above
+#endif
 
 // Two rows of 32 bf16 numbers to 32 lanes of pairs, in order.
 QUIRE_INLINE void interleave_bf16(V x, V y, V* low, V* high) {
@@ -74,6 +89,5 @@ QUIRE_INLINE void interleave_bf16(V x, V y, V* low, V* high) {
     *low = (V)_mm512_permutex2var_epi16((__m512i)x, first, (__m512i)y);
     *high = (V)_mm512_permutex2var_epi16((__m512i)x, second, (__m512i)y);
 }
-#endif
 
 }  // namespace

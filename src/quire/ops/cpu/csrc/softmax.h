@@ -78,7 +78,7 @@ QUIRE_INLINE float weigh_row(const float* s, float* weights, int low, int high, 
         }
         for (int i = 0; i < VECTORS; i += K::PAIR) {
             float* to = weights + (at + i * W) / K::PAIR;
-#ifdef QUIRE_BF16_DOT
+#ifdef QUIRE_BF16_PAIRS
             if constexpr (K::PAIR == 2) {
                 store(to, pair_bf16(w[i], w[i + 1]));
                 continue;

@@ -1,0 +1,25 @@
+// How memory is brought into the caches before it is used: a property of the core, not of the instruction set, and of no
+// consequence for any bit. quire/ops/cpu/fetching.py decides it when the library is loaded.
+#pragma once
+
+#include <cstdint>
+
+enum FetchKind : int32_t {
+    FETCH_PAST = 0,    // PREFETCHNTA: past the larger caches, where a step's weights would drive out all that is used again
+    FETCH_FIRST = 1,   // PREFETCHT0: into all caches
+    FETCH_SECOND = 2,  // PREFETCHT1: into all but the first
+};
+
+struct Fetching {
+    int32_t weights;        // FetchKind of a weight that only few rows are multiplied with
+    int32_t weights_ahead;  // bytes of each strip
+    int32_t keys;           // FetchKind of keys and values
+};
+
+extern "C" Fetching quire_fetching;  // in cache.cpp
+
+static inline __attribute__((always_inline)) void fetch_line(const char* at, int32_t kind) {
+    if (kind == FETCH_FIRST) __builtin_prefetch(at, 0, 3);
+    else if (kind == FETCH_SECOND) __builtin_prefetch(at, 0, 2);
+    else __builtin_prefetch(at, 0, 0);
+}

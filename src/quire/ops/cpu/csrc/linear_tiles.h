@@ -1,0 +1,200 @@
+// Products of bf16 by tiles. Every number of the output is the sum of its products with 32 inputs at a time, in the order of
+// tiles.h and in ascending order, plus the bias.
+//
+// A strip's 16 lines in a row are a tile as they lie. A row of x is copied, so that tiles of it can be read wherever it begins.
+#pragma once
+
+#include "linear.h"
+#include "tiles.h"
+
+namespace {
+
+struct LinearTiles {
+    static constexpr int LINE = 64;
+    static constexpr int CHUNK = 512;
+    static constexpr int PANEL_STRIPS = 16;
+    static constexpr int64_t PANEL_BYTES = 512 << 10;
+    static constexpr int UNIT = 2;  // strips whose rows of results make a cache line
+    static int64_t panel_strips(int64_t rows) { return rows > 32 ? PANEL_STRIPS : 4; }
+
+    static constexpr int64_t BYTES = 1024;  // of a tile
+    // Tiles of two strips that stay in the first cache while a chunk's rows pass by; a few more cost less than sums that wait.
+    static constexpr int64_t DEPTH = 12, WHOLE = 20;
+
+    LinearItems<LinearTiles> items;
+    alignas(64) float results[4][16][16];
+
+    explicit LinearTiles(LinearWork& all) : items(all) {}
+
+    void work() {
+        LinearItem item, after;
+        for (bool more = items.take(item); more; item = after) {
+            more = items.take(after);
+            if (!more) after.weight = item.weight;  // which is in the cache
+            if (item.rows <= 16) stream_one(item, after.weight);
+            else if (item.rows <= 32) stream_two(item, after.weight);
+            else multiply(item, after.weight);
+        }
+    }
+
+  private:
+    static const char* row_of(const LinearItem& item, int64_t row) {
+        return (const char*)(item.call->x + (item.first_row + row) * item.call->x_stride);
+    }
+
+    // The lines of COUNT tiles of a strip each.
+    template <int COUNT>
+    static void fetch(const char* at, int64_t stride) {
+        for (int j = 0; j < COUNT; j++)
+            for (int line = 0; line < 16; line++) fetch_line(at + j * stride + line * 64, FETCH_FIRST);
+    }
+
+    static constexpr int64_t AHEAD = 2;  // tiles of each strip that are fetched before they are loaded
+
+    // ------------------------------------------------------------------------------------ up to 16 rows
+
+    void stream_one(const LinearItem& item, const char* after) {
+        Tiles tiles({item.rows, item.rows});
+        for (int strip = 0; strip < item.strips; strip += 4) {
+            const int left = item.strips - strip;
+            const char* next = left > 4 ? item.weight + (strip + 4) * item.stride : after;
+            if (left >= 4) stream<4>(tiles, item, strip, next);
+            else if (left == 3) stream<3>(tiles, item, strip, next);
+            else if (left == 2) stream<2>(tiles, item, strip, next);
+            else stream<1>(tiles, item, strip, next);
+        }
+    }
+
+    template <int COUNT>
+    void stream(Tiles& tiles, const LinearItem& item, int strip, const char* next) {
+        const int64_t stride = item.stride, depth = item.call->lanes / TILE_LANES, lda = item.call->x_stride * 4;
+        const char *weight = item.weight + strip * stride, *rows = row_of(item, 0);
+        tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
+        for (int64_t k = 0; k < depth; k++, weight += BYTES) {
+            fetch<COUNT>(k + AHEAD < depth ? weight + AHEAD * BYTES : next + (k + AHEAD - depth) * BYTES, stride);
+            tiles.load<4>(rows + k * 64, lda);
+            tiles.load<6>(weight, 64), tiles.multiply<0, 4, 6>();
+            if constexpr (COUNT > 1) tiles.load<7>(weight + stride, 64), tiles.multiply<1, 4, 7>();
+            if constexpr (COUNT > 2) tiles.load<6>(weight + 2 * stride, 64), tiles.multiply<2, 4, 6>();
+            if constexpr (COUNT > 3) tiles.load<7>(weight + 3 * stride, 64), tiles.multiply<3, 4, 7>();
+        }
+        tiles.save<0>(results[0], 64), tiles.save<1>(results[1], 64), tiles.save<2>(results[2], 64), tiles.save<3>(results[3], 64);
+        put(item, 0, item.rows, strip, 0, COUNT > 1 ? 2 : 1);
+        if constexpr (COUNT > 2) put(item, 0, item.rows, strip + 2, 2, COUNT - 2);
+    }
+
+    // ---------------------------------------------------------------------------------------- 17 to 32 rows
+
+    void stream_two(const LinearItem& item, const char* after) {
+        Tiles tiles({16, item.rows - 16});
+        const int64_t stride = item.stride, depth = item.call->lanes / TILE_LANES, lda = item.call->x_stride * 4;
+        const char *first = row_of(item, 0), *second = row_of(item, 16);
+        for (int strip = 0; strip < item.strips; strip += 2) {
+            const char* weight = item.weight + strip * stride;
+            const int64_t other = strip + 1 < item.strips ? stride : 0;  // a strip without a second one is multiplied twice
+            const char* next = strip + 2 < item.strips ? weight + 2 * stride : after;
+            tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
+            for (int64_t k = 0; k < depth; k++, weight += BYTES) {
+                fetch<2>(k + AHEAD < depth ? weight + AHEAD * BYTES : next + (k + AHEAD - depth) * BYTES, other);
+                tiles.load<6>(weight, 64), tiles.load_far<4>(first + k * 64, lda);
+                tiles.load<7>(weight + other, 64), tiles.load_far<5>(second + k * 64, lda);
+                tiles.multiply<0, 4, 6>(), tiles.multiply<1, 4, 7>(), tiles.multiply<2, 5, 6>(), tiles.multiply<3, 5, 7>();
+            }
+            put_block(tiles, item, 0, strip);
+        }
+    }
+
+    // -------------------------------------------------------------------------------------------- more rows
+
+    // Two strips and two blocks of rows at a time. Where the inputs are many, in stretches: the sums wait in memory.
+    void multiply(const LinearItem& item, const char* after) {
+        alignas(64) static thread_local float sums[CHUNK / 32 * PANEL_STRIPS / 2][4][16][16];
+        Tiles tiles;
+        const int64_t stride = item.stride, depth = item.call->lanes / TILE_LANES, lda = item.call->x_stride * 4;
+        const int64_t stretches = depth <= WHOLE ? 1 : (depth + DEPTH - 1) / DEPTH;
+        const int blocks = (item.rows + 31) / 32;
+        for (int64_t stretch = 0; stretch < stretches; stretch++) {
+            const int64_t begin = depth * stretch / stretches, end = depth * (stretch + 1) / stretches;
+            for (int strip = 0; strip < item.strips; strip += 2) {
+                const char* weight = item.weight + strip * stride + begin * BYTES;
+                const int64_t other = strip + 1 < item.strips ? stride : 0;
+                // What is fetched meanwhile: the next two strips, the next stretch, or the next item.
+                const char* next = strip + 2 < item.strips      ? weight + 2 * stride
+                                   : stretch + 1 < stretches ? item.weight + end * BYTES
+                                                                : after;
+                const int64_t lines = (end - begin) * 32, each = (lines + (end - begin) * blocks - 1) / ((end - begin) * blocks);
+                int64_t line = 0;
+                for (int block = 0; block < blocks; block++) {
+                    const bool two = item.rows > block * 32 + 16;
+                    const char *first = row_of(item, block * 32), *second = two ? first + 16 * lda : first;
+                    auto& carried = sums[block * (PANEL_STRIPS / 2) + strip / 2];
+                    if (stretch) {
+                        tiles.load_far<0>(carried[0], 64), tiles.load_far<1>(carried[1], 64);
+                        tiles.load_far<2>(carried[2], 64), tiles.load_far<3>(carried[3], 64);
+                    } else {
+                        tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
+                    }
+                    for (int64_t k = begin; k < end; k++) {
+                        const char* at = weight + (k - begin) * BYTES;
+                        tiles.load<6>(at, 64), tiles.load_far<4>(first + k * 64, lda);
+                        tiles.load<7>(at + other, 64), tiles.load_far<5>(second + k * 64, lda);
+                        tiles.multiply<0, 4, 6>(), tiles.multiply<1, 4, 7>(), tiles.multiply<2, 5, 6>(), tiles.multiply<3, 5, 7>();
+                        for (int64_t l = 0; l < each && line < lines; l++, line++)
+                            fetch_line(next + (line & 1) * stride + (line >> 1) * 64, FETCH_SECOND);
+                    }
+                    if (stretch + 1 < stretches) {
+                        tiles.save<0>(carried[0], 64), tiles.save<1>(carried[1], 64);
+                        tiles.save<2>(carried[2], 64), tiles.save<3>(carried[3], 64);
+                    } else {
+                        put_block(tiles, item, block * 32, strip);
+                    }
+                }
+            }
+        }
+    }
+
+    // ---------------------------------------------------------------------------------------------- results
+
+    // Up to 32 rows of up to two strips.
+    void put_block(Tiles& tiles, const LinearItem& item, int row, int strip) {
+        const int count = item.strips - strip < 2 ? item.strips - strip : 2, rows = item.rows - row;
+        tiles.save<0>(results[0], 64), tiles.save<1>(results[1], 64), tiles.save<2>(results[2], 64), tiles.save<3>(results[3], 64);
+        put(item, row, rows < 16 ? rows : 16, strip, 0, count);
+        if (rows > 16) put(item, row + 16, rows < 32 ? rows - 16 : 16, strip, 2, count);
+    }
+
+    // Rows of one or two tiles of the results, from `tile` on.
+    void put(const LinearItem& item, int row, int rows, int strip, int tile, int count) const {
+        if (item.call->params->out_dtype == DTYPE_F32) put_rows<F32>(item, row, rows, strip, tile, count);
+        else put_rows<BF16>(item, row, rows, strip, tile, count);
+    }
+
+    template <class Out>
+    void put_rows(const LinearItem& item, int row, int rows, int strip, int tile, int count) const {
+        const LinearParams& p = *item.call->params;
+        const int64_t column = (item.first_strip + strip) * W, left = p.out_size - column;
+        const int first = left < W ? (int)left : W;
+        const int second = count < 2 ? 0 : left < 2 * W ? (int)left - W : W;
+        const V bias = p.bias ? get_part<F32>(p.bias + column, first) : V{};
+        const V more = p.bias && second ? get_part<F32>(p.bias + column + W, second) : V{};
+        typename Out::T* out = (typename Out::T*)p.out + (item.first_row + row) * p.out_size + column;
+        for (int i = 0; i < rows; i++, out += p.out_size) {
+            const V low = load(results[tile][i]) + bias;
+            if (!second) {
+                put_part<Out>(out, low, first);
+                continue;
+            }
+            const V high = load(results[tile + 1][i]) + more;
+            if constexpr (sizeof(typename Out::T) == 2) {
+                if (second == W) {
+                    store((float*)out, pair_bf16(low, high));
+                    continue;
+                }
+            }
+            put_part<Out>(out, low, W);
+            put_part<Out>(out + W, high, second);
+        }
+    }
+};
+
+}  // namespace

@@ -1,0 +1,126 @@
+// Products by vectors. Every number of the output is the bias, plus one chain of multiply-adds for each NEAR_LANES lanes, in
+// ascending order: the error grows with the root of the chains' length and number, not of all inputs.
+#pragma once
+
+#include "fetching.h"
+#include "linear.h"
+
+namespace {
+
+constexpr int64_t NEAR = 24 << 10;  // bytes of the weight that stay in the first cache while a chunk's rows pass by
+
+// The strips of one kind of number.
+template <class K>
+struct Strips {
+    using T = typename K::E::T;
+    static constexpr int VECTOR = W * (K::PAIR == 2 ? 4 : (int)sizeof(T));  // bytes
+    static constexpr int NEAR_LANES = (int)(NEAR / (COLUMNS * VECTOR));
+
+    const char* data;
+    int64_t stride;  // bytes from one strip to the next
+
+    __attribute__((always_inline)) V operator()(int64_t k, int j) const {
+        const char* at = data + j * stride + k * VECTOR;
+        if constexpr (K::PAIR == 2) return load((const float*)at);
+        else return K::E::get((const T*)at);
+    }
+};
+
+// Brings COUNT strips into the cache, a vector of each for each lane that is multiplied: up to lane `turn` from `here` on, then
+// from `after` on.
+template <class S, int COUNT>
+struct Fetch {
+    const char *here, *after;
+    int64_t turn, stride;
+    int32_t kind;
+
+    __attribute__((always_inline)) void operator()(int64_t k) const {
+        const char* at = (k < turn ? here : after) + k * S::VECTOR;
+        for (int j = 0; j < COUNT; j++) fetch_line(at + j * stride, kind);
+    }
+};
+
+template <class K>
+struct LinearVectors {
+    using E = typename K::E;
+    using S = Strips<K>;
+    static constexpr int LINE = S::VECTOR;
+    static constexpr int CHUNK = 96;  // rows of x that an item has at most
+    static constexpr int PANEL_STRIPS = COLUMNS;
+    static constexpr int64_t PANEL_BYTES = 512 << 10;  // of the weight, that stay in the second cache beside the rows
+    static constexpr int UNIT = 1;                     // strips that are not parted
+    static int64_t panel_strips(int64_t) { return PANEL_STRIPS; }
+
+    LinearItems<LinearVectors> items;
+    const Fetching fetching = quire_fetching;
+    alignas(64) float sums[CHUNK * PANEL];
+
+    explicit LinearVectors(LinearWork& all) : items(all) {}
+
+    void work() {
+        LinearItem item, after;
+        for (bool more = items.take(item); more; item = after) {
+            more = items.take(after);
+            if (!more) after.weight = item.weight;  // which is in the cache
+            start(item);
+            const int64_t lanes = item.call->lanes;
+            for (int64_t begin = 0; begin < lanes; begin += S::NEAR_LANES)
+                multiply(item, begin, begin + S::NEAR_LANES < lanes ? begin + S::NEAR_LANES : lanes, after.weight);
+            if (item.call->params->out_dtype == DTYPE_F32) finish<F32>(item);
+            else finish<E>(item);
+        }
+    }
+
+  private:
+    void start(const LinearItem& item) {
+        const LinearParams& p = *item.call->params;
+        for (int64_t c = 0; c < item.strips * W; c += W) {
+            const int64_t left = p.out_size - item.first_strip * W - c;
+            const V v = p.bias ? get_part<F32>(p.bias + item.first_strip * W + c, left < W ? (int)left : W) : V{};
+            for (int i = 0; i < item.rows; i++) store(sums + i * PANEL + c, v);
+        }
+    }
+
+    // after: the weight of the next item, which is fetched meanwhile once nothing is left of this one.
+    void multiply(const LinearItem& item, int64_t begin, int64_t end, const char* after) {
+        const RowBlocks blocks(item.rows);
+        const LinearCall& call = *item.call;
+        const int64_t lda = call.x_stride, stride = item.stride;
+        const float* x = call.x + item.first_row * lda;
+        const S weight{item.weight, stride};
+        // One block of rows fetches a little ahead. Several ones share the strips of the next stretch among them.
+        const int64_t ahead = blocks.blocks == 1 ? fetching.weights_ahead / S::VECTOR : end - begin;
+        const int64_t turn = call.lanes - ahead;
+        const char *here = item.weight + ahead * S::VECTOR, *next = after - turn * S::VECTOR;
+        for (int b = 0; b < blocks.blocks; b++) {
+            const float* a = x + blocks.first(b) * lda;
+            float* c = sums + blocks.first(b) * PANEL;
+            with_vectors(item.strips, [&]<int N>() {
+                with_rows(blocks.rows(b), [&]<int R>() {
+                    const auto run = [&]<int COUNT>(int32_t kind) {
+                        const int64_t share = b * COUNT < COLUMNS ? b * COUNT * stride : 0;
+                        const Fetch<S, COUNT> fetch{here + share, next + share, turn, stride, kind};
+                        micro_kernel<typename K::M, R, N, Sums::ADDED>(a, lda, weight, c, PANEL, begin, end, fetch);
+                    };
+                    if (blocks.blocks == 1) run.template operator()<COLUMNS>(fetching.weights);
+                    else if (blocks.blocks < COLUMNS) run.template operator()<2>(fetching.weights);
+                    else run.template operator()<1>(call.chunks == 1 ? fetching.weights : FETCH_FIRST);
+                });
+            });
+        }
+    }
+
+    template <class Out>
+    void finish(const LinearItem& item) {
+        const LinearParams& p = *item.call->params;
+        const int64_t column = item.first_strip * W;
+        const int64_t columns = p.out_size - column < item.strips * W ? p.out_size - column : item.strips * W;
+        for (int i = 0; i < item.rows; i++) {
+            typename Out::T* out = (typename Out::T*)p.out + (item.first_row + i) * p.out_size + column;
+            for (int64_t c = 0; c < columns; c += W)
+                put_part<Out>(out + c, load(sums + i * PANEL + c), columns - c < W ? (int)(columns - c) : W);
+        }
+    }
+};
+
+}  // namespace
