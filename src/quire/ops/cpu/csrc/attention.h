@@ -1,4 +1,5 @@
-// Attention over paged keys: each worker drains the plan's items and walks through their tiles.
+// Attention over paged keys: each worker drains the plan's items and walks through their tiles. How a tile is computed is in
+// attention_vectors.h and attention_tiles.h.
 #pragma once
 
 #include "parallel.h"
@@ -21,9 +22,6 @@ struct Place {
     const T* values[TILE];
 };
 
-// Up to as many blocks of rows, values are read where they lie: packing them first costs more than reading them twice.
-constexpr int FEW_BLOCKS = 2;
-
 // What all workers of a call share.
 struct Call {
     const Plan* plan;
@@ -33,7 +31,8 @@ struct Call {
 
 alignas(64) const float NOTHING[1024] = {};  // the key and the value of slots that do not belong to the item
 
-template <class K>
+// Self computes a tile: compute(step, after, fetcher).
+template <class Self, class K>
 struct Worker {
     using T = typename K::E::T;
     using Step = Place<T>;
@@ -171,73 +170,6 @@ struct Worker {
 
     // ------------------------------------------------------------------------------------------- a tile
 
-    void compute(const Step& step, const Step& after, bool more) {
-        const RowBlocks blocks(step.item->count);
-        const bool few = blocks.blocks <= FEW_BLOCKS;
-        Fetcher<T> fetcher{};  // of nothing; after the last step there is no other, and `after` holds what memory held
-        if (more) {
-            fetcher = {after.keys + after.begin, after.keys + after.stop, after.values + after.begin,
-                       spec.head_dim * (int)sizeof(T), spec.head_dim_v * (int)sizeof(T), after.stop - after.begin,
-                       quire_fetching.keys};
-        }
-        for (int at = step.begin; at < least(step.end, step.stop); at += PANEL) {
-            const int count = least(step.stop - at, PANEL);
-            pack_keys<K>(step.keys + at, count, spec.head_dim, keys, fetcher);
-            for (int b = 0; b < blocks.blocks; b++) {
-                const int first = blocks.first(b), rows = blocks.rows(b);
-                if (!sees(step.tile + at, PANEL, first, rows)) continue;
-                const float* q = query + (int64_t)first * lanes;
-                float* s = scores + (int64_t)first * TILE + at;
-                with_rows(rows, [&]<int R>() {
-                    auto fetching = [&](int) { fetcher.fetch(FETCH_SCORE); };
-                    const Panel operand{keys};
-                    if (!few) return micro_kernel<typename K::M, R, COLUMNS, Sums::REPLACED>(q, lanes, operand, s, TILE, 0, lanes, idle);
-                    with_vectors((count + W - 1) / W, [&]<int N>() {
-                        micro_kernel<typename K::M, R, N, Sums::REPLACED>(q, lanes, operand, s, TILE, 0, lanes, fetching);
-                    });
-                });
-            }
-        }
-        for (int i = 0; i < step.item->count; i++) {
-            if (few) fetcher.fetch(FETCH_ROW);
-            weigh(step, i);
-        }
-        const bool apart = hides_nonfinite(step);
-        for (int column = 0; column < spec.head_dim_v; column += PANEL) {
-            if (apart) add_seen_values(step, column, fetcher);
-            else add_values(step, blocks, column, fetcher);
-        }
-        fetcher.fetch(4 * TILE * (int)sizeof(T) * 1024 / 64);
-    }
-
-    // One panel of columns of the product of weights and values, added to the sums.
-    void add_values(const Step& step, const RowBlocks& blocks, int column, Fetcher<T>& fetcher) {
-        const int left = spec.head_dim_v - column;
-        const T* const* rows = step.values + step.begin;
-        const bool packed = blocks.blocks > FEW_BLOCKS;
-        with_width(left, [&]<int N, bool WHOLE>() {
-            if (packed) pack_panel<K, N, WHOLE>(rows, step.end - step.begin, column, left, values, fetcher);
-        });
-        for (int b = 0; b < blocks.blocks; b++) {
-            const int first = blocks.first(b), count = blocks.rows(b);
-            int begin = TILE, end = 0;
-            for (int i = first; i < first + count; i++) {
-                const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
-                if (from < to) begin = least(begin, from), end = most(end, to);
-            }
-            if (begin >= end) continue;
-            begin = (begin - step.begin) / K::PAIR, end = (end - step.begin + K::PAIR - 1) / K::PAIR;
-            const float* w = weights + (int64_t)first * lda_weights + step.begin / K::PAIR;
-            float* to = sums + (int64_t)first * wide + column;
-            with_width(left, [&]<int N, bool WHOLE>() {
-                with_rows(count, [&]<int R>() {
-                    if (packed) micro_kernel<typename K::M, R, N, Sums::CONTINUED>(w, lda_weights, Panel{values}, to, wide, begin, end, idle);
-                    else weigh_panel<K, R, N, WHOLE>(w, lda_weights, rows, begin, end, column, left, to, wide, fetcher);
-                });
-            });
-        }
-    }
-
     // Whether the value of a key that some row of the item does not see is not finite. A weight of 0 would not keep it from
     // that row's sums: 0 * inf is NaN.
     bool hides_nonfinite(const Step& step) const {
@@ -257,23 +189,6 @@ struct Worker {
         return from < to ? nonfinite(first, from) || nonfinite(to, stop) : nonfinite(first, stop);
     }
 
-    // As add_values for all row blocks, but each row is multiplied with nothing but the values that it sees. Slower, with the
-    // same bits.
-    void add_seen_values(const Step& step, int column, Fetcher<T>& fetcher) {
-        const int left = spec.head_dim_v - column;
-        const T* seen[TILE];
-        for (int i = 0; i < step.item->count; i++) {
-            const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
-            if (from >= to) continue;
-            const int begin = from / K::PAIR, end = (to + K::PAIR - 1) / K::PAIR;
-            for (int t = begin * K::PAIR; t < end * K::PAIR; t++) seen[t] = t >= from && t < to ? step.values[t] : (const T*)NOTHING;
-            const float* w = weights + (int64_t)i * lda_weights;
-            with_width(left, [&]<int N, bool WHOLE>() {
-                weigh_panel<K, 1, N, WHOLE>(w, lda_weights, seen, begin, end, column, left, sums + (int64_t)i * wide + column, wide, fetcher);
-            });
-        }
-    }
-
     bool sees(int position, int keys, int first, int rows) const {
         for (int i = first; i < first + rows; i++)
             if (low[i] < position + keys && high[i] > position) return true;
@@ -281,9 +196,7 @@ struct Worker {
     }
 
     // Scores of row i to weights, its sums brought to the new maximum.
-    void weigh(const Step& step, int i) {
-        float* s = scores + (int64_t)i * TILE;
-        float* w = weights + (int64_t)i * lda_weights;
+    void weigh(const Step& step, int i, float* s, float* w) {
         const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
         float highest = top[i];
         if (from < to) {
@@ -357,6 +270,10 @@ struct Worker {
         total = __builtin_fmaf(more_total, b, total * a);
     }
 
+    // Tiles of nothing but zeros are passed over for some blocks of rows and added for others, which decides on the sign of a
+    // sum that is zero: it is always positive here.
+    static V scaled(V sums, float factor) { return K::TILED ? fma(sums, splat(factor), V{}) : sums * factor; }
+
     // The sums of a row, all splits folded, to its output and LSE.
     void finish_row(const float* sums, float top, float total, int token, int head) {
         T* out = (T*)params.out + token * params.out_token + head * params.out_head;
@@ -372,7 +289,7 @@ struct Worker {
             memset(out, 0, (size_t)dim * sizeof(T));
         } else {
             for (int c = 0; c < dim; c += W)
-                put_part<typename K::E>(out + c, get_part<F32>(sums + c, dim - c) * factor, dim - c);
+                put_part<typename K::E>(out + c, scaled(get_part<F32>(sums + c, dim - c), factor), dim - c);
         }
         if (params.lse) {
             const float lse = total != 0.0f ? (top + __builtin_log2f(total)) * LN2 : -INF;
@@ -394,10 +311,17 @@ struct Worker {
             Step &step = steps[at], &after = steps[at ^ 1];
             more = next(step, after);
             const bool first = step.tile <= step.item->begin;
-            if (first) start_item(step);
+            if (first) static_cast<Self*>(this)->start_item(step);
             if (first && step.item->phase) resume_split(step);
             else if (first || step.tile % SPLIT == 0) start_split(step.item->count);
-            compute(step, after, more);
+            Fetcher<T> fetcher{};  // of nothing; after the last step there is no other, and `after` holds what memory held
+            if (more) {
+                fetcher = {after.keys + after.begin, after.keys + after.stop, after.values + after.begin,
+                           spec.head_dim * (int)sizeof(T), spec.head_dim_v * (int)sizeof(T), after.stop - after.begin,
+                           quire_fetching.keys};
+            }
+            static_cast<Self*>(this)->compute(step, fetcher);
+            fetcher.fetch(4 * TILE * (int)sizeof(T) * 1024 / 64);
             const bool last = step.tile + TILE >= step.item->end;
             if (last || (step.tile + TILE) % SPLIT == 0) end_split(step);
             if (last) end_item(step);
@@ -416,6 +340,26 @@ struct Worker {
     }
 };
 
+}  // namespace
+
+#include "attention_vectors.h"
+#ifdef QUIRE_TILES
+#include "attention_tiles.h"
+#endif
+
+namespace {
+
+template <class K>
+struct AttentionOf {
+    using Worker = VectorAttention<K>;
+};
+#ifdef QUIRE_TILES
+template <>
+struct AttentionOf<Tiled> {
+    using Worker = TileAttention;
+};
+#endif
+
 template <class K>
 static void attend(ParallelFor parallel_for, const Plan* plan, const AttentionParams* params) {
     const int64_t threads = plan->step.num_threads;
@@ -424,12 +368,12 @@ static void attend(ParallelFor parallel_for, const Plan* plan, const AttentionPa
     for (int64_t phase = 0; phase < plan->num_phases; phase++) {
         call.next = call.end;
         call.end = plan->phase_ends[phase] * heads;
-        parallel(parallel_for, threads, 1, [&](int64_t thread) { Worker<K>(call, thread).drain(); });
+        parallel(parallel_for, threads, 1, [&](int64_t thread) { typename AttentionOf<K>::Worker(call, thread).drain(); });
     }
     const int64_t merges = plan->num_split_tokens * plan->spec.num_heads;
     if (!merges) return;
     parallel(parallel_for, threads, 1, [&](int64_t thread) {
-        Worker<K> worker(call, thread);
+        typename AttentionOf<K>::Worker worker(call, thread);
         for (int64_t i = merges * thread / threads; i < merges * (thread + 1) / threads; i++) worker.merge(i);
     });
 }

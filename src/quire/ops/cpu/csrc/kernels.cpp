@@ -38,12 +38,7 @@ static void with_kind(int32_t dtype, const F& f) {
 }  // namespace
 
 ENTRY(attention)(ParallelFor parallel_for, const Plan* plan, const AttentionParams* params) {
-    with_kind(plan->spec.dtype, [&]<class K>() {
-#ifdef QUIRE_TILES
-        if constexpr (K::TILED) attend<Pairs>(parallel_for, plan, params); else
-#endif
-        attend<K>(parallel_for, plan, params);
-    });
+    with_kind(plan->spec.dtype, [&]<class K>() { attend<K>(parallel_for, plan, params); });
 }
 
 // out = (e^lse_a * out_a + e^lse_b * out_b) / (e^lse_a + e^lse_b); rows [rows, dim], LSEs [rows], all contiguous.

@@ -128,7 +128,7 @@ static void pack_keys(const T* const* rows, int count, int dim, float* to, Fetch
             }
             transpose(lanes);
             float* at = to + (int64_t)(c / step) * lanes_of_step * PANEL + t;
-            for (int i = 0; i < W && i * K::PER_LANE < left; i++)
+            for (int i = 0; i < W && (K::TILED || i * K::PER_LANE < left); i++)
                 K::put_keys(at + i * (lanes_of_step / W) * PANEL, lanes[i], left - i * K::PER_LANE);
         }
     }

@@ -57,10 +57,12 @@ struct Scratch {
     int64_t total() const { return query + keys + values + scores + weights + 2 * sums + 8 * row; }
 };
 
+static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 static inline Scratch scratch_sizes(const SpecParams& spec) {
-    int64_t lanes = round_up(spec.head_dim, 2), wide = round_up(spec.head_dim_v, 64);
-    return {MAX_ROWS * lanes, SUBTILE * lanes,        TILE * SUBTILE, MAX_ROWS * TILE, MAX_ROWS * TILE / 2,
+    // Tiles take all keys and values of a TILE at once, in pairs; vectors SUBTILE of them, each number in a lane.
+    int64_t lanes = round_up(spec.head_dim, 32), wide = round_up(spec.head_dim_v, 64);
+    return {MAX_ROWS * lanes, TILE / 2 * lanes,      TILE / 2 * most(wide, 2 * SUBTILE), MAX_ROWS * TILE, MAX_ROWS * TILE / 2,
             MAX_ROWS * wide,  round_up(MAX_ROWS, 16)};
 }

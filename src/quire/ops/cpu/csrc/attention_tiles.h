@@ -1,0 +1,231 @@
+// A tile of keys by tiles of the processor. Scores are sums over 32 dimensions at a time; a row's sums take in its values 32
+// keys at a time, which lie at absolute multiples of 32. So the bits of a row are the same in both of the ways below.
+#pragma once
+
+#include "attention.h"
+#include "tiles.h"
+
+namespace {
+
+struct TileAttention : Worker<TileAttention, Tiled> {
+    static constexpr int FEW = 16;    // rows up to which keys are multiplied where they lie
+    static constexpr int BLOCK = 32;  // rows whose scores stay in the first cache
+    static constexpr int GROUP = 32;  // keys whose values are weighed together
+    static constexpr int FETCH_SCORE_TILE = 24;  // lines to fetch while a tile of keys is scored; the rest with the values
+
+    Tiles tiles;
+    const int depth = lanes / TILE_LANES;
+    const bool adjacent = spec.head_dim % 32 == 0 && spec.block_size % W == 0;  // 16 keys are a tile where they lie
+    float* const columns = keys + 4 * W * row_lanes<Tiled>(spec.head_dim);      // few queries, transposed: [lane][row]
+
+    using Worker::Worker;
+
+    void start_item(const Step& step) {
+        Worker::start_item(step);
+        const int count = step.item->count;
+        if (count > FEW) return;
+        for (int c = 0; c < lanes; c += W) {
+            V rows[W];
+            for (int i = 0; i < W; i++) rows[i] = i < count ? load(query + (int64_t)i * lanes + c) : V{};
+            transpose(rows);
+            for (int i = 0; i < W; i++) store(columns + (c + i) * W, rows[i]);
+        }
+    }
+
+    void compute(const Step& step, Fetcher<T>& fetcher) {
+        const bool apart = hides_nonfinite(step);
+        if (step.item->count <= FEW) few(step, apart, fetcher);
+        else many(step, apart, fetcher);
+    }
+
+  private:
+    // The groups of keys that rows first.. see, as places within the step's tile.
+    bool seen(const Step& step, int first, int rows, int& begin, int& end) const {
+        begin = TILE, end = 0;
+        for (int i = first; i < first + rows; i++) {
+            const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
+            if (from < to) begin = least(begin, from), end = most(end, to);
+        }
+        begin = begin / GROUP * GROUP, end = (end + GROUP - 1) / GROUP * GROUP;
+        return begin < end;
+    }
+
+    // -------------------------------------------------------------------------------------------- few rows
+
+    // Keys are the rows and queries the columns of a product: a + b * c is a + c * b, so its bits are those of the other way.
+    void few(const Step& step, bool apart, Fetcher<T>& fetcher) {
+        const int count = step.item->count;
+        int begin, end;
+        const bool any = seen(step, 0, count, begin, end);
+        for (int at = begin / SUBTILE * SUBTILE; any && at < end; at += SUBTILE) score(step, at, fetcher);
+        for (int i = 0; i < count; i++) weigh(step, i, scores + i * TILE, weights + i * lda_weights);
+        if (!any) return;
+        if (apart) return add_seen_values(step, 0, count);
+        for (int column = 0; column < spec.head_dim_v; column += PANEL) {
+            const int left = spec.head_dim_v - column;
+            float* to = sums + column;
+            with_width(left, [&]<int N, bool WHOLE>() {
+                load_sums<N>(to, wide, W);
+                for (int at = begin; at < end; at += GROUP) {
+                    pack_panel<Tiled, N, WHOLE>(step.values + at, GROUP, column, left, values, fetcher);
+                    add_group<N>(weights + at / 2, values);
+                }
+                save_sums<N>(to, wide, W);
+            });
+        }
+    }
+
+    // The scores of SUBTILE keys.
+    void score(const Step& step, int at, Fetcher<T>& fetcher) {
+        const int count = step.item->count, first = most(step.item->begin - step.tile, 0);
+        const char* rows[4];
+        int64_t strides[4];
+        for (int t = 0; t < 4; t++) {
+            const int key = at + t * W;
+            if (adjacent && key >= first && key + W <= step.stop) {
+                rows[t] = (const char*)step.keys[key], strides[t] = params.k_slot * 2;
+                continue;
+            }
+            const int64_t apart = row_lanes<Tiled>(spec.head_dim);
+            float* copy = keys + t * W * apart;
+            for (int i = 0; i < W; i++) pack_row<Tiled>(step.keys[key + i], spec.head_dim, copy + i * apart);
+            rows[t] = (const char*)copy, strides[t] = apart * 4;
+        }
+        tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
+        for (int d = 0; d < depth; d++) {
+            tiles.load<6>(columns + d * TILE_LANES * W, 64);
+            tiles.load<4>(rows[0] + d * 64, strides[0]), tiles.multiply<0, 4, 6>(), fetcher.fetch(FETCH_SCORE_TILE);
+            tiles.load<5>(rows[1] + d * 64, strides[1]), tiles.multiply<1, 5, 6>(), fetcher.fetch(FETCH_SCORE_TILE);
+            tiles.load<4>(rows[2] + d * 64, strides[2]), tiles.multiply<2, 4, 6>(), fetcher.fetch(FETCH_SCORE_TILE);
+            tiles.load<5>(rows[3] + d * 64, strides[3]), tiles.multiply<3, 5, 6>(), fetcher.fetch(FETCH_SCORE_TILE);
+        }
+        alignas(64) float found[4][W][W];  // [key][row]
+        tiles.save<0>(found[0], 64), tiles.save<1>(found[1], 64), tiles.save<2>(found[2], 64), tiles.save<3>(found[3], 64);
+        for (int t = 0; t < 4; t++) {
+            V lines[W];
+            for (int i = 0; i < W; i++) lines[i] = load(found[t][i]);
+            transpose(lines);
+            for (int i = 0; i < count; i++) store(scores + i * TILE + at + t * W, lines[i]);
+        }
+    }
+
+    // ------------------------------------------------------------------------------------------- many rows
+
+    void many(const Step& step, bool apart, Fetcher<T>& fetcher) {
+        const int stop = least(step.end, step.stop);
+        for (int at = step.begin; at < stop; at += PANEL)
+            pack_keys<Tiled>(step.keys + at, least(stop - at, PANEL), spec.head_dim, keys + (int64_t)at * lanes, fetcher);
+        for (int column = 0; column < spec.head_dim_v; column += PANEL) {
+            const int left = spec.head_dim_v - column;
+            with_width(left, [&]<int N, bool WHOLE>() {
+                pack_panel<Tiled, N, WHOLE>(step.values + step.begin, step.end - step.begin, column, left, panel_of(column, step.begin), fetcher);
+            });
+        }
+        for (int first = 0; first < step.item->count; first += BLOCK) {
+            const int rows = least(step.item->count - first, BLOCK);
+            int begin, end;
+            const bool any = seen(step, first, rows, begin, end);
+            if (any) score_block(first, rows, begin, end);
+            for (int i = 0; i < rows; i++) weigh(step, first + i, scores + i * TILE, weights + i * lda_weights);
+            if (!any) continue;
+            if (apart) add_seen_values(step, first, rows);
+            else add_block(first, rows, begin, end);
+        }
+    }
+
+    // The packed values of a panel of columns, from a key on.
+    float* panel_of(int column, int key) const { return values + (int64_t)column / PANEL * (TILE / 2) * PANEL + key / 2 * PANEL; }
+
+    // 32 keys and up to 32 rows at a time.
+    void score_block(int first, int rows, int begin, int end) {
+        const float *a = query + (int64_t)first * lanes, *second = rows > 16 ? a + 16 * lanes : a;
+        for (int at = begin; at < end; at += 32) {
+            const float* b = keys + (int64_t)(at / PANEL * PANEL) * lanes + at % PANEL;
+            tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
+            for (int c = 0; c < lanes; c += TILE_LANES, b += TILE_LANES * PANEL) {
+                tiles.load<6>(b, PANEL * 4), tiles.load<4>(a + c, lanes * 4);
+                tiles.load<7>(b + 16, PANEL * 4), tiles.load<5>(second + c, lanes * 4);
+                tiles.multiply<0, 4, 6>(), tiles.multiply<1, 4, 7>(), tiles.multiply<2, 5, 6>(), tiles.multiply<3, 5, 7>();
+            }
+            float* to = scores + at;
+            tiles.save<0>(to, TILE * 4), tiles.save<1>(to + 16, TILE * 4);
+            tiles.save<2>(to + 16 * TILE, TILE * 4), tiles.save<3>(to + 16 * TILE + 16, TILE * 4);
+        }
+    }
+
+    void add_block(int first, int rows, int begin, int end) {
+        const float *a = weights, *second = rows > 16 ? a + 16 * lda_weights : a;
+        for (int column = 0; column < spec.head_dim_v; column += 32) {
+            float *to = sums + (int64_t)first * wide + column, *lower = to + 16 * wide;
+            tiles.load<0>(to, wide * 4), tiles.load<1>(to + 16, wide * 4);
+            tiles.load<2>(lower, wide * 4), tiles.load<3>(lower + 16, wide * 4);
+            const float* b = panel_of(column, begin) + column % PANEL;
+            for (int at = begin / 2; at < end / 2; at += TILE_LANES, b += TILE_LANES * PANEL) {
+                tiles.load<6>(b, PANEL * 4), tiles.load<4>(a + at, lda_weights * 4);
+                tiles.load<7>(b + 16, PANEL * 4), tiles.load<5>(second + at, lda_weights * 4);
+                tiles.multiply<0, 4, 6>(), tiles.multiply<1, 4, 7>(), tiles.multiply<2, 5, 6>(), tiles.multiply<3, 5, 7>();
+            }
+            tiles.save<0>(to, wide * 4), tiles.save<1>(to + 16, wide * 4);
+            tiles.save<2>(lower, wide * 4), tiles.save<3>(lower + 16, wide * 4);
+        }
+    }
+
+    // ---------------------------------------------------------------------------------- up to 16 rows' sums
+
+    // N tiles of sums; stride: from one row to the next, apart: from one tile to the next.
+    template <int N>
+    void load_sums(const float* at, int64_t stride, int64_t apart) {
+        tiles.load<0>(at, stride * 4);
+        if constexpr (N > 1) tiles.load<1>(at + apart, stride * 4);
+        if constexpr (N > 2) tiles.load<2>(at + 2 * apart, stride * 4);
+        if constexpr (N > 3) tiles.load<3>(at + 3 * apart, stride * 4);
+    }
+
+    template <int N>
+    void save_sums(float* at, int64_t stride, int64_t apart) {
+        tiles.save<0>(at, stride * 4);
+        if constexpr (N > 1) tiles.save<1>(at + apart, stride * 4);
+        if constexpr (N > 2) tiles.save<2>(at + 2 * apart, stride * 4);
+        if constexpr (N > 3) tiles.save<3>(at + 3 * apart, stride * 4);
+    }
+
+    // The values of a group, packed, by their weights.
+    template <int N>
+    void add_group(const float* weight, const float* packed) {
+        tiles.load<4>(weight, lda_weights * 4);
+        tiles.load<6>(packed, PANEL * 4), tiles.multiply<0, 4, 6>();
+        if constexpr (N > 1) tiles.load<7>(packed + W, PANEL * 4), tiles.multiply<1, 4, 7>();
+        if constexpr (N > 2) tiles.load<6>(packed + 2 * W, PANEL * 4), tiles.multiply<2, 4, 6>();
+        if constexpr (N > 3) tiles.load<7>(packed + 3 * W, PANEL * 4), tiles.multiply<3, 4, 7>();
+    }
+
+    // Each row is multiplied with nothing but the values that it sees. Slower, with the same bits.
+    void add_seen_values(const Step& step, int first, int rows) {
+        alignas(64) float all[4][W][W];  // of which the first row is wanted
+        const T* given[GROUP];
+        Fetcher<T> nothing{};
+        for (int i = 0; i < rows; i++) {
+            int begin, end;
+            if (!seen(step, first + i, 1, begin, end)) continue;
+            const int from = low[first + i] - step.tile, to = high[first + i] - step.tile;
+            for (int column = 0; column < spec.head_dim_v; column += PANEL) {
+                const int left = spec.head_dim_v - column;
+                float* row = sums + (int64_t)(first + i) * wide + column;
+                for (int j = 0; j < 4; j++) store(all[j][0], load(row + j * W));
+                with_width(left, [&]<int N, bool WHOLE>() {
+                    load_sums<N>(all[0][0], W, W * W);
+                    for (int at = begin; at < end; at += GROUP) {
+                        for (int t = 0; t < GROUP; t++)
+                            given[t] = at + t >= from && at + t < to ? step.values[at + t] : (const T*)NOTHING;
+                        pack_panel<Tiled, N, WHOLE>(given, GROUP, column, left, keys, nothing);
+                        add_group<N>(weights + i * lda_weights + at / 2, keys);
+                    }
+                    save_sums<N>(all[0][0], W, W * W);
+                });
+                for (int j = 0; j < 4; j++) store(row + j * W, load(all[j][0]));
+            }
+        }
+    }
+};
+
+}  // namespace

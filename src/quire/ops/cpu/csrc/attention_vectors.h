@@ -1,0 +1,98 @@
+// A tile by vectors: keys are transposed and scored, and values weighed where they lie or, for many rows, packed first.
+#pragma once
+
+#include "attention.h"
+
+namespace {
+
+// Up to as many blocks of rows, values are read where they lie: packing them first costs more than reading them twice.
+constexpr int FEW_BLOCKS = 2;
+
+template <class K>
+struct VectorAttention : Worker<VectorAttention<K>, K> {
+    using Base = Worker<VectorAttention<K>, K>;
+    using typename Base::Step;
+    using typename Base::T;
+    using Base::Base, Base::hides_nonfinite, Base::sees, Base::weigh;
+    using Base::lanes, Base::lda_weights, Base::wide, Base::spec;
+    using Base::query, Base::keys, Base::values, Base::scores, Base::weights, Base::sums, Base::low, Base::high;
+
+    void compute(const Step& step, Fetcher<T>& fetcher) {
+        const RowBlocks blocks(step.item->count);
+        const bool few = blocks.blocks <= FEW_BLOCKS;
+        for (int at = step.begin; at < least(step.end, step.stop); at += PANEL) {
+            const int count = least(step.stop - at, PANEL);
+            pack_keys<K>(step.keys + at, count, spec.head_dim, keys, fetcher);
+            for (int b = 0; b < blocks.blocks; b++) {
+                const int first = blocks.first(b), rows = blocks.rows(b);
+                if (!sees(step.tile + at, PANEL, first, rows)) continue;
+                const float* q = query + (int64_t)first * lanes;
+                float* s = scores + (int64_t)first * TILE + at;
+                with_rows(rows, [&]<int R>() {
+                    auto fetching = [&](int) { fetcher.fetch(FETCH_SCORE); };
+                    const Panel operand{keys};
+                    if (!few) return micro_kernel<typename K::M, R, COLUMNS, Sums::REPLACED>(q, lanes, operand, s, TILE, 0, lanes, idle);
+                    with_vectors((count + W - 1) / W, [&]<int N>() {
+                        micro_kernel<typename K::M, R, N, Sums::REPLACED>(q, lanes, operand, s, TILE, 0, lanes, fetching);
+                    });
+                });
+            }
+        }
+        for (int i = 0; i < step.item->count; i++) {
+            if (few) fetcher.fetch(FETCH_ROW);
+            weigh(step, i, scores + (int64_t)i * TILE, weights + (int64_t)i * lda_weights);
+        }
+        const bool apart = hides_nonfinite(step);
+        for (int column = 0; column < spec.head_dim_v; column += PANEL) {
+            if (apart) add_seen_values(step, column, fetcher);
+            else add_values(step, blocks, column, fetcher);
+        }
+    }
+
+    // One panel of columns of the product of weights and values, added to the sums.
+    void add_values(const Step& step, const RowBlocks& blocks, int column, Fetcher<T>& fetcher) {
+        const int left = spec.head_dim_v - column;
+        const T* const* rows = step.values + step.begin;
+        const bool packed = blocks.blocks > FEW_BLOCKS;
+        with_width(left, [&]<int N, bool WHOLE>() {
+            if (packed) pack_panel<K, N, WHOLE>(rows, step.end - step.begin, column, left, values, fetcher);
+        });
+        for (int b = 0; b < blocks.blocks; b++) {
+            const int first = blocks.first(b), count = blocks.rows(b);
+            int begin = TILE, end = 0;
+            for (int i = first; i < first + count; i++) {
+                const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
+                if (from < to) begin = least(begin, from), end = most(end, to);
+            }
+            if (begin >= end) continue;
+            begin = (begin - step.begin) / K::PAIR, end = (end - step.begin + K::PAIR - 1) / K::PAIR;
+            const float* w = weights + (int64_t)first * lda_weights + step.begin / K::PAIR;
+            float* to = sums + (int64_t)first * wide + column;
+            with_width(left, [&]<int N, bool WHOLE>() {
+                with_rows(count, [&]<int R>() {
+                    if (packed) micro_kernel<typename K::M, R, N, Sums::CONTINUED>(w, lda_weights, Panel{values}, to, wide, begin, end, idle);
+                    else weigh_panel<K, R, N, WHOLE>(w, lda_weights, rows, begin, end, column, left, to, wide, fetcher);
+                });
+            });
+        }
+    }
+
+    // As add_values for all row blocks, but each row is multiplied with nothing but the values that it sees. Slower, with the
+    // same bits.
+    void add_seen_values(const Step& step, int column, Fetcher<T>& fetcher) {
+        const int left = spec.head_dim_v - column;
+        const T* seen[TILE];
+        for (int i = 0; i < step.item->count; i++) {
+            const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
+            if (from >= to) continue;
+            const int begin = from / K::PAIR, end = (to + K::PAIR - 1) / K::PAIR;
+            for (int t = begin * K::PAIR; t < end * K::PAIR; t++) seen[t] = t >= from && t < to ? step.values[t] : (const T*)NOTHING;
+            const float* w = weights + (int64_t)i * lda_weights;
+            with_width(left, [&]<int N, bool WHOLE>() {
+                weigh_panel<K, 1, N, WHOLE>(w, lda_weights, seen, begin, end, column, left, sums + (int64_t)i * wide + column, wide, fetcher);
+            });
+        }
+    }
+};
+
+}  // namespace
