@@ -28,7 +28,7 @@ from quire.ops.cpu import native
 from quire.ops.memory import in_huge_pages
 from quire_bench.plot import drawn
 
-CACHE_BYTES = 192 * 2**20  # of K and V that decode goes round in, several times a last-level cache
+CACHE_BYTES = 1024 * 2**20  # of K and V that decode goes round in, several times a last-level cache
 READ_BYTES = 256 * 2**20
 
 

@@ -170,6 +170,15 @@ struct Worker {
 
     // ------------------------------------------------------------------------------------------- a tile
 
+    // Brings in what the next tile reads; nothing after the last one.
+    Fetcher<T> fetcher_of(const Step* after) const {
+        if (!after) return {};
+        return {after->keys + after->begin, after->keys + after->stop, after->values + after->begin,
+                spec.head_dim * (int)sizeof(T), spec.head_dim_v * (int)sizeof(T), after->stop - after->begin, quire_fetching.keys};
+    }
+
+    static constexpr int ALL_LINES = 4 * TILE * (int)sizeof(T) * 1024 / 64;  // of a tile, at least
+
     // Whether the value of a key that some row of the item does not see is not finite. A weight of 0 would not keep it from
     // that row's sums: 0 * inf is NaN.
     bool hides_nonfinite(const Step& step) const {
@@ -314,14 +323,7 @@ struct Worker {
             if (first) static_cast<Self*>(this)->start_item(step);
             if (first && step.item->phase) resume_split(step);
             else if (first || step.tile % SPLIT == 0) start_split(step.item->count);
-            Fetcher<T> fetcher{};  // of nothing; after the last step there is no other, and `after` holds what memory held
-            if (more) {
-                fetcher = {after.keys + after.begin, after.keys + after.stop, after.values + after.begin,
-                           spec.head_dim * (int)sizeof(T), spec.head_dim_v * (int)sizeof(T), after.stop - after.begin,
-                           quire_fetching.keys};
-            }
-            static_cast<Self*>(this)->compute(step, fetcher);
-            fetcher.fetch(4 * TILE * (int)sizeof(T) * 1024 / 64);
+            static_cast<Self*>(this)->compute(step, more ? &after : nullptr);
             const bool last = step.tile + TILE >= step.item->end;
             if (last || (step.tile + TILE) % SPLIT == 0) end_split(step);
             if (last) end_item(step);

@@ -11,7 +11,6 @@ struct TileAttention : Worker<TileAttention, Tiled> {
     static constexpr int FEW = 16;    // rows up to which keys are multiplied where they lie
     static constexpr int BLOCK = 32;  // rows whose scores stay in the first cache
     static constexpr int GROUP = 32;  // keys whose values are weighed together
-    static constexpr int FETCH_SCORE_TILE = 24;  // lines to fetch while a tile of keys is scored; the rest with the values
 
     Tiles tiles;
     const int depth = lanes / TILE_LANES;
@@ -32,10 +31,9 @@ struct TileAttention : Worker<TileAttention, Tiled> {
         }
     }
 
-    void compute(const Step& step, Fetcher<T>& fetcher) {
-        const bool apart = hides_nonfinite(step);
-        if (step.item->count <= FEW) few(step, apart, fetcher);
-        else many(step, apart, fetcher);
+    void compute(const Step& step, const Step* after) {
+        if (step.item->count <= FEW) few(step);
+        else many(step, after);
     }
 
   private:
@@ -53,21 +51,21 @@ struct TileAttention : Worker<TileAttention, Tiled> {
     // -------------------------------------------------------------------------------------------- few rows
 
     // Keys are the rows and queries the columns of a product: a + b * c is a + c * b, so its bits are those of the other way.
-    void few(const Step& step, bool apart, Fetcher<T>& fetcher) {
+    void few(const Step& step) {
         const int count = step.item->count;
         int begin, end;
         const bool any = seen(step, 0, count, begin, end);
-        for (int at = begin / SUBTILE * SUBTILE; any && at < end; at += SUBTILE) score(step, at, fetcher);
+        for (int at = begin / SUBTILE * SUBTILE; any && at < end; at += SUBTILE) score(step, at);
         for (int i = 0; i < count; i++) weigh(step, i, scores + i * TILE, weights + i * lda_weights);
         if (!any) return;
-        if (apart) return add_seen_values(step, 0, count);
+        if (hides_nonfinite(step)) return add_seen_values(step, 0, count);
         for (int column = 0; column < spec.head_dim_v; column += PANEL) {
             const int left = spec.head_dim_v - column;
             float* to = sums + column;
             with_width(left, [&]<int N, bool WHOLE>() {
                 load_sums<N>(to, wide, W);
                 for (int at = begin; at < end; at += GROUP) {
-                    pack_panel<Tiled, N, WHOLE>(step.values + at, GROUP, column, left, values, fetcher);
+                    pack_panel<Tiled, N, WHOLE>(step.values + at, GROUP, column, left, values, [] {});
                     add_group<N>(weights + at / 2, values);
                 }
                 save_sums<N>(to, wide, W);
@@ -76,7 +74,7 @@ struct TileAttention : Worker<TileAttention, Tiled> {
     }
 
     // The scores of SUBTILE keys.
-    void score(const Step& step, int at, Fetcher<T>& fetcher) {
+    void score(const Step& step, int at) {
         const int count = step.item->count, first = most(step.item->begin - step.tile, 0);
         const char* rows[4];
         int64_t strides[4];
@@ -94,10 +92,10 @@ struct TileAttention : Worker<TileAttention, Tiled> {
         tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
         for (int d = 0; d < depth; d++) {
             tiles.load<6>(columns + d * TILE_LANES * W, 64);
-            tiles.load<4>(rows[0] + d * 64, strides[0]), tiles.multiply<0, 4, 6>(), fetcher.fetch(FETCH_SCORE_TILE);
-            tiles.load<5>(rows[1] + d * 64, strides[1]), tiles.multiply<1, 5, 6>(), fetcher.fetch(FETCH_SCORE_TILE);
-            tiles.load<4>(rows[2] + d * 64, strides[2]), tiles.multiply<2, 4, 6>(), fetcher.fetch(FETCH_SCORE_TILE);
-            tiles.load<5>(rows[3] + d * 64, strides[3]), tiles.multiply<3, 5, 6>(), fetcher.fetch(FETCH_SCORE_TILE);
+            tiles.load_far<4>(rows[0] + d * 64, strides[0]), tiles.multiply<0, 4, 6>();
+            tiles.load_far<5>(rows[1] + d * 64, strides[1]), tiles.multiply<1, 5, 6>();
+            tiles.load_far<4>(rows[2] + d * 64, strides[2]), tiles.multiply<2, 4, 6>();
+            tiles.load_far<5>(rows[3] + d * 64, strides[3]), tiles.multiply<3, 5, 6>();
         }
         alignas(64) float found[4][W][W];  // [key][row]
         tiles.save<0>(found[0], 64), tiles.save<1>(found[1], 64), tiles.save<2>(found[2], 64), tiles.save<3>(found[3], 64);
@@ -111,14 +109,17 @@ struct TileAttention : Worker<TileAttention, Tiled> {
 
     // ------------------------------------------------------------------------------------------- many rows
 
-    void many(const Step& step, bool apart, Fetcher<T>& fetcher) {
+    void many(const Step& step, const Step* after) {
+        Fetcher<T> fetcher = fetcher_of(after);
+        const bool apart = hides_nonfinite(step);
         const int stop = least(step.end, step.stop);
         for (int at = step.begin; at < stop; at += PANEL)
             pack_keys<Tiled>(step.keys + at, least(stop - at, PANEL), spec.head_dim, keys + (int64_t)at * lanes, fetcher);
         for (int column = 0; column < spec.head_dim_v; column += PANEL) {
             const int left = spec.head_dim_v - column;
             with_width(left, [&]<int N, bool WHOLE>() {
-                pack_panel<Tiled, N, WHOLE>(step.values + step.begin, step.end - step.begin, column, left, panel_of(column, step.begin), fetcher);
+                pack_panel<Tiled, N, WHOLE>(step.values + step.begin, step.end - step.begin, column, left, panel_of(column, step.begin),
+                                              [&] { fetcher.fetch(FETCH_WEIGH); });
             });
         }
         for (int first = 0; first < step.item->count; first += BLOCK) {
@@ -131,6 +132,7 @@ struct TileAttention : Worker<TileAttention, Tiled> {
             if (apart) add_seen_values(step, first, rows);
             else add_block(first, rows, begin, end);
         }
+        fetcher.fetch(ALL_LINES);
     }
 
     // The packed values of a panel of columns, from a key on.
@@ -203,7 +205,6 @@ struct TileAttention : Worker<TileAttention, Tiled> {
     void add_seen_values(const Step& step, int first, int rows) {
         alignas(64) float all[4][W][W];  // of which the first row is wanted
         const T* given[GROUP];
-        Fetcher<T> nothing{};
         for (int i = 0; i < rows; i++) {
             int begin, end;
             if (!seen(step, first + i, 1, begin, end)) continue;
@@ -217,7 +218,7 @@ struct TileAttention : Worker<TileAttention, Tiled> {
                     for (int at = begin; at < end; at += GROUP) {
                         for (int t = 0; t < GROUP; t++)
                             given[t] = at + t >= from && at + t < to ? step.values[at + t] : (const T*)NOTHING;
-                        pack_panel<Tiled, N, WHOLE>(given, GROUP, column, left, keys, nothing);
+                        pack_panel<Tiled, N, WHOLE>(given, GROUP, column, left, keys, [] {});
                         add_group<N>(weights + i * lda_weights + at / 2, keys);
                     }
                     save_sums<N>(all[0][0], W, W * W);

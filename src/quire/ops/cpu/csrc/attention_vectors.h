@@ -13,11 +13,12 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
     using Base = Worker<VectorAttention<K>, K>;
     using typename Base::Step;
     using typename Base::T;
-    using Base::Base, Base::hides_nonfinite, Base::sees, Base::weigh;
+    using Base::Base, Base::fetcher_of, Base::hides_nonfinite, Base::sees, Base::weigh;
     using Base::lanes, Base::lda_weights, Base::wide, Base::spec;
     using Base::query, Base::keys, Base::values, Base::scores, Base::weights, Base::sums, Base::low, Base::high;
 
-    void compute(const Step& step, Fetcher<T>& fetcher) {
+    void compute(const Step& step, const Step* after) {
+        Fetcher<T> fetcher = fetcher_of(after);
         const RowBlocks blocks(step.item->count);
         const bool few = blocks.blocks <= FEW_BLOCKS;
         for (int at = step.begin; at < least(step.end, step.stop); at += PANEL) {
@@ -47,6 +48,7 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
             if (apart) add_seen_values(step, column, fetcher);
             else add_values(step, blocks, column, fetcher);
         }
+        fetcher.fetch(Base::ALL_LINES);
     }
 
     // One panel of columns of the product of weights and values, added to the sums.
@@ -55,7 +57,7 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
         const T* const* rows = step.values + step.begin;
         const bool packed = blocks.blocks > FEW_BLOCKS;
         with_width(left, [&]<int N, bool WHOLE>() {
-            if (packed) pack_panel<K, N, WHOLE>(rows, step.end - step.begin, column, left, values, fetcher);
+            if (packed) pack_panel<K, N, WHOLE>(rows, step.end - step.begin, column, left, values, [&] { fetcher.fetch(FETCH_WEIGH); });
         });
         for (int b = 0; b < blocks.blocks; b++) {
             const int first = blocks.first(b), count = blocks.rows(b);

@@ -151,13 +151,14 @@ QUIRE_INLINE void get_values(const T* const* rows, int column, int left, V* to) 
     }
 }
 
-// The values of `count` keys (even where lanes are pairs) of one panel of columns, as an operand: to[lane][column].
-template <class K, int N, bool WHOLE, class T = typename K::E::T>
-static void pack_panel(const T* const* rows, int count, int column, int left, float* to, Fetcher<T>& fetcher) {
+// The values of `count` keys (even where lanes are pairs) of one panel of columns, as an operand: to[lane][column]. `fetch` is
+// called for each lane.
+template <class K, int N, bool WHOLE, class Fetch, class T = typename K::E::T>
+static void pack_panel(const T* const* rows, int count, int column, int left, float* to, const Fetch& fetch) {
     for (int t = 0; t < count; t += K::PAIR, to += PANEL) {
         V values[N];
         get_values<K, N, WHOLE>(rows + t, column, left, values);
-        fetcher.fetch(FETCH_WEIGH);
+        fetch();
         QUIRE_UNROLL for (int j = 0; j < N; j++) store(to + j * W, values[j]);
     }
 }
