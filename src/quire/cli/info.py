@@ -51,6 +51,9 @@ def _show_machine() -> None:
     row("CPU", f"{torch.get_num_threads()} threads, {', '.join(_cpu_features()) or 'no vector extension known'}")
     if native.unavailable() is None:
         row("native kernels", f"{native.default().isa}, of {', '.join(native.runnable(native.library_path()))}")
+        if reason := native.amx_refusal():
+            row("AMX", f"not used: {reason}")
+        row("prefetch", str(native.default().fetching))
     row("CUDA", torch.cuda.get_device_name() if torch.cuda.is_available() else "none")
     for name in ops.BACKENDS:
         reason = ops.unavailable(name, "cpu")

@@ -16,8 +16,18 @@ from typing import Any
 import torch
 
 from quire.errors import Unsupported
+from quire.ops.cpu import fetching
 
-ISAS = ("amx", "avx512_bf16", "avx512", "avx2")  # the best first
+ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "amx_emulated")  # the best first; the last one is for tests
+# What machine.cpp says of AMX, by number.
+AMX_REFUSALS = (
+    None,
+    "this CPU lacks AVX512_BF16",
+    "this CPU has no AMX tiles for bf16",
+    "the operating system does not save AMX tiles",
+    "the operating system does not permit this process to use AMX tiles",
+    "the sums of this CPU's AMX tiles are not in the documented order",
+)
 TILE_ROWS = 16
 MANY_ROWS = 2**31 - 1  # of which some must be copied, if of any number of rows
 NO_MEMORY = 1  # as plan_update returns it
@@ -29,7 +39,9 @@ class SpecParams(Structure):
 
     _fields_ = [
         (name, c_int32)
-        for name in "num_heads num_kv_heads head_dim head_dim_v block_size causal window dtype".split()
+        for name in (
+            "num_heads num_kv_heads head_dim head_dim_v block_size causal window dtype item_rows memory_rows".split()
+        )
     ]  # fmt: skip
 
 
@@ -173,6 +185,7 @@ class ProgramParams(Structure):
 # Entry points of every instruction set: result, arguments after the address of torch's parallel_for.
 _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "item_sizes": (None, (_I, POINTER(c_int32), POINTER(c_int32))),
     "attention": (None, (_P, POINTER(AttentionParams))),
     "merge_states": (None, (_P, _P, _P, _P, _P, _P, _L, _L, _I)),
     "apply_sinks": (None, (_P, _P, _P, _P, _L, _L, _L, _I)),
@@ -202,6 +215,7 @@ class Library:
 
     path: Path
     isa: str
+    fetching: fetching.Fetching
     parallel_for: int  # address of torch's function
     kernels: dict[str, Callable[..., Any]]
     plan_new: Callable[..., int]
@@ -249,6 +263,11 @@ def runnable(path: Path) -> tuple[str, ...]:
     return tuple(isa for isa, runs in asked if runs is not None and runs())
 
 
+def amx_refusal() -> str | None:
+    """Why the kernels for AMX do not run on this machine, or None where they do."""
+    return AMX_REFUSALS[ctypes.CDLL(str(library_path())).quire_amx_refusal()]
+
+
 def load(isa: str | None = None, path: Path | None = None) -> Library:
     """The library with the kernels of that instruction set, by default of the best that this machine runs.
 
@@ -262,6 +281,7 @@ def load(isa: str | None = None, path: Path | None = None) -> Library:
     if isa not in served:
         raise Unsupported(f"this machine does not run the kernels for {isa!r}; it runs {', '.join(served)}")
     native = ctypes.CDLL(str(path))
+    chosen = fetching.apply(native)
 
     def entry(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         function = getattr(native, f"quire_{name}")
@@ -272,6 +292,7 @@ def load(isa: str | None = None, path: Path | None = None) -> Library:
     return Library(
         path=path,
         isa=isa,
+        fetching=chosen,
         parallel_for=address or 0,
         kernels={
             name: entry(f"{name}_{isa}", result, c_void_p, *arguments) for name, (result, arguments) in KERNELS.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from ctypes import byref
+from ctypes import byref, c_int32
 from functools import partial
 
 import torch
@@ -57,6 +57,9 @@ class CpuPlan(AttentionPlan):
             window=spec.window or 0,
             dtype=native.DTYPES[spec.dtype],
         )
+        sizes = c_int32(), c_int32()
+        library("item_sizes", params.dtype, *map(byref, sizes))
+        params.item_rows, params.memory_rows = (size.value for size in sizes)
         handle = library.plan_new(byref(params))
         if not handle:
             raise MemoryError("no memory for an attention plan")

@@ -75,7 +75,7 @@ struct Worker {
             taken_end = taken;
             for (int64_t sum = 0; taken_end < call.end && (sum < plan.grain || taken_end == taken); taken_end++) {
                 const Item& item = plan.items[taken_end / spec.num_kv_heads];
-                sum += cost(item.count, item.begin, item.end);
+                sum += cost(spec, item.count, item.begin, item.end);
             }
         } while (!__atomic_compare_exchange_n(&call.next, &taken, taken_end, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
         return taken < taken_end;

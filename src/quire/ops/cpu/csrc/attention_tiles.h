@@ -8,8 +8,10 @@
 namespace {
 
 struct TileAttention : Worker<TileAttention, Tiled> {
+    static constexpr int ITEM_ROWS = 384, MEMORY_ROWS = 28;
     static constexpr int FEW = 16;    // rows up to which keys are multiplied where they lie
     static constexpr int BLOCK = 32;  // rows whose scores stay in the first cache
+    static constexpr int APART = TILE + 16;  // scores from one row to the next: a multiple of TILE would crowd the first cache
     static constexpr int GROUP = 32;  // keys whose values are weighed together
 
     Tiles tiles;
@@ -56,7 +58,7 @@ struct TileAttention : Worker<TileAttention, Tiled> {
         int begin, end;
         const bool any = seen(step, 0, count, begin, end);
         for (int at = begin / SUBTILE * SUBTILE; any && at < end; at += SUBTILE) score(step, at);
-        for (int i = 0; i < count; i++) weigh(step, i, scores + i * TILE, weights + i * lda_weights);
+        for (int i = 0; i < count; i++) weigh(step, i, scores + i * APART, weights + i * lda_weights);
         if (!any) return;
         if (hides_nonfinite(step)) return add_seen_values(step, 0, count);
         for (int column = 0; column < spec.head_dim_v; column += PANEL) {
@@ -103,7 +105,7 @@ struct TileAttention : Worker<TileAttention, Tiled> {
             V lines[W];
             for (int i = 0; i < W; i++) lines[i] = load(found[t][i]);
             transpose(lines);
-            for (int i = 0; i < count; i++) store(scores + i * TILE + at + t * W, lines[i]);
+            for (int i = 0; i < count; i++) store(scores + i * APART + at + t * W, lines[i]);
         }
     }
 
@@ -127,7 +129,7 @@ struct TileAttention : Worker<TileAttention, Tiled> {
             int begin, end;
             const bool any = seen(step, first, rows, begin, end);
             if (any) score_block(first, rows, begin, end);
-            for (int i = 0; i < rows; i++) weigh(step, first + i, scores + i * TILE, weights + i * lda_weights);
+            for (int i = 0; i < rows; i++) weigh(step, first + i, scores + i * APART, weights + i * lda_weights);
             if (!any) continue;
             if (apart) add_seen_values(step, first, rows);
             else add_block(first, rows, begin, end);
@@ -145,13 +147,13 @@ struct TileAttention : Worker<TileAttention, Tiled> {
             const float* b = keys + (int64_t)(at / PANEL * PANEL) * lanes + at % PANEL;
             tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
             for (int c = 0; c < lanes; c += TILE_LANES, b += TILE_LANES * PANEL) {
-                tiles.load<6>(b, PANEL * 4), tiles.load<4>(a + c, lanes * 4);
-                tiles.load<7>(b + 16, PANEL * 4), tiles.load<5>(second + c, lanes * 4);
+                tiles.load_far<6>(b, PANEL * 4), tiles.load<4>(a + c, lanes * 4);
+                tiles.load_far<7>(b + 16, PANEL * 4), tiles.load<5>(second + c, lanes * 4);
                 tiles.multiply<0, 4, 6>(), tiles.multiply<1, 4, 7>(), tiles.multiply<2, 5, 6>(), tiles.multiply<3, 5, 7>();
             }
             float* to = scores + at;
-            tiles.save<0>(to, TILE * 4), tiles.save<1>(to + 16, TILE * 4);
-            tiles.save<2>(to + 16 * TILE, TILE * 4), tiles.save<3>(to + 16 * TILE + 16, TILE * 4);
+            tiles.save<0>(to, APART * 4), tiles.save<1>(to + 16, APART * 4);
+            tiles.save<2>(to + 16 * APART, APART * 4), tiles.save<3>(to + 16 * APART + 16, APART * 4);
         }
     }
 
@@ -163,8 +165,8 @@ struct TileAttention : Worker<TileAttention, Tiled> {
             tiles.load<2>(lower, wide * 4), tiles.load<3>(lower + 16, wide * 4);
             const float* b = panel_of(column, begin) + column % PANEL;
             for (int at = begin / 2; at < end / 2; at += TILE_LANES, b += TILE_LANES * PANEL) {
-                tiles.load<6>(b, PANEL * 4), tiles.load<4>(a + at, lda_weights * 4);
-                tiles.load<7>(b + 16, PANEL * 4), tiles.load<5>(second + at, lda_weights * 4);
+                tiles.load_far<6>(b, PANEL * 4), tiles.load<4>(a + at, lda_weights * 4);
+                tiles.load_far<7>(b + 16, PANEL * 4), tiles.load<5>(second + at, lda_weights * 4);
                 tiles.multiply<0, 4, 6>(), tiles.multiply<1, 4, 7>(), tiles.multiply<2, 5, 6>(), tiles.multiply<3, 5, 7>();
             }
             tiles.save<0>(to, wide * 4), tiles.save<1>(to + 16, wide * 4);

@@ -10,6 +10,8 @@ constexpr int FEW_BLOCKS = 2;
 
 template <class K>
 struct VectorAttention : Worker<VectorAttention<K>, K> {
+    static constexpr int ITEM_ROWS = 192, MEMORY_ROWS = 12;
+
     using Base = Worker<VectorAttention<K>, K>;
     using typename Base::Step;
     using typename Base::T;

@@ -1,10 +1,7 @@
 // What enters and moves within the cache: plain copies, the same on every ISA.
 
 #include <cstring>
-#include <sys/syscall.h>
-#include <unistd.h>
 
-#include "fetching.h"
 #include "parallel.h"
 #include "plan.h"
 
@@ -27,13 +24,7 @@ bool is_finite(const char* row, int64_t count, int32_t dtype) {
 
 }  // namespace
 
-Fetching quire_fetching = {FETCH_FIRST, 3 << 10, FETCH_FIRST};
-
 extern "C" {
-
-QUIRE_EXPORT void quire_set_fetching(int32_t weights, int32_t weights_ahead, int32_t keys) {
-    quire_fetching = {weights, weights_ahead, keys};
-}
 
 // Row t's K and V to its slot; -1 skips it. Rows that are not finite are marked.
 QUIRE_EXPORT void quire_write_kv(ParallelFor parallel_for, const Plan* plan, const WriteParams* p) {
@@ -75,17 +66,5 @@ QUIRE_EXPORT void quire_copy_blocks(
         }
     });
 }
-
-// Whether this CPU and its operating system run that ISA.
-QUIRE_EXPORT int32_t quire_runs_avx2(void) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-QUIRE_EXPORT int32_t quire_runs_avx512(void) {
-    return quire_runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
-}
-QUIRE_EXPORT int32_t quire_runs_avx512_bf16(void) { return quire_runs_avx512() && __builtin_cpu_supports("avx512bf16"); }
-
-QUIRE_EXPORT int32_t quire_runs_amx(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
 }  // extern "C"

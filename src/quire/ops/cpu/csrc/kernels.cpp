@@ -37,6 +37,14 @@ static void with_kind(int32_t dtype, const F& f) {
 
 }  // namespace
 
+// How attention is to be cut: rows of an item at most, and rows with which a key is computed while it is read.
+ENTRY(item_sizes)(ParallelFor, int32_t dtype, int32_t* item_rows, int32_t* memory_rows) {
+    with_kind(dtype, [&]<class K>() {
+        *item_rows = AttentionOf<K>::Worker::ITEM_ROWS;
+        *memory_rows = AttentionOf<K>::Worker::MEMORY_ROWS;
+    });
+}
+
 ENTRY(attention)(ParallelFor parallel_for, const Plan* plan, const AttentionParams* params) {
     with_kind(plan->spec.dtype, [&]<class K>() { attend<K>(parallel_for, plan, params); });
 }
@@ -233,5 +241,9 @@ extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(multiply, QUIRE_ISA)(
     parallel(parallel_for, threads, 1, [&](int64_t i) { results[i] = multiply_all(rounds); });
     return rounds * 2 * ROWS * W * 2;
 }
+
+#ifdef QUIRE_HARDWARE_TILES
+extern "C" int32_t quire_amx_adds_as_documented(void) { return adds_as_documented(); }
+#endif
 
 #include "program.h"

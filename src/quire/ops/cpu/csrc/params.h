@@ -25,6 +25,8 @@ struct SpecParams {
     int32_t causal;
     int32_t window;  // 0: none
     int32_t dtype;
+    int32_t item_rows;    // rows of an item of attention at most, a multiple of 32
+    int32_t memory_rows;  // rows with which a key is computed while it is read
 };
 
 struct AttentionParams {

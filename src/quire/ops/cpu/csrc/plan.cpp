@@ -43,7 +43,7 @@ int64_t times(int64_t a, int64_t b) {  // of costs, which only have to be large
     return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
 }
 
-struct Tile {  // up to MAX_ROWS rows of one sequence
+struct Tile {  // up to item_rows rows of one sequence
     int32_t sequence, first, count, begin, end;
 };
 
@@ -92,8 +92,8 @@ void QuirePlan::make_tiles() {
             row_positions.push_back(context - rows + r);
             row_sequences.push_back(s);
         }
-        for (int64_t at = 0; at < (int64_t)rows * group; at += MAX_ROWS) {
-            int32_t count = (int32_t)std::min<int64_t>(MAX_ROWS, (int64_t)rows * group - at);
+        for (int64_t at = 0; at < (int64_t)rows * group; at += view.spec.item_rows) {
+            int32_t count = (int32_t)std::min<int64_t>(view.spec.item_rows, (int64_t)rows * group - at);
             int64_t low = row_positions[start + at / group], high = row_positions[start + (at + count - 1) / group];
             int64_t begin = spec.window ? std::max<int64_t>(0, low - spec.window + 1) : 0;
             int64_t end = spec.causal ? std::max<int64_t>(0, high + 1) : context;
@@ -156,9 +156,9 @@ void QuirePlan::share(const std::vector<int32_t>& same, int32_t begin, int32_t e
 void QuirePlan::add_shared(const std::vector<int32_t>& same, int32_t begin, int32_t end, int32_t phase) {
     const int32_t group = view.spec.num_heads / view.spec.num_kv_heads;
     for (size_t k = 0; k < same.size();) {
-        number_rows((int64_t)row_tokens.size() + MAX_ROWS, group);
+        number_rows((int64_t)row_tokens.size() + view.spec.item_rows, group);
         int32_t first = (int32_t)row_tokens.size(), count = 0;
-        for (; k < same.size() && count + tiles[(size_t)same[k]].count <= MAX_ROWS; k++) {
+        for (; k < same.size() && count + tiles[(size_t)same[k]].count <= view.spec.item_rows; k++) {
             const Tile& tile = tiles[(size_t)same[k]];
             for (int32_t r = 0; r < tile.count / group; r++) {
                 row_tokens.push_back(row_tokens[(size_t)(tile.first / group + r)]);
@@ -188,7 +188,7 @@ void QuirePlan::need_states(const Tile& tile) {
 }
 
 void QuirePlan::split_tile(const Tile& tile, Shared shared, int64_t limit) {
-    int64_t splits = std::max<int64_t>(1, limit / cost(tile.count, 0, SPLIT));
+    int64_t splits = std::max<int64_t>(1, limit / cost(view.spec, tile.count, 0, SPLIT));
     int32_t phase = shared.phase;
     for (int64_t at = std::max(tile.begin, shared.keys); at < tile.end; phase = 0) {
         int64_t stop = std::min<int64_t>(tile.end, (at / SPLIT + (phase ? 1 : splits)) * SPLIT);
@@ -207,19 +207,19 @@ void QuirePlan::make_items() {
         for (size_t t = 0; t < tiles.size(); t++) {
             bool alone = (t == 0 || tiles[t - 1].sequence != tiles[t].sequence) &&
                          (t + 1 == tiles.size() || tiles[t + 1].sequence != tiles[t].sequence);
-            if (alone && 2 * tiles[t].count <= MAX_ROWS && tiles[t].count % group == 0) small.push_back((int32_t)t);
+            if (alone && 2 * tiles[t].count <= view.spec.item_rows && tiles[t].count % group == 0) small.push_back((int32_t)t);
         }
         for (const auto& same : groups(small, 0)) share(same, 0, TILE, 0);
     }
     int64_t total = 0;
-    for (const Tile& tile : tiles) total += cost(tile.count, tile.begin, tile.end);
+    for (const Tile& tile : tiles) total += cost(view.spec, tile.count, tile.begin, tile.end);
     const int64_t limit = times(total, spec.num_kv_heads) / (view.step.num_threads * ITEMS_A_THREAD);
     // Rows of a token must all be finished by an item, or all be merged.
     std::vector<char> parts(tiles.size());
     for (size_t t = 0; t < tiles.size(); t++) {
         const Tile& tile = tiles[t];
         bool long_enough = (tile.end - 1) / SPLIT > tile.begin / SPLIT;
-        parts[t] = shared[t].keys || (view.step.num_threads > 1 && long_enough && cost(tile.count, tile.begin, tile.end) > limit);
+        parts[t] = shared[t].keys || (view.step.num_threads > 1 && long_enough && cost(view.spec, tile.count, tile.begin, tile.end) > limit);
     }
     for (size_t t = 1; t < tiles.size(); t++) {
         bool same_token = tiles[t].first / group == (tiles[t - 1].first + tiles[t - 1].count - 1) / group;
@@ -239,10 +239,10 @@ void QuirePlan::make_items() {
         split_tile(tile, shared[t], std::max<int64_t>(limit, 1));
     }
     std::stable_sort(items.begin(), items.end(), [&](const Item& a, const Item& b) {
-        return a.phase != b.phase ? a.phase < b.phase : cost(a.count, a.begin, a.end) > cost(b.count, b.begin, b.end);
+        return a.phase != b.phase ? a.phase < b.phase : cost(view.spec, a.count, a.begin, a.end) > cost(view.spec, b.count, b.begin, b.end);
     });
     total = 0;
-    for (const Item& item : items) total += cost(item.count, item.begin, item.end);
+    for (const Item& item : items) total += cost(view.spec, item.count, item.begin, item.end);
     view.grain = times(total, spec.num_kv_heads) / (view.step.num_threads * TURNS_A_THREAD);
     view.num_phases = 0;
     for (size_t i = 0; i < items.size(); i++) {

@@ -6,7 +6,6 @@
 constexpr int TILE = 256;      // keys that share a softmax pass; tiles lie at multiples of it
 constexpr int SPLIT = 1024;    // keys whose sums are merged as one state; splits lie at multiples of it
 constexpr int SUBTILE = 64;    // keys that are scored, or skipped, together
-constexpr int MAX_ROWS = 192;  // rows of an item
 
 // Some rows over a range of one table's keys, for one KV head at a time. Row i is query head i % G of the token
 // row_tokens[i / G]; the rows may belong to several sequences whose tables agree over the range.
@@ -19,9 +18,10 @@ struct Item {
     int32_t phase;       // 0; else the item goes on, within a split, from the states that items of the phase before left
 };
 
-// About what so many rows over these keys take. Reading a key takes as long as computing MEMORY_ROWS rows with it.
-constexpr int64_t MEMORY_ROWS = 12;
-static inline int64_t cost(int64_t rows, int64_t begin, int64_t end) { return (end - begin) * (rows + MEMORY_ROWS) + 64; }
+// About what so many rows over these keys take.
+static inline int64_t cost(const SpecParams& spec, int64_t rows, int64_t begin, int64_t end) {
+    return (end - begin) * (rows + spec.memory_rows) + 64;
+}
 
 constexpr int PHASES = SPLIT / TILE;  // at most
 
@@ -63,6 +63,7 @@ static inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to
 static inline Scratch scratch_sizes(const SpecParams& spec) {
     // Tiles take all keys and values of a TILE at once, in pairs; vectors SUBTILE of them, each number in a lane.
     int64_t lanes = round_up(spec.head_dim, 32), wide = round_up(spec.head_dim_v, 64);
-    return {MAX_ROWS * lanes, TILE / 2 * lanes,      TILE / 2 * most(wide, 2 * SUBTILE), MAX_ROWS * TILE, MAX_ROWS * TILE / 2,
-            MAX_ROWS * wide,  round_up(MAX_ROWS, 16)};
+    const int64_t rows = spec.item_rows;
+    return {rows * lanes, TILE / 2 * lanes, TILE / 2 * most(wide, 2 * SUBTILE), rows * TILE, rows * TILE / 2, rows * wide, rows};
+
 }

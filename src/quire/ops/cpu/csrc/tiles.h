@@ -8,7 +8,7 @@
 //     c[i][j] += even + odd
 //
 // with denormal numbers taken as zero and written as zero. HardwareTiles are those of the processor; EmulatedTiles compute
-// the same bits with vectors, so that any machine tests this order of sums.
+// the same bits with vectors, so that any machine tests this order of sums; only the sign of a NaN may be another.
 #pragma once
 
 #include "simd.h"
@@ -105,6 +105,28 @@ class HardwareTiles {
     }
 };
 using Tiles = HardwareTiles;
+
+// Whether the processor's sums are those of the documentation, on numbers of many sizes, some of them denormal.
+static bool adds_as_documented() {
+    alignas(64) uint16_t a[16][32], b[16][32];
+    alignas(64) float sums[2][16][16];
+    uint32_t state = 12345;
+    auto random = [&] {  // any exponent from 2^-130 to 2^30
+        state = state * 1664525u + 1013904223u;
+        return (uint16_t)((state >> 31) << 15 | (state >> 8) % 157 << 7 | (state >> 24 & 0x7f));
+    };
+    for (int i = 0; i < 16; i++)
+        for (int k = 0; k < 32; k++) a[i][k] = random(), b[i][k] = random();
+    memset(sums, 0, sizeof sums);
+    auto multiply = [&](auto&& tiles, float* to) {
+        tiles.template load<4>(a, 64), tiles.template load<6>(b, 64), tiles.template zero<0>();
+        for (int round = 0; round < 3; round++) tiles.template multiply<0, 4, 6>();
+        tiles.template save<0>(to, 64);
+    };
+    multiply(HardwareTiles(), sums[0][0]);
+    multiply(EmulatedTiles(), sums[1][0]);
+    return memcmp(sums[0], sums[1], sizeof sums[0]) == 0;
+}
 #else
 using Tiles = EmulatedTiles;
 #endif
