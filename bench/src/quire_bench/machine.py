@@ -150,7 +150,7 @@ def measure(models: Sequence[str], seconds: float, runs: int) -> Iterator[Row]:
 
 
 def rates(runs: int) -> Iterator[Row]:
-    """What the machine reads and multiplies: medians."""
+    """What the machine reads and multiplies, without anything between: medians."""
     threads = torch.get_num_threads()
     read, multiply = attention.read_rate(threads), attention.product_rate("bfloat16", threads)
     read(), multiply()

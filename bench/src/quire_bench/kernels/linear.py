@@ -1,7 +1,8 @@
 """Linears alone: what they read, and how they stand to oneDNN's.
 
 Weights for few rows are taken in turn out of a pool that is larger than the processor's caches, so that each is read
-from memory. All calls that are compared take turns, and the memory's read rate is measured between them.
+from memory. All calls that are compared take turns, and the memory's read rate is measured between them. Of all times
+the lower quartile counts, and of read rates the upper one: what else runs on a machine only ever takes time away.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class LinearFigure:
-    """What calls with so many rows took, and the machine meanwhile: medians."""
+    """What calls with so many rows took, and the machine meanwhile: quartiles on the better side."""
 
     shape: LinearShape
     rows: int
@@ -108,7 +109,7 @@ def _in_turn(calls: Iterable[Call]) -> Call:
 def _alternate(
     calls: Mapping[str, Call], reader: Callable[[], float], seconds: float
 ) -> tuple[dict[str, float], float]:
-    """Median seconds of each call, all of them in turns, and the median read rate between stretches of turns."""
+    """Seconds of each call, all of them in turns, and the read rate between stretches of turns."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -120,4 +121,6 @@ def _alternate(
             for name, call in calls.items():
                 taken[name].append(seconds_of(call))
             rounds += 1
-    return {name: statistics.median(found) for name, found in taken.items()}, statistics.median(read)
+    return {name: statistics.quantiles(found, n=4)[0] for name, found in taken.items()}, statistics.quantiles(
+        read, n=4
+    )[2]
