@@ -112,7 +112,11 @@ def test_workloads_that_a_model_is_too_short_for_say_so(monkeypatch: pytest.Monk
     assert all(row.value and row.unit == "new tok/s" for row in rows[:-1])
     assert rows[-1].value is None
     assert "not measured: " in rows[-1].note
-    assert "neither a directory" in refused("machine", "--model", "no such model", "--seconds", "0", "--runs", "1")
+
+
+def test_a_model_that_is_not_there_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "rates", None)
+    assert "neither a directory" in refused("machine", "--model", "no such model")
 
 
 @pytest.mark.parametrize("few", [True, False])

@@ -15,6 +15,7 @@ import torch
 from quire import ops
 from quire.errors import QuireError
 from quire.llm import LLM
+from quire.models import choose, locate
 from quire.ops.cpu import native
 from quire.ops.memory import in_huge_pages
 from quire_bench.engine import throughput
@@ -139,6 +140,8 @@ def measure(models: Sequence[str], seconds: float, runs: int) -> Iterator[Row]:
     models: for which the workloads run. seconds: about as long as each comparison of linears takes. runs: calls of
     attention. Raises Unsupported where the native kernels do not run, and ConfigError or ModelError for a model.
     """
+    for model in models:
+        choose(locate(model))  # before minutes have passed
     judged = native.default().isa == "amx"
     yield from rates(runs)
     yield from linears(seconds, judged=judged)
