@@ -1,7 +1,9 @@
-"""What Linux reports of a process under /proc."""
+"""What the system reports of a process and of the CPU."""
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 from pathlib import Path
 
@@ -10,3 +12,17 @@ def sizes(path: Path) -> dict[str, int]:
     """The sizes in a file such as /proc/PID/status, by name, in bytes."""
     lines = re.findall(r"^(\w+):\s+(\d+) kB$", path.read_text(), re.MULTILINE)
     return {name: 1024 * int(kilobytes) for name, kilobytes in lines}
+
+
+def processor() -> str:
+    """What the system calls the CPU."""
+    path = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else []
+    return names[0] if names else platform.machine()
+
+
+def num_cores() -> int:
+    """CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

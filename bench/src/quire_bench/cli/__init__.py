@@ -13,6 +13,7 @@ from quire_bench.cli.cascade import cascade
 from quire_bench.cli.gpu import gpu
 from quire_bench.cli.http import http
 from quire_bench.cli.latency import latency
+from quire_bench.cli.machine import machine
 from quire_bench.cli.memory import memory
 from quire_bench.cli.planning import planning
 from quire_bench.cli.scheduler import scheduler
@@ -21,7 +22,21 @@ from quire_bench.cli.soak import soak
 from quire_bench.cli.startup import startup
 from quire_bench.cli.throughput import throughput
 
-COMMANDS = (latency, scheduler, blocks, serve, http, soak, throughput, attention, cascade, startup, planning, memory)
+COMMANDS = (
+    latency,
+    scheduler,
+    blocks,
+    serve,
+    http,
+    soak,
+    throughput,
+    attention,
+    cascade,
+    machine,
+    startup,
+    planning,
+    memory,
+)
 OPTIONS_OF_ITS_OWN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 app = typer.Typer(

@@ -10,7 +10,7 @@ import typer
 
 from quire.cli.options import AsJson, fail, row
 from quire.errors import QuireError
-from quire_bench.cli.options import Backend
+from quire_bench.cli.options import Backend, Threads
 
 
 def attention(
@@ -22,6 +22,7 @@ def attention(
     ] = None,
     attention_backend: Backend = "auto",
     isa: Annotated[str | None, typer.Option(help="Of the native kernels, as in avx2. Default: the best here.")] = None,
+    threads: Threads = None,
     runs: Annotated[int, typer.Option(min=1, help="Calls that count; their median is reported.")] = 9,
     sdpa_runs: Annotated[int, typer.Option(min=0, help="Calls of torch's attention to compare with.")] = 2,
     plot: Annotated[Path | None, typer.Option(help="Draw the shares of the ceilings into this file.")] = None,
@@ -31,20 +32,35 @@ def attention(
     from quire import ops
     from quire_bench.kernels import attention as bench_attention
     from quire_bench.plot import check_path
+    from quire_bench.threads import on_threads, thread_counts
 
     try:
+        counts = thread_counts(threads)
         check_path(plot)
         shapes = bench_attention.chosen(sets or ["peers"])
         figures = []
         with bench_attention.instruction_set(isa) as name:
             backend = ops.load(attention_backend)
+            if len(counts) > 1 and not as_json:
+                print(f"{'threads':52s}" + "".join(f"{count:8d}{'':9s}" for count in counts), flush=True)
             for shape in shapes:
-                figure = bench_attention.measure(backend, shape, runs, sdpa_runs)
-                figures.append(figure)
+                scaled = []
+                for count in counts:
+                    with on_threads(count):
+                        scaled.append(bench_attention.measure(backend, shape, runs, sdpa_runs))
+                figures += scaled
+                gains = [figure.rate / scaled[0].rate for figure in scaled]
                 if as_json:
-                    print(json.dumps({"backend": backend.name, "isa": name} | figure.as_dict()), flush=True)
+                    for figure, gain in zip(scaled, gains, strict=True):
+                        found = figure.as_dict() | {"speedup_over_first": gain}
+                        print(json.dumps({"backend": backend.name, "isa": name} | found), flush=True)
+                    continue
+                unit = "GB/s" if shape.query_len == 1 else "GFLOP/s"
+                if len(counts) > 1:
+                    cells = (f"{one.rate:8.1f}{gain:6.2f} x " for one, gain in zip(scaled, gains, strict=True))
+                    print(f"{shape.name:52s}{''.join(cells)} {unit}", flush=True)
                 else:
-                    unit = "GB/s" if shape.query_len == 1 else "GFLOP/s"
+                    [figure] = scaled
                     shown = "" if figure.speedup is None else f"{figure.speedup:7.1f} x torch SDPA"
                     print(f"{shape.name:52s} {figure.rate:7.1f} {unit:7s} {figure.fraction:5.0%}{shown}", flush=True)
             beside = bench_attention.overhead(backend)

@@ -27,3 +27,7 @@ CacheMemory = Annotated[str, field_option(CacheConfig, "kv_cache_memory")]
 PrefixCaching = Annotated[bool, field_option(CacheConfig, "enable_prefix_caching")]
 Preemption = Annotated[str, field_option(CacheConfig, "preemption")]
 SwapSpace = Annotated[str | None, field_option(CacheConfig, "swap_space")]
+Threads = Annotated[
+    str | None,
+    typer.Option(help="Numbers of threads, as in 1,2,4, and the speed-up over the first. Default: torch's number."),
+]

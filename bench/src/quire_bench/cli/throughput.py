@@ -29,6 +29,7 @@ from quire_bench.cli.options import (
     PrefixCaching,
     SchedulingPolicy,
     SwapSpace,
+    Threads,
 )
 
 
@@ -50,6 +51,7 @@ def throughput(
     swap_space: SwapSpace = None,
     scheduling_policy: SchedulingPolicy = "fcfs",
     num_speculative_tokens: MeasuredGuesses = 0,
+    threads: Threads = None,
     warmup: Annotated[int, typer.Option(min=0, help="Runs before those that count.")] = 1,
     runs: Annotated[int, typer.Option(min=1, help="Runs that count; their median is reported.")] = 3,
     plot: Annotated[Path | None, typer.Option(help="Draw the runs into this file.")] = None,
@@ -59,9 +61,11 @@ def throughput(
     from quire import LLM
     from quire_bench.engine.throughput import measure
     from quire_bench.plot import check_path, plot_runs
+    from quire_bench.threads import counted, on_threads, thread_counts
     from quire_bench.workloads import workload
 
     try:
+        counts = thread_counts(threads)
         check_path(plot)
         found = {}
         chosen = [workload(name) for name in workloads or ["decode"]]
@@ -84,16 +88,21 @@ def throughput(
             num_speculative_tokens=num_speculative_tokens,
         )
         for work in chosen:
-            with progress_bar(work.name, work.num_new_tokens * (warmup + runs)) as advance:
-                measured = measure(llm, work, warmup, runs, advance)
-            figures = measured.as_dict()
-            found[work.name] = [measured.num_tokens / seconds for seconds in measured.seconds]
-            if as_json:
-                print(json.dumps(figures))
-            else:
+            first = None
+            for count in counts:
+                with on_threads(count), progress_bar(work.name, work.num_new_tokens * (warmup + runs)) as advance:
+                    measured = measure(llm, work, warmup, runs, advance)
+                first = first or measured.median
+                figures = measured.as_dict() | {"threads": count, "speedup_over_first": first / measured.median}
+                name = work.name if len(counts) == 1 else f"{work.name}, {counted(count)}"
+                found[name] = [measured.num_tokens / seconds for seconds in measured.seconds]
+                if as_json:
+                    print(json.dumps(figures))
+                    continue
                 new, total = figures["new_tokens_per_second"], figures["total_tokens_per_second"]
                 message = f"{new:10.1f} new tok/s {total:10.1f} total tok/s {figures['most_blocks'] or '?':>7} blocks"
-                print(f"{work.name:12s} {figures['median_seconds']:9.2f} s {message}", flush=True)
+                gain = "" if len(counts) == 1 else f" {figures['speedup_over_first']:6.2f} x"
+                print(f"{name:{12 if len(counts) == 1 else 24}s} {measured.median:9.2f} s {message}{gain}", flush=True)
         if plot is not None:
             plot_runs(plot, "total tokens a second", found)
     except QuireError as error:

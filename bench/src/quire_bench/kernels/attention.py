@@ -26,10 +26,12 @@ from quire.cache.storage import KVCache
 from quire.errors import ConfigError
 from quire.ops.cpu import native
 from quire.ops.memory import in_huge_pages
+from quire_bench.kernels import onednn
 from quire_bench.plot import drawn
+from quire_bench.threads import counted
 
 CACHE_BYTES = 1024 * 2**20  # of K and V that decode goes round in, several times a last-level cache
-READ_BYTES = 256 * 2**20
+READ_BYTES = CACHE_BYTES  # or a part of it would stay in the caches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +153,7 @@ class Figure:
     seconds: tuple[float, ...]
     sdpa_seconds: tuple[float, ...]  # of torch's attention over contiguous K and V; empty where it was not run
     ceilings: Ceilings
+    threads: int
 
     @property
     def rate(self) -> float:
@@ -177,6 +180,7 @@ class Figure:
             "sdpa_seconds": list(self.sdpa_seconds),
             "rate": self.rate,
             "unit": "GB/s of KV" if self.shape.query_len == 1 else "GFLOP/s",
+            "threads": self.threads,
             "ceiling_read": self.ceilings.read,
             "ceiling_multiply": self.ceilings.multiply,
             "fraction": self.fraction,
@@ -214,7 +218,7 @@ def measure(backend: ops.Backend, shape: Shape, runs: int, sdpa_runs: int) -> Fi
         if dense is not None and i < sdpa_runs:
             sdpa.append(seconds_of(dense))
     ceilings = Ceilings(statistics.median(read), statistics.median(multiply))
-    return Figure(shape, tuple(seconds), tuple(sdpa), ceilings)
+    return Figure(shape, tuple(seconds), tuple(sdpa), ceilings, threads)
 
 
 def overhead(backend: ops.Backend) -> float:
@@ -232,7 +236,8 @@ def overhead(backend: ops.Backend) -> float:
 def plot(figures: list[Figure], path: Path) -> None:
     """Bars of the shares of the ceilings. Raises ConfigError where they cannot be drawn."""
     with drawn(path, 1, 1, (9, 1 + 0.35 * len(figures))) as (_, [[axes]]):
-        axes.barh([figure.shape.name for figure in figures], [100 * figure.fraction for figure in figures])
+        names = [f"{figure.shape.name}, {counted(figure.threads)}" for figure in figures]
+        axes.barh(names, [100 * figure.fraction for figure in figures])
         axes.invert_yaxis()
         axes.set_xlabel("% of the memory's read bandwidth (decode) or of the product rate (prefill)")
 
@@ -296,14 +301,10 @@ def read_rate(threads: int) -> Callable[[], float]:
 
 def product_rate(dtype: str, threads: int) -> Callable[[], float]:
     """A measurement: GFLOP/s of all threads together, of a bf16 product, or of multiply-adds."""
-    if dtype == "bfloat16" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if dtype == "bfloat16" and onednn.lacking() is None:
         x, weight = random_numbers(512, 2048, dtype=torch.bfloat16), random_numbers(2048, 2048, dtype=torch.bfloat16)
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, len(x))
-
-        def product() -> None:
-            torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-
-        return lambda: 2 * 512 * 2048 * 2048 / seconds_of(product) / 1e9
+        product = onednn.prepacked(weight, len(x))
+        return lambda: 2 * 512 * 2048 * 2048 / seconds_of(lambda: product(x)) / 1e9
     results, library, rounds = torch.zeros(threads), native.default(), 1_000_000
 
     def multiply() -> float:

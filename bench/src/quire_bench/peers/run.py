@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from quire_bench.peers.cases import CASES, ENGINES, PEERS
 from quire_bench.peers.process import runners_in
 from quire_bench.peers.race import Race, Rates, note
 from quire_bench.peers.result import COLUMNS, Result, line, short
+from quire_bench.proc import num_cores, processor
 from quire_bench.tables import markdown_rule
 
 
@@ -64,11 +64,9 @@ def machine_rates(threads: int) -> Rates:
 
 def report(race: Race, results: Sequence[Result]) -> dict[str, Any]:
     """All figures, for JSON."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "processor": names[0] if names else platform.machine(),
+        "processor": processor(),
         "threads": race.threads,
         "versions": race.versions,
         "read": statistics.median(rate for result in results for rate in result.read),
@@ -86,7 +84,7 @@ def about(found: dict[str, Any]) -> str:
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     """The options. Ends the program where they are wrong."""
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     known = list(dict.fromkeys(case.workload for case in CASES))
     parser = argparse.ArgumentParser(prog="python -m quire_bench.peers", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", type=Path, required=True, metavar="DIR", help="has gpt2, smol135, llama1b, or some")

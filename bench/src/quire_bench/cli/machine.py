@@ -1,0 +1,49 @@
+"""quire bench machine: what this CPU does at best, and what share of it our kernels reach."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from quire.cli.options import AsJson, fail, row
+from quire.errors import QuireError
+
+
+def machine(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Directory or hub name; its workloads are measured, too. May be repeated. Default: none."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="That each comparison of linears takes.")] = 2.0,
+    runs: Annotated[int, typer.Option(min=1, help="Calls of attention that count; their median is reported.")] = 21,
+    as_json: AsJson = False,
+) -> None:
+    """All that is to be known of this CPU, in under ten minutes: rates, linears, attention, and the targets.
+
+    All of it is in bf16. It takes 4 GiB of memory. The targets are for CPUs with AMX; on others there are figures only.
+    """
+    from quire_bench import machine as bench
+
+    try:
+        found = bench.about()
+        if not as_json:
+            for name, shown in found.table():
+                row(name, shown)
+            print(bench.HEAD, flush=True)
+        rows = []
+        for one in bench.measure(model or (), seconds, runs):
+            rows.append(one)
+            if not as_json:
+                print(one, flush=True)
+    except QuireError as error:
+        fail(error)
+    if as_json:
+        print(json.dumps({"machine": found.as_dict(), "rows": [one.as_dict() for one in rows]}))
+        return
+    judged = [one for one in rows if one.met is not None]
+    if judged:
+        row("targets", f"{sum(bool(one.met) for one in judged)} of {len(judged)} met")
+    else:
+        row("targets", f"none for {found.isa}; they are for amx")
