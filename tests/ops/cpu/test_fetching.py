@@ -86,7 +86,9 @@ def test_an_option_overrides_it(library) -> None:
         LLM(prefetch="t1:512:nta", attention_backend="reference")
 
 
-@pytest.mark.parametrize("wanted", ["t3:64:t0", "t0:64", "t0:63:t0", "t0:-64:t0", "t0:65537:t1", "t0:many:t1", ""])
+@pytest.mark.parametrize(
+    "wanted", ["t3:64:t0", "t0:64", "t0:63:t0", "t0:-64:t0", "t0:65537:t1", "t0:many:t1", f"t0:{'9' * 5000}:t0", ""]
+)
 def test_what_is_not_understood_is_refused(wanted: str) -> None:
     with pytest.raises(ConfigError, match=r"prefetch is .* it must be KIND:BYTES:KIND"):
         LLM(prefetch=wanted)

@@ -124,6 +124,41 @@ def test_attention_has_the_same_bits_in_hardware_and_emulated(name: str, block_s
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 40}], ids=str)
+@pytest.mark.parametrize("history", [0, 100, 300])
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_value_that_some_rows_do_not_see_changes_no_bit_of_theirs(
+    options, history: int, bad: float, monkeypatch
+) -> None:
+    """Many rows at a time, and the same rows a few at a time; the value lies in the first tile of keys or another."""
+    emulated = native.load("amx_emulated")
+    monkeypatch.setattr(native, "default", lambda: emulated)
+    backend, rows, at = ops.load("cpu"), 100, history + 50
+    gen = torch.Generator().manual_seed(history)
+    spec = ops.AttentionSpec(
+        num_heads=2, num_kv_heads=1, head_dim=64, block_size=16, num_blocks=32, dtype=torch.bfloat16, **options
+    )
+    k, v = (torch.randn(32, 1, 16, 64, generator=gen).bfloat16() for _ in range(2))
+    q = torch.randn(rows, 2, 64, generator=gen).bfloat16()
+
+    def attend(first: int, last: int) -> Tensor:
+        starts, lens = (torch.tensor(values, dtype=torch.int32) for values in ([0, last - first], [history + last]))
+        plan = backend.plan(spec, starts, lens, torch.arange(32, dtype=torch.int32)[None])
+        return as_bits(backend.attention(q[first:last], ops.PagedKV(k, v), plan))
+
+    before = attend(0, rows)
+    v[at // 16, 0, at % 16, 3] = bad
+    after = attend(0, rows)
+    seen = torch.arange(rows) + history >= at
+    if "window" in options:
+        seen &= torch.arange(rows) + history < at + options["window"]
+    assert torch.equal(after[~seen], before[~seen])
+    others = torch.arange(64) != 3
+    assert torch.equal(after[:, :, others], before[:, :, others])
+    for first in range(0, rows, 7):
+        assert torch.equal(attend(first, min(first + 7, rows)), after[first : first + 7])
+
+
 REFUSED = """
 import ctypes, struct
 ALLOW, REFUSE = 0x7fff0000, 0x00050001  # the call fails with EPERM

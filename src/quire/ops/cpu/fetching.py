@@ -7,6 +7,7 @@ table; another one is measured when the library is loaded, in a few milliseconds
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import dataclass
 
 from quire.errors import ConfigError
@@ -52,7 +53,12 @@ def parse(wanted: str) -> Fetching:
     """
     weights, _, rest = wanted.partition(":")
     ahead, _, keys = rest.partition(":")
-    if weights not in KINDS or keys not in KINDS or not ahead.isdecimal() or not 64 <= int(ahead) <= 65536:
+    if (
+        weights not in KINDS
+        or keys not in KINDS
+        or not re.fullmatch(r"\d{1,5}", ahead)
+        or not 64 <= int(ahead) <= 65536
+    ):
         raise ConfigError(
             f"prefetch is {wanted!r}; it must be KIND:BYTES:KIND as in 't0:3072:t1', for weights and for keys and "
             f"values, each kind one of {', '.join(KINDS)}, and 64 to 65536 bytes"

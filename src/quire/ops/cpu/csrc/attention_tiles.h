@@ -203,7 +203,8 @@ struct TileAttention : Worker<TileAttention, Tiled> {
         if constexpr (N > 3) tiles.load<7>(packed + 3 * W, PANEL * 4), tiles.multiply<3, 4, 7>();
     }
 
-    // Each row is multiplied with nothing but the values that it sees. Slower, with the same bits.
+    // Each row is multiplied with nothing but the values that it sees. Slower, with the same bits. What is packed of the
+    // values is written over, since no row reads it then.
     void add_seen_values(const Step& step, int first, int rows) {
         alignas(64) float all[4][W][W];  // of which the first row is wanted
         const T* given[GROUP];
@@ -220,8 +221,8 @@ struct TileAttention : Worker<TileAttention, Tiled> {
                     for (int at = begin; at < end; at += GROUP) {
                         for (int t = 0; t < GROUP; t++)
                             given[t] = at + t >= from && at + t < to ? step.values[at + t] : (const T*)NOTHING;
-                        pack_panel<Tiled, N, WHOLE>(given, GROUP, column, left, keys, [] {});
-                        add_group<N>(weights + i * lda_weights + at / 2, keys);
+                        pack_panel<Tiled, N, WHOLE>(given, GROUP, column, left, values, [] {});
+                        add_group<N>(weights + i * lda_weights + at / 2, values);
                     }
                     save_sums<N>(all[0][0], W, W * W);
                 });

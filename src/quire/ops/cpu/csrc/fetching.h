@@ -16,7 +16,7 @@ struct Fetching {
     int32_t keys;           // FetchKind of keys and values
 };
 
-extern "C" Fetching quire_fetching;  // in cache.cpp
+extern "C" Fetching quire_fetching;  // in machine.cpp
 
 static inline __attribute__((always_inline)) void fetch_line(const char* at, int32_t kind) {
     if (kind == FETCH_FIRST) __builtin_prefetch(at, 0, 3);
