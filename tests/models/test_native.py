@@ -30,7 +30,7 @@ from quire.ops.program import (
 )
 from tests.models.checkpoints import engine, probed_logits, save
 from tests.models.test_families import VARIANTS
-from tests.ops.conftest import EMULATED, OTHER_ISAS, use_library
+from tests.ops.conftest import OTHER_ISAS, WIDE, use_library
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(native.unavailable() is not None, reason=native.unavailable() or "")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,7 +57,7 @@ CASES = [
         DTYPES,
     ),
 ]
-CASES = [case for case in CASES if case[0] != EMULATED or case[2] is torch.bfloat16]
+CASES = [case for case in CASES if case[0] not in WIDE or case[2] is torch.bfloat16]
 
 
 @pytest.mark.parametrize(("isa", "kind", "dtype"), CASES, ids=str, indirect=["isa"])

@@ -41,6 +41,7 @@ OF_KERNELS = (
     "test_states.py",
 )
 EMULATED = "amx_emulated"
+WIDE = ("avx512", "avx512_bf16", EMULATED)  # they differ from one another, and from amx, in bf16 alone
 # Without a GPU Triton's kernels run in its interpreter.
 INTERPRETED = [] if torch.cuda.is_available() else ["triton"]
 
@@ -56,7 +57,7 @@ def _repeats_another(item: pytest.Item, here: Path) -> bool:
     backend = "" if callspec is None else str(callspec.params.get("backend"))
     if " on " not in backend or not item.path.is_relative_to(here):
         return False
-    if backend.endswith(EMULATED) and "bfloat16" not in item.name:  # the rest of it is that of avx512
+    if backend.endswith(WIDE) and "bfloat16" not in item.name:
         return True
     return not item.path.relative_to(here).as_posix().startswith(OF_KERNELS)
 
