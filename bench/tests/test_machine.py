@@ -66,7 +66,7 @@ def test_every_row_has_its_figure() -> None:
     assert names == ["read rate", "product rate", *linears, *tail]
     *measured, left_out = found["rows"]
     assert all(one["value"] > 0 and one["unit"] for one in measured)
-    assert all((one["ratio"] is None) == (one["beside"] == "") for one in measured)
+    assert all((one["ratio"] is None) == (one["compared_to"] == "") for one in measured)
     assert (left_out["value"], left_out["note"]) == (None, "left out: no --model was given")
 
 
@@ -89,7 +89,7 @@ def test_the_table() -> None:
     assert re.match(r"1B 64 -> 32, 1 row +[\d.,]+ GB/s +[\d.]+ x read rate", lines[12])
     assert lines[-1].startswith("targets ")
     assert "left out" in lines[-2]
-    row = Row(name="a", value=1.0, unit="us", ratio=1.2, beside="b", target=Target(1.15, at_most=True))
+    row = Row(name="a", value=1.0, unit="us", ratio=1.2, compared_to="b", target=Target(1.15, at_most=True))
     assert row.met is False
     assert str(row).endswith("<= 1.15  not met")
     assert replace(row, target=Target(1.2)).met
@@ -99,9 +99,9 @@ def test_the_table() -> None:
 def test_without_onednn_there_is_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn, "lacking", lambda: "there is none")
     rows = list(machine.linears(0, judged=True))
-    beside = [row for row in rows if row.unit == "GFLOP/s"]
-    assert len(beside) == len(LINEARS) * len(ROWS)
-    assert all(row.value and row.ratio is None and row.note == "there is none" for row in beside)
+    compared = [row for row in rows if row.unit == "GFLOP/s"]
+    assert len(compared) == len(LINEARS) * len(ROWS)
+    assert all(row.value and row.ratio is None and row.note == "there is none" for row in compared)
 
 
 def test_workloads_that_a_model_is_too_short_for_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

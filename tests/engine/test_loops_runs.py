@@ -156,7 +156,7 @@ def test_the_same_bits(model: Path, options: dict[str, Any], graphs: bool) -> No
     def watched(batch: Batch, token_ids: torch.Tensor) -> None:
         nonlocal filled
         filled += len(batch.drawn.request_ids)
-        token_ids[batch.drawn.rows] = -(2**40)  # whoever reads what the host has there is found out
+        token_ids[batch.drawn.rows] = -(2**40)  # reading what the host has there fails
         fill_in(batch, token_ids)
 
     eager.fill_in = watched  # type: ignore[method-assign]

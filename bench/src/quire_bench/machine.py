@@ -75,8 +75,8 @@ class Row:
     name: str
     value: float | None = None  # None: not measured, and `note` says why
     unit: str = ""
-    ratio: float | None = None  # to `beside`
-    beside: str = ""
+    ratio: float | None = None  # of `value` to what `compared_to` names
+    compared_to: str = ""
     target: Target | None = None
     note: str = ""
 
@@ -91,7 +91,7 @@ class Row:
 
     def __str__(self) -> str:
         value = f"{'-':>10s} {'':9s}" if self.value is None else f"{self.value:10,.1f} {self.unit:9s}"
-        ratio = "" if self.ratio is None else f"{self.ratio:6.2f} x {self.beside}"
+        ratio = "" if self.ratio is None else f"{self.ratio:6.2f} x {self.compared_to}"
         verdict = "" if self.met is None else f"{self.target!s:>8s}  {'met' if self.met else 'not met'}"
         return f"{self.name:36s}{value}{ratio:28s}{verdict}{self.note}".rstrip()
 
@@ -166,21 +166,20 @@ def rates(runs: int) -> Iterator[Row]:
 
 
 def linears(seconds: float, *, judged: bool) -> Iterator[Row]:
-    """Linears of the models: one row beside the read rate, some beside one, and beside oneDNN."""
+    """Linears of the models: one row compared with the read rate, more with one, and with oneDNN."""
     memory = in_huge_pages((POOL_BYTES,), torch.uint8)
     reader = attention.read_rate(torch.get_num_threads())
     for shape in LINEARS:
         for rows in ROWS:
             figure = linear.measure(shape, rows, memory, reader, seconds)
-            if rows == ROWS[0]:
-                yield from _few_rows(figure, judged=judged)
-            yield _beside_onednn(figure, judged=judged)
+            if figure.one_row_seconds is not None:
+                yield from _few_rows(figure, figure.one_row_seconds, judged=judged)
+            yield _against_onednn(figure, judged=judged)
 
 
-def _few_rows(figure: LinearFigure, *, judged: bool) -> Iterator[Row]:
-    """One row's share of the read rate, and what the figure's rows take beside it."""
-    shape, one = figure.shape, figure.one_row_seconds
-    assert one is not None
+def _few_rows(figure: LinearFigure, one: float, *, judged: bool) -> Iterator[Row]:
+    """One row's share of the read rate, and how many times as long the figure's rows take."""
+    shape = figure.shape
     large = judged and shape.model == LARGE
     rate = shape.weight_bytes / one / 1e9
     yield Row(
@@ -188,7 +187,7 @@ def _few_rows(figure: LinearFigure, *, judged: bool) -> Iterator[Row]:
         value=rate,
         unit="GB/s",
         ratio=rate / figure.read,
-        beside="read rate",
+        compared_to="read rate",
         target=ONE_ROW if large else None,
     )
     yield Row(
@@ -196,12 +195,12 @@ def _few_rows(figure: LinearFigure, *, judged: bool) -> Iterator[Row]:
         value=1e6 * figure.seconds,
         unit="us",
         ratio=figure.seconds / one,
-        beside="time of one row",
+        compared_to="time of one row",
         target=MORE_ROWS if large else None,
     )
 
 
-def _beside_onednn(figure: LinearFigure, *, judged: bool) -> Row:
+def _against_onednn(figure: LinearFigure, *, judged: bool) -> Row:
     name = f"{figure.shape.name}, {figure.rows} rows"
     if figure.onednn_seconds is None:
         return Row(name=name, value=figure.rate, unit="GFLOP/s", note=onednn.lacking() or "")
@@ -211,13 +210,13 @@ def _beside_onednn(figure: LinearFigure, *, judged: bool) -> Row:
         value=figure.rate,
         unit="GFLOP/s",
         ratio=figure.onednn_seconds / figure.seconds,
-        beside="oneDNN's speed",
+        compared_to="oneDNN's speed",
         target=target if judged else None,
     )
 
 
 def attentions(runs: int, *, judged: bool) -> Iterator[Row]:
-    """Prefill beside the product rate, decode beside the read rate."""
+    """Prefill as a share of the product rate, decode of the read rate."""
     backend = ops.load("cpu")
     for shape in PREFILL + DECODE:
         figure = attention.measure(backend, shape, runs, sdpa_runs=0)
@@ -229,7 +228,7 @@ def attentions(runs: int, *, judged: bool) -> Iterator[Row]:
             value=figure.rate,
             unit="GB/s" if decode else "GFLOP/s",
             ratio=figure.fraction,
-            beside="read rate" if decode else "product rate",
+            compared_to="read rate" if decode else "product rate",
             target=target if judged else None,
         )
 

@@ -83,7 +83,7 @@ class OverlappedLoop:
 
     Step n + 1 has a row for each request that may go on. Where step n, or the caller after it, ends the request, that
     row is computed in vain, and its commit passes it over. Blocks that are freed meanwhile may be given away at once:
-    the device computes one step after the other, so whoever gets them writes to them later.
+    the device computes one step after the other, so their owner writes to them later.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,9 @@ class OverlappedLoop:
     def step(self, parts: Parts) -> list[Event]:
         """As `Loop.step`."""
         flight, self._ahead = self._ahead, None
-        if flight is None or not parts.scheduler.is_needed(flight.plan):  # nobody waits for what is of no use any more
+        if flight is None or not parts.scheduler.is_needed(
+            flight.plan
+        ):  # a step that no request needs is not waited for
             flight = _launched(parts, parts.scheduler.plan())
         plan = parts.under_way = flight.plan
         try:
@@ -130,7 +132,7 @@ def _raising(error: BaseException) -> Launched:
 
 
 def _failed(parts: Parts, plan: Plan, error: BaseException) -> list[Event]:
-    """End the requests of a step that raised. Called where that is handled, and raises it if nobody can be served."""
+    """End the requests of a step that raised. Called where that is handled, and raises it if no request can be served."""
     ended = parts.scheduler.fail(plan, error)
     if not isinstance(error, Exception) or parts.runner.is_lost():
         raise error

@@ -366,7 +366,7 @@ class Scheduler:
         """The step after one that is being computed. None: it cannot be planned until that one is committed.
 
         It is what `plan` would make of that step's commit, should no request end that may still go on: the running ones
-        go on, a token that is still to be drawn counts as there, and nobody comes or gives way. A request that turns
+        go on, a token that is still to be drawn counts as there, and no request is admitted or preempted. A request that turns
         out to have ended is passed over by this plan's commit.
         """
         if before.failed or before.resumed or self.swapped:  # should it fail, those that it resumes lose their blocks
@@ -426,7 +426,7 @@ class Scheduler:
         return items
 
     def _may_come(self, items: list[PlanItem]) -> bool:
-        """Whether a waiting request may be let in beside these items of the next plan."""
+        """Whether a waiting request may be admitted together with these items of the next plan."""
         first = self.waiting.first()
         if first is None or len(self.running) >= self.max_num_seqs:
             return False

@@ -115,7 +115,7 @@ class _TimedEngine(Engine):
     def __init__(self, engine: Engine, runner: Runner, timeline: Timeline) -> None:
         vars(self).update(vars(engine))
         self._events = []
-        self.loop = SequentialLoop()  # so that parts do not run beside one another
+        self.loop = SequentialLoop()  # so that parts do not run at the same time
         self.scheduler = cast(Scheduler, _TimedScheduler(engine.scheduler, timeline))
         self.runner = _TimedRunner(runner, timeline)
         for name, part in (("step", "other"), ("flatten", "flatten")):

@@ -47,7 +47,7 @@ struct LinearVectors {
     static constexpr int LINE = S::VECTOR;
     static constexpr int CHUNK = 96;  // rows of x that an item has at most
     static constexpr int PANEL_STRIPS = COLUMNS;
-    static constexpr int64_t PANEL_BYTES = 512 << 10;  // of the weight, that stay in the second cache beside the rows
+    static constexpr int64_t PANEL_BYTES = 512 << 10;  // of the weight, that stay in the second cache together with the rows
     static constexpr int UNIT = 1;                     // strips that are not parted
     static int64_t panel_strips(int64_t) { return PANEL_STRIPS; }
 

@@ -70,7 +70,7 @@ class EmulatedTiles {
 #ifdef QUIRE_HARDWARE_TILES
 class HardwareTiles {
   public:
-    // The registers are this thread's, so whoever multiplies configures them; an empty one is not saved when threads change.
+    // The registers are this thread's, so each worker configures them. Once released they are not saved when threads change.
     explicit HardwareTiles(TileRows rows = {}) {
         struct alignas(64) Configuration {
             uint8_t palette = 1, start = 0, reserved[14] = {};
