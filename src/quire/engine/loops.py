@@ -132,7 +132,7 @@ def _raising(error: BaseException) -> Launched:
 
 
 def _failed(parts: Parts, plan: Plan, error: BaseException) -> list[Event]:
-    """End the requests of a step that raised. Called where that is handled, and raises it if no request can be served."""
+    """End the requests of a step that raised. Called where that is handled; raises it if none can be served."""
     ended = parts.scheduler.fail(plan, error)
     if not isinstance(error, Exception) or parts.runner.is_lost():
         raise error

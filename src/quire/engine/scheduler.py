@@ -366,8 +366,8 @@ class Scheduler:
         """The step after one that is being computed. None: it cannot be planned until that one is committed.
 
         It is what `plan` would make of that step's commit, should no request end that may still go on: the running ones
-        go on, a token that is still to be drawn counts as there, and no request is admitted or preempted. A request that turns
-        out to have ended is passed over by this plan's commit.
+        go on, a token that is still to be drawn counts as there, and no request is admitted or preempted. A request
+        that turns out to have ended is passed over by this plan's commit.
         """
         if before.failed or before.resumed or self.swapped:  # should it fail, those that it resumes lose their blocks
             return None

@@ -65,5 +65,4 @@ static inline Scratch scratch_sizes(const SpecParams& spec) {
     int64_t lanes = round_up(spec.head_dim, 32), wide = round_up(spec.head_dim_v, 64);
     const int64_t rows = spec.item_rows;
     return {rows * lanes, TILE / 2 * lanes, TILE / 2 * most(wide, 2 * SUBTILE), rows * TILE, rows * TILE / 2, rows * wide, rows};
-
 }
