@@ -104,7 +104,7 @@ class EngineConfig:
         "auto", "Attention backend: auto, or a name from `quire info`.", aliases=("--attention",)
     )
     prefetch: str | None = option(
-        None, "How a CPU fetches weights, and keys and values: as in t0:3072:t1. Default: what suits the core."
+        None, "How a CPU fetches weights, and keys and values: as in t0:2560:t1. Default: what suits the core."
     )
     max_model_len: int | None = option(
         None, "Longest sequence in tokens. Default: what the model was made for.", lower=1

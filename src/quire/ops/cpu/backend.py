@@ -50,7 +50,7 @@ class CpuBackend(Backend):
         return native.default().isa
 
     def set_prefetch(self, choice: str) -> None:
-        """As in `t0:3072:t1`: by which instruction and how far ahead weights are fetched, and keys and values."""
+        """As in `t0:2560:t1`: by which instruction and how far ahead weights are fetched, and keys and values."""
         fetching.apply(ctypes.CDLL(str(native.default().path)), fetching.parse(choice))
 
     def unavailable(self, device: str) -> str | None:

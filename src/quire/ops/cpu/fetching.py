@@ -34,7 +34,7 @@ class Fetching:
 # Measured on a Granite Rapids and on Zen 5: PREFETCHNTA leaves a third of the rate on the one, and keeps what the next
 # step needs in the caches on the other.
 KNOWN = {
-    "GenuineIntel": Fetching("t0", 3 << 10, "t1", "known of Intel"),
+    "GenuineIntel": Fetching("t0", 2560, "t1", "known of Intel"),
     "AuthenticAMD": Fetching("nta", 6 << 10, "t0", "known of AMD"),
 }
 
@@ -47,7 +47,7 @@ def choose(library: ctypes.CDLL) -> Fetching:
 
 
 def parse(wanted: str) -> Fetching:
-    """As in `t0:3072:t1`: the kind and the distance of weights, and the kind of keys and values.
+    """As in `t0:2560:t1`: the kind and the distance of weights, and the kind of keys and values.
 
     Raises ConfigError where it is something else.
     """
@@ -60,7 +60,7 @@ def parse(wanted: str) -> Fetching:
         or not 64 <= int(ahead) <= 65536
     ):
         raise ConfigError(
-            f"prefetch is {wanted!r}; it must be KIND:BYTES:KIND as in 't0:3072:t1', for weights and for keys and "
+            f"prefetch is {wanted!r}; it must be KIND:BYTES:KIND as in 't0:2560:t1', for weights and for keys and "
             f"values, each kind one of {', '.join(KINDS)}, and 64 to 65536 bytes"
         )
     return Fetching(weights, int(ahead), keys, "as asked for")

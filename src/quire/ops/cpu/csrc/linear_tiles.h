@@ -4,6 +4,7 @@
 // A strip's 16 lines in a row are a tile as they lie. A row of x is copied, so that tiles of it can be read wherever it begins.
 #pragma once
 
+#include "fetching.h"
 #include "linear.h"
 #include "tiles.h"
 
@@ -22,6 +23,8 @@ struct LinearTiles {
     static constexpr int64_t DEPTH = 12, WHOLE = 20;
 
     LinearItems<LinearTiles> items;
+    const Fetching fetching = quire_fetching;
+    const int64_t ahead = fetching.weights_ahead / BYTES;  // tiles of each strip that are fetched before they are loaded
     alignas(64) float results[4][16][16];
 
     explicit LinearTiles(LinearWork& all) : items(all) {}
@@ -44,12 +47,10 @@ struct LinearTiles {
 
     // The lines of COUNT tiles of a strip each.
     template <int COUNT>
-    static void fetch(const char* at, int64_t stride) {
+    void fetch(const char* at, int64_t stride) const {
         for (int j = 0; j < COUNT; j++)
-            for (int line = 0; line < 16; line++) fetch_line(at + j * stride + line * 64, FETCH_FIRST);
+            for (int line = 0; line < 16; line++) fetch_line(at + j * stride + line * 64, fetching.weights);
     }
-
-    static constexpr int64_t AHEAD = 2;  // tiles of each strip that are fetched before they are loaded
 
     // ------------------------------------------------------------------------------------ up to 16 rows
 
@@ -71,7 +72,7 @@ struct LinearTiles {
         const char *weight = item.weight + strip * stride, *rows = row_of(item, 0);
         tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
         for (int64_t k = 0; k < depth; k++, weight += BYTES) {
-            fetch<COUNT>(k + AHEAD < depth ? weight + AHEAD * BYTES : next + (k + AHEAD - depth) * BYTES, stride);
+            fetch<COUNT>(k + ahead < depth ? weight + ahead * BYTES : next + (k + ahead - depth) * BYTES, stride);
             tiles.load<4>(rows + k * 64, lda);
             tiles.load<6>(weight, 64), tiles.multiply<0, 4, 6>();
             if constexpr (COUNT > 1) tiles.load<7>(weight + stride, 64), tiles.multiply<1, 4, 7>();
@@ -95,7 +96,7 @@ struct LinearTiles {
             const char* next = strip + 2 < item.strips ? weight + 2 * stride : after;
             tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
             for (int64_t k = 0; k < depth; k++, weight += BYTES) {
-                fetch<2>(k + AHEAD < depth ? weight + AHEAD * BYTES : next + (k + AHEAD - depth) * BYTES, other);
+                fetch<2>(k + ahead < depth ? weight + ahead * BYTES : next + (k + ahead - depth) * BYTES, other);
                 tiles.load<6>(weight, 64), tiles.load_far<4>(first + k * 64, lda);
                 tiles.load<7>(weight + other, 64), tiles.load_far<5>(second + k * 64, lda);
                 tiles.multiply<0, 4, 6>(), tiles.multiply<1, 4, 7>(), tiles.multiply<2, 5, 6>(), tiles.multiply<3, 5, 7>();

@@ -10,7 +10,7 @@
 #include "fetching.h"
 #include "params.h"
 
-Fetching quire_fetching = {FETCH_FIRST, 3 << 10, FETCH_FIRST};
+Fetching quire_fetching = {FETCH_FIRST, 2560, FETCH_FIRST};
 
 extern "C" int32_t quire_amx_adds_as_documented(void);  // of the ISA amx
 
