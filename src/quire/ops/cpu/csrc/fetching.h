@@ -19,6 +19,7 @@ struct Fetching {
 extern "C" Fetching quire_fetching;  // in machine.cpp
 
 static inline __attribute__((always_inline)) void fetch_line(const char* at, int32_t kind) {
+    asm volatile("");  // else GCC takes a function that only fetches for one without effect, and drops its calls
     if (kind == FETCH_FIRST) __builtin_prefetch(at, 0, 3);
     else if (kind == FETCH_SECOND) __builtin_prefetch(at, 0, 2);
     else __builtin_prefetch(at, 0, 0);
