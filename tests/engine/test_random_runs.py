@@ -345,7 +345,7 @@ def test_random_runs(shard: int, long: bool) -> None:
 
 # ------------------------------------------------------------------------------------------------------- guesses
 
-GUESSED_SEEDS, LONG_GUESSED_SEEDS, GUESSED_SHARDS = 240, 1_000, 3
+GUESSED_SEEDS, LONG_GUESSED_SEEDS, GUESSED_SHARDS = 180, 1_000, 3
 GUESSED_SEEN = """
 all right, some right, none right, overflowed, stopped among guesses, aborted with guesses, failed
 preempted, swapped out, swapped in, restarted, copied, found a prefix, forked

@@ -1,7 +1,7 @@
 """What the compiler makes of the kernels, for every chip that the tiles were chosen for. No GPU is needed.
 
-With --long, for all four chips, of every head dimension and dtype. Else, a chip taking half a minute, for one of each
-maker, and of one head dimension and dtype for each kind of code (`compiling` lists them).
+With --long, for all four chips, of every head dimension and dtype. Else, a chip taking half a minute, for one of them,
+and of one head dimension and dtype for each kind of code (`compiling` lists them).
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def test_sm100(long: bool) -> None:
 
 
 def test_gfx942(long: bool) -> None:
+    only_if(long)
     found = check("gfx942", long)
     assert all(kernel["instructions"]["MFMA"] > 0 for kernel in attention(found, "many").values())
 
