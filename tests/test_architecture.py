@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "progress": set(),
     "request": {"errors"},
     "config": {"errors"},
+    "importing": set(),
     "ops": {"errors"},
     "integrations": {"errors", "ops"},
     "batch": {"errors", "request", "config"},

@@ -19,21 +19,15 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "BeamSearchParams", "SamplingParams", "__version__", "ops"]
 
 
+_MODULES = {"LLM": "quire.llm", "BeamSearchParams": "quire.engine.beam", "SamplingParams": "quire.request"}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from quire.llm import LLM
+    if name not in (*_MODULES, "ops"):
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    from importlib import import_module
 
-        return LLM
-    if name == "BeamSearchParams":
-        from quire.engine.beam import BeamSearchParams
+    from quire.importing import uncollected
 
-        return BeamSearchParams
-    if name == "SamplingParams":
-        from quire.request import SamplingParams
-
-        return SamplingParams
-    if name == "ops":
-        import importlib
-
-        return importlib.import_module("quire.ops")
-    raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    with uncollected():
+        return import_module("quire.ops") if name == "ops" else getattr(import_module(_MODULES[name]), name)

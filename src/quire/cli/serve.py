@@ -14,6 +14,7 @@ import typer
 
 from quire.cli.options import ENGINE, fail, taken, with_options
 from quire.errors import ConfigError, QuireError
+from quire.importing import uncollected
 from quire.server.server_config import ServerConfig
 
 
@@ -68,7 +69,8 @@ def serve(
 
         obey_as_first_process()
         server = ServerConfig(**taken(ServerConfig, options))
-        from quire.server.run import serve as run  # all that is heavy
+        with uncollected():
+            from quire.server.run import serve as run  # all that is heavy
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
