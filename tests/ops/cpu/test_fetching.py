@@ -86,6 +86,14 @@ def test_an_option_overrides_it(library) -> None:
         LLM(prefetch="t1:512:nta", attention_backend="reference")
 
 
+def test_loading_other_kernels_of_the_library_leaves_it(library, monkeypatch: pytest.MonkeyPatch) -> None:
+    ops.load("cpu").set_prefetch("t1:512:nta")
+    monkeypatch.setattr(fetching, "apply", lambda *given: pytest.fail(f"set again: {given}"))
+    for isa in native.runnable(native.library_path()):
+        native.load(isa)
+    monkeypatch.undo()
+
+
 @pytest.mark.parametrize(
     "wanted", ["t3:64:t0", "t0:64", "t0:63:t0", "t0:-64:t0", "t0:65537:t1", "t0:many:t1", f"t0:{'9' * 5000}:t0", ""]
 )

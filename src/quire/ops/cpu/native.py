@@ -268,6 +268,15 @@ def amx_refusal() -> str | None:
     return AMX_REFUSALS[ctypes.CDLL(str(library_path())).quire_amx_refusal()]
 
 
+@cache
+def _fetching(path: Path) -> fetching.Fetching:
+    """How that library fetches memory by itself. Set once, since `Backend.set_prefetch` may ask for something else."""
+    library = ctypes.CDLL(str(path))
+    chosen = fetching.choose(library)
+    fetching.apply(library, chosen)
+    return chosen
+
+
 def load(isa: str | None = None, path: Path | None = None) -> Library:
     """The library with the kernels of that instruction set, by default of the best that this machine runs.
 
@@ -281,8 +290,6 @@ def load(isa: str | None = None, path: Path | None = None) -> Library:
     if isa not in served:
         raise Unsupported(f"this machine does not run the kernels for {isa!r}; it runs {', '.join(served)}")
     native = ctypes.CDLL(str(path))
-    chosen = fetching.choose(native)
-    fetching.apply(native, chosen)
 
     def entry(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         function = getattr(native, f"quire_{name}")
@@ -293,7 +300,7 @@ def load(isa: str | None = None, path: Path | None = None) -> Library:
     return Library(
         path=path,
         isa=isa,
-        fetching=chosen,
+        fetching=_fetching(path),
         parallel_for=address or 0,
         kernels={
             name: entry(f"{name}_{isa}", result, c_void_p, *arguments) for name, (result, arguments) in KERNELS.items()
