@@ -59,9 +59,8 @@ def test_an_instruction_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert listed
     build = tmp_path / "CMakeLists.txt"
     text = re.sub(r"^add_isa\((avx2|avx512|avx512_bf16|amx_emulated) .*\n", "", build.read_text(), flags=re.MULTILINE)
-    assert "-O3" in text
-    build.write_text(text.replace("-O3", "-O1"))
-    for command in (["cmake", "-S", ".", "-B", "build"], ["cmake", "--build", "build"]):
+    build.write_text(text)
+    for command in (["cmake", "-S", ".", "-B", "build", "-D", "QUIRE_OPTIMIZE=-O1"], ["cmake", "--build", "build"]):
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
 
     library = tmp_path / "build" / "libquire_cpu.so"
