@@ -7,6 +7,8 @@ itself. It serves the whole contract, so that one flag turns a paged run into a 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,6 +24,7 @@ class GatherBackend(ReferenceBackend):
     """The reference's operators, but for attention."""
 
     name = "gather"
+    limits = replace(ReferenceBackend.limits, case_budget=600)
 
     def _attention(
         self,

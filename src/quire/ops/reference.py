@@ -30,7 +30,7 @@ class ReferenceBackend(Backend):
     """Every operator in PyTorch."""
 
     name = "reference"
-    limits = Limits(kv_dtypes=dict.fromkeys(_FLOATS, _FLOATS), max_head_dim=1024, reproducible=False, case_budget=600)
+    limits = Limits(kv_dtypes=dict.fromkeys(_FLOATS, _FLOATS), max_head_dim=1024, reproducible=False, case_budget=2_000)
 
     def unavailable(self, device: str) -> str | None:
         """None wherever torch runs: on the CPU, and on a GPU that torch sees."""
