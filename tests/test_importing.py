@@ -25,7 +25,7 @@ def test_it_is_off_meanwhile_and_on_again_even_after_an_error() -> None:
     assert gc.isenabled()
 
 
-def test_who_has_it_off_keeps_it_off() -> None:
+def test_it_stays_off_where_it_was_off() -> None:
     gc.disable()
     try:
         with uncollected():

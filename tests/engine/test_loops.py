@@ -187,7 +187,7 @@ def test_a_penalty_needs_the_token(penalty: str) -> None:
     engine.add(request("plain", [1, 2], max_tokens=12))
     engine.add(request("r", PROMPT, max_tokens=6, **{penalty: 1.5}))
     found = steps(engine)
-    assert counts == {False: 5 + 1, True: 12 - 6}  # the last step of each, too; beside it nobody is planned ahead
+    assert counts == {False: 5 + 1, True: 12 - 6}  # the last step of each, too; next to it no request is planned ahead
     assert tokens_of(found, "plain") == continuation([1, 2], 12)
 
 

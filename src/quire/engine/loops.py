@@ -92,9 +92,8 @@ class OverlappedLoop:
     def step(self, parts: Parts) -> list[Event]:
         """As `Loop.step`."""
         flight, self._ahead = self._ahead, None
-        if flight is None or not parts.scheduler.is_needed(
-            flight.plan
-        ):  # a step that no request needs is not waited for
+        # A step that no request needs is not waited for.
+        if flight is None or not parts.scheduler.is_needed(flight.plan):
             flight = _launched(parts, parts.scheduler.plan())
         plan = parts.under_way = flight.plan
         try:

@@ -218,7 +218,7 @@ def _embed(
         found = states.numpy()
         finite = np.isfinite(found).all(1).tolist()
         for request_id, state, is_finite in zip(batch.embed.request_ids, found, finite, strict=True):
-            output.hidden_states[request_id] = state.copy() if is_finite else None  # what lies beside it is freed
+            output.hidden_states[request_id] = state.copy() if is_finite else None  # what lies next to it is freed
 
     return read
 
