@@ -456,6 +456,7 @@ def test_what_is_computed_in_vain_is_not_waited_for() -> None:
     steps(engine)
     assert log[-3:] == ["launch 2", "compute 1", "commit 1"]
     assert not engine.has_work
+    assert engine.under_way is None
     engine.add(request("again", PROMPT, max_tokens=3))
     assert tokens_of(steps(engine), "again") == AFTER[:3]
 
@@ -593,6 +594,43 @@ def test_nothing_is_planned_ahead_of_a_step_that_resumes_somebody() -> None:
     engine.scheduler.audit()
     steps(engine)
     assert unit[1].tokens.tolist() == PROMPT + AFTER[:8]
+
+
+def test_an_interrupt_of_a_launch_in_vain_is_raised() -> None:
+    engine = later_engine()
+    engine.add(request("r", PROMPT, max_tokens=9, stop_token_ids=[AFTER[1]]))
+    engine.step()
+    launch = engine.runner.launch
+
+    def interrupted(batch: Batch) -> object:
+        raise KeyboardInterrupt
+
+    engine.runner.launch = interrupted  # type: ignore[method-assign, assignment]
+    assert [event.finish_reason for event in engine.step()] == [FinishReason.STOP]
+    engine.runner.launch = launch  # type: ignore[method-assign]
+    engine.add(request("again", PROMPT, max_tokens=3))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert tokens_of(steps(engine), "again") == AFTER[:3]
+
+
+def test_planning_ahead_that_raises_loses_nothing() -> None:
+    engine = later_engine()
+    engine.add(request("r", PROMPT, max_tokens=5))
+    found = [engine.step()]
+    plan_ahead = engine.scheduler.plan_ahead
+
+    def broken(before: Plan) -> Plan | None:
+        raise MemoryError("injected")
+
+    engine.scheduler.plan_ahead = broken  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="injected"):
+            engine.step()
+    engine.scheduler.plan_ahead = plan_ahead  # type: ignore[method-assign]
+    found += steps(engine)
+    assert tokens_of(found, "r") == AFTER[:5]
+    engine.scheduler.audit()
 
 
 def test_a_lost_device_is_told() -> None:

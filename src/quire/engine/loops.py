@@ -91,13 +91,13 @@ class OverlappedLoop:
 
     def step(self, parts: Parts) -> list[Event]:
         """As `Loop.step`."""
-        flight, self._ahead = self._ahead, None
-        # A step that no request needs is not waited for.
-        if flight is None or not parts.scheduler.is_needed(flight.plan):
-            flight = _launched(parts, parts.scheduler.plan())
+        self._drop_unneeded(parts)  # the caller may have ended its requests
+        flight = self._ahead or _launched(parts, parts.scheduler.plan())
+        self._ahead = flight  # until the next one is planned: if that raises, nothing is lost
         plan = parts.under_way = flight.plan
+        following = parts.scheduler.plan_ahead(plan) if flight.is_launched else None
+        self._ahead = None
         try:
-            following = parts.scheduler.plan_ahead(plan) if flight.is_launched else None
             if following is not None:
                 self._ahead = _launched(parts, following)
             output = flight.wait()
@@ -106,11 +106,19 @@ class OverlappedLoop:
         finally:
             parts.under_way = None if self._ahead is None else self._ahead.plan
         try:
-            return parts.scheduler.commit(plan, output)
+            events = parts.scheduler.commit(plan, output)
         except BaseException:
             if self._ahead is not None and self._ahead.is_launched:  # it took this step's tokens for granted
                 self._ahead = parts.under_way = None
             raise
+        self._drop_unneeded(parts)
+        return events
+
+    def _drop_unneeded(self, parts: Parts) -> None:
+        """Do not wait for a step that no request needs. One that failed is kept, so that its error is reported."""
+        ahead = self._ahead
+        if ahead is not None and ahead.is_launched and not parts.scheduler.is_needed(ahead.plan):
+            self._ahead = parts.under_way = None
 
 
 def _launched(parts: Parts, plan: Plan) -> _Flight:
