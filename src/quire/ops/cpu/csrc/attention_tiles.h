@@ -60,7 +60,7 @@ struct TileAttention : Worker<TileAttention, Tiled> {
         for (int at = begin / SUBTILE * SUBTILE; any && at < end; at += SUBTILE) score(step, at);
         for (int i = 0; i < count; i++) weigh(step, i, scores + i * APART, weights + i * lda_weights);
         if (!any) return;
-        if (hides_nonfinite(step)) return add_seen_values(step, 0, count);
+        if (hides_nonfinite(step)) return add_seen_values(step, {0, count, begin, end, weights});
         for (int column = 0; column < spec.head_dim_v; column += PANEL) {
             const int left = spec.head_dim_v - column;
             float* to = sums + column;
@@ -111,6 +111,12 @@ struct TileAttention : Worker<TileAttention, Tiled> {
 
     // ------------------------------------------------------------------------------------------- many rows
 
+    // Rows, the groups of keys that they see, and what these weigh.
+    struct Block {
+        int first, rows, begin, end;
+        float* weights;  // [rows][lda_weights]
+    };
+
     void many(const Step& step, const Step* after) {
         Fetcher<T> fetcher = fetcher_of(after);
         const bool apart = hides_nonfinite(step);
@@ -124,16 +130,23 @@ struct TileAttention : Worker<TileAttention, Tiled> {
                                               [&] { fetcher.fetch(FETCH_WEIGH); });
             });
         }
+        Block before = {};  // whose values are not added yet: that takes the tiles, and the softmax of the next block the vectors
         for (int first = 0; first < step.item->count; first += BLOCK) {
-            const int rows = least(step.item->count - first, BLOCK);
-            int begin, end;
-            const bool any = seen(step, first, rows, begin, end);
-            if (any) score_block(first, rows, begin, end);
-            for (int i = 0; i < rows; i++) weigh(step, first + i, scores + i * APART, weights + i * lda_weights);
-            if (!any) continue;
-            if (apart) add_seen_values(step, first, rows);
-            else add_block(first, rows, begin, end);
+            Block block = {first, least(step.item->count - first, BLOCK), 0, 0, weights + first / BLOCK % 2 * BLOCK * lda_weights};
+            const bool any = seen(step, first, block.rows, block.begin, block.end);
+            if (any) score_block(block);
+            int weighed = 0;
+            auto weigh_rows = [&](int count) {
+                for (; count > 0 && weighed < block.rows; count--, weighed++)
+                    weigh(step, first + weighed, scores + weighed * APART, block.weights + weighed * lda_weights);
+            };
+            if (before.rows) add_block(before, weigh_rows);
+            weigh_rows(block.rows);
+            before = {};
+            if (any && apart) add_seen_values(step, block);
+            else if (any) before = block;
         }
+        if (before.rows) add_block(before, [](int) {});
         fetcher.fetch(ALL_LINES);
     }
 
@@ -141,9 +154,9 @@ struct TileAttention : Worker<TileAttention, Tiled> {
     float* panel_of(int column, int key) const { return values + (int64_t)column / PANEL * (TILE / 2) * PANEL + key / 2 * PANEL; }
 
     // 32 keys and up to 32 rows at a time.
-    void score_block(int first, int rows, int begin, int end) {
-        const float *a = query + (int64_t)first * lanes, *second = rows > 16 ? a + 16 * lanes : a;
-        for (int at = begin; at < end; at += 32) {
+    void score_block(const Block& block) {
+        const float *a = query + (int64_t)block.first * lanes, *second = block.rows > 16 ? a + 16 * lanes : a;
+        for (int at = block.begin; at < block.end; at += 32) {
             const float* b = keys + (int64_t)(at / PANEL * PANEL) * lanes + at % PANEL;
             tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
             for (int c = 0; c < lanes; c += TILE_LANES, b += TILE_LANES * PANEL) {
@@ -157,10 +170,14 @@ struct TileAttention : Worker<TileAttention, Tiled> {
         }
     }
 
-    void add_block(int first, int rows, int begin, int end) {
-        const float *a = weights, *second = rows > 16 ? a + 16 * lda_weights : a;
+    // weigh_rows(n): the softmax of n rows of another block, done while the tiles multiply.
+    template <class F>
+    void add_block(const Block& block, const F& weigh_rows) {
+        const float *a = block.weights, *second = block.rows > 16 ? a + 16 * lda_weights : a;
+        const int begin = block.begin, end = block.end, turns = (end - begin) / 32 * ((spec.head_dim_v + 31) / 32);
+        const int share = (BLOCK + turns - 1) / turns;
         for (int column = 0; column < spec.head_dim_v; column += 32) {
-            float *to = sums + (int64_t)first * wide + column, *lower = to + 16 * wide;
+            float *to = sums + (int64_t)block.first * wide + column, *lower = to + 16 * wide;
             tiles.load<0>(to, wide * 4), tiles.load<1>(to + 16, wide * 4);
             tiles.load<2>(lower, wide * 4), tiles.load<3>(lower + 16, wide * 4);
             const float* b = panel_of(column, begin) + column % PANEL;
@@ -168,6 +185,7 @@ struct TileAttention : Worker<TileAttention, Tiled> {
                 tiles.load_far<6>(b, PANEL * 4), tiles.load<4>(a + at, lda_weights * 4);
                 tiles.load_far<7>(b + 16, PANEL * 4), tiles.load<5>(second + at, lda_weights * 4);
                 tiles.multiply<0, 4, 6>(), tiles.multiply<1, 4, 7>(), tiles.multiply<2, 5, 6>(), tiles.multiply<3, 5, 7>();
+                weigh_rows(share);
             }
             tiles.save<0>(to, wide * 4), tiles.save<1>(to + 16, wide * 4);
             tiles.save<2>(lower, wide * 4), tiles.save<3>(lower + 16, wide * 4);
@@ -205,16 +223,17 @@ struct TileAttention : Worker<TileAttention, Tiled> {
 
     // Each row is multiplied with nothing but the values that it sees. Slower, with the same bits. What is packed of the
     // values is written over, since no row reads it then.
-    void add_seen_values(const Step& step, int first, int rows) {
+    void add_seen_values(const Step& step, const Block& block) {
         alignas(64) float all[4][W][W];  // of which the first row is wanted
         const T* given[GROUP];
-        for (int i = 0; i < rows; i++) {
+        for (int i = 0; i < block.rows; i++) {
+            const int at_row = block.first + i;
             int begin, end;
-            if (!seen(step, first + i, 1, begin, end)) continue;
-            const int from = low[first + i] - step.tile, to = high[first + i] - step.tile;
+            if (!seen(step, at_row, 1, begin, end)) continue;
+            const int from = low[at_row] - step.tile, to = high[at_row] - step.tile;
             for (int column = 0; column < spec.head_dim_v; column += PANEL) {
                 const int left = spec.head_dim_v - column;
-                float* row = sums + (int64_t)(first + i) * wide + column;
+                float* row = sums + (int64_t)at_row * wide + column;
                 for (int j = 0; j < 4; j++) store(all[j][0], load(row + j * W));
                 with_width(left, [&]<int N, bool WHOLE>() {
                     load_sums<N>(all[0][0], W, W * W);
@@ -222,7 +241,7 @@ struct TileAttention : Worker<TileAttention, Tiled> {
                         for (int t = 0; t < GROUP; t++)
                             given[t] = at + t >= from && at + t < to ? step.values[at + t] : (const T*)NOTHING;
                         pack_panel<Tiled, N, WHOLE>(given, GROUP, column, left, values, [] {});
-                        add_group<N>(weights + i * lda_weights + at / 2, values);
+                        add_group<N>(block.weights + i * lda_weights + at / 2, values);
                     }
                     save_sums<N>(all[0][0], W, W * W);
                 });
