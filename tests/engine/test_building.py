@@ -89,8 +89,9 @@ def test_a_cpu_keeps_room_for_a_step_too(monkeypatch: pytest.MonkeyPatch) -> Non
         build_engine(model, ops.load(), engine_config(**options))
     if isinstance(model.layers, NativeExecutor):
         program, size = model.layers, llama_dtype().itemsize
-        a_row = (2 * model.config.hidden_size + program._own_width) * size + program._copied_lanes * 4
-        assert 512 * a_row < reserve - 256 * model.config.vocab_size * LOGIT_BYTES
+        program._reserve(512)
+        room = 512 * 2 * model.config.hidden_size * size + program._scratch.nbytes + program._copy.nbytes
+        assert room < reserve - 256 * model.config.vocab_size * LOGIT_BYTES
 
 
 def llama_dtype() -> Any:
@@ -130,11 +131,11 @@ def test_what_experts_compute_in_is_counted(tmp_path: Path, kind: str, dtype: st
     model = engine(tmp_path, dtype=dtype).runner.model
     program, size = model.layers, model.dtype.itemsize
     rooms = []
-    for rows in (1, 101):
-        program._experts.reserve(rows)
-        rooms.append(sum(tensor.nbytes for tensor in program._experts._tensors))
-    room = (rooms[1] - rooms[0]) / 100  # there are a few spare rows
-    a_row = (2 * model.config.hidden_size + program._own_width) * size + program._copied_lanes * 4 + room
+    for rows in (101, 201):  # there are a few spare rows
+        program._reserve(rows)
+        tensors = (program._scratch, program._copy, *program._experts._tensors)
+        rooms.append(sum(tensor.nbytes for tensor in tensors))
+    a_row = 2 * model.config.hidden_size * size + (rooms[1] - rooms[0]) / 100
     assert a_row < working_memory(model.config, size, 1) - working_memory(model.config, size, 0)
 
 

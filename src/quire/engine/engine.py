@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 # Of a GPU's memory: compiled kernels, libraries' workspaces, CUDA graphs, attention plans, and what allocations waste.
 FIXED_RESERVE = 512 * 2**20
+ROW_PADDING = 1024  # bytes of a token in all, that keep rows of what is computed apart in the caches
 LOGIT_BYTES = 48  # most that a logit takes in all: as it came, in fp32, a copy, its logprob, its place in a sorted row
 
 
@@ -287,4 +288,4 @@ def working_memory(decoder: ModelShape, itemsize: int, max_tokens: int) -> int:
     heads = 3 * decoder.num_heads + 2 * decoder.num_kv_heads  # q, k and v, what is attended, and a copy in rows
     width = 3 * decoder.hidden_size + heads * decoder.head_dim  # the residual, its norm and the branch are first
     width += decoder.mlp_width
-    return max_tokens * width * itemsize + MAX_LOGIT_ROWS * decoder.vocab_size * LOGIT_BYTES
+    return max_tokens * (width * itemsize + ROW_PADDING) + MAX_LOGIT_ROWS * decoder.vocab_size * LOGIT_BYTES

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -86,6 +88,37 @@ def test_any_strides(backend, dtype, in_size):
     padded = torch.full((100, in_size + 5), torch.nan, dtype=dtype)
     padded[:, 2 : 2 + in_size] = weight
     assert torch.equal(as_bits(Packer()(padded[:, 2 : 2 + in_size], bias)(x)), whole)
+
+
+@pytest.mark.parametrize("apart", [64, 96, 2048])
+def test_many_rows_where_they_lie(backend, apart):
+    """Rows of whole cache lines, close together and 4 KiB apart, the first or the last of them poison."""
+    x, weight, bias = tensors(torch.bfloat16, 100, 64)
+    made = Packer()(weight, bias)
+    wide = torch.full((400, apart), torch.nan, dtype=torch.bfloat16)
+    for first, rows in ((0, 33), (3, 47), (16, 64), (300, 100), (0, 400)):
+        wide[:] = torch.nan
+        wide[first : first + rows, :64] = x[:rows]
+        assert torch.equal(as_bits(made(wide[first : first + rows, :64])), as_bits(made(x[:rows].clone())))
+
+
+@pytest.mark.parametrize("rows", [1, 17, 32, 33, 47, 100])
+def test_nothing_after_the_last_row_is_read(backend, rows):
+    """It is the end of a page, and the next one must not be touched."""
+    x, weight, bias = tensors(torch.bfloat16, 100, 64)
+    size, page = rows * 64 * 2, mmap.PAGESIZE
+    memory = mmap.mmap(-1, (size // page + 2) * page)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    end = len(buffer) - page
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(buffer.data_ptr() + end), ctypes.c_size_t(page), 0) == 0
+    try:
+        last = buffer[end - size : end].view(torch.bfloat16).view(rows, 64)
+        last.copy_(x[:rows])
+        made = Packer()(weight, bias)
+        assert torch.equal(as_bits(made(last)), as_bits(made(x)[:rows]))
+    finally:
+        libc.mprotect(ctypes.c_void_p(buffer.data_ptr() + end), ctypes.c_size_t(page), 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -182,14 +182,18 @@ class CpuBackend(Backend):
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         dtype, x, weight = _dtype("x", x), as_rows(x), _fp32(weight)
         out = torch.empty(x.shape, dtype=x.dtype)
+        outer_stride, inner, inner_stride = row_strides(x)
         native.default()(
             "rms_norm",
             x.data_ptr(),
-            *row_strides(x),
+            outer_stride,
+            inner,
+            inner_stride,
             None if residual is None else residual.data_ptr(),
             0 if residual is None else residual.stride(0),
             weight.data_ptr(),
             out.data_ptr(),
+            inner * x.shape[-1],
             count_rows(x),
             x.shape[-1],
             eps,
@@ -201,15 +205,19 @@ class CpuBackend(Backend):
         dtype, x, weight = _dtype("x", x), as_rows(x), _fp32(weight)
         bias = None if bias is None else _fp32(bias)
         out = torch.empty(x.shape, dtype=x.dtype)
+        outer_stride, inner, inner_stride = row_strides(x)
         native.default()(
             "layer_norm",
             x.data_ptr(),
-            *row_strides(x),
+            outer_stride,
+            inner,
+            inner_stride,
             None,
             0,
             weight.data_ptr(),
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
+            inner * x.shape[-1],
             count_rows(x),
             x.shape[-1],
             eps,
@@ -246,17 +254,21 @@ class CpuBackend(Backend):
         if gate_up.dim() != 2 or gate_up.stride(1) != 1:
             rows = gate_up.contiguous().view(count_rows(gate_up), 2 * size)
         out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype)
-        native.default()("swiglu", rows.data_ptr(), rows.stride(0), out.data_ptr(), len(rows), size, dtype)
+        native.default()("swiglu", rows.data_ptr(), rows.stride(0), out.data_ptr(), size, len(rows), size, dtype)
         return out
 
     def _gelu(self, x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
         dtype, x = _dtype("x", x), as_rows(x)
         out = torch.empty(x.shape, dtype=x.dtype)
+        outer_stride, inner, inner_stride = row_strides(x)
         native.default()(
             "gelu",
             x.data_ptr(),
-            *row_strides(x),
+            outer_stride,
+            inner,
+            inner_stride,
             out.data_ptr(),
+            inner * x.shape[-1],
             count_rows(x),
             x.shape[-1],
             approximate == "tanh",

@@ -22,6 +22,7 @@ from quire.ops.cpu import native
 from quire.ops.cpu.experts import ExpertLinears, ExpertsRoom
 from quire.ops.cpu.linear import PackedLinear
 from quire.ops.cpu.worklist import CpuPlan
+from quire.ops.memory import in_huge_pages
 from quire.ops.plan import AttentionPlan, locked
 from quire.ops.program import (
     Add,
@@ -70,15 +71,19 @@ class NativeExecutor:
         if len(names) > native.MAX_BUFFERS:
             raise BadValue(f"a program has {len(names)} buffers; {native.MAX_BUFFERS} are the most")
         self._buffers = {name: i for i, name in enumerate(names)}
-        self._widths = [program.buffers[name] for name in names]
-        self._num_given = len(names) - len(own)
-        self._own_width = sum(self._widths[self._num_given :])
         self._library = library or native.default()
+        self._num_given = len(names) - len(own)
+        dtype = native.DTYPES[program.dtype]
+        self._strides = {name: program.buffers[name] for name in names}  # from row to row, in numbers
+        for name in own:  # linears read them where they lie
+            self._strides[name] = self._library("row_stride", self._strides[name], dtype)
+        self._own_width = sum(self._strides[name] for name in own)
         self._kept: list[object] = []  # what the operators point to
         self._writes: list[tuple[int, int, native.WriteParams]] = []  # with their layer and cache group
         self._attends: list[tuple[int, int, native.AttentionParams]] = []
         self._linears: list[native.LinearParams] = []
-        self._copied_lanes = 0  # for each row, of the linear that needs most
+        self._projections: list[tuple[PackedLinear, int]] = []  # with the stride of x
+        self._rows = 0  # for which there is room
         self._experts = ExpertsRoom()
         self._scratch = torch.empty(0, dtype=program.dtype)
         self._copy = torch.empty(0)
@@ -138,7 +143,7 @@ class NativeExecutor:
     def _linear(self, operator: Project, packed: PackedLinear) -> native.Op:
         params = packed.params()
         self._linears.append(params)
-        self._copied_lanes = max(self._copied_lanes, packed.copied_lanes(self.program.buffers[operator.x.buffer]))
+        self._projections.append((packed, self._strides[operator.x.buffer]))
         return self._op(operator, params, operator.x, None, operator.out)
 
     def _op(
@@ -237,9 +242,9 @@ class NativeExecutor:
         self._reserve(count)
         address, size = self._scratch.data_ptr(), self.program.dtype.itemsize
         buffers = [x.data_ptr() for x in given]
-        for width in self._widths[self._num_given :]:
+        for stride in list(self._strides.values())[self._num_given :]:
             buffers.append(address)
-            address += count * width * size
+            address += count * stride * size
         seconds = None if self.observer is None else torch.zeros(len(self._ops), dtype=torch.float64)
         start = time.perf_counter()
         beyond = self._library(
@@ -251,7 +256,7 @@ class NativeExecutor:
                 positions=positions.data_ptr(),
                 plans=(c_void_p * len(plans))(*(plan.view for plan in plans)),
                 buffers=(c_void_p * native.MAX_BUFFERS)(*buffers),
-                widths=(c_int64 * native.MAX_BUFFERS)(*self._widths),
+                strides=(c_int64 * native.MAX_BUFFERS)(*self._strides.values()),
                 rows=count,
                 kept=None if rows is None else rows.data_ptr(),
                 num_kept=-1 if rows is None else len(rows),
@@ -270,14 +275,17 @@ class NativeExecutor:
 
     def _reserve(self, count: int) -> None:
         """Have room for that many rows."""
-        copied = native.copied_rows(count) * self._copied_lanes
-        if count * self._own_width > len(self._scratch) or copied > len(self._copy):
-            self._scratch = self._copy = torch.empty(0)  # freed before there are larger ones
-            self._scratch = torch.empty(count * self._own_width, dtype=self.program.dtype)
-            self._copy = torch.empty(copied)
-            for params in self._linears:
-                params.copy = self._copy.data_ptr()
+        if count <= self._rows:
+            return
+        self._rows = 0
+        self._scratch = self._copy = torch.empty(0)  # freed before there are larger ones
+        self._scratch = in_huge_pages((count * self._own_width,), self.program.dtype)
+        sizes = [packed.copy_size(count, stride) for packed, stride in self._projections]
+        self._copy = torch.empty(max(sizes, default=0))
+        for params in self._linears:
+            params.copy = self._copy.data_ptr()
         self._experts.reserve(count)
+        self._rows = count
 
 
 def _check(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

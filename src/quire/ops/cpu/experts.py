@@ -74,15 +74,15 @@ class ExpertsRoom:
         """Let this layer compute here."""
         self._params.append(params)
         hidden, inner, k = layer.router.in_size, layer.mlp_out[0].in_size, layer.num_chosen
-        dtype = layer.router.dtype
+        dtype, stride = layer.router.dtype, layer.mlp_out[0].stride
         for name, kind, width in (
             ("logits", torch.float32, len(layer.mlp_in)),
             *((name, torch.int64, k) for name in ("heaps", "chosen", "places")),
             ("shares", torch.float32, k),
             ("gathered", torch.float32, k * layer.router.lanes),
             ("inner", dtype, k * 2 * inner),
-            ("activated", dtype, k * inner),
-            ("copy", torch.float32, k * layer.mlp_out[0].copied_lanes(inner)),
+            ("activated", dtype, k * stride),
+            ("copy", torch.float32, k * layer.mlp_out[0].copied_lanes(stride)),
             ("results", dtype, k * hidden),
         ):
             self._widths[name, kind] = max(width, self._widths.get((name, kind), 0))

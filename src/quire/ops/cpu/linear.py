@@ -46,8 +46,8 @@ class PackedLinear:
             x = x.contiguous()
         params = self.params()
         params.x, params.x_stride, params.rows = x.data_ptr(), x.stride(0), x.shape[0]
-        params.out, params.threads = out.data_ptr(), torch.get_num_threads()
-        copy = torch.empty(native.copied_rows(len(x)) * self.copied_lanes(x.stride(0)), dtype=torch.float32)
+        params.out, params.out_stride, params.threads = out.data_ptr(), self.out_size, torch.get_num_threads()
+        copy = torch.empty(self.copy_size(len(x), x.stride(0)), dtype=torch.float32)
         params.copy = copy.data_ptr()
         self.library("linear", byref(params))
         return out
@@ -71,11 +71,18 @@ class PackedLinear:
             raise BadValue(f"places[{wrong}] is {int(places[wrong])}; the weight has rows 0..{self.out_size - 1}")
         return rows
 
+    def copy_size(self, rows: int, stride: int) -> int:
+        """fp32 numbers of room that the kernel needs for rows of x that lie so many numbers apart."""
+        return int(self.library("copy_size", rows, self.in_size, stride, native.DTYPES[self.dtype]))
+
     def copied_lanes(self, stride: int) -> int:
-        """fp32 numbers that the kernel needs for each row of x, whose rows lie so many numbers apart."""
-        dtype = native.DTYPES[self.dtype]
-        in_place = self.library("rows_in_place", native.MANY_ROWS, self.in_size, stride, dtype)
-        return 0 if in_place else self.lanes
+        """The same for each of many rows; 0: they are read where they lie."""
+        return self.copy_size(native.MANY_ROWS, stride) // native.MANY_ROWS
+
+    @property
+    def stride(self) -> int:
+        """How far rows of x should lie apart to be read fast where they lie, in numbers."""
+        return int(self.library("row_stride", self.in_size, native.DTYPES[self.dtype]))
 
     @property
     def lanes(self) -> int:

@@ -86,11 +86,11 @@ class WriteParams(Structure):
 
 
 class LinearParams(Structure):
-    """One product: addresses, the numbers from one row of x to the next, and sizes."""
+    """One product: addresses, the numbers from row to row of x and of the result, and sizes."""
 
     _fields_ = [
         *((name, c_void_p) for name in "x weight bias out copy".split()),
-        *((name, c_int64) for name in "x_stride rows in_size out_size".split()),
+        *((name, c_int64) for name in "x_stride out_stride rows in_size out_size".split()),
         *((name, c_int32) for name in "dtype out_dtype threads".split()),
     ]
 
@@ -173,7 +173,7 @@ class ProgramParams(Structure):
         *((name, c_void_p) for name in "seconds positions".split()),
         ("plans", POINTER(c_void_p)),
         ("buffers", c_void_p * MAX_BUFFERS),
-        ("widths", c_int64 * MAX_BUFFERS),
+        ("strides", c_int64 * MAX_BUFFERS),
         ("rows", c_int64),
         ("kept", c_void_p),
         ("num_kept", c_int64),
@@ -189,18 +189,19 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "attention": (None, (_P, POINTER(AttentionParams))),
     "merge_states": (None, (_P, _P, _P, _P, _P, _P, _L, _L, _I)),
     "apply_sinks": (None, (_P, _P, _P, _P, _L, _L, _L, _I)),
-    "rms_norm": (None, (_P, _L, _L, _L, _P, _L, _P, _P, _L, _L, _F, _I)),
-    "layer_norm": (None, (_P, _L, _L, _L, _P, _L, _P, _P, _P, _L, _L, _F, _I)),
+    "rms_norm": (None, (_P, _L, _L, _L, _P, _L, _P, _P, _L, _L, _L, _F, _I)),
+    "layer_norm": (None, (_P, _L, _L, _L, _P, _L, _P, _P, _P, _L, _L, _L, _F, _I)),
     "rope": (_L, (_P, _L, _L, _L, _P, _L, _L, _L, _P, _P, _P, _L, _L, _L, _I)),
     "linear": (None, (POINTER(LinearParams),)),
     "program": (_L, (POINTER(ProgramParams),)),
     "packed_bytes": (_L, (_L, _L, _I)),
     "row_lanes": (_L, (_L, _I)),
-    "rows_in_place": (_L, (_L, _L, _L, _I)),
+    "row_stride": (_L, (_L, _I)),
+    "copy_size": (_L, (_L, _L, _L, _I)),
     "pack": (None, (_P, _L, _L, _L, _P, _I)),
     "unpack": (_L, (_P, _L, _L, _P, _L, _P, _I)),
-    "swiglu": (None, (_P, _L, _P, _L, _L, _I)),
-    "gelu": (None, (_P, _L, _L, _L, _P, _L, _L, _I, _I)),
+    "swiglu": (None, (_P, _L, _P, _L, _L, _L, _I)),
+    "gelu": (None, (_P, _L, _L, _L, _P, _L, _L, _L, _I, _I)),
     "logsumexp": (None, (_P, _L, _P, _L, _L)),
     "top_k": (None, (_P, _L, _P, _P, _L, _L, _L)),
     "top_k_softmax": (None, (_P, _L, _P, _P, _P, _L, _L, _L)),

@@ -26,17 +26,17 @@ struct Experts {
         const int64_t k = p.num_chosen, hidden = p.mlp_in->in_size, inner = p.mlp_out->in_size, all = rows * k;
         choose(x, x_stride);
         const std::vector<int64_t> starts = sort();
-        const int64_t lanes = row_lanes<K>(hidden);
+        const int64_t lanes = row_lanes<K>(hidden), apart = row_stride<K>(inner);
         parallel(parallel_for, all, rows_a_thread(hidden), [&](int64_t c) {
             pack_row<K>((const T*)x + c / k * x_stride, hidden, p.gathered + p.places[c] * lanes);
         });
         multiply(p.mlp_in, starts, p.gathered, lanes, p.inner);
         parallel(parallel_for, all, rows_a_thread(inner), [&](int64_t i) {
             const T* gate = (const T*)p.inner + i * 2 * inner;
-            swiglu_row<E>(gate, gate + inner, (T*)p.activated + i * inner, inner);
+            swiglu_row<E>(gate, gate + inner, (T*)p.activated + i * apart, inner);
         });
         LinearParams whole = *p.mlp_out;  // all rows of all experts, for their lanes
-        whole.x = p.activated, whole.x_stride = inner, whole.rows = all, whole.copy = p.copy;
+        whole.x = p.activated, whole.x_stride = apart, whole.rows = all, whole.copy = p.copy;
         LinearCall activated = linear_call<K>(&whole);
         take_rows<K>(parallel_for, activated);
         multiply(p.mlp_out, starts, activated.x, activated.x_stride, p.results);
@@ -49,7 +49,7 @@ struct Experts {
         const int64_t count = p.num_experts, k = p.num_chosen;
         LinearParams router = *p.router;
         router.x = x, router.x_stride = x_stride, router.rows = rows;
-        router.out = p.logits, router.copy = p.gathered, router.threads = threads;
+        router.out = p.logits, router.out_stride = count, router.copy = p.gathered, router.threads = threads;
         linear<K>(parallel_for, &router);
         parallel(parallel_for, rows, rows_a_thread(count), [&](int64_t i) {
             float* shares = p.shares + i * k;
@@ -82,7 +82,7 @@ struct Experts {
             if (starts[e] == starts[e + 1]) continue;
             params.push_back(weights[e]);
             params.back().rows = starts[e + 1] - starts[e];
-            params.back().out = (T*)out + starts[e] * weights[e].out_size;
+            params.back().out = (T*)out + starts[e] * weights[e].out_size, params.back().out_stride = weights[e].out_size;
             calls.push_back(linear_call<K>(&params.back()));
             calls.back().x = x + starts[e] * x_stride, calls.back().x_stride = x_stride;
         }

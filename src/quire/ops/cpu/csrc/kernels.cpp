@@ -93,29 +93,32 @@ ENTRY(apply_sinks)(
 // residual, where there is one, takes in x and is what is normalised.
 ENTRY(rms_norm)(
     ParallelFor parallel_for, const void* x, int64_t outer_stride, int64_t inner, int64_t inner_stride, void* residual,
-    int64_t residual_stride, const float* weight, void* out, int64_t rows, int64_t dim, float eps, int32_t dtype) {
+    int64_t residual_stride, const float* weight, void* out, int64_t out_stride, int64_t rows, int64_t dim, float eps,
+    int32_t dtype) {
     with_element(dtype, [&](auto element) {
         using E = decltype(element);
         using T = typename E::T;
         const Rows<const T> from{(const T*)x, outer_stride, inner, inner_stride};
+        const Rows<T> to{(T*)out, out_stride, inner, dim};
         parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) {
             const T* row = summed<E>(from[i], residual ? (T*)residual + i * residual_stride : nullptr, dim);
-            rms_norm_row<E>(row, weight, (T*)out + i * dim, dim, eps);
+            rms_norm_row<E>(row, weight, to[i], dim, eps);
         });
     });
 }
 
 ENTRY(layer_norm)(
     ParallelFor parallel_for, const void* x, int64_t outer_stride, int64_t inner, int64_t inner_stride, void* residual,
-    int64_t residual_stride, const float* weight, const float* bias, void* out, int64_t rows, int64_t dim, float eps,
-    int32_t dtype) {
+    int64_t residual_stride, const float* weight, const float* bias, void* out, int64_t out_stride, int64_t rows, int64_t dim,
+    float eps, int32_t dtype) {
     with_element(dtype, [&](auto element) {
         using E = decltype(element);
         using T = typename E::T;
         const Rows<const T> from{(const T*)x, outer_stride, inner, inner_stride};
+        const Rows<T> to{(T*)out, out_stride, inner, dim};
         parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) {
             const T* row = summed<E>(from[i], residual ? (T*)residual + i * residual_stride : nullptr, dim);
-            layer_norm_row<E>(row, weight, bias, (T*)out + i * dim, dim, eps);
+            layer_norm_row<E>(row, weight, bias, to[i], dim, eps);
         });
     });
 }
@@ -154,12 +157,19 @@ extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(row_lanes, QUIRE_ISA)(ParallelFor, in
     return lanes;
 }
 
-// Whether so many rows of x that lie so many numbers apart are multiplied without being copied.
-extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(rows_in_place, QUIRE_ISA)(
+// How far rows of so many numbers should lie apart to be read fast where they lie.
+extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(row_stride, QUIRE_ISA)(ParallelFor, int64_t numbers, int32_t dtype) {
+    int64_t stride = 0;
+    with_kind(dtype, [&]<class K>() { stride = row_stride<K>(numbers); });
+    return stride;
+}
+
+// fp32 numbers of room for what linear copies of so many rows of x that lie so many numbers apart.
+extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(copy_size, QUIRE_ISA)(
     ParallelFor, int64_t rows, int64_t in, int64_t stride, int32_t dtype) {
-    bool in_place = false;
-    with_kind(dtype, [&]<class K>() { in_place = rows_in_place<K>(rows, in, stride); });
-    return in_place;
+    int64_t size = 0;
+    with_kind(dtype, [&]<class K>() { size = copy_size<K>(rows, in, stride); });
+    return size;
 }
 
 ENTRY(linear)(ParallelFor parallel_for, const LinearParams* params) {
@@ -182,26 +192,28 @@ extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(unpack, QUIRE_ISA)(
     return -1;
 }
 
-ENTRY(swiglu)(ParallelFor parallel_for, const void* x, int64_t stride, void* out, int64_t rows, int64_t dim, int32_t dtype) {
+ENTRY(swiglu)(
+    ParallelFor parallel_for, const void* x, int64_t stride, void* out, int64_t out_stride, int64_t rows, int64_t dim,
+    int32_t dtype) {
     with_element(dtype, [&](auto element) {
         using E = decltype(element);
         using T = typename E::T;
         parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) {
             const T* row = (const T*)x + i * stride;
-            swiglu_row<E>(row, row + dim, (T*)out + i * dim, dim);
+            swiglu_row<E>(row, row + dim, (T*)out + i * out_stride, dim);
         });
     });
 }
 
 ENTRY(gelu)(
     ParallelFor parallel_for, const void* x, int64_t outer_stride, int64_t inner, int64_t inner_stride, void* out,
-    int64_t rows, int64_t dim, int32_t tanh, int32_t dtype) {
+    int64_t out_stride, int64_t rows, int64_t dim, int32_t tanh, int32_t dtype) {
     with_element(dtype, [&](auto element) {
         using E = decltype(element);
         using T = typename E::T;
         const Rows<const T> from{(const T*)x, outer_stride, inner, inner_stride};
-        parallel(parallel_for, rows, rows_a_thread(dim),
-                 [&](int64_t i) { gelu_row<E>(from[i], (T*)out + i * dim, dim, tanh != 0); });
+        const Rows<T> to{(T*)out, out_stride, inner, dim};
+        parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) { gelu_row<E>(from[i], to[i], dim, tanh != 0); });
     });
 }
 

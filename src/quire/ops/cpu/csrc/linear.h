@@ -29,7 +29,8 @@ static void pack_strip(const T* weight, int64_t row_stride, int64_t rows, int64_
 struct LinearCall {
     const LinearParams* params;
     const float* x;  // [T, x_stride] lanes
-    int64_t x_stride, strips, lanes, panels, chunks;
+    const float* tail;  // lanes of the rows from `whole` on
+    int64_t x_stride, tail_stride, whole, strips, lanes, panels, chunks;
     int64_t first;  // of its items among those of all products
 };
 
@@ -110,31 +111,58 @@ static LinearCall linear_call(const LinearParams* p) {
     call.params = p;
     call.strips = (p->out_size + W - 1) / W, call.lanes = K::lanes(p->in_size);
     call.chunks = (p->rows + LinearWorker<K>::CHUNK - 1) / LinearWorker<K>::CHUNK;
+    call.whole = p->rows;
     return call;
 }
 
-// Whether rows that lie so many numbers apart are the lanes that the kernel reads. Tiles read up to 32 rows where they lie, if
-// these are whole lines; of more rows the lines would compete for the same places of the caches, and after the last one tiles
-// would read on.
+// How far rows of so many numbers should lie apart, so that they are read where they lie, as fast as a copy of them.
+template <class K>
+static int64_t row_stride(int64_t numbers) { return row_lanes<K>(numbers) * K::PAIR; }
+
+// Whether rows that lie so many numbers apart are the lanes that the kernel reads. For tiles they are whole lines; of many rows
+// that lie a multiple of 4 KiB apart, the lines would compete for the same places of the caches.
 template <class K>
 static bool rows_in_place(int64_t rows, int64_t in, int64_t stride) {
-    if (K::TILED) return rows <= 32 && in % 32 == 0 && stride % 32 == 0;
+    if (K::TILED) return in % 32 == 0 && stride % 32 == 0 && (rows <= 32 || stride % 2048);
     return sizeof(typename K::E::T) * K::PAIR == 4 && in % K::PAIR == 0 && stride % K::PAIR == 0;
 }
 
-// The rows of x as lanes: where they lie if they are that already, else copied.
+// fp32 numbers of room for what is copied of x.
+template <class K>
+static int64_t copy_size(int64_t rows, int64_t in, int64_t stride) {
+    if (rows_in_place<K>(rows, in, stride)) return K::TILED && rows > 32 ? 16 * row_lanes<K>(in) : 0;
+    return (rows + 15) * row_lanes<K>(in);
+}
+
+// Rows of x from `first` on, as lanes.
+template <class K>
+static void copy_rows(ParallelFor parallel_for, const LinearParams& p, int64_t first) {
+    using T = typename K::E::T;
+    const int64_t lanes = row_lanes<K>(p.in_size);
+    parallel(parallel_for, p.rows - first, rows_a_thread(p.in_size),
+             [&](int64_t i) { pack_row<K>((const T*)p.x + (first + i) * p.x_stride, p.in_size, p.copy + i * lanes); });
+}
+
+// The rows of x as lanes: where they lie if they are that already, else copied. In place, tiles may read 15 rows too many.
 template <class K>
 static void take_rows(ParallelFor parallel_for, LinearCall& call) {
-    using T = typename K::E::T;
     const LinearParams& p = *call.params;
     if (rows_in_place<K>(p.rows, p.in_size, p.x_stride)) {
         call.x = (const float*)p.x, call.x_stride = p.x_stride / K::PAIR;
         return;
     }
-    const int64_t lanes = row_lanes<K>(p.in_size);
-    parallel(parallel_for, p.rows, rows_a_thread(p.in_size),
-             [&](int64_t i) { pack_row<K>((const T*)p.x + i * p.x_stride, p.in_size, p.copy + i * lanes); });
-    call.x = p.copy, call.x_stride = lanes;
+    copy_rows<K>(parallel_for, p, 0);
+    call.x = p.copy, call.x_stride = row_lanes<K>(p.in_size);
+}
+
+// Tiles read many rows 16 at a time: the last ones are copied, so that nothing after them is read.
+template <class K>
+static void take_tail(ParallelFor parallel_for, LinearCall& call) {
+    const LinearParams& p = *call.params;
+    if (!K::TILED || p.rows <= 32 || call.x == p.copy) return;
+    call.whole = p.rows / 16 * 16;
+    copy_rows<K>(parallel_for, p, call.whole);
+    call.tail = p.copy, call.tail_stride = row_lanes<K>(p.in_size);
 }
 
 // All of these products, at least one. Their weights are of one shape, and their rows lie in lanes.
@@ -167,6 +195,7 @@ template <class K>
 static void linear(ParallelFor parallel_for, const LinearParams* p) {
     LinearCall call = linear_call<K>(p);
     take_rows<K>(parallel_for, call);
+    take_tail<K>(parallel_for, call);
     multiply_calls<K>(parallel_for, &call, 1, p->threads);
 }
 

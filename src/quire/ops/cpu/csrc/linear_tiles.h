@@ -41,8 +41,16 @@ struct LinearTiles {
     }
 
   private:
-    static const char* row_of(const LinearItem& item, int64_t row) {
-        return (const char*)(item.call->x + (item.first_row + row) * item.call->x_stride);
+    struct Rows {
+        const char* at;
+        int64_t stride;  // bytes
+    };
+
+    static Rows rows_from(const LinearItem& item, int64_t row) {
+        const LinearCall& call = *item.call;
+        row += item.first_row;
+        if (row < call.whole) return {(const char*)(call.x + row * call.x_stride), call.x_stride * 4};
+        return {(const char*)(call.tail + (row - call.whole) * call.tail_stride), call.tail_stride * 4};
     }
 
     // The lines of COUNT tiles of a strip each.
@@ -68,8 +76,9 @@ struct LinearTiles {
 
     template <int COUNT>
     void stream(Tiles& tiles, const LinearItem& item, int strip, const char* next) {
-        const int64_t stride = item.stride, depth = item.call->lanes / TILE_LANES, lda = item.call->x_stride * 4;
-        const char *weight = item.weight + strip * stride, *rows = row_of(item, 0);
+        const int64_t stride = item.stride, depth = item.call->lanes / TILE_LANES;
+        const char* weight = item.weight + strip * stride;
+        const auto [rows, lda] = rows_from(item, 0);
         tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
         for (int64_t k = 0; k < depth; k++, weight += BYTES) {
             fetch<COUNT>(k + ahead < depth ? weight + ahead * BYTES : next + (k + ahead - depth) * BYTES, stride);
@@ -88,8 +97,9 @@ struct LinearTiles {
 
     void stream_two(const LinearItem& item, const char* after) {
         Tiles tiles({16, item.rows - 16});
-        const int64_t stride = item.stride, depth = item.call->lanes / TILE_LANES, lda = item.call->x_stride * 4;
-        const char *first = row_of(item, 0), *second = row_of(item, 16);
+        const int64_t stride = item.stride, depth = item.call->lanes / TILE_LANES;
+        const auto [first, lda] = rows_from(item, 0);
+        const auto [second, ldb] = rows_from(item, 16);
         for (int strip = 0; strip < item.strips; strip += 2) {
             const char* weight = item.weight + strip * stride;
             const int64_t other = strip + 1 < item.strips ? stride : 0;  // a strip without a second one is multiplied twice
@@ -98,7 +108,7 @@ struct LinearTiles {
             for (int64_t k = 0; k < depth; k++, weight += BYTES) {
                 fetch<2>(k + ahead < depth ? weight + ahead * BYTES : next + (k + ahead - depth) * BYTES, other);
                 tiles.load<6>(weight, 64), tiles.load_far<4>(first + k * 64, lda);
-                tiles.load<7>(weight + other, 64), tiles.load_far<5>(second + k * 64, lda);
+                tiles.load<7>(weight + other, 64), tiles.load_far<5>(second + k * 64, ldb);
                 tiles.multiply<0, 4, 6>(), tiles.multiply<1, 4, 7>(), tiles.multiply<2, 5, 6>(), tiles.multiply<3, 5, 7>();
             }
             put_block(tiles, item, 0, strip);
@@ -111,7 +121,7 @@ struct LinearTiles {
     void multiply(const LinearItem& item, const char* after) {
         alignas(64) static thread_local float sums[CHUNK / 32 * PANEL_STRIPS / 2][4][16][16];
         Tiles tiles;
-        const int64_t stride = item.stride, depth = item.call->lanes / TILE_LANES, lda = item.call->x_stride * 4;
+        const int64_t stride = item.stride, depth = item.call->lanes / TILE_LANES;
         const int64_t stretches = depth <= WHOLE ? 1 : (depth + DEPTH - 1) / DEPTH;
         const int blocks = (item.rows + 31) / 32;
         for (int64_t stretch = 0; stretch < stretches; stretch++) {
@@ -127,7 +137,8 @@ struct LinearTiles {
                 int64_t line = 0;
                 for (int block = 0; block < blocks; block++) {
                     const bool two = item.rows > block * 32 + 16;
-                    const char *first = row_of(item, block * 32), *second = two ? first + 16 * lda : first;
+                    const auto [first, lda] = rows_from(item, block * 32);
+                    const auto [second, ldb] = rows_from(item, block * 32 + (two ? 16 : 0));
                     auto& carried = sums[block * (PANEL_STRIPS / 2) + strip / 2];
                     if (stretch) {
                         tiles.load_far<0>(carried[0], 64), tiles.load_far<1>(carried[1], 64);
@@ -138,7 +149,7 @@ struct LinearTiles {
                     for (int64_t k = begin; k < end; k++) {
                         const char* at = weight + (k - begin) * BYTES;
                         tiles.load<6>(at, 64), tiles.load_far<4>(first + k * 64, lda);
-                        tiles.load<7>(at + other, 64), tiles.load_far<5>(second + k * 64, lda);
+                        tiles.load<7>(at + other, 64), tiles.load_far<5>(second + k * 64, ldb);
                         tiles.multiply<0, 4, 6>(), tiles.multiply<1, 4, 7>(), tiles.multiply<2, 5, 6>(), tiles.multiply<3, 5, 7>();
                         for (int64_t l = 0; l < each && line < lines; l++, line++)
                             fetch_line(next + (line & 1) * stride + (line >> 1) * 64, FETCH_SECOND);
@@ -178,8 +189,8 @@ struct LinearTiles {
         const int second = count < 2 ? 0 : left < 2 * W ? (int)left - W : W;
         const V bias = p.bias ? get_part<F32>(p.bias + column, first) : V{};
         const V more = p.bias && second ? get_part<F32>(p.bias + column + W, second) : V{};
-        typename Out::T* out = (typename Out::T*)p.out + (item.first_row + row) * p.out_size + column;
-        for (int i = 0; i < rows; i++, out += p.out_size) {
+        typename Out::T* out = (typename Out::T*)p.out + (item.first_row + row) * p.out_stride + column;
+        for (int i = 0; i < rows; i++, out += p.out_stride) {
             const V low = load(results[tile][i]) + bias;
             if (!second) {
                 put_part<Out>(out, low, first);

@@ -116,7 +116,7 @@ struct LinearVectors {
         const int64_t column = item.first_strip * W;
         const int64_t columns = p.out_size - column < item.strips * W ? p.out_size - column : item.strips * W;
         for (int i = 0; i < item.rows; i++) {
-            typename Out::T* out = (typename Out::T*)p.out + (item.first_row + i) * p.out_size + column;
+            typename Out::T* out = (typename Out::T*)p.out + (item.first_row + i) * p.out_stride + column;
             for (int64_t c = 0; c < columns; c += W)
                 put_part<Out>(out + c, load(sums + i * PANEL + c), columns - c < W ? (int)(columns - c) : W);
         }

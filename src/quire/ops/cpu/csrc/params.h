@@ -61,9 +61,9 @@ struct LinearParams {
     const void* x;       // [T, in]
     const void* weight;  // strips
     const float* bias;   // [out]; null: none
-    void* out;           // [T, out], contiguous, of the weight's dtype or fp32
+    void* out;           // [T, out], of the weight's dtype or fp32
     float* copy;         // [T, lanes]: room for x as 32-bit lanes; unused where x is that already
-    int64_t x_stride;    // in elements
+    int64_t x_stride, out_stride;  // from row to row, in elements
     int64_t rows, in_size, out_size;
     int32_t dtype, out_dtype;  // the first one of x and the weight
     int32_t threads;
@@ -121,7 +121,7 @@ struct ExpertsParams {
     int64_t* places;   // [T, k]: where the row stands for that expert, among all T k
     float* gathered;   // [T k, lanes of H]: the rows, those of the first expert first
     void* inner;       // [T k, 2 I]
-    void* activated;   // [T k, I]
+    void* activated;   // [T k, row_stride of I]
     float* copy;       // [T k, lanes of I]; unused where `activated` is that already
     void* results;     // [T k, H]
 };
@@ -134,8 +134,8 @@ struct ProgramParams {
     double* seconds;  // [num_ops], what each one took; null: not wanted
     const int64_t* positions;  // [rows]
     const struct Plan* const* plans;  // [groups]
-    void* buffers[MAX_BUFFERS];  // each [rows, width]
-    int64_t widths[MAX_BUFFERS];
+    void* buffers[MAX_BUFFERS];
+    int64_t strides[MAX_BUFFERS];  // from row to row, in numbers
     int64_t rows;
     const int64_t* kept;  // [num_kept], ascending: the rows that are left from `keep` on
     int64_t num_kept;     // -1: all rows are

@@ -18,11 +18,11 @@ struct Program {
 
     int64_t size() const { return p.dtype == DTYPE_F32 ? 4 : 2; }
     void* at(const Columns& c) const { return c.buffer < 0 ? nullptr : (char*)p.buffers[c.buffer] + c.first * size(); }
-    int64_t width(const Columns& c) const { return c.buffer < 0 ? 0 : p.widths[c.buffer]; }
+    int64_t stride(const Columns& c) const { return c.buffer < 0 ? 0 : p.strides[c.buffer]; }
 
     void run(const Op& op, const LinearParams& linear) const {
         LinearParams call = linear;
-        call.x = at(op.x), call.x_stride = width(op.x), call.out = at(op.out);
+        call.x = at(op.x), call.x_stride = stride(op.x), call.out = at(op.out), call.out_stride = stride(op.out);
         call.rows = rows, call.threads = p.threads;
         QUIRE_NAME(linear, QUIRE_ISA)(parallel_for, &call);
     }
@@ -30,31 +30,31 @@ struct Program {
     void run(const Op& op, const NormParams& norm) const {
         const int64_t all = rows * norm.heads;
         if (norm.bias)
-            QUIRE_NAME(layer_norm, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), norm.heads, norm.dim, at(op.y), width(op.y),
-                                              norm.weight, norm.bias, at(op.out), all, norm.dim, norm.eps, p.dtype);
+            QUIRE_NAME(layer_norm, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), norm.heads, norm.dim, at(op.y), stride(op.y),
+                                              norm.weight, norm.bias, at(op.out), stride(op.out), all, norm.dim, norm.eps, p.dtype);
         else
-            QUIRE_NAME(rms_norm, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), norm.heads, norm.dim, at(op.y), width(op.y),
-                                            norm.weight, at(op.out), all, norm.dim, norm.eps, p.dtype);
+            QUIRE_NAME(rms_norm, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), norm.heads, norm.dim, at(op.y), stride(op.y),
+                                            norm.weight, at(op.out), stride(op.out), all, norm.dim, norm.eps, p.dtype);
     }
 
     bool run(const Op& op, const RopeParams& r) const {
-        return QUIRE_NAME(rope, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), r.q_heads, r.head_dim, at(op.y), width(op.y),
+        return QUIRE_NAME(rope, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), r.q_heads, r.head_dim, at(op.y), stride(op.y),
                                            r.k_heads, r.head_dim, p.positions, r.cos, r.sin, rows, r.length, r.half, p.dtype) < 0;
     }
 
     void run(const Op& op, const WriteParams& write) const {
         const SpecParams& spec = p.plans[op.group]->spec;
         WriteParams call = write;
-        call.k_new = at(op.x), call.k_new_token = width(op.x), call.k_new_head = spec.head_dim;
-        call.v_new = at(op.y), call.v_new_token = width(op.y), call.v_new_head = spec.head_dim_v;
+        call.k_new = at(op.x), call.k_new_token = stride(op.x), call.k_new_head = spec.head_dim;
+        call.v_new = at(op.y), call.v_new_token = stride(op.y), call.v_new_head = spec.head_dim_v;
         quire_write_kv(parallel_for, p.plans[op.group], &call);
     }
 
     void run(const Op& op, const AttentionParams& attention) const {
         const SpecParams& spec = p.plans[op.group]->spec;
         AttentionParams call = attention;
-        call.q = at(op.x), call.q_token = width(op.x), call.q_head = spec.head_dim;
-        call.out = at(op.out), call.out_token = width(op.out), call.out_head = spec.head_dim_v;
+        call.q = at(op.x), call.q_token = stride(op.x), call.q_head = spec.head_dim;
+        call.out = at(op.out), call.out_token = stride(op.out), call.out_head = spec.head_dim_v;
         QUIRE_NAME(attention, QUIRE_ISA)(parallel_for, p.plans[op.group], &call);
     }
 
@@ -62,13 +62,13 @@ struct Program {
     void combine(const Op& op, const ActivationParams& activation, const F& f) const {
         with_element(p.dtype, [&](auto element) {
             using E = decltype(element);
-            combine_rows<E>(parallel_for, at(op.x), width(op.x), at(op.out), width(op.out), rows, activation.dim, f);
+            combine_rows<E>(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, activation.dim, f);
         });
     }
 
     void run(const Op& op, const ExpertsParams& e) const {
         with_kind(p.dtype, [&]<class K>() {
-            Experts<K>{parallel_for, e, rows, p.threads}.run(at(op.x), width(op.x), at(op.out), width(op.out));
+            Experts<K>{parallel_for, e, rows, p.threads}.run(at(op.x), stride(op.x), at(op.out), stride(op.out));
         });
     }
 
@@ -78,7 +78,7 @@ struct Program {
         for (int64_t i = 0; i < p.num_kept; i++)
             if (p.kept[i] >= rows || p.kept[i] < (i ? p.kept[i - 1] + 1 : 0)) return false;
         for (const Columns& c : {op.x, op.y}) {
-            const int64_t bytes = width(c) * size();
+            const int64_t bytes = stride(c) * size();
             char* data = (char*)p.buffers[c.buffer];
             for (int64_t i = 0; i < p.num_kept; i++) memmove(data + i * bytes, data + p.kept[i] * bytes, (size_t)bytes);
         }
@@ -96,10 +96,10 @@ struct Program {
             case OP_WRITE: run(op, *(const WriteParams*)op.params); break;
             case OP_ATTENTION: run(op, *(const AttentionParams*)op.params); break;
             case OP_SWIGLU:
-                QUIRE_NAME(swiglu, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), at(op.out), rows, activation->dim, p.dtype);
+                QUIRE_NAME(swiglu, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, activation->dim, p.dtype);
                 break;
             case OP_GELU:
-                QUIRE_NAME(gelu, QUIRE_ISA)(parallel_for, at(op.x), width(op.x), 1, 0, at(op.out), rows, activation->dim,
+                QUIRE_NAME(gelu, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), 1, 0, at(op.out), stride(op.out), rows, activation->dim,
                                             activation->tanh, p.dtype);
                 break;
             case OP_MULTIPLY: combine(op, *activation, [](V out, V x) { return out * x; }); break;
