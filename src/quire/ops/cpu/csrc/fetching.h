@@ -18,9 +18,20 @@ struct Fetching {
 
 extern "C" Fetching quire_fetching;  // in machine.cpp
 
+template <int KIND>
+static inline __attribute__((always_inline)) void fetch_line(const char* at) {
+    __builtin_prefetch(at, 0, KIND == FETCH_FIRST ? 3 : KIND == FETCH_SECOND ? 2 : 0);
+}
+
+// Calls f.template operator()<KIND>(): around a loop, where a test for each line would be felt.
+template <class F>
+static inline __attribute__((always_inline)) void with_fetch_kind(int32_t kind, const F& f) {
+    if (kind == FETCH_FIRST) f.template operator()<FETCH_FIRST>();
+    else if (kind == FETCH_SECOND) f.template operator()<FETCH_SECOND>();
+    else f.template operator()<FETCH_PAST>();
+}
+
 static inline __attribute__((always_inline)) void fetch_line(const char* at, int32_t kind) {
     asm volatile("");  // else GCC takes a function that only fetches for one without effect, and drops its calls
-    if (kind == FETCH_FIRST) __builtin_prefetch(at, 0, 3);
-    else if (kind == FETCH_SECOND) __builtin_prefetch(at, 0, 2);
-    else __builtin_prefetch(at, 0, 0);
+    with_fetch_kind(kind, [&]<int KIND>() __attribute__((always_inline)) { fetch_line<KIND>(at); });
 }

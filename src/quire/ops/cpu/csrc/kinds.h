@@ -102,8 +102,15 @@ struct Fetcher {
     int at = 0;
 
     __attribute__((always_inline)) void fetch(int lines) {
+        if (kind == FETCH_FIRST) fetch_as<FETCH_FIRST>(lines);
+        else if (kind == FETCH_SECOND) fetch_as<FETCH_SECOND>(lines);
+        else fetch_as<FETCH_PAST>(lines);
+    }
+
+    template <int KIND>
+    __attribute__((always_inline)) void fetch_as(int lines) {
         for (int i = 0; i < lines && row != end; i++) {
-            fetch_line((const char*)*row + at, kind);
+            fetch_line<KIND>((const char*)*row + at);
             if ((at += 64) < bytes) continue;
             at = 0;
             if (++row == end && values) row = values, end = row + count, bytes = value_bytes, values = nullptr;

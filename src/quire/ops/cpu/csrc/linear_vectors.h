@@ -26,17 +26,27 @@ struct Strips {
     }
 };
 
-// Brings COUNT strips into the cache, a vector of each for each lane that is multiplied: up to lane `turn` from `here` on, then
-// from `after` on.
-template <class S, int COUNT>
+// Brings COUNT strips into the cache, a vector of each for each lane that is multiplied.
+template <int VECTOR, int COUNT, int KIND>
 struct Fetch {
+    const char* from;  // of lane 0
+    int64_t stride;
+
+    __attribute__((always_inline)) void operator()(int64_t k) const {
+        for (int j = 0; j < COUNT; j++) fetch_line<KIND>(from + k * VECTOR + j * stride);
+    }
+};
+
+// The same of all strips, a little ahead of the multiplication: up to lane `turn` from `here` on, then from `after` on.
+template <int VECTOR>
+struct FetchAhead {
     const char *here, *after;
     int64_t turn, stride;
     int32_t kind;
 
     __attribute__((always_inline)) void operator()(int64_t k) const {
-        const char* at = (k < turn ? here : after) + k * S::VECTOR;
-        for (int j = 0; j < COUNT; j++) fetch_line(at + j * stride, kind);
+        const char* at = (k < turn ? here : after) + k * VECTOR;
+        for (int j = 0; j < COLUMNS; j++) fetch_line(at + j * stride, kind);
     }
 };
 
@@ -97,14 +107,18 @@ struct LinearVectors {
             float* c = sums + blocks.first(b) * PANEL;
             with_vectors(item.strips, [&]<int N>() {
                 with_rows(blocks.rows(b), [&]<int R>() {
-                    const auto run = [&]<int COUNT>(int32_t kind) {
-                        const int64_t share = b * COUNT < COLUMNS ? b * COUNT * stride : 0;
-                        const Fetch<S, COUNT> fetch{here + share, next + share, turn, stride, kind};
+                    const auto run = [&](const auto& fetch) {
                         micro_kernel<typename K::M, R, N, Sums::ADDED>(a, lda, weight, c, PANEL, begin, end, fetch);
                     };
-                    if (blocks.blocks == 1) run.template operator()<COLUMNS>(fetching.weights);
-                    else if (blocks.blocks < COLUMNS) run.template operator()<2>(fetching.weights);
-                    else run.template operator()<1>(call.chunks == 1 ? fetching.weights : FETCH_FIRST);
+                    if (blocks.blocks == 1) return run(FetchAhead<S::VECTOR>{here, next, turn, stride, fetching.weights});
+                    const auto share = [&]<int COUNT, int KIND>() {
+                        const char* from = begin < turn ? here : next;
+                        run(Fetch<S::VECTOR, COUNT, KIND>{b * COUNT < COLUMNS ? from + b * COUNT * stride : from, stride});
+                    };
+                    const bool past = fetching.weights == FETCH_PAST;
+                    if (blocks.blocks < COLUMNS) past ? share.template operator()<2, FETCH_PAST>() : share.template operator()<2, FETCH_FIRST>();
+                    else if (past && call.chunks == 1) share.template operator()<1, FETCH_PAST>();
+                    else share.template operator()<1, FETCH_FIRST>();
                 });
             });
         }
