@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.errors import BadShape, BadValue, ModelError
+from quire.errors import BadShape, BadValue, ModelError, Unsupported
 from quire.models.decoder_config import ExpertsConfig
 from quire.ops import load, unavailable
 from quire.ops.cpu import native
 from quire.ops.cpu.executor import NativeExecutor
 from quire.ops.cpu.experts import ExpertLinears
 from quire.ops.cpu.linear import Packer
-from quire.ops.experts import ExpertLayer, choose
+from quire.ops.experts import ExpertLayer, choose, weighted_experts
 from quire.ops.linear import PlainLinear
 from quire.ops.program import MixExperts, Place, Program
+from quire.ops.quantised import quantised
 from tests.ops.conftest import OTHER_ISAS, use_library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -242,3 +243,32 @@ def test_linears_that_do_not_fit_are_refused() -> None:
 def test_a_number_of_experts_that_cannot_be_chosen(per_token: int) -> None:
     with pytest.raises(ModelError, match=f"{per_token} experts a token cannot be chosen of 4"):
         ExpertsConfig(layers=frozenset((0,)), count=4, per_token=per_token, size=8, renormalised=True)
+
+
+@needs_native
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, 10**6)])
+def test_quantised_experts(shape: tuple[int, int, int, int], bits: int, group_size: int) -> None:
+    """One call of the library has the bits of the experts one by one, and every row those that it has alone."""
+    plain, pack = Layer(*shape, torch.bfloat16), Packer()
+    mlp_in, mlp_out = (
+        [pack(quantised(weight, bits, group_size, torch.bfloat16)) for weight in weights]
+        for weights in (plain.mlp_in, plain.mlp_out)
+    )
+    layer = ExpertLayer(pack(plain.router, out_dtype=torch.float32), mlp_in, mlp_out, plain.k, True)
+    place = Place("x", 0, shape[0])
+    program = NativeExecutor(Program(torch.bfloat16, place, place, {"x": shape[0]}, [MixExperts(place, layer, place)]))
+    one_by_one = weighted_experts(plain.x, layer, load("cpu").top_k_softmax, load("cpu").swiglu)
+    together = run(program, plain.x)
+    assert torch.equal(together, one_by_one)
+    for rows in ROWS:
+        assert torch.equal(run(program, plain.x[:rows]), together[:rows])
+
+
+@needs_native
+def test_experts_that_are_quantised_in_different_ways_are_refused() -> None:
+    plain, pack = Layer(48, 40, 4, 2), Packer()
+    mlp_in = [pack(quantised(weight, 8, 10**6, torch.float32)) for weight in plain.mlp_in]
+    router, mlp_out = pack(plain.router, out_dtype=torch.float32), [pack(weight) for weight in plain.mlp_out]
+    with pytest.raises(Unsupported, match="quantised in different ways"):
+        ExpertLinears.of(ExpertLayer(router, mlp_in, mlp_out, 2, True))

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.ops.quantised import QuantisedEmbedding, QuantisedLinear, QuantisedWeight
+
 PROBED_ROWS = (2, 3, 16, 17, 64, 512)
 PROBE_NUMBERS = 2**24  # of an output: the probe of a large vocabulary has fewer rows
 
@@ -117,10 +119,12 @@ class Linears:
 
     def linear(
         self,
-        weight: Tensor,  # [out, in]
+        weight: Tensor | QuantisedWeight,  # [out, in]
         bias: Tensor | None = None,  # [out]
     ) -> Linear:
         """The linear of that weight."""
+        if isinstance(weight, QuantisedWeight):
+            return QuantisedLinear(weight, bias, weight.dtype)
         if not weight.is_cpu:
             return PlainLinear(weight, bias)
         dtype = product_dtype(weight.dtype)
@@ -131,20 +135,24 @@ class Linears:
 
     def head(
         self,
-        weight: Tensor,  # [V, H]
+        weight: Tensor | QuantisedWeight,  # [V, H]
     ) -> Linear:
         """The linear that makes logits: in fp32 where the product has them so, rounded to its dtype elsewhere."""
+        if isinstance(weight, QuantisedWeight):
+            return QuantisedLinear(weight, None, torch.float32)
         return self.linear(weight)
 
     def tied(
         self,
-        weight: Tensor,  # [V, H]
+        weight: Tensor | QuantisedWeight,  # [V, H]
     ) -> tuple[Embedding, Linear]:
         """The embedding, and the linear that makes logits with the same weight, which is held once.
 
         oneDNN's own layout does not give rows back, so its product takes the weight in rows here: a single row of
         logits of a large vocabulary then takes two to three times as long.
         """
+        if isinstance(weight, QuantisedWeight):
+            return QuantisedEmbedding(weight), self.head(weight)
         if not weight.is_cpu:
             return PlainEmbedding(weight, weight.dtype), self.head(weight)
         dtype = product_dtype(weight.dtype)

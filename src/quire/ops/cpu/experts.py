@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quire.errors import BadShape
+from quire.errors import BadShape, Unsupported
 from quire.ops.cpu import native
 from quire.ops.cpu.linear import PackedLinear
 from quire.ops.experts import ExpertLayer
@@ -17,7 +17,7 @@ from quire.ops.experts import ExpertLayer
 
 @dataclass(frozen=True)
 class ExpertLinears:
-    """A router, and E MLPs of one shape and dtype; each row goes through those k that the router prefers."""
+    """A router, and E MLPs of one shape, dtype and quantisation; each row goes through those k that it prefers."""
 
     router: PackedLinear  # H -> E, its results in fp32
     mlp_in: Sequence[PackedLinear]  # [E]: H -> 2 I, gates and ups
@@ -27,7 +27,10 @@ class ExpertLinears:
 
     @classmethod
     def of(cls, layer: ExpertLayer) -> ExpertLinears:
-        """The layer, all of whose linears are packed. Raises BadShape where one does not fit the others."""
+        """The layer, all of whose linears are packed.
+
+        Raises BadShape or Unsupported where one does not fit the others.
+        """
         return cls(
             cast(PackedLinear, layer.router),
             cast(Sequence[PackedLinear], layer.mlp_in),
@@ -47,6 +50,12 @@ class ExpertLinears:
             found = (linear.in_size, linear.out_size, linear.dtype, linear.out_dtype)
             if found != expected:
                 raise BadShape(f"{name} has sizes, dtype and dtype of its results {found}; expected {expected}")
+        kinds = [{linear.integers and linear.integers.kind for linear in part} for part in (self.mlp_in, self.mlp_out)]
+        bits = {kind and kind[0] for kind in kinds[0] | kinds[1]}
+        if len(kinds[0]) > 1 or len(kinds[1]) > 1 or len(bits) > 1:
+            raise Unsupported(f"the experts' weights are quantised in different ways: {kinds}; a layer has one")
+        if any(linear.integers and linear.integers.order is not None for linear in (*self.mlp_in, *self.mlp_out)):
+            raise Unsupported("an expert's weight takes its inputs in an order of its own; experts share their rows")
 
     def params(self) -> native.ExpertsParams:
         """What the kernel needs to know of the layer; its room is an ExpertsRoom's to fill in."""
@@ -79,7 +88,7 @@ class ExpertsRoom:
             ("logits", torch.float32, len(layer.mlp_in)),
             *((name, torch.int64, k) for name in ("heaps", "chosen", "places")),
             ("shares", torch.float32, k),
-            ("gathered", torch.float32, k * layer.router.lanes),
+            ("gathered", torch.float32, max(layer.router.lanes, k * layer.mlp_in[0].lanes)),
             ("inner", dtype, k * 2 * inner),
             ("activated", dtype, k * stride),
             ("copy", torch.float32, k * layer.mlp_out[0].copied_lanes(stride)),

@@ -2,6 +2,7 @@
 
 A row's bits depend on nothing but the row, the weight and the instruction set: not on the other rows, the threads, or
 how the work is cut. Sums are formed in fp32: the bias, and one sum for each stretch of inputs, all in ascending order.
+Products with quantised weights are those of `quire.ops.quantised`, the same bits on every instruction set.
 """
 
 from __future__ import annotations
@@ -17,8 +18,38 @@ from quire.ops import checks
 from quire.ops.cpu import native
 from quire.ops.linear import Embedding, Linear, Linears
 from quire.ops.memory import in_huge_pages
+from quire.ops.quantised import QuantisedWeight
 
 BLOCK = 64 * 2**20  # bytes that weights share, since a small one alone fills no huge page
+
+
+@dataclass(frozen=True)
+class PackedIntegers:
+    """What there is to know of a quantised weight, next to its packed values."""
+
+    bits: int
+    group_size: int  # inputs that share a scale
+    has_zeros: bool
+    whole_rows: bool  # a row of x has one scale
+    scales: Tensor | None  # fp32 [out], where each output has one scale; else they are packed with the values
+    order: Tensor | None  # int64 [in]: the input of x that each of the weight's belongs to
+
+    @property
+    def kind(self) -> tuple[int, int, bool, bool, bool]:
+        """What decides how x is rounded, and how the weight is packed."""
+        return self.bits, self.group_size, self.has_zeros, self.whole_rows, self.scales is None
+
+    @classmethod
+    def of(cls, weight: QuantisedWeight) -> PackedIntegers:
+        """Of that weight."""
+        return cls(
+            weight.bits,
+            weight.group_size,
+            weight.zeros is not None,
+            weight.whole_rows,
+            weight.scales[:, 0].contiguous() if weight.by_output else None,
+            None if weight.order is None else weight.order.contiguous(),
+        )
 
 
 @dataclass(frozen=True)
@@ -29,9 +60,10 @@ class PackedLinear:
     bias: Tensor | None  # fp32 [out]
     out_size: int
     in_size: int
-    dtype: torch.dtype  # of the weight
+    dtype: torch.dtype  # of x, and of a weight that is not quantised
     out_dtype: torch.dtype
     library: native.Library
+    integers: PackedIntegers | None = None  # of a quantised weight
 
     def __call__(
         self,
@@ -62,18 +94,14 @@ class PackedLinear:
         _check_host("places", places)
         places = places.contiguous()
         rows = torch.empty(len(places), self.in_size, dtype=self.dtype)
-        sizes = (self.out_size, self.in_size)
-        dtype = native.DTYPES[self.dtype]
-        wrong = self.library(
-            "unpack", self.packed.data_ptr(), *sizes, places.data_ptr(), len(places), rows.data_ptr(), dtype
-        )
+        wrong = self.library("unpack", byref(self.params()), places.data_ptr(), len(places), rows.data_ptr())
         if wrong >= 0:
             raise BadValue(f"places[{wrong}] is {int(places[wrong])}; the weight has rows 0..{self.out_size - 1}")
         return rows
 
     def copy_size(self, rows: int, stride: int) -> int:
         """fp32 numbers of room that the kernel needs for rows of x that lie so many numbers apart."""
-        return int(self.library("copy_size", rows, self.in_size, stride, native.DTYPES[self.dtype]))
+        return int(self.library("copy_size", byref(self.params()), rows, stride))
 
     def copied_lanes(self, stride: int) -> int:
         """The same for each of many rows; 0: they are read where they lie."""
@@ -86,19 +114,15 @@ class PackedLinear:
 
     @property
     def lanes(self) -> int:
-        """fp32 numbers of the copy of a row of x: each has one of its numbers, or a pair of bf16."""
-        return int(self.library("row_lanes", self.in_size, native.DTYPES[self.dtype]))
+        """fp32 numbers of the copy of a row of x: each has one of its numbers, a pair of bf16, or four bytes."""
+        return int(self.library("row_lanes", byref(self.params())))
 
     def params(self) -> native.LinearParams:
         """What the kernel needs to know of the weight; its rows are the caller's to fill in."""
-        return native.LinearParams(
-            weight=self.packed.data_ptr(),
-            bias=None if self.bias is None else self.bias.data_ptr(),
-            in_size=self.in_size,
-            out_size=self.out_size,
-            dtype=native.DTYPES[self.dtype],
-            out_dtype=native.DTYPES[self.out_dtype],
-        )
+        params = _params(self.out_size, self.in_size, self.dtype, self.integers)
+        params.weight, params.out_dtype = self.packed.data_ptr(), native.DTYPES[self.out_dtype]
+        params.bias = None if self.bias is None else self.bias.data_ptr()
+        return params
 
 
 @dataclass(frozen=True)
@@ -124,7 +148,7 @@ class PackedLinears(Linears):
 
     def linear(
         self,
-        weight: Tensor,  # [out, in]
+        weight: Tensor | QuantisedWeight,  # [out, in]
         bias: Tensor | None = None,  # [out]
     ) -> Linear:
         """The linear of that weight."""
@@ -132,14 +156,14 @@ class PackedLinears(Linears):
 
     def head(
         self,
-        weight: Tensor,  # [V, H]
+        weight: Tensor | QuantisedWeight,  # [V, H]
     ) -> Linear:
         """The linear that makes logits, in fp32."""
         return self._pack(weight, out_dtype=torch.float32) if self._serves(weight) else super().head(weight)
 
     def tied(
         self,
-        weight: Tensor,  # [V, H]
+        weight: Tensor | QuantisedWeight,  # [V, H]
     ) -> tuple[Embedding, Linear]:
         """The embedding and the linear that makes logits, of one packed weight."""
         if not self._serves(weight):
@@ -147,7 +171,7 @@ class PackedLinears(Linears):
         packed = self._pack(weight, out_dtype=torch.float32)
         return PackedEmbedding(packed), packed
 
-    def _serves(self, weight: Tensor) -> bool:
+    def _serves(self, weight: Tensor | QuantisedWeight) -> bool:
         return weight.is_cpu and weight.dtype in native.DTYPES
 
 
@@ -161,27 +185,31 @@ class Packer:
 
     def __call__(
         self,
-        weight: Tensor,  # [out, in], of a dtype of native.DTYPES
+        weight: Tensor | QuantisedWeight,  # [out, in], of a dtype of native.DTYPES
         bias: Tensor | None = None,  # [out]
         out_dtype: torch.dtype | None = None,  # fp32, or the weight's
     ) -> PackedLinear:
         """The linear of that weight. Its results are of `out_dtype`, by default of the weight's."""
-        library, dtype = self._library, weight.dtype
+        dtype = weight.dtype
         if dtype not in native.DTYPES or out_dtype not in (None, dtype, torch.float32):
             raise Unsupported(f"weight is {dtype} and out_dtype {out_dtype}; the kernel takes {list(native.DTYPES)}")
-        if weight.dim() != 2 or weight.numel() == 0 or (bias is not None and bias.shape != weight.shape[:1]):
+        values = weight.values if isinstance(weight, QuantisedWeight) else weight
+        if values.dim() != 2 or values.numel() == 0 or (bias is not None and bias.shape != values.shape[:1]):
             shown = None if bias is None else tuple(bias.shape)
-            raise BadShape(f"weight has shape {tuple(weight.shape)} and bias {shown}; expected [out, in] and [out]")
-        if weight.shape[1] > checks.INT32_MAX:
-            raise BadShape(f"weight has shape {tuple(weight.shape)}; its inputs are numbered in an int32")
-        _check_host("weight", weight)
+            raise BadShape(f"weight has shape {tuple(values.shape)} and bias {shown}; expected [out, in] and [out]")
+        if values.shape[1] > checks.INT32_MAX:
+            raise BadShape(f"weight has shape {tuple(values.shape)}; its inputs are numbered in an int32")
+        _check_host("weight", values)
         if bias is not None:
             _check_host("bias", bias)
-        out_size, in_size = weight.shape
-        packed = self._take(library("packed_bytes", out_size, in_size, native.DTYPES[dtype]))
-        if weight.stride(1) != 1:
-            weight = weight.contiguous()
-        library("pack", weight.data_ptr(), weight.stride(0), *weight.shape, packed.data_ptr(), native.DTYPES[dtype])
+        integers = PackedIntegers.of(weight) if isinstance(weight, QuantisedWeight) else None
+        out_size, in_size = values.shape
+        params = _params(out_size, in_size, dtype, integers)
+        packed = self._take(self._library("packed_bytes", byref(params)))
+        if isinstance(weight, QuantisedWeight):
+            self._pack_values(params, weight, packed)
+        else:
+            self._pack_numbers(params, weight, packed)
         return PackedLinear(
             packed,
             None if bias is None else bias.float().contiguous(),
@@ -189,8 +217,20 @@ class Packer:
             in_size,
             dtype,
             out_dtype or dtype,
-            library,
+            self._library,
+            integers,
         )
+
+    def _pack_numbers(self, params: native.LinearParams, weight: Tensor, packed: Tensor) -> None:
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        self._library("pack", byref(params), weight.data_ptr(), weight.stride(0), packed.data_ptr())
+
+    def _pack_values(self, params: native.LinearParams, weight: QuantisedWeight, packed: Tensor) -> None:
+        values, scales = weight.values.contiguous(), weight.scales.contiguous()
+        zeros = None if weight.zeros is None else weight.zeros.contiguous()
+        offset = None if zeros is None else zeros.data_ptr()
+        self._library("pack_values", byref(params), values.data_ptr(), scales.data_ptr(), offset, packed.data_ptr())
 
     def _take(self, size: int) -> Tensor:
         """That many bytes, aligned to a cache line."""
@@ -199,6 +239,17 @@ class Packer:
             self._left = in_huge_pages((max(size, BLOCK),), torch.uint8)
         taken, self._left = self._left[:size], self._left[size:]
         return taken
+
+
+def _params(out_size: int, in_size: int, dtype: torch.dtype, integers: PackedIntegers | None) -> native.LinearParams:
+    """What says how a weight is packed."""
+    params = native.LinearParams(in_size=in_size, out_size=out_size, dtype=native.DTYPES[dtype])
+    if integers is not None:
+        params.bits, params.group, params.zeros = integers.bits, integers.group_size, integers.has_zeros
+        params.whole_rows = integers.whole_rows
+        params.scales = None if integers.scales is None else integers.scales.data_ptr()
+        params.order = None if integers.order is None else integers.order.data_ptr()
+    return params
 
 
 def _check_host(name: str, x: Tensor) -> None:

@@ -91,7 +91,9 @@ class LinearParams(Structure):
     _fields_ = [
         *((name, c_void_p) for name in "x weight bias out copy".split()),
         *((name, c_int64) for name in "x_stride out_stride rows in_size out_size".split()),
-        *((name, c_int32) for name in "dtype out_dtype threads".split()),
+        *((name, c_int32) for name in "dtype out_dtype threads bits zeros whole_rows".split()),
+        ("group", c_int64),
+        *((name, c_void_p) for name in "scales order".split()),
     ]
 
 
@@ -194,12 +196,13 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "rope": (_L, (_P, _L, _L, _L, _P, _L, _L, _L, _P, _P, _P, _L, _L, _L, _I)),
     "linear": (None, (POINTER(LinearParams),)),
     "program": (_L, (POINTER(ProgramParams),)),
-    "packed_bytes": (_L, (_L, _L, _I)),
-    "row_lanes": (_L, (_L, _I)),
+    "packed_bytes": (_L, (POINTER(LinearParams),)),
+    "row_lanes": (_L, (POINTER(LinearParams),)),
     "row_stride": (_L, (_L, _I)),
-    "copy_size": (_L, (_L, _L, _L, _I)),
-    "pack": (None, (_P, _L, _L, _L, _P, _I)),
-    "unpack": (_L, (_P, _L, _L, _P, _L, _P, _I)),
+    "copy_size": (_L, (POINTER(LinearParams), _L, _L)),
+    "pack": (None, (POINTER(LinearParams), _P, _L, _P)),
+    "pack_values": (None, (POINTER(LinearParams), _P, _P, _P, _P)),
+    "unpack": (_L, (POINTER(LinearParams), _P, _L, _P)),
     "swiglu": (None, (_P, _L, _P, _L, _L, _L, _I)),
     "gelu": (None, (_P, _L, _L, _L, _P, _L, _L, _L, _I, _I)),
     "logsumexp": (None, (_P, _L, _P, _L, _L)),

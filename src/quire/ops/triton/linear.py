@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.errors import BadShape, BadStride
 from quire.ops import checks
 from quire.ops.linear import Linear, Linears, rows_are_independent
+from quire.ops.quantised import QuantisedWeight
 from quire.ops.triton.launch import check_dtype, on_device_of
 
 
@@ -161,10 +162,12 @@ class TiledLinears(Linears):
 
     def linear(
         self,
-        weight: Tensor,  # [out, in]
+        weight: Tensor | QuantisedWeight,  # [out, in]
         bias: Tensor | None = None,  # [out]
     ) -> Linear:
         """The linear of that weight."""
+        if isinstance(weight, QuantisedWeight):
+            return super().linear(weight, bias)
         few, many = TiledLinear(weight, bias, FEW_ROWS), TiledLinear(weight, bias, MANY_ROWS)
         # One shape of tile gives a row the same bits wherever it stands; two do as far as a probe finds, one with
         # random weights: zeros would prove anything.

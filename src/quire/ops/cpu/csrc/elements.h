@@ -1,6 +1,7 @@
 // The dtypes of tensors: how W numbers of each are read as fp32 and written back, rounded to nearest even.
 #pragma once
 
+#include "params.h"
 #include "simd.h"
 
 namespace {
@@ -52,6 +53,13 @@ QUIRE_INLINE void put_part(typename E::T* p, V v, int n) {
     typename E::T few[W];
     E::put(few, v);
     memcpy(p, few, (size_t)n * sizeof *p);
+}
+
+template <class F>
+static void with_element(int32_t dtype, const F& f) {
+    if (dtype == DTYPE_F32) f(F32{});
+    else if (dtype == DTYPE_F16) f(F16{});
+    else f(BF16{});
 }
 
 }  // namespace

@@ -11,9 +11,10 @@
 
 namespace {
 
-template <class K>
+// F is the kind of the rows and of the router, K that of the experts' weights.
+template <class F, class K>
 struct Experts {
-    using E = typename K::E;
+    using E = typename F::E;
     using T = typename E::T;
 
     ParallelFor parallel_for;
@@ -26,9 +27,12 @@ struct Experts {
         const int64_t k = p.num_chosen, hidden = p.mlp_in->in_size, inner = p.mlp_out->in_size, all = rows * k;
         choose(x, x_stride);
         const std::vector<int64_t> starts = sort();
-        const int64_t lanes = row_lanes<K>(hidden), apart = row_stride<K>(inner);
-        parallel(parallel_for, all, rows_a_thread(hidden), [&](int64_t c) {
-            pack_row<K>((const T*)x + c / k * x_stride, hidden, p.gathered + p.places[c] * lanes);
+        const int64_t lanes = x_lanes<K>(*p.mlp_in), apart = row_stride<F>(inner);
+        parallel(parallel_for, rows, rows_a_thread(hidden * k), [&](int64_t i) {
+            const int64_t* places = p.places + i * k;
+            copy_row<K>(*p.mlp_in, (const T*)x + i * x_stride, p.gathered + places[0] * lanes);
+            for (int64_t r = 1; r < k; r++)
+                memcpy(p.gathered + places[r] * lanes, p.gathered + places[0] * lanes, (size_t)lanes * sizeof(float));
         });
         multiply(p.mlp_in, starts, p.gathered, lanes, p.inner);
         parallel(parallel_for, all, rows_a_thread(inner), [&](int64_t i) {
@@ -50,7 +54,7 @@ struct Experts {
         LinearParams router = *p.router;
         router.x = x, router.x_stride = x_stride, router.rows = rows;
         router.out = p.logits, router.out_stride = count, router.copy = p.gathered, router.threads = threads;
-        linear<K>(parallel_for, &router);
+        linear<F>(parallel_for, &router);
         parallel(parallel_for, rows, rows_a_thread(count), [&](int64_t i) {
             float* shares = p.shares + i * k;
             top_k_row(p.logits + i * count, count, k, p.heaps + i * k, p.chosen + i * k);

@@ -14,13 +14,6 @@ extern "C" void quire_write_kv(ParallelFor parallel_for, const Plan* plan, const
 
 namespace {
 
-template <class F>
-static void with_element(int32_t dtype, const F& f) {
-    if (dtype == DTYPE_F32) f(F32{});
-    else if (dtype == DTYPE_F16) f(F16{});
-    else f(BF16{});
-}
-
 // The kind of number that operands of this dtype become.
 template <class F>
 static void with_kind(int32_t dtype, const F& f) {
@@ -33,6 +26,14 @@ static void with_kind(int32_t dtype, const F& f) {
 #else
     else f.template operator()<Widened<BF16>>();
 #endif
+}
+
+// The kind of a weight.
+template <class F>
+static void with_weight(const LinearParams* p, const F& f) {
+    if (p->bits == 4) f.template operator()<Integers<4>>();
+    else if (p->bits == 8) f.template operator()<Integers<8>>();
+    else with_kind(p->dtype, f);
 }
 
 }  // namespace
@@ -143,17 +144,17 @@ extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(rope, QUIRE_ISA)(
     return -1;
 }
 
-// How weights and rows are laid out: bytes of a weight of [rows, in] once it is packed.
-extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(packed_bytes, QUIRE_ISA)(ParallelFor, int64_t rows, int64_t in, int32_t dtype) {
+// How weights and rows are laid out: bytes of a weight once it is packed.
+extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(packed_bytes, QUIRE_ISA)(ParallelFor, const LinearParams* p) {
     int64_t bytes = 0;
-    with_kind(dtype, [&]<class K>() { bytes = (rows + W - 1) / W * K::lanes(in) * LinearWorker<K>::LINE; });
+    with_weight(p, [&]<class K>() { bytes = (p->out_size + W - 1) / W * strip_lines<K>(*p) * LinearWorker<K>::LINE; });
     return bytes;
 }
 
 // fp32 numbers that the copy of a row takes.
-extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(row_lanes, QUIRE_ISA)(ParallelFor, int64_t in, int32_t dtype) {
+extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(row_lanes, QUIRE_ISA)(ParallelFor, const LinearParams* p) {
     int64_t lanes = 0;
-    with_kind(dtype, [&]<class K>() { lanes = row_lanes<K>(in); });
+    with_weight(p, [&]<class K>() { lanes = x_lanes<K>(*p); });
     return lanes;
 }
 
@@ -165,30 +166,34 @@ extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(row_stride, QUIRE_ISA)(ParallelFor, i
 }
 
 // fp32 numbers of room for what linear copies of so many rows of x that lie so many numbers apart.
-extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(copy_size, QUIRE_ISA)(
-    ParallelFor, int64_t rows, int64_t in, int64_t stride, int32_t dtype) {
+extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(copy_size, QUIRE_ISA)(ParallelFor, const LinearParams* p, int64_t rows, int64_t stride) {
     int64_t size = 0;
-    with_kind(dtype, [&]<class K>() { size = copy_size<K>(rows, in, stride); });
+    with_weight(p, [&]<class K>() { size = copy_size<K>(*p, rows, stride); });
     return size;
 }
 
 ENTRY(linear)(ParallelFor parallel_for, const LinearParams* params) {
-    with_kind(params->dtype, [&]<class K>() { linear<K>(parallel_for, params); });
+    with_weight(params, [&]<class K>() { linear<K>(parallel_for, params); });
 }
 
-// weight: [rows, in]. packed: strips of W rows each.
-ENTRY(pack)(
-    ParallelFor parallel_for, const void* weight, int64_t row_stride, int64_t rows, int64_t in, void* packed, int32_t dtype) {
-    with_kind(dtype, [&]<class K>() { pack<K>(parallel_for, weight, row_stride, rows, in, packed); });
+// weight: [out, in]. packed: strips of W rows each.
+ENTRY(pack)(ParallelFor parallel_for, const LinearParams* p, const void* weight, int64_t row_stride, void* packed) {
+    with_kind(p->dtype, [&]<class K>() { pack<K>(parallel_for, *p, weight, row_stride, packed); });
 }
 
-// Rows of a weight of [rows, in] that was packed. Writes nothing and returns a place in `places` that is no row, or -1.
+// The same of a quantised weight. values: [out, in]. scales, zeros: [out, groups].
+ENTRY(pack_values)(
+    ParallelFor parallel_for, const LinearParams* p, const uint8_t* values, const float* scales, const float* zeros, char* packed) {
+    if (p->bits == 4) pack_values<4>(parallel_for, *p, values, scales, zeros, packed);
+    else pack_values<8>(parallel_for, *p, values, scales, zeros, packed);
+}
+
+// Rows of a weight that was packed. Writes nothing and returns a place in `places` that is no row, or -1.
 extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(unpack, QUIRE_ISA)(
-    ParallelFor parallel_for, const void* packed, int64_t rows, int64_t in, const int64_t* places, int64_t count, void* to,
-    int32_t dtype) {
+    ParallelFor parallel_for, const LinearParams* p, const int64_t* places, int64_t count, void* to) {
     for (int64_t i = 0; i < count; i++)
-        if (places[i] < 0 || places[i] >= rows) return i;
-    with_kind(dtype, [&]<class K>() { unpack<K>(parallel_for, packed, in, places, count, to); });
+        if (places[i] < 0 || places[i] >= p->out_size) return i;
+    with_weight(p, [&]<class K>() { unpack<K>(parallel_for, *p, places, count, to); });
     return -1;
 }
 

@@ -3,8 +3,8 @@
 // W rows of the weight, transposed, make a strip: the lines that the kernels read lie one after the other, so a strip is one
 // stream from memory however many strips are multiplied at a time.
 //
-// This file shares the work between threads; linear_vectors.h and linear_tiles.h multiply. In both, the bits of a number
-// depend neither on the other rows nor on how the work is cut.
+// This file shares the work between threads; linear_vectors.h, linear_integers.h and linear_tiles.h multiply. In each, the bits
+// of a number depend neither on the other rows nor on how the work is cut.
 #pragma once
 
 #include "kinds.h"
@@ -15,6 +15,10 @@ namespace {
 
 constexpr int64_t MANY = 16;       // items a thread, with which it does not matter how evenly they can be shared
 constexpr int64_t FORK = 1 << 16;  // multiply-adds that are worth a second thread
+
+// Whether a kind of weight is integers with scales.
+template <class K>
+constexpr bool INTEGERS = false;
 
 // One strip: to[lane][column], zero after the last row of the weight and after its last input.
 template <class K, class T = typename K::E::T>
@@ -86,6 +90,7 @@ class LinearItems {
 }  // namespace
 
 #include "linear_vectors.h"
+#include "linear_integers.h"
 #ifdef QUIRE_TILES
 #include "linear_tiles.h"
 #endif
@@ -96,6 +101,10 @@ template <class K>
 struct LinearWorkerOf {
     using Worker = LinearVectors<K>;
 };
+template <int BITS>
+struct LinearWorkerOf<Integers<BITS>> {
+    using Worker = LinearIntegers<BITS>;
+};
 #ifdef QUIRE_TILES
 template <>
 struct LinearWorkerOf<Tiled> {
@@ -105,11 +114,23 @@ struct LinearWorkerOf<Tiled> {
 template <class K>
 using LinearWorker = typename LinearWorkerOf<K>::Worker;
 
+// Lines of a strip, and lanes of a row of x that was copied.
+template <class K>
+static int64_t strip_lines(const LinearParams& p) {
+    if constexpr (INTEGERS<K>) return Lines<K::BITS>(p).all;
+    else return K::lanes(p.in_size);
+}
+template <class K>
+static int64_t x_lanes(const LinearParams& p) {
+    if constexpr (INTEGERS<K>) return Segments(p).row_lanes();
+    else return row_lanes<K>(p.in_size);
+}
+
 template <class K>
 static LinearCall linear_call(const LinearParams* p) {
     LinearCall call = {};
     call.params = p;
-    call.strips = (p->out_size + W - 1) / W, call.lanes = K::lanes(p->in_size);
+    call.strips = (p->out_size + W - 1) / W, call.lanes = strip_lines<K>(*p);
     call.chunks = (p->rows + LinearWorker<K>::CHUNK - 1) / LinearWorker<K>::CHUNK;
     call.whole = p->rows;
     return call;
@@ -122,37 +143,45 @@ static int64_t row_stride(int64_t numbers) { return row_lanes<K>(numbers) * K::P
 // Whether rows that lie so many numbers apart are the lanes that the kernel reads. For tiles they are whole lines; of many rows
 // that lie a multiple of 4 KiB apart, the lines would compete for the same places of the caches.
 template <class K>
-static bool rows_in_place(int64_t rows, int64_t in, int64_t stride) {
-    if (K::TILED) return in % 32 == 0 && stride % 32 == 0 && (rows <= 32 || stride % 2048);
-    return sizeof(typename K::E::T) * K::PAIR == 4 && in % K::PAIR == 0 && stride % K::PAIR == 0;
+static bool rows_in_place(const LinearParams& p, int64_t rows, int64_t stride) {
+    if constexpr (INTEGERS<K>) return false;
+    else if (K::TILED) return p.in_size % 32 == 0 && stride % 32 == 0 && (rows <= 32 || stride % 2048);
+    else return sizeof(typename K::E::T) * K::PAIR == 4 && p.in_size % K::PAIR == 0 && stride % K::PAIR == 0;
 }
 
 // fp32 numbers of room for what is copied of x.
 template <class K>
-static int64_t copy_size(int64_t rows, int64_t in, int64_t stride) {
-    if (rows_in_place<K>(rows, in, stride)) return K::TILED && rows > 32 ? 16 * row_lanes<K>(in) : 0;
-    return (rows + 15) * row_lanes<K>(in);
+static int64_t copy_size(const LinearParams& p, int64_t rows, int64_t stride) {
+    if (rows_in_place<K>(p, rows, stride)) return K::TILED && rows > 32 ? 16 * x_lanes<K>(p) : 0;
+    return (rows + 15) * x_lanes<K>(p);
+}
+
+// A row of x as lanes.
+template <class K>
+static void copy_row(const LinearParams& p, const void* row, float* to) {
+    if constexpr (INTEGERS<K>)
+        with_element(p.dtype, [&](auto element) { round_row<decltype(element)>(p, (const typename decltype(element)::T*)row, to); });
+    else pack_row<K>((const typename K::E::T*)row, p.in_size, to);
 }
 
 // Rows of x from `first` on, as lanes.
 template <class K>
 static void copy_rows(ParallelFor parallel_for, const LinearParams& p, int64_t first) {
-    using T = typename K::E::T;
-    const int64_t lanes = row_lanes<K>(p.in_size);
+    const int64_t lanes = x_lanes<K>(p), bytes = p.x_stride * (p.dtype == DTYPE_F32 ? 4 : 2);
     parallel(parallel_for, p.rows - first, rows_a_thread(p.in_size),
-             [&](int64_t i) { pack_row<K>((const T*)p.x + (first + i) * p.x_stride, p.in_size, p.copy + i * lanes); });
+             [&](int64_t i) { copy_row<K>(p, (const char*)p.x + (first + i) * bytes, p.copy + i * lanes); });
 }
 
 // The rows of x as lanes: where they lie if they are that already, else copied. In place, tiles may read 15 rows too many.
 template <class K>
 static void take_rows(ParallelFor parallel_for, LinearCall& call) {
     const LinearParams& p = *call.params;
-    if (rows_in_place<K>(p.rows, p.in_size, p.x_stride)) {
-        call.x = (const float*)p.x, call.x_stride = p.x_stride / K::PAIR;
+    if (rows_in_place<K>(p, p.rows, p.x_stride)) {
+        if constexpr (!INTEGERS<K>) call.x = (const float*)p.x, call.x_stride = p.x_stride / K::PAIR;
         return;
     }
     copy_rows<K>(parallel_for, p, 0);
-    call.x = p.copy, call.x_stride = row_lanes<K>(p.in_size);
+    call.x = p.copy, call.x_stride = x_lanes<K>(p);
 }
 
 // Tiles read many rows 16 at a time: the last ones are copied, so that nothing after them is read.
@@ -162,7 +191,7 @@ static void take_tail(ParallelFor parallel_for, LinearCall& call) {
     if (!K::TILED || p.rows <= 32 || call.x == p.copy) return;
     call.whole = p.rows / 16 * 16;
     copy_rows<K>(parallel_for, p, call.whole);
-    call.tail = p.copy, call.tail_stride = row_lanes<K>(p.in_size);
+    call.tail = p.copy, call.tail_stride = x_lanes<K>(p);
 }
 
 // All of these products, at least one. Their weights are of one shape, and their rows lie in lanes.
@@ -200,28 +229,36 @@ static void linear(ParallelFor parallel_for, const LinearParams* p) {
 }
 
 template <class K>
-static void pack(ParallelFor parallel_for, const void* weight, int64_t row_stride, int64_t rows, int64_t in, void* packed) {
+static void pack(ParallelFor parallel_for, const LinearParams& p, const void* weight, int64_t row_stride, void* packed) {
     using T = typename K::E::T;
-    const int64_t size = K::lanes(in) * K::PAIR * W;
-    parallel(parallel_for, (rows + W - 1) / W, 1, [&](int64_t i) {
-        const int64_t left = rows - i * W;
-        pack_strip<K>((const T*)weight + i * W * row_stride, row_stride, left < W ? left : W, in, (T*)packed + i * size);
+    const int64_t size = K::lanes(p.in_size) * K::PAIR * W;
+    parallel(parallel_for, (p.out_size + W - 1) / W, 1, [&](int64_t i) {
+        const int64_t left = p.out_size - i * W;
+        pack_strip<K>((const T*)weight + i * W * row_stride, row_stride, left < W ? left : W, p.in_size, (T*)packed + i * size);
     });
 }
 
-// Rows of the weight, bit for bit what was packed: to[i] is row places[i]. A row has some numbers of each of its strip's cache
-// lines, so reading one costs as many bytes as W rows have.
+// Rows of the weight: to[i] is row places[i], bit for bit what was packed, or the number that the integers stand for. A row has
+// some numbers of each of its strip's cache lines, so reading one costs as many bytes as W rows have.
 template <class K>
-static void unpack(
-    ParallelFor parallel_for, const void* packed, int64_t in, const int64_t* places, int64_t count, void* to) {
-    using T = typename K::E::T;
-    const int64_t lanes = K::lanes(in), whole = in / K::PAIR;
-    parallel(parallel_for, count, rows_a_thread(in * W), [&](int64_t i) {
-        const T* from = (const T*)packed + (places[i] / W * lanes * W + places[i] % W) * K::PAIR;
-        T* row = (T*)to + i * in;
-        for (int64_t k = 0; k < whole; k++) memcpy(row + k * K::PAIR, from + k * W * K::PAIR, K::PAIR * sizeof(T));
-        if (whole * K::PAIR < in) row[in - 1] = from[whole * W * K::PAIR];
-    });
+static void unpack(ParallelFor parallel_for, const LinearParams& p, const int64_t* places, int64_t count, void* to) {
+    const int64_t in = p.in_size;
+    if constexpr (INTEGERS<K>) {
+        with_element(p.dtype, [&](auto element) {
+            using E = decltype(element);
+            parallel(parallel_for, count, rows_a_thread(in * W),
+                     [&](int64_t i) { unpack_row<K::BITS, E>(p, places[i], (typename E::T*)to + i * in); });
+        });
+    } else {
+        using T = typename K::E::T;
+        const int64_t lanes = K::lanes(in), whole = in / K::PAIR;
+        parallel(parallel_for, count, rows_a_thread(in * W), [&](int64_t i) {
+            const T* from = (const T*)p.weight + (places[i] / W * lanes * W + places[i] % W) * K::PAIR;
+            T* row = (T*)to + i * in;
+            for (int64_t k = 0; k < whole; k++) memcpy(row + k * K::PAIR, from + k * W * K::PAIR, K::PAIR * sizeof(T));
+            if (whole * K::PAIR < in) row[in - 1] = from[whole * W * K::PAIR];
+        });
+    }
 }
 
 }  // namespace

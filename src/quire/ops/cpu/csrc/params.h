@@ -65,8 +65,15 @@ struct LinearParams {
     float* copy;         // [T, lanes]: room for x as 32-bit lanes; unused where x is that already
     int64_t x_stride, out_stride;  // from row to row, in elements
     int64_t rows, in_size, out_size;
-    int32_t dtype, out_dtype;  // the first one of x and the weight
+    int32_t dtype, out_dtype;  // the first one of x, and of a weight that is not quantised
     int32_t threads;
+    // Of a quantised weight, see linear_integers.h.
+    int32_t bits;          // 4 or 8; 0: it is none
+    int32_t zeros;         // whether each group has a zero
+    int32_t whole_rows;    // whether a row of x has one scale
+    int64_t group;         // inputs that share a scale
+    const float* scales;   // [out], where each output has one scale; else null
+    const int64_t* order;  // [in]: the input that each of the weight's belongs to; null: its own
 };
 
 // ------------------------------------------------------------------------------------------- programs, see program.h

@@ -1,0 +1,183 @@
+"""Products with quantised weights on a CPU: the bits of the specification, on every instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.errors import BadShape, BadValue, Unsupported
+from quire.ops.cpu import native
+from quire.ops.cpu.linear import PackedLinears, Packer
+from quire.ops.linear import Linears
+from quire.ops.quantised import QuantisedWeight, quantised
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# out, in: single numbers, vectors and strips +- 1, groups +- 1, more than one stretch of segments
+SHAPES = ((1, 1), (7, 3), (16, 64), (17, 129), (63, 127), (65, 128), (40, 576), (100, 1537), (33, 4100))
+ROWS = (0, 1, 2, 5, 6, 7, 13, 24, 96, 97)
+# bits, group, zeros, order, whole rows
+KINDS = {
+    "int4-32": (4, 32, False, False, False),
+    "int4-64-zeros": (4, 64, True, False, False),
+    "int4-128": (4, 128, False, False, False),
+    "int4-128-zeros-order": (4, 128, True, True, False),
+    "int4-output": (4, 0, True, False, False),
+    "int8-output": (8, 0, False, False, False),
+    "int8-output-zeros": (8, 0, True, True, False),
+    "int8-32-zeros": (8, 32, True, False, False),
+    "int8-128": (8, 128, False, True, False),
+    "int8-rows": (8, 0, False, False, True),
+}
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def random_weight(kind: str, out_size: int, in_size: int, dtype: torch.dtype, seed: int = 0) -> QuantisedWeight:
+    """Any integers, scales of any size, and zeros at both ends of their range."""
+    bits, group, has_zeros, has_order, whole_rows = KINDS[kind]
+    gen = torch.Generator().manual_seed(seed + out_size * in_size)
+    group = group or in_size
+    groups = -(-in_size // group)
+    return QuantisedWeight(
+        torch.randint(0, 2**bits, (out_size, in_size), generator=gen, dtype=torch.uint8),
+        torch.randn(out_size, groups, generator=gen)
+        * torch.exp2(torch.randint(-9, -3, (out_size, groups), generator=gen)),
+        torch.randint(0, 2**bits + 1, (out_size, groups), generator=gen).float() if has_zeros else None,
+        bits,
+        group,
+        dtype,
+        torch.randperm(in_size, generator=gen) if has_order else None,
+        whole_rows,
+    )
+
+
+def random_rows(rows: int, in_size: int, dtype: torch.dtype) -> Tensor:
+    """Rows and groups of very different sizes, some of them zero."""
+    gen = torch.Generator().manual_seed(rows + in_size)
+    x = torch.randn(rows, in_size, generator=gen) * torch.exp2(torch.randint(-6, 6, (rows, 1), generator=gen))
+    x[:, in_size // 3 : in_size // 2] *= 1000
+    x[2::5] = 0
+    return x.to(dtype)
+
+
+def as_bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+@pytest.mark.parametrize("isa", native.runnable(native.library_path()))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_instruction_set_has_the_specified_bits(isa, kind, shape):
+    library = native.load(isa)
+    for dtype in DTYPES:
+        weight, x = random_weight(kind, *shape, dtype), random_rows(97, shape[1], dtype)
+        bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(1)).to(dtype)
+        specified = Linears().linear(weight, bias)(x)
+        made = Packer(library)(weight, bias)
+        assert torch.equal(as_bits(made(x)), as_bits(specified))
+        for rows in ROWS:
+            for first in (0, 97 - rows):
+                assert torch.equal(as_bits(made(x[first : first + rows])), as_bits(specified[first : first + rows]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_product_is_near_the_exact_one(backend, kind):
+    """Only the rounding of x lies between, half a step of a group's largest number in 127."""
+    weight = random_weight(kind, 60, 700, torch.float32)
+    x = torch.randn(50, 700, generator=torch.Generator().manual_seed(0))
+    exact = x.double() @ weight.dequantised().double().T
+    error = (Packer()(weight)(x).double() - exact).norm(dim=1) / exact.norm(dim=1)
+    assert error.max() < 0.03
+
+
+@pytest.mark.parametrize("kind", ["int4-128", "int8-output", "int8-rows"])
+def test_threads_and_strides_do_not_show(backend, kind):
+    weight, x = random_weight(kind, 1_000, 200, torch.bfloat16), random_rows(150, 200, torch.bfloat16)
+    made = PackedLinears().linear(weight)
+    whole = made(x)
+    for threads in (1, 2, 7, 16):
+        torch.set_num_threads(threads)
+        assert torch.equal(made(x[:40]), whole[:40])
+    apart = torch.full((150, 333), torch.nan, dtype=x.dtype)
+    apart[:, 7:207] = x
+    assert torch.equal(made(apart[:, 7:207]), whole)
+    assert torch.equal(made(x.T.contiguous().T), whole)
+
+
+@pytest.mark.parametrize("kind", ["int4-128-zeros-order", "int8-output", "int8-rows"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_not_finite_shows_in_its_row_alone(backend, kind, bad):
+    weight, x = random_weight(kind, 50, 300, torch.bfloat16), random_rows(20, 300, torch.bfloat16)
+    made = PackedLinears().linear(weight)
+    whole = made(x)
+    x[7, 250] = bad
+    found = made(x)
+    assert found[7].isnan().all()
+    assert torch.equal(torch.cat([found[:7], found[8:]]), torch.cat([whole[:7], whole[8:]]))
+    assert Linears().linear(weight)(x)[7].isnan().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_the_weight(backend, kind, dtype):
+    weight = random_weight(kind, 67, 259, dtype)
+    places = torch.tensor([66, 0, 3, 3, 16, 15])
+    made, specified = PackedLinears().tied(weight)[0], Linears().tied(weight)[0]
+    assert torch.equal(as_bits(made(places)), as_bits(specified(places)))
+    assert torch.equal(specified(places), weight.dequantised()[places].to(dtype))
+    with pytest.raises(BadValue, match=r"places\[1\] is 67"):
+        made(torch.tensor([1, 67]))
+
+
+def test_logits_are_in_fp32(backend):
+    weight, x = random_weight("int8-output", 40, 96, torch.bfloat16), random_rows(3, 96, torch.bfloat16)
+    found = PackedLinears().head(weight)(x)
+    assert found.dtype is torch.float32
+    assert torch.equal(found, Linears().head(weight)(x))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128, 10_000])
+def test_rounding_to_the_nearest(bits, group):
+    weight = torch.randn(30, 333) * torch.exp2(torch.randint(-20, 20, (30, 1)))
+    weight[3] = 0
+    rounded = quantised(weight, bits, group, torch.bfloat16)
+    error = (rounded.dequantised() - weight).abs()
+    scales = rounded.scales.abs().repeat_interleave(rounded.group_size, 1)[:, :333]
+    # With four bits the largest number of the other sign may lie beyond the last value: by a scale at most.
+    assert (error <= scales * (0.5 if bits == 8 else 1) * (1 + 1e-5)).all()
+    assert (rounded.dequantised()[3] == 0).all()
+    assert ((error <= scales * 0.5001).float().mean() > 0.98).all()
+
+
+def test_what_is_refused():
+    values, scales = torch.zeros(4, 256, dtype=torch.uint8), torch.ones(4, 2)
+    for wrong, error, said in (
+        ({"bits": 3}, Unsupported, "bits is 3"),
+        ({"group_size": 48}, Unsupported, "group_size is 48"),
+        ({"scales": torch.ones(4, 3)}, BadShape, r"scales has shape \(4, 3\); expected \(4, 2\)"),
+        ({"scales": torch.full((4, 2), torch.inf)}, BadValue, r"scales holds inf at \[0, 0\]"),
+        ({"zeros": torch.full((4, 2), 17.0)}, BadValue, r"zeros holds 17.0 at \[0, 0\]; of 4 bits they lie in 0..16"),
+        ({"order": torch.zeros(256, dtype=torch.int64)}, BadValue, "order is no permutation"),
+        ({"whole_rows": True}, Unsupported, "rows with one scale"),
+    ):
+        fields = {
+            "values": values,
+            "scales": scales,
+            "zeros": None,
+            "bits": 4,
+            "group_size": 128,
+            "dtype": torch.float32,
+        }
+        with pytest.raises(error, match=said):
+            QuantisedWeight(**fields | wrong)
+    with pytest.raises(BadValue, match="only finite numbers"):
+        quantised(torch.full((2, 2), torch.nan), 8, 2, torch.float32)
