@@ -116,7 +116,8 @@ class QuantisedWeight:
     def dequantised(self) -> Tensor:
         """The weight's numbers: fp32 [out, in]. Each is rounded once, from the exact product."""
         zeros = torch.full_like(self.scales, 2 ** (self.bits - 1)) if self.zeros is None else self.zeros
-        repeated = [x.repeat_interleave(self.group_size, 1)[:, : self.in_size] for x in (zeros, self.scales)]
+        size = min(self.group_size, self.in_size)
+        repeated = [x.repeat_interleave(size, 1)[:, : self.in_size] for x in (zeros, self.scales)]
         weight = (self.values.float() - repeated[0]) * repeated[1]
         if self.order is None:
             return weight
