@@ -94,6 +94,22 @@ class EngineConfig:
 
     model: str | None = option(None, "Directory, or repository name on the hub. Default: the embedded model.")
     dtype: str = option("auto", "Dtype of weights and cache: auto (the checkpoint's), float32, bfloat16 or float16.")
+    quantization: str | None = option(
+        None,
+        "Round a 16-bit checkpoint's weights at load: int4 (groups of 128 inputs) or int8 (a scale an output).",
+        choices=("int4", "int8"),
+    )
+    quantization_head: str | None = option(
+        None,
+        "Round the output projection at load: int8, int4 or none. Default: int8 with --quantization.",
+        choices=("int8", "int4", "none"),
+    )
+    quantization_activations: str = option(
+        "int8",
+        "int8: round what quantised weights are multiplied with; none: hold these weights in the model's dtype, which "
+        "takes its memory.",
+        choices=("int8", "none"),
+    )
     model_impl: str = option(
         "auto",
         "quire: its decoder; transformers: its code with our attention; auto: what there is.",

@@ -85,7 +85,9 @@ class QuantisedWeight:
                 f"a weight of {self.in_size} inputs in groups of {self.group_size} is for rows with one scale; such a "
                 f"weight is symmetric, has one scale an output, and at most {MOST_INPUTS} inputs"
             )
-        if self.order is not None and not torch.equal(self.order.sort().values, torch.arange(self.in_size)):
+        if self.order is not None and not torch.equal(
+            self.order.sort().values, torch.arange(self.in_size, device=self.order.device)
+        ):
             raise BadValue(f"order is no permutation of 0..{self.in_size - 1}")
 
     @property
@@ -112,6 +114,30 @@ class QuantisedWeight:
     def is_cpu(self) -> bool:
         """Whether it lies on the CPU."""
         return self.values.is_cpu
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers: integers of so many bits, fp32 scales, and zeros of a byte."""
+        zeros = 0 if self.zeros is None else self.zeros.numel()
+        return self.values.numel() * self.bits // 8 + self.scales.nbytes + zeros
+
+    def rows(
+        self,
+        index: Tensor,  # int64 [N]
+    ) -> QuantisedWeight:
+        """These outputs, in this order, in memory of their own."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        return replace(self, values=self.values[index], scales=self.scales[index], zeros=zeros)
+
+    def to(self, device: str) -> QuantisedWeight:
+        """The same on that device."""
+        zeros, order = (None if tensor is None else tensor.to(device) for tensor in (self.zeros, self.order))
+        return replace(self, values=self.values.to(device), scales=self.scales.to(device), zeros=zeros, order=order)
 
     def dequantised(self) -> Tensor:
         """The weight's numbers: fp32 [out, in]. Each is rounded once, from the exact product."""
@@ -211,14 +237,9 @@ class QuantisedEmbedding:
         token_ids: Tensor,  # int64 [T]
     ) -> Tensor:
         """The rows: [T, H]."""
-        weight = self.weight
-        rows = replace(
-            weight,
-            values=weight.values[token_ids],
-            scales=weight.scales[token_ids],
-            zeros=None if weight.zeros is None else weight.zeros[token_ids],
-        )
-        return rows.dequantised().to(weight.dtype)
+        if len(token_ids) == 0:
+            return torch.empty(0, self.weight.in_size, dtype=self.weight.dtype, device=self.weight.device)
+        return self.weight.rows(token_ids).dequantised().to(self.weight.dtype)
 
 
 def quantised_rows(

@@ -79,6 +79,8 @@ class AdaptedModel:
 
     capturable = False  # transformers' code may ask the host
     origin = "adapter"  # whoever chose it adds why
+    quantisation: str | None = None  # whoever loads the weights says it
+    weight_bytes = 0  # and this
 
     def forward(
         self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan], rows: Tensor | None = None
