@@ -136,6 +136,11 @@ class Own(NamedTuple):
     config: DecoderConfig
     scheme: Scheme | None  # of quantised weights
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that are not quantised, and of the cache, unless an option says otherwise."""
+        return _dtype("auto", self.raw)
+
     def __str__(self) -> str:
         return Decoder.origin
 
@@ -147,6 +152,11 @@ class Adapted(NamedTuple):
     found: Found
     reason: str  # why it is not of Quire's decoder
     scheme: Scheme | None  # of quantised weights
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that are not quantised, and of the cache, unless an option says otherwise."""
+        return _dtype("auto", self.raw)
 
     def __str__(self) -> str:
         return f"adapter: because {self.reason}"

@@ -35,7 +35,11 @@ class Checkpoint:
         """Open the files. Raises ModelError where there are none, or one is unreadable."""
         self.directory = directory
         self._reader_of: dict[str, Callable[[str], Tensor]] = {}
-        for path in _weight_files(directory):
+        paths = weight_files(directory)
+        if not paths:
+            others = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
+            raise ModelError(f"{directory} holds no weights ({', '.join(SINGLE_FILES)}); it holds {others}")
+        for path in paths:
             try:
                 if path.suffix == ".safetensors":
                     file = safe_open(path, framework="pt")
@@ -55,17 +59,17 @@ class Checkpoint:
         return self._reader_of[name](name)
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights; of several forms of the same weights the first of SINGLE_FILES."""
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights; of several forms of the same weights the first of SINGLE_FILES.
+
+    None at all where a directory has a config.json alone.
+    """
     if (directory / INDEX).exists():
         return [directory / name for name in sorted(set(read_json(directory / INDEX)["weight_map"].values()))]
     for pattern in SINGLE_FILES:
         if found := sorted(directory.glob(pattern)):
             return found
-    others = sorted(path.name for path in directory.iterdir())
-    raise ModelError(
-        f"{directory} holds no weights ({', '.join(SINGLE_FILES)}); it holds {', '.join(others) or 'nothing'}"
-    )
+    return []
 
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
