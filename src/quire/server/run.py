@@ -84,7 +84,7 @@ def build_service(options: Mapping[str, Any], config: ServerConfig) -> tuple[Ser
     llm = LLM(**options)
     names = config.served_model_name or (llm.config.model or EMBEDDED_NAME,)
     template = ChatTemplate.find(llm.directory, config.chat_template)
-    metrics = Metrics(llm.engine, names[0], config.vllm_metrics)
+    metrics = Metrics(llm.engine, names[0], config.vllm_metrics, _model_info(llm))
     inspector = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.api_key)
     device = DEVICES["cpu" if llm.config.device == "cpu" else "h200"]
     cost = CostModel(cost_of(llm.decoder), device, llm.config.cache.block_size)
@@ -185,6 +185,7 @@ def listening_lines(service: Service, listening: socket.socket, seconds: float) 
         "model": _model,
         "backend": _backend,
         "dtype": _dtype,
+        "weights": _weights,
         "cache": _cache,
         "longest": _longest,
         "limits": _limits,
@@ -207,6 +208,23 @@ def _backend(service: Service) -> str:
 def _dtype(service: Service) -> str:
     why = "the checkpoint's" if service.llm.config.dtype == "auto" else "as asked for"
     return f"{str(service.llm.decoder.dtype).removeprefix('torch.')} ({why})"
+
+
+def _weights(service: Service) -> str:
+    decoder = service.llm.decoder
+    size = f"{decoder.weight_bytes / 2**20:,.0f} MiB"
+    return f"{size}, {decoder.quantisation or 'not quantised'}"
+
+
+def _model_info(llm: LLM) -> dict[str, str]:
+    """How the weights and the cache are stored, for the metrics."""
+    decoder = llm.decoder
+    return {
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "quantization": decoder.quantisation or "none",
+        "weight_bytes": str(decoder.weight_bytes),
+        "cache_bits": str(8 * decoder.dtype.itemsize),
+    }
 
 
 def _cache(service: Service) -> str:
