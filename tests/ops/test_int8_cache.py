@@ -14,6 +14,7 @@ from tests.ops.cases import LAYOUTS, Case, Step
 from tests.ops.test_not_finite import rows_that_see
 from tests.ops.test_cache import one_row_plan
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DIMS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 127, 128, 129, 256)
 
 
@@ -94,7 +95,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=["causal", "window", "scores", "not causal", "many rows", "shared"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_a_scale_that_is_not_finite_reaches_the_rows_that_see_it(backend, device, case, dtype):
     """And no other, not by a bit; whatever the integers beside it are."""
     step = Step(replace(case, dtype=dtype, kv_dtype=torch.int8, return_lse=True), device)
@@ -121,34 +122,33 @@ def test_a_scale_that_is_not_finite_reaches_the_rows_that_see_it(backend, device
 
 
 @pytest.mark.parametrize("case", CASES, ids=["causal", "window", "scores", "not causal", "many rows", "shared"])
-def test_attention_is_that_over_the_rounded_rows(backend, device, case):
-    for dtype in served(backend):
-        for layout in LAYOUTS:
-            for lse in (False, True):
-                Step(replace(case, dtype=dtype, kv_dtype=torch.int8, layout=layout, return_lse=lse), device).check(
-                    backend
-                )
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_is_that_over_the_rounded_rows(backend, device, case, dtype):
+    for layout in LAYOUTS:
+        for lse in (False, True):
+            cased = replace(case, dtype=dtype, kv_dtype=torch.int8, layout=layout, return_lse=lse)
+            Step(cased, device).check(backend)
 
 
 @pytest.mark.parametrize("head_dim", [1, 3, 4, 16, 31, 32, 63, 64, 65, 127, 128, 130, 192])
 @pytest.mark.parametrize("rows", [1, 5, 13, 70])
-def test_sizes(backend, device, head_dim, rows):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sizes(backend, device, head_dim, rows, dtype):
     """Of rows and heads, at the edges of what kernels take at a time."""
-    for dtype in served(backend):
-        for group in (1, 4, 7):
-            case = Case(
-                query_lens=(rows, 1),
-                context_lens=(rows + 67, 33),
-                head_dim=head_dim,
-                head_dim_v=max(1, 130 - head_dim),
-                group_size=group,
-                num_kv_heads=1,
-                block_size=16,
-                dtype=dtype,
-                kv_dtype=torch.int8,
-                poison="mixed",
-            )
-            Step(case, device).check(backend)
+    for group in (1, 4, 7):
+        case = Case(
+            query_lens=(rows, 1),
+            context_lens=(rows + 67, 33),
+            head_dim=head_dim,
+            head_dim_v=max(1, 130 - head_dim),
+            group_size=group,
+            num_kv_heads=1,
+            block_size=16,
+            dtype=dtype,
+            kv_dtype=torch.int8,
+            poison="mixed",
+        )
+        Step(case, device).check(backend)
 
 
 def test_k_and_v_need_scales_of_their_own(backend, device):

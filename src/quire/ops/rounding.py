@@ -24,7 +24,8 @@ def quantised_rows(
     x = x.float()
     largest = x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])  # NaN where there is one
     finite, tiny = largest.isfinite(), largest < SMALLEST
-    factor = torch.where(finite & ~tiny, LARGEST / largest, 0.0)
+    most = torch.full_like(largest, LARGEST)  # torch multiplies with the inverse of a number, which is rounded twice
+    factor = torch.where(finite & ~tiny, most / largest, 0.0)
     q = torch.where(finite[..., None], x * factor[..., None], 0.0).round().to(torch.int8)
-    scale = torch.where(tiny, 0.0, largest / LARGEST).masked_fill(~finite, torch.nan)
+    scale = torch.where(tiny, 0.0, largest / most).masked_fill(~finite, torch.nan)
     return q, scale
