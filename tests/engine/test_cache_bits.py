@@ -47,8 +47,8 @@ SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "gemma2, windows, fp32, int8 cache": (
         "Gemma2",
         torch.float32,
-        {"vocab_size": VOCABULARY, "hidden_size": 54, "num_attention_heads": 6, "head_dim": 9, "sliding_window": 19,
-         "query_pre_attn_scalar": 9},
+        {"vocab_size": VOCABULARY, "hidden_size": 60, "num_attention_heads": 6, "head_dim": 10, "sliding_window": 19,
+         "query_pre_attn_scalar": 10},
     ),
 }  # fmt: skip
 Bits = dict[str, list[tuple[int, float, tuple[tuple[int, float], ...]]]]

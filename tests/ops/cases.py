@@ -247,7 +247,8 @@ class Step:
         D, Dv, dtype = self.case.head_dim, self.case.dim_v, self.spec.cache_dtype
         layout = self.case.layout
         if layout == "side by side" and dtype == torch.int8:
-            return self._make_block_memory()
+            self._make_block_memory()
+            return
         if layout == "side by side":
             both = self._poisoned((N, 2, Hkv, B, max(D, Dv)), dtype)
             self.storages = [both, both]

@@ -107,7 +107,7 @@ class KVCache:
 def bytes_per_block(
     groups: Sequence[CacheGroup], block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of one block id over all layers: 2 (K and V) · layers · Hkv · B · (D · bytes a number + those of a scale)."""
+    """Bytes of one block id over all layers: 2 (K and V) · layers · Hkv · B · (D · bytes a number + a scale's)."""
     layers = sum(len(group.layers) for group in groups)
     return layers * _layer_bytes(block_size, num_kv_heads, head_dim, dtype)
 
@@ -136,11 +136,12 @@ def _views(
     """K and V of a layer, and their scales where there are any."""
     num_kv_heads, block_size, head_dim = sizes
     rows = 2 * num_kv_heads * block_size
-    k, v = memory[:, : rows * head_dim].unflatten(1, (2, *sizes)).unbind(1)
+    k, v = memory[:, : rows * head_dim].unflatten(1, (2, *sizes)).unbind(1)  # type: ignore[no-untyped-call]
     if memory.dtype != torch.int8:
         return PagedKV(k, v)
     scales = memory.view(SCALE)[:, _scales_begin(rows * head_dim) // SCALE.itemsize :]
-    return PagedKV(k, v, *scales.unflatten(1, (2, num_kv_heads, block_size)).unbind(1))
+    k_scale, v_scale = scales.unflatten(1, (2, num_kv_heads, block_size)).unbind(1)  # type: ignore[no-untyped-call]
+    return PagedKV(k, v, k_scale, v_scale)
 
 
 def choose_num_blocks(

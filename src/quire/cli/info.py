@@ -76,10 +76,11 @@ def _cache_size(config: EngineConfig, free: int | None) -> str:
         blocks = choose_num_blocks(cache, block_bytes, model.max_position_embeddings, config.max_num_seqs, free)
     except QuireError as error:
         return str(error)
+    of = str(kv_dtype).removeprefix("torch.")
     return (
         f"at most {cache.kv_cache_memory:.0%} of the free memory by default; for the embedded model {blocks} blocks of "
-        f"{cache.block_size} tokens, {block_bytes / 2**10:.0f} KiB each, {blocks * block_bytes / 2**20:.0f} MiB in all, "
-        f"in {str(kv_dtype).removeprefix('torch.')}"
+        f"{cache.block_size} tokens, {block_bytes / 2**10:.0f} KiB each, {blocks * block_bytes / 2**20:.0f} MiB of "
+        f"{of} in all"
     )
 
 

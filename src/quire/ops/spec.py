@@ -18,9 +18,9 @@ Sums and the LSE are in fp32 whatever the dtype (float64 for float64). A row tha
 of -inf. Where the context is shorter than the query, the first rows stand before the sequence's start: causal ones see
 nothing. Keys below the window but in a block that is not wholly below it still belong to the sequence.
 
-A cache of int8 holds rows of integers, each with a scale of its own for K and for V (`quire.ops.rounding` says how a row
-is rounded). A score is then formed in the order `q·k_int * k_scale * scale → softcap → ...`, and a value is weighed by
-`softmax weight * v_scale`, which is rounded to the dtype of q where weights are; the sum of weights takes in no v_scale.
+A cache of int8 holds rows of integers, each with a scale of its own for K and for V (`quire.ops.rounding` says how a
+row is rounded). A score is then formed in the order `q·k_int * k_scale * scale → softcap → ...`, and a value is weighed
+by `softmax weight * v_scale`, which is rounded to the dtype of q where weights are; their sum takes in no v_scale.
 
 What a row does not see is not multiplied: an infinite or NaN entry of the cache reaches the rows that see it and no
 other. A row that sees one shows it: its result is not finite, unless the key's score is -inf.

@@ -92,7 +92,9 @@ class CpuBackend(Backend):
         scale, alibi_slopes, softcap, sinks = scores
         plain = scale is None and alibi_slopes is None and softcap is None and sinks is None
         fits = out is None or (
-            _fits(out, plan.out_shape, plan) and out.is_contiguous() and overlap.apart((out,), (q, *kv.tensors().values()))
+            _fits(out, plan.out_shape, plan)
+            and out.is_contiguous()
+            and overlap.apart((out,), (q, *kv.tensors().values()))
         )
         if not (plain and fits and _fits(q, plan.q_shape, plan)):
             super()._check_attention(q, kv, plan, scores, out, return_lse)

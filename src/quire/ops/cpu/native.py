@@ -63,11 +63,7 @@ class CacheParams(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in "k v k_scale v_scale".split()),
-        *(
-            (f"{name}_{dim}", c_int64)
-            for name in "k v k_scale v_scale".split()
-            for dim in "block head slot".split()
-        ),
+        *((f"{name}_{dim}", c_int64) for name in "k v k_scale v_scale".split() for dim in "block head slot".split()),
     ]
 
 

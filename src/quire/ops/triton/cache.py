@@ -75,9 +75,7 @@ def _round_heads(
         # Added to 1.5 * 2^23, a number up to 2^22 is rounded to a whole one, half to even.
         whole = (product + 12582912.0) - 12582912.0
         tl.store(cache + head.to(tl.int64)[:, None] * cache_head + dim, whole.to(tl.int8), mask=mask)
-        tl.store(
-            scales + head.to(tl.int64) * scale_head, tl.where(finite, scale, float("nan")), mask=head < HEADS
-        )
+        tl.store(scales + head.to(tl.int64) * scale_head, tl.where(finite, scale, float("nan")), mask=head < HEADS)
         nonfinite = tl.maximum(nonfinite, tl.max(tl.where((head < HEADS) & ~finite, 1, 0), 0))
     return nonfinite
 
