@@ -157,6 +157,7 @@ class Step:
         self.case, self.device = case, device
         self._rng = random.Random(f"step {case.seed}")
         self._gen = torch.Generator().manual_seed(case.seed)
+        self._bytes = torch.Generator().manual_seed(case.seed)  # apart, so that the layout changes no number
         self.num_seqs = len(case.context_lens)
         self.num_tokens = sum(case.query_lens)
         self._draw_tokens()
@@ -361,7 +362,7 @@ class Step:
     def _poisoned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of NaN, infinities, or both and numbers too; of any integers."""
         if dtype == torch.int8:
-            return torch.randint(-128, 128, shape, dtype=dtype, generator=self._gen).to(self.device)
+            return torch.randint(-128, 128, shape, dtype=dtype, generator=self._bytes).to(self.device)
         if self.case.poison == "nan":
             return torch.full(shape, torch.nan, dtype=dtype, device=self.device)
         poisons = {"inf": (torch.inf, -torch.inf), "mixed": (torch.nan, torch.inf, -torch.inf, 3e4)}
