@@ -68,6 +68,11 @@ class CacheConfig:
     kv_cache_memory: int | float | str = option(
         0.5, "Memory of the KV cache: bytes (2GiB) or a share of the free memory (50%)."
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "Dtype of the KV cache: auto (the one computed in), int8 (half of bf16), or on a GPU fp8.",
+        choices=("auto", "int8", "fp8"),
+    )
     # Without it, only samples of one prompt share blocks.
     enable_prefix_caching: bool = option(True, "Reuse the KV blocks of prompts that begin alike.")
     preemption: str = option(

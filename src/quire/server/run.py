@@ -20,7 +20,7 @@ from fastapi import FastAPI
 
 from quire import __version__
 from quire.cache.manager import most_blocks
-from quire.cache.storage import bytes_per_block
+from quire.cache.storage import bytes_per_block, cache_dtype
 from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.errors import ConfigError
 from quire.llm import LLM
@@ -230,7 +230,8 @@ def _model_info(llm: LLM) -> dict[str, str]:
 def _cache(service: Service) -> str:
     decoder, config, manager = service.llm.decoder, service.llm.config, service.worker.engine.scheduler.manager
     groups, model = manager.groups, decoder.config
-    size = bytes_per_block(groups, manager.block_size, model.num_kv_heads, model.head_dim, decoder.dtype)
+    dtype = cache_dtype(config.cache, decoder.dtype)
+    size = bytes_per_block(groups, manager.block_size, model.num_kv_heads, model.head_dim, dtype)
     a_sequence = max(
         most_blocks(decoder.max_model_len, config.max_num_batched_tokens, group.window, manager.block_size)
         for group in groups
@@ -242,7 +243,8 @@ def _cache(service: Service) -> str:
     else:
         why = f"kv_cache_memory={config.cache.kv_cache_memory!r}"
     memory = manager.num_blocks * size / 2**20
-    return f"{manager.num_blocks:,} blocks of {manager.block_size} tokens, {memory:,.0f} MiB ({why})"
+    held = "" if dtype == decoder.dtype else f" in {str(dtype).removeprefix('torch.')}"
+    return f"{manager.num_blocks:,} blocks of {manager.block_size} tokens{held}, {memory:,.0f} MiB ({why})"
 
 
 def _longest(service: Service) -> str:

@@ -5,7 +5,7 @@ tiles that suit the chip (`tiles`). Nothing waits for the device. The same call 
 depends on `AttentionSpec.reproducible`, see docs/gpu.md.
 
 Sums are formed in fp32; softmax weights are rounded to the dtype of q. An fp8 cache has no scales of its own: a factor
-of K belongs into attention's `scale`, one of V is applied to the output.
+of K belongs into attention's `scale`, one of V is applied to the output. A cache of int8 has one for each row.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TritonBackend(Backend):
 
     name = NAME
     limits = Limits(
-        kv_dtypes={dtype: frozenset((dtype,)) | _fp8() for dtype in FLOATS},
+        kv_dtypes={dtype: frozenset((dtype, torch.int8)) | _fp8() for dtype in FLOATS},
         max_head_dim=1024,
         reproducible=True,
         case_budget=200,
@@ -130,6 +130,7 @@ class TritonBackend(Backend):
                 (plan.many, num_many, plan.partitioner.many_tile, many_mixed),
             ):
                 grid = count, spec.num_kv_heads, -(-G // tile.block_m)
+                mixed = mixed and not spec.is_scaled  # integers are finite
                 size = math.prod(grid) * tile.block_m
                 reports = torch.empty(size, dtype=torch.int8, device=q.device) if mixed else None
                 for finite in (False, True) if mixed else (False,):
@@ -138,6 +139,8 @@ class TritonBackend(Backend):
                             q,
                             kv.k,
                             kv.v,
+                            kv.k_scale,
+                            kv.v_scale,
                             out,
                             lse,
                             *parts,
@@ -156,6 +159,7 @@ class TritonBackend(Backend):
                             *q.stride()[:2],
                             *kv.k.stride()[:3],
                             *kv.v.stride()[:3],
+                            *cache.scale_strides(kv),
                             *out.stride()[:2],
                             **_constants(spec, tile),
                             FINITE=finite,
