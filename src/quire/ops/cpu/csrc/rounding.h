@@ -1,4 +1,4 @@
-// Rows of K and V as integers with a scale, by the rule of quire/ops/rounding.py, bit for bit.
+// Rows of numbers as bytes with a scale, by the rule of quire/ops/rounding.py, bit for bit.
 #pragma once
 
 #include "elements.h"
@@ -10,29 +10,49 @@ namespace {
 constexpr float SMALLEST = 0x1p-100f;  // 127 / x is a number
 constexpr float LARGEST_INT8 = 127.0f;
 
-// Whether all numbers of the row are finite.
+struct Rounding {
+    float scale = 0.0f, factor = 0.0f;  // factor 0: all numbers become zero
+};
+
+// finite: becomes false where a number is not.
 template <class E>
-static bool round_row(const typename E::T* row, int64_t numbers, int8_t* to, float* scale) {
+static float largest_number(const typename E::T* row, int64_t numbers, bool& finite) {
     V top = {}, found = {};  // found becomes NaN
     for (int64_t c = 0; c < numbers; c += W) {
         const V x = get_part<E>(row + c, numbers - c < W ? (int)(numbers - c) : W);
         found = fma(x, V{}, found);
         top = larger((V)((U)x & 0x7fffffffu), top);
     }
-    const float largest = reduce_max(top);
-    const bool finite = reduce_add(found) == 0.0f;
-    if (!finite || largest < SMALLEST) {
-        *scale = finite ? 0.0f : __builtin_nanf("");
+    finite = finite && reduce_add(found) == 0.0f;
+    return reduce_max(top);
+}
+
+static Rounding rounding_of(float largest, bool finite) {
+    if (!finite) return {__builtin_nanf(""), 0.0f};
+    return largest < SMALLEST ? Rounding{} : Rounding{largest / LARGEST_INT8, LARGEST_INT8 / largest};
+}
+
+template <class E>
+static void round_numbers(const typename E::T* row, int64_t numbers, const Rounding& rounding, int8_t* to) {
+    if (rounding.factor == 0.0f) {
         memset(to, 0, (size_t)numbers);
-        return finite;
+        return;
     }
-    *scale = largest / LARGEST_INT8;
-    const V factor = splat(LARGEST_INT8 / largest);
     for (int64_t c = 0; c < numbers; c += W) {
         const int left = numbers - c < W ? (int)(numbers - c) : W;
-        put_part<S8>(to + c, round_to_even(get_part<E>(row + c, left) * factor), left);
+        put_part<S8>(to + c, round_to_even(get_part<E>(row + c, left) * rounding.factor), left);
     }
-    return true;
+}
+
+// Returns whether all numbers of the row are finite.
+template <class E>
+static bool round_row(const typename E::T* row, int64_t numbers, int8_t* to, float* scale) {
+    bool finite = true;
+    const float largest = largest_number<E>(row, numbers, finite);
+    const Rounding rounding = rounding_of(largest, finite);
+    *scale = rounding.scale;
+    round_numbers<E>(row, numbers, rounding, to);
+    return finite;
 }
 
 // Row t's K and V to its slot; -1 skips it. Rows that are not finite are marked.
