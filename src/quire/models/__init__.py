@@ -218,7 +218,15 @@ def _adapted(
     dtype = _dtype(config.dtype, raw)
     try:
         model = adapter.load(
-            directory, found, backend, dtype, config.device, max_model_len, eos_token_ids, config.reproducible
+            directory,
+            found,
+            backend,
+            dtype,
+            config.device,
+            max_model_len,
+            eos_token_ids,
+            config.reproducible,
+            quantisation,
         )
     except Unsupported as error:
         raise ModelError(f"{choice.reason}. Nor can transformers' {found.model.__name__} be served: {error}") from error

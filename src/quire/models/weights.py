@@ -205,11 +205,7 @@ class Weights(Mapping[str, Weight]):
         elif rounding is None:
             weight = self._plain(name, parts)
         else:
-            weight = rounding.of(self._plain(name, parts), self._dtype, name)
-            if not self._quantisation.rounds_activations:
-                home = self._empty(self._shapes[name])
-                dequantised_into(home, weight)
-                weight = home
+            weight = self._quantisation.multiplied(rounding.of(self._plain(name, parts), self._dtype, name))
         if isinstance(weight, StackedWeight):
             weight = StackedWeight(tuple(part.to(self._device) for part in weight.parts))
             self.nbytes += sum(part.nbytes for part in weight.parts)

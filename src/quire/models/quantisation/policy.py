@@ -17,6 +17,7 @@ from quire.models.quantisation.compressed_tensors import CompressedTensors
 from quire.models.quantisation.gptq import Gptq
 from quire.models.quantisation.module import WHOLE, Scheme
 from quire.models.quantisation.reader import unserved
+from quire.ops.memory import mapped
 from quire.ops.quantised import QuantisedWeight, quantised
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
@@ -109,6 +110,33 @@ class Quantisation:
         if not self.rounds_activations:
             parts.append("multiplied unrounded")
         return "; ".join(parts) if parts else None
+
+    def linear(
+        self,
+        weight: Tensor,  # [out, in]
+        dtype: torch.dtype,  # of x
+        name: str,
+        is_head: bool,
+    ) -> Tensor | QuantisedWeight:
+        """A linear's weight as it is to be multiplied, itself where nothing is asked of it.
+
+        Raises ModelError, with its name, where it is to be rounded and is not finite.
+        """
+        rounding = self.head if is_head else self.linears
+        return weight if rounding is None else self.multiplied(rounding.of(weight, dtype, name))
+
+    def multiplied(self, weight: QuantisedWeight) -> Tensor | QuantisedWeight:
+        """Integers as they are to be multiplied: themselves, or in memory of their own the numbers that they mean."""
+        if self.rounds_activations:
+            return weight
+        shape = (weight.out_size, weight.in_size)
+        home = (
+            mapped(shape, weight.dtype)
+            if weight.is_cpu
+            else torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        )
+        dequantised_into(home, weight)
+        return home
 
 
 def dequantised_into(
