@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, ops
 from quire.cache.manager import CacheGroup
 from quire.cache.storage import KVCache, bytes_per_block
 from quire.errors import ConfigError, Unsupported
@@ -59,6 +59,25 @@ def test_logits_are_near_those_of_the_full_cache(tmp_path: Path, backend: str, k
         error = (found[1][text] - full).norm() / full.norm()
         assert error < 0.05, (len(text), float(error))
     assert any(not torch.equal(found[1][text], full) for text, full in found[0].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_gpu_kernels_serve_both_narrow_caches(tmp_path: Path, kv_dtype: str) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if reason := ops.unavailable("triton", device):
+        pytest.skip(reason)
+    save(tmp_path, num_hidden_layers=1)
+    found = [
+        probed_logits(
+            engine(tmp_path, attention_backend="triton", device=device, async_scheduling=False, kv_cache_dtype=kv),
+            [[5, 6, 7, 8, 9, 10]],
+            1,
+        )[0].found
+        for kv in ("auto", kv_dtype)
+    ]
+    for text, full in found[0].items():
+        assert 0 < (found[1][text] - full).norm() / full.norm() < (0.05 if kv_dtype == "int8" else 0.2)
 
 
 def test_blocks_of_another_dtype_have_other_digests(tmp_path: Path) -> None:

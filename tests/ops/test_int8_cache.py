@@ -98,7 +98,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=["causal", "window", "scores", "not causal", "many rows", "shared"])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_a_scale_that_is_not_finite_reaches_the_rows_that_see_it(backend, device, case, dtype):
-    """And no other, not by a bit; whatever the integers beside it are."""
+    """And no other, not by a bit; whatever integers it belongs to."""
     step = Step(replace(case, dtype=dtype, kv_dtype=torch.int8, return_lse=True), device)
     plan = step.write(backend)
     clean, clean_lse = step.attend(backend, plan)

@@ -172,17 +172,22 @@ static void pack_keys(const T* const* rows, int count, int dim, float* to, Fetch
         for (int c = 0; c < dim; c += step) {
             V lanes[W];
             const int left = dim - c;
+            const bool whole = left >= step;
             fetcher.fetch(FETCH_PACK);
-            if (left >= step) {
+            if (whole) {
                 for (int i = 0; i < W; i++) lanes[i] = load((const float*)(rows[t + i] + c));
             } else {
                 for (int i = 0; i < W; i++) lanes[i] = load_lanes(rows[t + i] + c, left * (int)sizeof(T));
             }
             transpose(lanes);
             float* at = to + (int64_t)(c / step) * lanes_of_step * PANEL + t;
+            constexpr int apart = lanes_of_step / W * PANEL;
+            if (whole) {  // by itself, so that lanes are stored from registers
+                QUIRE_UNROLL for (int i = 0; i < W; i++) K::put_keys(at + i * apart, lanes[i], K::PER_LANE);
+                continue;
+            }
             const int held = (int)K::lanes(left) * K::PAIR;  // numbers that the operand has room for
-            for (int i = 0; i < W && i * K::PER_LANE < held; i++)
-                K::put_keys(at + i * (lanes_of_step / W) * PANEL, lanes[i], left - i * K::PER_LANE);
+            for (int i = 0; i < W && i * K::PER_LANE < held; i++) K::put_keys(at + i * apart, lanes[i], left - i * K::PER_LANE);
         }
     }
 }
