@@ -111,9 +111,9 @@ class EngineConfig:
     )
     quantization_activations: str = option(
         "int8",
-        "int8: round what quantised weights are multiplied with; none: hold these weights in the model's dtype, which "
-        "takes its memory.",
-        choices=("int8", "none"),
+        "int8: round what quantised weights are multiplied with; bf16: multiply numbers of the model's dtype, in which the "
+        "weights are then held.",
+        choices=("int8", "bf16"),
     )
     model_impl: str = option(
         "auto",

@@ -26,7 +26,7 @@ def test_every_format(tmp_path: Path, case: str) -> None:
     config, one = CASES[case]
     made = write(tmp_path, config, one(len(case)), intermediate_size=384)
     expected = logits(made.dequantised, **THEIRS)
-    unrounded = logits(made.directory, quantization_activations="none", **THEIRS)
+    unrounded = logits(made.directory, quantization_activations="bf16", **THEIRS)
     torch.testing.assert_close(unrounded, expected, rtol=1e-4, atol=1e-4)
     found = logits(made.directory, **THEIRS)
     assert divergence(found, expected) < 0.03
@@ -51,7 +51,7 @@ def test_families(tmp_path: Path, kind: str, tied: bool) -> None:
     made = write(tmp_path, gptq_config(), one, kind, tie_word_embeddings=tied, **changes)
     expected = logits(made.dequantised, **THEIRS)
     torch.testing.assert_close(
-        logits(made.directory, quantization_activations="none", **THEIRS), expected, rtol=1e-4, atol=1e-4
+        logits(made.directory, quantization_activations="bf16", **THEIRS), expected, rtol=1e-4, atol=1e-4
     )
     assert divergence(logits(made.directory, **THEIRS), expected) < 0.03
 
@@ -61,8 +61,8 @@ def test_families(tmp_path: Path, kind: str, tied: bool) -> None:
 def test_at_load(tmp_path: Path, options: dict[str, Any], tied: bool) -> None:
     """As Quire's own decoder does it."""
     save(tmp_path, **SIZES, tie_word_embeddings=tied)
-    found = logits(tmp_path, **options, quantization_activations="none", **THEIRS)
-    expected = logits(tmp_path, **options, quantization_activations="none")
+    found = logits(tmp_path, **options, quantization_activations="bf16", **THEIRS)
+    expected = logits(tmp_path, **options, quantization_activations="bf16")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert divergence(logits(tmp_path, **options, **THEIRS), logits(tmp_path, **options)) < 0.03
 

@@ -67,7 +67,7 @@ def test_what_is_rounded(tmp_path: Path, quantization: str | None, head: str | N
 def test_the_loss_is_small(tmp_path: Path, kind: str, quantization: str) -> None:
     """Of int8 against the checkpoint; of int4, too coarse for random numbers, against its own."""
     save(tmp_path, kind, **(SIZES if kind in ("Llama", "Qwen2", "Mixtral") else {}))
-    alike = {} if quantization == "int8" else {"quantization": "int4", "quantization_activations": "none"}
+    alike = {} if quantization == "int8" else {"quantization": "int4", "quantization_activations": "bf16"}
     expected = logits(tmp_path, **alike)
     loss = divergence(logits(tmp_path, quantization=quantization), expected)
     assert 0 < loss < (0.1 if kind == "Mixtral" else 0.03)
@@ -86,7 +86,7 @@ def test_activations_that_stay(tmp_path: Path, quantization: str) -> None:
             group_size = min(128, columns) if bits == 4 else columns
             tensors[name] = quantised(tensor, bits, group_size, torch.float32).dequantised()
     save_file(tensors, tmp_path / "two" / "model.safetensors")
-    found = logits(tmp_path / "one", quantization=quantization, quantization_activations="none")
+    found = logits(tmp_path / "one", quantization=quantization, quantization_activations="bf16")
     torch.testing.assert_close(found, logits(tmp_path / "two"), rtol=1e-4, atol=1e-4)
 
 
@@ -101,7 +101,7 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
         model = load_model(tmp_path, engine_config(**options), load("reference"))
         assert model.quantisation == expected
         assert 0 < model.weight_bytes < plain.weight_bytes
-    unrounded = engine_config(quantization="int8", quantization_head="none", quantization_activations="none")
+    unrounded = engine_config(quantization="int8", quantization_head="none", quantization_activations="bf16")
     model = load_model(tmp_path, unrounded, load("reference"))
     assert model.quantisation == "int8 at load; multiplied unrounded"
     assert model.weight_bytes == plain.weight_bytes
@@ -125,7 +125,7 @@ def test_options_that_contradict_the_checkpoint(tmp_path: Path) -> None:
     made = write(tmp_path, config, one(1))
     for directory, options, match in (
         (made.directory, {"quantization": "int4"}, "quantised already .awq int4, groups of 32, zeros.; leave it out"),
-        (made.dequantised, {"quantization_activations": "none"}, "is 'none', and no weight is quantised"),
+        (made.dequantised, {"quantization_activations": "bf16"}, "is 'bf16', and no weight is quantised"),
     ):
         with pytest.raises(ConfigError, match=match):
             load_model(directory, engine_config(**options), load("reference"))

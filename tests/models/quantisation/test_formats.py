@@ -197,7 +197,7 @@ def test_the_model_is_that_of_its_numbers(tmp_path: Path, case: str) -> None:
     made = write(tmp_path, config, one(len(case)), intermediate_size=160 if "smaller" in case else 384)
     expected = logits(made.dequantised)
     assert divergence(logits(made.directory), expected) < 0.03
-    unrounded = logits(made.directory, quantization_activations="none")
+    unrounded = logits(made.directory, quantization_activations="bf16")
     torch.testing.assert_close(unrounded, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -216,7 +216,7 @@ def test_families(tmp_path: Path, kind: str) -> None:
 
     made = write(tmp_path, gptq_config(), one, kind, **changes)
     expected = logits(made.dequantised)
-    torch.testing.assert_close(logits(made.directory, quantization_activations="none"), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(made.directory, quantization_activations="bf16"), expected, rtol=1e-4, atol=1e-4)
     assert divergence(logits(made.directory), expected) < (
         0.1 if kind == "Mixtral" else 0.03
     )  # a router may choose anew
@@ -241,7 +241,7 @@ def test_parts_may_differ(tmp_path: Path) -> None:
     config = gptq_config(dynamic=dynamic, modules_to_not_convert=["layers.2.self_attn.q_proj"])
     made = write(tmp_path, config, one, "Qwen2", use_sliding_window=False)
     expected = logits(made.dequantised)
-    unrounded = logits(made.directory, quantization_activations="none")
+    unrounded = logits(made.directory, quantization_activations="bf16")
     torch.testing.assert_close(unrounded, expected, rtol=1e-4, atol=1e-4)
     assert divergence(logits(made.directory), expected) < 0.03
 
@@ -259,7 +259,7 @@ def test_what_is_ignored_stays(tmp_path: Path, ignore: list[str]) -> None:
         return made, writers.packed(module, made, 4)
 
     made = write(tmp_path, packed_config(ignore=ignore), one)
-    unrounded = logits(made.directory, quantization_activations="none")
+    unrounded = logits(made.directory, quantization_activations="bf16")
     torch.testing.assert_close(unrounded, logits(made.dequantised), rtol=1e-4, atol=1e-4)
 
 
@@ -273,7 +273,7 @@ def test_a_quantised_output_projection(tmp_path: Path) -> None:
     made = write(tmp_path, gptq_config(lm_head=True), one, vocab_size=104, tie_word_embeddings=False)
     assert "lm_head" in made.written
     expected = logits(made.dequantised)
-    unrounded = logits(made.directory, quantization_activations="none")
+    unrounded = logits(made.directory, quantization_activations="bf16")
     torch.testing.assert_close(unrounded, expected, rtol=1e-4, atol=1e-4)
     assert divergence(logits(made.directory), expected) < 0.03
 
@@ -289,7 +289,7 @@ def test_biases_of_zeros_are_passed_over(tmp_path: Path) -> None:
         return made, writers.gptq(module, made, 4) | {f"{module}.bias": torch.zeros(len(weight))}
 
     made = write(tmp_path, gptq_config(), one)
-    unrounded = logits(made.directory, quantization_activations="none")
+    unrounded = logits(made.directory, quantization_activations="bf16")
     torch.testing.assert_close(unrounded, logits(made.dequantised), rtol=1e-4, atol=1e-4)
 
 
