@@ -21,8 +21,8 @@ class Decoder:
     """Token ids to logits through a paged cache."""
 
     origin = "own decoder"
-    quantisation: str | None = None  # whoever loads the weights says it
-    weight_bytes = 0  # and this
+    quantisation: str | None = None  # set, with the next one, when the weights were loaded
+    weight_bytes = 0
     rows_keep_bits = True
 
     @property
