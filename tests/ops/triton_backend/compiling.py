@@ -120,7 +120,8 @@ def attention_kernels(chip: str, everything: bool) -> Iterator[Kernel]:
         for head_dim in (64, 128) if everything else (64,):
             yield attend(chip, kind, head_dim, everything=True)
         yield attend(chip, kind, 80, finite=True)
-        yield attend(chip, kind, 128, kv=torch.int8)
+        if chip != "gfx942":
+            yield attend(chip, kind, 128, kv=torch.int8)
         if chip in ("sm90", "sm100"):
             yield attend(chip, kind, 128, kv=torch.float8_e4m3fn)
     pointers = {"out": "bf16", **dict.fromkeys(("lse", "part_mix", "part_sums", "sinks"), "fp32"), "merges": "i32"}
@@ -134,7 +135,11 @@ def other_kernels(chip: str) -> Iterator[Kernel]:
         return dict.fromkeys(names, dtype)
 
     kv_heads = {"BLOCK_SIZE": 16, "HEADS": 8, "D": 128, "DV": 128, "K_HEADS": 8, "K_DIMS": 128, "V_HEADS": 8}
-    limits = {"bf16": 0.0, "i8": 0.0} | ({"fp8e4nv": 448.0, "fp8e5": 57_344.0} if chip in ("sm90", "sm100") else {})
+    limits = (
+        {"bf16": 0.0}
+        | ({"i8": 0.0} if chip != "gfx942" else {})
+        | ({"fp8e4nv": 448.0, "fp8e5": 57_344.0} if chip in ("sm90", "sm100") else {})
+    )
     for kv, limit in limits.items():
         types = {
             **pointers("bf16", "k_new", "v_new"),

@@ -35,14 +35,15 @@ from quire.ops.triton.worklist import TritonPlan
 LOG2_E = math.log2(math.e)
 
 
-def _fp8() -> frozenset[torch.dtype]:
-    """The fp8 dtypes that a cache may have on this machine's GPU; both where there is none."""
-    if not torch.cuda.is_available():
-        return frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
-    if torch.version.hip is not None:
+def _narrow() -> frozenset[torch.dtype]:
+    """The dtypes of 8 bits that a cache may have on this machine's GPU; all where there is none.
+
+    None on AMD's: triton (3.6) compiles no loop there that loads scales and looks two tiles ahead.
+    """
+    if torch.version.hip is not None and torch.cuda.is_available():
         return frozenset()
-    newest = torch.cuda.get_device_capability() >= (8, 9)
-    return frozenset((torch.float8_e4m3fn, torch.float8_e5m2) if newest else (torch.float8_e5m2,))
+    newest = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+    return frozenset((torch.int8, torch.float8_e5m2, *((torch.float8_e4m3fn,) if newest else ())))
 
 
 class TritonBackend(Backend):
@@ -50,7 +51,7 @@ class TritonBackend(Backend):
 
     name = NAME
     limits = Limits(
-        kv_dtypes={dtype: frozenset((dtype, torch.int8)) | _fp8() for dtype in FLOATS},
+        kv_dtypes={dtype: frozenset((dtype,)) | _narrow() for dtype in FLOATS},
         max_head_dim=1024,
         reproducible=True,
         case_budget=200,
