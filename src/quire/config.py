@@ -111,8 +111,7 @@ class EngineConfig:
     )
     quantization_activations: str = option(
         "int8",
-        "int8: round what quantised weights are multiplied with; bf16: multiply numbers of the model's dtype, in which the "
-        "weights are then held.",
+        "int8: round what quantised weights are multiplied with; bf16: hold and multiply them in the model's dtype.",
         choices=("int8", "bf16"),
     )
     model_impl: str = option(

@@ -112,7 +112,7 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     [
         ({"quantization": "int3"}, "quantization is 'int3'; it must be 'int4' or 'int8'"),
         ({"quantization_head": "fp8"}, "quantization_head is 'fp8'; it must be one of 'int8', 'int4', 'none'"),
-        ({"quantization_activations": "bf16"}, "quantization_activations is 'bf16'; it must be 'int8' or 'none'"),
+        ({"quantization_activations": "no"}, "quantization_activations is 'no'; it must be 'int8' or 'bf16'"),
     ],
 )
 def test_options_that_there_are_not(options: dict[str, str], match: str) -> None:
