@@ -129,8 +129,9 @@ def test_a_scale_that_is_not_finite_reaches_the_rows_that_see_it(backend, device
 @pytest.mark.parametrize("case", CASES, ids=["causal", "window", "scores", "not causal", "many rows", "shared"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_is_that_over_the_rounded_rows(backend, device, case, dtype):
-    for layout in LAYOUTS:
-        for lse in (False, True):
+    slow = backend.name == "triton"  # in the interpreter
+    for layout in LAYOUTS[:1] if slow else LAYOUTS:
+        for lse in (True,) if slow else (False, True):
             cased = replace(case, dtype=dtype, kv_dtype=torch.int8, layout=layout, return_lse=lse)
             Step(cased, device).check(backend)
 

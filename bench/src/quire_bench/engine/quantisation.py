@@ -140,7 +140,7 @@ def measure_accuracy(
     exact = common | {"dtype": "float32"}
     for context in CONTEXTS:
         plain = LLM(model, **common)
-        stretches = windows(plain, texts, context, most)
+        stretches = windows(plain, texts, context - 1, most)  # and the token that is drawn
         as_it_is, in_fp32 = logits_of(plain, stretches), logits_of(LLM(model, **exact), stretches)
         for name, rounded in WEIGHTS.items() if context == CONTEXTS[0] else ():
             found = logits_of(LLM(model, **common, **rounded), stretches)
