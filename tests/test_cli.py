@@ -158,7 +158,10 @@ def test_info_says_who_computes_a_model(tmp_path: Path) -> None:
 
     shown = CliRunner().invoke(app, ["info", "--model", str(EMBEDDED)])
     assert shown.exit_code == 0
-    assert shown.stdout.split()[1:] == ["own", "decoder"]
+    model, weights, cache = shown.stdout.splitlines()
+    assert model.split()[1:] == ["own", "decoder"]
+    assert re.fullmatch(r"weights +not quantised, \d+\.\d MiB", weights)
+    assert re.fullmatch(r"KV cache +(bfloat16, 16|float32, 32) bits a number", cache)
     config = json.loads((EMBEDDED / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | {"odd_key": 1}), encoding="utf-8")
     shown = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
@@ -167,6 +170,21 @@ def test_info_says_who_computes_a_model(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
     assert shown.exit_code == 1
     assert "it keeps a state beside keys and values" in shown.stderr
+
+
+def test_info_says_how_a_model_is_quantised(tmp_path: Path) -> None:
+    from quire.models import EMBEDDED
+
+    config = json.loads((EMBEDDED / "config.json").read_text(encoding="utf-8"))
+    scheme = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"quantization_config": scheme}), encoding="utf-8")
+    shown = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
+    assert re.search(r"^weights +awq int4, groups of 128, zeros$", shown.stdout, re.MULTILINE)
+    path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}), encoding="utf-8")
+    shown = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
+    assert shown.exit_code == 1
+    assert "stored as quant_method hqq, which is not served" in shown.stderr
 
 
 def test_models_lists_all_types() -> None:

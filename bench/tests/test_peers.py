@@ -63,7 +63,7 @@ def prompts(folder: Path) -> Path:
 
 
 def race(folder: Path, commands: dict[str, list[str]], cases: list[Case], **options: int) -> tuple[Race, list[Result]]:
-    checkpoints = {(engine, case.model): folder / case.model for engine in commands for case in cases}
+    checkpoints = {(engine, case.variant): folder / case.model for engine in commands for case in cases}
     counts = {"threads": 1, "runs": 2, "warmup": 1} | options
     one = Race(commands, checkpoints, folder, rates=lambda: (50.0, 800.0), **counts)
     return one, list(one.compare(cases))
@@ -212,9 +212,35 @@ class TestProgram:
         assert told in capsys.readouterr().err
 
 
+def test_each_engine_has_the_checkpoint_of_its_own_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made once, by the engine's own tools, where the engine does not round by itself."""
+    checkpoint = tmp_path / "small"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text('{"hidden_size": 576}')
+    commands: list[list[str]] = []
+
+    def run(command: list[object], **_: object) -> None:
+        commands.append([str(part) for part in command])
+        next(Path(part) for part in commands[-1] if part.endswith(".part")).touch()
+
+    monkeypatch.setattr(subprocess, "run", run)
+    case, python = Case("single", "small", {}, quantization="int4"), tmp_path / "python"
+    made = {
+        engine: program.converted(engine, python, case, checkpoint, tmp_path)
+        for engine in ("quire", "openvino", "openvino-dynamic", "llama-cpp", "llama-cpp-k")
+    }
+    assert made["quire"] == checkpoint
+    assert made["openvino"] == made["openvino-dynamic"] == tmp_path / "converted" / "small-openvino-int4"
+    assert made["llama-cpp"].name == "small-llama-cpp-q4_0"
+    assert made["llama-cpp-k"].name == "small-llama-cpp-q4_k_m"
+    assert len(commands) == 4  # the export, the 16-bit file, and two that are rounded
+    assert "--group-size 64" in " ".join(commands[0])
+    assert [command[-1] for command in commands[2:]] == ["q4_0", "q4_k_m"]
+
+
 def test_cases_of_one_process_stand_together() -> None:
     """Else the same engine would be started on the same model twice."""
-    keys = [(case.model, case.shares_prefix, case.workload == READY) for case in CASES]
+    keys = [(case.variant, case.shares_prefix, case.workload == READY) for case in CASES]
     assert len(list(dict.fromkeys(keys))) == sum(a != b for a, b in zip(keys, [None, *keys], strict=False))
     assert all(case.peers.keys() <= ENGINES.keys() for case in CASES)
 
@@ -229,7 +255,8 @@ def test_a_runner_wants_nothing_but_its_engine(engine: str) -> None:
     modules = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     ours = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
-    assert ours - {"quire_bench.peers.runners.quire_engine"} == {"quire_bench.peers.runners.protocol"}
+    runners = "quire_bench.peers.runners."
+    assert ours - {f"{runners}quire_engine", f"{runners}openvino_genai"} == {f"{runners}protocol"}
 
 
 def test_another_interpreter_finds_the_runners_and_nothing_else_of_ours(tmp_path: Path) -> None:

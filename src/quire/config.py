@@ -68,6 +68,11 @@ class CacheConfig:
     kv_cache_memory: int | float | str = option(
         0.5, "Memory of the KV cache: bytes (2GiB) or a share of the free memory (50%)."
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "Dtype of the KV cache: auto (the one computed in), int8 (half of bf16), or on a GPU fp8.",
+        choices=("auto", "int8", "fp8"),
+    )
     # Without it, only samples of one prompt share blocks.
     enable_prefix_caching: bool = option(True, "Reuse the KV blocks of prompts that begin alike.")
     preemption: str = option(
@@ -94,6 +99,21 @@ class EngineConfig:
 
     model: str | None = option(None, "Directory, or repository name on the hub. Default: the embedded model.")
     dtype: str = option("auto", "Dtype of weights and cache: auto (the checkpoint's), float32, bfloat16 or float16.")
+    quantization: str | None = option(
+        None,
+        "Round a 16-bit checkpoint's weights at load: int4 (groups of 128 inputs) or int8 (a scale an output).",
+        choices=("int4", "int8"),
+    )
+    quantization_head: str | None = option(
+        None,
+        "Round the output projection at load: int8, int4 or none. Default: int8 with --quantization.",
+        choices=("int8", "int4", "none"),
+    )
+    quantization_activations: str = option(
+        "int8",
+        "int8: round what quantised weights are multiplied with; bf16: hold and multiply them in the model's dtype.",
+        choices=("int8", "bf16"),
+    )
     model_impl: str = option(
         "auto",
         "quire: its decoder; transformers: its code with our attention; auto: what there is.",

@@ -43,6 +43,13 @@ SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
         torch.bfloat16,
         {"vocab_size": VOCABULARY, "num_experts": 12, "num_experts_per_tok": 3, "mlp_only_layers": [1]},
     ),
+    "embedded, int8 cache": ("", torch.bfloat16, {}),
+    "gemma2, windows, fp32, int8 cache": (
+        "Gemma2",
+        torch.float32,
+        {"vocab_size": VOCABULARY, "hidden_size": 60, "num_attention_heads": 6, "head_dim": 10, "sliding_window": 19,
+         "query_pre_attn_scalar": 10},
+    ),
 }  # fmt: skip
 Bits = dict[str, list[tuple[int, float, tuple[tuple[int, float], ...]]]]
 
@@ -90,20 +97,22 @@ def bits(engine: Engine, requests: list[Request]) -> Bits:
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Its directory, and the dtype of its cache."""
     kind, dtype, changes = SHAPES[request.param]
+    kv_dtype = "int8" if request.param.endswith("int8 cache") else "auto"
     if not kind:
-        return EMBEDDED
+        return EMBEDDED, kv_dtype
     directory = tmp_path_factory.mktemp("model")
     save(directory, kind, dtype, **changes)
-    return directory
+    return directory, kv_dtype
 
 
 @cache
-def expected(directory: Path) -> Bits:
+def expected(directory: Path, kv_dtype: str) -> Bits:
     """Each request alone."""
     found: Bits = {}
-    lone = engine(directory, num_blocks=200, block_size=4, enable_prefix_caching=False)
+    lone = engine(directory, num_blocks=200, block_size=4, enable_prefix_caching=False, kv_cache_dtype=kv_dtype)
     for request in (request for members in asked(64) for request in members):
         request.group = None
         found |= bits(lone, [request])
@@ -114,11 +123,13 @@ def expected(directory: Path) -> Bits:
 @pytest.mark.parametrize("chunk", [16, 64, 2048])
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
 @pytest.mark.parametrize("preemption", ["none", "recompute", "swap"])
-def test_the_same_bits(model: Path, preemption: str, caching: bool, chunk: int, batch: int) -> None:
+def test_the_same_bits(model: tuple[Path, str], preemption: str, caching: bool, chunk: int, batch: int) -> None:
+    directory, kv_dtype = model
     blocks = 2_000 if preemption == "none" else 24 if batch < 64 else 32
     served = engine(
-        model,
+        directory,
         num_blocks=blocks,
+        kv_cache_dtype=kv_dtype,
         block_size=4,
         max_num_batched_tokens=chunk,
         enable_prefix_caching=caching,
@@ -135,7 +146,7 @@ def test_the_same_bits(model: Path, preemption: str, caching: bool, chunk: int, 
             found.pop("elder", None)
     else:
         found = bits(served, [request for members in groups for request in members])
-    wanted = expected(model)
+    wanted = expected(*model)
     for request_id, got in found.items():
         assert len(got) == NEW_TOKENS
         assert got == wanted[request_id], request_id

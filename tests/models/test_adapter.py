@@ -126,7 +126,6 @@ def test_a_model_that_would_answer_wrongly_is_refused(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("Llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "its weights are quantised"),
         (
             "Llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

@@ -285,8 +285,8 @@ class TestRefused:
         refused(tmp_path, "does not understand: auto_map=")
 
     def test_config_key_that_is_not_understood(self, tmp_path: Path) -> None:
-        change_config(tmp_path, quantization_config={"bits": 4}, logit_scale=2.0)
-        refused(tmp_path, r"does not understand: logit_scale=2\.0, quantization_config=.*It understands .*head_dim")
+        change_config(tmp_path, query_scale={"bits": 4}, logit_scale=2.0)
+        refused(tmp_path, r"does not understand: logit_scale=2\.0, query_scale=.*It understands .*head_dim")
 
     @pytest.mark.parametrize(
         ("changes", "match"),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
+from quire.ops.rounding import LARGEST, quantised_rows
 from tests.ops import dense
 
 HEAD_DIMS = (1, 2, 3, 8, 15, 16, 17, 24, 31, 32, 40, 64, 80, 96, 128, 192, 256)
@@ -156,6 +157,7 @@ class Step:
         self.case, self.device = case, device
         self._rng = random.Random(f"step {case.seed}")
         self._gen = torch.Generator().manual_seed(case.seed)
+        self._bytes = torch.Generator().manual_seed(case.seed)  # apart, so that the layout changes no number
         self.num_seqs = len(case.context_lens)
         self.num_tokens = sum(case.query_lens)
         self._draw_tokens()
@@ -245,6 +247,9 @@ class Step:
         N, Hkv, B = self.num_blocks, self.case.num_kv_heads, self.case.block_size
         D, Dv, dtype = self.case.head_dim, self.case.dim_v, self.spec.cache_dtype
         layout = self.case.layout
+        if layout == "side by side" and dtype == torch.int8:
+            self._make_block_memory()
+            return
         if layout == "side by side":
             both = self._poisoned((N, 2, Hkv, B, max(D, Dv)), dtype)
             self.storages = [both, both]
@@ -261,15 +266,58 @@ class Step:
         else:
             self.storages = [self._poisoned((N, Hkv, B, d), dtype) for d in (D, Dv)]
             k, v = self.storages
-        self.kv = ops.PagedKV(k, v)
+        scales = self._make_scales() if dtype == torch.int8 else ()
+        self.kv = ops.PagedKV(k, v, *scales)
         clones = {id(x): x.clone() for x in self.storages}
-        self.expected_storages = [clones[id(x)] for x in self.storages]
-        for view, storage, tokens in zip((k, v), self.expected_storages, (self.keys, self.values), strict=True):
-            expected = storage.as_strided(view.shape, view.stride(), view.storage_offset())
-            for s in range(self.num_seqs):
-                kept = self.slots[s] >= 0
-                slots = self.slots[s][kept].to(self.device)
-                expected[slots // B, :, slots % B] = tokens[s][kept].to(self.device).to(dtype)
+        self._expect([clones[id(x)] for x in self.storages])
+
+    def _make_scales(self) -> list[Tensor]:
+        """Memory for the scales of K and V, adding to the storages: views [N, Hkv, B]."""
+        N, Hkv, B = self.num_blocks, self.case.num_kv_heads, self.case.block_size
+        layout = self.case.layout
+        shape = {"NHD": (N, B, Hkv), "padded": (N + 1, Hkv + 1, B + 1)}.get(layout, (N, Hkv, B))
+        made = [self._poisoned(shape, torch.float32) for _ in range(2)]
+        self.storages += made
+        if layout == "NHD":
+            return [x.transpose(1, 2) for x in made]
+        return [x[1:, 1:, 1:] for x in made] if layout == "padded" else made
+
+    def _make_block_memory(self) -> None:
+        """One piece of memory for a block's integers and scales, as an engine's cache has it, with a gap in between."""
+        N, Hkv, B = self.num_blocks, self.case.num_kv_heads, self.case.block_size
+        D, Dv = self.case.head_dim, self.case.dim_v
+        ends = list(itertools.accumulate((Hkv * B * D, Hkv * B * Dv)))
+        first = -(-ends[1] // 4) + 1
+        memory = self._poisoned((N, (first + 2 * Hkv * B) * 4), torch.int8)
+        k, v = memory[:, : ends[0]].unflatten(1, (Hkv, B, D)), memory[:, ends[0] : ends[1]].unflatten(1, (Hkv, B, Dv))
+        scales = memory.view(torch.float32)[:, first:].unflatten(1, (2, Hkv, B))
+        scales.copy_(self._poisoned(tuple(scales.shape), torch.float32))
+        self.kv = ops.PagedKV(k, v, scales[:, 0], scales[:, 1])
+        self.storages = [memory, memory, memory.view(torch.float32), memory.view(torch.float32)]
+        wanted = memory.clone()
+        self._expect([wanted, wanted, wanted.view(torch.float32), wanted.view(torch.float32)])
+
+    def _expect(self, storages: list[Tensor]) -> None:
+        """Put what each sequence holds into these copies of the storages."""
+        self.expected_storages = storages
+        B, scaled = self.case.block_size, self.spec.is_scaled
+        for s in range(self.num_seqs):
+            kept = self.slots[s] >= 0
+            slots = self.slots[s][kept].to(self.device)
+            rows = [x[s][kept].to(self.device) for x in (self.keys, self.values)]
+            if scaled:
+                (k, k_scale), (v, v_scale) = (quantised_rows(x) for x in rows)
+                rows = [k, v, k_scale, v_scale]
+            for expected, held in zip(self.expected_views(), rows, strict=True):
+                expected[slots // B, :, slots % B] = held.to(expected.dtype)
+
+    def expected_views(self) -> list[Tensor]:
+        """What the tensors of the cache are to hold in the end, where sequences own it."""
+        views = self.kv.tensors().values()
+        return [
+            storage.as_strided(view.shape, view.stride(), view.storage_offset())
+            for view, storage in zip(views, self.expected_storages, strict=True)
+        ]
 
     def _make_rows(self) -> None:
         """q, k_new and v_new of this step; rows that stand before the sequence's start have no slot."""
@@ -312,7 +360,9 @@ class Step:
         return self._poisoned(shape, self.case.dtype)
 
     def _poisoned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of NaN, infinities, or both and numbers too."""
+        """A tensor of NaN, infinities, or both and numbers too; of any integers."""
+        if dtype == torch.int8:
+            return torch.randint(-128, 128, shape, dtype=dtype, generator=self._bytes).to(self.device)
         if self.case.poison == "nan":
             return torch.full(shape, torch.nan, dtype=dtype, device=self.device)
         poisons = {"inf": (torch.inf, -torch.inf), "mixed": (torch.nan, torch.inf, -torch.inf, 3e4)}
@@ -355,8 +405,7 @@ class Step:
         """Put what these slots are to hold in its place, as if it had been written."""
         slots = slots[slots >= 0].to(self.device)
         blocks, offsets = slots // self.case.block_size, slots % self.case.block_size
-        for view, storage in zip((self.kv.k, self.kv.v), self.expected_storages, strict=True):
-            expected = storage.as_strided(view.shape, view.stride(), view.storage_offset())
+        for view, expected in zip(self.kv.tensors().values(), self.expected_views(), strict=True):
             view[blocks, :, offsets] = expected[blocks, :, offsets]
 
     def check_cache(self) -> None:
@@ -391,7 +440,7 @@ class Step:
         """The answer in float64, from K and V as the cache's dtype rounds them."""
         case, parts = self.case, []
         for s, q in enumerate(self.q.split(case.query_lens)):
-            k, v = (x[s].to(self.spec.cache_dtype) for x in (self.keys, self.values))
+            k, v = (self.held(x[s]) for x in (self.keys, self.values))
             slopes = self.alibi_slopes
             if slopes is not None and case.alibi_each:
                 slopes = slopes[s]
@@ -410,12 +459,20 @@ class Step:
             )
         return dense.concat(parts)
 
+    def held(self, rows: Tensor) -> Tensor:
+        """Rows [..., D] as the cache rounds them."""
+        if not self.spec.is_scaled:
+            return rows.to(self.spec.cache_dtype)
+        q, scale = quantised_rows(rows)
+        return q.double() * scale.double()[..., None]
+
     def check(self, backend: ops.Backend) -> None:
         """Write, attend and compare."""
         plan = self.write(backend)
         self.check_cache()
         out, lse = self.attend(backend, plan)
-        self.dense().check(out, lse, self.case.dtype)
+        # Weights of integers are multiplied by the scale before they are rounded.
+        self.dense().check(out, lse, self.case.dtype, largest=LARGEST if self.spec.is_scaled else 1.0)
         self.check_cache()
 
 

@@ -34,6 +34,7 @@ NATIVE = ["cpu", *(pytest.param(f"cpu on {isa}", marks=SLOW) for isa in OTHER_IS
 OF_KERNELS = (
     "cpu/",
     "test_conformance.py",
+    "test_int8_cache.py",
     "test_not_finite.py",
     "test_sampling_operators.py",
     "test_sizes.py",

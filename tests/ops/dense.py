@@ -26,15 +26,18 @@ class Dense:
         """The answer for some of the query rows."""
         return Dense(*(getattr(self, field.name)[which] for field in fields(self)))
 
-    def check(self, out: Tensor, lse: Tensor | None, dtype: torch.dtype, roundings: int = 2) -> None:
+    def check(
+        self, out: Tensor, lse: Tensor | None, dtype: torch.dtype, roundings: int = 2, largest: float = 1.0
+    ) -> None:
         """Compare a backend's result, computed in `dtype` with sums in fp32 (float64: in float64).
 
         An error e in a score changes its weight by the factor 1 + e. The weights and the output may each be rounded
-        to `dtype`, half an eps each; everything else happens in fp32, for which 16 eps are allowed.
+        to `dtype`, half an eps each; everything else happens in fp32, for which 16 eps are allowed. A weight may be too
+        small for its dtype: largest is the value that it belongs to.
         """
         sums = torch.promote_types(dtype, torch.float32)
         eps, sums_eps = torch.finfo(dtype).eps, torch.finfo(sums).eps
-        tiniest = max(torch.finfo(sums).tiny, torch.finfo(dtype).tiny * eps)
+        tiniest = largest * max(torch.finfo(sums).tiny, torch.finfo(dtype).tiny * eps)
         score_error = 16 * sums_eps * (1 + self.score_size)
         limit = (roundings * eps / 2 + score_error)[..., None] * self.out_size + tiniest * (self.out_size > 0)
 

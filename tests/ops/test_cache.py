@@ -53,7 +53,7 @@ def test_rounding_into_the_cache(backend, device):
     In fp8, what is too large becomes the largest number instead.
     """
     for dtype, served in backend.limits.kv_dtypes.items():
-        for kv_dtype in served:
+        for kv_dtype in served - {torch.int8}:
             eps = torch.finfo(kv_dtype).eps
             values = [
                 1 + eps / 2,
@@ -87,8 +87,7 @@ def test_copy_blocks(backend, device, layout, src, dst):
         )
         step = Step(case, device)
         step.write(backend)
-        for view, storage in zip((step.kv.k, step.kv.v), step.expected_storages, strict=True):
-            expected = storage.as_strided(view.shape, view.stride(), view.storage_offset())
+        for expected in step.expected_views():
             for a, b in zip(src, dst, strict=True):
                 expected[b] = expected[a]
         backend.copy_blocks(step.kv, src, dst)
@@ -163,5 +162,5 @@ def test_what_overflows_in_the_cache_is_marked(backend, device):
             rows[1, 0, 0] = 60_000.0 if dtype == torch.float16 else 1e6
             plan = one_row_plan(backend, step, [8, 9])
             backend.write_kv(rows, rows, step.kv, plan)
-            overflows = not bool(stored(rows[1], kv_dtype).float().isfinite().all())
+            overflows = kv_dtype != torch.int8 and not bool(stored(rows[1], kv_dtype).float().isfinite().all())
             assert plan.nonfinite.tolist() == [0, int(overflows)], f"{dtype} to {kv_dtype}"

@@ -25,6 +25,7 @@ DTYPES = (
     torch.float16,
     torch.float8_e4m3fn,
     torch.float8_e5m2,
+    torch.int8,
 )
 
 
@@ -109,7 +110,7 @@ def small_spec(device: str, **fields) -> ops.AttentionSpec:
     return ops.AttentionSpec(device=device, **fields)
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), list(itertools.product(DTYPES, DTYPES)))
+@pytest.mark.parametrize(("dtype", "kv_dtype"), list(itertools.product(DTYPES[:-1], DTYPES)))
 def test_it_serves_the_declared_dtypes_and_no_other(backend, device, dtype, kv_dtype):
     spec = small_spec(device, dtype=dtype, kv_dtype=kv_dtype)
     if kv_dtype in backend.limits.kv_dtypes.get(dtype, ()):

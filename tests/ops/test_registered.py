@@ -41,7 +41,7 @@ def _fresh() -> Iterator[None]:
         yield
 
 
-def spec_of(device: str) -> ops.AttentionSpec:
+def spec_of(device: str, kv_dtype: torch.dtype = torch.float32) -> ops.AttentionSpec:
     return ops.AttentionSpec(
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
@@ -49,6 +49,7 @@ def spec_of(device: str) -> ops.AttentionSpec:
         block_size=BLOCK,
         num_blocks=BLOCKS,
         dtype=torch.float32,
+        kv_dtype=kv_dtype,
         device=device,
     )
 
@@ -63,10 +64,13 @@ def update(plan: ops.AttentionPlan, query_lens: tuple[int, ...], context_lens: t
     return position
 
 
-def new_cache(device: str) -> ops.PagedKV:
-    """A block's K and V side by side, as the engine keeps them: two views of one memory."""
-    memory = torch.zeros(BLOCKS, 2, KV_HEADS, BLOCK, DIM, device=device)
-    return ops.PagedKV(memory[:, 0], memory[:, 1])
+def new_cache(device: str, kv_dtype: torch.dtype = torch.float32) -> ops.PagedKV:
+    """A block's K and V side by side, as the engine keeps them: two views of one memory. Scales lie in another."""
+    memory = torch.zeros(BLOCKS, 2, KV_HEADS, BLOCK, DIM, device=device, dtype=kv_dtype)
+    if kv_dtype != torch.int8:
+        return ops.PagedKV(memory[:, 0], memory[:, 1])
+    scales = torch.zeros(BLOCKS, 2, KV_HEADS, BLOCK, device=device)
+    return ops.PagedKV(memory[:, 0], memory[:, 1], scales[:, 0], scales[:, 1])
 
 
 def new_layer(backend: ops.Backend, device: str) -> Callable[..., tuple[Tensor, ...]]:
@@ -97,11 +101,14 @@ def new_layer(backend: ops.Backend, device: str) -> Callable[..., tuple[Tensor, 
     return layer
 
 
-def check_layer(backend: ops.Backend, device: str, compiler: str, **options) -> int:
+def check_layer(
+    backend: ops.Backend, device: str, compiler: str, kv_dtype: torch.dtype = torch.float32, **options
+) -> int:
     """Steps of a compiled layer against the same in eager mode: outputs and all that is changed. Returns graphs."""
     layer, counter = new_layer(backend, device), CompileCounterWithBackend(compiler)
     compiled = torch.compile(layer, fullgraph=True, backend=counter, **options)
-    plan, caches = backend.make_plan(spec_of(device), 8, 2, 4), [new_cache(device) for _ in range(2)]
+    plan = backend.make_plan(spec_of(device, kv_dtype), 8, 2, 4)
+    caches = [new_cache(device, kv_dtype) for _ in range(2)]
     gen = torch.Generator().manual_seed(4)
     for query_lens, context_lens in STEPS:
         positions = update(plan, query_lens, context_lens).to(device)
@@ -109,14 +116,15 @@ def check_layer(backend: ops.Backend, device: str, compiler: str, **options) -> 
         found = []
         for run, kv in zip((layer, compiled), caches, strict=True):
             residual, out = x.clone(), torch.full((len(x), HEADS, DIM), torch.nan, device=device)
-            found.append((*run(residual, positions, out, kv, plan), residual, out, kv.k, kv.v))
+            found.append((*run(residual, positions, out, kv, plan), residual, out, *kv.tensors().values()))
         assert not torch.equal(found[0][3], x)
         torch.testing.assert_close(*found)
     return counter.frame_count
 
 
-def test_a_compiled_layer_equals_an_eager_one(backend, device):
-    assert check_layer(backend, device, "aot_eager", dynamic=True) == 1
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)
+def test_a_compiled_layer_equals_an_eager_one(backend, device, kv_dtype):
+    assert check_layer(backend, device, "aot_eager", kv_dtype, dynamic=True) == 1
 
 
 def test_a_layer_through_inductor_equals_an_eager_one():

@@ -84,7 +84,7 @@ def test_a_count_of_the_spec_that_is_missing(field):
         ({"dtype": torch.complex64}, BadDtype, ("spec.dtype", "torch.complex64")),
         ({"dtype": "float32"}, BadDtype, ("spec.dtype", "float32")),
         ({"dtype": None}, BadDtype, ("spec.dtype", None)),
-        ({"kv_dtype": torch.int8}, BadDtype, ("spec.kv_dtype", "torch.int8")),
+        ({"kv_dtype": torch.uint8}, BadDtype, ("spec.kv_dtype", "torch.uint8")),
         ({"kv_dtype": torch.bool}, BadDtype, ("spec.kv_dtype", "torch.bool")),
     ],
 )

@@ -267,6 +267,12 @@ class TestExposition:
         assert not any(name.startswith(other) for name in names)
         assert {"process_open_fds", "process_resident_memory_bytes", "python_info"} <= names
 
+    def test_how_the_model_is_stored(self) -> None:
+        info = {"dtype": "bfloat16", "quantization": "awq int4", "weight_bytes": "1234", "cache_bits": "16"}
+        shown = Samples(Metrics(fake_engine(), "a model", False, info))
+        assert shown("quire:model_config_info", **info) == 1
+        assert "quire:model_config_info" not in Samples(Metrics(fake_engine(), "a model", False)).names
+
     def test_histograms_add_up(self, driver: Driver) -> None:
         driver.add(*(request(f"r{i}", prompt(5 + i, 20 * i), max_tokens=3 + i) for i in range(6)))
         shown = driver.run()

@@ -70,6 +70,7 @@ def test_it_says_what_was_chosen_and_why_and_drains_at_sigterm() -> None:
         assert re.search(r"serves quire-embedded at http://127.0.0.1:\d+ \(ready in \d+\.\d s\)", shown)
         assert re.search(r"backend +cpu on cpu, .* kernels \(the fastest that runs here\)", shown)
         assert re.search(r"dtype +\w+ \(the checkpoint's\)", shown)
+        assert re.search(r"weights +\d+ MiB, not quantised", shown)
         assert re.search(r"cache +300 blocks of 16 tokens, \d+ MiB \(as asked for\)", shown)
         assert re.search(r"longest +[\d,]+ tokens \(what the model was made for\)", shown)
         assert "4 sequences at a time" in shown

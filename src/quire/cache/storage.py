@@ -16,6 +16,7 @@ from quire.ops import Backend, PagedKV, load
 from quire.ops.memory import in_huge_pages
 from quire.ops.swap import HostSwap, Swap
 
+SCALE = torch.float32  # of a row of integers
 RESIDENT = 64 * 2**20  # bytes that are there from the start; more would be a part of a second before the first request
 DEFAULT_SWAP_SPACE = "4GiB"
 
@@ -24,7 +25,8 @@ class KVCache:
     """The K and V of every layer, one pool of blocks for each cache group.
 
     A layer's memory is [N, 2, Hkv, B, D]: HND, a block's K and V side by side, so that copying or swapping a block
-    of a layer moves one piece of memory. Nobody else knows this layout. On a CPU it lies in huge pages where the system
+    of a layer moves one piece of memory. With integers, the scales [2, Hkv, B] follow them in the same piece, where an
+    fp32 may begin. Nobody else knows this layout. On a CPU it lies in huge pages where the system
     offers them, and its first blocks are there from the start: no step waits for the system to find a page for them.
 
     On a GPU blocks are swapped on a stream of their own, beside the computation; asking for a layer makes the current
@@ -47,24 +49,25 @@ class KVCache:
 
         backend: what moves blocks; None: the fastest one for the device.
         """
-        shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
         self._groups = tuple(groups)
         layers = [layer for group in groups for layer in group.layers]
         make = partial(in_huge_pages, touched=RESIDENT // max(1, len(layers)))
         if device != "cpu":
             make = partial(torch.empty, device=device)
+        size = _layer_bytes(block_size, num_kv_heads, head_dim, dtype)
+        shape = (num_blocks, size // dtype.itemsize)
         self._memory = {layer: make(shape, dtype=dtype) for layer in layers}
-        host_shape = (num_host_blocks, *shape[1:])
-        self._host = {layer: in_huge_pages(host_shape, dtype) for layer in layers}
+        self._host = {layer: in_huge_pages((num_host_blocks, *shape[1:]), dtype) for layer in layers}
         self._swap: Swap = (
             (backend or load("auto", device)).swap(device, list(self._host.values())) if num_host_blocks else HostSwap()
         )
         # Before any memory goes. At the interpreter's exit the system takes everything back by itself.
         weakref.finalize(self, self._swap.close).atexit = False
-        self._layers = {layer: PagedKV(memory[:, 0], memory[:, 1]) for layer, memory in self._memory.items()}
+        sizes = (num_kv_heads, block_size, head_dim)
+        self._layers = {layer: _views(memory, sizes) for layer, memory in self._memory.items()}
 
     def layer(self, index: int) -> PagedKV:
-        """The layer's K and V: two views [N, Hkv, B, D], the same object at each call.
+        """The layer's K and V: two views [N, Hkv, B, D], of int8 with scales [N, Hkv, B], the same object at each call.
 
         Who uses them asks for them in every step.
         """
@@ -104,9 +107,41 @@ class KVCache:
 def bytes_per_block(
     groups: Sequence[CacheGroup], block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of one block id over all layers: 2 (K and V) · layers · Hkv · B · D · bytes a number."""
+    """Bytes of one block id over all layers: 2 (K and V) · layers · Hkv · B · (D · bytes a number + a scale's)."""
     layers = sum(len(group.layers) for group in groups)
-    return 2 * layers * num_kv_heads * block_size * head_dim * dtype.itemsize
+    return layers * _layer_bytes(block_size, num_kv_heads, head_dim, dtype)
+
+
+def cache_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
+    """The cache's dtype for a model that computes in that one."""
+    return {"auto": dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[config.kv_cache_dtype]
+
+
+def _layer_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Of one block of one layer."""
+    rows = 2 * num_kv_heads * block_size
+    numbers = rows * head_dim * dtype.itemsize
+    return numbers if dtype != torch.int8 else _scales_begin(rows * head_dim) + rows * SCALE.itemsize
+
+
+def _scales_begin(numbers: int) -> int:
+    """Bytes from the begin of a block with so many integers to its scales."""
+    return -(-numbers // SCALE.itemsize) * SCALE.itemsize
+
+
+def _views(
+    memory: torch.Tensor,  # [N, numbers of a block]
+    sizes: tuple[int, int, int],  # Hkv, B, D
+) -> PagedKV:
+    """K and V of a layer, and their scales where there are any."""
+    num_kv_heads, block_size, head_dim = sizes
+    rows = 2 * num_kv_heads * block_size
+    k, v = memory[:, : rows * head_dim].unflatten(1, (2, *sizes)).unbind(1)  # type: ignore[no-untyped-call]
+    if memory.dtype != torch.int8:
+        return PagedKV(k, v)
+    scales = memory.view(SCALE)[:, _scales_begin(rows * head_dim) // SCALE.itemsize :]
+    k_scale, v_scale = scales.unflatten(1, (2, num_kv_heads, block_size)).unbind(1)  # type: ignore[no-untyped-call]
+    return PagedKV(k, v, k_scale, v_scale)
 
 
 def choose_num_blocks(

@@ -28,9 +28,17 @@ def info(
         _show_machine()
         return
     from quire.models import choose, locate
+    from quire.models.weights import weight_files
 
     try:
-        row(model, str(choose(locate(model))))
+        directory = locate(model)
+        choice = choose(directory)
+        row(model, str(choice))
+        dtype = choice.dtype
+        size = sum(path.stat().st_size for path in weight_files(directory) if path.exists())
+        scheme = "not quantised" if choice.scheme is None else choice.scheme.description
+        row("weights", scheme if size == 0 else f"{scheme}, {size / 2**20:,.1f} MiB")
+        row("KV cache", f"{str(dtype).removeprefix('torch.')}, {8 * dtype.itemsize} bits a number")
     except QuireError as error:
         fail(error)
 
@@ -65,19 +73,22 @@ def _show_machine() -> None:
 
 def _cache_size(config: EngineConfig, free: int | None) -> str:
     """What the KV cache of the embedded model would be with these options."""
-    from quire.cache.storage import bytes_per_block, choose_num_blocks
+    from quire.cache.storage import bytes_per_block, cache_dtype, choose_num_blocks
     from quire.models import EMBEDDED, read_config
 
     cache = config.cache
     model, dtype = read_config(EMBEDDED)
-    block_bytes = bytes_per_block(model.groups, cache.block_size, model.num_kv_heads, model.head_dim, dtype)
+    kv_dtype = cache_dtype(cache, dtype)
+    block_bytes = bytes_per_block(model.groups, cache.block_size, model.num_kv_heads, model.head_dim, kv_dtype)
     try:
         blocks = choose_num_blocks(cache, block_bytes, model.max_position_embeddings, config.max_num_seqs, free)
     except QuireError as error:
         return str(error)
+    of = str(kv_dtype).removeprefix("torch.")
     return (
         f"at most {cache.kv_cache_memory:.0%} of the free memory by default; for the embedded model {blocks} blocks of "
-        f"{cache.block_size} tokens, {block_bytes / 2**10:.0f} KiB each, {blocks * block_bytes / 2**20:.0f} MiB in all"
+        f"{cache.block_size} tokens, {block_bytes / 2**10:.0f} KiB each, {blocks * block_bytes / 2**20:.0f} MiB of "
+        f"{of} in all"
     )
 
 

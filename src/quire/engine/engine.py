@@ -12,7 +12,14 @@ import torch
 from quire.batch import Batch
 from quire.cache.events import Listener
 from quire.cache.manager import BlockManager, most_blocks
-from quire.cache.storage import KVCache, bytes_per_block, choose_num_blocks, choose_num_host_blocks, free_memory
+from quire.cache.storage import (
+    KVCache,
+    bytes_per_block,
+    cache_dtype,
+    choose_num_blocks,
+    choose_num_host_blocks,
+    free_memory,
+)
 from quire.config import EngineConfig
 from quire.engine.exit import StepGuard
 from quire.engine.flatten import Buffers, flatten
@@ -28,6 +35,7 @@ from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError, RequestError, Unsupported
 from quire.models.model import Model, ModelShape
 from quire.ops import AttentionSpec, Backend
+from quire.ops.spec import check_supported
 from quire.request import MAX_SEED, Event, FinishReason, Request
 
 if TYPE_CHECKING:
@@ -173,13 +181,28 @@ class Engine:
 def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine:
     """An engine for a loaded model, its cache sized for this machine.
 
-    Raises ConfigError where the cache would not hold one sequence of the longest kind.
+    Raises ConfigError where the cache would not hold one sequence of the longest kind, and Unsupported where the
+    backend does not serve a cache of its dtype.
     """
     decoder, cache_config = model.config, config.cache
     if config.reproducible and not model.rows_keep_bits:
         raise Unsupported("reproducible is True; a row's bits may depend on the batch with what transformers computes")
     groups, block_size = decoder.groups, cache_config.block_size
-    shape = (decoder.num_kv_heads, decoder.head_dim, model.dtype)
+    kv_dtype = cache_dtype(cache_config, model.dtype)
+    spec = AttentionSpec(
+        num_heads=decoder.num_heads,
+        num_kv_heads=decoder.num_kv_heads,
+        head_dim=decoder.head_dim,
+        block_size=block_size,
+        num_blocks=1,  # until it is known
+        dtype=model.dtype,
+        kv_dtype=kv_dtype,
+        device=config.device,
+        reproducible=config.reproducible,
+    )
+    if cache_config.kv_cache_dtype != "auto":  # before there is memory for it; a plan would say so after
+        check_supported(spec, backend.name, backend.limits)
+    shape = (decoder.num_kv_heads, decoder.head_dim, kv_dtype)
     block_bytes = bytes_per_block(groups, block_size, *shape)
     blocks_a_sequence = max(
         most_blocks(model.max_model_len, config.max_num_batched_tokens, group.window, block_size) for group in groups
@@ -210,16 +233,6 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     if left is not None and config.device == "cpu":  # the cache will be taken of the same memory
         left = max(0, left - reserve - num_blocks * block_bytes)
     num_host_blocks = choose_num_host_blocks(cache_config, block_bytes, blocks_a_sequence * config.max_num_seqs, left)
-    spec = AttentionSpec(
-        num_heads=decoder.num_heads,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        dtype=model.dtype,
-        device=config.device,
-        reproducible=config.reproducible,
-    )
     scheduler = Scheduler(
         BlockManager(
             groups,
@@ -228,7 +241,7 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
             config.max_num_batched_tokens,
             num_host_blocks=num_host_blocks,
             enable_prefix_caching=cache_config.enable_prefix_caching,
-            salt=str(model.dtype),
+            salt=str(model.dtype) if kv_dtype == model.dtype else f"{model.dtype} in {kv_dtype}",
         ),
         max_model_len=model.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -242,7 +255,7 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         model,
         KVCache(groups, num_blocks, block_size, *shape, config.device, num_host_blocks, backend),
         backend,
-        [replace(spec, window=group.window) for group in groups],
+        [replace(spec, num_blocks=num_blocks, window=group.window) for group in groups],
         *limits,
     )
     runner: StepRunner = eager

@@ -18,6 +18,8 @@ from quire.errors import ConfigError, ModelError, Unsupported
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import DecoderConfig
 from quire.models.model import Model
+from quire.models.quantisation.module import Scheme
+from quire.models.quantisation.policy import Quantisation, read_scheme
 from quire.models.rope import longest_rotated
 from quire.models.weights import Checkpoint, Sources, Weights, read_json
 from quire.ops import Backend
@@ -132,6 +134,12 @@ class Own(NamedTuple):
     raw: Mapping[str, Any]  # its config.json
     family: Family
     config: DecoderConfig
+    scheme: Scheme | None  # of quantised weights
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that are not quantised, and of the cache, unless an option says otherwise."""
+        return _dtype("auto", self.raw)
 
     def __str__(self) -> str:
         return Decoder.origin
@@ -143,6 +151,12 @@ class Adapted(NamedTuple):
     raw: Mapping[str, Any]  # its config.json
     found: Found
     reason: str  # why it is not of Quire's decoder
+    scheme: Scheme | None  # of quantised weights
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that are not quantised, and of the cache, unless an option says otherwise."""
+        return _dtype("auto", self.raw)
 
     def __str__(self) -> str:
         return f"adapter: because {self.reason}"
@@ -154,11 +168,12 @@ def choose(directory: Path, model_impl: str = "auto") -> Own | Adapted:
     model_impl: "auto", "quire" or "transformers". Raises ModelError, with all reasons, where nobody does.
     """
     raw = read_json(directory / "config.json")
+    scheme = read_scheme(raw)
     reason = "model_impl is 'transformers'"
     if model_impl != "transformers":
         try:
             family = _family_of(raw, directory)
-            return Own(raw, family, family.decoder_config(raw))
+            return Own(raw, family, family.decoder_config(raw), scheme)
         except ModelError as error:
             if model_impl == "quire":
                 raise
@@ -166,7 +181,7 @@ def choose(directory: Path, model_impl: str = "auto") -> Own | Adapted:
     from quire.models.adapter.load import find  # two seconds to import, which Quire's decoder does not take
 
     try:
-        return Adapted(raw, find(directory, raw), reason)
+        return Adapted(raw, find(directory, raw), reason, scheme)
     except Unsupported as error:
         raise ModelError(f"{reason}. Nor can transformers' code be served: {error}") from error
 
@@ -177,18 +192,23 @@ def load_model(directory: Path, config: EngineConfig, backend: Backend) -> Model
     Raises ModelError for a checkpoint that cannot be served, ConfigError for options that do not suit it.
     """
     choice = choose(directory, config.model_impl)
+    quantisation = Quantisation.of(config, choice.scheme)
     if isinstance(choice, Adapted):
-        return _adapted(choice, directory, config, backend)
-    raw, family, decoder = choice
+        return _adapted(choice, directory, config, backend, quantisation)
+    raw, family, decoder, _ = choice
     max_model_len = _max_model_len(config, directory, decoder.max_position_embeddings, longest_sequence(decoder))
     checkpoint = Checkpoint(directory)
     sources = family.weight_sources(decoder, checkpoint.names)
-    weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device)
+    weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device, quantisation)
     eos_token_ids = _eos_token_ids(raw, directory, decoder.vocab_size)
-    return Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible)
+    model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible)
+    model.quantisation, model.weight_bytes = quantisation.description, weights.nbytes
+    return model
 
 
-def _adapted(choice: Adapted, directory: Path, config: EngineConfig, backend: Backend) -> Model:
+def _adapted(
+    choice: Adapted, directory: Path, config: EngineConfig, backend: Backend, quantisation: Quantisation
+) -> Model:
     from quire.models.adapter import load as adapter
 
     raw, found = choice.raw, choice.found
@@ -198,7 +218,15 @@ def _adapted(choice: Adapted, directory: Path, config: EngineConfig, backend: Ba
     dtype = _dtype(config.dtype, raw)
     try:
         model = adapter.load(
-            directory, found, backend, dtype, config.device, max_model_len, eos_token_ids, config.reproducible
+            directory,
+            found,
+            backend,
+            dtype,
+            config.device,
+            max_model_len,
+            eos_token_ids,
+            config.reproducible,
+            quantisation,
         )
     except Unsupported as error:
         raise ModelError(f"{choice.reason}. Nor can transformers' {found.model.__name__} be served: {error}") from error

@@ -11,6 +11,7 @@ from quire.batch import Batch
 from quire.cache.storage import KVCache
 from quire.models.decoder_config import DecoderConfig
 from quire.models.layers import write_program
+from quire.models.quantisation.stacking import Weight, matrix, tensor
 from quire.models.rope import rope_tables
 from quire.ops import AttentionPlan, Backend
 from quire.ops.linear import Embedding, PlainEmbedding
@@ -20,6 +21,8 @@ class Decoder:
     """Token ids to logits through a paged cache."""
 
     origin = "own decoder"
+    quantisation: str | None = None  # set, with the next one, when the weights were loaded
+    weight_bytes = 0
     rows_keep_bits = True
 
     @property
@@ -30,7 +33,7 @@ class Decoder:
     def __init__(
         self,
         config: DecoderConfig,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
         backend: Backend,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
@@ -38,23 +41,27 @@ class Decoder:
     ) -> None:
         """Take the weights of `weight_shapes` as they are: norms in fp32, the others of one dtype, on one device.
 
+        Linears, and a tied embedding, may be quantised; then this dtype is that of their inputs.
+
         reproducible: a row's bits do not depend on the others; on a CPU they never do.
         """
         self.config = config
         self.backend = backend
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        embedding = weights["embedding"]  # [V, H]
+        embedding = matrix(weights["embedding"])  # [V, H]
         self.dtype, self.device = embedding.dtype, embedding.device
         linears = backend.linears(str(self.device), reproducible)
         self.embedding: Embedding
         if config.tied_embeddings:
             self.embedding, self.lm_head = linears.tied(embedding)
         else:
-            self.embedding = PlainEmbedding(embedding, self.dtype)
-            self.lm_head = linears.head(weights["lm_head"])
+            self.embedding = PlainEmbedding(tensor(embedding), self.dtype)
+            self.lm_head = linears.head(matrix(weights["lm_head"]))
         del embedding  # else it would be held beside its packed form until all layers are read
-        self.positions = weights.get("positions")  # [max_position_embeddings, H]
+        self.positions: Tensor | None = None  # [max_position_embeddings, H]
+        if config.learned_positions:
+            self.positions = tensor(weights["positions"])
         self.embedding_scale = config.embedding_scale
         if config.embedding_scale is not None and config.rounds_embedding_scale:
             self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))

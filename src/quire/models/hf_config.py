@@ -26,13 +26,16 @@ IMMATERIAL = frozenset(
     """.split()
 )
 
+SCHEMES = ("quantization_config", "compression_config")  # how weights are stored: quire.models.quantisation reads it
+
 
 class ConfigReader:
     """Hands out the keys of a config and remembers which; `finish` complains about those that nobody asked for."""
 
-    def __init__(self, raw: Mapping[str, Any], family: str) -> None:
-        self._raw = raw
-        self.family = family
+    def __init__(self, raw: Mapping[str, Any], family: str, kind: str = "family") -> None:
+        """family: who reads it; kind: what errors call that."""
+        self._raw = {key: value for key, value in raw.items() if key not in SCHEMES}
+        self.family, self._reader = family, f"{kind} {family!r}"
         self._understood: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -113,7 +116,7 @@ class ConfigReader:
         value = self.get(key)
         if value is not None and value not in allowed:
             served = ", ".join(map(repr, allowed))
-            raise ModelError(f"config.json: {key} is {value!r}; family {self.family!r} serves {served} only")
+            raise ModelError(f"config.json: {key} is {value!r}; {self._reader} serves {served} only")
 
     def finish(self) -> None:
         """Raise ModelError if a key was set that nobody asked for: it may change what the model computes."""
@@ -125,6 +128,6 @@ class ConfigReader:
         if unknown:
             listed = ", ".join(f"{key}={value!r}" for key, value in sorted(unknown.items()))
             raise ModelError(
-                f"config.json has keys that family {self.family!r} does not understand: {listed}. It understands "
+                f"config.json has keys that {self._reader} does not understand: {listed}. It understands "
                 f"{', '.join(sorted(self._understood))}"
             )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.models.decoder_config import DecoderConfig, ExpertsConfig
+from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
 from quire.ops.experts import ExpertLayer
 from quire.ops.linear import Linears
 from quire.ops.program import (
@@ -37,7 +38,7 @@ Table = tuple[Tensor, Tensor]  # cos and sin: fp32 [max_model_len, D_rot / 2] ea
 
 def write_program(
     config: DecoderConfig,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Weight],
     linears: Linears,
     tables: Sequence[Table | None],  # of each layer, or none at all
     alibi_slopes: Tensor | None,  # fp32 [Hq]
@@ -57,7 +58,7 @@ class _Writer:
     def __init__(
         self,
         config: DecoderConfig,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
         linears: Linears,
         tables: Sequence[Table | None],
         alibi_slopes: Tensor | None,
@@ -139,10 +140,13 @@ class _Writer:
 
     def experts(self, name: str, hidden: Place, config: ExpertsConfig) -> None:
         """Each row through the few of many MLPs that the router prefers."""
-        router = self.linears.head(self.weights[f"{name}router.weight"])  # whose logits are as exact as they can be
+        router = self.linears.head(
+            matrix(self.weights[f"{name}router.weight"])
+        )  # whose logits are as exact as they can be
         linears = [
             tuple(
-                self.linears.linear(self.weights[f"{name}experts.{i}.{part}.weight"]) for part in ("mlp_in", "mlp_out")
+                self.linears.linear(matrix(self.weights[f"{name}experts.{i}.{part}.weight"]))
+                for part in ("mlp_in", "mlp_out")
             )
             for i in range(config.count)
         ]
@@ -187,13 +191,18 @@ class _Writer:
 
     def project(self, name: str, x: Place, out: Place) -> None:
         """out = the linear of that name of x."""
-        linear = self.linears.linear(self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        weight = self.weights[f"{name}.weight"]
+        bias = tensor(self.weights[f"{name}.bias"]) if f"{name}.bias" in self.weights else None
+        if isinstance(weight, StackedWeight):
+            linear = self.linears.joined(weight.parts, bias)
+        else:
+            linear = self.linears.linear(weight, bias)
         self.write(Project(x, linear, out))
 
     def normalize(self, name: str, x: Place, out: Place, heads: int = 1, residual: Place | None = None) -> None:
         """out = the norm of that name of x, or of the residual once x was added to it."""
-        bias = None if self.config.norm == "rms" else self.weights[f"{name}.bias"]
-        weight = self.weights[f"{name}.weight"]
+        bias = None if self.config.norm == "rms" else tensor(self.weights[f"{name}.bias"])
+        weight = tensor(self.weights[f"{name}.weight"])
         self.write(Normalize(x, out, weight, bias, self.config.norm_eps, residual, heads))
 
     def write(self, operator: Operator) -> None:

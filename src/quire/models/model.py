@@ -53,8 +53,16 @@ class Model(Protocol):
         """Who computes it, and why."""
 
     @property
+    def quantisation(self) -> str | None:
+        """The format of the weights, as in "awq int4, groups of 128, zeros" or "int4 at load"; None: not quantised."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights: integers of 4 bits count as half a byte."""
+
+    @property
     def dtype(self) -> torch.dtype:
-        """Of the weights and of the cache."""
+        """Of the weights that are not quantised, of what is multiplied with the others, and of the cache."""
 
     @property
     def max_model_len(self) -> int:

@@ -6,7 +6,7 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from quire.errors import ModelError
+from quire.errors import ConfigError, ModelError
 from quire.models.decoder_config import DecoderConfig, stacked_rows, weight_shapes
+from quire.models.quantisation.module import Form, Module, form_of
+from quire.models.quantisation.policy import Quantisation, Rounding, dequantised_into
+from quire.models.quantisation.stacking import StackedWeight, Weight, stacked
 from quire.ops.memory import mapped
+from quire.ops.quantised import QuantisedWeight
 
 INDEX = "model.safetensors.index.json"
+MARKS = ("qweight", "weight_packed")  # tensors of quantised linears
 SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "model.pt", "*.pt")
 
 
@@ -30,7 +35,11 @@ class Checkpoint:
         """Open the files. Raises ModelError where there are none, or one is unreadable."""
         self.directory = directory
         self._reader_of: dict[str, Callable[[str], Tensor]] = {}
-        for path in _weight_files(directory):
+        paths = weight_files(directory)
+        if not paths:
+            others = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
+            raise ModelError(f"{directory} holds no weights ({', '.join(SINGLE_FILES)}); it holds {others}")
+        for path in paths:
             try:
                 if path.suffix == ".safetensors":
                     file = safe_open(path, framework="pt")
@@ -50,17 +59,17 @@ class Checkpoint:
         return self._reader_of[name](name)
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    """The files that hold the weights; of several forms of the same weights the first of SINGLE_FILES."""
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights; of several forms of the same weights the first of SINGLE_FILES.
+
+    None at all where a directory has a config.json alone.
+    """
     if (directory / INDEX).exists():
         return [directory / name for name in sorted(set(read_json(directory / INDEX)["weight_map"].values()))]
     for pattern in SINGLE_FILES:
         if found := sorted(directory.glob(pattern)):
             return found
-    others = sorted(path.name for path in directory.iterdir())
-    raise ModelError(
-        f"{directory} holds no weights ({', '.join(SINGLE_FILES)}); it holds {', '.join(others) or 'nothing'}"
-    )
+    return []
 
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
@@ -105,7 +114,7 @@ class Sources:
         return tuple(f"{prefix}{theirs.format(*expert)}.{kind}" for theirs in self.layer[part])
 
 
-class Weights(Mapping[str, Tensor]):
+class Weights(Mapping[str, Weight]):
     """A decoder's weights in a checkpoint, under the names of `weight_shapes`.
 
     Each but a tied embedding is copied into memory of its own when it is asked for, so that who packs them holds one at
@@ -114,52 +123,174 @@ class Weights(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, sources: Sources, config: DecoderConfig, dtype: torch.dtype, device: str
+        self,
+        checkpoint: Checkpoint,
+        sources: Sources,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: str,
+        quantisation: Quantisation = Quantisation(),  # noqa: B008  # frozen
     ) -> None:
-        """dtype: of all but norms, which are fp32. Raises ModelError for a tensor that is missing or superfluous."""
+        """dtype: of all but norms, which are fp32.
+
+        Raises ModelError for a tensor that is missing or superfluous, ConfigError where the output projection is to be
+        rounded and is quantised.
+        """
         self._checkpoint, self._sources, self._dtype, self._device = checkpoint, sources, dtype, device
         self._shapes, self._rows = weight_shapes(config), stacked_rows(config)
-        self._tied = config.tied_embeddings
-        expected = {part for name in self._shapes for part in sources.of(name)}
-        if missing := expected - checkpoint.names:
-            raise ModelError(f"{checkpoint.directory} lacks {len(missing)} tensors, among them {_first(missing)}")
-        superfluous = set(checkpoint.names - expected)
-        if config.tied_embeddings:
-            superfluous -= {sources.ends["lm_head"]}
-        if sources.ignored is not None:
-            superfluous = {name for name in superfluous if not sources.ignored.fullmatch(name)}
+        self._tied, self._quantisation = config.tied_embeddings, quantisation
+        self.nbytes = 0  # of the weights that were asked for
+        self._forms = self._quantised_modules()
+        self._check_names()
+
+    def _quantised_modules(self) -> dict[str, Form]:
+        """How they are stored, by what the tensor of their weight would be if they were not quantised."""
+        scheme, forms = self._quantisation.scheme, {}
+        if scheme is None:
+            return {}
+        for name in self._shapes:
+            if not (_is_projection(name) or name == "lm_head"):
+                continue
+            for part in self._sources.of(name):
+                if (form := form_of(scheme, _module(part), self._checkpoint.names)) is not None:
+                    forms[part] = form
+        if self._quantisation.head is not None and self._sources.ends["lm_head"] in forms:
+            raise ConfigError(
+                f"quantization_head is 'int{self._quantisation.head.bits}', and the checkpoint's output projection is "
+                "quantised already; leave it out"
+            )
+        return forms
+
+    def _check_names(self) -> None:
+        """Raise ModelError for a tensor that is missing or superfluous."""
+        checkpoint, forms = self._checkpoint, self._forms
+        needed = {part for name in self._shapes for part in self._sources.of(name)}
+        allowed: set[str] = set()
+        for part, form in forms.items():
+            module = _module(part)
+            needed.remove(part)
+            needed |= {f"{module}.{kind}" for kind in form.needs}
+            allowed |= {f"{module}.{kind}" for kind in form.takes}
+        if missing := needed - checkpoint.names:
+            lacking = f"{checkpoint.directory} lacks {len(missing)} tensors, among them {_first(missing)}"
+            marks = (f"{_module(name)}.{mark}" for name in missing for mark in MARKS)
+            if not forms and (found := set(marks) & checkpoint.names):
+                lacking += (
+                    f"; {_first(found)} is there, and config.json has no quantization_config that says what it is"
+                )
+            raise ModelError(lacking)
+        superfluous = set(checkpoint.names - needed - allowed)
+        if self._tied:
+            superfluous -= {self._sources.ends["lm_head"]}
+        if self._sources.ignored is not None:
+            superfluous = {name for name in superfluous if not self._sources.ignored.fullmatch(name)}
+        # Some writers give every quantised linear a bias.
+        empty = {name for name in superfluous if name.endswith(".bias") and f"{_module(name)}.weight" in forms}
+        superfluous -= {name for name in empty if not checkpoint[name].any()}
         if superfluous:
             raise ModelError(
                 f"{checkpoint.directory} has {len(superfluous)} tensors that this family does not use, among them "
                 f"{_first(superfluous)}; without them it would be a different model"
             )
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Weight:
         """A copy of the weight. Raises ModelError where the checkpoint has it in a wrong shape.
 
         A tied embedding, which may be most of a model, is given as it stands in the file if nothing is to be changed.
         """
-        shape, parts = self._shapes[name], self._sources.of(name)
-        lengths = self._rows[_within_layer(name)[1]] if len(parts) > 1 else shape[:1]
+        parts, rounding = self._sources.of(name), self._rounding(name)
+        weight: Weight
+        if any(part in self._forms for part in parts):
+            weight = self._quantised(name, parts)
+        elif rounding is None:
+            weight = self._plain(name, parts)
+        else:
+            weight = self._quantisation.multiplied(rounding.of(self._plain(name, parts), self._dtype, name))
+        if isinstance(weight, StackedWeight):
+            weight = StackedWeight(tuple(part.to(self._device) for part in weight.parts))
+            self.nbytes += sum(part.nbytes for part in weight.parts)
+        else:
+            weight = weight.to(self._device)
+            self.nbytes += weight.nbytes
+        return weight
+
+    def _rounding(self, name: str) -> Rounding | None:
+        """To what a weight is rounded at load: a router decides about much and is small, so it is not."""
+        if name == ("embedding" if self._tied else "lm_head"):
+            return self._quantisation.head
+        return self._quantisation.linears if _is_projection(name) and ".router." not in name else None
+
+    def _plain(self, name: str, parts: Sequence[str]) -> Tensor:
+        """A weight that the checkpoint has as numbers."""
+        shape = self._shapes[name]
         # Norms are small, and their weights multiply everything: they stay as exact as they came.
         dtype = torch.float32 if "norm." in name else self._dtype
         if name == "embedding" and self._tied and self._device == "cpu":
             tensor = self._checkpoint[parts[0]]
             if tensor.dtype == dtype and tensor.shape == shape:
                 return tensor
-        weight = mapped(shape, dtype) if self._device == "cpu" else torch.empty(shape, dtype=dtype, device=self._device)
-        for part, home in zip(parts, torch.split(weight, list(lengths)), strict=True):
-            tensor = self._checkpoint[part]
-            ours = tensor
-            if self._sources.adapt is not None and tensor.numel() == home.numel():
-                ours = self._sources.adapt(name, tensor)
-            if ours.shape != home.shape:
-                raise ModelError(
-                    f"{self._checkpoint.directory}: {part} has shape {tuple(tensor.shape)}; config.json asks for "
-                    f"{tuple(home.shape)}"
-                )
-            home.copy_(ours)
+        weight = self._empty(shape, dtype)
+        for part, home in zip(parts, torch.split(weight, self._lengths(name, parts)), strict=True):
+            self._copy(name, part, home)
         return weight
+
+    def _copy(self, name: str, part: str, home: Tensor) -> None:
+        """Put a part of a weight, which the checkpoint has as numbers, there."""
+        tensor = self._checkpoint[part]
+        ours = tensor
+        if self._sources.adapt is not None and tensor.numel() == home.numel():
+            ours = self._sources.adapt(name, tensor)
+        if ours.shape != home.shape:
+            raise ModelError(
+                f"{self._checkpoint.directory}: {part} has shape {tuple(tensor.shape)}; config.json asks for "
+                f"{tuple(home.shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise ModelError(
+                f"{self._checkpoint.directory}: {part} is {str(tensor.dtype).removeprefix('torch.')}, without scales "
+                "that would say what it means; a weight that is not quantised is bfloat16, float16 or float32"
+            )
+        home.copy_(ours)
+
+    def _quantised(self, name: str, parts: Sequence[str]) -> Weight:
+        """A weight that the checkpoint has as integers, or some parts of it."""
+        lengths, columns = self._lengths(name, parts), self._shapes[name][1]
+        if not self._quantisation.rounds_activations:
+            weight = self._empty(self._shapes[name])
+            for part, home in zip(parts, torch.split(weight, lengths), strict=True):
+                if part in self._forms:
+                    dequantised_into(home, self._read(name, part, len(home), columns))
+                else:
+                    self._copy(name, part, home)
+            return weight
+        found: list[Tensor | QuantisedWeight] = []
+        for part, rows in zip(parts, lengths, strict=True):
+            if part in self._forms:
+                found.append(self._read(name, part, rows, columns))
+            else:
+                home = self._empty((rows, columns))
+                self._copy(name, part, home)
+                found.append(home)
+        return stacked(found)
+
+    def _read(self, name: str, part: str, rows: int, columns: int) -> QuantisedWeight:
+        """The integers of a part of a weight, its rows in our order."""
+        weight = self._forms[part].read(Module(self._checkpoint, _module(part), rows, columns), self._dtype)
+        if self._sources.adapt is None:
+            return weight
+        # Rows move as a bias does. All formats have [out, in] in mind, also where the plain weight is [in, out].
+        usual = torch.arange(rows)
+        moved = self._sources.adapt(name.removesuffix("weight") + "bias", usual)
+        return weight if torch.equal(moved, usual) else weight.rows(moved)
+
+    def _lengths(self, name: str, parts: Sequence[str]) -> list[int]:
+        """Rows of each part of a weight."""
+        return list(self._rows[_within_layer(name)[1]] if len(parts) > 1 else self._shapes[name][:1])
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Memory of our own for numbers of that dtype, by default the model's."""
+        dtype = dtype or self._dtype
+        return mapped(shape, dtype) if self._device == "cpu" else torch.empty(shape, dtype=dtype, device=self._device)
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes
@@ -175,6 +306,16 @@ def _within_layer(name: str) -> tuple[str, str, list[str], str]:
     """Layer, part, expert where it is one's, and kind: layers.3.experts.5.mlp_in.weight has the part experts.mlp_in."""
     _, layer, *path, kind = name.split(".")
     return layer, ".".join(p for p in path if not p.isdigit()), [p for p in path if p.isdigit()], kind
+
+
+def _is_projection(name: str) -> bool:
+    """Whether a weight of that name is multiplied with the rows within a layer."""
+    return name.startswith("layers.") and name.endswith(".weight") and "norm." not in name
+
+
+def _module(tensor: str) -> str:
+    """The module that a tensor of the checkpoint belongs to."""
+    return tensor.rpartition(".")[0]
 
 
 def _first(names: set[str] | frozenset[str]) -> str:

@@ -68,6 +68,7 @@ def _attention_in_graph(
     **scores: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     arguments = backend, q, kv.k, kv.v, plan.key
+    scores |= {"k_scale": kv.k_scale, "v_scale": kv.v_scale}
     if out is None:
         out, lse = torch.ops.quire.attention(*arguments, **scores, return_lse=return_lse)
     else:
@@ -76,11 +77,11 @@ def _attention_in_graph(
 
 
 def _write_kv_in_graph(backend: str, k_new: Tensor, v_new: Tensor, kv: PagedKV, plan: AttentionPlan) -> None:
-    torch.ops.quire.write_kv(backend, k_new, v_new, kv.k, kv.v, plan.key)
+    torch.ops.quire.write_kv(backend, k_new, v_new, kv.k, kv.v, plan.key, kv.k_scale, kv.v_scale)
 
 
 def _copy_blocks_in_graph(backend: str, kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
-    torch.ops.quire.copy_blocks(backend, kv.k, kv.v, src, dst)
+    torch.ops.quire.copy_blocks(backend, kv.k, kv.v, src, dst, kv.k_scale, kv.v_scale)
 
 
 def _add_rms_norm_in_graph(backend: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -16,7 +16,7 @@ from torch.profiler import record_function
 
 from quire.ops.backend import Scores
 from quire.ops.plan import AttentionPlan
-from quire.ops.reference import ReferenceBackend, weighted_sum
+from quire.ops.reference import ReferenceBackend, scaled_weights, weighted_sum
 from quire.ops.spec import PagedKV
 
 
@@ -43,7 +43,7 @@ class GatherBackend(ReferenceBackend):
         result = torch.zeros(plan.num_tokens, spec.num_heads, spec.dim_v, dtype=wide, device=q.device)
         found = torch.full((plan.num_tokens, spec.num_heads), -torch.inf, dtype=wide, device=q.device)
         with record_function("quire::gather"):
-            k, v = self.gather(kv, plan, q.dtype)  # [S, Hkv, longest, D or Dv]
+            k, v, *gathered = self.gather(kv, plan, q.dtype)  # [S, Hkv, longest, D or Dv], scales [S, Hkv, longest]
         starts = plan.query_starts[: plan.num_seqs + 1].long()
         rows, lens = starts.diff(), plan.context_lens[: plan.num_seqs].long()
         decoding = torch.nonzero((rows == 1) & (lens > 0)).flatten()
@@ -66,10 +66,11 @@ class GatherBackend(ReferenceBackend):
                 slopes = alibi_slopes[s.to(q.device)] if alibi_slopes.dim() == 2 else alibi_slopes
                 bias = slopes.to(wide)[..., None, None] * distance  # [s, Hq, count, longest]
             parts = q[at].transpose(1, 2), k[s.to(q.device), :, :longest], v[s.to(q.device), :, :longest]
-            if bias is None and softcap is None and sinks is None and lse is None:
+            scales = [x[s.to(q.device), :, :longest] for x in gathered]
+            if bias is None and softcap is None and sinks is None and lse is None and not scales:
                 result[at] = _fused(*parts, visible.to(q.device), scale).transpose(1, 2).to(wide)
             else:
-                part, part_lse = _plain(*parts, visible.to(q.device), bias, scale, softcap)
+                part, part_lse = _plain(*parts, visible.to(q.device), bias, scale, softcap, *scales)
                 result[at], found[at] = part.transpose(1, 2), part_lse.transpose(1, 2)
         if sinks is not None:
             result = self._apply_sinks(result, found, sinks)
@@ -77,8 +78,11 @@ class GatherBackend(ReferenceBackend):
         if lse is not None:
             lse.copy_(found)
 
-    def gather(self, kv: PagedKV, plan: AttentionPlan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Each sequence's K and V in a row, zero after its end: [S, Hkv, longest, D] and [S, Hkv, longest, Dv]."""
+    def gather(self, kv: PagedKV, plan: AttentionPlan, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Each sequence's K and V in a row, zero after its end: [S, Hkv, longest, D] and [S, Hkv, longest, Dv].
+
+        After them the scales of K and of V, fp32 [S, Hkv, longest], where the cache has them.
+        """
         spec, device = plan.spec, kv.k.device
         lens = plan.context_lens[: plan.num_seqs, None].long()
         first_row = lens - plan.query_starts[: plan.num_seqs + 1].long().diff()[:, None]
@@ -90,11 +94,15 @@ class GatherBackend(ReferenceBackend):
         table = plan.block_tables[: plan.num_seqs]
         block = torch.where(held, table[:, position // spec.block_size], 0).long().to(device)
         offset = (position % spec.block_size).to(device)
-        empty = ~held[..., None, None].to(device)
+        empty = ~held[..., None].to(device)
         k, v = (
-            x[block, :, offset].to(dtype).masked_fill_(empty, 0.0).transpose(1, 2).contiguous() for x in (kv.k, kv.v)
+            x[block, :, offset].to(dtype).masked_fill_(empty[..., None], 0.0).transpose(1, 2).contiguous()
+            for x in (kv.k, kv.v)
         )
-        return k, v
+        if kv.k_scale is None or kv.v_scale is None:
+            return k, v
+        scales = (x[block, :, offset].masked_fill_(empty, 0.0).transpose(1, 2) for x in (kv.k_scale, kv.v_scale))
+        return k, v, *scales
 
 
 BACKEND = GatherBackend()
@@ -135,11 +143,16 @@ def _plain(
     bias: Tensor | None,  # fp32 [S, Hq, rows, longest], ALiBi's
     scale: float,
     softcap: float | None,
+    k_scale: Tensor | None = None,  # fp32 [S, Hkv, longest]
+    v_scale: Tensor | None = None,  # fp32 [S, Hkv, longest]
 ) -> tuple[Tensor, Tensor]:
-    """What the fused form lacks, ALiBi as exact as scores, softcap, LSE: [S, Hq, rows, Dv], [S, Hq, rows]."""
+    """What the fused form lacks, ALiBi as exact as scores, softcap, scales, LSE: [S, Hq, rows, Dv], [S, Hq, rows]."""
     wide, groups = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
     k, v = k.to(wide).repeat_interleave(groups, 1), v.to(wide).repeat_interleave(groups, 1)
-    score = (q.to(wide) @ k.mT) * scale
+    score = q.to(wide) @ k.mT
+    if k_scale is not None:
+        score = score * k_scale.to(wide).repeat_interleave(groups, 1)[:, :, None]
+    score = score * scale
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
     if bias is not None:
@@ -147,4 +160,7 @@ def _plain(
     score = score.masked_fill(~visible[:, None], -torch.inf)
     lse = torch.logsumexp(score, -1)
     weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    if v_scale is not None:
+        of_heads = v_scale.to(wide).repeat_interleave(groups, 1)[:, :, None]
+        weight = scaled_weights(weight, of_heads, visible[:, None])
     return weighted_sum(weight, v, visible[:, None]), lse

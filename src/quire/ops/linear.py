@@ -8,6 +8,7 @@ still reproducible.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -96,6 +97,16 @@ class OneDnnLinear:
         return out[:count].to(x.dtype)
 
 
+@dataclass(frozen=True)
+class JoinedLinear:
+    """Several projections of the same input whose weights cannot be stacked: their outputs, one after the other."""
+
+    parts: Sequence[Linear]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], 1)
+
+
 def padded_rows(count: int) -> int:
     """Rows that oneDNN multiplies where there are so many: beyond the first 64 at most an eighth more.
 
@@ -132,6 +143,16 @@ class Linears:
             return RowLinear(weight, bias)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), PROBED_ROWS[-1])
         return self._one_dnn(packed, dtype, weight, bias)
+
+    def joined(
+        self,
+        weights: Sequence[Tensor | QuantisedWeight],  # [out, in] each
+        bias: Tensor | None = None,  # [all out]
+    ) -> Linear:
+        """One linear of weights that differ in kind, or in the order of their inputs."""
+        sizes = [w.out_size if isinstance(w, QuantisedWeight) else len(w) for w in weights]
+        biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
+        return JoinedLinear([self.linear(w, b) for w, b in zip(weights, biases, strict=True)])
 
     def head(
         self,

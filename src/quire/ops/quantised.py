@@ -5,8 +5,7 @@ becomes integers too, with one scale for each ACTIVATION_GROUP inputs, or for th
 integers are exact, so they are the same in every order, on every instruction set, and for every number of rows. What
 is rounded is rounded in one order, which this module defines and every kernel follows:
 
-    x_scale[a]  = max |x[i]| / 127 over the inputs i of activation group a
-    x_value[i]  = round_to_even(x[i] * (127 / max |x|))
+    x_scale[a], x_value[i]: the inputs i of activation group a, rounded by the rule of quire.ops.rounding
     sum[s]      = sum over the inputs i of segment s of (value[i] - zero[s]) * x_value[i]      exact, int32
 
     one scale a group:    y = 0;  for s ascending:  y = fma(sum[s], x_scale * scale[s], y);  out = y + bias
@@ -15,8 +14,7 @@ is rounded is rounded in one order, which this module defines and every kernel f
 A segment is the smaller one of the two kinds of groups, so that each has one scale of x and one of the weight. Where a
 whole row of x has one scale, it is all of the row: y = float(sum) * x_scale. All of this is fp32.
 
-A group of x that holds an infinite or NaN number makes every result of its row NaN. One whose numbers are all smaller
-than SMALLEST counts as zero.
+A group of x that holds an infinite or NaN number makes every result of its row NaN.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
+from quire.ops.rounding import quantised_rows
 
 ACTIVATION_GROUP = 128  # inputs of x that share a scale
 GROUPS = (32, 64, 128)  # inputs of a weight that share a scale, unless all do
-SMALLEST = 2.0**-100  # 127 / x is a number
 MOST_INPUTS = 65_536  # of a row with one scale: the sum of so many products fits an int32
 BITS = (4, 8)
 ROUNDED_AT_ONCE = 2**18  # numbers of a weight, which stay in a cache
@@ -85,7 +83,9 @@ class QuantisedWeight:
                 f"a weight of {self.in_size} inputs in groups of {self.group_size} is for rows with one scale; such a "
                 f"weight is symmetric, has one scale an output, and at most {MOST_INPUTS} inputs"
             )
-        if self.order is not None and not torch.equal(self.order.sort().values, torch.arange(self.in_size)):
+        if self.order is not None and not torch.equal(
+            self.order.sort().values, torch.arange(self.in_size, device=self.order.device)
+        ):
             raise BadValue(f"order is no permutation of 0..{self.in_size - 1}")
 
     @property
@@ -113,10 +113,35 @@ class QuantisedWeight:
         """Whether it lies on the CPU."""
         return self.values.is_cpu
 
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers: integers of so many bits, fp32 scales, and zeros of a byte."""
+        zeros = 0 if self.zeros is None else self.zeros.numel()
+        return self.values.numel() * self.bits // 8 + self.scales.nbytes + zeros
+
+    def rows(
+        self,
+        index: Tensor,  # int64 [N]
+    ) -> QuantisedWeight:
+        """These outputs, in this order, in memory of their own."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        return replace(self, values=self.values[index], scales=self.scales[index], zeros=zeros)
+
+    def to(self, device: str) -> QuantisedWeight:
+        """The same on that device."""
+        zeros, order = (None if tensor is None else tensor.to(device) for tensor in (self.zeros, self.order))
+        return replace(self, values=self.values.to(device), scales=self.scales.to(device), zeros=zeros, order=order)
+
     def dequantised(self) -> Tensor:
         """The weight's numbers: fp32 [out, in]. Each is rounded once, from the exact product."""
         zeros = torch.full_like(self.scales, 2 ** (self.bits - 1)) if self.zeros is None else self.zeros
-        repeated = [x.repeat_interleave(self.group_size, 1)[:, : self.in_size] for x in (zeros, self.scales)]
+        size = min(self.group_size, self.in_size)
+        repeated = [x.repeat_interleave(size, 1)[:, : self.in_size] for x in (zeros, self.scales)]
         weight = (self.values.float() - repeated[0]) * repeated[1]
         if self.order is None:
             return weight
@@ -185,7 +210,7 @@ class QuantisedLinear:
         weight = self.weight
         if weight.order is not None:
             x = x[:, weight.order]
-        values, scales = quantised_rows(x, weight.in_size if weight.whole_rows else ACTIVATION_GROUP)
+        values, scales = rounded_groups(x, weight.in_size if weight.whole_rows else ACTIVATION_GROUP)
         out = torch.zeros(len(x), weight.out_size, device=x.device)
         for i, begin in enumerate(range(0, weight.in_size, weight.segment)):
             total = _exact_sums(values, weight, begin, begin + weight.segment).float()
@@ -210,33 +235,19 @@ class QuantisedEmbedding:
         token_ids: Tensor,  # int64 [T]
     ) -> Tensor:
         """The rows: [T, H]."""
-        weight = self.weight
-        rows = replace(
-            weight,
-            values=weight.values[token_ids],
-            scales=weight.scales[token_ids],
-            zeros=None if weight.zeros is None else weight.zeros[token_ids],
-        )
-        return rows.dequantised().to(weight.dtype)
+        if len(token_ids) == 0:
+            return torch.empty(0, self.weight.in_size, dtype=self.weight.dtype, device=self.weight.device)
+        return self.weight.rows(token_ids).dequantised().to(self.weight.dtype)
 
 
-def quantised_rows(
+def rounded_groups(
     x: Tensor,  # [T, in]
     group_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Integers from -127 to 127 as fp32 [T, in], and scales, fp32 [T, groups]; NaN where a group is not finite."""
+    """Integers, int8 [T, in], and scales, fp32 [T, groups], as `quire.ops.rounding` has them."""
     rows, in_size = x.shape
-    groups = -(-in_size // group_size)
-    padded = torch.nn.functional.pad(x.float(), (0, groups * group_size - in_size)).view(rows, groups, group_size)
-    largest = padded.abs().amax(2)
-    finite = padded.isfinite().all(2)
-    counts, steps = (
-        finite & (largest >= SMALLEST),
-        torch.full_like(largest, 127),
-    )  # a tensor: by a number torch may not divide
-    inverse = torch.where(counts, steps / largest, 0)
-    scales = torch.where(finite, torch.where(counts, largest / steps, 0), torch.nan)
-    values = torch.where(finite[..., None], padded * inverse[..., None], 0).round()
+    padded = torch.nn.functional.pad(x.float(), (0, -in_size % group_size))
+    values, scales = quantised_rows(padded.view(rows, -1, group_size))
     return values.view(rows, -1)[:, :in_size], scales
 
 

@@ -20,6 +20,7 @@ from quire.ops.eager import EagerExecutor
 from quire.ops.linear import Linears
 from quire.ops.plan import AttentionPlan
 from quire.ops.program import Executor, Program
+from quire.ops.rounding import quantised_rows
 from quire.ops.spec import AttentionSpec, Limits, PagedKV
 from quire.ops.swap import HostSwap, Swap
 
@@ -30,7 +31,12 @@ class ReferenceBackend(Backend):
     """Every operator in PyTorch."""
 
     name = "reference"
-    limits = Limits(kv_dtypes=dict.fromkeys(_FLOATS, _FLOATS), max_head_dim=1024, reproducible=False, case_budget=2_000)
+    limits = Limits(
+        kv_dtypes=dict.fromkeys(_FLOATS, _FLOATS | {torch.int8}),
+        max_head_dim=1024,
+        reproducible=False,
+        case_budget=2_000,
+    )
 
     def unavailable(self, device: str) -> str | None:
         """None wherever torch runs: on the CPU, and on a GPU that torch sees."""
@@ -121,15 +127,19 @@ class ReferenceBackend(Backend):
         slots = plan.slots[: plan.num_tokens].to(k_new.device).long()
         rows = torch.nonzero(slots >= 0).flatten()
         block, offset = slots[rows] // plan.spec.block_size, slots[rows] % plan.spec.block_size
-        for x, new in ((kv.k, k_new), (kv.v, v_new)):
-            stored = new[rows].to(x.dtype)
+        for x, scales, new in ((kv.k, kv.k_scale, k_new), (kv.v, kv.v_scale, v_new)):
+            if scales is None:
+                stored = new[rows].to(x.dtype)
+                shown = stored.to(torch.promote_types(x.dtype, torch.float32))  # fp8 has no isfinite
+            else:
+                stored, shown = quantised_rows(new[rows])
+                scales[block, :, offset] = shown
             x[block, :, offset] = stored
-            widened = stored.to(torch.promote_types(x.dtype, torch.float32))  # fp8 has no isfinite
-            plan.nonfinite[rows] |= (~widened.isfinite().all(-1).all(-1)).int().to(plan.nonfinite.device)
+            plan.nonfinite[rows] |= (~shown.isfinite().flatten(1).all(-1)).int().to(plan.nonfinite.device)
 
     def _copy_blocks(self, kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
-        kv.k[list(dst)] = kv.k[list(src)]
-        kv.v[list(dst)] = kv.v[list(src)]
+        for x in kv.tensors().values():
+            x[list(dst)] = x[list(src)]
 
     # --------------------------------------------------------------------------------- operators of a decoder
 
@@ -219,7 +229,10 @@ def _attend(
         v = kv.v[table[j], :, None, :filled].to(q.dtype)  # [Hkv, 1, filled, Dv]
         key = torch.arange(j * B, j * B + filled, device=q.device)  # [filled]
 
-        score = (q @ k.mT) * scale  # [Hkv, G, rows, filled]
+        score = q @ k.mT  # [Hkv, G, rows, filled]
+        if kv.k_scale is not None:
+            score = score * kv.k_scale[table[j], :, None, None, :filled].to(q.dtype)
+        score = score * scale
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
         if alibi_slopes is not None:
@@ -237,12 +250,23 @@ def _attend(
         weight = torch.exp(score - shift[..., None])
         correction = torch.exp(top - shift)
         total = total * correction + weight.sum(-1)
+        if kv.v_scale is not None:
+            weight = scaled_weights(weight, kv.v_scale[table[j], :, None, None, :filled].to(q.dtype), seen)
         mix = mix * correction[..., None] + weighted_sum(weight, v, seen)
         top = new_top
 
     out = torch.where(total[..., None] == 0, 0.0, mix / total[..., None])  # NaN stays NaN
     lse = top + torch.log(total)
     return out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2)
+
+
+def scaled_weights(
+    weight: Tensor,  # [..., rows, keys]
+    v_scale: Tensor,  # [..., 1, keys]
+    seen: Tensor,  # bool [..., rows, keys]
+) -> Tensor:
+    """weight * v_scale, which is NaN where a row sees a value that was not finite, and 0 for what it does not see."""
+    return torch.where(seen, weight * v_scale, 0.0)
 
 
 def weighted_sum(

@@ -8,6 +8,9 @@ of graphs goes straight to the backend.
 A plan is made and updated outside of graphs, and cannot be an operator's argument. The operators take its `key`, a
 tensor that stays the same over all updates: an update causes no recompilation, nor does another plan.
 
+A graph that writes to a cache of int8 wants its integers and its scales in memories of their own: torch (2.13) refuses
+inputs of different dtypes that share one, as they do in an engine's cache.
+
 What is wrong with the arguments is found when the graph runs, and raised as by the backend itself. There are no
 gradients: torch warns where a backward pass comes to one of these operators.
 """
@@ -28,13 +31,17 @@ from quire.ops.spec import PagedKV
 
 _ATTENTION = (
     "str backend, Tensor q, Tensor k, Tensor v, Tensor plan, *, "
+    "Tensor? k_scale=None, Tensor? v_scale=None, "
     "float? scale=None, Tensor? alibi_slopes=None, float? softcap=None, Tensor? sinks=None"
 )
 
-# Shapes and dtypes are those of `Backend`; k and v are a PagedKV's, plan is a plan's key. Results are contiguous.
+# Shapes and dtypes are those of `Backend`; k, v and their scales are a PagedKV's, plan is a plan's key. Results are
+# contiguous.
 SCHEMAS = {
-    "write_kv": "(str backend, Tensor k_new, Tensor v_new, Tensor(a!) k, Tensor(b!) v, Tensor plan) -> ()",
-    "copy_blocks": "(str backend, Tensor(a!) k, Tensor(b!) v, SymInt[] src, SymInt[] dst) -> ()",
+    "write_kv": "(str backend, Tensor k_new, Tensor v_new, Tensor(a!) k, Tensor(b!) v, Tensor plan, "
+    "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()",
+    "copy_blocks": "(str backend, Tensor(a!) k, Tensor(b!) v, SymInt[] src, SymInt[] dst, "
+    "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()",
     # out and LSE, the LSE empty where it is not asked for
     "attention": f"({_ATTENTION}, bool return_lse=False) -> (Tensor, Tensor)",
     "attention_out": f"({_ATTENTION}, Tensor(a!) out, bool return_lse=False) -> Tensor",
@@ -64,22 +71,48 @@ def _function(backend: str, name: str, device: str) -> Callable[..., Any]:
     return functools.partial(getattr(type(found), name).__wrapped__, found)
 
 
-def _write_kv(backend: str, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, plan: Tensor) -> None:
+def _write_kv(
+    backend: str,
+    k_new: Tensor,
+    v_new: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     size = v_new.shape[-1]
     if checks.begin_alike(k, v) and k_new.dtype == v_new.dtype and torch.equal(k_new[..., :size], v_new):
         v_new = k_new[..., :size]  # of a latent cache: a compiler may have made a copy of what was this
-    _function(backend, "write_kv", k.device.type)(k_new, v_new, PagedKV(k, v), plan_of(plan))
+    _function(backend, "write_kv", k.device.type)(k_new, v_new, PagedKV(k, v, k_scale, v_scale), plan_of(plan))
 
 
-def _copy_blocks(backend: str, k: Tensor, v: Tensor, src: list[int], dst: list[int]) -> None:
-    _function(backend, "copy_blocks", k.device.type)(PagedKV(k, v), src, dst)
+def _copy_blocks(
+    backend: str,
+    k: Tensor,
+    v: Tensor,
+    src: list[int],
+    dst: list[int],
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    _function(backend, "copy_blocks", k.device.type)(PagedKV(k, v, k_scale, v_scale), src, dst)
 
 
 def _attention(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, plan: Tensor, *, return_lse: bool = False, **options: Any
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    return_lse: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     attention = _function(backend, "attention", q.device.type)
-    result = attention(q, PagedKV(k, v), plan_of(plan), return_lse=return_lse, **options)
+    result = attention(q, PagedKV(k, v, k_scale, v_scale), plan_of(plan), return_lse=return_lse, **options)
     return result if return_lse else (result, _no_lse(q))
 
 
@@ -140,12 +173,29 @@ def _pin(*written: Tensor) -> None:
             int(number)
 
 
-def _fake_write_kv(backend: str, k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, plan: Tensor) -> None:
-    _pin(k, v)
+def _fake_write_kv(
+    backend: str,
+    k_new: Tensor,
+    v_new: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    _pin(*PagedKV(k, v, k_scale, v_scale).tensors().values())
 
 
-def _fake_copy_blocks(backend: str, k: Tensor, v: Tensor, src: Sequence[int], dst: Sequence[int]) -> None:
-    _pin(k, v)
+def _fake_copy_blocks(
+    backend: str,
+    k: Tensor,
+    v: Tensor,
+    src: Sequence[int],
+    dst: Sequence[int],
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    _pin(*PagedKV(k, v, k_scale, v_scale).tensors().values())
 
 
 def _fake_attention(

@@ -18,6 +18,10 @@ Sums and the LSE are in fp32 whatever the dtype (float64 for float64). A row tha
 of -inf. Where the context is shorter than the query, the first rows stand before the sequence's start: causal ones see
 nothing. Keys below the window but in a block that is not wholly below it still belong to the sequence.
 
+A cache of int8 holds rows of integers, each with a scale of its own for K and for V (`quire.ops.rounding` says how a
+row is rounded). A score is then formed in the order `q·k_int * k_scale * scale → softcap → ...`, and a value is weighed
+by `softmax weight * v_scale`, which is rounded to the dtype of q where weights are; their sum takes in no v_scale.
+
 What a row does not see is not multiplied: an infinite or NaN entry of the cache reaches the rows that see it and no
 other. A row that sees one shows it: its result is not finite, unless the key's score is -inf.
 
@@ -35,7 +39,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.errors import BadDtype, BadValue, Unsupported
+from quire.errors import BadDtype, BadShape, BadValue, Unsupported
 from quire.ops.checks import INT32_MAX, check_tensor
 
 MAX_HEAD_DIM = 1024
@@ -55,7 +59,7 @@ class AttentionSpec:
     block_size: int  # B, 1..256
     num_blocks: int  # N; N * B slots are numbered in an int32
     dtype: torch.dtype  # of q and of the output
-    kv_dtype: torch.dtype | None = None  # of the cache; None: that of q
+    kv_dtype: torch.dtype | None = None  # of the cache: a floating-point dtype or int8; None: that of q
     head_dim_v: int | None = None  # Dv, 1..1024; None: D
     causal: bool = True
     window: int | None = None  # keys that a row sees, its own included; causal only
@@ -81,6 +85,11 @@ class AttentionSpec:
         return self.dtype if self.kv_dtype is None else self.kv_dtype
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether rows of the cache have scales."""
+        return self.cache_dtype == torch.int8
+
+    @property
     def default_scale(self) -> float:
         """1 / sqrt(D), the scale of scaled dot-product attention (Vaswani et al. 2017)."""
         return 1.0 / math.sqrt(self.head_dim)
@@ -89,12 +98,20 @@ class AttentionSpec:
 @dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
 class PagedKV:
     """One layer's share of the paged cache. Any strides as long as the last one is 1: HND and NHD views both serve.
+    Those of the scales, which a cache of int8 has and no other, may be any.
 
     Slots that no sequence owns may hold anything, NaN included: no backend lets them reach a result.
     """
 
     k: torch.Tensor  # [N, Hkv, B, D]
     v: torch.Tensor  # [N, Hkv, B, Dv]
+    k_scale: torch.Tensor | None = None  # fp32 [N, Hkv, B]
+    v_scale: torch.Tensor | None = None  # fp32 [N, Hkv, B]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that there are, by name."""
+        named = {"kv.k": self.k, "kv.v": self.v, "kv.k_scale": self.k_scale, "kv.v_scale": self.v_scale}
+        return {name: x for name, x in named.items() if x is not None}
 
 
 @dataclass(frozen=True)
@@ -134,6 +151,13 @@ def check_kv(kv: PagedKV, spec: AttentionSpec) -> None:
     device = torch.device(spec.device)
     check_tensor("kv.k", kv.k, (*lead, spec.head_dim), spec.cache_dtype, device)
     check_tensor("kv.v", kv.v, (*lead, spec.dim_v), spec.cache_dtype, device)
+    for name, scale in (("kv.k_scale", kv.k_scale), ("kv.v_scale", kv.v_scale)):
+        if scale is None and spec.is_scaled:
+            raise BadShape(f"{name} is None; a cache of {spec.cache_dtype} needs scales, fp32 {lead}")
+        if scale is not None and not spec.is_scaled:
+            raise BadShape(f"{name} has shape {tuple(scale.shape)}; a cache of {spec.cache_dtype} has no scales")
+        if scale is not None:
+            check_tensor(name, scale, lead, torch.float32, device, any_strides=True)
 
 
 def _check_spec(spec: AttentionSpec) -> None:
@@ -169,8 +193,11 @@ def _check_spec(spec: AttentionSpec) -> None:
         dtype = getattr(spec, name)
         if name == "kv_dtype" and dtype is None:
             continue
+        if name == "kv_dtype" and dtype == torch.int8:
+            continue
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise BadDtype(f"spec.{name} is {dtype!r}; it must be a floating-point torch.dtype")
+            integers = " or torch.int8" if name == "kv_dtype" else ""
+            raise BadDtype(f"spec.{name} is {dtype!r}; it must be a floating-point torch.dtype{integers}")
     try:
         torch.device(spec.device)
     except (RuntimeError, TypeError):

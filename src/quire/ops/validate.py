@@ -23,6 +23,7 @@ def check_write(
     """Check the arguments of write_kv. Raises BadValue on a read-only plan.
 
     K and V may share memory as those of a latent cache do: one begins with the other, in the cache and in the new rows.
+    In a cache with scales they may not, since a row's rounding depends on all of its numbers.
     """
     spec = plan.spec
     check_kv(kv, spec)
@@ -32,11 +33,11 @@ def check_write(
     check_tensor("k_new", k_new, (plan.num_tokens, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
     check_tensor("v_new", v_new, (plan.num_tokens, spec.num_kv_heads, spec.dim_v), spec.dtype, device)
     new = {"k_new": k_new, "v_new": v_new}
-    if begin_alike(kv.k, kv.v) and begin_alike(k_new, v_new):
+    if not spec.is_scaled and begin_alike(kv.k, kv.v) and begin_alike(k_new, v_new):
         check_written({"kv.k": kv.k}, new)
         check_written({"kv.v": kv.v}, new)
     else:
-        check_written({"kv.k": kv.k, "kv.v": kv.v}, new)
+        check_written(kv.tensors(), new)
 
 
 def check_attention(
@@ -61,7 +62,7 @@ def check_attention(
     if sinks is not None:
         check_tensor("sinks", sinks, (spec.num_heads,), torch.float32, device)
     if out is not None:
-        check_written({"out": out}, {"q": q, "kv.k": kv.k, "kv.v": kv.v, "alibi_slopes": alibi_slopes, "sinks": sinks})
+        check_written({"out": out}, {"q": q, **kv.tensors(), "alibi_slopes": alibi_slopes, "sinks": sinks})
     if scale is not None:
         check_number(BadValue, "scale", scale, -MAX_SCALE, MAX_SCALE)
     if softcap is not None:  # None for no cap
@@ -120,16 +121,19 @@ def check_sinks(
 
 def check_copy(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
     """Check the arguments of copy_blocks: ids in range, no block written twice or both read and written."""
-    for name, tensor in (("kv.k", kv.k), ("kv.v", kv.v)):
-        if tensor.dim() != 4:
-            raise BadShape(f"{name} has shape {tuple(tensor.shape)}; expected [N, Hkv, B, D]")
-        check_tensor(name, tensor, tuple(tensor.shape), tensor.dtype, tensor.device)
+    for name, tensor in kv.tensors().items():
+        is_scale = name.endswith("_scale")
+        if tensor.dim() != (3 if is_scale else 4):
+            expected = "[N, Hkv, B]" if is_scale else "[N, Hkv, B, D]"
+            raise BadShape(f"{name} has shape {tuple(tensor.shape)}; expected {expected}")
+        check_tensor(name, tensor, tuple(tensor.shape), tensor.dtype, tensor.device, any_strides=is_scale)
         check_written({name: tensor}, {})
     if len(src) != len(dst):
         raise BadShape(f"src has {len(src)} block ids and dst {len(dst)}; they are pairs")
     num_blocks = kv.k.shape[0]
-    if kv.v.shape[0] != num_blocks:
-        raise BadShape(f"kv.k has {num_blocks} blocks and kv.v {kv.v.shape[0]}; they are pairs")
+    for name, tensor in kv.tensors().items():
+        if tensor.shape[0] != num_blocks:
+            raise BadShape(f"kv.k has {num_blocks} blocks and {name} {tensor.shape[0]}; they are pairs")
     for name, ids in (("src", src), ("dst", dst)):
         for i, block in enumerate(ids):
             if isinstance(block, bool) or not isinstance(block, int):

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 
 from quire import __version__
 from quire.cache.manager import most_blocks
-from quire.cache.storage import bytes_per_block
+from quire.cache.storage import bytes_per_block, cache_dtype
 from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.errors import ConfigError
 from quire.llm import LLM
@@ -84,7 +84,7 @@ def build_service(options: Mapping[str, Any], config: ServerConfig) -> tuple[Ser
     llm = LLM(**options)
     names = config.served_model_name or (llm.config.model or EMBEDDED_NAME,)
     template = ChatTemplate.find(llm.directory, config.chat_template)
-    metrics = Metrics(llm.engine, names[0], config.vllm_metrics)
+    metrics = Metrics(llm.engine, names[0], config.vllm_metrics, _model_info(llm))
     inspector = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.api_key)
     device = DEVICES["cpu" if llm.config.device == "cpu" else "h200"]
     cost = CostModel(cost_of(llm.decoder), device, llm.config.cache.block_size)
@@ -185,6 +185,7 @@ def listening_lines(service: Service, listening: socket.socket, seconds: float) 
         "model": _model,
         "backend": _backend,
         "dtype": _dtype,
+        "weights": _weights,
         "cache": _cache,
         "longest": _longest,
         "limits": _limits,
@@ -209,10 +210,28 @@ def _dtype(service: Service) -> str:
     return f"{str(service.llm.decoder.dtype).removeprefix('torch.')} ({why})"
 
 
+def _weights(service: Service) -> str:
+    decoder = service.llm.decoder
+    size = f"{decoder.weight_bytes / 2**20:,.0f} MiB"
+    return f"{size}, {decoder.quantisation or 'not quantised'}"
+
+
+def _model_info(llm: LLM) -> dict[str, str]:
+    """How the weights and the cache are stored, for the metrics."""
+    decoder = llm.decoder
+    return {
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "quantization": decoder.quantisation or "none",
+        "weight_bytes": str(decoder.weight_bytes),
+        "cache_bits": str(8 * decoder.dtype.itemsize),
+    }
+
+
 def _cache(service: Service) -> str:
     decoder, config, manager = service.llm.decoder, service.llm.config, service.worker.engine.scheduler.manager
     groups, model = manager.groups, decoder.config
-    size = bytes_per_block(groups, manager.block_size, model.num_kv_heads, model.head_dim, decoder.dtype)
+    dtype = cache_dtype(config.cache, decoder.dtype)
+    size = bytes_per_block(groups, manager.block_size, model.num_kv_heads, model.head_dim, dtype)
     a_sequence = max(
         most_blocks(decoder.max_model_len, config.max_num_batched_tokens, group.window, manager.block_size)
         for group in groups
@@ -224,7 +243,8 @@ def _cache(service: Service) -> str:
     else:
         why = f"kv_cache_memory={config.cache.kv_cache_memory!r}"
     memory = manager.num_blocks * size / 2**20
-    return f"{manager.num_blocks:,} blocks of {manager.block_size} tokens, {memory:,.0f} MiB ({why})"
+    held = "" if dtype == decoder.dtype else f" in {str(dtype).removeprefix('torch.')}"
+    return f"{manager.num_blocks:,} blocks of {manager.block_size} tokens{held}, {memory:,.0f} MiB ({why})"
 
 
 def _longest(service: Service) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
+from quire.ops.rounding import quantised_rows
 from tests.ops.cases import Case, Step
 
 OPTIONS: list[dict[str, Any]] = [
@@ -24,6 +25,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"causal": False, "return_lse": True},
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CACHES = (None, torch.int8)  # None: of the dtype of q
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +52,12 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_long_contexts_over_many_threads(backend, dtype, options):
-    case = Case(query_lens=(1, 5, 0, 2), context_lens=(3_500, 1_030, 9, 2_048), dtype=dtype, block_size=32, **options)
+@pytest.mark.parametrize("kv_dtype", CACHES, ids=str)
+def test_long_contexts_over_many_threads(backend, dtype, kv_dtype, options):
+    case = Case(
+        query_lens=(1, 5, 0, 2), context_lens=(3_500, 1_030, 9, 2_048), dtype=dtype, kv_dtype=kv_dtype, block_size=32,
+        **options,
+    )  # fmt: skip
     step = Step(case)
     whole, plan = attend(backend, step)
     assert plan.num_parts == 0
@@ -66,7 +72,8 @@ def test_long_contexts_over_many_threads(backend, dtype, options):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_size", [16, 100])
-def test_blocks_that_sequences_share_are_read_for_all_of_them(backend, dtype, options, block_size):
+@pytest.mark.parametrize("kv_dtype", CACHES, ids=str)
+def test_blocks_that_sequences_share_are_read_for_all_of_them(backend, dtype, kv_dtype, options, block_size):
     """Each sequence alone has no one to share with; 3 and 5 have other lengths than the rest."""
     case = Case(
         query_lens=(1, 3, 1, 1, 2, 1),
@@ -74,6 +81,7 @@ def test_blocks_that_sequences_share_are_read_for_all_of_them(backend, dtype, op
         shared_prefix=True,
         num_kv_heads=1,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         block_size=block_size,
         **options,
     )
@@ -114,7 +122,11 @@ class Branches:
         self.tables = torch.tensor([table + [-1] * (width - len(table)) for table in tables])
         self.lens, self.starts = torch.tensor(lens), torch.tensor([0, *rows]).cumsum(0)
         shape = num_blocks, num_kv_heads, block_size, head_dim
-        self.kv = ops.PagedKV(*(torch.randn(shape, generator=gen).to(dtype) for _ in range(2)))
+        k, v = (torch.randn(shape, generator=gen).to(dtype) for _ in range(2))
+        self.kv, kv_dtype = ops.PagedKV(k, v), rng.choice(CACHES)
+        if kv_dtype is torch.int8:
+            (k, k_scale), (v, v_scale) = quantised_rows(k), quantised_rows(v)
+            self.kv = ops.PagedKV(k, v, k_scale, v_scale)
         heads = num_kv_heads * group_size
         self.q = torch.randn(sum(rows), heads, head_dim, generator=gen).to(dtype)
         slopes = 0.5 ** torch.arange(heads)
@@ -122,7 +134,7 @@ class Branches:
         self.options = rng.choice(({}, {"alibi_slopes": slopes}, {"alibi_slopes": each}, {"softcap": 2.0}))
         self.spec = ops.AttentionSpec(
             num_heads=heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
-            num_blocks=num_blocks, dtype=dtype,
+            num_blocks=num_blocks, dtype=dtype, kv_dtype=kv_dtype,
         )  # fmt: skip
         self.backend = backend
 
@@ -171,12 +183,13 @@ def test_a_common_prompt_below_a_split_is_read_once(backend):
 @pytest.mark.parametrize("options", OPTIONS[:-1], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("group_size", "head_dim"), [(1, 64), (3, 80), (8, 128), (71, 20)])
-def test_a_row_alone_and_in_chunks(backend, dtype, options, group_size, head_dim):
+@pytest.mark.parametrize("kv_dtype", CACHES, ids=str)
+def test_a_row_alone_and_in_chunks(backend, dtype, kv_dtype, options, group_size, head_dim):
     """Decoding token after token, prefill at once, and anything between."""
     length = 300
     case = Case(
         query_lens=(length,), context_lens=(length,), num_kv_heads=1, group_size=group_size, head_dim=head_dim,
-        dtype=dtype, block_size=16, **options,
+        dtype=dtype, kv_dtype=kv_dtype, block_size=16, **options,
     )  # fmt: skip
     step = Step(replace(case, history_first=False))
     whole, _ = attend(backend, step)
@@ -193,12 +206,17 @@ def test_a_row_alone_and_in_chunks(backend, dtype, options, group_size, head_dim
 
 
 def test_the_layout_of_the_cache_does_not_show(backend):
-    for dtype in DTYPES:
-        case = Case(query_lens=(1, 40), context_lens=(300, 77), dtype=dtype, return_lse=True)
+    for dtype, kv_dtype in itertools.product(DTYPES, CACHES):
+        case = Case(query_lens=(1, 40), context_lens=(300, 77), dtype=dtype, kv_dtype=kv_dtype, return_lse=True)
         first, _ = attend(backend, Step(case))
-        for changes in ({"layout": "NHD"}, {"layout": "padded"}, {"row_strides": "head-major"}):
+        for changes in (
+            {"layout": "NHD"},
+            {"layout": "padded"},
+            {"layout": "side by side"},
+            {"row_strides": "head-major"},
+        ):
             other, _ = attend(backend, Step(replace(case, **changes)))
-            assert same(first, other), f"{dtype}, {changes}"
+            assert same(first, other), f"{dtype}, {kv_dtype}, {changes}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -145,13 +145,13 @@ def test_logits_are_in_fp32(backend):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group", [32, 64, 128, 10_000])
+@pytest.mark.parametrize("group", [32, 64, 128, 10**9])
 def test_rounding_to_the_nearest(bits, group):
     weight = torch.randn(30, 333) * torch.exp2(torch.randint(-20, 20, (30, 1)))
     weight[3] = 0
     rounded = quantised(weight, bits, group, torch.bfloat16)
     error = (rounded.dequantised() - weight).abs()
-    scales = rounded.scales.abs().repeat_interleave(rounded.group_size, 1)[:, :333]
+    scales = rounded.scales.abs().repeat_interleave(min(333, group), 1)[:, :333]
     # With four bits the largest number of the other sign may lie beyond the last value: by a scale at most.
     assert (error <= scales * (0.5 if bits == 8 else 1) * (1 + 1e-5)).all()
     assert (rounded.dequantised()[3] == 0).all()

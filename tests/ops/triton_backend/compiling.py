@@ -66,7 +66,9 @@ class Compiled:
 
 # --------------------------------------------------------------------------------------------------- the kernels
 
-NARROW = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}
+NARROW = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv",
+          torch.int8: "i8"}  # fmt: skip
+SCALES = ("k_scale", "v_scale")
 
 
 def attend(
@@ -92,6 +94,10 @@ def attend(
         **{"BLOCK_M": tile.block_m, "TILE": tile.block_n, "CHUNK": CHUNK if kind == "exact" else 0},
         "FINITE": finite,
     }
+    if kv is torch.int8:
+        pointers |= dict.fromkeys(SCALES, "fp32")
+    else:
+        constants |= dict.fromkeys(SCALES)
     if not everything:
         constants |= dict.fromkeys(("window", "slopes", "sequences", "cap", "sinks", "lse"))
     if kind == "few" and not finite:
@@ -114,6 +120,8 @@ def attention_kernels(chip: str, everything: bool) -> Iterator[Kernel]:
         for head_dim in (64, 128) if everything else (64,):
             yield attend(chip, kind, head_dim, everything=True)
         yield attend(chip, kind, 80, finite=True)
+        if chip != "gfx942":
+            yield attend(chip, kind, 128, kv=torch.int8)
         if chip in ("sm90", "sm100"):
             yield attend(chip, kind, 128, kv=torch.float8_e4m3fn)
     pointers = {"out": "bf16", **dict.fromkeys(("lse", "part_mix", "part_sums", "sinks"), "fp32"), "merges": "i32"}
@@ -127,14 +135,23 @@ def other_kernels(chip: str) -> Iterator[Kernel]:
         return dict.fromkeys(names, dtype)
 
     kv_heads = {"BLOCK_SIZE": 16, "HEADS": 8, "D": 128, "DV": 128, "K_HEADS": 8, "K_DIMS": 128, "V_HEADS": 8}
-    limits = {"bf16": 0.0} | ({"fp8e4nv": 448.0, "fp8e5": 57_344.0} if chip in ("sm90", "sm100") else {})
+    limits = (
+        {"bf16": 0.0}
+        | ({"i8": 0.0} if chip != "gfx942" else {})
+        | ({"fp8e4nv": 448.0, "fp8e5": 57_344.0} if chip in ("sm90", "sm100") else {})
+    )
     for kv, limit in limits.items():
         types = {
             **pointers("bf16", "k_new", "v_new"),
             **pointers(kv, "k", "v"),
             **pointers("i32", "slots", "rows_nonfinite"),
         }
-        yield Kernel(f"write_rows {kv}", cache.write_rows, types, {**kv_heads, "V_DIMS": 128, "LIMIT": limit}, {})
+        constants: dict[str, object] = {**kv_heads, "V_DIMS": 128, "LIMIT": limit}
+        if kv == "i8":
+            types |= pointers("fp32", *SCALES)
+        else:
+            constants |= dict.fromkeys(SCALES)
+        yield Kernel(f"write_rows {kv}", cache.write_rows, types, constants, {})
     yield Kernel(
         "copy_part", cache.copy_part, {"cache": "i16", **pointers("i32", "sources", "targets")},
         {"HEADS": 8, "BLOCK_SIZE": 16, "DIM": 128, "TILE": cache.COPY_TILE}, {},

@@ -7,10 +7,10 @@ import torch
 
 from quire import ops
 from quire.ops.triton import BACKEND
-from quire.ops.triton.backend import _fp8
+from quire.ops.triton.backend import _narrow
 from quire.ops.triton.tiles import HALVES, chip_of, choose, precision
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+INT8, E4M3, E5M2 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
 
 
 @pytest.fixture
@@ -25,22 +25,22 @@ def found(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> st
 
 
 @pytest.mark.parametrize(
-    ("found", "chip", "fp8"),
+    ("found", "chip", "narrow"),
     [
-        ((8, 0), "sm80", {E5M2}),
-        ((8, 6), "sm80", {E5M2}),
-        ((8, 9), "sm80", {E4M3, E5M2}),
-        ((9, 0), "sm90", {E4M3, E5M2}),
-        ((10, 0), "sm100", {E4M3, E5M2}),
-        ((12, 0), "sm100", {E4M3, E5M2}),
+        ((8, 0), "sm80", {INT8, E5M2}),
+        ((8, 6), "sm80", {INT8, E5M2}),
+        ((8, 9), "sm80", {INT8, E4M3, E5M2}),
+        ((9, 0), "sm90", {INT8, E4M3, E5M2}),
+        ((10, 0), "sm100", {INT8, E4M3, E5M2}),
+        ((12, 0), "sm100", {INT8, E4M3, E5M2}),
         (None, "gfx942", set()),
     ],
     indirect=["found"],
 )
-def test_the_chip_decides_tiles_and_fp8(found, chip, fp8):
+def test_the_chip_decides_tiles_and_narrow_caches(found, chip, narrow):
     assert BACKEND.unavailable(found) is None
     assert chip_of(found) == chip
-    assert _fp8() == fp8
+    assert _narrow() == narrow
     assert chip in HALVES
 
 

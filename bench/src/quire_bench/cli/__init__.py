@@ -16,6 +16,7 @@ from quire_bench.cli.latency import latency
 from quire_bench.cli.machine import machine
 from quire_bench.cli.memory import memory
 from quire_bench.cli.planning import planning
+from quire_bench.cli.quantisation import quantisation
 from quire_bench.cli.scheduler import scheduler
 from quire_bench.cli.serve import serve
 from quire_bench.cli.soak import soak
@@ -33,6 +34,7 @@ COMMANDS = (
     attention,
     cascade,
     machine,
+    quantisation,
     startup,
     planning,
     memory,

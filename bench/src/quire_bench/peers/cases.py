@@ -17,6 +17,7 @@ class Engine(NamedTuple):
 
     title: str
     runner: str  # the module that its interpreter runs
+    environment: str = ""  # the engine whose interpreter that is; "": its own
 
 
 ENGINES = {  # in the order of their turns
@@ -27,8 +28,12 @@ ENGINES = {  # in the order of their turns
     "transformers": Engine("transformers", "quire_bench.peers.runners.hf_transformers"),
     "adapter": Engine("Quire with transformers' code", "quire_bench.peers.runners.quire_adapter"),
     "continuous": Engine("transformers' continuous batching", "quire_bench.peers.runners.hf_continuous"),
+    "openvino-dynamic": Engine(
+        "OpenVINO GenAI, rounding activations", "quire_bench.peers.runners.openvino_dynamic", "openvino"
+    ),
+    "llama-cpp-k": Engine("llama.cpp, Q4_K_M", "quire_bench.peers.runners.llama_cpp", "llama-cpp"),
 }
-PEERS = tuple(name for name in ENGINES if name != "quire")
+PEERS = tuple(name for name, engine in ENGINES.items() if name != "quire" and not engine.environment)
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,12 @@ class Case:
     model: str
     peers: Mapping[str, float | None]
     weights_read: float | None = None  # the share of the read bandwidth at which Quire is to read the weights
+    quantization: str | None = None  # of all engines' weights: int8 or int4
+
+    @property
+    def variant(self) -> str:
+        """The model, and how its weights are rounded."""
+        return self.model if self.quantization is None else f"{self.model} {self.quantization}"
 
     @property
     def engines(self) -> set[str]:
@@ -70,4 +81,18 @@ CASES = (
     Case("single", "llama1b", {"vllm": 2.0, "openvino": 1.4, "llama-cpp": 1.2, "transformers": None}, 0.8),
     Case("decode", "llama1b", {"vllm": None, "openvino": None, "llama-cpp": None, "transformers": None}),
     Case(READY, "smol135", {"vllm": 10.0, "openvino": 1.0, "llama-cpp": None, "transformers": None}),
+    Case("single", "llama1b", {"openvino": 1.2, "openvino-dynamic": 1.2, "llama-cpp": 1.1}, quantization="int8"),
+    Case("decode", "llama1b", {"openvino": 1.2, "openvino-dynamic": 1.2}, quantization="int8"),
+    Case(
+        "single",
+        "llama1b",
+        {"openvino": 1.2, "openvino-dynamic": 1.2, "llama-cpp": 1.2, "llama-cpp-k": 1.3},
+        quantization="int4",
+    ),
+    Case("decode", "llama1b", {"openvino": 1.2, "openvino-dynamic": 1.2}, quantization="int4"),
+    *(
+        Case(work, "smol135", {"openvino": 1.2, "openvino-dynamic": 1.2}, quantization=quantization)
+        for quantization in ("int8", "int4")
+        for work in ("single", "decode", "mixed")
+    ),
 )

@@ -30,7 +30,7 @@ class Race:
     """How cases are run, and by whom."""
 
     commands: Mapping[str, Sequence[str]]  # engine -> what starts its runner; in the order of their turns
-    checkpoints: Mapping[tuple[str, str], Path]  # engine and model -> the model as that engine wants it
+    checkpoints: Mapping[tuple[str, str], Path]  # engine and variant -> the model as that engine wants it
     folder: Path  # for files that nobody needs afterwards; the runners' working directory
     threads: int
     runs: int
@@ -40,7 +40,7 @@ class Race:
 
     def compare(self, cases: Sequence[Case]) -> Iterator[Result]:
         """Run the cases, one after the other; neighbours on the same model with the same processes."""
-        for _, group in groupby(cases, lambda case: (case.model, case.shares_prefix, case.workload == READY)):
+        for _, group in groupby(cases, lambda case: (case.variant, case.shares_prefix, case.workload == READY)):
             together = list(group)
             with ExitStack() as stack:
                 runs: dict[str, Run] = {}
@@ -52,7 +52,7 @@ class Race:
                     if own[0].workload == READY:
                         runs[engine] = partial(self._until_first_token, engine, own)
                         continue
-                    note(f"{engine} starts on {own[0].model}")
+                    note(f"{engine} starts on {own[0].variant}")
                     process = self._start(engine, own)
                     stack.callback(process.close)
                     try:
@@ -65,7 +65,7 @@ class Race:
 
     def _alternate(self, case: Case, runs: Mapping[str, Run], failures: Mapping[str, str]) -> Result:
         engines = [engine for engine in self.commands if engine in case.engines]
-        weights = self.checkpoints["quire", case.model].glob("*.safetensors")
+        weights = self.checkpoints["quire", case.variant].glob("*.safetensors")
         result = Result(
             case,
             weight_bytes=sum(path.stat().st_size for path in weights),
@@ -76,7 +76,7 @@ class Race:
         for turn in range(self.warmup + self.runs):
             prompts, counts = self._prompts(work, turn), turn >= self.warmup
             for engine in list(result.seconds):
-                note(f"{work.name} on {case.model}, {engine}, run {turn + 1} of {self.warmup + self.runs}")
+                note(f"{work.name} on {case.variant}, {engine}, run {turn + 1} of {self.warmup + self.runs}")
                 try:
                     seconds = runs[engine](prompts, work.new_tokens)
                     result.seconds[engine] += [seconds] * counts
@@ -103,7 +103,8 @@ class Race:
         works = [case.work for case in cases]
         lengths = [len(p) + new for work in works for p, new in zip(work.prompts, work.new_tokens, strict=True)]
         settings = Settings(
-            model=str(self.checkpoints[engine, cases[0].model]),
+            model=str(self.checkpoints[engine, cases[0].variant]),
+            quantization=cases[0].quantization,
             threads=self.threads,
             max_model_len=-(-max(lengths) // 256) * 256,
             max_requests=max(len(work.prompts) for work in works),

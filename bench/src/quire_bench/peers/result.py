@@ -68,8 +68,8 @@ class Result:
 
     def rows(self) -> Iterator[tuple[str, ...]]:
         """A row for each engine, under COLUMNS."""
-        work, name = self.case.work, f"{self.case.workload}, {self.case.model}"
-        for engine, (title, _) in ENGINES.items():
+        work, name = self.case.work, f"{self.case.workload}, {self.case.variant}"
+        for engine, (title, *_) in ENGINES.items():
             if engine in self.failures:
                 yield name, title, "failed: " + self.failures[engine].splitlines()[0], "", "", "", ""
             elif engine in self.seconds:
@@ -84,6 +84,7 @@ class Result:
         return {
             "workload": work.name,
             "model": self.case.model,
+            "quantization": self.case.quantization,
             "prompt_tokens": work.num_prompt_tokens,
             "new_tokens": work.num_new_tokens,
             "seconds": self.seconds,

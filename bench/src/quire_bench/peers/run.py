@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from quire_bench.peers.cases import CASES, ENGINES, PEERS
+from quire_bench.peers.cases import CASES, ENGINES, PEERS, Case
 from quire_bench.peers.process import runners_in
 from quire_bench.peers.race import Race, Rates, note
 from quire_bench.peers.result import COLUMNS, Result, line, short
@@ -31,23 +31,37 @@ from quire_bench.proc import num_cores, processor
 from quire_bench.tables import markdown_rule
 
 
-def converted(engine: str, python: Path, checkpoint: Path, folder: Path) -> Path:
-    """The checkpoint as the engine wants it, made beside it if it is not there yet. folder: from `runners_in`."""
-    target = checkpoint.parent / "converted" / f"{checkpoint.name}-{engine}"
+def converted(engine: str, python: Path, case: Case, checkpoint: Path, folder: Path) -> Path:
+    """The case's checkpoint as the engine wants it, made if it is not there yet. folder: from `runners_in`."""
+    environment = ENGINES[engine].environment or engine
+    if environment == "openvino":
+        export: list[str | Path] = ["export", "openvino", "--task", "text-generation-with-past", "--model", checkpoint]
+        export += ["--weight-format", case.quantization or "fp16"]
+        if case.quantization == "int4" and json.loads((checkpoint / "config.json").read_text())["hidden_size"] % 128:
+            export += ["--group-size", "64"]  # it wants groups that divide
+        name = "openvino" if case.quantization is None else f"openvino-{case.quantization}"
+        return _made(checkpoint, name, [python.with_name("optimum-cli"), *export], folder)
+    if environment == "llama-cpp":
+        to_gguf = [str(python), "-m", "quire_bench.peers.runners.to_gguf", str(checkpoint)]
+        plain = _made(checkpoint, "llama-cpp", to_gguf, folder)
+        if case.quantization is None:
+            return plain
+        kind = {"int8": "q8_0", "int4": "q4_k_m" if engine == "llama-cpp-k" else "q4_0"}[case.quantization]
+        quantize = [str(python), "-m", "quire_bench.peers.runners.quantize_gguf", str(plain)]
+        return _made(checkpoint, f"llama-cpp-{kind}", quantize, folder, kind)
+    return checkpoint
+
+
+def _made(checkpoint: Path, name: str, command: Sequence[str | Path], folder: Path, *after: str) -> Path:
+    """What a command makes of a checkpoint, whose path it takes as an argument before those in `after`."""
+    target = checkpoint.parent / "converted" / f"{checkpoint.name}-{name}"
     part = target.with_name(target.name + ".part")
-    export = ["export", "openvino", "--task", "text-generation-with-past", "--weight-format", "fp16", "--model"]
-    commands: dict[str, list[str | Path]] = {
-        "openvino": [python.with_name("optimum-cli"), *export, checkpoint, part],
-        "llama-cpp": [python, "-m", "quire_bench.peers.runners.to_gguf", checkpoint, part],
-    }
-    if engine not in commands:
-        return checkpoint
     if not target.exists():
         target.parent.mkdir(exist_ok=True)
         begun = time.perf_counter()
-        subprocess.run(commands[engine], check=True, cwd=folder, stdout=sys.stderr)
+        subprocess.run([*command, part, *after], check=True, cwd=folder, stdout=sys.stderr)
         part.rename(target)
-        note(f"{checkpoint.name} converted for {engine} in {time.perf_counter() - begun:.0f} s")
+        note(f"{target.name} made in {time.perf_counter() - begun:.0f} s")
     return target
 
 
@@ -86,12 +100,16 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     """The options. Ends the program where they are wrong."""
     cores = num_cores()
     known = list(dict.fromkeys(case.workload for case in CASES))
+    kinds = list(dict.fromkeys(case.quantization or "none" for case in CASES))
     parser = argparse.ArgumentParser(prog="python -m quire_bench.peers", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", type=Path, required=True, metavar="DIR", help="has gpt2, smol135, llama1b, or some")
     for peer in PEERS:
         message = f"the interpreter of {ENGINES[peer].title}'s environment; left out by default"
         parser.add_argument(f"--{peer}", type=Path, metavar="PYTHON", help=message)
     parser.add_argument("--workloads", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
+    parser.add_argument(
+        "--quantization", nargs="+", choices=kinds, default=kinds, metavar="NAME", help=", ".join(kinds)
+    )
     parser.add_argument("--runs", type=int, default=5, help="of each engine, that count; default: %(default)s")
     parser.add_argument("--warmup", type=int, default=1, help="runs before those; default: %(default)s")
     parser.add_argument("--threads", type=int, default=cores, help="of each engine; default: %(default)s, all cores")
@@ -110,6 +128,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{peer} is {python}; there is no such program")
     options.models = options.models.absolute()
     wanted = [case for case in CASES if case.workload in options.workloads]
+    wanted = [case for case in wanted if (case.quantization or "none") in options.quantization]
     models = list(dict.fromkeys(case.model for case in wanted))
     missing = [model for model in models if not (options.models / model / "config.json").exists()]
     if missing == models:
@@ -124,13 +143,18 @@ def main(given: Sequence[str] | None = None) -> int:
     """Compare, and print a table as it grows. 1 if an engine failed."""
     options = arguments(given)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])  # the engines inherit it
-    pythons = {"quire": Path(sys.executable)} | options.pythons
+    given_pythons = {"quire": Path(sys.executable)} | options.pythons
+    pythons = {
+        name: given_pythons[home]
+        for name, engine in ENGINES.items()
+        if (home := engine.environment or name) in given_pythons
+    }
     commands = {engine: [str(python), "-m", ENGINES[engine].runner] for engine, python in pythons.items()}
     results = []
     with TemporaryDirectory() as made:
         folder = runners_in(Path(made))
         checkpoints = {
-            (engine, case.model): converted(engine, python, options.models / case.model, folder)
+            (engine, case.variant): converted(engine, python, case, options.models / case.model, folder)
             for engine, python in pythons.items()
             for case in options.cases
             if engine in case.engines

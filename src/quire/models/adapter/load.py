@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from quire import ops as ops_room
@@ -20,7 +23,12 @@ from quire.errors import ModelError, Unsupported
 from quire.integrations.gate import refusal
 from quire.models.adapter.attention import NAME
 from quire.models.adapter.model import AdaptedModel
+from quire.models.adapter.modules import Unread
 from quire.models.adapter.trial import check
+from quire.models.hf_config import SCHEMES
+from quire.models.quantisation.module import Form, Module, Scheme, form_of
+from quire.models.quantisation.policy import Quantisation
+from quire.models.weights import Checkpoint
 from quire.ops import Backend
 
 BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.inv_freq$")  # of old checkpoints; their models make them
@@ -50,6 +58,8 @@ def find(directory: Path, raw: Mapping[str, Any]) -> Found:
         raise Unsupported(f"transformers cannot read its config.json: {' '.join(str(error).split())[:200]}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise Unsupported(f"transformers has no causal language model of type {config.model_type!r}")
+    for key in SCHEMES:  # else transformers would look for who reads such weights: we do
+        config.__dict__.pop(key, None)
     models = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model = models[0] if isinstance(models, tuple) else models
     reason = refusal(model, config)
@@ -77,14 +87,19 @@ def load(
     max_model_len: int,
     eos_token_ids: frozenset[int],
     reproducible: bool,
+    quantisation: Quantisation,
 ) -> AdaptedModel:
     """The model with its weights.
 
     Raises Unsupported, with the reason, where it cannot be served; ModelError for weights that are missing or too many.
     """
+    unread: dict[str, Form] = {}  # by module
+    kind = found.model
+    if quantisation.scheme is not None:
+        kind = _with_unread(kind, quantisation.scheme, Checkpoint(directory), dtype, unread)
     with _silence():
         try:
-            model, report = found.model.from_pretrained(
+            model, report = kind.from_pretrained(
                 directory,
                 config=found.config,
                 dtype=dtype,
@@ -92,18 +107,60 @@ def load(
                 trust_remote_code=False,
                 output_loading_info=True,
             )
+        except ModelError:
+            raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise ModelError(f"{directory}: transformers cannot load its weights: {reason}") from error
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         names = sorted(name for name in map(str, report.get(what) or ()) if not BUFFERS.search(name))
+        if what == "unexpected_keys":
+            names = [name for name in names if not _is_of(name, unread, directory)]
         if names:
             raise ModelError(
                 f"{directory} has {len(names)} {what.replace('_', ' ')}, among them {', '.join(names[:3])}; running "
                 "with them would be a different model"
             )
     model.eval()
-    return AdaptedModel(model.to(device), backend, max_model_len, eos_token_ids, reproducible)
+    return AdaptedModel(model.to(device), backend, max_model_len, eos_token_ids, reproducible, quantisation)
+
+
+def _with_unread(kind: Any, scheme: Scheme, checkpoint: Checkpoint, dtype: torch.dtype, unread: dict[str, Form]) -> Any:
+    """The model's class, whose linears that the checkpoint has as integers are left for us to read.
+
+    unread: gets their names. A class of its own, since transformers makes the model and then looks what it lacks.
+    """
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, config, *args, **kwargs)
+        tied = self.get_output_embeddings() if config.get_text_config().tie_word_embeddings else None
+        for path, module in list(self.named_modules()):
+            for last, child in list(module.named_children()):
+                name = f"{path}.{last}".removeprefix(".")
+                if type(child) not in (nn.Linear, Conv1D) or child is tied:
+                    continue
+                form = form_of(scheme, name, checkpoint.names)
+                if form is None:
+                    continue
+                if missing := [f"{name}.{one}" for one in form.needs if f"{name}.{one}" not in checkpoint.names]:
+                    raise ModelError(f"{checkpoint.directory} lacks {len(missing)} tensors, among them {missing[0]}")
+                shape = child.weight.T.shape if type(child) is Conv1D else child.weight.shape
+                stored = Module(checkpoint, name, *shape)
+                setattr(module, last, Unread(child, partial(form.read, stored, dtype)))
+                unread[name] = form
+
+    # By its own name: transformers and our checks look for the source of that.
+    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
+
+
+def _is_of(tensor: str, unread: Mapping[str, Form], directory: Path) -> bool:
+    """Whether a tensor belongs to a linear that we read; some writers give every one a bias, of zeros."""
+    name, _, kind = tensor.rpartition(".")
+    if name not in unread:
+        return False
+    if kind == "bias":
+        return not bool(Checkpoint(directory)[tensor].any())
+    return kind in (*unread[name].needs, *unread[name].takes)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.models.adapter.attention import NAME, LayerCall, PagedPass, Pass, Passes, Recorder, attention
 from quire.models.adapter.modules import (
+    Packing,
     leave_files,
     replace_activations,
     replace_linears,
@@ -30,6 +31,7 @@ from quire.models.adapter.modules import (
     rows_depend,
 )
 from quire.models.model import ModelShape
+from quire.models.quantisation.policy import Quantisation
 from quire.ops import AttentionPlan, Backend
 
 
@@ -43,6 +45,7 @@ class AdaptedModel:
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
         reproducible: bool = False,
+        quantisation: Quantisation = Quantisation(),  # noqa: B008  # frozen
     ) -> None:
         """Take the model over: its linears are replaced by ours.
 
@@ -53,11 +56,17 @@ class AdaptedModel:
         self._lock = Lock()
         self._passes = Passes()
         linears = backend.linears(str(model.device), reproducible)
-        replace_tied_embedding(model, linears)
-        replace_linears(model, linears)
+        packing = Packing(linears, quantisation, self.dtype, str(self.device))
+        replace_tied_embedding(model, packing)
+        replace_linears(model, packing)
         replace_activations(model, backend)
         replace_rope(model, max_model_len)
         leave_files(model)
+        left = [weight for weight in model.parameters() if not weight.is_meta]
+        self.weight_bytes = packing.nbytes + sum(weight.nbytes for weight in left)
+        self.quantisation = quantisation.description
+        if quantisation.linears is not None and any(weight.dim() == 3 for weight in left):
+            self.quantisation = f"{self.quantisation}; experts not quantised"  # transformers multiplies these
         # The decoder within an OPT, say; some call their output projection a decoder.
         inner = model.get_decoder()
         self._backbone = inner if isinstance(inner, PreTrainedModel) and inner is not model else model.base_model

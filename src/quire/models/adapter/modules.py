@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
+from quire.models.quantisation.policy import Quantisation
 from quire.ops import Backend
 from quire.ops.linear import Embedding, Linear, Linears, PlainEmbedding
+from quire.ops.quantised import QuantisedWeight
 
 GELUS: dict[type, Literal["none", "tanh"]] = {
     activations.ACT2CLS["gelu"]: "none",
@@ -30,9 +32,41 @@ SILUS = (activations.ACT2CLS["silu"], nn.SiLU)
 BY_PLACE = re.compile(r"\b(sigmoid|silu|softplus|mish|gelu|elu|celu|selu)(?=\b[ ,()\n])|\b(approximate)=")
 BY_NUMBER = (nn.ReLU, nn.Tanh)  # activations of torch whose bits do not
 CHUNK = 4096  # positions
+ROUTERS = ("gate", "router", "shared_expert_gate")  # linears that choose experts, by their last name
 
 
-def replace_tied_embedding(model: Any, linears: Linears) -> None:
+class Unread(nn.Module):
+    """A linear of a checkpoint that has its weight as integers, which transformers does not read."""
+
+    def __init__(self, theirs: Any, read: Callable[[], QuantisedWeight]) -> None:
+        """theirs: the nn.Linear or Conv1D that it stands for."""
+        super().__init__()
+        self.read = read
+        self.weight = torch.empty_like(theirs.weight, device="meta")  # some initialise it
+        self.bias: nn.Parameter | None = theirs.bias  # [out]
+
+
+class Packing:
+    """Packs the weights of a model's linears, as integers where they are to be, and counts their bytes."""
+
+    def __init__(self, linears: Linears, quantisation: Quantisation, dtype: torch.dtype, device: str) -> None:
+        """dtype: of x."""
+        self.linears, self.nbytes = linears, 0
+        self._quantisation, self._dtype, self._device = quantisation, dtype, device
+
+    def weight(self, theirs: Any, name: str, is_head: bool) -> Tensor | QuantisedWeight:
+        """The weight [out, in] of an nn.Linear, a Conv1D, which keeps its own as [in, out], or an Unread one."""
+        if isinstance(theirs, Unread):
+            weight = self._quantisation.multiplied(theirs.read())
+        else:
+            weight = theirs.weight.detach().T if type(theirs) is Conv1D else theirs.weight.detach()
+            if is_head or name.rpartition(".")[2] not in ROUTERS:
+                weight = self._quantisation.linear(weight, self._dtype, name, is_head)
+        self.nbytes += weight.nbytes
+        return weight.to(self._device)
+
+
+def replace_tied_embedding(model: Any, packing: Packing) -> None:
     """One weight of ours where the output projection is the embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if type(head) is not nn.Linear or head.weight is not embedding.weight:
@@ -43,7 +77,7 @@ def replace_tied_embedding(model: Any, linears: Linears) -> None:
     ours = _Embedding(PlainEmbedding(head.weight.detach(), head.weight.dtype), scale, head.weight)
     if not torch.equal(embedding(tokens), ours(tokens)):
         return
-    ours.rows, linear = linears.tied(head.weight.detach())
+    ours.rows, linear = packing.linears.tied(packing.weight(head, "the embedding", is_head=True))
     ours_head = _PackedModule(linear, head.weight, None if head.bias is None else head.bias.detach())
     for old, new in ((embedding, ours), (head, ours_head)):
         for module in list(model.modules()):
@@ -52,13 +86,13 @@ def replace_tied_embedding(model: Any, linears: Linears) -> None:
                     setattr(module, name, new)
 
 
-def replace_linears(model: Any, linears: Linears) -> None:
+def replace_linears(model: Any, packing: Packing) -> None:
     """Ours, packed, for all plain linears."""
     head = model.get_output_embeddings()
-    for module in list(model.modules()):
+    for path, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
-            if type(child) in (nn.Linear, Conv1D):
-                setattr(module, name, _packed(child, linears, child is head))
+            if type(child) in (nn.Linear, Conv1D, Unread):
+                setattr(module, name, _packed(child, packing, f"{path}.{name}", child is head))
 
 
 def replace_activations(model: nn.Module, backend: Backend) -> None:
@@ -123,24 +157,26 @@ class _Embedding(nn.Module):
 class _PackedModule(nn.Module):
     """One of our linears."""
 
-    def __init__(self, linear: Linear, weight: Tensor, added: Tensor | None = None) -> None:
+    def __init__(self, linear: Linear, weight: Tensor | QuantisedWeight, added: Tensor | None = None) -> None:
         """added: what the linear itself does not add, [out]."""
         super().__init__()
         self.linear, self._added = linear, added
         # Some ask for its dtype or shape. There are no values: they are in the linear.
-        self.weight = torch.empty_like(weight, device="meta")
+        shape = (weight.out_size, weight.in_size) if isinstance(weight, QuantisedWeight) else weight.shape
+        self.weight = torch.empty(shape, dtype=weight.dtype, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.linear(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], len(self.weight))
         return out if self._added is None else out + self._added
 
 
-def _packed(theirs: Any, linears: Linears, is_head: bool) -> _PackedModule:
-    """theirs: an nn.Linear, or a Conv1D, which keeps its weight as [in, out]."""
-    weight = theirs.weight.detach().T if type(theirs) is Conv1D else theirs.weight.detach()
+def _packed(theirs: Any, packing: Packing, name: str, is_head: bool) -> _PackedModule:
+    """theirs: an nn.Linear, a Conv1D, or an Unread one."""
+    weight, linears = packing.weight(theirs, name, is_head), packing.linears
     bias = None if theirs.bias is None else theirs.bias.detach()
-    linear = linears.head(weight) if is_head and bias is None else linears.linear(weight.contiguous(), bias)
-    return _PackedModule(linear, weight)
+    if is_head and bias is None:
+        return _PackedModule(linears.head(weight), weight)
+    return _PackedModule(linears.linear(weight.contiguous() if isinstance(weight, Tensor) else weight, bias), weight)
 
 
 class _Activation(nn.Module):

@@ -4,12 +4,13 @@ The kernels are a C++ library without torch (csrc/), one source compiled for eac
 it addresses. They run on torch's own threads. Results depend on the instruction set, and on nothing else: not on the
 threads, the batch, or the chunk that a row came in.
 
-Sums are formed in fp32. Where the CPU multiplies bf16, the softmax weights over a bf16 cache are rounded to bf16.
+Sums are formed in fp32. Where the CPU multiplies bf16, the softmax weights of bf16 queries are rounded to bf16.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from ctypes import byref
 from typing import Literal
@@ -37,7 +38,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     limits = Limits(
-        kv_dtypes={dtype: frozenset((dtype,)) for dtype in native.DTYPES},
+        kv_dtypes={dtype: frozenset((dtype, torch.int8)) for dtype in native.DTYPES},
         max_head_dim=1024,
         reproducible=True,
         case_budget=2_000,
@@ -91,7 +92,9 @@ class CpuBackend(Backend):
         scale, alibi_slopes, softcap, sinks = scores
         plain = scale is None and alibi_slopes is None and softcap is None and sinks is None
         fits = out is None or (
-            _fits(out, plan.out_shape, plan) and out.is_contiguous() and overlap.apart((out,), (q, kv.k, kv.v))
+            _fits(out, plan.out_shape, plan)
+            and out.is_contiguous()
+            and overlap.apart((out,), (q, *kv.tensors().values()))
         )
         if not (plain and fits and _fits(q, plan.q_shape, plan)):
             super()._check_attention(q, kv, plan, scores, out, return_lse)
@@ -138,7 +141,7 @@ class CpuBackend(Backend):
     def _check_write(self, k_new: Tensor, v_new: Tensor, kv: PagedKV, plan: CpuPlan) -> None:
         cache = plan.cache(kv)
         fits = _fits(k_new, plan.k_shape, plan) and _fits(v_new, plan.v_shape, plan)
-        if not (plan.writable and cache.separate and fits and overlap.apart((kv.k, kv.v), (k_new, v_new))):
+        if not (plan.writable and cache.separate and fits and overlap.apart(kv.tensors().values(), (k_new, v_new))):
             super()._check_write(k_new, v_new, kv, plan)
 
     def _write_kv(self, k_new: Tensor, v_new: Tensor, kv: PagedKV, plan: CpuPlan) -> None:
@@ -146,17 +149,17 @@ class CpuBackend(Backend):
         p.k_new, p.v_new = k_new.data_ptr(), v_new.data_ptr()
         p.k_new_token, p.k_new_head, _ = k_new.stride()
         p.v_new_token, p.v_new_head, _ = v_new.stride()
-        plan.library.write_kv(plan.library.parallel_for, plan.view, byref(p))
+        plan.library("write_kv", plan.view, byref(p))
 
     def _copy_blocks(self, kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
         if not (kv.k.is_cpu and kv.v.is_cpu):
             raise Unsupported(f"the cache is on {kv.k.device} and {kv.v.device}; the cpu backend copies on the CPU")
         library = native.default()
         sources, targets = torch.tensor(src, dtype=torch.int64), torch.tensor(dst, dtype=torch.int64)
-        for x in (kv.k, kv.v):
+        for x in kv.tensors().values():
             size = x.element_size()
-            block, head, slot, _ = (stride * size for stride in used_strides(x))
-            _, heads, slots, dim = x.shape
+            block, head, slot, *_ = (stride * size for stride in used_strides(x))
+            _, heads, slots, *dims = x.shape
             library.copy_blocks(
                 library.parallel_for,
                 x.data_ptr(),
@@ -165,7 +168,7 @@ class CpuBackend(Backend):
                 slot,
                 heads,
                 slots,
-                dim * size,
+                math.prod(dims) * size,
                 sources.data_ptr(),
                 targets.data_ptr(),
                 len(src),

@@ -232,9 +232,7 @@ class NativeExecutor:
             for layer, group, params in (*self._writes, *self._attends)
         ]
         for params, cache in found:  # all of them were checked
-            home = cache.write if isinstance(params, native.WriteParams) else cache.attention
-            for name in ("k", "v", "k_block", "k_head", "k_slot", "v_block", "v_head", "v_slot"):
-                setattr(params, name, getattr(home, name))
+            params.cache = cache.params
         self._bound = weakref.ref(caches)
 
     def _run(self, given: list[Tensor], positions: Tensor, plans: Sequence[CpuPlan], rows: Tensor | None) -> None:

@@ -32,6 +32,7 @@ TILE_ROWS = 16
 MANY_ROWS = 2**31 - 1  # of which some must be copied, if of any number of rows
 NO_MEMORY = 1  # as plan_update returns it
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+INT8 = 3  # of caches alone
 
 
 class SpecParams(Structure):
@@ -40,7 +41,8 @@ class SpecParams(Structure):
     _fields_ = [
         (name, c_int32)
         for name in (
-            "num_heads num_kv_heads head_dim head_dim_v block_size causal window dtype item_rows memory_rows".split()
+            "num_heads num_kv_heads head_dim head_dim_v block_size causal window dtype kv_dtype item_rows "
+            "memory_rows".split()
         )
     ]  # fmt: skip
 
@@ -56,15 +58,22 @@ class StepParams(Structure):
     ]
 
 
+class CacheParams(Structure):
+    """A layer's cache: addresses, and strides in elements."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "k v k_scale v_scale".split()),
+        *((f"{name}_{dim}", c_int64) for name in "k v k_scale v_scale".split() for dim in "block head slot".split()),
+    ]
+
+
 class AttentionParams(Structure):
     """One call of attention: addresses, strides in elements, and the rule of the scores."""
 
     _fields_ = [
-        *((name, c_void_p) for name in "q k v out lse alibi_slopes sinks".split()),
-        *(
-            (name, c_int64)
-            for name in "q_token q_head k_block k_head k_slot v_block v_head v_slot out_token out_head".split()
-        ),
+        ("cache", CacheParams),
+        *((name, c_void_p) for name in "q out lse alibi_slopes sinks".split()),
+        *((name, c_int64) for name in "q_token q_head out_token out_head".split()),
         ("slope_seq", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
@@ -75,13 +84,9 @@ class WriteParams(Structure):
     """One call of write_kv: addresses, and strides in elements."""
 
     _fields_ = [
-        *((name, c_void_p) for name in "k_new v_new k v".split()),
-        *(
-            (name, c_int64)
-            for name in (
-                "k_new_token k_new_head v_new_token v_new_head k_block k_head k_slot v_block v_head v_slot".split()
-            )
-        ),
+        ("cache", CacheParams),
+        *((name, c_void_p) for name in "k_new v_new".split()),
+        *((name, c_int64) for name in "k_new_token k_new_head v_new_token v_new_head".split()),
     ]
 
 
@@ -189,6 +194,7 @@ _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "item_sizes": (None, (_I, POINTER(c_int32), POINTER(c_int32))),
     "attention": (None, (_P, POINTER(AttentionParams))),
+    "write_kv": (None, (_P, POINTER(WriteParams))),
     "merge_states": (None, (_P, _P, _P, _P, _P, _P, _L, _L, _I)),
     "apply_sinks": (None, (_P, _P, _P, _P, _L, _L, _L, _I)),
     "rms_norm": (None, (_P, _L, _L, _L, _P, _L, _P, _P, _L, _L, _L, _F, _I)),
@@ -229,7 +235,6 @@ class Library:
     num_items: Callable[..., int]
     num_phases: Callable[..., int]
     num_parts: Callable[..., int]
-    write_kv: Callable[..., None]
     copy_blocks: Callable[..., None]
 
     def __call__(self, kernel: str, *arguments: object) -> Any:
@@ -316,7 +321,6 @@ def load(isa: str | None = None, path: Path | None = None) -> Library:
         num_items=entry("num_items", c_int32, c_void_p),
         num_phases=entry("num_phases", c_int32, c_void_p),
         num_parts=entry("num_parts", c_int32, c_void_p),
-        write_kv=entry("write_kv", None, c_void_p, c_void_p, POINTER(WriteParams)),
         copy_blocks=entry("copy_blocks", None, _P, _P, _L, _L, _L, _L, _L, _L, _P, _P, _L),
     )
 

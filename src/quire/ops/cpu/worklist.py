@@ -26,12 +26,15 @@ class Cache:
     def __init__(self, kv: PagedKV, forget: Callable[[object], None]) -> None:
         """forget: called when the PagedKV is gone; it alone keeps the memory, whose address may then be another's."""
         self.owner = weakref.ref(kv, forget)
-        self.separate = not (overlap.repeats(kv.k) or overlap.repeats(kv.v) or overlap.shares(kv.k, kv.v))
-        self.attention = native.AttentionParams(k=kv.k.data_ptr(), v=kv.v.data_ptr())
-        self.write = native.WriteParams(k=kv.k.data_ptr(), v=kv.v.data_ptr())
-        for params in (self.attention, self.write):
-            params.k_block, params.k_head, params.k_slot, _ = used_strides(kv.k)
-            params.v_block, params.v_head, params.v_slot, _ = used_strides(kv.v)
+        tensors = kv.tensors()
+        self.separate = not (any(map(overlap.repeats, tensors.values())) or overlap.first_shared(tensors, {}))
+        self.params = native.CacheParams()
+        for name, x in tensors.items():
+            name = name.removeprefix("kv.")
+            setattr(self.params, name, x.data_ptr())
+            for dim, stride in zip(("block", "head", "slot"), used_strides(x), strict=False):
+                setattr(self.params, f"{name}_{dim}", stride)
+        self.attention, self.write = native.AttentionParams(self.params), native.WriteParams(self.params)
 
 
 class CpuPlan(AttentionPlan):
@@ -56,6 +59,7 @@ class CpuPlan(AttentionPlan):
             causal=spec.causal,
             window=spec.window or 0,
             dtype=native.DTYPES[spec.dtype],
+            kv_dtype=native.INT8 if spec.is_scaled else native.DTYPES[spec.cache_dtype],
         )
         sizes = c_int32(), c_int32()
         library("item_sizes", params.dtype, *map(byref, sizes))

@@ -15,6 +15,10 @@ A row has the weight 0 for a key that it does not see, and 0 times an infinite v
 rows see different keys reports rows whose sums are not finite. A second launch (FINITE) does such items once more
 without these values, and stores the rows that see none of them. The others have seen one: theirs stays as it is.
 
+A cache of integers has scales: those of K multiply the products before the scale of the scores does, those of V the
+weights before these are rounded, and what a row does not see weighs 0 again after that. Integers are finite, so that
+nothing is done once more.
+
 Scalar offsets are added to a pointer before the offsets of a tensor are: the compiler (3.5, 3.6) has got the other
 order wrong in split reductions. What may exceed 2^31 is computed in 64 bits. An argument that is None is compiled away.
 """
@@ -83,6 +87,15 @@ def _part(base, at, held, dtype, FIRST: tl.constexpr, COUNT: tl.constexpr, SIZE:
 
 
 @triton.jit
+def _scales(base, ids, slot, held, block_stride, slot_stride, MASKED: tl.constexpr):
+    """The scale of each key of a tile, or of its value; 0 where there is nothing."""
+    at = base + ids.to(tl.int64) * block_stride + slot.to(tl.int64) * slot_stride
+    if MASKED:
+        return tl.load(at, mask=held, other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
 def _is_finite(x):
     """Of each number."""
     return tl.abs(x.to(tl.float32)) < float("inf")
@@ -109,7 +122,7 @@ def _tile(
     """
     mix, mix_tail, top, total = state
     q, q_tail, position = rows
-    k, v, k_block, k_slot, v_block, v_slot = cache
+    k, v, k_block, k_slot, v_block, v_slot, k_scale, v_scale, scale_strides = cache
     D_MAIN: tl.constexpr = main_part(D)
     D_TAIL: tl.constexpr = tail_part(D)
     V_MAIN: tl.constexpr = main_part(DV)
@@ -121,6 +134,8 @@ def _tile(
     if D_TAIL:
         keys = _part(k, at, held, q.dtype, D_MAIN, D_TAIL, D, MASKED)
         score = tl.dot(q_tail, tl.trans(keys), score, input_precision=PRECISION)
+    if k_scale is not None:
+        score *= _scales(k_scale, ids, key % B, held, scale_strides[0], scale_strides[1], MASKED)[None, :]
     score *= scale
     if cap is not None:  # tanh; its form (a - b) / (a + b) would be inf / inf
         score = cap * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
@@ -140,6 +155,10 @@ def _tile(
     weight = tl.exp2(score - shift[:, None])
     correction = tl.exp2(top - shift)
     total = total * correction + tl.sum(weight, 1)
+    if v_scale is not None:
+        weight *= _scales(v_scale, ids, key % B, held, scale_strides[2], scale_strides[3], MASKED)[None, :]
+        if MASKED:
+            weight = tl.where(seen, weight, 0.0)
     at = ids.to(tl.int64) * v_block + (key % B).to(tl.int64) * v_slot
     values = _part(v, at, held, q.dtype, 0, V_MAIN, DV, MASKED)
     if FINITE:
@@ -216,9 +235,10 @@ def _report(reports, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, k, v, out, lse, part_mix, part_sums, items, rows, positions, sequences, tables, slopes, sinks, reports,
-    scale, cap, window,
-    slope_seq, q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot, out_token, out_head,
+    q, k, v, k_scale, v_scale, out, lse, part_mix, part_sums, items, rows, positions, sequences, tables, slopes, sinks,
+    reports, scale, cap, window,
+    slope_seq, q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot,
+    k_scale_block, k_scale_head, k_scale_slot, v_scale_block, v_scale_head, v_scale_slot, out_token, out_head,
     G: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
@@ -226,6 +246,7 @@ def attend(
 
     items: int32, 8 an item: where its block ids begin in `tables` (negative: nothing to do), its first entry in `rows`,
     its tokens, lo, hi, free_lo, free_hi. rows: int32, 2 an entry: a query token, and its part (negative: the whole).
+    k_scale, v_scale: fp32, of a cache of int8; None: there are none.
     sequences: int32, of each query token; None: all sequences have the same slopes.
     scale: log2(e) times the factor of q·k; with a softcap 2 log2(e) / softcap times it, and cap is log2(e) softcap.
     CHUNK: the keys are taken in chunks at absolute multiples of so many, each a state of its own, folded in ascending
@@ -272,7 +293,12 @@ def attend(
 
     k_of_head = k + head.to(tl.int64) * k_head
     v_of_head = v + head.to(tl.int64) * v_head
-    cache = (k_of_head, v_of_head, k_block, k_slot, v_block, v_slot)
+    k_scales, v_scales = k_scale, v_scale
+    if k_scale is not None:
+        k_scales += head.to(tl.int64) * k_scale_head
+        v_scales += head.to(tl.int64) * v_scale_head
+    scale_strides = (k_scale_block, k_scale_slot, v_scale_block, v_scale_slot)
+    cache = (k_of_head, v_of_head, k_block, k_slot, v_block, v_slot, k_scales, v_scales, scale_strides)
     query = (q_main, q_tail, position)
     start = lo // TILE * TILE
     ids = tables + table

@@ -5,7 +5,7 @@ tiles that suit the chip (`tiles`). Nothing waits for the device. The same call 
 depends on `AttentionSpec.reproducible`, see docs/gpu.md.
 
 Sums are formed in fp32; softmax weights are rounded to the dtype of q. An fp8 cache has no scales of its own: a factor
-of K belongs into attention's `scale`, one of V is applied to the output.
+of K belongs into attention's `scale`, one of V is applied to the output. A cache of int8 has one for each row.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from quire.ops.triton.worklist import TritonPlan
 LOG2_E = math.log2(math.e)
 
 
-def _fp8() -> frozenset[torch.dtype]:
-    """The fp8 dtypes that a cache may have on this machine's GPU; both where there is none."""
-    if not torch.cuda.is_available():
-        return frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
-    if torch.version.hip is not None:
+def _narrow() -> frozenset[torch.dtype]:
+    """The dtypes of 8 bits that a cache may have on this machine's GPU; all where there is none.
+
+    None on AMD's: triton (3.6) compiles no loop there that loads scales and looks two tiles ahead.
+    """
+    if torch.version.hip is not None and torch.cuda.is_available():
         return frozenset()
-    newest = torch.cuda.get_device_capability() >= (8, 9)
-    return frozenset((torch.float8_e4m3fn, torch.float8_e5m2) if newest else (torch.float8_e5m2,))
+    newest = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+    return frozenset((torch.int8, torch.float8_e5m2, *((torch.float8_e4m3fn,) if newest else ())))
 
 
 class TritonBackend(Backend):
@@ -50,7 +51,7 @@ class TritonBackend(Backend):
 
     name = NAME
     limits = Limits(
-        kv_dtypes={dtype: frozenset((dtype,)) | _fp8() for dtype in FLOATS},
+        kv_dtypes={dtype: frozenset((dtype,)) | _narrow() for dtype in FLOATS},
         max_head_dim=1024,
         reproducible=True,
         case_budget=200,
@@ -130,6 +131,7 @@ class TritonBackend(Backend):
                 (plan.many, num_many, plan.partitioner.many_tile, many_mixed),
             ):
                 grid = count, spec.num_kv_heads, -(-G // tile.block_m)
+                mixed = mixed and not spec.is_scaled  # integers are finite
                 size = math.prod(grid) * tile.block_m
                 reports = torch.empty(size, dtype=torch.int8, device=q.device) if mixed else None
                 for finite in (False, True) if mixed else (False,):
@@ -138,6 +140,8 @@ class TritonBackend(Backend):
                             q,
                             kv.k,
                             kv.v,
+                            kv.k_scale,
+                            kv.v_scale,
                             out,
                             lse,
                             *parts,
@@ -156,6 +160,7 @@ class TritonBackend(Backend):
                             *q.stride()[:2],
                             *kv.k.stride()[:3],
                             *kv.v.stride()[:3],
+                            *cache.scale_strides(kv),
                             *out.stride()[:2],
                             **_constants(spec, tile),
                             FINITE=finite,

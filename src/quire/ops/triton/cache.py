@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.ops import rounding
 from quire.ops.spec import PagedKV
 from quire.ops.triton.launch import on_device_of
 from quire.ops.triton.worklist import TritonPlan
@@ -18,6 +19,8 @@ COPY_TILE = 2048  # elements of a block that one program copies
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
+SMALLEST = tl.constexpr(rounding.SMALLEST)
+LARGEST = tl.constexpr(rounding.LARGEST)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -47,15 +50,47 @@ def _write_heads(
 
 
 @triton.jit
+def _round_heads(
+    new, new_head, cache, cache_head, scales, scale_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HEAD_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
+):  # fmt: skip
+    """One token's row of all heads as integers with a scale, by the rule of `quire.ops.rounding`.
+
+    Returns whether anything of it is not finite, 1 or 0.
+    """
+    dim = tl.arange(0, DIM_TILE)[None, :]
+    nonfinite = 0
+    for first in range(0, HEADS, HEAD_TILE):
+        head = first + tl.arange(0, HEAD_TILE)
+        mask = (head < HEADS)[:, None] & (dim < DIM)
+        row = tl.load(new + head.to(tl.int64)[:, None] * new_head + dim, mask=mask, other=0.0).to(tl.float32)
+        finite = tl.min((tl.abs(row) < float("inf")).to(tl.int32), 1) > 0  # [HEAD_TILE]
+        largest = tl.where(finite, tl.max(tl.abs(row), 1), 1.0)
+        counts = finite & (largest >= SMALLEST)
+        largest = tl.where(counts, largest, 1.0)
+        most = tl.full([HEAD_TILE], LARGEST, tl.float32)
+        factor = tl.where(counts, tl.div_rn(most, largest), 0.0)
+        scale = tl.where(counts, tl.div_rn(largest, most), 0.0)
+        product = tl.where(finite[:, None], row, 0.0) * factor[:, None]
+        # Added to 1.5 * 2^23, a number up to 2^22 is rounded to a whole one, half to even.
+        whole = (product + 12582912.0) - 12582912.0
+        tl.store(cache + head.to(tl.int64)[:, None] * cache_head + dim, whole.to(tl.int8), mask=mask)
+        tl.store(scales + head.to(tl.int64) * scale_head, tl.where(finite, scale, float("nan")), mask=head < HEADS)
+        nonfinite = tl.maximum(nonfinite, tl.max(tl.where((head < HEADS) & ~finite, 1, 0), 0))
+    return nonfinite
+
+
+@triton.jit
 def write_rows(
-    k_new, v_new, k, v, slots, rows_nonfinite,
+    k_new, v_new, k, v, k_scale, v_scale, slots, rows_nonfinite,
     k_new_token, k_new_head, v_new_token, v_new_head, k_block, k_head, k_slot, v_block, v_head, v_slot,
+    k_scale_block, k_scale_head, k_scale_slot, v_scale_block, v_scale_head, v_scale_slot,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     K_HEADS: tl.constexpr, K_DIMS: tl.constexpr, V_HEADS: tl.constexpr, V_DIMS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """K and V of one token to its slot, nowhere if that is negative; a row that is not finite is marked.
 
-    K_HEADS, K_DIMS: the tile of K; so for V.
+    K_HEADS, K_DIMS: the tile of K; so for V. k_scale, v_scale: of a cache of int8; None: there are none.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -65,8 +100,16 @@ def write_rows(
     offset = (slot % BLOCK_SIZE).to(tl.int64)
     k += block * k_block + offset * k_slot
     v += block * v_block + offset * v_slot
-    k_nonfinite = _write_heads(k_new + token * k_new_token, k_new_head, k, k_head, HEADS, D, K_HEADS, K_DIMS, LIMIT)
-    v_nonfinite = _write_heads(v_new + token * v_new_token, v_new_head, v, v_head, HEADS, DV, V_HEADS, V_DIMS, LIMIT)
+    k_new += token * k_new_token
+    v_new += token * v_new_token
+    if k_scale is not None:
+        k_scale += block * k_scale_block + offset * k_scale_slot
+        v_scale += block * v_scale_block + offset * v_scale_slot
+        k_nonfinite = _round_heads(k_new, k_new_head, k, k_head, k_scale, k_scale_head, HEADS, D, K_HEADS, K_DIMS)
+        v_nonfinite = _round_heads(v_new, v_new_head, v, v_head, v_scale, v_scale_head, HEADS, DV, V_HEADS, V_DIMS)
+    else:
+        k_nonfinite = _write_heads(k_new, k_new_head, k, k_head, HEADS, D, K_HEADS, K_DIMS, LIMIT)
+        v_nonfinite = _write_heads(v_new, v_new_head, v, v_head, HEADS, DV, V_HEADS, V_DIMS, LIMIT)
     if k_nonfinite + v_nonfinite > 0:
         tl.store(rows_nonfinite + token, 1)
 
@@ -118,12 +161,15 @@ def write_kv(
             v_new,
             kv.k,
             kv.v,
+            kv.k_scale,
+            kv.v_scale,
             plan.device_slots,
             plan.rows_nonfinite,
             *k_new.stride()[:2],
             *v_new.stride()[:2],
             *kv.k.stride()[:3],
             *kv.v.stride()[:3],
+            *scale_strides(kv),
             spec.block_size,
             spec.num_kv_heads,
             spec.head_dim,
@@ -131,7 +177,15 @@ def write_kv(
             *_tile(spec.num_kv_heads, spec.head_dim),
             *_tile(spec.num_kv_heads, spec.dim_v),
             LIMIT=limit,
+            enable_fp_fusion=not spec.is_scaled,  # a rounding of integers is two
         )
+
+
+def scale_strides(kv: PagedKV) -> tuple[int, ...]:
+    """Strides of the scales of K and of V, by block, head and slot; zeros where there are none."""
+    if kv.k_scale is None or kv.v_scale is None:
+        return (0,) * 6
+    return (*kv.k_scale.stride(), *kv.v_scale.stride())
 
 
 def copy_blocks(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -141,9 +195,11 @@ def copy_blocks(kv: PagedKV, src: Sequence[int], dst: Sequence[int]) -> None:
     on_host = torch.tensor([list(src), list(dst)], dtype=torch.int32, pin_memory=kv.k.is_cuda)
     sources, targets = on_host.to(kv.k.device, non_blocking=True)
     with on_device_of(kv.k):
-        for x in (kv.k, kv.v):
+        for x in kv.tensors().values():
             bits = x.view(INTEGERS[x.element_size()])  # floats may lose the payload of NaN
-            _, heads, slots, dim = x.shape
+            if x.dim() == 3:  # scales
+                bits = bits.unsqueeze(3)
+            _, heads, slots, dim = bits.shape
             grid = (len(src), triton.cdiv(heads * slots * dim, COPY_TILE))
             copy_part[grid](bits, sources, targets, *x.stride()[:3], heads, slots, dim, TILE=COPY_TILE)
 

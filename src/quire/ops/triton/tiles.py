@@ -79,6 +79,8 @@ def choose(chip: str, kind: Kind, spec: AttentionSpec) -> Tile:
     tile = HALVES[chip][kind][size]
     if kind == "few" and spec.cache_dtype.itemsize == 1:  # half the bytes: look further ahead
         return replace(tile, num_stages=tile.num_stages + 1)
+    if kind == "many" and spec.is_scaled and DIMS[size] > 64:  # widening takes registers: these tiles leave none free
+        return replace(tile, block_n=min(tile.block_n, 32))
     return tile
 
 

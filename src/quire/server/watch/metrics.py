@@ -176,8 +176,14 @@ class Metrics:
     engine's only.
     """
 
-    def __init__(self, engine: Engine, model_name: str, vllm_names: bool) -> None:
-        """vllm_names: call everything `vllm:...` instead of `quire:...`, so that boards made for vLLM work."""
+    def __init__(
+        self, engine: Engine, model_name: str, vllm_names: bool, model_info: Mapping[str, str] | None = None
+    ) -> None:
+        """Of an engine whose model has that name.
+
+        vllm_names: call everything `vllm:...` instead of `quire:...`, so that boards made for vLLM work.
+        model_info: how the model's weights and its cache are stored, by label; None: that is not shown.
+        """
         self.histograms = {
             name: Histogram(_one_two_five(engine.scheduler.max_model_len) if bounds is None else bounds)
             for name, (_, bounds) in HISTOGRAMS.items()
@@ -186,6 +192,7 @@ class Metrics:
         self._engine = engine
         self._prefix = "vllm" if vllm_names else "quire"
         self._labels = {"model_name": model_name, "engine": "0"}
+        self._model_info = model_info
         self._prompt_tokens = self._generation_tokens = 0
         self._step_prompt_tokens = 0  # of prompts that the current step completed
         self._copied = self._evicted = 0
@@ -258,9 +265,10 @@ class Metrics:
             "num_cpu_blocks": str(hosts[0].num_blocks),
             "enable_prefix_caching": str(manager.enable_prefix_caching),
         }
-        info = GaugeMetricFamily(f"{self._prefix}:cache_config_info", "How the KV cache is set up.", labels=[*labels])
-        info.add_metric([*labels.values()], 1)
-        yield info
+        yield self._info("cache_config_info", "How the KV cache is set up.", labels)
+        if self._model_info is not None:
+            labels = self._labels | dict(self._model_info)
+            yield self._info("model_config_info", "How the model's weights and its cache are stored.", labels)
 
         for name, (message, counter) in ENGINE_COUNTERS.items():
             yield self._family(CounterMetricFamily, name, message, {"": counter(engine)})
@@ -279,6 +287,12 @@ class Metrics:
             family = HistogramMetricFamily(f"{self._prefix}:{name}", message, labels=[*self._labels])
             family.add_metric([*self._labels.values()], histogram.buckets(), histogram.total)
             yield family
+
+    def _info(self, name: str, description: str, labels: Mapping[str, str]) -> Metric:
+        """What is said by labels alone."""
+        info = GaugeMetricFamily(f"{self._prefix}:{name}", description, labels=[*labels])
+        info.add_metric([*labels.values()], 1)
+        return info
 
     def _family(
         self,

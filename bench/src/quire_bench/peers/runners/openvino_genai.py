@@ -5,12 +5,18 @@ Its environment: `pip install torch==2.13.0 optimum-intel openvino openvino-gena
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
 from quire_bench.peers.runners.protocol import Generate, Settings, serve
 
 
-def start(settings: Settings) -> tuple[str, Generate]:
+def starter(properties: Mapping[str, str]) -> Callable[[Settings], tuple[str, Generate]]:
+    """What starts it with these properties of its own."""
+    return lambda settings: start(settings, properties)
+
+
+def start(settings: Settings, properties: Mapping[str, str]) -> tuple[str, Generate]:
     """The version and what generates."""
     import numpy as np
     import openvino
@@ -20,7 +26,8 @@ def start(settings: Settings) -> tuple[str, Generate]:
     scheduler.cache_size = settings.kv_cache_gib
     scheduler.max_num_batched_tokens = 2048
     scheduler.enable_prefix_caching = settings.prefix_caching
-    pipeline = ContinuousBatchingPipeline(settings.model, scheduler, "CPU", {"INFERENCE_NUM_THREADS": settings.threads})
+    about = {"INFERENCE_NUM_THREADS": settings.threads, **properties}
+    pipeline = ContinuousBatchingPipeline(settings.model, scheduler, "CPU", about)
 
     def generate(prompts: list[list[int]], new_tokens: list[int]) -> list[int]:
         inputs = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
@@ -34,4 +41,4 @@ def start(settings: Settings) -> tuple[str, Generate]:
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve(starter({}))

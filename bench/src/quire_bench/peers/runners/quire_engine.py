@@ -20,6 +20,7 @@ def starter(model_impl: str) -> Callable[[Settings], tuple[str, Generate]]:
             enable_prefix_caching=settings.prefix_caching,
             kv_cache_memory=f"{settings.kv_cache_gib}GiB",
             num_speculative_tokens=0,
+            quantization=settings.quantization,
         )
 
         def generate(prompts: list[list[int]], new_tokens: list[int]) -> list[int]:

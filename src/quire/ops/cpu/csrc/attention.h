@@ -10,7 +10,7 @@ namespace {
 QUIRE_INLINE int least(int a, int b) { return a < b ? a : b; }
 QUIRE_INLINE int most(int a, int b) { return a > b ? a : b; }
 
-// Where a worker stands: one tile of one item, and the addresses of its keys and values.
+// Where a worker stands: one tile of one item, and the addresses of its keys and values, of type T.
 template <class T>
 struct Place {
     const Item* item;
@@ -34,8 +34,9 @@ alignas(64) const float NOTHING[1024] = {};  // the key and the value of slots t
 // Self computes a tile: compute(step, after, fetcher).
 template <class Self, class K>
 struct Worker {
-    using T = typename K::E::T;
-    using Step = Place<T>;
+    using T = typename K::E::T;      // of q and the output
+    using C = typename K::Cache::T;  // of the cache
+    using Step = Place<C>;
 
     Call& call;
     const Plan& plan;
@@ -49,6 +50,7 @@ struct Worker {
     float *query, *keys, *values, *scores, *weights, *sums, *total_sums;
     float *top, *total, *whole_top, *whole_total;
     int *low, *high;
+    alignas(64) float key_scales[K::SCALED ? TILE : 1], value_scales[K::SCALED ? TILE : 1];  // of the tile that is computed
 
     Worker(Call& call, int64_t thread)
         : call(call), plan(*call.plan), spec(plan.spec), params(*call.params), group(spec.num_heads / spec.num_kv_heads),
@@ -106,21 +108,63 @@ struct Worker {
         step.begin = first / SUBTILE * SUBTILE;
         step.stop = stop;
         step.end = stop > first ? (stop + SUBTILE - 1) / SUBTILE * SUBTILE : step.begin;
-        const int32_t* table = plan.step.block_tables + item.table * plan.step.table_stride;
-        const T *k = (const T*)params.k + step.head * params.k_head, *v = (const T*)params.v + step.head * params.v_head;
-        for (int t = step.begin; t < first; t++) step.keys[t] = step.values[t] = (const T*)NOTHING;
-        const int size = spec.block_size;
-        int column = (tile + first) / size, offset = (tile + first) % size;
-        for (int t = first; t < stop; column++, offset = 0) {
-            const int64_t block = table[column];
-            const T *key = k + block * params.k_block + offset * params.k_slot;
-            const T *value = v + block * params.v_block + offset * params.v_slot;
-            for (const int until = least(stop, t + size - offset); t < until; t++) {
-                step.keys[t] = key, step.values[t] = value;
-                key += params.k_slot, value += params.v_slot;
+        const CacheParams& cache = params.cache;
+        const C *k = (const C*)cache.k + step.head * cache.k_head, *v = (const C*)cache.v + step.head * cache.v_head;
+        for (int t = step.begin; t < first; t++) step.keys[t] = step.values[t] = (const C*)NOTHING;
+        each_run(step, [&](int t, int until, int64_t block, int offset) __attribute__((always_inline)) {
+            const C *key = k + block * cache.k_block + offset * cache.k_slot;
+            const C *value = v + block * cache.v_block + offset * cache.v_slot;
+            if constexpr (K::SCALED) {
+                fetch_scales(key_scale(step, block, offset), until - t);
+                fetch_scales(value_scale(step, block, offset), until - t);
             }
+            for (; t < until; t++) {
+                step.keys[t] = key, step.values[t] = value;
+                key += cache.k_slot, value += cache.v_slot;
+            }
+        });
+        for (int t = most(stop, first); t < step.end; t++) step.keys[t] = step.values[t] = (const C*)NOTHING;
+    }
+
+    // Calls f(t, until, block, offset) for the keys t..until - 1 of the step's tile that lie in one block, from an offset on.
+    template <class F>
+    QUIRE_INLINE_MEMBER void each_run(const Step& step, const F& f) const {
+        const int32_t* table = plan.step.block_tables + step.item->table * plan.step.table_stride;
+        const int size = spec.block_size, first = most(step.item->begin - step.tile, 0);
+        int column = (step.tile + first) / size, offset = (step.tile + first) % size;
+        for (int t = first, until; t < step.stop; t = until, column++, offset = 0) {
+            until = least(step.stop, t + size - offset);
+            f(t, until, table[column], offset);
         }
-        for (int t = most(stop, first); t < step.end; t++) step.keys[t] = step.values[t] = (const T*)NOTHING;
+    }
+
+    // ---------------------------------------------------------------------------- scales of the cache
+
+    const float* key_scale(const Step& step, int64_t block, int offset) const {
+        const CacheParams& c = params.cache;
+        return c.k_scale + block * c.k_scale_block + step.head * c.k_scale_head + offset * c.k_scale_slot;
+    }
+
+    const float* value_scale(const Step& step, int64_t block, int offset) const {
+        const CacheParams& c = params.cache;
+        return c.v_scale + block * c.v_scale_block + step.head * c.v_scale_head + offset * c.v_scale_slot;
+    }
+
+    // Brings in `count` scales, where they lie next to each other: a tile ahead of their use.
+    static void fetch_scales(const float* at, int count) {
+        for (int i = 0; i < count; i += 16) fetch_line((const char*)(at + i), FETCH_FIRST);
+    }
+
+    // The scales of the step's keys and values, 0 for what is not the item's.
+    void take_scales(const Step& step) {
+        const CacheParams& cache = params.cache;
+        const int first = most(step.item->begin - step.tile, 0);
+        for (int t = step.begin; t < first; t++) key_scales[t] = value_scales[t] = 0.0f;
+        each_run(step, [&](int t, int until, int64_t block, int offset) __attribute__((always_inline)) {
+            const float *k = key_scale(step, block, offset), *v = value_scale(step, block, offset);
+            for (; t < until; t++, k += cache.k_scale_slot, v += cache.v_scale_slot) key_scales[t] = *k, value_scales[t] = *v;
+        });
+        for (int t = most(step.stop, first); t < step.end; t++) key_scales[t] = value_scales[t] = 0.0f;
     }
 
     // ------------------------------------------------------------------------------------------- rows
@@ -171,17 +215,18 @@ struct Worker {
     // ------------------------------------------------------------------------------------------- a tile
 
     // Brings in what the next tile reads; nothing after the last one.
-    Fetcher<T> fetcher_of(const Step* after) const {
+    Fetcher<C> fetcher_of(const Step* after) const {
         if (!after) return {};
         return {after->keys + after->begin, after->keys + after->stop, after->values + after->begin,
-                spec.head_dim * (int)sizeof(T), spec.head_dim_v * (int)sizeof(T), after->stop - after->begin, quire_fetching.keys};
+                spec.head_dim * (int)sizeof(C), spec.head_dim_v * (int)sizeof(C), after->stop - after->begin, quire_fetching.keys};
     }
 
-    static constexpr int ALL_LINES = 4 * TILE * (int)sizeof(T) * 1024 / 64;  // of a tile, at least
+    static constexpr int ALL_LINES = 4 * TILE * (int)sizeof(C) * 1024 / 64;  // of a tile, at least
 
     // Whether the value of a key that some row of the item does not see is not finite. A weight of 0 would not keep it from
-    // that row's sums: 0 * inf is NaN.
+    // that row's sums: 0 * inf is NaN. Integers are finite, and scales stand in the weights.
     bool hides_nonfinite(const Step& step) const {
+        if (K::SCALED) return false;
         const int first = most(step.item->begin - step.tile, step.begin), stop = least(step.end, step.stop);
         int from = first, to = stop;  // the keys that all rows see
         for (int i = 0; i < step.item->count; i++) from = most(from, low[i] - step.tile), to = least(to, high[i] - step.tile);
@@ -190,7 +235,7 @@ struct Worker {
             V found = {};  // becomes NaN
             for (int t = begin; t < end; t++)
                 for (int c = 0; c < spec.head_dim_v; c += W)
-                    found = fma(get_part<typename K::E>(step.values[t] + c, spec.head_dim_v - c), V{}, found);
+                    found = fma(get_part<typename K::Cache>(step.values[t] + c, spec.head_dim_v - c), V{}, found);
             float lanes[W];
             store(lanes, found);
             return unordered(lanes, 0, W);
@@ -210,6 +255,7 @@ struct Worker {
         float highest = top[i];
         if (from < to) {
             float found;
+            if (K::SCALED) scale_row(s, key_scales, from, to);
             if (bent) {
                 const int row = row_of(*step.item, i), position = plan.row_positions[row];
                 const float* slopes = params.alibi_slopes + plan.row_sequences[row] * params.slope_seq;
@@ -225,7 +271,7 @@ struct Worker {
             return;
         }
         const float shift = highest == -INF ? 0.0f : highest;
-        const float added = weigh_row<K>(s, w, from, to, step.begin, step.end, bent ? 1.0f : rule.scale, shift);
+        const float added = weigh_row<K>(s, w, from, to, step.begin, step.end, bent ? 1.0f : rule.scale, shift, value_scales);
         if (highest != top[i]) {
             if (total[i] != 0.0f) {
                 const float factor = exp2_scalar(top[i] - highest);
@@ -323,6 +369,7 @@ struct Worker {
             if (first) static_cast<Self*>(this)->start_item(step);
             if (first && step.item->phase) resume_split(step);
             else if (first || step.tile % SPLIT == 0) start_split(step.item->count);
+            if constexpr (K::SCALED) take_scales(step);
             static_cast<Self*>(this)->compute(step, more ? &after : nullptr);
             const bool last = step.tile + TILE >= step.item->end;
             if (last || (step.tile + TILE) % SPLIT == 0) end_split(step);
@@ -351,14 +398,14 @@ struct Worker {
 
 namespace {
 
-template <class K>
+template <class K, bool = K::TILED>
 struct AttentionOf {
     using Worker = VectorAttention<K>;
 };
 #ifdef QUIRE_TILES
-template <>
-struct AttentionOf<Tiled> {
-    using Worker = TileAttention;
+template <class K>
+struct AttentionOf<K, true> {
+    using Worker = TileAttention<K>;
 };
 #endif
 

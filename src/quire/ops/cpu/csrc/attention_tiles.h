@@ -7,22 +7,28 @@
 
 namespace {
 
-struct TileAttention : Worker<TileAttention, Tiled> {
+template <class K>
+struct TileAttention : Worker<TileAttention<K>, K> {
     static constexpr int ITEM_ROWS = 384, MEMORY_ROWS = 28;
     static constexpr int FEW = 16;    // rows up to which keys are multiplied where they lie
     static constexpr int BLOCK = 32;  // rows whose scores stay in the first cache
     static constexpr int APART = TILE + 16;  // scores from one row to the next: a multiple of TILE would crowd the first cache
     static constexpr int GROUP = 32;  // keys whose values are weighed together
 
+    using Base = Worker<TileAttention<K>, K>;
+    using typename Base::Step;
+    using typename Base::C;
+    using Base::Base, Base::fetcher_of, Base::hides_nonfinite, Base::weigh;
+    using Base::lanes, Base::lda_weights, Base::wide, Base::spec, Base::params;
+    using Base::query, Base::keys, Base::values, Base::scores, Base::weights, Base::sums, Base::low, Base::high;
+
     Tiles tiles;
     const int depth = lanes / TILE_LANES;
-    const bool adjacent = spec.head_dim % 32 == 0 && spec.block_size % W == 0;  // 16 keys are a tile where they lie
-    float* const columns = keys + 4 * W * row_lanes<Tiled>(spec.head_dim);      // few queries, transposed: [lane][row]
-
-    using Worker::Worker;
+    const bool adjacent = !K::SCALED && spec.head_dim % 32 == 0 && spec.block_size % W == 0;  // 16 keys are a tile where they lie
+    float* const columns = keys + 4 * W * row_lanes<K>(spec.head_dim);      // few queries, transposed: [lane][row]
 
     void start_item(const Step& step) {
-        Worker::start_item(step);
+        Base::start_item(step);
         const int count = step.item->count;
         if (count > FEW) return;
         for (int c = 0; c < lanes; c += W) {
@@ -67,7 +73,7 @@ struct TileAttention : Worker<TileAttention, Tiled> {
             with_width(left, [&]<int N, bool WHOLE>() {
                 load_sums<N>(to, wide, W);
                 for (int at = begin; at < end; at += GROUP) {
-                    pack_panel<Tiled, N, WHOLE>(step.values + at, GROUP, column, left, values, [] {});
+                    pack_panel<K, N, WHOLE>(step.values + at, GROUP, column, left, values, [] {});
                     add_group<N>(weights + at / 2, values);
                 }
                 save_sums<N>(to, wide, W);
@@ -83,12 +89,12 @@ struct TileAttention : Worker<TileAttention, Tiled> {
         for (int t = 0; t < 4; t++) {
             const int key = at + t * W;
             if (adjacent && key >= first && key + W <= step.stop) {
-                rows[t] = (const char*)step.keys[key], strides[t] = params.k_slot * 2;
+                rows[t] = (const char*)step.keys[key], strides[t] = params.cache.k_slot * 2;
                 continue;
             }
-            const int64_t apart = row_lanes<Tiled>(spec.head_dim);
+            const int64_t apart = row_lanes<K>(spec.head_dim);
             float* copy = keys + t * W * apart;
-            for (int i = 0; i < W; i++) pack_row<Tiled>(step.keys[key + i], spec.head_dim, copy + i * apart);
+            for (int i = 0; i < W; i++) pack_cache_row<K>(step.keys[key + i], spec.head_dim, copy + i * apart);
             rows[t] = (const char*)copy, strides[t] = apart * 4;
         }
         tiles.zero<0>(), tiles.zero<1>(), tiles.zero<2>(), tiles.zero<3>();
@@ -118,15 +124,15 @@ struct TileAttention : Worker<TileAttention, Tiled> {
     };
 
     void many(const Step& step, const Step* after) {
-        Fetcher<T> fetcher = fetcher_of(after);
+        Fetcher<C> fetcher = fetcher_of(after);
         const bool apart = hides_nonfinite(step);
         const int stop = least(step.end, step.stop);
         for (int at = step.begin; at < stop; at += PANEL)
-            pack_keys<Tiled>(step.keys + at, least(stop - at, PANEL), spec.head_dim, keys + (int64_t)at * lanes, fetcher);
+            pack_keys<K>(step.keys + at, least(stop - at, PANEL), spec.head_dim, keys + (int64_t)at * lanes, fetcher);
         for (int column = 0; column < spec.head_dim_v; column += PANEL) {
             const int left = spec.head_dim_v - column;
             with_width(left, [&]<int N, bool WHOLE>() {
-                pack_panel<Tiled, N, WHOLE>(step.values + step.begin, step.end - step.begin, column, left, panel_of(column, step.begin),
+                pack_panel<K, N, WHOLE>(step.values + step.begin, step.end - step.begin, column, left, panel_of(column, step.begin),
                                               [&] { fetcher.fetch(FETCH_WEIGH); });
             });
         }
@@ -147,7 +153,7 @@ struct TileAttention : Worker<TileAttention, Tiled> {
             else if (any) before = block;
         }
         if (before.rows) add_block(before, [](int) {});
-        fetcher.fetch(ALL_LINES);
+        fetcher.fetch(Base::ALL_LINES);
     }
 
     // The packed values of a panel of columns, from a key on.
@@ -225,7 +231,7 @@ struct TileAttention : Worker<TileAttention, Tiled> {
     // values is written over, since no row reads it then.
     void add_seen_values(const Step& step, const Block& block) {
         alignas(64) float all[4][W][W];  // of which the first row is wanted
-        const T* given[GROUP];
+        const C* given[GROUP];
         for (int i = 0; i < block.rows; i++) {
             const int at_row = block.first + i;
             int begin, end;
@@ -239,8 +245,8 @@ struct TileAttention : Worker<TileAttention, Tiled> {
                     load_sums<N>(all[0][0], W, W * W);
                     for (int at = begin; at < end; at += GROUP) {
                         for (int t = 0; t < GROUP; t++)
-                            given[t] = at + t >= from && at + t < to ? step.values[at + t] : (const T*)NOTHING;
-                        pack_panel<Tiled, N, WHOLE>(given, GROUP, column, left, values, [] {});
+                            given[t] = at + t >= from && at + t < to ? step.values[at + t] : (const C*)NOTHING;
+                        pack_panel<K, N, WHOLE>(given, GROUP, column, left, values, [] {});
                         add_group<N>(block.weights + i * lda_weights + at / 2, values);
                     }
                     save_sums<N>(all[0][0], W, W * W);

@@ -14,13 +14,13 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
 
     using Base = Worker<VectorAttention<K>, K>;
     using typename Base::Step;
-    using typename Base::T;
+    using typename Base::C;
     using Base::Base, Base::fetcher_of, Base::hides_nonfinite, Base::sees, Base::weigh;
     using Base::lanes, Base::lda_weights, Base::wide, Base::spec;
     using Base::query, Base::keys, Base::values, Base::scores, Base::weights, Base::sums, Base::low, Base::high;
 
     void compute(const Step& step, const Step* after) {
-        Fetcher<T> fetcher = fetcher_of(after);
+        Fetcher<C> fetcher = fetcher_of(after);
         const RowBlocks blocks(step.item->count);
         const bool few = blocks.blocks <= FEW_BLOCKS;
         for (int at = step.begin; at < least(step.end, step.stop); at += PANEL) {
@@ -54,9 +54,9 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
     }
 
     // One panel of columns of the product of weights and values, added to the sums.
-    void add_values(const Step& step, const RowBlocks& blocks, int column, Fetcher<T>& fetcher) {
+    void add_values(const Step& step, const RowBlocks& blocks, int column, Fetcher<C>& fetcher) {
         const int left = spec.head_dim_v - column;
-        const T* const* rows = step.values + step.begin;
+        const C* const* rows = step.values + step.begin;
         const bool packed = blocks.blocks > FEW_BLOCKS;
         with_width(left, [&]<int N, bool WHOLE>() {
             if (packed) pack_panel<K, N, WHOLE>(rows, step.end - step.begin, column, left, values, [&] { fetcher.fetch(FETCH_WEIGH); });
@@ -83,14 +83,14 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
 
     // As add_values for all row blocks, but each row is multiplied with nothing but the values that it sees. Slower, with the
     // same bits.
-    void add_seen_values(const Step& step, int column, Fetcher<T>& fetcher) {
+    void add_seen_values(const Step& step, int column, Fetcher<C>& fetcher) {
         const int left = spec.head_dim_v - column;
-        const T* seen[TILE];
+        const C* seen[TILE];
         for (int i = 0; i < step.item->count; i++) {
             const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
             if (from >= to) continue;
             const int begin = from / K::PAIR, end = (to + K::PAIR - 1) / K::PAIR;
-            for (int t = begin * K::PAIR; t < end * K::PAIR; t++) seen[t] = t >= from && t < to ? step.values[t] : (const T*)NOTHING;
+            for (int t = begin * K::PAIR; t < end * K::PAIR; t++) seen[t] = t >= from && t < to ? step.values[t] : (const C*)NOTHING;
             const float* w = weights + (int64_t)i * lda_weights;
             with_width(left, [&]<int N, bool WHOLE>() {
                 weigh_panel<K, 1, N, WHOLE>(w, lda_weights, seen, begin, end, column, left, sums + (int64_t)i * wide + column, wide, fetcher);

@@ -26,8 +26,9 @@ bool is_finite(const char* row, int64_t count, int32_t dtype) {
 
 extern "C" {
 
-// Row t's K and V to its slot; -1 skips it. Rows that are not finite are marked.
-QUIRE_EXPORT void quire_write_kv(ParallelFor parallel_for, const Plan* plan, const WriteParams* p) {
+// Row t's K and V to its slot, in a cache of their dtype; -1 skips it. Rows that are not finite are marked.
+void quire_write_copies(ParallelFor parallel_for, const Plan* plan, const WriteParams* p) {
+    const CacheParams& cache = p->cache;
     const SpecParams& spec = plan->spec;
     const int64_t tokens = plan->step.query_starts[plan->step.num_seqs], bytes = spec.dtype == DTYPE_F32 ? 4 : 2;
     const int64_t key_bytes = spec.head_dim * bytes, value_bytes = spec.head_dim_v * bytes;
@@ -40,8 +41,8 @@ QUIRE_EXPORT void quire_write_kv(ParallelFor parallel_for, const Plan* plan, con
         for (int64_t h = 0; h < spec.num_kv_heads; h++) {
             const char* key = (const char*)p->k_new + (t * p->k_new_token + h * p->k_new_head) * bytes;
             const char* value = (const char*)p->v_new + (t * p->v_new_token + h * p->v_new_head) * bytes;
-            memcpy((char*)p->k + (block * p->k_block + h * p->k_head + offset * p->k_slot) * bytes, key, (size_t)key_bytes);
-            memcpy((char*)p->v + (block * p->v_block + h * p->v_head + offset * p->v_slot) * bytes, value, (size_t)value_bytes);
+            memcpy((char*)cache.k + (block * cache.k_block + h * cache.k_head + offset * cache.k_slot) * bytes, key, (size_t)key_bytes);
+            memcpy((char*)cache.v + (block * cache.v_block + h * cache.v_head + offset * cache.v_slot) * bytes, value, (size_t)value_bytes);
             finite = finite && is_finite(key, spec.head_dim, spec.dtype) && is_finite(value, spec.head_dim_v, spec.dtype);
         }
         if (!finite) plan->step.nonfinite[t] = 1;

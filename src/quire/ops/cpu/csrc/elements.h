@@ -38,6 +38,12 @@ struct BF16 {
     QUIRE_INLINE V upper(V lanes) { return (V)((U)lanes & 0xffff0000u); }
 };
 
+struct S8 {
+    using T = int8_t;
+    QUIRE_INLINE V get(const T* p) { return widen_int8(p); }
+    QUIRE_INLINE void put(T* p, V v) { narrow_int8(p, v); }  // of whole numbers
+};
+
 // The first n (1..W) numbers only: nothing after them is touched.
 template <class E>
 QUIRE_INLINE V get_part(const typename E::T* p, int n) {

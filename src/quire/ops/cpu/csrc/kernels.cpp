@@ -4,11 +4,12 @@
 #include "attention.h"
 #include "ceilings.h"
 #include "linear.h"
+#include "rounding.h"
 #include "small.h"
 
 #define QUIRE_NAME_(name, isa) quire_##name##_##isa
 #define QUIRE_NAME(name, isa) QUIRE_NAME_(name, isa)
-extern "C" void quire_write_kv(ParallelFor parallel_for, const Plan* plan, const WriteParams* p);  // in cache.cpp
+extern "C" void quire_write_copies(ParallelFor parallel_for, const Plan* plan, const WriteParams* p);  // in cache.cpp
 
 #define ENTRY(name) extern "C" QUIRE_EXPORT void QUIRE_NAME(name, QUIRE_ISA)
 
@@ -47,7 +48,15 @@ ENTRY(item_sizes)(ParallelFor, int32_t dtype, int32_t* item_rows, int32_t* memor
 }
 
 ENTRY(attention)(ParallelFor parallel_for, const Plan* plan, const AttentionParams* params) {
-    with_kind(plan->spec.dtype, [&]<class K>() { attend<K>(parallel_for, plan, params); });
+    with_kind(plan->spec.dtype, [&]<class K>() {
+        if (plan->spec.kv_dtype == DTYPE_S8) attend<Scaled<K>>(parallel_for, plan, params);
+        else attend<K>(parallel_for, plan, params);
+    });
+}
+
+ENTRY(write_kv)(ParallelFor parallel_for, const Plan* plan, const WriteParams* params) {
+    if (plan->spec.kv_dtype != DTYPE_S8) return quire_write_copies(parallel_for, plan, params);
+    with_element(plan->spec.dtype, [&](auto element) { write_rounded<decltype(element)>(parallel_for, plan, params); });
 }
 
 // out = (e^lse_a * out_a + e^lse_b * out_b) / (e^lse_a + e^lse_b); rows [rows, dim], LSEs [rows], all contiguous.

@@ -19,6 +19,8 @@ constexpr int FETCH_WEIGH = 2;   // for each lane of the values' operand
 
 struct Fp32 {
     using E = F32;
+    using Cache = E;  // what the cache holds
+    static constexpr bool SCALED = false;
     using M = Multiply;
     static constexpr int PAIR = 1;     // numbers that a lane of an operand holds
     static constexpr bool TILED = false;
@@ -30,6 +32,8 @@ struct Fp32 {
 template <class Element>
 struct Widened {
     using E = Element;
+    using Cache = E;
+    static constexpr bool SCALED = false;
     using M = Multiply;
     static constexpr int PAIR = 1;
     static constexpr bool TILED = false;
@@ -44,6 +48,8 @@ struct Widened {
 #ifdef QUIRE_BF16_DOT
 struct Pairs {
     using E = BF16;
+    using Cache = E;
+    static constexpr bool SCALED = false;
     using M = MultiplyPairs;
     static constexpr int PAIR = 2;
     static constexpr bool TILED = false;
@@ -59,6 +65,8 @@ constexpr int TILE_LANES = 16;  // of a row of a tile: 32 numbers
 // Pairs of bf16 that tiles multiply. An operand has whole tiles.
 struct Tiled {
     using E = BF16;
+    using Cache = E;
+    static constexpr bool SCALED = false;
     static constexpr int PAIR = 2;
     static constexpr bool TILED = true;
     static constexpr int PER_LANE = 2;
@@ -66,6 +74,29 @@ struct Tiled {
     QUIRE_INLINE void put_keys(float* at, V lanes, int) { store(at, lanes); }
 };
 #endif
+
+// The i-th of the four integers that each lane holds.
+QUIRE_INLINE V byte_of(V lanes, int i) { return __builtin_convertvector((I)lanes << (24 - 8 * i) >> 24, V); }
+
+// Pairs of bf16 from numbers that bf16 holds exactly.
+QUIRE_INLINE V exact_pair(V first, V second) { return (V)((U)first >> 16 | ((U)second & 0xffff0000u)); }
+
+// A cache of int8 with scales, widened to what the operands of Base hold: every integer is exact in bf16.
+template <class Base>
+struct Scaled : Base {
+    using Cache = S8;
+    static constexpr bool SCALED = true;
+    static constexpr int PER_LANE = 4;
+    QUIRE_INLINE void put_keys(float* at, V lanes, int left) {
+        if constexpr (Base::PAIR == 2) {
+            store(at, exact_pair(byte_of(lanes, 0), byte_of(lanes, 1)));
+            if (Base::TILED || left > 2) store(at + PANEL, exact_pair(byte_of(lanes, 2), byte_of(lanes, 3)));
+        } else {
+            QUIRE_UNROLL for (int i = 0; i < PER_LANE; i++)
+                if (i < left) store(at + i * PANEL, byte_of(lanes, i));
+        }
+    }
+};
 
 // Lanes from one row of an operand to the next. A tile reads 16 rows at once, which must not compete for the same places of the
 // first cache: an odd number of its lines keeps them apart.
@@ -89,6 +120,20 @@ static void pack_row(const typename K::E::T* row, int64_t numbers, float* to) {
         }
     }
 }
+
+#ifdef QUIRE_TILES
+// One row of the cache as lanes, zero after its end.
+template <class K>
+static void pack_cache_row(const typename K::Cache::T* row, int64_t numbers, float* to) {
+    if constexpr (K::SCALED) {
+        const int64_t all = K::lanes(numbers) * 2;
+        auto get = [&](int64_t c) { return c < numbers ? get_part<S8>(row + c, numbers - c < W ? (int)(numbers - c) : W) : V{}; };
+        for (int64_t c = 0; c < all; c += 2 * W) store(to + c / 2, pair_bf16(get(c), get(c + W)));
+    } else {
+        pack_row<K>(row, numbers, to);
+    }
+}
+#endif
 
 // Brings the keys and then the values of the next tile into the cache, line after line as they lie in memory, a few at a
 // time wherever the work on the current tile leaves the memory idle.
@@ -119,32 +164,44 @@ struct Fetcher {
 };
 
 // Up to PANEL keys, transposed: to[lane][key]. W at a time, so that `count` is taken as a multiple of that.
-template <class K, class T = typename K::E::T>
+template <class K, class T = typename K::Cache::T>
 static void pack_keys(const T* const* rows, int count, int dim, float* to, Fetcher<T>& fetcher) {
     constexpr int step = W * K::PER_LANE;  // numbers of a key in one vector
-    constexpr int lanes_of_step = K::PAIR == 2 ? W : step;
+    constexpr int lanes_of_step = step / K::PAIR;
     for (int t = 0; t < count; t += W) {
         for (int c = 0; c < dim; c += step) {
             V lanes[W];
             const int left = dim - c;
+            const bool whole = left >= step;
             fetcher.fetch(FETCH_PACK);
-            if (left >= step) {
+            if (whole) {
                 for (int i = 0; i < W; i++) lanes[i] = load((const float*)(rows[t + i] + c));
             } else {
                 for (int i = 0; i < W; i++) lanes[i] = load_lanes(rows[t + i] + c, left * (int)sizeof(T));
             }
             transpose(lanes);
             float* at = to + (int64_t)(c / step) * lanes_of_step * PANEL + t;
-            for (int i = 0; i < W && (K::TILED || i * K::PER_LANE < left); i++)
-                K::put_keys(at + i * (lanes_of_step / W) * PANEL, lanes[i], left - i * K::PER_LANE);
+            constexpr int apart = lanes_of_step / W * PANEL;
+            if (whole) {  // by itself, so that lanes are stored from registers
+                QUIRE_UNROLL for (int i = 0; i < W; i++) K::put_keys(at + i * apart, lanes[i], K::PER_LANE);
+                continue;
+            }
+            const int held = (int)K::lanes(left) * K::PAIR;  // numbers that the operand has room for
+            for (int i = 0; i < W && i * K::PER_LANE < held; i++) K::put_keys(at + i * apart, lanes[i], left - i * K::PER_LANE);
         }
     }
 }
 
 // N vectors of the operand that the values of K::PAIR keys make, from a column on; `left` numbers stand there.
-template <class K, int N, bool WHOLE, class T = typename K::E::T>
+template <class K, int N, bool WHOLE, class T = typename K::Cache::T>
 QUIRE_INLINE void get_values(const T* const* rows, int column, int left, V* to) {
-    if constexpr (K::PAIR == 2) {
+    using C = typename K::Cache;
+    auto get = [&](const T* row, int j) __attribute__((always_inline)) {
+        return WHOLE ? C::get(row + column + j * W) : get_part<C>(row + column + j * W, left - j * W);
+    };
+    if constexpr (K::PAIR == 2 && K::SCALED) {
+        QUIRE_UNROLL for (int j = 0; j < N; j++) to[j] = exact_pair(get(rows[0], j), get(rows[1], j));
+    } else if constexpr (K::PAIR == 2) {
 #ifdef QUIRE_BF16_PAIRS
         QUIRE_UNROLL for (int j = 0; j < N; j += 2) {
             const int at = column + j * W, bytes = WHOLE ? 64 : (left - j * W) * 2;
@@ -153,14 +210,13 @@ QUIRE_INLINE void get_values(const T* const* rows, int column, int left, V* to) 
         }
 #endif
     } else {
-        QUIRE_UNROLL for (int j = 0; j < N; j++)
-            to[j] = WHOLE ? K::E::get(rows[0] + column + j * W) : get_part<typename K::E>(rows[0] + column + j * W, left - j * W);
+        QUIRE_UNROLL for (int j = 0; j < N; j++) to[j] = get(rows[0], j);
     }
 }
 
 // The values of `count` keys (even where lanes are pairs) of one panel of columns, as an operand: to[lane][column]. `fetch` is
 // called for each lane.
-template <class K, int N, bool WHOLE, class Fetch, class T = typename K::E::T>
+template <class K, int N, bool WHOLE, class Fetch, class T = typename K::Cache::T>
 static void pack_panel(const T* const* rows, int count, int column, int left, float* to, const Fetch& fetch) {
     for (int t = 0; t < count; t += K::PAIR, to += PANEL) {
         V values[N];
@@ -172,7 +228,7 @@ static void pack_panel(const T* const* rows, int count, int column, int left, fl
 
 // Sums of R rows over one panel of columns, the values taken from where they lie: what packing them and multiplying would
 // give, bit for bit, and faster for few rows.
-template <class K, int R, int N, bool WHOLE, class T = typename K::E::T>
+template <class K, int R, int N, bool WHOLE, class T = typename K::Cache::T>
 static void weigh_panel(
     const float* weights, int64_t stride, const T* const* rows, int begin, int end, int column, int left, float* sums,
     int64_t sums_stride, Fetcher<T>& fetcher) {

@@ -160,7 +160,7 @@ static int64_t copy_size(const LinearParams& p, int64_t rows, int64_t stride) {
 template <class K>
 static void copy_row(const LinearParams& p, const void* row, float* to) {
     if constexpr (INTEGERS<K>)
-        with_element(p.dtype, [&](auto element) { round_row<decltype(element)>(p, (const typename decltype(element)::T*)row, to); });
+        with_element(p.dtype, [&](auto element) { round_groups<decltype(element)>(p, (const typename decltype(element)::T*)row, to); });
     else pack_row<K>((const typename K::E::T*)row, p.in_size, to);
 }
 

@@ -10,11 +10,11 @@
 
 #include "linear.h"
 #include "linear_vectors.h"
+#include "rounding.h"
 
 namespace {
 
 constexpr int64_t ACTIVATION_GROUP = 128;  // inputs of x that share a scale
-constexpr float SMALLEST = 0x1p-100f;      // of what is not taken for zero
 
 template <int N>
 struct Integers {
@@ -52,11 +52,6 @@ struct Lines {
 
 // ------------------------------------------------------------------------------------------------- rows of x
 
-struct RowScale {
-    float scale = 0.0f, factor = 0.0f;  // both 0: all numbers count as zero
-    bool finite = true;
-};
-
 // Numbers of an activation group as fp32, zero after the row's end.
 template <class E, class T = typename E::T>
 static void get_group(const LinearParams& p, const T* row, int64_t first, float* to) {
@@ -73,57 +68,36 @@ static void get_group(const LinearParams& p, const T* row, int64_t first, float*
     }
 }
 
-static float largest_of(const float* group, bool& finite) {
-    V largest = {}, none = {};
-    for (int64_t c = 0; c < ACTIVATION_GROUP; c += W) {
-        const V x = load(group + c);
-        largest = larger((V)((U)x & 0x7fffffffu), largest), none = none + x * 0.0f;
-    }
-    finite = finite && reduce_add(none) == 0.0f;
-    return reduce_max(largest);
-}
-
-static RowScale scale_of(float largest, bool finite) {
-    if (!finite) return {__builtin_nanf(""), 0.0f, false};
-    return largest < SMALLEST ? RowScale{} : RowScale{largest / 127.0f, 127.0f / largest, true};
-}
-
 template <class E>
-static void round_row(const LinearParams& p, const typename E::T* row, float* to) {
-    typedef int8_t Bytes __attribute__((vector_size(W)));
+static void round_groups(const LinearParams& p, const typename E::T* row, float* to) {
     const Segments segments(p);
     int8_t* bytes = (int8_t*)to;
     float* scales = segments.scales(to);
     int32_t* sums = segments.sums(to);
     const int64_t end = segments.size * segments.count;
     alignas(64) float group[ACTIVATION_GROUP];
-    RowScale of_row;
+    Rounding of_row;
     if (p.whole_rows) {
         float largest = 0.0f;
         bool finite = true;
         for (int64_t first = 0; first < end; first += ACTIVATION_GROUP) {
             get_group<E>(p, row, first, group);
-            const float found = largest_of(group, finite);
+            const float found = largest_number<F32>(group, ACTIVATION_GROUP, finite);
             largest = found > largest ? found : largest;
         }
-        of_row = scale_of(largest, finite);
+        of_row = rounding_of(largest, finite);
     }
     for (int64_t first = 0; first < end; first += ACTIVATION_GROUP) {
+        const int64_t count = end - first < ACTIVATION_GROUP ? end - first : ACTIVATION_GROUP;
         get_group<E>(p, row, first, group);
         bool finite = true;
-        const float largest = largest_of(group, finite);
-        const RowScale scale = p.whole_rows ? of_row : scale_of(largest, finite);
-        for (int64_t c = 0; c < ACTIVATION_GROUP && first + c < end; c += segments.size) {
-            I sum = {};
-            for (int64_t k = c; k < c + segments.size; k += W) {
-                const I whole = scale.finite ? __builtin_convertvector(round_to_even(load(group + k) * scale.factor), I) : I{};
-                const Bytes narrow = __builtin_convertvector(whole, Bytes);
-                memcpy(bytes + first + k, &narrow, W);
-                sum = sum + whole;
-            }
-            int32_t total = 0;
-            for (int i = 0; i < W; i++) total += sum[i];
-            *scales++ = scale.scale, *sums++ = total;
+        const float largest = largest_number<F32>(group, ACTIVATION_GROUP, finite);
+        const Rounding rounding = p.whole_rows ? of_row : rounding_of(largest, finite);
+        round_numbers<F32>(group, count, rounding, bytes + first);
+        for (int64_t c = first; c < first + count; c += segments.size) {
+            V sum = {};  // of whole numbers, exact
+            for (int64_t k = c; k < c + segments.size; k += W) sum = sum + S8::get(bytes + k);
+            *scales++ = rounding.scale, *sums++ = (int32_t)reduce_add(sum);
         }
     }
 }

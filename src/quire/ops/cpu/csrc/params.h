@@ -5,7 +5,7 @@
 
 #define QUIRE_EXPORT __attribute__((visibility("default")))
 
-enum Dtype : int32_t { DTYPE_F32 = 0, DTYPE_F16 = 1, DTYPE_BF16 = 2 };
+enum Dtype : int32_t { DTYPE_F32 = 0, DTYPE_F16 = 1, DTYPE_BF16 = 2, DTYPE_S8 = 3 };
 
 // One step's metadata, as validated by Python.
 struct StepParams {
@@ -24,22 +24,31 @@ struct SpecParams {
     int32_t num_heads, num_kv_heads, head_dim, head_dim_v, block_size;
     int32_t causal;
     int32_t window;  // 0: none
-    int32_t dtype;
+    int32_t dtype, kv_dtype;  // of q and of the cache: the same, or that of the cache is S8
     int32_t item_rows;    // rows of an item of attention at most, a multiple of 32
     int32_t memory_rows;  // rows with which a key is computed while it is read
 };
 
+// A layer's cache; strides in elements.
+struct CacheParams {
+    void* k;         // [N, Hkv, B, D]
+    void* v;         // [N, Hkv, B, Dv]
+    float* k_scale;  // [N, Hkv, B], of S8; else null
+    float* v_scale;  // [N, Hkv, B], of S8; else null
+    int64_t k_block, k_head, k_slot;
+    int64_t v_block, v_head, v_slot;
+    int64_t k_scale_block, k_scale_head, k_scale_slot;
+    int64_t v_scale_block, v_scale_head, v_scale_slot;
+};
+
 struct AttentionParams {
+    CacheParams cache;
     const void* q;              // [T, Hq, D]
-    const void* k;              // [N, Hkv, B, D]
-    const void* v;              // [N, Hkv, B, Dv]
     void* out;                  // [T, Hq, Dv]
     float* lse;                 // [T, Hq], contiguous; null: not wanted
     const float* alibi_slopes;  // [Hq], or [S, Hq]; null: none
     const float* sinks;         // [Hq]; null: none
     int64_t q_token, q_head;    // strides, in elements
-    int64_t k_block, k_head, k_slot;
-    int64_t v_block, v_head, v_slot;
     int64_t out_token, out_head;
     int64_t slope_seq;  // from one sequence's slopes to the next one's; 0: all have the same
     float scale;
@@ -47,14 +56,11 @@ struct AttentionParams {
 };
 
 struct WriteParams {
+    CacheParams cache;
     const void* k_new;  // [T, Hkv, D]
     const void* v_new;  // [T, Hkv, Dv]
-    void* k;            // [N, Hkv, B, D]
-    void* v;            // [N, Hkv, B, Dv]
     int64_t k_new_token, k_new_head;
     int64_t v_new_token, v_new_head;
-    int64_t k_block, k_head, k_slot;
-    int64_t v_block, v_head, v_slot;
 };
 
 struct LinearParams {

@@ -47,7 +47,7 @@ struct Program {
         WriteParams call = write;
         call.k_new = at(op.x), call.k_new_token = stride(op.x), call.k_new_head = spec.head_dim;
         call.v_new = at(op.y), call.v_new_token = stride(op.y), call.v_new_head = spec.head_dim_v;
-        quire_write_kv(parallel_for, p.plans[op.group], &call);
+        QUIRE_NAME(write_kv, QUIRE_ISA)(parallel_for, p.plans[op.group], &call);
     }
 
     void run(const Op& op, const AttentionParams& attention) const {

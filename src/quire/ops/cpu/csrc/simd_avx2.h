@@ -53,6 +53,15 @@ QUIRE_INLINE __m128i low_halves(__m256i lanes) {  // the lower 16 bits of each l
 }
 QUIRE_INLINE void narrow_32_to_16(uint16_t* p, U v) { _mm_storeu_si128((__m128i*)p, low_halves((__m256i)v)); }
 
+QUIRE_INLINE V widen_int8(const int8_t* p) {
+    return (V)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+QUIRE_INLINE void narrow_int8(int8_t* p, V v) {  // of whole numbers in -128..127
+    const __m256i lanes = _mm256_cvtps_epi32((__m256)v);
+    const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(halves, halves));
+}
+
 // Each lane holds two fp16 numbers: the lower ones and the upper ones, widened.
 QUIRE_INLINE V lower_fp16(V lanes) { return (V)_mm256_cvtph_ps(low_halves((__m256i)lanes)); }
 QUIRE_INLINE V upper_fp16(V lanes) {

@@ -46,6 +46,13 @@ QUIRE_INLINE void narrow_32_to_16(uint16_t* p, U v) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v));
 }
 
+QUIRE_INLINE V widen_int8(const int8_t* p) {
+    return (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+QUIRE_INLINE void narrow_int8(int8_t* p, V v) {  // of whole numbers in -128..127
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)v)));
+}
+
 // Each lane holds two fp16 numbers: the lower ones and the upper ones, widened.
 QUIRE_INLINE V lower_fp16(V lanes) { return (V)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)lanes)); }
 QUIRE_INLINE V upper_fp16(V lanes) {

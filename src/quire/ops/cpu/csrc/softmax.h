@@ -41,6 +41,11 @@ QUIRE_INLINE float top_score(const float* s, int low, int high) {
     return largest(top);
 }
 
+// Scores of integers to scores of what they stand for, in place: of the keys low..high - 1, and of some next to them.
+QUIRE_INLINE void scale_row(float* s, const float* key_scales, int low, int high) {
+    for (int t = low / W * W; t < high; t += W) store(s + t, load(s + t) * load(key_scales + t));
+}
+
 // The same where scores are more than a positive multiple of q·k: they are worked out in place, -inf beside the visible
 // keys within the subtiles that these touch. distance: position of the tile's first key minus that of the row.
 static float bend_row(float* s, int low, int high, const ScoreRule& rule, float slope, float distance) {
@@ -59,9 +64,11 @@ static float bend_row(float* s, int low, int high, const ScoreRule& rule, float 
 }
 
 // The weights 2^(score * scale - top) of a row, written as the operand of the product with the values; returns their sum.
-// Keys that the row does not see, between begin and end, weigh 0.
+// Keys that the row does not see, between begin and end, weigh 0. value_scales: of values that are integers, by which their
+// weights are multiplied, but not in the sum.
 template <class K>
-QUIRE_INLINE float weigh_row(const float* s, float* weights, int low, int high, int begin, int end, float scale, float top) {
+QUIRE_INLINE float weigh_row(
+    const float* s, float* weights, int low, int high, int begin, int end, float scale, float top, const float* value_scales) {
     V sum[VECTORS] = {};
     for (int at = begin; at < end; at += SUBTILE) {
         if (at >= high || at + SUBTILE <= low) {
@@ -75,6 +82,10 @@ QUIRE_INLINE float weigh_row(const float* s, float* weights, int low, int high, 
             w[i] = exp2_negative(load(s + at + i * W) * scale - top);
             if (edge) w[i] = within(iota() + (float)(at + i * W), low, high, w[i], V{});
             sum[i] = sum[i] + w[i];
+            if constexpr (K::SCALED) {
+                w[i] = w[i] * load(value_scales + at + i * W);
+                if (edge) w[i] = within(iota() + (float)(at + i * W), low, high, w[i], V{});  // a scale may be NaN
+            }
         }
         for (int i = 0; i < VECTORS; i += K::PAIR) {
             float* to = weights + (at + i * W) / K::PAIR;

@@ -1,0 +1,192 @@
+"""Checkpoints of the library compressed-tensors: words of packed integers, or int8 with activations in int8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.errors import ModelError
+from quire.models.quantisation.module import WHOLE, Form, Module, described, unpacked
+from quire.models.quantisation.reader import SchemeReader, names_module, unserved
+from quire.ops.quantised import QuantisedWeight
+
+FORMATS = ("pack-quantized", "int-quantized")
+LINEAR = "Linear"  # a target: all linears
+TOP = "global_compression_ratio quantization_status version".split()
+ARGUMENTS = "block_structure observer observer_kwargs scale_dtype zp_dtype".split()
+
+
+@dataclass(frozen=True)
+class PackedForm:
+    """(q - z) s: words of consecutive inputs."""
+
+    bits: int
+    group_size: int
+    symmetric: bool
+    whole_rows: bool  # activations have a scale a row
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Kinds of tensors that there have to be."""
+        return ("weight_packed", "weight_scale", *(() if self.symmetric else ("weight_zero_point",)))
+
+    takes = ("weight_shape", "weight_g_idx")
+
+    def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
+        """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+        rows, columns, factor = module.out_size, module.in_size, 32 // self.bits
+        groups = module.groups(self.group_size)
+        if module.has("weight_shape"):
+            shape = module.tensor("weight_shape", (2,), torch.int32, torch.int64).tolist()
+            if shape != [rows, columns]:
+                raise module.error("weight_shape", f"is {shape}; config.json asks for {[rows, columns]}")
+        words = module.tensor("weight_packed", (rows, -(-columns // factor)), torch.int32)
+        scales = module.scales("weight_scale", (rows, groups))
+        zeros = group_of = None
+        if not self.symmetric:
+            zero_words = module.tensor("weight_zero_point", (-(-rows // factor), groups), torch.int32)
+            zeros = unpacked(zero_words, self.bits, 0)[:rows]
+        if module.has("weight_g_idx"):
+            group_of = module.tensor("weight_g_idx", (columns,), torch.int32, torch.int64)
+            group_of = None if (group_of == -1).all() else group_of  # never set
+        values = unpacked(words, self.bits, 1)[:, :columns]
+        return module.weight(
+            values, scales, zeros, self.bits, self.group_size, dtype, group_of, "weight_g_idx", self.whole_rows
+        )
+
+
+@dataclass(frozen=True)
+class BytesForm:
+    """(q - z) s: a byte for each integer."""
+
+    bits: int
+    group_size: int
+    symmetric: bool
+    whole_rows: bool  # activations have a scale a row
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Kinds of tensors that there have to be."""
+        return ("weight", "weight_scale", *(() if self.symmetric else ("weight_zero_point",)))
+
+    takes = ()
+
+    def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
+        """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+        groups = module.groups(self.group_size)
+        scales = module.scales("weight_scale", (module.out_size, groups))
+        zeros = None
+        if not self.symmetric:
+            zeros = self._unsigned(module, "weight_zero_point", (module.out_size, groups))
+        values = self._unsigned(module, "weight", (module.out_size, module.in_size))
+        return module.weight(values, scales, zeros, self.bits, self.group_size, dtype, whole_rows=self.whole_rows)
+
+    def _unsigned(self, module: Module, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
+        signed, half = module.tensor(kind, shape, torch.int8), 2 ** (self.bits - 1)
+        low, high = (int(x) for x in signed.aminmax())
+        if low < -half or high >= half:
+            wrong = low if low < -half else high
+            raise module.error(kind, f"holds {wrong}; integers of {self.bits} bits lie in {-half}..{half - 1}")
+        return signed.view(torch.uint8).add(half)  # which wraps around, as it should
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """A form for each group of linears; names come before classes."""
+
+    forms: tuple[tuple[tuple[str, ...], PackedForm | BytesForm], ...]  # targets, form
+    ignored: tuple[str, ...]
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> CompressedTensors:
+        """What the quantization_config says. Raises ModelError for what is not served."""
+        config = SchemeReader(raw, "compressed-tensors", TOP)
+        usual = config.get("format")
+        for key in ("kv_cache_scheme", "transform_config"):
+            if config.get(key):
+                raise unserved(f"compressed-tensors with a {key}")
+        sparsity = config.mapping("sparsity_config")
+        if sparsity.get("format", "dense") != "dense":
+            raise unserved(f"compressed-tensors with sparsity of the format {sparsity['format']!r}")
+        groups = config.mapping("config_groups")
+        if not groups:
+            raise ModelError(
+                "config.json: quantization_config has no config_groups; they say what is quantised, and how"
+            )
+        forms = []
+        for name, group in groups.items():
+            if not isinstance(group, dict):
+                raise ModelError(f"config.json: config_groups' {name} is {group!r}; it must be an object")
+            own = SchemeReader(group, "compressed-tensors")
+            targets, stored = own.names("targets"), own.get("format", usual)
+            forms.append((targets, _form(own, stored)))
+            own.finish()
+        ignored = config.names("ignore")
+        config.finish()
+        return cls(tuple(forms), ignored)
+
+    @property
+    def description(self) -> str:
+        """The format of the first group of linears."""
+        form = self.forms[0][1]
+        extras = {
+            "zeros": not form.symmetric,
+            "activations int8": form.whole_rows,
+            "some otherwise": len(self.forms) > 1,
+        }
+        return described("compressed-tensors", form.bits, form.group_size, extras)
+
+    def form(self, name: str) -> Form | None:
+        """How the linear of that name is stored if it is quantised."""
+        named = [form for targets, form in self.forms if any(names_module(x, name) for x in targets if x != LINEAR)]
+        return next(iter([*named, *(form for targets, form in self.forms if LINEAR in targets)]), None)
+
+    def excludes(self, name: str) -> bool:
+        """Whether it is ignored."""
+        return any(names_module(pattern, name) for pattern in self.ignored)
+
+
+def _form(group: SchemeReader, stored: object) -> PackedForm | BytesForm:
+    """The form of a group of linears."""
+    if stored not in FORMATS:
+        raise unserved(f"compressed-tensors in the format {stored!r}")
+    weights = SchemeReader(group.mapping("weights"), "compressed-tensors", ARGUMENTS)
+    if weights.get("type", "int") != "int" or weights.get("num_bits") not in (4, 8):
+        raise unserved(
+            f"compressed-tensors with weights of {weights.get('num_bits')} bits of type {weights.get('type')!r}"
+        )
+    weights.only("dynamic", False)
+    actorder = weights.get("actorder")
+    if actorder not in (None, True, False, "group", "weight", "static", "dynamic"):
+        raise unserved(f"compressed-tensors with actorder {actorder!r}")
+    weights.only("strategy", "group", "channel")
+    grouped = weights.get("strategy") == "group"
+    group_size = weights.group_size()
+    whole_rows = _rounds_rows(group)
+    form = PackedForm if stored == FORMATS[0] else BytesForm
+    made = form(
+        weights.integer("num_bits"), group_size if grouped else WHOLE, weights.flag("symmetric", True), whole_rows
+    )
+    weights.finish()
+    if whole_rows and (grouped or not made.symmetric):
+        raise unserved("compressed-tensors with int8 activations and weights that have zeros or groups")
+    return made
+
+
+def _rounds_rows(group: SchemeReader) -> bool:
+    """Whether activations are rounded to int8 with a scale a row; else they are not, by the config's word."""
+    if group.get("output_activations"):
+        raise unserved("compressed-tensors with quantised output_activations")
+    if not group.get("input_activations"):
+        return False
+    config = SchemeReader(
+        group.mapping("input_activations"), "compressed-tensors", [*ARGUMENTS, "actorder", "group_size"]
+    )
+    asked = {key: config.get(key) for key in ("num_bits", "type", "strategy", "dynamic", "symmetric")}
+    if asked != {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}:
+        raise unserved(f"compressed-tensors with input_activations of {asked}")
+    config.finish()
+    return True

@@ -1,0 +1,148 @@
+"""GPTQ's checkpoints (Frantar et al. 2022), of both versions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelError
+from quire.models.quantisation.module import Form, Module, described, unpacked
+from quire.models.quantisation.reader import SchemeReader, names_module, unserved
+from quire.ops.quantised import QuantisedWeight
+
+VERSIONS = ("gptq", "gptq_v2")
+# What says nothing about the weights: how they were found, how another program computes with them.
+IMMATERIAL = """
+    act_group_aware backend batch_size block_name_to_quantize cache_block_outputs checkpoint_format damp_auto_increment
+    damp_percent dataset desc_act disable_exllama exllama_config failsafe format hessian lm_head max_input_length
+    meta model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block
+    modules_in_block_to_quantize mse
+    offload_to_disk offload_to_disk_path pad_token_id parallel_packing quantizer static_groups tokenizer
+    true_sequential use_cuda_fp16 use_exllama uuid vram_strategy gptaq gptaq_alpha
+    """.split()  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GptqForm:
+    """s[g] (q - z[g]) with g the group of an input: words of consecutive inputs."""
+
+    bits: int
+    group_size: int
+    symmetric: bool
+    version: str  # what the config says; for weights with zeros
+    needs = ("qweight", "qzeros", "scales")
+    takes = ("g_idx",)
+
+    def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
+        """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+        factor = 32 // self.bits
+        module.check_multiple("inputs", module.in_size, factor)
+        module.check_multiple("outputs", module.out_size, factor)
+        groups = module.groups_begun(self.group_size)
+        words = module.tensor("qweight", (module.in_size // factor, module.out_size), torch.int32)
+        zeros = self._zeros(module, module.tensor("qzeros", (groups, module.out_size // factor), torch.int32))
+        scales = module.scales("scales", (groups, module.out_size))
+        group_of = module.tensor("g_idx", (module.in_size,), torch.int32, torch.int64) if module.has("g_idx") else None
+        values = unpacked(words, self.bits, 0)  # [in, out]
+        return module.weight(
+            values.T, scales.T, None if zeros is None else zeros.T, self.bits, self.group_size, dtype, group_of, "g_idx"
+        )
+
+    def _zeros(
+        self,
+        module: Module,
+        words: Tensor,  # int32 [groups, out * bits / 32]
+    ) -> Tensor | None:
+        """uint8 [groups, out]; None: the weight is symmetric.
+
+        The first version stores a zero less one. Writers name the first version and store as the second does, so where
+        it can be seen, it is not asked for. Their conversions add or take a one of each number to or from whole words,
+        which carries where a zero is 0: so is it undone here.
+        """
+        middle = 2 ** (self.bits - 1)
+        if self.symmetric:
+            stored = unpacked(words, self.bits, 1)
+            if not ((stored == middle).all() or (stored == middle - 1).all()):
+                wrong = stored[(stored != middle) & (stored != middle - 1)]
+                found = f"holds the zero {int(wrong[0])}" if len(wrong) else f"holds both {middle - 1} and {middle}"
+                served = f"{middle - 1} (version 1) or {middle} (version 2) only"
+                raise module.error("qzeros", f"{found}; a symmetric weight of {self.bits} bits has {served}")
+            return None
+        if self.version == VERSIONS[0]:
+            ones = sum(1 << i for i in range(0, 32, self.bits))
+            words = words + ones  # int32 wraps around
+        return unpacked(words, self.bits, 1)
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """One form for most linears, others by the patterns of `dynamic`."""
+
+    usual: GptqForm
+    ordered: bool  # desc_act, as the config has it
+    dynamic: Mapping[str, GptqForm | None] = field(default_factory=dict)  # pattern -> form; None: not quantised
+    left_out: tuple[str, ...] = ()
+    head: bool = False  # whether the output projection is quantised
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> Gptq:
+        """What the quantization_config says. Raises ModelError for what is not served."""
+        config = SchemeReader(raw, "gptq", IMMATERIAL)
+        version = str(config.get("checkpoint_format", config.get("format", VERSIONS[0])))
+        if version not in VERSIONS or config.get("is_marlin_format", False):
+            raise unserved(f"GPTQ in the format {version if version not in VERSIONS else 'marlin'!r}")
+        config.only("pack_dtype", "int32")
+        usual = _form(config, version)
+        dynamic = {}
+        for pattern, changes in config.mapping("dynamic").items():
+            dynamic[pattern] = None if pattern.startswith("-:") else _changed(usual, changes, pattern)
+            try:
+                re.compile(_regex(pattern))
+            except re.error as error:
+                raise ModelError(f"config.json: quantization_config's dynamic has {pattern!r}: {error}") from error
+        left_out = config.names("modules_to_not_convert")
+        gptq = cls(usual, config.flag("desc_act"), dynamic, left_out, config.flag("lm_head"))
+        config.finish()
+        return gptq
+
+    @property
+    def description(self) -> str:
+        """The format of most linears."""
+        extras = {"zeros": not self.usual.symmetric, "act-order": self.ordered, "some otherwise": bool(self.dynamic)}
+        return described("gptq", self.usual.bits, self.usual.group_size, extras)
+
+    def form(self, name: str) -> Form | None:
+        """How the linear of that name is stored if it is quantised; the first pattern that it begins with decides."""
+        for pattern, form in self.dynamic.items():
+            if re.match(_regex(pattern), name):
+                return form
+        return self.usual
+
+    def excludes(self, name: str) -> bool:
+        """Whether it is left out: the output projection mostly is."""
+        return (name == "lm_head" and not self.head) or any(names_module(part, name) for part in self.left_out)
+
+
+def _form(config: SchemeReader, version: str) -> GptqForm:
+    config.only("bits", 4, 8)
+    return GptqForm(config.integer("bits"), config.group_size(), config.flag("sym", True), version)
+
+
+def _changed(usual: GptqForm, changes: Any, pattern: str) -> GptqForm:
+    """The form where a pattern of `dynamic` changes something."""
+    if not isinstance(changes, dict):
+        raise ModelError(f"config.json: dynamic's {pattern!r} is {changes!r}; it must be an object")
+    fields = {"bits": usual.bits, "group_size": usual.group_size, "sym": usual.symmetric}
+    config = SchemeReader(fields | changes, "gptq", IMMATERIAL)
+    form = _form(config, usual.version)
+    config.finish()
+    return form
+
+
+def _regex(pattern: str) -> str:
+    return pattern.removeprefix("-:").removeprefix("+:")

@@ -1,0 +1,194 @@
+"""A quantised linear's tensors in a checkpoint, and what all readers of them do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelError, QuireError
+from quire.ops.memory import mapped
+from quire.ops.quantised import GROUPS, QuantisedWeight
+
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
+WHOLE = -1  # a group size: all inputs of an output share a scale
+
+
+class Tensors(Protocol):
+    """The named tensors of a checkpoint."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """All there are."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor of that name."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A linear in a checkpoint, by the name that its tensors begin with."""
+
+    tensors: Tensors
+    name: str
+    out_size: int
+    in_size: int
+
+    def has(self, kind: str) -> bool:
+        """Whether there is such a tensor of it."""
+        return f"{self.name}.{kind}" in self.tensors.names
+
+    def tensor(self, kind: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> Tensor:
+        """Its tensor of that kind. Raises ModelError where it has another shape, or none of these dtypes."""
+        tensor = self.tensors[f"{self.name}.{kind}"]
+        if tensor.shape != shape:
+            raise self.error(kind, f"has shape {tuple(tensor.shape)}; its format and config.json ask for {shape}")
+        if tensor.dtype not in dtypes:
+            served = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise self.error(kind, f"is {str(tensor.dtype).removeprefix('torch.')}; its format has {served}")
+        return tensor
+
+    def scales(self, kind: str, shape: tuple[int, ...]) -> Tensor:
+        """Its scales in fp32, which is exact. Raises ModelError where one is not finite."""
+        scales = self.tensor(kind, shape, *SCALES).float()
+        if not scales.isfinite().all():
+            place = (~scales.isfinite()).nonzero()[0].tolist()
+            raise self.error(kind, f"holds {float(scales[tuple(place)])} at {place}; all scales must be finite")
+        return scales
+
+    def groups(self, group_size: int) -> int:
+        """Groups of inputs. Raises ModelError where the last one would have fewer."""
+        if group_size != WHOLE and self.in_size > group_size and self.in_size % group_size:
+            raise ModelError(
+                f"{self.name} has {self.in_size} inputs, which groups of {group_size} do not divide; its format has "
+                "whole groups only"
+            )
+        return self.groups_begun(group_size)
+
+    def groups_begun(self, group_size: int) -> int:
+        """Groups of inputs, the last of which may have fewer."""
+        return 1 if group_size == WHOLE else -(-self.in_size // group_size)
+
+    def check_multiple(self, what: str, size: int, factor: int) -> None:
+        """Raise ModelError unless a word holds numbers of one row or column only."""
+        if size % factor:
+            raise ModelError(f"{self.name} has {size} {what}; its format packs {factor} of them into a word")
+
+    def weight(
+        self,
+        values: Tensor,  # uint8 [out, in], or a transposed view
+        scales: Tensor,  # fp32 [out, groups]
+        zeros: Tensor | None,  # uint8 [out, groups]
+        bits: int,
+        group_size: int,  # as the format has it
+        dtype: torch.dtype,  # of x
+        group_of: Tensor | None = None,  # integers [in]: the group of each input; None: one after the other
+        group_kind: str = "",  # the kind of tensor that group_of is
+        whole_rows: bool = False,
+    ) -> QuantisedWeight:
+        """The weight. Raises ModelError, with the module's name, where it cannot be multiplied."""
+        order = None if group_of is None else self._order(group_kind, group_of, group_size, scales.shape[1])
+        stored = mapped((self.out_size, self.in_size), torch.uint8)
+        stored.copy_(values if order is None else values[:, order])
+        if group_size == WHOLE or group_size >= self.in_size:
+            group_size = self.in_size
+        elif group_size > GROUPS[-1]:
+            groups, repeats = -(-self.in_size // GROUPS[-1]), group_size // GROUPS[-1]
+            scales = scales.repeat_interleave(repeats, 1)[:, :groups]
+            zeros = None if zeros is None else zeros.repeat_interleave(repeats, 1)[:, :groups]
+            group_size = GROUPS[-1]
+        wide = None if zeros is None else zeros.float().contiguous()
+        try:
+            return QuantisedWeight(stored, scales.contiguous(), wide, bits, group_size, dtype, order, whole_rows)
+        except QuireError as error:
+            raise ModelError(f"{self.name}: {error}") from error
+
+    def _order(self, kind: str, group_of: Tensor, group_size: int, groups: int) -> Tensor | None:
+        """The inputs, one group after the other; None where they come so, or where all share a group."""
+        if groups == 1 and not group_of.any():
+            return None
+        if (group_of < 0).any() or (group_of >= groups).any():
+            place = int(((group_of < 0) | (group_of >= groups)).nonzero()[0, 0])
+            raise self.error(kind, f"holds {int(group_of[place])} at [{place}]; its groups are 0..{groups - 1}")
+        order = group_of.argsort(stable=True)
+        expected = torch.arange(self.in_size) // group_size
+        if not torch.equal(group_of[order].long(), expected):
+            counts = torch.bincount(group_of, minlength=groups)
+            group = int((counts != torch.bincount(expected, minlength=groups)).nonzero()[0, 0])
+            raise self.error(
+                kind, f"puts {int(counts[group])} inputs into group {group}; groups of {group_size} are served"
+            )
+        return None if torch.equal(order, torch.arange(self.in_size)) else order
+
+    def error(self, kind: str, what: str) -> ModelError:
+        """That something is wrong with a tensor of it."""
+        return ModelError(f"{self.name}.{kind} {what}")
+
+
+class Form(Protocol):
+    """How a format stores one linear."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The kinds of tensors that there have to be."""
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The kinds of tensors that there may be besides."""
+
+    def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
+        """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+
+
+class Scheme(Protocol):
+    """What a checkpoint's config.json says of its quantised linears."""
+
+    @property
+    def description(self) -> str:
+        """The format, as in "awq int4, groups of 128, zeros"."""
+
+    def form(self, name: str) -> Form | None:
+        """How the linear of that name is stored if it is quantised; None: not in a way that the scheme knows."""
+
+    def excludes(self, name: str) -> bool:
+        """Whether the linear of that name is said to be stored as it is in a 16-bit checkpoint."""
+
+
+def form_of(scheme: Scheme, name: str, names: Collection[str]) -> Form | None:
+    """How a linear is stored in a checkpoint with tensors of these names; None: as in a 16-bit checkpoint.
+
+    What is in the files decides: makers' lists of what they left out are patterns, which they read in many ways. The
+    lists say what is missing where the files have neither.
+    """
+    form = scheme.form(name)
+    if form is None:
+        return None
+    own = [kind for kind in (*form.needs, *form.takes) if kind != "weight"]
+    if any(f"{name}.{kind}" in names for kind in own):
+        return form
+    return None if f"{name}.weight" in names or scheme.excludes(name) else form
+
+
+def unpacked(
+    words: Tensor,  # int32 [rows, columns]
+    bits: int,
+    dim: int,  # along which a word's numbers lie
+    order: tuple[int, ...] = (),  # where the i-th number of a word belongs among its neighbours; (): at i
+) -> Tensor:
+    """The unsigned numbers of words, from the lowest bits up: uint8, that dimension 32 / bits times as long."""
+    factor = 32 // bits
+    shape = [*words.shape]
+    shape.insert(dim + 1, factor)
+    numbers = torch.empty(shape, dtype=torch.uint8)
+    for i, place in enumerate(order or range(factor)):
+        numbers.select(dim + 1, place).copy_((words >> (bits * i)) & (2**bits - 1))
+    return numbers.flatten(dim, dim + 1)
+
+
+def described(name: str, bits: int, group_size: int, extras: Mapping[str, bool]) -> str:
+    """A scheme's description; extras: what it may have, and whether it does."""
+    groups = "a scale an output" if group_size == WHOLE else f"groups of {group_size}"
+    return ", ".join([f"{name} int{bits}", groups, *(extra for extra, has in extras.items() if has)])

@@ -1,0 +1,150 @@
+"""Which weights of a model are integers: those that the checkpoint has so, and those that are rounded at load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError, ModelError, QuireError
+from quire.models.hf_config import SCHEMES
+from quire.models.quantisation.awq import Awq
+from quire.models.quantisation.compressed_tensors import CompressedTensors
+from quire.models.quantisation.gptq import Gptq
+from quire.models.quantisation.module import WHOLE, Scheme
+from quire.models.quantisation.reader import unserved
+from quire.ops.memory import mapped
+from quire.ops.quantised import QuantisedWeight, quantised
+
+METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "awq": Awq.of,
+    "compressed-tensors": CompressedTensors.of,
+    "gptq": Gptq.of,
+}
+CHUNK = 2**22  # numbers of a weight that are made of integers at a time: what is on the way takes more
+
+
+def read_scheme(raw: Mapping[str, Any]) -> Scheme | None:
+    """How a config.json says that its checkpoint is quantised; None: it is not.
+
+    Raises ModelError for a way that is not served, or not understood to the last key.
+    """
+    config = next((raw[key] for key in SCHEMES if raw.get(key)), None)
+    if config is None:
+        return None
+    if not isinstance(config, dict):
+        raise ModelError(f"config.json: quantization_config is {config!r}; it must be an object")
+    method = str(config.get("quant_method"))
+    if method not in METHODS:
+        raise unserved(f"quant_method {method}")
+    return METHODS[method](config)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """To the nearest integers of so many bits."""
+
+    bits: int
+    group_size: int  # inputs that share a scale, the last group of a row may have fewer; WHOLE: all
+
+    def __str__(self) -> str:
+        return f"int{self.bits}"
+
+    def of(
+        self,
+        weight: Tensor,  # [out, in]
+        dtype: torch.dtype,  # of x
+        name: str,
+    ) -> QuantisedWeight:
+        """The weight rounded. Raises ModelError, with its name, where it is not finite."""
+        columns = weight.shape[1]
+        group_size = columns if self.group_size == WHOLE else min(self.group_size, columns)
+        try:
+            return quantised(weight, self.bits, group_size, dtype)
+        except QuireError as error:
+            raise ModelError(f"{name}: {error}") from error
+
+
+ROUNDINGS = {"int4": Rounding(4, 128), "int8": Rounding(8, WHOLE)}
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """What becomes of a model's weights."""
+
+    scheme: Scheme | None = None  # of the checkpoint
+    linears: Rounding | None = None  # of the layers, at load
+    head: Rounding | None = None  # of the output projection, at load
+    rounds_activations: bool = True  # else weights are multiplied in the model's dtype, and are held in it
+
+    @classmethod
+    def of(cls, config: EngineConfig, scheme: Scheme | None) -> Quantisation:
+        """What the options ask for, and a checkpoint has. Raises ConfigError for options that contradict it."""
+        if scheme is not None and config.quantization is not None:
+            raise ConfigError(
+                f"quantization is {config.quantization!r}, and the checkpoint is quantised already "
+                f"({scheme.description}); leave it out, or take the model's 16-bit checkpoint"
+            )
+        linears = None if config.quantization is None else ROUNDINGS[config.quantization]
+        head = config.quantization_head or ("none" if linears is None else "int8")
+        found = cls(scheme, linears, ROUNDINGS.get(head), config.quantization_activations == "int8")
+        if not found.rounds_activations and found == cls(rounds_activations=False):
+            raise ConfigError(
+                f"quantization_activations is {config.quantization_activations!r}, and no weight is quantised; give "
+                "quantization too, or leave it out"
+            )
+        return found
+
+    @property
+    def description(self) -> str | None:
+        """The format of the weights, as in "awq int4, groups of 128, zeros" or "int4 at load"; None: all as usual."""
+        parts = [] if self.scheme is None else [self.scheme.description]
+        if self.linears is not None:
+            parts.append(f"{self.linears} at load" + ("" if self.linears.group_size == WHOLE else ", groups of 128"))
+        if self.head is not None:
+            parts.append(f"output projection {self.head} at load")
+        if not self.rounds_activations:
+            parts.append("multiplied unrounded")
+        return "; ".join(parts) if parts else None
+
+    def linear(
+        self,
+        weight: Tensor,  # [out, in]
+        dtype: torch.dtype,  # of x
+        name: str,
+        is_head: bool,
+    ) -> Tensor | QuantisedWeight:
+        """A linear's weight as it is to be multiplied, itself where nothing is asked of it.
+
+        Raises ModelError, with its name, where it is to be rounded and is not finite.
+        """
+        rounding = self.head if is_head else self.linears
+        return weight if rounding is None else self.multiplied(rounding.of(weight, dtype, name))
+
+    def multiplied(self, weight: QuantisedWeight) -> Tensor | QuantisedWeight:
+        """Integers as they are to be multiplied: themselves, or in memory of their own the numbers that they mean."""
+        if self.rounds_activations:
+            return weight
+        shape = (weight.out_size, weight.in_size)
+        home = (
+            mapped(shape, weight.dtype)
+            if weight.is_cpu
+            else torch.empty(shape, dtype=weight.dtype, device=weight.device)
+        )
+        dequantised_into(home, weight)
+        return home
+
+
+def dequantised_into(
+    home: Tensor,  # [out, in]
+    weight: QuantisedWeight,
+) -> None:
+    """Put the weight's numbers there, some rows at a time."""
+    step = max(1, CHUNK // weight.in_size)
+    for start in range(0, weight.out_size, step):
+        rows = torch.arange(start, min(start + step, weight.out_size))
+        home[start : start + step] = weight.rows(rows).dequantised().to(home.dtype)

@@ -1,0 +1,80 @@
+"""Several projections of the same input as one weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelError
+from quire.ops.memory import mapped
+from quire.ops.quantised import QuantisedWeight
+
+
+@dataclass(frozen=True)
+class StackedWeight:
+    """Parts that differ too much to be one weight: in kind, in their groups, or in the order of their inputs."""
+
+    parts: tuple[Tensor | QuantisedWeight, ...]  # [out, in] each
+
+
+Weight: TypeAlias = Tensor | QuantisedWeight | StackedWeight
+
+
+def tensor(weight: Weight) -> Tensor:
+    """A weight that cannot be quantised. Raises ModelError where it is."""
+    if not isinstance(weight, Tensor):
+        raise ModelError(f"a {type(weight).__name__} stands where only a tensor can: at a norm, a bias or an embedding")
+    return weight
+
+
+def matrix(weight: Weight) -> Tensor | QuantisedWeight:
+    """A weight that cannot be stacked of parts that differ. Raises ModelError where it is."""
+    if isinstance(weight, StackedWeight):
+        kinds = ", ".join(map(_described, weight.parts))
+        raise ModelError(
+            f"the parts of one weight are stored in different ways ({kinds}), which is served outside of experts only"
+        )
+    return weight
+
+
+def stacked(parts: Sequence[Tensor | QuantisedWeight]) -> QuantisedWeight | StackedWeight:
+    """The outputs of all parts, one part after the other; some of these are quantised."""
+    whole = [part for part in parts if isinstance(part, QuantisedWeight)]
+    first = whole[0]
+    if len(whole) == 1 == len(parts):
+        return first
+    if len(whole) < len(parts) or not all(_agree(first, part) for part in whole):
+        return StackedWeight(tuple(parts))
+    values = mapped((sum(part.out_size for part in whole), first.in_size), torch.uint8)
+    torch.cat([part.values for part in whole], out=values)
+    zeros = None
+    if any(part.zeros is not None for part in whole):
+        zeros = torch.cat([_zeros(part) for part in whole])
+    scales = torch.cat([part.scales for part in whole])
+    return QuantisedWeight(
+        values, scales, zeros, first.bits, first.group_size, first.dtype, first.order, first.whole_rows
+    )
+
+
+def _agree(a: QuantisedWeight, b: QuantisedWeight) -> bool:
+    if (a.bits, a.group_size, a.whole_rows) != (b.bits, b.group_size, b.whole_rows):
+        return False
+    if a.order is None or b.order is None:
+        return a.order is b.order
+    return torch.equal(a.order, b.order)
+
+
+def _zeros(weight: QuantisedWeight) -> Tensor:
+    """fp32 [out, groups]: those of a symmetric weight, too."""
+    return torch.full_like(weight.scales, 2 ** (weight.bits - 1)) if weight.zeros is None else weight.zeros
+
+
+def _described(part: Tensor | QuantisedWeight) -> str:
+    if isinstance(part, Tensor):
+        return "not quantised"
+    order = "" if part.order is None else ", in an order of their own"
+    return f"int{part.bits} in groups of {part.group_size} of {part.in_size} inputs{order}"
