@@ -44,12 +44,6 @@ SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
         {"vocab_size": VOCABULARY, "num_experts": 12, "num_experts_per_tok": 3, "mlp_only_layers": [1]},
     ),
     "embedded, int8 cache": ("", torch.bfloat16, {}),
-    "gemma2, windows, fp32, int8 cache": (
-        "Gemma2",
-        torch.float32,
-        {"vocab_size": VOCABULARY, "hidden_size": 60, "num_attention_heads": 6, "head_dim": 10, "sliding_window": 19,
-         "query_pre_attn_scalar": 10},
-    ),
 }  # fmt: skip
 Bits = dict[str, list[tuple[int, float, tuple[tuple[int, float], ...]]]]
 

@@ -122,8 +122,9 @@ tokens are guessed.
 
 Below are the types of causal language models of transformers {release}, each tried with a small random checkpoint of
 its default config in a mixed batch of prompts, chunks and single tokens: {own} on Quire's decoder, {adapter} through
-the adapter, {refused} refused. A published checkpoint may have more than its type's defaults, such as quantised
-weights, dynamic RoPE or layers that differ in heads; then it is refused with the reason.
+the adapter, {refused} refused. A published checkpoint may have more than its type's defaults, such as dynamic
+RoPE or layers that differ in heads; then it is refused with the reason. Quantised weights
+[are served](quantisation.md).
 `python -m tests.models.sweep` writes this page; `quire models` prints the same.
 
 **Own decoder**: {own_names}.

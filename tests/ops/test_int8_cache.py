@@ -137,11 +137,13 @@ def test_attention_is_that_over_the_rounded_rows(backend, device, case, dtype):
 
 
 @pytest.mark.parametrize("head_dim", [1, 3, 4, 16, 31, 32, 63, 64, 65, 127, 128, 130, 192])
-@pytest.mark.parametrize("rows", [1, 5, 13, 70])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sizes(backend, device, head_dim, rows, dtype):
+def test_sizes(backend, device, head_dim, dtype):
     """Of rows and heads, at the edges of what kernels take at a time."""
-    for group in (1, 4, 7):
+    pairs = itertools.product((1, 5, 13, 70), (1, 4, 7))
+    if backend.name == "triton":  # in the interpreter
+        pairs = [(1, 7), (13, 4)]
+    for rows, group in pairs:
         case = Case(
             query_lens=(rows, 1),
             context_lens=(rows + 67, 33),

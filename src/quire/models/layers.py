@@ -140,9 +140,8 @@ class _Writer:
 
     def experts(self, name: str, hidden: Place, config: ExpertsConfig) -> None:
         """Each row through the few of many MLPs that the router prefers."""
-        router = self.linears.head(
-            matrix(self.weights[f"{name}router.weight"])
-        )  # whose logits are as exact as they can be
+        # A head, so that its logits are as exact as they can be.
+        router = self.linears.head(matrix(self.weights[f"{name}router.weight"]))
         linears = [
             tuple(
                 self.linears.linear(matrix(self.weights[f"{name}experts.{i}.{part}.weight"]))

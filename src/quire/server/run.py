@@ -223,7 +223,7 @@ def _model_info(llm: LLM) -> dict[str, str]:
         "dtype": str(decoder.dtype).removeprefix("torch."),
         "quantization": decoder.quantisation or "none",
         "weight_bytes": str(decoder.weight_bytes),
-        "cache_bits": str(8 * decoder.dtype.itemsize),
+        "cache_bits": str(8 * cache_dtype(llm.config.cache, decoder.dtype).itemsize),
     }
 
 
