@@ -73,11 +73,16 @@ class QuantisedWeight:
                 raise BadShape(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
             if tensor.dtype is not dtype:
                 raise BadDtype(f"{name} is {tensor.dtype}; expected {dtype}")
+        largest = int(self.values.max())
+        if largest >= 2**self.bits:  # it would spill into its neighbour when it is packed
+            raise BadValue(f"values holds {largest}; of {self.bits} bits they lie in 0..{2**self.bits - 1}")
         if not self.scales.isfinite().all():
             raise BadValue(f"scales holds {_first(self.scales, ~self.scales.isfinite())}; all must be finite")
-        if self.zeros is not None and not ((self.zeros >= 0) & (self.zeros <= 2**self.bits)).all():
-            wrong = _first(self.zeros, ~((self.zeros >= 0) & (self.zeros <= 2**self.bits)))
-            raise BadValue(f"zeros holds {wrong}; of {self.bits} bits they lie in 0..{2**self.bits}")
+        if self.zeros is not None:
+            served = (self.zeros >= 0) & (self.zeros <= 2**self.bits) & (self.zeros == self.zeros.round())
+            if not served.all():
+                wrong = _first(self.zeros, ~served)
+                raise BadValue(f"zeros holds {wrong}; of {self.bits} bits they are whole numbers in 0..{2**self.bits}")
         if self.whole_rows and (self.zeros is not None or not self.by_output or self.in_size > MOST_INPUTS):
             raise Unsupported(
                 f"a weight of {self.in_size} inputs in groups of {self.group_size} is for rows with one scale; such a "
@@ -120,8 +125,8 @@ class QuantisedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers: integers of so many bits, fp32 scales, and zeros of a byte."""
-        zeros = 0 if self.zeros is None else self.zeros.numel()
+        """Bytes of its numbers: integers of so many bits, scales and zeros in fp32."""
+        zeros = 0 if self.zeros is None else self.zeros.nbytes
         return self.values.numel() * self.bits // 8 + self.scales.nbytes + zeros
 
     def rows(

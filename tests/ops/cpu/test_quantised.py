@@ -165,7 +165,9 @@ def test_what_is_refused():
         ({"group_size": 48}, Unsupported, "group_size is 48"),
         ({"scales": torch.ones(4, 3)}, BadShape, r"scales has shape \(4, 3\); expected \(4, 2\)"),
         ({"scales": torch.full((4, 2), torch.inf)}, BadValue, r"scales holds inf at \[0, 0\]"),
-        ({"zeros": torch.full((4, 2), 17.0)}, BadValue, r"zeros holds 17.0 at \[0, 0\]; of 4 bits they lie in 0..16"),
+        ({"values": values + 16}, BadValue, r"values holds 16; of 4 bits they lie in 0..15"),
+        ({"zeros": torch.full((4, 2), 17.0)}, BadValue, r"zeros holds 17.0 at \[0, 0\]; of 4 bits they are whole"),
+        ({"zeros": torch.full((4, 2), 7.5)}, BadValue, r"zeros holds 7.5 at \[0, 0\]"),
         ({"order": torch.zeros(256, dtype=torch.int64)}, BadValue, "order is no permutation"),
         ({"whole_rows": True}, Unsupported, "rows with one scale"),
     ):

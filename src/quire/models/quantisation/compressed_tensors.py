@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,19 +20,26 @@ ARGUMENTS = "block_structure observer observer_kwargs scale_dtype zp_dtype".spli
 
 
 @dataclass(frozen=True)
-class PackedForm:
-    """(q - z) s: words of consecutive inputs."""
+class _Form:
+    """What both forms have."""
 
     bits: int
     group_size: int
     symmetric: bool
     whole_rows: bool  # activations have a scale a row
+    values: ClassVar[str]  # the kind of tensor that has the integers
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Kinds of tensors that there have to be."""
-        return ("weight_packed", "weight_scale", *(() if self.symmetric else ("weight_zero_point",)))
+        return (self.values, "weight_scale", *(() if self.symmetric else ("weight_zero_point",)))
 
+
+@dataclass(frozen=True)
+class PackedForm(_Form):
+    """(q - z) s: words of consecutive inputs."""
+
+    values = "weight_packed"
     takes = ("weight_shape", "weight_g_idx")
 
     def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
@@ -59,19 +66,10 @@ class PackedForm:
 
 
 @dataclass(frozen=True)
-class BytesForm:
+class BytesForm(_Form):
     """(q - z) s: a byte for each integer."""
 
-    bits: int
-    group_size: int
-    symmetric: bool
-    whole_rows: bool  # activations have a scale a row
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Kinds of tensors that there have to be."""
-        return ("weight", "weight_scale", *(() if self.symmetric else ("weight_zero_point",)))
-
+    values = "weight"
     takes = ()
 
     def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
