@@ -21,25 +21,35 @@ class Dense:
     lse: Tensor  # [T, Hq], natural log, without the sink
     out_size: Tensor  # [T, Hq, Dv], sum of weight * |v|: what the roundings of an output are relative to
     score_size: Tensor  # [T, Hq], bound of |score|: what the roundings of a score are relative to
+    peak: Tensor  # [T, Hq], the largest weight * |v| of a key: what weights are relative to that become whole numbers
 
     def rows(self, which: slice) -> Dense:
         """The answer for some of the query rows."""
         return Dense(*(getattr(self, field.name)[which] for field in fields(self)))
 
     def check(
-        self, out: Tensor, lse: Tensor | None, dtype: torch.dtype, roundings: int = 2, largest: float = 1.0
+        self,
+        out: Tensor,
+        lse: Tensor | None,
+        dtype: torch.dtype,
+        roundings: int = 2,
+        largest: float = 1.0,
+        query_error: float = 0.0,
+        weight_error: float = 0.0,
     ) -> None:
         """Compare a backend's result, computed in `dtype` with sums in fp32 (float64: in float64).
 
         An error e in a score changes its weight by the factor 1 + e. The weights and the output may each be rounded
         to `dtype`, half an eps each; everything else happens in fp32, for which 16 eps are allowed. A weight may be too
-        small for its dtype: largest is the value that it belongs to.
+        small for its dtype: largest is the value that it belongs to. query_error: of a query's rounding, relative to
+        its length. weight_error: of all keys' weights, relative to the largest of them with its value.
         """
         sums = torch.promote_types(dtype, torch.float32)
         eps, sums_eps = torch.finfo(dtype).eps, torch.finfo(sums).eps
         tiniest = largest * max(torch.finfo(sums).tiny, torch.finfo(dtype).tiny * eps)
-        score_error = 16 * sums_eps * (1 + self.score_size)
+        score_error = 16 * sums_eps * (1 + self.score_size) + query_error * self.score_size
         limit = (roundings * eps / 2 + score_error)[..., None] * self.out_size + tiniest * (self.out_size > 0)
+        limit = limit + weight_error * self.peak[..., None]
 
         assert out.dtype == dtype, f"out has dtype {out.dtype}, q {dtype}"
         assert out.shape == self.out.shape, f"out has shape {tuple(out.shape)}, not {tuple(self.out.shape)}"
@@ -97,7 +107,15 @@ def attend(
         lse=torch.logsumexp(score, dim=-1).T,
         out_size=torch.einsum("hrn,nhd->rhd", weight, v.abs()),
         score_size=score_size,
+        peak=_peak(weight, v),
     )
+
+
+def _peak(weight: Tensor, v: Tensor) -> Tensor:
+    """Of weights [Hq, rows, n] and values [n, Hq, Dv]: [rows, Hq]."""
+    if v.numel() == 0:
+        return weight.new_zeros(weight.shape[1], weight.shape[0])
+    return (weight * v.abs().amax(2).T[:, None]).amax(2).T
 
 
 def concat(parts: Sequence[Dense]) -> Dense:

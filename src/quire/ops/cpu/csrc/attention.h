@@ -65,7 +65,7 @@ struct Worker {
         weights = take(sizes.weights), sums = take(sizes.sums), total_sums = take(sizes.sums);
         top = take(sizes.row), total = take(sizes.row), whole_top = take(sizes.row), whole_total = take(sizes.row);
         low = (int*)take(sizes.row), high = (int*)take(sizes.row);
-        if (K::PAIR == 1) weights = scores;
+        if (K::PAIR == 1 && !K::BYTES) weights = scores;
     }
 
     // ---------------------------------------------------------------------------------------- walking
@@ -172,12 +172,14 @@ struct Worker {
     int row_of(const Item& item, int i) const { return (item.first + i) / group; }
     int head_of(const Step& step, int i) const { return step.head * group + (step.item->first + i) % group; }
 
+    void put_query(const T* row, float* to) { pack_row<K>(row, spec.head_dim, to); }
+
     void start_item(const Step& step) {
         const Item& item = *step.item;
         for (int i = 0; i < item.count; i++) {
             const int row = row_of(item, i), position = plan.row_positions[row];
             const T* q = (const T*)params.q + plan.row_tokens[row] * params.q_token + head_of(step, i) * params.q_head;
-            pack_row<K>(q, spec.head_dim, query + (int64_t)i * lanes);
+            static_cast<Self*>(this)->put_query(q, query + (int64_t)i * lanes);
             const int64_t from = (int64_t)position - spec.window + 1;
             low[i] = spec.window && from > 0 ? (int)from : 0;
             high[i] = spec.causal ? least(position + 1, item.end) : item.end;
@@ -249,13 +251,18 @@ struct Worker {
         return false;
     }
 
-    // Scores of row i to weights, its sums brought to the new maximum.
-    void weigh(const Step& step, int i, float* s, float* w) {
+    // What scores of row i are multiples of.
+    float score_unit(int) const { return 1.0f; }
+
+    // Scores of row i to weights, its sums brought to the new maximum. Returns the largest weight, for K::BYTES.
+    float weigh(const Step& step, int i, float* s, float* w) {
+        ScoreRule rule = this->rule;
+        if (K::BYTES) rule.scale *= static_cast<Self*>(this)->score_unit(i);
         const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
         float highest = top[i];
         if (from < to) {
             float found;
-            if (K::SCALED) scale_row(s, key_scales, from, to);
+            if (K::SCALED && !K::BYTES) scale_row(s, key_scales, from, to);
             if (bent) {
                 const int row = row_of(*step.item, i), position = plan.row_positions[row];
                 const float* slopes = params.alibi_slopes + plan.row_sequences[row] * params.slope_seq;
@@ -266,12 +273,12 @@ struct Worker {
             }
             if (found > highest) highest = found;
         }
-        if (from >= to || (highest == -INF && !unordered(s, from, to))) {
+        if (from >= to || (highest == -INF && rule.scale == rule.scale && !unordered(s, from, to))) {
             memset(w + step.begin / K::PAIR, 0, sizeof(float) * (size_t)(step.end - step.begin) / K::PAIR);
-            return;
+            return 0.0f;
         }
         const float shift = highest == -INF ? 0.0f : highest;
-        const float added = weigh_row<K>(s, w, from, to, step.begin, step.end, bent ? 1.0f : rule.scale, shift, value_scales);
+        const auto [added, largest] = weigh_row<K>(s, w, from, to, step.begin, step.end, bent ? 1.0f : rule.scale, shift, value_scales);
         if (highest != top[i]) {
             if (total[i] != 0.0f) {
                 const float factor = exp2_scalar(top[i] - highest);
@@ -281,6 +288,7 @@ struct Worker {
             top[i] = highest;
         }
         total[i] += added;
+        return largest;
     }
 
     // Whether a score is NaN, which the maximum passes over.
@@ -392,20 +400,29 @@ struct Worker {
 }  // namespace
 
 #include "attention_vectors.h"
+#include "attention_bytes.h"
 #ifdef QUIRE_TILES
 #include "attention_tiles.h"
 #endif
 
 namespace {
 
-template <class K, bool = K::TILED>
+template <class K>
 struct AttentionOf {
     using Worker = VectorAttention<K>;
 };
 #ifdef QUIRE_TILES
 template <class K>
-struct AttentionOf<K, true> {
+    requires K::TILED
+struct AttentionOf<K> {
     using Worker = TileAttention<K>;
+};
+#endif
+#ifdef QUIRE_BYTE_DOT
+template <class K>
+    requires K::BYTES
+struct AttentionOf<K> {
+    using Worker = ByteAttention<K>;
 };
 #endif
 

@@ -49,7 +49,7 @@ ENTRY(item_sizes)(ParallelFor, int32_t dtype, int32_t* item_rows, int32_t* memor
 
 ENTRY(attention)(ParallelFor parallel_for, const Plan* plan, const AttentionParams* params) {
     with_kind(plan->spec.dtype, [&]<class K>() {
-        if (plan->spec.kv_dtype == DTYPE_S8) attend<Scaled<K>>(parallel_for, plan, params);
+        if (plan->spec.kv_dtype == DTYPE_S8) attend<ScaledKind<K>>(parallel_for, plan, params);
         else attend<K>(parallel_for, plan, params);
     });
 }

@@ -20,7 +20,7 @@ constexpr int FETCH_WEIGH = 2;   // for each lane of the values' operand
 struct Fp32 {
     using E = F32;
     using Cache = E;  // what the cache holds
-    static constexpr bool SCALED = false;
+    static constexpr bool SCALED = false, BYTES = false;
     using M = Multiply;
     static constexpr int PAIR = 1;     // numbers that a lane of an operand holds
     static constexpr bool TILED = false;
@@ -33,7 +33,7 @@ template <class Element>
 struct Widened {
     using E = Element;
     using Cache = E;
-    static constexpr bool SCALED = false;
+    static constexpr bool SCALED = false, BYTES = false;
     using M = Multiply;
     static constexpr int PAIR = 1;
     static constexpr bool TILED = false;
@@ -49,7 +49,7 @@ struct Widened {
 struct Pairs {
     using E = BF16;
     using Cache = E;
-    static constexpr bool SCALED = false;
+    static constexpr bool SCALED = false, BYTES = false;
     using M = MultiplyPairs;
     static constexpr int PAIR = 2;
     static constexpr bool TILED = false;
@@ -66,7 +66,7 @@ constexpr int TILE_LANES = 16;  // of a row of a tile: 32 numbers
 struct Tiled {
     using E = BF16;
     using Cache = E;
-    static constexpr bool SCALED = false;
+    static constexpr bool SCALED = false, BYTES = false;
     static constexpr int PAIR = 2;
     static constexpr bool TILED = true;
     static constexpr int PER_LANE = 2;
@@ -97,6 +97,30 @@ struct Scaled : Base {
         }
     }
 };
+
+#ifdef QUIRE_BYTE_DOT
+// The same multiplied as bytes, see attention_bytes.h. K's numbers of 16 bits are less fine than what queries are rounded to.
+template <class Element>
+struct Bytes : Scaled<Widened<Element>> {
+    static constexpr bool BYTES = true;
+    static int64_t lanes(int64_t dim) { return (dim + 3) / 4 * 2 + 2; }  // of a query
+};
+#endif
+
+// How a cache of int8 is computed with, next to numbers of kind K.
+template <class K>
+struct ScaledKindOf {
+    using Kind = Scaled<K>;
+};
+#ifdef QUIRE_BYTE_DOT
+template <class K>
+    requires(!K::TILED && sizeof(typename K::E::T) == 2)
+struct ScaledKindOf<K> {
+    using Kind = Bytes<typename K::E>;
+};
+#endif
+template <class K>
+using ScaledKind = typename ScaledKindOf<K>::Kind;
 
 // Lanes from one row of an operand to the next. A tile reads 16 rows at once, which must not compete for the same places of the
 // first cache: an odd number of its lines keeps them apart.

@@ -53,6 +53,42 @@ QUIRE_INLINE void narrow_int8(int8_t* p, V v) {  // of whole numbers in -128..12
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)v)));
 }
 
+QUIRE_INLINE I nearest(V x) { return (I)_mm512_cvtps_epi32((__m512)x); }
+// The largest of numbers that are not negative, by their bits: NaN comes last.
+QUIRE_INLINE U larger_bits(U a, U b) { return (U)_mm512_max_epu32((__m512i)a, (__m512i)b); }
+QUIRE_INLINE float largest_bits(U v) { return _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32((int)_mm512_reduce_max_epu32((__m512i)v)))); }
+// The lowest byte of each lane.
+QUIRE_INLINE void put_bytes(void* p, I v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v)); }
+
+// The upper bytes of 64 whole numbers below 2^16, and the lower ones.
+QUIRE_INLINE void split_bytes(const I (&v)[4], char* upper, char* lower) {
+    // Of each quarter of a vector in turn: four numbers of each of them.
+    const __m512i first = _mm512_packus_epi32((__m512i)v[0], (__m512i)v[1]), second = _mm512_packus_epi32((__m512i)v[2], (__m512i)v[3]);
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), low = _mm512_set1_epi16(0xff);
+    const __m512i high = _mm512_packus_epi16(_mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8));
+    _mm512_storeu_si512(upper, _mm512_permutexvar_epi32(order, high));
+    const __m512i rest = _mm512_packus_epi16(_mm512_and_si512(first, low), _mm512_and_si512(second, low));
+    _mm512_storeu_si512(lower, _mm512_permutexvar_epi32(order, rest));
+}
+
+// Four rows of 64 bytes to lanes that hold one of each row: columns 16 i + 4 j .. 16 i + 4 j + 3 are in quarter i of vector j.
+QUIRE_INLINE void interleave_bytes(V (&rows)[4]) {
+    const __m512i a = (__m512i)rows[0], b = (__m512i)rows[1], c = (__m512i)rows[2], d = (__m512i)rows[3];
+    const __m512i ab = _mm512_unpacklo_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d);
+    const __m512i more_ab = _mm512_unpackhi_epi8(a, b), more_cd = _mm512_unpackhi_epi8(c, d);
+    rows[0] = (V)_mm512_unpacklo_epi16(ab, cd), rows[1] = (V)_mm512_unpackhi_epi16(ab, cd);
+    rows[2] = (V)_mm512_unpacklo_epi16(more_ab, more_cd), rows[3] = (V)_mm512_unpackhi_epi16(more_ab, more_cd);
+}
+
+// Lanes in that order to the columns' own.
+QUIRE_INLINE void part_columns(V (&v)[4]) {
+    const __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
+    const __m512 low_ab = _mm512_shuffle_f32x4(a, b, 0x44), low_cd = _mm512_shuffle_f32x4(c, d, 0x44);
+    const __m512 high_ab = _mm512_shuffle_f32x4(a, b, 0xee), high_cd = _mm512_shuffle_f32x4(c, d, 0xee);
+    v[0] = (V)_mm512_shuffle_f32x4(low_ab, low_cd, 0x88), v[1] = (V)_mm512_shuffle_f32x4(low_ab, low_cd, 0xdd);
+    v[2] = (V)_mm512_shuffle_f32x4(high_ab, high_cd, 0x88), v[3] = (V)_mm512_shuffle_f32x4(high_ab, high_cd, 0xdd);
+}
+
 // Each lane holds two fp16 numbers: the lower ones and the upper ones, widened.
 QUIRE_INLINE V lower_fp16(V lanes) { return (V)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)lanes)); }
 QUIRE_INLINE V upper_fp16(V lanes) {
@@ -61,6 +97,7 @@ QUIRE_INLINE V upper_fp16(V lanes) {
 
 // acc + the products of each lane's four bytes, those of u unsigned, those of s signed; dot_nibbles: those of u below 16.
 #if defined(__AVX512VNNI__)
+#define QUIRE_BYTE_DOT 1
 QUIRE_INLINE I dot_bytes(I acc, I u, I s) { return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s); }
 QUIRE_INLINE I dot_nibbles(I acc, I u, I s) { return dot_bytes(acc, u, s); }
 #else

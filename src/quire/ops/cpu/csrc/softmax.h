@@ -63,13 +63,18 @@ static float bend_row(float* s, int low, int high, const ScoreRule& rule, float 
     return largest(top);
 }
 
-// The weights 2^(score * scale - top) of a row, written as the operand of the product with the values; returns their sum.
-// Keys that the row does not see, between begin and end, weigh 0. value_scales: of values that are integers, by which their
+// Of a row's weights.
+struct Weighed {
+    float sum, largest;  // the latter for K::BYTES
+};
+
+// The weights 2^(score * scale - top) of a row, written as the operand of the product with the values. Keys that the row does not see, between begin and end, weigh 0. value_scales: of values that are integers, by which their
 // weights are multiplied, but not in the sum.
 template <class K>
-QUIRE_INLINE float weigh_row(
+QUIRE_INLINE Weighed weigh_row(
     const float* s, float* weights, int low, int high, int begin, int end, float scale, float top, const float* value_scales) {
     V sum[VECTORS] = {};
+    [[maybe_unused]] U top_bits[VECTORS] = {};
     for (int at = begin; at < end; at += SUBTILE) {
         if (at >= high || at + SUBTILE <= low) {
             memset(weights + at / K::PAIR, 0, sizeof(float) * SUBTILE / K::PAIR);
@@ -77,7 +82,7 @@ QUIRE_INLINE float weigh_row(
         }
         const bool edge = at < low || at + SUBTILE > high;
         V w[VECTORS];
-        for (int i = 0; i < VECTORS; i++) {
+        QUIRE_UNROLL for (int i = 0; i < VECTORS; i++) {
             // Rounded like the maximum, so that nothing lies above it: a fused product of huge scores would.
             w[i] = exp2_negative(load(s + at + i * W) * scale - top);
             if (edge) w[i] = within(iota() + (float)(at + i * W), low, high, w[i], V{});
@@ -85,9 +90,12 @@ QUIRE_INLINE float weigh_row(
             if constexpr (K::SCALED) {
                 w[i] = w[i] * load(value_scales + at + i * W);
                 if (edge) w[i] = within(iota() + (float)(at + i * W), low, high, w[i], V{});  // a scale may be NaN
+#ifdef QUIRE_BYTE_DOT
+                if constexpr (K::BYTES) top_bits[i] = larger_bits(top_bits[i], (U)w[i]);
+#endif
             }
         }
-        for (int i = 0; i < VECTORS; i += K::PAIR) {
+        QUIRE_UNROLL for (int i = 0; i < VECTORS; i += K::PAIR) {
             float* to = weights + (at + i * W) / K::PAIR;
 #ifdef QUIRE_BF16_PAIRS
             if constexpr (K::PAIR == 2) {
@@ -100,7 +108,13 @@ QUIRE_INLINE float weigh_row(
     }
     for (int step = VECTORS / 2; step; step /= 2)
         for (int i = 0; i < step; i++) sum[i] = sum[i] + sum[i + step];
-    return reduce_add(sum[0]);
+#ifdef QUIRE_BYTE_DOT
+    if constexpr (K::BYTES) {
+        QUIRE_UNROLL for (int i = 1; i < VECTORS; i++) top_bits[0] = larger_bits(top_bits[0], top_bits[i]);
+        return {reduce_add(sum[0]), largest_bits(top_bits[0])};
+    }
+#endif
+    return {reduce_add(sum[0]), 0.0f};
 }
 
 }  // namespace

@@ -1,0 +1,191 @@
+// A tile of a cache of int8 by products of bytes. Queries, and the weights of values, become whole numbers of 16 bits with a
+// scale for each row (and tile), and these two bytes each: that is finer than bf16, and the sums of their products are exact.
+// A product of four bytes costs as much as one of two bf16 numbers, so two of them cost what those of bf16 do; but keys and
+// values are multiplied as they lie, where bf16 would have to be made of each number first.
+#pragma once
+
+#include "attention.h"
+#include "rounding.h"
+
+#ifdef QUIRE_BYTE_DOT
+namespace {
+
+constexpr int QUAD = 4;  // numbers that a lane holds
+
+// Keys as unsigned bytes: 128 is added to each.
+struct KeyQuads {
+    using Cache = S8;
+    static constexpr int PAIR = QUAD, PER_LANE = QUAD;
+    static int64_t lanes(int64_t numbers) { return (numbers + QUAD - 1) / QUAD; }
+    QUIRE_INLINE void put_keys(float* at, V lanes, int) { store(at, (V)((U)lanes ^ 0x80808080u)); }
+};
+
+// Sums of products with rows of two parts, the upper bytes and the lower ones.
+template <int R, int N, class M, class F>
+QUIRE_INLINE void add_parts(
+    I (&sum)[R][N], const float* upper, const float* lower, int64_t stride, const Panel& b, int begin, int end, const M& multiply,
+    const F& pause) {
+    QUIRE_UNROLL for (int part = 0; part < 2; part++) {
+        const float* a = part ? lower : upper;
+        for (int k = begin; k < end; k++) {
+            I column[N];
+            QUIRE_UNROLL for (int j = 0; j < N; j++) column[j] = (I)b(k, j);
+            QUIRE_UNROLL for (int i = 0; i < R; i++) {
+                const I row = (I)broadcast(a + i * stride + k);
+                QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = multiply(sum[i][j], row, column[j]);
+            }
+            pause();
+        }
+        if (part) break;
+        QUIRE_UNROLL for (int i = 0; i < R; i++)
+            QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = (I)((U)sum[i][j] << 8);
+    }
+}
+
+template <class K>
+struct ByteAttention : Worker<ByteAttention<K>, K> {
+    static constexpr int ITEM_ROWS = 192, MEMORY_ROWS = 12;
+    // The largest whole numbers: 512 products of a query's with a key's fit an int32, and TILE of a weight's with a value's.
+    static constexpr float LARGEST_QUERY = 32512.0f, LARGEST_WEIGHT = 65535.0f;
+
+    using Base = Worker<ByteAttention<K>, K>;
+    using typename Base::Step;
+    using typename Base::C;
+    using typename Base::T;
+    using Base::Base, Base::fetcher_of, Base::sees, Base::weigh;
+    using Base::lanes, Base::wide, Base::spec;
+    using Base::query, Base::keys, Base::values, Base::scores, Base::weights, Base::sums, Base::low, Base::high;
+
+    const int quads = (int)KeyQuads::lanes(spec.head_dim);
+    float factors[ITEM_ROWS];  // what the rows' weights of this tile are multiples of
+
+    // A query: its upper bytes, its lower ones, its scale, and what its sums start with. Keys are 128 too large, so 128 times the
+    // sum of its numbers is too much, or half of that before the upper sums are shifted: so it must be even.
+    void put_query(const T* row, float* to) {
+        const int dim = spec.head_dim;
+        alignas(64) int8_t upper[1024], lower[1024];
+        bool finite = true;
+        const float top = dim > 512 ? LARGEST_QUERY / 2 : LARGEST_QUERY;
+        const float largest = largest_number<typename K::E>(row, dim, finite);
+        const bool any = finite && largest >= SMALLEST;
+        const float factor = any ? top / largest : 0.0f;
+        int32_t numbers[1024], sum = 0;
+        for (int c = 0; c < dim; c += W) store((float*)numbers + c, (V)(any ? nearest(get_part<typename K::E>(row + c, dim - c) * factor) : I{}));
+        for (int c = 0; c < dim; c++) sum += numbers[c];
+        const int32_t odd = sum & 1;
+        numbers[0] -= odd, sum -= odd;
+        for (int c = 0; c < dim; c += W) {
+            const I whole = (I)load((float*)numbers + c), rest = (whole << 24) >> 24;
+            put_bytes(upper + c, (whole - rest) >> 8), put_bytes(lower + c, rest);
+        }
+        memcpy(to, upper, (size_t)quads * QUAD), memcpy(to + quads, lower, (size_t)quads * QUAD);
+        to[2 * quads] = finite ? largest / top : __builtin_nanf("");
+        const int32_t start = -sum / 2;
+        memcpy(to + 2 * quads + 1, &start, sizeof start);
+    }
+
+    // What scores of row i are multiples of.
+    float score_unit(int i) const { return query[(int64_t)i * lanes + 2 * quads]; }
+
+    void compute(const Step& step, const Step* after) {
+        Fetcher<C> fetcher = fetcher_of(after);
+        const RowBlocks blocks(step.item->count);
+        auto fetching = [&] { fetcher.fetch(FETCH_SCORE); };
+        for (int at = step.begin; at < least(step.end, step.stop); at += PANEL) {
+            const int count = least(step.stop - at, PANEL);
+            pack_keys<KeyQuads>(step.keys + at, count, spec.head_dim, keys, fetcher);
+            for (int b = 0; b < blocks.blocks; b++) {
+                const int first = blocks.first(b), rows = blocks.rows(b);
+                if (!sees(step.tile + at, PANEL, first, rows)) continue;
+                with_rows(rows, [&]<int R>() {
+                    if (blocks.blocks > FEW_BLOCKS) return score<R, COLUMNS>(first, at, [] {});
+                    with_vectors((count + W - 1) / W, [&]<int N>() { score<R, N>(first, at, fetching); });
+                });
+            }
+        }
+        for (int i = 0; i < step.item->count; i++) {
+            if (blocks.blocks <= FEW_BLOCKS) fetcher.fetch(FETCH_ROW);
+            float* row = scores + (int64_t)i * TILE;
+            const float largest = weigh(step, i, row, row);
+            round_weights(step, i, row, largest);
+        }
+        for (int column = 0; column < spec.head_dim_v; column += PANEL) add_values(step, blocks, column, fetcher);
+        fetcher.fetch(Base::ALL_LINES);
+    }
+
+  private:
+    // q·k of rows first.. and the packed keys, which lie `at` within the tile.
+    template <int R, int N, class F>
+    void score(int first, int at, const F& fetch) const {
+        const float* q = query + (int64_t)first * lanes;
+        float* to = scores + (int64_t)first * TILE + at;
+        I sum[R][N];
+        QUIRE_UNROLL for (int i = 0; i < R; i++)
+            QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = (I)broadcast(q + i * lanes + 2 * quads + 1);
+        auto multiply = [](I acc, I row, I column) __attribute__((always_inline)) { return dot_bytes(acc, column, row); };
+        add_parts(sum, q, q + quads, lanes, Panel{keys}, 0, quads, multiply, fetch);
+        QUIRE_UNROLL for (int i = 0; i < R; i++)
+            QUIRE_UNROLL for (int j = 0; j < N; j++)
+                store(to + i * TILE + j * W, __builtin_convertvector(sum[i][j], V) * load(this->key_scales + at + j * W));
+    }
+
+    // The upper and the lower bytes of a row's weights: [2][TILE].
+    char* bytes_of(int row) const { return (char*)weights + (int64_t)row * 2 * TILE; }
+
+    void round_weights(const Step& step, int i, const float* row, float largest) {
+        const bool finite = largest < INF, any = finite && largest >= SMALLEST;
+        const float factor = any ? LARGEST_WEIGHT / largest : 0.0f;
+        factors[i] = !finite ? __builtin_nanf("") : any ? largest / LARGEST_WEIGHT : 0.0f;
+        char* to = bytes_of(i);
+        for (int t = step.begin; t < step.end; t += SUBTILE) {
+            I whole[VECTORS];
+            QUIRE_UNROLL for (int j = 0; j < VECTORS; j++)
+                whole[j] = any ? nearest(load(row + t + j * W) * factor) : I{};
+            split_bytes(whole, to + t, to + TILE + t);
+        }
+    }
+
+    // One panel of columns of the product of weights and values, added to the sums.
+    void add_values(const Step& step, const RowBlocks& blocks, int column, Fetcher<C>& fetcher) {
+        const int left = spec.head_dim_v - column;
+        for (int t = step.begin; t < step.end; t += QUAD) {
+            V rows[QUAD];
+            for (int i = 0; i < QUAD; i++) rows[i] = load_lanes(step.values[t + i] + column, left);
+            interleave_bytes(rows);
+            fetcher.fetch(2 * FETCH_WEIGH);
+            for (int j = 0; j < COLUMNS; j++) store(values + (int64_t)t / QUAD * PANEL + j * W, rows[j]);
+        }
+        for (int b = 0; b < blocks.blocks; b++) {
+            const int first = blocks.first(b), count = blocks.rows(b);
+            int begin = TILE, end = 0;
+            for (int i = first; i < first + count; i++) {
+                const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
+                if (from < to) begin = least(begin, from), end = most(end, to);
+            }
+            if (begin >= end) continue;
+            with_rows(count, [&]<int R>() { add_block<R>(first, begin / QUAD, (end + QUAD - 1) / QUAD, sums + (int64_t)first * wide + column); });
+        }
+    }
+
+    template <int R>
+    void add_block(int first, int begin, int end, float* to) const {
+        I sum[R][COLUMNS] = {};
+        const float* row = (const float*)bytes_of(first);
+        auto multiply = [](I acc, I row, I column) __attribute__((always_inline)) { return dot_bytes(acc, row, column); };
+        add_parts(sum, row, row + TILE / QUAD, 2 * TILE / QUAD, Panel{values}, begin, end, multiply, [] {});
+        QUIRE_UNROLL for (int i = 0; i < R; i++) {
+            const float factor = factors[first + i];
+            if (factor == 0.0f) continue;
+            V columns[COLUMNS];
+            QUIRE_UNROLL for (int j = 0; j < COLUMNS; j++) columns[j] = (V)sum[i][j];
+            part_columns(columns);
+            QUIRE_UNROLL for (int j = 0; j < COLUMNS; j++) {
+                float* at = to + i * wide + j * W;
+                store(at, fma(__builtin_convertvector((I)columns[j], V), splat(factor), load(at)));
+            }
+        }
+    }
+};
+
+}  // namespace
+#endif
