@@ -98,12 +98,14 @@ struct Scaled : Base {
     }
 };
 
-// Lanes from one row of an operand to the next. A tile reads 16 rows at once, which must not compete for the same places of the
-// first cache: an odd number of its lines keeps them apart.
+// A tile reads 16 rows at once, which must not compete for the same places of the first cache: an odd number of its lines keeps
+// them apart.
+inline int64_t odd_lines(int64_t lanes) { return ((lanes + 15) / 16 | 1) * 16; }
+
+// Lanes from one row of an operand to the next.
 template <class K>
 int64_t row_lanes(int64_t numbers) {
-    const int64_t lanes = K::lanes(numbers);
-    return K::TILED && lanes / 16 % 2 == 0 ? lanes + 16 : lanes;
+    return K::TILED ? odd_lines(K::lanes(numbers)) : K::lanes(numbers);
 }
 
 // One row as lanes, zero after its end.
