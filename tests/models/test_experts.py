@@ -248,6 +248,7 @@ def test_a_number_of_experts_that_cannot_be_chosen(per_token: int) -> None:
 @needs_native
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, 10**9)])
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
 def test_quantised_experts(shape: tuple[int, int, int, int], bits: int, group_size: int) -> None:
     """One call of the library has the bits of the experts one by one, and every row those that it has alone."""
     plain, pack = Layer(*shape, torch.bfloat16), Packer()

@@ -28,9 +28,15 @@ KINDS = {
     "int8-output": (8, 0, False, False, False),
     "int8-output-zeros": (8, 0, True, True, False),
     "int8-32-zeros": (8, 32, True, False, False),
+    "int8-64": (8, 64, False, False, False),
     "int8-128": (8, 128, False, True, False),
     "int8-rows": (8, 0, False, False, True),
+    "int4-rows": (4, 0, False, True, True),
 }
+ISAS = native.runnable(native.library_path())
+# Where integers are multiplied by tiles: one tile +- 1, several panels of strips, and ends of stretches of the inputs.
+TILED = [isa for isa in ISAS if isa.startswith("amx")]
+TILED_SHAPES = ((17, 63), (32, 65), (300, 1540), (100, 768), (33, 769))
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +44,12 @@ def _threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def library(request: pytest.FixtureRequest) -> native.Library:
+    """The kernels of that instruction set, of the build that is tested."""
+    return native.load(request.param, request.config.getoption("native_library"))
 
 
 def random_weight(kind: str, out_size: int, in_size: int, dtype: torch.dtype, seed: int = 0) -> QuantisedWeight:
@@ -72,11 +84,10 @@ def as_bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
-@pytest.mark.parametrize("isa", native.runnable(native.library_path()))
+@pytest.mark.parametrize("library", ISAS, indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_instruction_set_has_the_specified_bits(isa, kind, shape):
-    library = native.load(isa)
+def test_every_instruction_set_has_the_specified_bits(library, kind, shape):
     for dtype in DTYPES:
         weight, x = random_weight(kind, *shape, dtype), random_rows(97, shape[1], dtype)
         bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -86,6 +97,21 @@ def test_every_instruction_set_has_the_specified_bits(isa, kind, shape):
         for rows in ROWS:
             for first in (0, 97 - rows):
                 assert torch.equal(as_bits(made(x[first : first + rows])), as_bits(specified[first : first + rows]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", TILED, indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", TILED_SHAPES, ids=str)
+def test_tiles_have_the_specified_bits_for_any_number_of_rows(library, kind, shape):
+    """Few rows, which vectors take; up to 16 and 32; more than an item has, so that few are left for the second one."""
+    weight, x = random_weight(kind, *shape, torch.bfloat16), random_rows(530, shape[1], torch.bfloat16)
+    bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(1)).bfloat16()
+    specified = as_bits(Linears().linear(weight, bias)(x))
+    made = Packer(library)(weight, bias)
+    for rows in (*range(1, 41), 64, 96, 130, 515, 530):
+        for first in (0, 530 - rows):
+            assert torch.equal(as_bits(made(x[first : first + rows])), specified[first : first + rows])
 
 
 @pytest.mark.parametrize("kind", KINDS)

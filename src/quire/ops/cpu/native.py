@@ -23,7 +23,7 @@ ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "amx_emulated")  # the best firs
 AMX_REFUSALS = (
     None,
     "this CPU lacks AVX512_BF16",
-    "this CPU has no AMX tiles for bf16",
+    "this CPU has no AMX tiles for bf16 and int8",
     "the operating system does not save AMX tiles",
     "the operating system does not permit this process to use AMX tiles",
     "the sums of this CPU's AMX tiles are not in the documented order",

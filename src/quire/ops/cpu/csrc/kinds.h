@@ -99,7 +99,7 @@ struct Scaled : Base {
 };
 
 #ifdef QUIRE_BYTE_DOT
-// The same multiplied as bytes, see attention_bytes.h. K's numbers of 16 bits are less fine than what queries are rounded to.
+// The same multiplied as bytes, see attention_bytes.h.
 template <class Element>
 struct Bytes : Scaled<Widened<Element>> {
     static constexpr bool BYTES = true;
@@ -122,12 +122,14 @@ struct ScaledKindOf<K> {
 template <class K>
 using ScaledKind = typename ScaledKindOf<K>::Kind;
 
-// Lanes from one row of an operand to the next. A tile reads 16 rows at once, which must not compete for the same places of the
-// first cache: an odd number of its lines keeps them apart.
+// A tile reads 16 rows at once, which must not compete for the same places of the first cache: an odd number of its lines keeps
+// them apart.
+inline int64_t odd_lines(int64_t lanes) { return ((lanes + 15) / 16 | 1) * 16; }
+
+// Lanes from one row of an operand to the next.
 template <class K>
 int64_t row_lanes(int64_t numbers) {
-    const int64_t lanes = K::lanes(numbers);
-    return K::TILED && lanes / 16 % 2 == 0 ? lanes + 16 : lanes;
+    return K::TILED ? odd_lines(K::lanes(numbers)) : K::lanes(numbers);
 }
 
 // One row as lanes, zero after its end.

@@ -3,8 +3,8 @@
 // W rows of the weight, transposed, make a strip: the lines that the kernels read lie one after the other, so a strip is one
 // stream from memory however many strips are multiplied at a time.
 //
-// This file shares the work between threads; linear_vectors.h, linear_integers.h and linear_tiles.h multiply. In each, the bits
-// of a number depend neither on the other rows nor on how the work is cut.
+// This file shares the work between threads; linear_vectors.h, linear_integers.h, linear_tiles.h and linear_integer_tiles.h
+// multiply. In each, the bits of a number depend neither on the other rows nor on how the work is cut.
 #pragma once
 
 #include "kinds.h"
@@ -93,6 +93,7 @@ class LinearItems {
 #include "linear_integers.h"
 #ifdef QUIRE_TILES
 #include "linear_tiles.h"
+#include "linear_integer_tiles.h"
 #endif
 
 namespace {
@@ -103,7 +104,11 @@ struct LinearWorkerOf {
 };
 template <int BITS>
 struct LinearWorkerOf<Integers<BITS>> {
+#ifdef QUIRE_TILES
+    using Worker = LinearIntegerTiles<BITS>;
+#else
     using Worker = LinearIntegers<BITS>;
+#endif
 };
 #ifdef QUIRE_TILES
 template <>

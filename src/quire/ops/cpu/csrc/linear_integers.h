@@ -3,9 +3,9 @@
 //
 // A strip has for each segment of inputs its lines, then where each group has a scale a line of these, and where it has a zero a
 // line of those. A line holds 4 inputs of W columns as bytes, or 8 as nibbles: the first four in the lower ones. 16 lines of
-// bytes are what a tile of integers takes.
+// bytes are what a tile of integers takes: linear_integer_tiles.h multiplies by these.
 //
-// A row of x is its bytes, then a scale for each segment, then for each the sum of its bytes.
+// A row of x is its bytes, zero after its end, then a scale for each segment, then for each the sum of its bytes.
 #pragma once
 
 #include "linear.h"
@@ -30,7 +30,14 @@ struct Segments {
     explicit Segments(const LinearParams& p)
         : size(p.scales ? ACTIVATION_GROUP : p.group), count((p.in_size + size - 1) / size), last(p.in_size - (count - 1) * size) {}
 
-    int64_t row_lanes() const { return size * count / 4 + 2 * count; }
+    int64_t row_lanes() const {
+        const int64_t lanes = size * count / 4 + 2 * count;
+#ifdef QUIRE_TILES
+        return odd_lines(lanes);
+#else
+        return lanes;
+#endif
+    }
     float* scales(float* row) const { return row + size * count / 4; }
     int32_t* sums(float* row) const { return (int32_t*)(scales(row) + count); }
 };
@@ -104,39 +111,38 @@ static void round_groups(const LinearParams& p, const typename E::T* row, float*
 
 // -------------------------------------------------------------------------------------------------- products
 
-template <int BITS>
-struct LinearIntegers {
+// W numbers of a row of the output from `column` on. sums: of all segments; int32 where a row of x has one scale, x_scale.
+template <class Out>
+static void put_sums(const LinearParams& p, V sums, float x_scale, int64_t column, typename Out::T* row) {
+    const int n = p.out_size - column < W ? (int)(p.out_size - column) : W;
+    if (p.whole_rows) sums = __builtin_convertvector((I)sums, V) * x_scale;
+    if (p.scales) sums = sums * get_part<F32>(p.scales + column, n);
+    if (p.bias) sums = sums + get_part<F32>(p.bias + column, n);
+    put_part<Out>(row + column, sums, n);
+}
+
+// Multiplies items of up to MOST_ROWS rows and COLUMNS strips by vectors.
+template <int BITS, int MOST_ROWS>
+class IntegerVectors {
+  public:
     static constexpr int LINE = Lines<BITS>::BYTES;
-    static constexpr int CHUNK = 96;  // rows of x that an item has at most
-    static constexpr int PANEL_STRIPS = COLUMNS;
-    static constexpr int64_t PANEL_BYTES = 512 << 10;
-    static constexpr int UNIT = 1;
-    static int64_t panel_strips(int64_t) { return PANEL_STRIPS; }
 
-    LinearItems<LinearIntegers> items;
-    const Fetching fetching = quire_fetching;
-    alignas(64) float sums[CHUNK * PANEL];  // where rows have one scale, int32 until they are complete
-
-    explicit LinearIntegers(LinearWork& all) : items(all) {}
-
-    void work() {
-        LinearItem item, after;
-        for (bool more = items.take(item); more; item = after) {
-            more = items.take(after);
-            if (!more) after.weight = item.weight;  // which is in the cache
-            memset(sums, 0, (size_t)item.rows * PANEL * sizeof *sums);
-            const LinearParams& p = *item.call->params;
-            const Lines<BITS> lines(p);
-            const int64_t near = NEAR / (COLUMNS * LINE * lines.each), stretch = near ? near : 1, count = lines.segments.count;
-            for (int64_t begin = 0; begin < count; begin += stretch)
-                multiply(item, begin, begin + stretch < count ? begin + stretch : count, lines, after.weight);
-            with_element(p.out_dtype, [&](auto element) { finish<decltype(element)>(item); });
-        }
+    // after: the weight of the next item, which is fetched once nothing is left of this one.
+    void multiply(const LinearItem& item, const char* after) {
+        memset(sums, 0, (size_t)item.rows * PANEL * sizeof *sums);
+        const LinearParams& p = *item.call->params;
+        const Lines<BITS> lines(p);
+        const int64_t near = NEAR / (COLUMNS * LINE * lines.each), stretch = near ? near : 1, count = lines.segments.count;
+        for (int64_t begin = 0; begin < count; begin += stretch)
+            add_segments(item, begin, begin + stretch < count ? begin + stretch : count, lines, after);
+        with_element(p.out_dtype, [&](auto element) { finish<decltype(element)>(item); });
     }
 
   private:
-    // Segments begin.. of an item. after: the weight of the next item, which is fetched once nothing is left of this one.
-    void multiply(const LinearItem& item, int64_t begin, int64_t end, const Lines<BITS>& lines, const char* after) {
+    const Fetching fetching = quire_fetching;
+    alignas(64) float sums[MOST_ROWS * PANEL];  // where rows have one scale, int32 until they are complete
+
+    void add_segments(const LinearItem& item, int64_t begin, int64_t end, const Lines<BITS>& lines, const char* after) {
         const RowBlocks blocks(item.rows);
         const LinearCall& call = *item.call;
         const int64_t stride = item.stride, stop = end < lines.segments.count ? end * lines.each : lines.all;
@@ -147,7 +153,7 @@ struct LinearIntegers {
             with_vectors(item.strips, [&]<int N>() {
                 with_rows(blocks.rows(b), [&]<int R>() {
                     const int row = blocks.first(b);
-                    if (blocks.blocks == 1)
+                    if (MOST_ROWS <= ROWS || blocks.blocks == 1)
                         return add_rows<R, N>(item, row, begin, end, lines, FetchAhead<LINE>{here, next, turn, stride, fetching.weights});
                     const char* from = begin * lines.each < turn ? here : next;
                     const char* share = b < COLUMNS ? from + b * stride : from;
@@ -226,19 +232,34 @@ struct LinearIntegers {
         const LinearCall& call = *item.call;
         const LinearParams& p = *call.params;
         const Segments segments(p);
-        const int64_t column = item.first_strip * W;
-        const int64_t columns = p.out_size - column < item.strips * W ? p.out_size - column : item.strips * W;
         for (int i = 0; i < item.rows; i++) {
             const float scale = *segments.scales((float*)call.x + (item.first_row + i) * call.x_stride);
-            typename Out::T* out = (typename Out::T*)p.out + (item.first_row + i) * p.out_stride + column;
-            for (int64_t c = 0; c < columns; c += W) {
-                const int n = columns - c < W ? (int)(columns - c) : W;
-                V v = load(sums + i * PANEL + c);
-                if (p.whole_rows) v = __builtin_convertvector((I)v, V) * scale;
-                if (p.scales) v = v * get_part<F32>(p.scales + column + c, n);
-                if (p.bias) v = v + get_part<F32>(p.bias + column + c, n);
-                put_part<Out>(out + c, v, n);
-            }
+            typename Out::T* out = (typename Out::T*)p.out + (item.first_row + i) * p.out_stride;
+            for (int j = 0; j < item.strips; j++)
+                put_sums<Out>(p, load(sums + i * PANEL + j * W), scale, (item.first_strip + j) * W, out);
+        }
+    }
+};
+
+template <int BITS>
+struct LinearIntegers {
+    static constexpr int LINE = Lines<BITS>::BYTES;
+    static constexpr int CHUNK = 96;  // rows of x that an item has at most
+    static constexpr int PANEL_STRIPS = COLUMNS;
+    static constexpr int64_t PANEL_BYTES = 512 << 10;
+    static constexpr int UNIT = 1;
+    static int64_t panel_strips(int64_t) { return PANEL_STRIPS; }
+
+    LinearItems<LinearIntegers> items;
+    IntegerVectors<BITS, CHUNK> vectors;
+
+    explicit LinearIntegers(LinearWork& all) : items(all) {}
+
+    void work() {
+        LinearItem item, after;
+        for (bool more = items.take(item); more; item = after) {
+            more = items.take(after);
+            vectors.multiply(item, more ? after.weight : item.weight);  // the latter is in the cache
         }
     }
 };

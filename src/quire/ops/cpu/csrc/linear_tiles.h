@@ -10,6 +10,21 @@
 
 namespace {
 
+// Brings two strips into the second cache, in about as many steps.
+class FetchPair {
+  public:
+    FetchPair(const char* at, int64_t stride, int64_t lines, int64_t steps)
+        : at(at), stride(stride), lines(2 * lines), each((2 * lines + steps - 1) / steps) {}
+
+    void operator()() {
+        for (int64_t l = 0; l < each && line < lines; l++, line++) fetch_line(at + (line & 1) * stride + (line >> 1) * 64, FETCH_SECOND);
+    }
+
+  private:
+    const char* at;
+    int64_t stride, lines, each, line = 0;
+};
+
 struct LinearTiles {
     static constexpr int LINE = 64;
     static constexpr int CHUNK = 512;
@@ -17,6 +32,12 @@ struct LinearTiles {
     static constexpr int64_t PANEL_BYTES = 512 << 10;
     static constexpr int UNIT = 2;  // strips whose rows of results make a cache line
     static int64_t panel_strips(int64_t rows) { return rows > 32 ? PANEL_STRIPS : 4; }
+
+    // Room for the sums of all of an item's rows, which wait there for more: 32 rows and two strips make a block.
+    static void* waiting() {
+        alignas(64) static thread_local float sums[CHUNK * PANEL_STRIPS * W];
+        return sums;
+    }
 
     static constexpr int64_t BYTES = 1024;  // of a tile
     // Tiles of two strips that stay in the first cache while a chunk's rows pass by; a few more cost less than sums that wait.
@@ -119,8 +140,8 @@ struct LinearTiles {
 
     // Two strips and two blocks of rows at a time. Where the inputs are many, in stretches: the sums wait in memory.
     void multiply(const LinearItem& item, const char* after) {
-        alignas(64) static thread_local float sums[CHUNK / 32 * PANEL_STRIPS / 2][4][16][16];
         Tiles tiles;
+        auto* const sums = (float (*)[4][16][16])waiting();
         const int64_t stride = item.stride, depth = item.call->lanes / TILE_LANES;
         const int64_t stretches = depth <= WHOLE ? 1 : (depth + DEPTH - 1) / DEPTH;
         const int blocks = (item.rows + 31) / 32;
@@ -133,8 +154,7 @@ struct LinearTiles {
                 const char* next = strip + 2 < item.strips      ? weight + 2 * stride
                                    : stretch + 1 < stretches ? item.weight + end * BYTES
                                                                 : after;
-                const int64_t lines = (end - begin) * 32, each = (lines + (end - begin) * blocks - 1) / ((end - begin) * blocks);
-                int64_t line = 0;
+                FetchPair ahead(next, stride, (end - begin) * 16, (end - begin) * blocks);
                 for (int block = 0; block < blocks; block++) {
                     const bool two = item.rows > block * 32 + 16;
                     const auto [first, lda] = rows_from(item, block * 32);
@@ -151,8 +171,7 @@ struct LinearTiles {
                         tiles.load<6>(at, 64), tiles.load_far<4>(first + k * 64, lda);
                         tiles.load<7>(at + other, 64), tiles.load_far<5>(second + k * 64, ldb);
                         tiles.multiply<0, 4, 6>(), tiles.multiply<1, 4, 7>(), tiles.multiply<2, 5, 6>(), tiles.multiply<3, 5, 7>();
-                        for (int64_t l = 0; l < each && line < lines; l++, line++)
-                            fetch_line(next + (line & 1) * stride + (line >> 1) * 64, FETCH_SECOND);
+                        ahead();
                     }
                     if (stretch + 1 < stretches) {
                         tiles.save<0>(carried[0], 64), tiles.save<1>(carried[1], 64);

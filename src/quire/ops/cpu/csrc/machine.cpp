@@ -22,7 +22,7 @@ enum Refusal : int32_t { NONE, NO_AVX512_BF16, NO_PROCESSOR, NO_SYSTEM, NO_PERMI
 bool has_tiles() {
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    return (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
+    return (d >> 22 & 1) && (d >> 24 & 3) == 3;  // AMX-BF16, AMX-TILE, AMX-INT8
 }
 
 // Whether the system saves the tiles when threads change: bits 17 and 18 of XCR0.
