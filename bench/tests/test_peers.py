@@ -17,6 +17,7 @@ from quire_bench.peers.cases import CASES, ENGINES, READY, Case
 from quire_bench.peers.process import EngineProcess, Failed, runners_in
 from quire_bench.peers.race import Race
 from quire_bench.peers.result import COLUMNS, Result, line
+from quire_bench.peers.runners import mistral_rs
 from quire_bench.peers.runners.protocol import Settings
 
 SETTINGS = Settings(
@@ -236,6 +237,23 @@ def test_each_engine_has_the_checkpoint_of_its_own_rounding(tmp_path: Path, monk
     assert len(commands) == 4  # the export, the 16-bit file, and two that are rounded
     assert "--group-size 64" in " ".join(commands[0])
     assert [command[-1] for command in commands[2:]] == ["q4_0", "q4_k_m"]
+
+
+class TestMistralRs:
+    def test_its_copy_has_rope_theta_where_it_looks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "small").mkdir()
+        config = {"hidden_size": 8, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+        (tmp_path / "small" / "config.json").write_text(json.dumps(config))
+        (tmp_path / "small" / "model.safetensors").write_bytes(b"numbers")
+        monkeypatch.chdir(tmp_path)
+        copy = mistral_rs.readable(tmp_path / "small")
+        assert copy.parent == tmp_path
+        assert json.loads((copy / "config.json").read_text()) == config | config["rope_parameters"]
+        assert (copy / "model.safetensors").read_bytes() == b"numbers"
+        assert json.loads((tmp_path / "small" / "config.json").read_text()) == config
+
+    def test_it_knows_how_to_round(self) -> None:
+        assert {case.quantization for case in CASES if "mistralrs" in case.peers} <= mistral_rs.KINDS.keys()
 
 
 def test_cases_of_one_process_stand_together() -> None:

@@ -32,6 +32,7 @@ ENGINES = {  # in the order of their turns
         "OpenVINO GenAI, rounding activations", "quire_bench.peers.runners.openvino_dynamic", "openvino"
     ),
     "llama-cpp-k": Engine("llama.cpp, Q4_K_M", "quire_bench.peers.runners.llama_cpp", "llama-cpp"),
+    "mistralrs": Engine("mistral.rs", "quire_bench.peers.runners.mistral_rs"),
 }
 PEERS = tuple(name for name, engine in ENGINES.items() if name != "quire" and not engine.environment)
 
@@ -81,12 +82,17 @@ CASES = (
     Case("single", "llama1b", {"vllm": 2.0, "openvino": 1.4, "llama-cpp": 1.2, "transformers": None}, 0.8),
     Case("decode", "llama1b", {"vllm": None, "openvino": None, "llama-cpp": None, "transformers": None}),
     Case(READY, "smol135", {"vllm": 10.0, "openvino": 1.0, "llama-cpp": None, "transformers": None}),
-    Case("single", "llama1b", {"openvino": 1.2, "openvino-dynamic": 1.2, "llama-cpp": 1.1}, quantization="int8"),
+    Case(
+        "single",
+        "llama1b",
+        {"openvino": 1.2, "openvino-dynamic": 1.2, "llama-cpp": 1.1, "mistralrs": 1.2},
+        quantization="int8",
+    ),
     Case("decode", "llama1b", {"openvino": 1.2, "openvino-dynamic": 1.2}, quantization="int8"),
     Case(
         "single",
         "llama1b",
-        {"openvino": 1.2, "openvino-dynamic": 1.2, "llama-cpp": 1.2, "llama-cpp-k": 1.3},
+        {"openvino": 1.2, "openvino-dynamic": 1.2, "llama-cpp": 1.2, "llama-cpp-k": 1.3, "mistralrs": 1.3},
         quantization="int4",
     ),
     Case("decode", "llama1b", {"openvino": 1.2, "openvino-dynamic": 1.2}, quantization="int4"),

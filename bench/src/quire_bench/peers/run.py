@@ -1,6 +1,7 @@
 """Quire beside the engines that people would use instead: the same prompts, in alternation, on one machine.
 
-    python -m quire_bench.peers --models DIR --vllm PYTHON --openvino PYTHON --llama-cpp PYTHON --transformers PYTHON
+    python -m quire_bench.peers --models DIR --vllm PYTHON --openvino PYTHON --llama-cpp PYTHON --mistralrs PYTHON \
+        --transformers PYTHON
 
 DIR has checkpoints that `python -m quire_bench.peers.make_models DIR` wrote; PYTHON is the interpreter of an engine's
 environment, of which its runner says more. Each engine has a process of its own, which is asked to run and stopped
