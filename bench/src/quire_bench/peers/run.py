@@ -1,11 +1,13 @@
 """Quire beside the engines that people would use instead: the same prompts, in alternation, on one machine.
 
-    python -m quire_bench.peers --models DIR --vllm PYTHON --openvino PYTHON --llama-cpp PYTHON --transformers PYTHON
+    python -m quire_bench.peers --models DIR --vllm PYTHON --openvino PYTHON --llama-cpp PYTHON --mistralrs PYTHON \
+        --transformers PYTHON
 
 DIR has checkpoints that `python -m quire_bench.peers.make_models DIR` wrote; PYTHON is the interpreter of an engine's
-environment, of which its runner says more. Each engine has a process of its own, which is asked to run and stopped
-while others do, because idle engines spin. What the memory reads and what a bf16 product reaches is measured between
-the runs.
+environment, of which its runner says more. Where `--quantization` is int8 or int4, each engine rounds the model in its
+own way; where it is awq, all have one checkpoint, which `make_awq` writes. Each engine has a process of its own, which
+is asked to run and stopped while others do, because idle engines spin. What the memory reads and what a bf16 product
+reaches is measured between the runs.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,12 +29,14 @@ from quire_bench.peers.cases import CASES, ENGINES, PEERS, Case
 from quire_bench.peers.process import runners_in
 from quire_bench.peers.race import Race, Rates, note
 from quire_bench.peers.result import COLUMNS, Result, line, short
-from quire_bench.proc import num_cores, processor
+from quire_bench.proc import cpu_flags, num_cores, processor
 from quire_bench.tables import markdown_rule
 
 
 def converted(engine: str, python: Path, case: Case, checkpoint: Path, folder: Path) -> Path:
     """The case's checkpoint as the engine wants it, made if it is not there yet. folder: from `runners_in`."""
+    if case.quantization == "awq":
+        return _made(checkpoint, "awq", [sys.executable, "-m", "quire_bench.peers.make_awq", checkpoint], folder)
     environment = ENGINES[engine].environment or engine
     if environment == "openvino":
         export: list[str | Path] = ["export", "openvino", "--task", "text-generation-with-past", "--model", checkpoint]
@@ -139,16 +143,26 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def interpreters(given: Mapping[str, Path], cases: Sequence[Case]) -> dict[str, Path]:
+    """Those of all engines that take part, by engine. given: those of environments."""
+    found = {}
+    flags = cpu_flags()
+    for name, engine in ENGINES.items():
+        home = engine.environment or name
+        if home not in given or not any(name in case.engines for case in cases):
+            continue
+        if engine.cpu_flag and engine.cpu_flag not in flags:
+            note(f"this CPU has no {engine.cpu_flag}, so {engine.title} is left out: it would be {ENGINES[home].title}")
+            continue
+        found[name] = given[home]
+    return found
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Compare, and print a table as it grows. 1 if an engine failed."""
     options = arguments(given)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])  # the engines inherit it
-    given_pythons = {"quire": Path(sys.executable)} | options.pythons
-    pythons = {
-        name: given_pythons[home]
-        for name, engine in ENGINES.items()
-        if (home := engine.environment or name) in given_pythons
-    }
+    pythons = interpreters({"quire": Path(sys.executable)} | options.pythons, options.cases)
     commands = {engine: [str(python), "-m", ENGINES[engine].runner] for engine, python in pythons.items()}
     results = []
     with TemporaryDirectory() as made:

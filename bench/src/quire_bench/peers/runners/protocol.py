@@ -27,7 +27,7 @@ class Settings:
     max_tokens: int  # of all requests that run at the same time
     prefix_caching: bool
     kv_cache_gib: int
-    quantization: str | None = None  # how Quire rounds the weights; other engines' models are rounded already
+    quantization: str | None = None  # int8 or int4: how engines that round while they load do it; None: as the model is
 
 
 # Prompts and the number of tokens to generate for each -> how many came. Greedy, past the model's end tokens.

