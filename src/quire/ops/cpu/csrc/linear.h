@@ -47,23 +47,42 @@ struct LinearItem {
     int64_t stride;  // bytes from one strip to the next
 };
 
+// Items that a thread takes first: about those whose strips it packed, so that their pages lie in its own memory.
+struct alignas(64) LinearShare {
+    int64_t next, end;  // the first one that is not taken yet
+};
+
+constexpr int MOST_SHARES = 64;
+
 // What all workers share: products with weights of one shape, as one stretch of work.
 struct LinearWork {
     const LinearCall* calls;
-    int64_t items;
-    int64_t next;  // item that nobody has taken yet
+    int64_t items, threads;
+    int shares;
+    LinearShare share[MOST_SHARES];
+
+    LinearWork(const LinearCall* calls, int64_t items, int64_t threads)
+        : calls(calls), items(items), threads(threads), shares((int)(threads < MOST_SHARES ? threads : MOST_SHARES)) {
+        for (int i = 0; i < shares; i++) share[i] = {items * i / shares, items * (i + 1) / shares};
+    }
 };
 
-// Hands a worker its items. A panel that fits the second cache meets all chunks before the next panel; else a chunk meets all
-// panels.
+// Hands a worker its items: those of its share, then what is left of the others'. A panel that fits the second cache meets all
+// chunks before the next panel; else a chunk meets all panels.
 template <class Worker>
 class LinearItems {
   public:
-    explicit LinearItems(LinearWork& all) : all(all), current(all.calls) {}
+    LinearItems(LinearWork& all, int64_t thread)
+        : all(all), current(all.calls), share((int)(thread * all.shares / all.threads)), left(all.shares) {}
 
     bool take(LinearItem& item) {
-        int64_t index = __atomic_fetch_add(&all.next, 1, __ATOMIC_RELAXED);
-        if (index >= all.items) return false;
+        int64_t index;
+        while (true) {
+            if (!left) return false;
+            index = __atomic_fetch_add(&all.share[share].next, 1, __ATOMIC_RELAXED);
+            if (index < all.share[share].end) break;
+            share = (share + 1) % all.shares, left--, current = all.calls;
+        }
         while (index >= current->first + current->panels * current->chunks) current++;
         const LinearCall& call = *current;
         const LinearParams& p = *call.params;
@@ -85,6 +104,7 @@ class LinearItems {
   private:
     LinearWork& all;
     const LinearCall* current;  // whose item was taken last
+    int share, left;            // from which it takes; how many there are, this one included, that may have items left
 };
 
 }  // namespace
@@ -216,13 +236,13 @@ static void multiply_calls(ParallelFor parallel_for, LinearCall* calls, int64_t 
         const int64_t turns = (panels + threads - 1) / threads;
         panels = turns * threads < units ? turns * threads : units;
     }
-    LinearWork all = {calls, panels * chunks, 0};
+    LinearWork all(calls, panels * chunks, threads);
     int64_t first = 0;
     for (int64_t i = 0; i < count; i++) {
         calls[i].panels = panels, calls[i].first = first;
         first += panels * calls[i].chunks;
     }
-    parallel(parallel_for, threads, 1, [&](int64_t) { Worker(all).work(); });
+    parallel(parallel_for, threads, 1, [&](int64_t thread) { Worker(all, thread).work(); });
 }
 
 template <class K>

@@ -40,7 +40,7 @@ struct LinearIntegerTiles {
     alignas(64) int32_t totals[32][2][W];  // of rows and strips, in one segment
     alignas(64) char unpacked[(BITS == 4 ? DEPTH : ACTIVATION_GROUP) * 2 * W];
 
-    explicit LinearIntegerTiles(LinearWork& all) : items(all) {}
+    LinearIntegerTiles(LinearWork& all, int64_t thread) : items(all, thread) {}
 
     void work() {
         LinearItem item, after;

@@ -253,7 +253,7 @@ struct LinearIntegers {
     LinearItems<LinearIntegers> items;
     IntegerVectors<BITS, CHUNK> vectors;
 
-    explicit LinearIntegers(LinearWork& all) : items(all) {}
+    LinearIntegers(LinearWork& all, int64_t thread) : items(all, thread) {}
 
     void work() {
         LinearItem item, after;

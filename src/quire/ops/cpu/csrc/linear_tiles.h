@@ -48,7 +48,7 @@ struct LinearTiles {
     const int64_t ahead = fetching.weights_ahead / BYTES;  // tiles of each strip that are fetched before they are loaded
     alignas(64) float results[4][16][16];
 
-    explicit LinearTiles(LinearWork& all) : items(all) {}
+    LinearTiles(LinearWork& all, int64_t thread) : items(all, thread) {}
 
     void work() {
         LinearItem item, after;

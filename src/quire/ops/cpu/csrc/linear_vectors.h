@@ -65,7 +65,7 @@ struct LinearVectors {
     const Fetching fetching = quire_fetching;
     alignas(64) float sums[CHUNK * PANEL];
 
-    explicit LinearVectors(LinearWork& all) : items(all) {}
+    LinearVectors(LinearWork& all, int64_t thread) : items(all, thread) {}
 
     void work() {
         LinearItem item, after;

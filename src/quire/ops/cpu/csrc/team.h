@@ -8,6 +8,7 @@
 #include <sched.h>
 
 #include <atomic>
+#include <memory>
 
 #include "parallel.h"
 
@@ -22,7 +23,7 @@ class Team {
         if (threads <= 1) return lead(parallel_for);
         Team team(threads);
         parallel(parallel_for, threads, 1, [&](int64_t i) {
-            if (i > 0) return team.follow();
+            if (i > 0) return team.follow((uint64_t)i);
             current = &team;
             lead(share);
             team.state.store(OVER, std::memory_order_release);
@@ -31,20 +32,25 @@ class Team {
 
   private:
     static constexpr int SPINS = 1 << 14;  // looks for work, some 0.1 ms, before others may have the core
-    static constexpr uint64_t ROUND = 1ull << 32, PIECE = 1ull << 16, OVER = ~0ull;
+    static constexpr uint64_t ROUND = 1ull << 16, OVER = ~0ull;
+
+    struct alignas(64) Piece {
+        std::atomic<uint64_t> round{0};  // in which somebody took it last
+    };
 
     static thread_local Team* current;
 
     const int threads;
-    // The round, its number of pieces, and how many of them are taken. What the round is about stands still until all are
-    // done, so whoever has taken a piece may read it.
+    const std::unique_ptr<Piece[]> taken;
+    // The round and its number of pieces. What the round is about stands still until all are done, so whoever has taken a
+    // piece of it may read it.
     alignas(64) std::atomic<uint64_t> state{0};
     ParallelBody body;
     void* context;
     int64_t begin, end;
     alignas(64) std::atomic<int> done{0};
 
-    explicit Team(int threads) : threads(threads) {}
+    explicit Team(int threads) : threads(threads), taken(new Piece[(size_t)threads]) {}
 
     // A ParallelFor.
     static int32_t share(int64_t begin, int64_t end, int64_t grain, ParallelBody body, void* context) {
@@ -54,28 +60,32 @@ class Team {
         team.body = body, team.context = context, team.begin = begin, team.end = end;
         team.done.store(0, std::memory_order_relaxed);
         const uint64_t round = team.state.load(std::memory_order_relaxed) / ROUND + 1;
-        team.state.store(round % (ROUND - 1) * ROUND + (uint64_t)pieces * PIECE, std::memory_order_release);
-        while (team.take_piece()) {}
+        team.state.store(round * ROUND + (uint64_t)pieces, std::memory_order_release);
+        while (team.take_piece(0)) {}
         for (int64_t spins = 0; team.done.load(std::memory_order_acquire) < pieces; spins++) wait(spins);
         return 0;
     }
 
-    // Do a piece that nobody has taken. False: there is none.
-    bool take_piece() {
-        uint64_t seen = state.load(std::memory_order_acquire), pieces, piece;
-        do {
-            pieces = seen % ROUND / PIECE, piece = seen % PIECE;
-            if (seen == OVER || piece >= pieces) return false;
-        } while (!state.compare_exchange_weak(seen, seen + 1, std::memory_order_acquire));
-        const int64_t size = end - begin;
-        body(begin + size * (int64_t)piece / (int64_t)pieces, begin + size * (int64_t)(piece + 1) / (int64_t)pieces, context);
-        done.fetch_add(1, std::memory_order_release);
-        return true;
+    // Do a piece that nobody has taken, the thread's own before others: in each round it then works on the same part of the
+    // memory. False: there is none.
+    bool take_piece(uint64_t own) {
+        const uint64_t seen = state.load(std::memory_order_acquire), round = seen / ROUND, pieces = seen % ROUND;
+        if (seen == OVER) return false;
+        for (uint64_t k = 0; k < pieces; k++) {
+            const uint64_t piece = (own + k) % pieces;
+            uint64_t last = taken[piece].round.load(std::memory_order_relaxed);
+            if (last >= round || !taken[piece].round.compare_exchange_strong(last, round, std::memory_order_acquire)) continue;
+            const int64_t size = end - begin;
+            body(begin + size * (int64_t)piece / (int64_t)pieces, begin + size * (int64_t)(piece + 1) / (int64_t)pieces, context);
+            done.fetch_add(1, std::memory_order_release);
+            return true;
+        }
+        return false;
     }
 
-    void follow() {
+    void follow(uint64_t own) {
         for (int64_t spins = 0; state.load(std::memory_order_relaxed) != OVER; spins++)
-            if (take_piece()) spins = 0;
+            if (take_piece(own)) spins = 0;
             else wait(spins);
     }
 
