@@ -475,8 +475,8 @@ class Step:
 
     def check_result(self, backend: ops.Backend, out: Tensor, lse: Tensor | None) -> None:
         """Compare what that backend found with the answer."""
-        # Weights of integers are multiplied by the scale before they are rounded. Where bytes are multiplied, the numbers
-        # of queries and weights become whole ones of 16 bits, each off by half a unit at most.
+        # Weights of integers are multiplied by the scale before they are rounded. Where bytes are multiplied, the
+        # numbers of queries and weights become whole ones of 16 bits, each off by half a unit at most.
         in_bytes = self.spec.is_scaled and self.case.dtype.itemsize == 2 and backend.name == "cpu"
         self.dense().check(
             out,
