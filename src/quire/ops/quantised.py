@@ -126,8 +126,7 @@ class QuantisedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of its numbers: integers of so many bits, scales and zeros in fp32."""
-        zeros = 0 if self.zeros is None else self.zeros.nbytes
-        return self.values.numel() * self.bits // 8 + self.scales.nbytes + zeros
+        return number_bytes(self.out_size, self.in_size, self.bits, self.group_size, self.zeros is not None)
 
     def rows(
         self,
@@ -153,6 +152,12 @@ class QuantisedWeight:
         restored = torch.empty_like(weight)
         restored[:, self.order] = weight
         return restored
+
+
+def number_bytes(out_size: int, in_size: int, bits: int, group_size: int, has_zeros: bool) -> int:
+    """Bytes of the numbers of such a weight: integers of so many bits, scales and zeros in fp32."""
+    groups = -(-in_size // group_size)
+    return out_size * in_size * bits // 8 + out_size * groups * torch.float32.itemsize * (2 if has_zeros else 1)
 
 
 def quantised(

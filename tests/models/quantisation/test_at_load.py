@@ -1,5 +1,6 @@
 """16-bit checkpoints whose weights are rounded at load, and options that contradict a checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,10 @@ def test_what_is_rounded(tmp_path: Path, quantization: str | None, head: str | N
     plain = weights_of(tmp_path)
     bits = {"int4": 4, "int8": 8, "none": None, None: None}
     for name in weights:
-        found, usual = weights[name], plain[name]
+        before, (found, usual) = weights.nbytes, (weights[name], plain[name])
+        use = "experts" if ".experts." in name else "layers" if "layers" in name or "norm" in name else "head"
+        use = "looked_up" if name == "embedding" and not tied else use
+        assert weights.nbytes == replace(before, **{use: getattr(before, use) + found.nbytes})
         assert isinstance(usual, torch.Tensor)
         if name == ("embedding" if tied else "lm_head"):
             expected = bits[head] if head is not None else None if quantization is None else 8
@@ -100,7 +104,7 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     ):
         model = load_model(tmp_path, engine_config(**options), load("reference"))
         assert model.quantisation == expected
-        assert 0 < model.weight_bytes < plain.weight_bytes
+        assert 0 < model.weight_bytes.total < plain.weight_bytes.total
     unrounded = engine_config(quantization="int8", quantization_head="none", quantization_activations="bf16")
     model = load_model(tmp_path, unrounded, load("reference"))
     assert model.quantisation == "int8 at load; multiplied unrounded"

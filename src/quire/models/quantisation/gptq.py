@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.models.quantisation.module import Form, Module, described, unpacked
+from quire.models.quantisation.module import Form, Module, bytes_read, described, unpacked
 from quire.models.quantisation.reader import SchemeReader, names_module, unserved
 from quire.ops.quantised import QuantisedWeight
 
@@ -37,6 +37,10 @@ class GptqForm:
     version: str  # what the config says; for weights with zeros
     needs = ("qweight", "qzeros", "scales")
     takes = ("g_idx",)
+
+    def nbytes(self, out_size: int, in_size: int) -> int:
+        """Bytes that such a weight takes, once it was read."""
+        return bytes_read(out_size, in_size, self.bits, self.group_size, not self.symmetric)
 
     def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
         """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
