@@ -65,8 +65,7 @@ class GptqForm:
         """uint8 [groups, out]; None: the weight is symmetric.
 
         The first version stores a zero less one. Writers name the first version and store as the second does, so where
-        it can be seen, it is not asked for. Their conversions add or take a one of each number to or from whole words,
-        which carries where a zero is 0: so is it undone here.
+        it can be seen, it is not asked for.
         """
         middle = 2 ** (self.bits - 1)
         if self.symmetric:
@@ -78,6 +77,10 @@ class GptqForm:
                 raise module.error("qzeros", f"{found}; a symmetric weight of {self.bits} bits has {served}")
             return None
         if self.version == VERSIONS[0]:
+            # A zero of 0 borrows from the next number: writers take the ones of a word away at once, and readers add
+            # them at once (GPTQModel, gptqmodel/utils/model.py: convert_gptq_v2_to_v1_format_module and the way back;
+            # AutoGPTQ's last sources, auto_gptq/modeling/_utils.py). AutoGPTQ's older `pack` (qlinear_cuda.py) put
+            # 2 ** 32 - 1 over all numbers from such a zero on, which nothing undoes. Without one both write the same.
             ones = sum(1 << i for i in range(0, 32, self.bits))
             words = words + ones  # int32 wraps around
         return unpacked(words, self.bits, 1)
