@@ -18,7 +18,8 @@ test-fast: $(INSTALLED)  ## the inner loop: what takes long is left out (the mar
 
 test-long: $(INSTALLED)  ## the random runs and the compiled kernels with all their repetitions
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --long --timeout 3600 \
-	  tests/engine/test_soak.py tests/engine/test_random_runs.py tests/ops/triton_backend/test_compiled.py
+	  tests/engine/test_soak.py tests/engine/test_random_runs.py tests/ops/triton_backend/test_compiled.py \
+	  tests/ops/test_conformance.py tests/cache/test_machine.py
 
 test-lowest: $(LOWEST)  ## the same with the lowest versions that pyproject.toml allows, in an environment of their own
 	.venv-lowest/bin/python -m pytest --numprocesses auto --dist worksteal
