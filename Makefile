@@ -5,7 +5,7 @@ INSTALLED := .venv/installed
 LOWEST := .venv-lowest/installed
 BUILT_FROM := pyproject.toml bench/pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/quire/ops/cpu/csrc/*)
 
-.PHONY: demo test test-fast test-long test-lowest check audit docs bench bench-peers bench-long clients wheel sanitize sanitize-threads clean
+.PHONY: demo test test-fast test-long test-lowest check audit docs bench bench-peers bench-long clients formats wheel sanitize sanitize-threads clean
 
 demo: $(INSTALLED)  ## generate text with the embedded model and show what it cost
 	$(BIN)/python examples/demo.py
@@ -18,7 +18,8 @@ test-fast: $(INSTALLED)  ## the inner loop: what takes long is left out (the mar
 
 test-long: $(INSTALLED)  ## the random runs and the compiled kernels with all their repetitions
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --long --timeout 3600 \
-	  tests/engine/test_soak.py tests/engine/test_random_runs.py tests/ops/triton_backend/test_compiled.py
+	  tests/engine/test_soak.py tests/engine/test_random_runs.py tests/ops/triton_backend/test_compiled.py \
+	  tests/ops/test_conformance.py tests/cache/test_machine.py
 
 test-lowest: $(LOWEST)  ## the same with the lowest versions that pyproject.toml allows, in an environment of their own
 	.venv-lowest/bin/python -m pytest --numprocesses auto --dist worksteal
@@ -60,6 +61,9 @@ bench-long: $(INSTALLED)  ## 100,000,000 operations of the block manager, 1,000,
 clients: $(INSTALLED)  ## lm_eval and a load generator against the server, in an environment of their own
 	$(BIN)/python tools/check_clients.py
 
+formats: $(INSTALLED)  ## checkpoints that compressed-tensors writes, in an environment of its own
+	$(BIN)/python tools/check_formats.py
+
 wheel: $(INSTALLED)  ## one wheel for every Python, and that of quire-bench: dist/*.whl
 	rm -rf dist
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist/plain .
@@ -81,7 +85,7 @@ sanitize-threads: $(INSTALLED)  ## calls from several threads, and several threa
 	setarch --addr-no-randomize $(BIN)/python -m pytest -s tests/ops/test_threads.py tests/models/test_native.py tests/models/test_experts.py -k "threads and not reference and not gather and not triton" --timeout 1800 --native-library build/sanitize-threads/libquire_cpu.so
 
 clean:
-	rm -rf .venv .venv-lowest .venv-audit build dist
+	rm -rf .venv .venv-* build dist
 
 $(INSTALLED): $(BUILT_FROM)
 	$(PYTHON) -m venv .venv

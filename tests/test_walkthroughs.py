@@ -57,10 +57,8 @@ def test_an_instruction_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         follow(diff, tmp_path)
     listed = re.search(r"^ISAS = (\(.*?\))", (tmp_path / csrc.parent / "native.py").read_text(), re.MULTILINE)
     assert listed
-    build = tmp_path / "CMakeLists.txt"
-    text = re.sub(r"^add_isa\((avx2|avx512|avx512_bf16|amx_emulated) .*\n", "", build.read_text(), flags=re.MULTILINE)
-    build.write_text(text)
-    for command in (["cmake", "-S", ".", "-B", "build", "-D", "QUIRE_OPTIMIZE=-O1"], ["cmake", "--build", "build"]):
+    quick = ["-D", "QUIRE_OPTIMIZE=-O1", "-D", "QUIRE_ISAS=avx2_vnni"]
+    for command in (["cmake", "-S", ".", "-B", "build", *quick], ["cmake", "--build", "build"]):
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
 
     library = tmp_path / "build" / "libquire_cpu.so"

@@ -23,7 +23,7 @@ from tests.models.checkpoints import engine, save
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")]
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 VOCABULARY = 500
 SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "embedded": ("", torch.bfloat16, {}),

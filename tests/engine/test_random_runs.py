@@ -24,6 +24,7 @@ from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.engine.sharing import unforked
 from quire.engine.simulate import Simulation
 from quire.engine.speculation import PromptLookup
+from quire.models.model import WeightBytes
 from quire.request import Event, FinishReason, Group, Request, SamplingParams, Task, TokenLogprobs
 from tests.engine.fakes import CIRCLE, FakeRunner, circling, continuation, digest, forget_free_blocks, logprobs_after
 from tests.engine.test_cache_events import Replay
@@ -63,6 +64,7 @@ def cost(groups: tuple[CacheGroup, ...]) -> ModelCost:
         num_kv_heads=2,
         head_dim=8,
         number_bytes=2,
+        weights=WeightBytes(layers=20_000, head=2_000),
     )
 
 

@@ -21,7 +21,7 @@ from quire.engine.trace import TraceRow, poisson, write_trace
 from quire.errors import BadValue, ConfigError
 from quire.models import EMBEDDED, read_config
 from quire.models.decoder_config import ExpertsConfig, weight_shapes
-from quire.models.model import Model, ModelShape
+from quire.models.model import Model, ModelShape, WeightBytes
 from quire.request import FinishReason, Group, Request
 
 TOY = ModelCost(
@@ -33,6 +33,7 @@ TOY = ModelCost(
     num_kv_heads=2,
     head_dim=8,
     number_bytes=2,
+    weights=WeightBytes(layers=2000, head=400, looked_up=10**6),
 )
 SLOW = Device("slow", bytes_per_second=1000.0, flops_per_second=1e12, link_bytes_per_second=500.0)
 
@@ -86,7 +87,9 @@ def test_the_model_of_a_config() -> None:
         for name, shape in weight_shapes(config).items()
         if name.startswith(("layers.", "final_norm"))
     )
-    assert (cost.layer_params, cost.head_params) == (layer, config.vocab_size * config.hidden_size)
+    head = config.vocab_size * config.hidden_size
+    assert (cost.layer_params, cost.head_params) == (layer, head)
+    assert cost.weights == WeightBytes(layers=layer * dtype.itemsize, head=head * dtype.itemsize)
     assert cost.number_bytes == dtype.itemsize
     assert cost.max_model_len == config.max_position_embeddings
 
@@ -94,26 +97,29 @@ def test_the_model_of_a_config() -> None:
 def test_the_model_of_what_is_loaded() -> None:
     """Of a model whose layers are not ours, its sizes say about as much: all but norms and biases."""
     config, dtype = read_config(EMBEDDED)
-    ours = SimpleNamespace(config=config, dtype=dtype, max_model_len=config.max_position_embeddings)
-    exact = cost_of(cast(Model, ours))
-    assert exact == model_cost(config, dtype)
-    sizes = ModelShape(**{f.name: getattr(config, f.name) for f in fields(ModelShape)})
-    about = cost_of(cast(Model, SimpleNamespace(config=sizes, dtype=dtype, max_model_len=exact.max_model_len)))
+    weights = WeightBytes(layers=1234, head=567, looked_up=89)
+    model = SimpleNamespace(
+        config=config, dtype=dtype, max_model_len=config.max_position_embeddings, weight_bytes=weights
+    )
+    exact = cost_of(cast(Model, model))
+    assert exact == replace(model_cost(config, dtype), weights=weights)
+    model.config = ModelShape(**{f.name: getattr(config, f.name) for f in fields(ModelShape)})
+    about = cost_of(cast(Model, model))
     assert about.layer_params == pytest.approx(exact.layer_params, rel=0.01)
     assert replace(about, layer_params=exact.layer_params) == exact
 
 
 def test_experts_are_read_where_they_are_chosen() -> None:
     """Of 4 experts, 2 a token: one reads half of them, two three quarters, as if by chance."""
-    model = replace(TOY, expert_params=4000, expert_share=0.5)
-    assert model.num_params == 1000 + 4000 + 200
-    assert [model.weight_bytes(tokens) for tokens in (1, 2)] == [2 * (1200 + 2000), 2 * (1200 + 3000)]
-    assert model.weight_bytes(1000) == 2 * 5200
+    model = replace(TOY, weights=replace(TOY.weights, experts=6000), expert_params=4000, expert_share=0.5)
+    assert [model.weight_bytes(tokens) for tokens in (1, 2)] == [2400 + 3000, 2400 + 4500]
+    assert model.weight_bytes(1000) == 2400 + 6000
     assert model.linear_flops(3, 1) == 2 * (3 * (1000 + 2000) + 200)
     plain, dtype = read_config(EMBEDDED)
     experts = ExpertsConfig(layers=frozenset((0, 2)), count=4, per_token=1, size=16, renormalised=True)
     cost, dense = (model_cost(config, dtype) for config in (replace(plain, experts=experts), plain))
     assert cost.expert_params == 2 * 4 * 3 * 16 * plain.hidden_size
+    assert cost.weights.experts == cost.expert_params * dtype.itemsize
     assert cost.expert_share == 0.25
     mlps, routers = 2 * 3 * plain.intermediate_size * plain.hidden_size, 2 * 4 * plain.hidden_size
     assert cost.layer_params == dense.layer_params - mlps + routers

@@ -106,7 +106,8 @@ def test_a_scale_that_is_not_finite_reaches_the_rows_that_see_it(backend, device
     clean, clean_lse = step.attend(backend, plan)
     size, group = case.block_size, case.group_size
     owned = torch.cat(step.slots).unique().tolist()
-    for i, slot in enumerate(owned if len(owned) < 20 else owned[:: len(owned) // 8]):
+    few = 3 if backend.name == "triton" else 8  # in the interpreter
+    for i, slot in enumerate(owned if len(owned) < 20 else owned[:: len(owned) // few]):
         seen, head = rows_that_see(step, slot), i % case.num_kv_heads
         for scales in (step.kv.k_scale, step.kv.v_scale):
             place = scales[slot // size, head, slot % size : slot % size + 1]

@@ -53,7 +53,7 @@ def simulate(
     from quire.engine.cost import DEVICES, model_cost
     from quire.engine.simulate import Simulation
     from quire.engine.trace import poisson, read_trace
-    from quire.models import EMBEDDED, read_config
+    from quire.models import EMBEDDED, expected_weight_bytes, read_config
 
     try:
         if [trace, workload, requests].count(None) != 2:
@@ -62,7 +62,7 @@ def simulate(
             raise ConfigError("--prompt-tokens, --new-tokens and --rate describe --requests; a trace has its own")
         if device not in DEVICES:
             raise ConfigError(f"device is {device!r}; the devices are {', '.join(DEVICES)}")
-        config = engine_config(num_blocks=blocks, seed=seed, **options)
+        config, path = engine_config(num_blocks=blocks, seed=seed, **options), model_config or EMBEDDED
         if trace is not None:
             rows = read_trace(trace)
         elif workload is not None:
@@ -71,7 +71,7 @@ def simulate(
             sizes = [100 if given is None else given for given in (prompt_tokens, new_tokens)]
             rows = poisson(requests or 0, sizes[0], sizes[1], rate, seed)
         simulation = Simulation(
-            model_cost(*read_config(model_config or EMBEDDED)),
+            model_cost(*read_config(path), expected_weight_bytes(path)),
             DEVICES[device],
             config,
             num_host_blocks=host_blocks or (blocks if config.cache.preemption == "swap" else 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,8 +13,8 @@ import torch
 from quire.cache.manager import CacheGroup, Move
 from quire.engine.plan import Plan, PlanItem
 from quire.models import longest_sequence
-from quire.models.decoder_config import DecoderConfig, weight_shapes
-from quire.models.model import Model
+from quire.models.decoder_config import DecoderConfig, weight_shapes, weight_use
+from quire.models.model import Model, WeightBytes
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,15 @@ class ModelCost:
     num_heads: int  # Hq
     num_kv_heads: int  # Hkv
     head_dim: int  # D
-    number_bytes: int  # of a weight, and of an element of K and V
+    number_bytes: int  # of an element of K and V
+    weights: WeightBytes
     expert_params: int = 0  # of all experts of all layers
     expert_share: float = 0.0  # of a layer's experts, those that a token goes through
 
-    @property
-    def num_params(self) -> int:
-        """Weights that are multiplied; what is only looked up, such as an embedding, is not among them."""
-        return self.layer_params + self.expert_params + self.head_params
-
     def weight_bytes(self, num_tokens: int) -> float:
-        """Bytes that a step of so many tokens reads, which choose their experts as if by chance."""
-        unread = self.expert_params * (1 - self.expert_share) ** num_tokens
-        return (self.num_params - unread) * self.number_bytes
+        """Bytes of weights that a step of so many tokens reads, which choose their experts as if by chance."""
+        read = 1 - (1 - self.expert_share) ** num_tokens
+        return self.weights.layers + self.weights.head + self.weights.experts * read
 
     def linear_flops(self, num_tokens: int, num_drawn: int) -> float:
         """Operations of a step's linears, so many of its tokens drawing the next one."""
@@ -74,31 +71,36 @@ class ModelCost:
         return 4 * len(group.layers) * self.num_heads * self.head_dim
 
 
-def model_cost(config: DecoderConfig, dtype: torch.dtype) -> ModelCost:
-    """What a model of that config has to read and to multiply, with weights and cache of that dtype."""
-    params = {name: math.prod(shape) for name, shape in weight_shapes(config).items()}
-    head = params["embedding" if config.tied_embeddings else "lm_head"]
-    experts = sum(size for name, size in params.items() if ".experts." in name)
-    ends = sum(params.get(name, 0) for name in ("embedding", "lm_head", "positions"))
+def model_cost(config: DecoderConfig, dtype: torch.dtype, weights: WeightBytes | None = None) -> ModelCost:
+    """What a model of that config has to read and to multiply, with a cache of that dtype.
+
+    weights: None: all are of that dtype.
+    """
+    params: Counter[str] = Counter()
+    for name, shape in weight_shapes(config).items():
+        params[weight_use(config, name)] += math.prod(shape)
+    if weights is None:
+        weights = WeightBytes(**{use: count * dtype.itemsize for use, count in params.items()})
     return ModelCost(
         groups=config.groups,
         max_model_len=longest_sequence(config),
-        layer_params=sum(params.values()) - ends - experts,
-        head_params=head,
+        layer_params=params["layers"],
+        head_params=params["head"],
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         number_bytes=dtype.itemsize,
-        expert_params=experts,
+        weights=weights,
+        expert_params=params["experts"],
         expert_share=0.0 if config.experts is None else config.experts.per_token / config.experts.count,
     )
 
 
 def cost_of(model: Model) -> ModelCost:
-    """What a loaded model has to read and to multiply; of one whose layers are not ours, by its sizes alone."""
+    """What a loaded model has to read and to multiply; of one whose layers are not ours, this by its sizes alone."""
     shape = model.config
     if isinstance(shape, DecoderConfig):
-        return model_cost(shape, model.dtype)
+        return model_cost(shape, model.dtype, model.weight_bytes)
     attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     return ModelCost(
         groups=shape.groups,
@@ -109,6 +111,7 @@ def cost_of(model: Model) -> ModelCost:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         number_bytes=model.dtype.itemsize,
+        weights=model.weight_bytes,
     )
 
 

@@ -17,11 +17,11 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelError, Unsupported
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import DecoderConfig
-from quire.models.model import Model
+from quire.models.model import Model, WeightBytes
 from quire.models.quantisation.module import Scheme
 from quire.models.quantisation.policy import Quantisation, read_scheme
 from quire.models.rope import longest_rotated
-from quire.models.weights import Checkpoint, Sources, Weights, read_json
+from quire.models.weights import Checkpoint, Sources, Weights, expected_bytes, read_json
 from quire.ops import Backend
 
 if TYPE_CHECKING:
@@ -126,6 +126,17 @@ def read_config(path: Path) -> tuple[DecoderConfig, torch.dtype]:
     raw = read_json(path / "config.json" if path.is_dir() else path)
     decoder = _family_of(raw, path).decoder_config(raw)
     return decoder, _dtype("auto", raw)
+
+
+def expected_weight_bytes(path: Path) -> WeightBytes:
+    """Bytes that the weights of such a model would take, by its config.json alone.
+
+    Raises ModelError where it is not understood.
+    """
+    raw = read_json(path / "config.json" if path.is_dir() else path)
+    family = _family_of(raw, path)
+    decoder = family.decoder_config(raw)
+    return expected_bytes(decoder, family.weight_sources(decoder, frozenset()), _dtype("auto", raw), read_scheme(raw))
 
 
 class Own(NamedTuple):

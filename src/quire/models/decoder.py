@@ -11,6 +11,7 @@ from quire.batch import Batch
 from quire.cache.storage import KVCache
 from quire.models.decoder_config import DecoderConfig
 from quire.models.layers import write_program
+from quire.models.model import WeightBytes
 from quire.models.quantisation.stacking import Weight, matrix, tensor
 from quire.models.rope import rope_tables
 from quire.ops import AttentionPlan, Backend
@@ -22,7 +23,7 @@ class Decoder:
 
     origin = "own decoder"
     quantisation: str | None = None  # set, with the next one, when the weights were loaded
-    weight_bytes = 0
+    weight_bytes = WeightBytes()
     rows_keep_bits = True
 
     @property

@@ -129,6 +129,15 @@ def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def weight_use(config: DecoderConfig, name: str) -> Literal["layers", "experts", "head", "looked_up"]:
+    """What a step reads of the weight of that name, as `WeightBytes` has it."""
+    if name == ("embedding" if config.tied_embeddings else "lm_head"):
+        return "head"
+    if name in ("embedding", "positions"):
+        return "looked_up"
+    return "experts" if ".experts." in name else "layers"
+
+
 def _mlp_linears(config: DecoderConfig, layer: int) -> list[tuple[str, tuple[int, int], bool]]:
     """Name, shape and whether there is a bias of the linears after the layer's attention."""
     H, inner, experts = config.hidden_size, config.intermediate_size, config.experts

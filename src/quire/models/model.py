@@ -41,6 +41,21 @@ class ModelShape:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightBytes:
+    """Bytes of a model's weights, by what a step reads of them. Integers of 4 bits count as half a byte."""
+
+    layers: int = 0  # every step, all of them: linears, norms and biases
+    experts: int = 0  # those of experts that a row goes through
+    head: int = 0  # where a row draws a token: the output projection, which may be the embedding
+    looked_up: int = 0  # single rows: embeddings that are no output projection
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.layers + self.experts + self.head + self.looked_up
+
+
 class Model(Protocol):
     """Token ids to logits through a paged cache."""
 
@@ -57,8 +72,8 @@ class Model(Protocol):
         """The format of the weights, as in "awq int4, groups of 128, zeros" or "int4 at load"; None: not quantised."""
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights: integers of 4 bits count as half a byte."""
+    def weight_bytes(self) -> WeightBytes:
+        """Bytes of the weights as they were loaded."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.errors import ConfigError, ModelError
-from quire.models.decoder_config import DecoderConfig, stacked_rows, weight_shapes
-from quire.models.quantisation.module import Form, Module, form_of
+from quire.models.decoder_config import DecoderConfig, stacked_rows, weight_shapes, weight_use
+from quire.models.model import WeightBytes
+from quire.models.quantisation.module import Form, Module, Scheme, form_of
 from quire.models.quantisation.policy import Quantisation, Rounding, dequantised_into
 from quire.models.quantisation.stacking import StackedWeight, Weight, stacked
 from quire.ops.memory import mapped
@@ -139,7 +142,8 @@ class Weights(Mapping[str, Weight]):
         self._checkpoint, self._sources, self._dtype, self._device = checkpoint, sources, dtype, device
         self._shapes, self._rows = weight_shapes(config), stacked_rows(config)
         self._tied, self._quantisation = config.tied_embeddings, quantisation
-        self.nbytes = 0  # of the weights that were asked for
+        self._uses = {name: weight_use(config, name) for name in self._shapes}
+        self._bytes: Counter[str] = Counter()
         self._forms = self._quantised_modules()
         self._check_names()
 
@@ -208,11 +212,16 @@ class Weights(Mapping[str, Weight]):
             weight = self._quantisation.multiplied(rounding.of(self._plain(name, parts), self._dtype, name))
         if isinstance(weight, StackedWeight):
             weight = StackedWeight(tuple(part.to(self._device) for part in weight.parts))
-            self.nbytes += sum(part.nbytes for part in weight.parts)
+            self._bytes[self._uses[name]] += sum(part.nbytes for part in weight.parts)
         else:
             weight = weight.to(self._device)
-            self.nbytes += weight.nbytes
+            self._bytes[self._uses[name]] += weight.nbytes
         return weight
+
+    @property
+    def nbytes(self) -> WeightBytes:
+        """Of the weights that were asked for."""
+        return WeightBytes(**self._bytes)
 
     def _rounding(self, name: str) -> Rounding | None:
         """To what a weight is rounded at load: a router decides about much and is small, so it is not."""
@@ -223,8 +232,7 @@ class Weights(Mapping[str, Weight]):
     def _plain(self, name: str, parts: Sequence[str]) -> Tensor:
         """A weight that the checkpoint has as numbers."""
         shape = self._shapes[name]
-        # Norms are small, and their weights multiply everything: they stay as exact as they came.
-        dtype = torch.float32 if "norm." in name else self._dtype
+        dtype = _dtype_of(name, self._dtype)
         if name == "embedding" and self._tied and self._device == "cpu":
             tensor = self._checkpoint[parts[0]]
             if tensor.dtype == dtype and tensor.shape == shape:
@@ -302,6 +310,26 @@ class Weights(Mapping[str, Weight]):
         return len(self._shapes)
 
 
+def expected_bytes(config: DecoderConfig, sources: Sources, dtype: torch.dtype, scheme: Scheme | None) -> WeightBytes:
+    """What `Weights.nbytes` would be at the end, if the files are as config.json says."""
+    found: Counter[str] = Counter()
+    rows = stacked_rows(config)
+    for name, shape in weight_shapes(config).items():
+        parts = sources.of(name)
+        lengths = rows[_within_layer(name)[1]] if len(parts) > 1 else shape[:1]
+        for part, length in zip(parts, lengths, strict=True):
+            module = _module(part)
+            form = None
+            if scheme is not None and (_is_projection(name) or name == "lm_head") and not scheme.excludes(module):
+                form = scheme.form(module)
+            if form is not None:
+                size = form.nbytes(length, shape[1])
+            else:
+                size = length * math.prod(shape[1:]) * _dtype_of(name, dtype).itemsize
+            found[weight_use(config, name)] += size
+    return WeightBytes(**found)
+
+
 def _within_layer(name: str) -> tuple[str, str, list[str], str]:
     """Layer, part, expert where it is one's, and kind: layers.3.experts.5.mlp_in.weight has the part experts.mlp_in."""
     _, layer, *path, kind = name.split(".")
@@ -311,6 +339,11 @@ def _within_layer(name: str) -> tuple[str, str, list[str], str]:
 def _is_projection(name: str) -> bool:
     """Whether a weight of that name is multiplied with the rows within a layer."""
     return name.startswith("layers.") and name.endswith(".weight") and "norm." not in name
+
+
+def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of a weight that is not quantised. Norms are small, and multiply everything: they stay as exact as they came."""
+    return torch.float32 if "norm." in name else dtype
 
 
 def _module(tensor: str) -> str:

@@ -102,6 +102,7 @@ class JoinedLinear:
     """Several projections of the same input whose weights cannot be stacked: their outputs, one after the other."""
 
     parts: Sequence[Linear]
+    sizes: Sequence[int]  # outputs of each
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], 1)
@@ -152,7 +153,7 @@ class Linears:
         """One linear of weights that differ in kind, or in the order of their inputs."""
         sizes = [w.out_size if isinstance(w, QuantisedWeight) else len(w) for w in weights]
         biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
-        return JoinedLinear([self.linear(w, b) for w, b in zip(weights, biases, strict=True)])
+        return JoinedLinear([self.linear(w, b) for w, b in zip(weights, biases, strict=True)], sizes)
 
     def head(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from quire.errors import BadValue
 from quire.ops.experts import ExpertLayer
-from quire.ops.linear import Linear
+from quire.ops.linear import JoinedLinear, Linear
 from quire.ops.plan import AttentionPlan
 from quire.ops.spec import PagedKV
 
@@ -60,6 +61,15 @@ class Project(BaseOperator):
     x: Place
     linear: Linear
     out: Place
+
+    @property
+    def parts(self) -> list[Project]:
+        """The same as one projection for each weight, which fills its own columns of `out`."""
+        if not isinstance(self.linear, JoinedLinear):
+            return [self]
+        ends = accumulate(self.linear.sizes, initial=self.out.first)
+        places = [Place(self.out.buffer, first, size) for first, size in zip(ends, self.linear.sizes, strict=False)]
+        return [Project(self.x, linear, place) for linear, place in zip(self.linear.parts, places, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,10 +241,10 @@ class Program:
 
     @property
     def linears(self) -> Iterable[Linear]:
-        """All linears, those of experts too."""
+        """All linears, those of experts and the parts of joined ones too."""
         for operator in self.operators:
             if isinstance(operator, Project):
-                yield operator.linear
+                yield from (part.linear for part in operator.parts)
             elif isinstance(operator, MixExperts):
                 yield from (operator.layer.router, *operator.layer.mlp_in, *operator.layer.mlp_out)
 

@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
+from quire.ops.memory import mapped
 from quire.ops.rounding import quantised_rows
 
 ACTIVATION_GROUP = 128  # inputs of x that share a scale
 GROUPS = (32, 64, 128)  # inputs of a weight that share a scale, unless all do
 MOST_INPUTS = 65_536  # of a row with one scale: the sum of so many products fits an int32
 BITS = (4, 8)
-ROUNDED_AT_ONCE = 2**18  # numbers of a weight, which stay in a cache
+ROUNDED_AT_ONCE = 2**16  # numbers of a weight: they stay in a cache, and the heap keeps little of them
 
 
 @dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
@@ -126,8 +127,7 @@ class QuantisedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of its numbers: integers of so many bits, scales and zeros in fp32."""
-        zeros = 0 if self.zeros is None else self.zeros.nbytes
-        return self.values.numel() * self.bits // 8 + self.scales.nbytes + zeros
+        return number_bytes(self.out_size, self.in_size, self.bits, self.group_size, self.zeros is not None)
 
     def rows(
         self,
@@ -155,6 +155,12 @@ class QuantisedWeight:
         return restored
 
 
+def number_bytes(out_size: int, in_size: int, bits: int, group_size: int, has_zeros: bool) -> int:
+    """Bytes of the numbers of such a weight: integers of so many bits, scales and zeros in fp32."""
+    groups = -(-in_size // group_size)
+    return out_size * in_size * bits // 8 + out_size * groups * torch.float32.itemsize * (2 if has_zeros else 1)
+
+
 def quantised(
     weight: Tensor,  # [out, in]
     bits: int,
@@ -167,7 +173,10 @@ def quantised(
     """
     out_size, in_size = weight.shape
     groups = -(-in_size // group_size)
-    values = torch.empty(out_size, in_size, dtype=torch.uint8, device=weight.device)
+    if weight.is_cpu:
+        values = mapped((out_size, in_size), torch.uint8)
+    else:
+        values = torch.empty(out_size, in_size, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(out_size, groups, dtype=torch.float32, device=weight.device)
     step = max(1, ROUNDED_AT_ONCE // in_size)
     for first in range(0, out_size, step):

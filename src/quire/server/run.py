@@ -212,7 +212,7 @@ def _dtype(service: Service) -> str:
 
 def _weights(service: Service) -> str:
     decoder = service.llm.decoder
-    size = f"{decoder.weight_bytes / 2**20:,.0f} MiB"
+    size = f"{decoder.weight_bytes.total / 2**20:,.0f} MiB"
     return f"{size}, {decoder.quantisation or 'not quantised'}"
 
 
@@ -222,7 +222,7 @@ def _model_info(llm: LLM) -> dict[str, str]:
     return {
         "dtype": str(decoder.dtype).removeprefix("torch."),
         "quantization": decoder.quantisation or "none",
-        "weight_bytes": str(decoder.weight_bytes),
+        "weight_bytes": str(decoder.weight_bytes.total),
         "cache_bits": str(8 * cache_dtype(llm.config.cache, decoder.dtype).itemsize),
     }
 

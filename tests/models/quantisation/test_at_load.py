@@ -1,5 +1,6 @@
 """16-bit checkpoints whose weights are rounded at load, and options that contradict a checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quire.models.quantisation.policy import Quantisation
 from quire.models.weights import Checkpoint, Weights
 from quire.ops import load
 from quire.ops.quantised import QuantisedWeight, quantised
+from quire_bench.engine import loading
 from tests.models.checkpoints import save
 from tests.models.quantisation import writers
 from tests.models.quantisation.test_formats import CASES, divergence, gptq_config, logits
@@ -39,7 +41,10 @@ def test_what_is_rounded(tmp_path: Path, quantization: str | None, head: str | N
     plain = weights_of(tmp_path)
     bits = {"int4": 4, "int8": 8, "none": None, None: None}
     for name in weights:
-        found, usual = weights[name], plain[name]
+        before, (found, usual) = weights.nbytes, (weights[name], plain[name])
+        use = "experts" if ".experts." in name else "layers" if "layers" in name or "norm" in name else "head"
+        use = "looked_up" if name == "embedding" and not tied else use
+        assert weights.nbytes == replace(before, **{use: getattr(before, use) + found.nbytes})
         assert isinstance(usual, torch.Tensor)
         if name == ("embedding" if tied else "lm_head"):
             expected = bits[head] if head is not None else None if quantization is None else 8
@@ -90,6 +95,25 @@ def test_activations_that_stay(tmp_path: Path, quantization: str) -> None:
     torch.testing.assert_close(found, logits(tmp_path / "two"), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not loading.STATUS.exists(), reason="only Linux tells how much memory is anonymous")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_loading_takes_little_more_memory_than_what_stays(tmp_path: Path, quantization: str) -> None:
+    """And what stays is little more than the integers: the heap keeps some MiB, whatever the size of the model.
+
+    That is of the numbers that are on their way, a piece of a weight at a time, and of the interpreter's own.
+    """
+    shape = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12,
+             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+    save(tmp_path, dtype=torch.bfloat16, tie_word_embeddings=True, **shape)
+    found = loading.measure(str(tmp_path), quantization=quantization)
+    assert found is not None
+    heap = 8 * 2**20
+    assert found.resident <= found.peak <= 1.15 * found.resident + heap
+    stored = load_model(tmp_path, engine_config(quantization=quantization), load()).weight_bytes.total
+    assert stored <= found.resident <= 1.15 * stored + heap
+
+
 def test_what_is_said_of_it(tmp_path: Path) -> None:
     save(tmp_path, **SIZES)
     plain = load_model(tmp_path, engine_config(), load("reference"))
@@ -100,7 +124,7 @@ def test_what_is_said_of_it(tmp_path: Path) -> None:
     ):
         model = load_model(tmp_path, engine_config(**options), load("reference"))
         assert model.quantisation == expected
-        assert 0 < model.weight_bytes < plain.weight_bytes
+        assert 0 < model.weight_bytes.total < plain.weight_bytes.total
     unrounded = engine_config(quantization="int8", quantization_head="none", quantization_activations="bf16")
     model = load_model(tmp_path, unrounded, load("reference"))
     assert model.quantisation == "int8 at load; multiplied unrounded"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.config import engine_config
-from quire.models import choose, load_model, read_json
+from quire.models import choose, expected_weight_bytes, load_model, read_json
 from quire.models.quantisation.module import Module
 from quire.models.quantisation.policy import read_scheme
 from quire.models.weights import Checkpoint
@@ -312,4 +312,6 @@ def test_what_is_said_of_it(tmp_path: Path, case: str, expected: str) -> None:
     model = load_model(made.directory, engine_config(attention_backend="reference"), load("reference"))
     plain = load_model(made.dequantised, engine_config(attention_backend="reference"), load("reference"))
     assert (model.quantisation, plain.quantisation) == (expected, None)
-    assert 0 < model.weight_bytes < plain.weight_bytes / 2
+    assert model.weight_bytes == expected_weight_bytes(made.directory)
+    assert plain.weight_bytes == expected_weight_bytes(made.dequantised)
+    assert 0 < model.weight_bytes.total < plain.weight_bytes.total / 2

@@ -63,15 +63,12 @@ def words_along_rows(numbers: np.ndarray[Any, Any], bits: int, places: tuple[int
     """[R, C] -> int32 [R, ceil(C bits / 32)]: the i-th number of a word is column 32 / bits c + places[i]."""
     rows, columns = numbers.shape
     factor = 32 // bits
-    words = []
-    for row in numbers.tolist():
-        row += [0] * (-columns % factor)
-        for start in range(0, columns, factor):
-            word = 0
-            for i in range(factor):
-                word |= row[start + (i if places is None else places[i])] << (bits * i)
-            words.append(word - 2**32 if word >= 2**31 else word)
-    return torch.tensor(words, dtype=torch.int32).view(rows, -1)
+    whole = np.zeros((rows, columns + -columns % factor), dtype=np.uint32)
+    whole[:, :columns] = numbers
+    words = np.zeros((rows, whole.shape[1] // factor), dtype=np.uint32)
+    for i in range(factor):
+        words |= whole[:, (i if places is None else places[i]) :: factor] << (bits * i)
+    return torch.from_numpy(words.view(np.int32))
 
 
 def words_along_columns(numbers: np.ndarray[Any, Any], bits: int) -> Tensor:

@@ -12,12 +12,12 @@ from threading import Event, Thread
 from typing import Any
 
 from quire import ops
-from quire.config import EngineConfig
+from quire.config import engine_config
 from quire.models import load_model, locate
 from quire.models.weights import Checkpoint
 from quire_bench.proc import sizes
 
-PROGRAM = "import sys; from quire_bench.engine.loading import report; report(sys.argv[1])"
+PROGRAM = "import sys; from quire_bench.engine.loading import report; report(sys.argv[1], sys.argv[2])"
 STATUS = Path("/proc/self/status")  # where Linux tells how much memory a process has
 INTERVAL = 0.001  # seconds from one look to the next
 
@@ -41,14 +41,14 @@ class Loading:
         return asdict(self) | {"ratio": self.ratio}
 
 
-def measure(model: str | None) -> Loading | None:
+def measure(model: str | None, **options: Any) -> Loading | None:
     """One load on the CPU in a fresh process, as the checkpoint says; None where no /proc tells of memory.
 
-    Raises CalledProcessError where the model does not load.
+    options: of the engine's configuration. Raises CalledProcessError where the model does not load.
     """
     if not STATUS.exists():
         return None
-    command = [sys.executable, "-c", PROGRAM, model or ""]
+    command = [sys.executable, "-c", PROGRAM, model or "", json.dumps(options)]
     return Loading(**json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
 
 
@@ -63,9 +63,9 @@ def told(found: Loading | None) -> str:
     )
 
 
-def report(model: str) -> None:
-    """Load the model into this process, which has loaded none yet, and print what that took."""
-    directory, config = locate(model or None), EngineConfig()
+def report(model: str, options: str) -> None:
+    """Load the model into this process, which has loaded none yet, and print what that took. options: JSON."""
+    directory, config = locate(model or None), engine_config(**json.loads(options))
     backend = ops.load(config.attention_backend, config.device)
     before = anonymous, files = _memory()
     highest, done = list(before), Event()

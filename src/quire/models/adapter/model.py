@@ -30,7 +30,7 @@ from quire.models.adapter.modules import (
     replace_tied_embedding,
     rows_depend,
 )
-from quire.models.model import ModelShape
+from quire.models.model import ModelShape, WeightBytes
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import AttentionPlan, Backend
 
@@ -63,7 +63,10 @@ class AdaptedModel:
         replace_rope(model, max_model_len)
         leave_files(model)
         left = [weight for weight in model.parameters() if not weight.is_meta]
-        self.weight_bytes = packing.nbytes + sum(weight.nbytes for weight in left)
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        looked_up = sum(weight.nbytes for weight in left if id(weight) in tables)
+        multiplied = packing.layer_bytes + sum(weight.nbytes for weight in left) - looked_up
+        self.weight_bytes = WeightBytes(layers=multiplied, head=packing.head_bytes, looked_up=looked_up)
         self.quantisation = quantisation.description
         if quantisation.linears is not None and any(weight.dim() == 3 for weight in left):
             self.quantisation = f"{self.quantisation}; experts not quantised"  # transformers multiplies these

@@ -51,7 +51,8 @@ class Packing:
 
     def __init__(self, linears: Linears, quantisation: Quantisation, dtype: torch.dtype, device: str) -> None:
         """dtype: of x."""
-        self.linears, self.nbytes = linears, 0
+        self.linears = linears
+        self.layer_bytes = self.head_bytes = 0  # of the weights so far
         self._quantisation, self._dtype, self._device = quantisation, dtype, device
 
     def weight(self, theirs: Any, name: str, is_head: bool) -> Tensor | QuantisedWeight:
@@ -62,7 +63,10 @@ class Packing:
             weight = theirs.weight.detach().T if type(theirs) is Conv1D else theirs.weight.detach()
             if is_head or name.rpartition(".")[2] not in ROUTERS:
                 weight = self._quantisation.linear(weight, self._dtype, name, is_head)
-        self.nbytes += weight.nbytes
+        if is_head:
+            self.head_bytes += weight.nbytes
+        else:
+            self.layer_bytes += weight.nbytes
         return weight.to(self._device)
 
 

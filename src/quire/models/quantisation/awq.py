@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quire.models.quantisation.module import Form, Module, described, unpacked
+from quire.models.quantisation.module import Form, Module, bytes_read, described, unpacked
 from quire.models.quantisation.reader import SchemeReader, names_module, unserved
 from quire.ops.quantised import QuantisedWeight
 
@@ -28,6 +28,10 @@ class AwqForm:
     group_size: int
     needs = ("qweight", "qzeros", "scales")
     takes = ()
+
+    def nbytes(self, out_size: int, in_size: int) -> int:
+        """Bytes that such a weight takes, once it was read."""
+        return bytes_read(out_size, in_size, BITS, self.group_size, has_zeros=True)
 
     def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
         """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from quire.errors import ModelError
-from quire.models.quantisation.module import WHOLE, Form, Module, described, unpacked
+from quire.models.quantisation.module import WHOLE, Form, Module, bytes_read, described, unpacked
 from quire.models.quantisation.reader import SchemeReader, names_module, unserved
 from quire.ops.quantised import QuantisedWeight
 
@@ -33,6 +33,10 @@ class _Form:
     def needs(self) -> tuple[str, ...]:
         """Kinds of tensors that there have to be."""
         return (self.values, "weight_scale", *(() if self.symmetric else ("weight_zero_point",)))
+
+    def nbytes(self, out_size: int, in_size: int) -> int:
+        """Bytes that such a weight takes, once it was read."""
+        return bytes_read(out_size, in_size, self.bits, self.group_size, not self.symmetric)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.models.quantisation.module import Form, Module, described, unpacked
+from quire.models.quantisation.module import Form, Module, bytes_read, described, unpacked
 from quire.models.quantisation.reader import SchemeReader, names_module, unserved
 from quire.ops.quantised import QuantisedWeight
 
@@ -38,6 +38,10 @@ class GptqForm:
     needs = ("qweight", "qzeros", "scales")
     takes = ("g_idx",)
 
+    def nbytes(self, out_size: int, in_size: int) -> int:
+        """Bytes that such a weight takes, once it was read."""
+        return bytes_read(out_size, in_size, self.bits, self.group_size, not self.symmetric)
+
     def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
         """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
         factor = 32 // self.bits
@@ -61,8 +65,7 @@ class GptqForm:
         """uint8 [groups, out]; None: the weight is symmetric.
 
         The first version stores a zero less one. Writers name the first version and store as the second does, so where
-        it can be seen, it is not asked for. Their conversions add or take a one of each number to or from whole words,
-        which carries where a zero is 0: so is it undone here.
+        it can be seen, it is not asked for.
         """
         middle = 2 ** (self.bits - 1)
         if self.symmetric:
@@ -74,6 +77,10 @@ class GptqForm:
                 raise module.error("qzeros", f"{found}; a symmetric weight of {self.bits} bits has {served}")
             return None
         if self.version == VERSIONS[0]:
+            # A zero of 0 borrows from the next number: writers take the ones of a word away at once, and readers add
+            # them at once (GPTQModel, gptqmodel/utils/model.py: convert_gptq_v2_to_v1_format_module and the way back;
+            # AutoGPTQ's last sources, auto_gptq/modeling/_utils.py). AutoGPTQ's older `pack` (qlinear_cuda.py) put
+            # 2 ** 32 - 1 over all numbers from such a zero on, which nothing undoes. Without one both write the same.
             ones = sum(1 << i for i in range(0, 32, self.bits))
             words = words + ones  # int32 wraps around
         return unpacked(words, self.bits, 1)

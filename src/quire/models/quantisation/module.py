@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.errors import ModelError, QuireError
 from quire.ops.memory import mapped
-from quire.ops.quantised import GROUPS, QuantisedWeight
+from quire.ops.quantised import GROUPS, QuantisedWeight, number_bytes
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 WHOLE = -1  # a group size: all inputs of an output share a scale
@@ -139,6 +139,9 @@ class Form(Protocol):
     def takes(self) -> tuple[str, ...]:
         """The kinds of tensors that there may be besides."""
 
+    def nbytes(self, out_size: int, in_size: int) -> int:
+        """Bytes that such a weight takes, once it was read."""
+
     def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
         """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
 
@@ -170,6 +173,12 @@ def form_of(scheme: Scheme, name: str, names: Collection[str]) -> Form | None:
     if any(f"{name}.{kind}" in names for kind in own):
         return form
     return None if f"{name}.weight" in names or scheme.excludes(name) else form
+
+
+def bytes_read(out_size: int, in_size: int, bits: int, group_size: int, has_zeros: bool) -> int:
+    """Of a weight as `Module.weight` makes it."""
+    size = in_size if group_size == WHOLE or group_size >= in_size else min(group_size, GROUPS[-1])
+    return number_bytes(out_size, in_size, bits, size, has_zeros)
 
 
 def unpacked(

@@ -58,8 +58,9 @@ class NativeExecutor:
             return False
         if not all(isinstance(linear, PackedLinear) for linear in program.linears):
             return False
-        projections = [cast(PackedLinear, step.linear) for step in program.operators if isinstance(step, Project)]
-        return all(linear.dtype == linear.out_dtype == program.dtype for linear in projections)
+        projections = [part for step in program.operators if isinstance(step, Project) for part in step.parts]
+        packed = [cast(PackedLinear, part.linear) for part in projections]
+        return all(linear.dtype == linear.out_dtype == program.dtype for linear in packed)
 
     def __init__(self, program: Program, library: native.Library | None = None) -> None:
         """Raises BadValue for a program with more buffers than the library takes."""
@@ -90,7 +91,9 @@ class NativeExecutor:
         self._bound: weakref.ref[LayerCaches] | None = None
         self._known: dict[int, AttentionSpec] = {}  # of each cache group: the last one that had the right heads
         self._lock = Lock()
-        ops = [self._lowered(operator) for operator in program.operators]
+        parts = [(i, part) for i, operator in enumerate(program.operators) for part in _parts(operator)]
+        self._operator_of = [i for i, _ in parts]  # of each op: several stand for a joined linear
+        ops = [self._lowered(part) for _, part in parts]
         self._ops = (native.Op * len(ops))(*ops)
         self._heads: dict[int, set[tuple[str, int, int]]] = {}  # of each cache group: which heads its plan must have
         for operator in program.operators:
@@ -262,12 +265,14 @@ class NativeExecutor:
                 threads=torch.get_num_threads(),
             ),
         )
-        if beyond >= 0 and self.program.operators[beyond].kind == "keep":
+        if beyond >= 0 and self.program.operators[self._operator_of[beyond]].kind == "keep":
             raise BadValue(f"rows to keep are {rows}; they must ascend within 0..{count - 1}")
         if beyond >= 0:
             raise BadValue(f"a position lies beyond its table: {positions.min()} to {positions.max()}")
         if self.observer is not None and seconds is not None:
-            for kind, took in zip(self.program.kinds, seconds.tolist(), strict=True):
+            by_operator = torch.zeros(len(self.program.operators), dtype=torch.float64)
+            by_operator.index_add_(0, torch.tensor(self._operator_of), seconds)
+            for kind, took in zip(self.program.kinds, by_operator.tolist(), strict=True):
                 self.observer(kind, start, took)
                 start += took
 
@@ -284,6 +289,11 @@ class NativeExecutor:
             params.copy = self._copy.data_ptr()
         self._experts.reserve(count)
         self._rows = count
+
+
+def _parts(operator: Operator) -> Sequence[Operator]:
+    """What the library does one after the other for one operator."""
+    return operator.parts if isinstance(operator, Project) else [operator]
 
 
 def _check(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ Products with quantised weights are those of `quire.ops.quantised`, the same bit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import byref
 from dataclasses import dataclass
 
@@ -40,15 +41,15 @@ class PackedIntegers:
         return self.bits, self.group_size, self.has_zeros, self.whole_rows, self.scales is None
 
     @classmethod
-    def of(cls, weight: QuantisedWeight) -> PackedIntegers:
-        """Of that weight."""
+    def of(cls, weight: QuantisedWeight, kept: Callable[[Tensor], Tensor]) -> PackedIntegers:
+        """Of that weight. kept: a copy of a tensor in memory that stays."""
         return cls(
             weight.bits,
             weight.group_size,
             weight.zeros is not None,
             weight.whole_rows,
-            weight.scales[:, 0].contiguous() if weight.by_output else None,
-            None if weight.order is None else weight.order.contiguous(),
+            kept(weight.scales[:, 0]) if weight.by_output else None,
+            None if weight.order is None else kept(weight.order),
         )
 
 
@@ -202,7 +203,7 @@ class Packer:
         _check_host("weight", values)
         if bias is not None:
             _check_host("bias", bias)
-        integers = PackedIntegers.of(weight) if isinstance(weight, QuantisedWeight) else None
+        integers = PackedIntegers.of(weight, self._kept) if isinstance(weight, QuantisedWeight) else None
         out_size, in_size = values.shape
         params = _params(out_size, in_size, dtype, integers)
         packed = self._take(self._library("packed_bytes", byref(params)))
@@ -231,6 +232,11 @@ class Packer:
         zeros = None if weight.zeros is None else weight.zeros.contiguous()
         offset = None if zeros is None else zeros.data_ptr()
         self._library("pack_values", byref(params), values.data_ptr(), scales.data_ptr(), offset, packed.data_ptr())
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """A copy that lies with the weights: in the heap it would stand in the way of what comes and goes at load."""
+        copy = self._take(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return copy.copy_(tensor)
 
     def _take(self, size: int) -> Tensor:
         """That many bytes, aligned to a cache line."""

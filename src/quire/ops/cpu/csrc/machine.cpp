@@ -12,7 +12,7 @@
 
 Fetching quire_fetching = {FETCH_FIRST, 2560, FETCH_FIRST};
 
-extern "C" int32_t quire_amx_adds_as_documented(void);  // of the ISA amx
+extern "C" __attribute__((weak)) int32_t quire_amx_adds_as_documented(void);  // of the ISA amx, if it was compiled
 
 namespace {
 
@@ -61,7 +61,7 @@ QUIRE_EXPORT int32_t quire_amx_refusal(void) {
     if (!has_tiles()) return NO_PROCESSOR;
     if (!saves_tiles()) return NO_SYSTEM;
     if (!is_permitted()) return NO_PERMISSION;
-    return quire_amx_adds_as_documented() ? NONE : OTHER_SUMS;
+    return quire_amx_adds_as_documented && quire_amx_adds_as_documented() ? NONE : OTHER_SUMS;
 }
 QUIRE_EXPORT int32_t quire_runs_amx(void) { return quire_amx_refusal() == NONE; }
 
