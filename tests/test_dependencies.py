@@ -21,7 +21,7 @@ RUNTIME = lowest.requirements("dependencies")
 DEV = lowest.requirements("dev")
 MEASURING = lowest.requirements("all", lowest.MEASURING)
 OPTIONAL = {"triton"}  # where it is missing, an error says so
-COMPARED = {"gguf", "llama_cpp", "openvino", "openvino_genai", "vllm"}  # engines with an environment of their own
+COMPARED = {"gguf", "llama_cpp", "mistralrs", "openvino", "openvino_genai", "vllm"}  # each in an environment of its own
 CONSTRAINTS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
 ROW = re.compile(r"^\| `([^`]+)` \| ([^ |]+) \| ([^|]+) \| (\d{4}-\d{2}-\d{2}) \|$", re.MULTILINE)
 
