@@ -90,7 +90,7 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
     void compute(const Step& step, const Step* after) {
         Fetcher<C> fetcher = fetcher_of(after);
         const RowBlocks blocks(step.item->count);
-        auto fetching = [&] { fetcher.fetch(FETCH_SCORE); };
+        auto fetching = [&] { fetcher.fetch(FETCH_SCORE / 2); };  // twice a lane, each of twice as many numbers as of bf16
         for (int at = step.begin; at < least(step.end, step.stop); at += PANEL) {
             const int count = least(step.stop - at, PANEL);
             pack_keys<KeyQuads>(step.keys + at, count, spec.head_dim, keys, fetcher);
@@ -152,7 +152,7 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
             V rows[QUAD];
             for (int i = 0; i < QUAD; i++) rows[i] = load_lanes(step.values[t + i] + column, left);
             interleave_bytes(rows);
-            fetcher.fetch(2 * FETCH_WEIGH);
+            fetcher.fetch(FETCH_WEIGH);
             for (int j = 0; j < COLUMNS; j++) store(values + (int64_t)t / QUAD * PANEL + j * W, rows[j]);
         }
         for (int b = 0; b < blocks.blocks; b++) {
