@@ -8,6 +8,7 @@ zeros back. Everything else is local: the models are tiny and random.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -44,7 +45,12 @@ def main() -> int:
     for package, cases in ((PACKAGE, NEW_CASES), (OLDER, OLD_CASES)):
         print(package)
         with TemporaryDirectory() as made:
-            write(directory, package, Path(made), cases)
+            try:
+                write(directory, package, Path(made), cases)
+            except Failed as error:
+                print(f"    FAILED: {error}", flush=True)
+                failed = True
+                continue
             for case in cases:
                 try:
                     shown = check(Path(made) / case)
@@ -61,7 +67,10 @@ def install(directory: Path) -> None:
     pip = [str(directory / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), PACKAGE], check=True)
     if not (directory / "older").exists():
-        subprocess.run([*pip, "--no-deps", "--target", str(directory / "older"), OLDER], check=True)
+        fetched = directory / "fetched"  # renamed once it is whole
+        shutil.rmtree(fetched, ignore_errors=True)
+        subprocess.run([*pip, "--no-deps", "--target", str(fetched), OLDER], check=True)
+        fetched.rename(directory / "older")
 
 
 def write(directory: Path, package: str, made: Path, cases: tuple[str, ...]) -> None:

@@ -48,14 +48,15 @@ def test_the_sets_hold_what_peers_are_measured_on() -> None:
     assert {s.context_len for s in everything} >= {128, 32768}
     assert {s.batch for s in everything} >= {1, 64}
     assert {s.dtype for s in everything} == {"bfloat16", "float16", "float32"}
+    assert [s.kv_dtype for s in SETS["int8"]] == [None, "int8"] * 4
     with pytest.raises(ConfigError, match="there is no set of shapes 'pears'"):
         attention.chosen(["pears"])
 
 
 @pytest.mark.parametrize("query_len", [1, 3, 6])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_measured_calls(query_len: int, dtype: str) -> None:
-    shape = replace(TINY, query_len=query_len, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")])
+def test_measured_calls(query_len: int, dtype: str, kv_dtype: str | None) -> None:
+    shape = replace(TINY, query_len=query_len, dtype=dtype, kv_dtype=kv_dtype)
     figure = attention.measure(ops.load("cpu"), shape, runs=3, sdpa_runs=1)
     assert len(figure.seconds) == 3
     assert len(figure.sdpa_seconds) == 1
@@ -65,6 +66,17 @@ def test_measured_calls(query_len: int, dtype: str) -> None:
     assert figure.fraction == pytest.approx(figure.rate / ceiling)
     assert figure.speedup == pytest.approx(figure.sdpa_seconds[0] / statistics.median(figure.seconds))
     assert json.loads(json.dumps(figure.as_dict()))["rate"] == figure.rate
+
+
+def test_bytes_of_an_int8_cache() -> None:
+    shape = replace(TINY, kv_dtype="int8")
+    rows = 2 * shape.batch * shape.num_kv_heads * shape.context_len
+    assert shape.kv_bytes == rows * (shape.head_dim + 4)
+    assert shape.name.endswith(f"{shape.dtype}, int8 cache")
+    kv = attention.filled_cache(shape.spec(1))
+    assert kv.k_scale is not None
+    assert kv.k.count_nonzero() > 0
+    assert bool((kv.k_scale > 0).all())
 
 
 def test_each_call_reads_another_part_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

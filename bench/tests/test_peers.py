@@ -384,24 +384,6 @@ class TestMistralRs:
         assert {case.at_load for case in CASES if "mistralrs" in case.peers} <= mistral_rs.KINDS.keys()
 
 
-def test_targets_of_rounded_weights() -> None:
-    """Those that were asked for; what has none is shown without."""
-    found = {
-        (case.workload, case.variant, peer): target
-        for case in CASES
-        for peer, target in case.peers.items()
-        if peer == "mistralrs" or (case.quantization == "awq" and target is not None)
-    }
-    assert found == {
-        ("single", "llama1b int8", "mistralrs"): 1.2,
-        ("single", "llama1b int4", "mistralrs"): 1.3,
-        ("decode", "llama1b awq", "vllm"): 1.5,
-        ("decode", "llama1b awq", "vllm-w4a8"): 1.5,
-        ("decode", "smol135 awq", "vllm"): 1.5,
-        ("decode", "smol135 awq", "vllm-w4a8"): 1.5,
-    }
-
-
 def test_cases_of_one_process_stand_together() -> None:
     """Else the same engine would be started on the same model twice."""
     keys = [(case.variant, case.shares_prefix, case.workload == READY) for case in CASES]

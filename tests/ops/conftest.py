@@ -42,7 +42,7 @@ OF_KERNELS = (
     "test_states.py",
 )
 EMULATED = "amx_emulated"
-# They differ from one another, and from amx, in bf16 and in products of integers alone.
+# They differ from one another, and from amx, in bf16, in halves over an int8 cache, and in products of integers alone.
 WIDE = ("avx512", "avx512_bf16", EMULATED)
 # Without a GPU Triton's kernels run in its interpreter.
 INTERPRETED = [] if torch.cuda.is_available() else ["triton"]
@@ -59,9 +59,14 @@ def _repeats_another(item: pytest.Item, here: Path) -> bool:
     backend = "" if callspec is None else str(callspec.params.get("backend"))
     if " on " not in backend or not item.path.is_relative_to(here):
         return False
-    if backend.endswith(WIDE) and "bfloat16" not in item.name and item.path.name != "test_quantised.py":
+    if backend.endswith(WIDE) and not _differs_on_wide_ones(item):
         return True
     return not item.path.relative_to(here).as_posix().startswith(OF_KERNELS)
+
+
+def _differs_on_wide_ones(item: pytest.Item) -> bool:
+    halves_of_int8 = item.path.name == "test_int8_cache.py" and "float16" in item.name
+    return "bfloat16" in item.name or halves_of_int8 or item.path.name == "test_quantised.py"
 
 
 def use_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, isa: str | None) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadStride
-from quire.ops.rounding import SMALLEST, quantised_rows
-from tests.ops.cases import LAYOUTS, Case, Step
+from quire.ops.rounding import LARGEST, SMALLEST, quantised_rows
+from tests.ops import dense
+from tests.ops.cases import LAYOUTS, Case, Step, errors_of_bytes
 from tests.ops.test_cache import one_row_plan
 from tests.ops.test_not_finite import rows_that_see
 
@@ -135,6 +136,33 @@ def test_attention_is_that_over_the_rounded_rows(backend, device, case, dtype):
         for lse in (True,) if slow else (False, True):
             cased = replace(case, dtype=dtype, kv_dtype=torch.int8, layout=layout, return_lse=lse)
             Step(cased, device).check(backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_key_far_above_the_others(backend, device, dtype):
+    """Its value is zero where those of the others are largest; and one number of the query is far above the others."""
+    draw, n = torch.Generator().manual_seed(0), 256
+    k, v = (torch.randn(n, 1, 32, generator=draw) for _ in range(2))
+    k *= 0.1
+    k[100, 0, 0] = 3
+    v[:, 0, 1] = v.abs().max()
+    v[100, 0, 1] = 0
+    q = torch.randn(1, 2, 32, generator=draw) * 1e-3
+    q[..., 0] = 4
+    q = q.to(dtype)
+    rows = [quantised_rows(x) for x in (k, v)]
+    blocks = [x.view(16, 16, 1, -1).transpose(1, 2).contiguous().to(device) for x, _ in rows]
+    scales = [x.view(16, 16, 1).transpose(1, 2).contiguous().to(device) for _, x in rows]
+    spec = ops.AttentionSpec(
+        num_heads=2, num_kv_heads=1, head_dim=32, block_size=16, num_blocks=16, dtype=dtype, kv_dtype=torch.int8,
+        device=device,
+    )  # fmt: skip
+    plan = backend.plan(spec, torch.tensor([0, 1]), torch.tensor([n]), torch.arange(16)[None])
+    out, lse = backend.attention(q.to(device), ops.PagedKV(*blocks, *scales), plan, scale=1.0, return_lse=True)
+    held = [x.double() * scale.double()[..., None] for x, scale in rows]
+    errors = errors_of_bytes(backend, spec, n)
+    # Each of the small weights may be too small for fp16.
+    dense.attend(q, *held, scale=1.0).check(out, lse, dtype, largest=LARGEST * n, **errors)
 
 
 @pytest.mark.parametrize("head_dim", [1, 3, 4, 16, 31, 32, 63, 64, 65, 127, 128, 130, 192])

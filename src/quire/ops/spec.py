@@ -20,7 +20,9 @@ nothing. Keys below the window but in a block that is not wholly below it still 
 
 A cache of int8 holds rows of integers, each with a scale of its own for K and for V (`quire.ops.rounding` says how a
 row is rounded). A score is then formed in the order `q·k_int * k_scale * scale → softcap → ...`, and a value is weighed
-by `softmax weight * v_scale`, which is rounded to the dtype of q where weights are; their sum takes in no v_scale.
+by `softmax weight * v_scale`, which is rounded to the dtype of q where weights are; their sum takes in no v_scale. A
+backend may multiply whole numbers of 16 bits in place of q and these weights, off by half of what is the 32,512th part
+of a row's largest number in q, and the 65,535th part of a row's largest weight among 256 keys.
 
 What a row does not see is not multiplied: an infinite or NaN entry of the cache reaches the rows that see it and no
 other. A row that sees one shows it: its result is not finite, unless the key's score is -inf.

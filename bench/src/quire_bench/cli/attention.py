@@ -17,7 +17,8 @@ def attention(
     sets: Annotated[
         list[str] | None,
         typer.Argument(
-            help="peers, groups, mqa, dims, blocks, scatter, contexts, batches, long, dtypes, or all. Default: peers."
+            help="peers, groups, mqa, dims, blocks, scatter, contexts, batches, long, dtypes, int8, or all. "
+            "Default: peers."
         ),
     ] = None,
     attention_backend: Backend = "auto",

@@ -26,6 +26,7 @@ from quire.cache.storage import KVCache
 from quire.errors import ConfigError
 from quire.ops.cpu import native
 from quire.ops.memory import in_huge_pages
+from quire.ops.rounding import quantised_rows
 from quire_bench.kernels import onednn
 from quire_bench.plot import drawn
 from quire_bench.threads import counted
@@ -46,6 +47,7 @@ class Shape:
     query_len: int = 1
     block_size: int = 32
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None  # of the cache: "int8", or None for the same
     scattered: bool = True  # blocks in random order, not one after the other
 
     @property
@@ -54,14 +56,17 @@ class Shape:
         kind = "decode" if self.query_len == 1 else f"q{self.query_len}"
         return (
             f"{kind} S{self.batch} {self.num_heads}/{self.num_kv_heads} D{self.head_dim} ctx{self.context_len} "
-            f"B{self.block_size} {self.dtype}{'' if self.scattered else ' in order'}"
+            f"B{self.block_size} {self.dtype}{f', {self.kv_dtype} cache' if self.kv_dtype else ''}"
+            f"{'' if self.scattered else ' in order'}"
         )
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V that a call has to read."""
-        size = getattr(torch, self.dtype).itemsize
-        return int(2 * self.batch * self.num_kv_heads * self.context_len * self.head_dim * size)
+        """Bytes of K and V that a call has to read, scales included."""
+        row = self.head_dim * getattr(torch, self.kv_dtype or self.dtype).itemsize
+        if self.kv_dtype:
+            row += torch.float32.itemsize
+        return int(2 * self.batch * self.num_kv_heads * self.context_len * row)
 
     @property
     def operations(self) -> int:
@@ -79,6 +84,7 @@ class Shape:
             block_size=self.block_size,
             num_blocks=copies * self.batch * -(-self.context_len // self.block_size),
             dtype=getattr(torch, self.dtype),
+            kv_dtype=None if self.kv_dtype is None else getattr(torch, self.kv_dtype),
             **fields,
         )
 
@@ -133,6 +139,17 @@ SETS: dict[str, tuple[Shape, ...]] = {
         replace(shape, dtype=dtype)
         for dtype in ("bfloat16", "float16", "float32")
         for shape in _shapes({}, {"batch": 1, "context_len": 2048, "query_len": 2048}, **_DECODE)
+    ),
+    "int8": tuple(
+        replace(shape, kv_dtype=kv_dtype)
+        for shape in _shapes(
+            {"batch": 8, "head_dim": 128, "context_len": 4096},
+            {},
+            {"batch": 1, "head_dim": 128, "context_len": 2048, "query_len": 2048},
+            {"batch": 1, "context_len": 2048, "query_len": 2048},
+            **_DECODE,
+        )
+        for kv_dtype in (None, "int8")
     ),
 }
 
@@ -274,7 +291,12 @@ def filled_cache(spec: ops.AttentionSpec) -> ops.PagedKV:
     """A cache full of numbers that lies where the engine's does: on a CPU in huge pages if there are any."""
     sizes = spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim
     kv = KVCache((CacheGroup((0,)),), *sizes, spec.cache_dtype, spec.device).layer(0)
-    piece = random_numbers(*kv.k.shape[1:], dtype=spec.cache_dtype).to(spec.device)
+    piece = random_numbers(*kv.k.shape[1:], dtype=spec.dtype).to(spec.device)
+    if kv.k_scale is None or kv.v_scale is None:
+        piece = piece.to(spec.cache_dtype)
+    else:
+        piece, scales = quantised_rows(piece)
+        kv.k_scale[:], kv.v_scale[:] = scales, scales.flip(0)
     kv.k[:], kv.v[:] = piece, piece.flip(0)
     return kv
 

@@ -27,6 +27,7 @@ AMX_REFUSALS = (
     "the operating system does not save AMX tiles",
     "the operating system does not permit this process to use AMX tiles",
     "the sums of this CPU's AMX tiles are not in the documented order",
+    "this library was built without the kernels for AMX",
 )
 TILE_ROWS = 16
 MANY_ROWS = 2**31 - 1  # of which some must be copied, if of any number of rows

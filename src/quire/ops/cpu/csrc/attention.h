@@ -31,7 +31,7 @@ struct Call {
 
 alignas(64) const float NOTHING[1024] = {};  // the key and the value of slots that do not belong to the item
 
-// Self computes a tile: compute(step, after, fetcher).
+// Self computes a tile: compute(step, after).
 template <class Self, class K>
 struct Worker {
     using T = typename K::E::T;      // of q and the output
@@ -251,13 +251,8 @@ struct Worker {
         return false;
     }
 
-    // What scores of row i are multiples of.
-    float score_unit(int) const { return 1.0f; }
-
     // Scores of row i to weights, its sums brought to the new maximum. Returns the largest weight, for K::BYTES.
     float weigh(const Step& step, int i, float* s, float* w) {
-        ScoreRule rule = this->rule;
-        if (K::BYTES) rule.scale *= static_cast<Self*>(this)->score_unit(i);
         const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
         float highest = top[i];
         if (from < to) {
@@ -273,7 +268,7 @@ struct Worker {
             }
             if (found > highest) highest = found;
         }
-        if (from >= to || (highest == -INF && rule.scale == rule.scale && !unordered(s, from, to))) {
+        if (from >= to || (highest == -INF && !unordered(s, from, to))) {
             memset(w + step.begin / K::PAIR, 0, sizeof(float) * (size_t)(step.end - step.begin) / K::PAIR);
             return 0.0f;
         }

@@ -1,7 +1,7 @@
-// A tile of a cache of int8 by products of bytes. Queries, and the weights of values, become whole numbers of 16 bits with a
-// scale for each row (and tile), and these two bytes each: that is finer than bf16, and the sums of their products are exact.
-// A product of four bytes costs as much as one of two bf16 numbers, so two of them cost what those of bf16 do; but keys and
-// values are multiplied as they lie, where bf16 would have to be made of each number first.
+// A tile of a cache of int8 by products of bytes. Queries, and the weights of values, become whole numbers of 16 bits, and these
+// two bytes each. Their unit is that of a row, or of a row and a tile: the largest of them has all 16 bits, smaller ones fewer. Sums
+// of products are exact. A product of four bytes costs as much as one of two bf16 numbers, so two of them cost what those of
+// bf16 do; but keys and values are multiplied as they lie, where bf16 would have to be made of each number first.
 #pragma once
 
 #include "attention.h"
@@ -20,31 +20,35 @@ struct KeyQuads {
     QUIRE_INLINE void put_keys(float* at, V lanes, int) { store(at, (V)((U)lanes ^ 0x80808080u)); }
 };
 
-// Sums of products with rows of two parts, the upper bytes and the lower ones.
+// Adds products with one byte of each of the rows' numbers.
+template <int R, int N, class M, class F>
+QUIRE_INLINE void add_bytes(
+    I (&sum)[R][N], const float* a, int64_t stride, const Panel& b, int begin, int end, const M& multiply, const F& pause) {
+    for (int k = begin; k < end; k++) {
+        I column[N];
+        QUIRE_UNROLL for (int j = 0; j < N; j++) column[j] = (I)b(k, j);
+        QUIRE_UNROLL for (int i = 0; i < R; i++) {
+            const I row = (I)broadcast(a + i * stride + k);
+            QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = multiply(sum[i][j], row, column[j]);
+        }
+        pause();
+    }
+}
+
+// Adds products with both of them, the upper bytes first.
 template <int R, int N, class M, class F>
 QUIRE_INLINE void add_parts(
     I (&sum)[R][N], const float* upper, const float* lower, int64_t stride, const Panel& b, int begin, int end, const M& multiply,
     const F& pause) {
-    QUIRE_UNROLL for (int part = 0; part < 2; part++) {
-        const float* a = part ? lower : upper;
-        for (int k = begin; k < end; k++) {
-            I column[N];
-            QUIRE_UNROLL for (int j = 0; j < N; j++) column[j] = (I)b(k, j);
-            QUIRE_UNROLL for (int i = 0; i < R; i++) {
-                const I row = (I)broadcast(a + i * stride + k);
-                QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = multiply(sum[i][j], row, column[j]);
-            }
-            pause();
-        }
-        if (part) break;
-        QUIRE_UNROLL for (int i = 0; i < R; i++)
-            QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = (I)((U)sum[i][j] << 8);
-    }
+    add_bytes(sum, upper, stride, b, begin, end, multiply, pause);
+    QUIRE_UNROLL for (int i = 0; i < R; i++)
+        QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = (I)((U)sum[i][j] << 8);
+    add_bytes(sum, lower, stride, b, begin, end, multiply, pause);
 }
 
 template <class K>
 struct ByteAttention : Worker<ByteAttention<K>, K> {
-    static constexpr int ITEM_ROWS = 192, MEMORY_ROWS = 12;
+    static constexpr int ITEM_ROWS = VectorAttention<K>::ITEM_ROWS;
     // The largest whole numbers: 512 products of a query's with a key's fit an int32, and TILE of a weight's with a value's.
     static constexpr float LARGEST_QUERY = 32512.0f, LARGEST_WEIGHT = 65535.0f;
 
@@ -59,7 +63,7 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
     const int quads = (int)KeyQuads::lanes(spec.head_dim);
     float factors[ITEM_ROWS];  // what the rows' weights of this tile are multiples of
 
-    // A query: its upper bytes, its lower ones, its scale, and what its sums start with. Keys are 128 too large, so 128 times the
+    // A query: its upper bytes, its lower ones, then its unit, and what its sums start with. Keys are 128 too large, so 128 times the
     // sum of its numbers is too much, or half of that before the upper sums are shifted: so it must be even.
     void put_query(const T* row, float* to) {
         const int dim = spec.head_dim;
@@ -83,9 +87,6 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
         const int32_t start = -sum / 2;
         memcpy(to + 2 * quads + 1, &start, sizeof start);
     }
-
-    // What scores of row i are multiples of.
-    float score_unit(int i) const { return query[(int64_t)i * lanes + 2 * quads]; }
 
     void compute(const Step& step, const Step* after) {
         Fetcher<C> fetcher = fetcher_of(after);
@@ -124,9 +125,11 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
             QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = (I)broadcast(q + i * lanes + 2 * quads + 1);
         auto multiply = [](I acc, I row, I column) __attribute__((always_inline)) { return dot_bytes(acc, column, row); };
         add_parts(sum, q, q + quads, lanes, Panel{keys}, 0, quads, multiply, fetch);
-        QUIRE_UNROLL for (int i = 0; i < R; i++)
+        QUIRE_UNROLL for (int i = 0; i < R; i++) {
+            const V unit = splat(q[i * lanes + 2 * quads]);
             QUIRE_UNROLL for (int j = 0; j < N; j++)
-                store(to + i * TILE + j * W, __builtin_convertvector(sum[i][j], V) * load(this->key_scales + at + j * W));
+                store(to + i * TILE + j * W, __builtin_convertvector(sum[i][j], V) * unit * load(this->key_scales + at + j * W));
+        }
     }
 
     // The upper and the lower bytes of a row's weights: [2][TILE].

@@ -103,7 +103,7 @@ struct Scaled : Base {
 template <class Element>
 struct Bytes : Scaled<Widened<Element>> {
     static constexpr bool BYTES = true;
-    static int64_t lanes(int64_t dim) { return (dim + 3) / 4 * 2 + 2; }  // of a query
+    static int64_t lanes(int64_t dim) { return (dim + 3) / 4 * 2 + 2; }  // of a query: see put_query
 };
 #endif
 

@@ -47,7 +47,8 @@ struct LinearItem {
     int64_t stride;  // bytes from one strip to the next
 };
 
-// Items that a thread takes first: about those whose strips it packed, so that their pages lie in its own memory.
+// Items that a thread takes first. Of one product with few rows they are about the strips that it packed, whose pages so lie in
+// its own memory.
 struct alignas(64) LinearShare {
     int64_t next, end;  // the first one that is not taken yet
 };
@@ -79,8 +80,11 @@ class LinearItems {
         int64_t index;
         while (true) {
             if (!left) return false;
-            index = __atomic_fetch_add(&all.share[share].next, 1, __ATOMIC_RELAXED);
-            if (index < all.share[share].end) break;
+            LinearShare& from = all.share[share];
+            if (__atomic_load_n(&from.next, __ATOMIC_RELAXED) < from.end) {
+                index = __atomic_fetch_add(&from.next, 1, __ATOMIC_RELAXED);
+                if (index < from.end) break;
+            }
             share = (share + 1) % all.shares, left--, current = all.calls;
         }
         while (index >= current->first + current->panels * current->chunks) current++;

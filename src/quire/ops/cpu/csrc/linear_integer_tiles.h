@@ -28,10 +28,10 @@ struct LinearIntegerTiles {
     static constexpr int UNIT = LinearTiles::UNIT;
     static int64_t panel_strips(int64_t rows) { return LinearTiles::panel_strips(rows); }
 
-    // Rows that vectors take: one turn of theirs. On a Granite Rapids they read a weight for 4 rows at 0.86 of the rate for one,
+    // Rows that vectors take: one turn of theirs. On a Granite Rapids a forerunner read a weight for 4 rows at 0.86 of the rate for one,
     // and for 8, which took two turns, at 0.6 to 0.7 of it.
     static constexpr int FEW = ROWS;
-    // Inputs of two strips, as bytes 24 KiB, that stay in the first cache while an item's rows pass by. So it was measured on a
+    // Inputs of two strips, as bytes 24 KiB, that stay in the first cache while an item's rows pass by. So it was measured of a forerunner on a
     // Granite Rapids: scaling the sums of each 128 inputs then took 15 to 20 % of the time.
     static constexpr int64_t DEPTH = 768;
 

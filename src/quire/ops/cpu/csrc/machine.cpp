@@ -17,7 +17,7 @@ extern "C" __attribute__((weak)) int32_t quire_amx_adds_as_documented(void);  //
 namespace {
 
 // Why AMX is not used. quire/ops/cpu/native.py has the sentences.
-enum Refusal : int32_t { NONE, NO_AVX512_BF16, NO_PROCESSOR, NO_SYSTEM, NO_PERMISSION, OTHER_SUMS };
+enum Refusal : int32_t { NONE, NO_AVX512_BF16, NO_PROCESSOR, NO_SYSTEM, NO_PERMISSION, OTHER_SUMS, NOT_COMPILED };
 
 bool has_tiles() {
     unsigned a, b, c, d;
@@ -61,7 +61,8 @@ QUIRE_EXPORT int32_t quire_amx_refusal(void) {
     if (!has_tiles()) return NO_PROCESSOR;
     if (!saves_tiles()) return NO_SYSTEM;
     if (!is_permitted()) return NO_PERMISSION;
-    return quire_amx_adds_as_documented && quire_amx_adds_as_documented() ? NONE : OTHER_SUMS;
+    if (!quire_amx_adds_as_documented) return NOT_COMPILED;
+    return quire_amx_adds_as_documented() ? NONE : OTHER_SUMS;
 }
 QUIRE_EXPORT int32_t quire_runs_amx(void) { return quire_amx_refusal() == NONE; }
 

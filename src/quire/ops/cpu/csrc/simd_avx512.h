@@ -54,9 +54,6 @@ QUIRE_INLINE void narrow_int8(int8_t* p, V v) {  // of whole numbers in -128..12
 }
 
 QUIRE_INLINE I nearest(V x) { return (I)_mm512_cvtps_epi32((__m512)x); }
-// The largest of numbers that are not negative, by their bits: NaN comes last.
-QUIRE_INLINE U larger_bits(U a, U b) { return (U)_mm512_max_epu32((__m512i)a, (__m512i)b); }
-QUIRE_INLINE float largest_bits(U v) { return _mm512_cvtss_f32(_mm512_castsi512_ps(_mm512_set1_epi32((int)_mm512_reduce_max_epu32((__m512i)v)))); }
 // The lowest byte of each lane.
 QUIRE_INLINE void put_bytes(void* p, I v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v)); }
 
@@ -97,7 +94,9 @@ QUIRE_INLINE V upper_fp16(V lanes) {
 
 // acc + the products of each lane's four bytes, those of u unsigned, those of s signed; dot_nibbles: those of u below 16.
 #if defined(__AVX512VNNI__)
+#ifndef QUIRE_TILES  // which are emulated without VNNI, with the same bits
 #define QUIRE_BYTE_DOT 1
+#endif
 QUIRE_INLINE I dot_bytes(I acc, I u, I s) { return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s); }
 QUIRE_INLINE I dot_nibbles(I acc, I u, I s) { return dot_bytes(acc, u, s); }
 #else

@@ -68,13 +68,25 @@ struct Weighed {
     float sum, largest;  // the latter for K::BYTES
 };
 
-// The weights 2^(score * scale - top) of a row, written as the operand of the product with the values. Keys that the row does not see, between begin and end, weigh 0. value_scales: of values that are integers, by which their
-// weights are multiplied, but not in the sum.
+// The largest of numbers that are not negative, by their bits, in whose order NaN comes last.
+QUIRE_INLINE U larger_bits(U a, U b) { return a > b ? a : b; }
+QUIRE_INLINE float largest_bits(U v) {
+    uint32_t all[W], found = 0;
+    memcpy(all, &v, sizeof all);
+    for (uint32_t bits : all) found = bits > found ? bits : found;
+    float number;
+    memcpy(&number, &found, sizeof number);
+    return number;
+}
+
+// The weights 2^(score * scale - top) of a row, written as the operand of the product with the values. Keys that the row does
+// not see, between begin and end, weigh 0. value_scales: of values that are integers, by which their weights are multiplied,
+// but not in the sum.
 template <class K>
 QUIRE_INLINE Weighed weigh_row(
     const float* s, float* weights, int low, int high, int begin, int end, float scale, float top, const float* value_scales) {
     V sum[VECTORS] = {};
-    [[maybe_unused]] U top_bits[VECTORS] = {};
+    U top_bits[VECTORS] = {};
     for (int at = begin; at < end; at += SUBTILE) {
         if (at >= high || at + SUBTILE <= low) {
             memset(weights + at / K::PAIR, 0, sizeof(float) * SUBTILE / K::PAIR);
@@ -90,9 +102,7 @@ QUIRE_INLINE Weighed weigh_row(
             if constexpr (K::SCALED) {
                 w[i] = w[i] * load(value_scales + at + i * W);
                 if (edge) w[i] = within(iota() + (float)(at + i * W), low, high, w[i], V{});  // a scale may be NaN
-#ifdef QUIRE_BYTE_DOT
                 if constexpr (K::BYTES) top_bits[i] = larger_bits(top_bits[i], (U)w[i]);
-#endif
             }
         }
         QUIRE_UNROLL for (int i = 0; i < VECTORS; i += K::PAIR) {
@@ -108,13 +118,8 @@ QUIRE_INLINE Weighed weigh_row(
     }
     for (int step = VECTORS / 2; step; step /= 2)
         for (int i = 0; i < step; i++) sum[i] = sum[i] + sum[i + step];
-#ifdef QUIRE_BYTE_DOT
-    if constexpr (K::BYTES) {
-        QUIRE_UNROLL for (int i = 1; i < VECTORS; i++) top_bits[0] = larger_bits(top_bits[0], top_bits[i]);
-        return {reduce_add(sum[0]), largest_bits(top_bits[0])};
-    }
-#endif
-    return {reduce_add(sum[0]), 0.0f};
+    QUIRE_UNROLL for (int i = 1; i < VECTORS; i++) top_bits[0] = larger_bits(top_bits[0], top_bits[i]);
+    return {reduce_add(sum[0]), K::BYTES ? largest_bits(top_bits[0]) : 0.0f};
 }
 
 }  // namespace

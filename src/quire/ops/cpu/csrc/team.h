@@ -59,18 +59,17 @@ class Team {
         const int pieces = (int)(worth < team.threads ? worth : team.threads);
         team.body = body, team.context = context, team.begin = begin, team.end = end;
         team.done.store(0, std::memory_order_relaxed);
-        const uint64_t round = team.state.load(std::memory_order_relaxed) / ROUND + 1;
-        team.state.store(round * ROUND + (uint64_t)pieces, std::memory_order_release);
-        while (team.take_piece(0)) {}
+        const uint64_t seen = (team.state.load(std::memory_order_relaxed) / ROUND + 1) * ROUND + (uint64_t)pieces;
+        team.state.store(seen, std::memory_order_release);
+        while (team.take_piece(seen, 0)) {}
         for (int64_t spins = 0; team.done.load(std::memory_order_acquire) < pieces; spins++) wait(spins);
         return 0;
     }
 
-    // Do a piece that nobody has taken, the thread's own before others: in each round it then works on the same part of the
-    // memory. False: there is none.
-    bool take_piece(uint64_t own) {
-        const uint64_t seen = state.load(std::memory_order_acquire), round = seen / ROUND, pieces = seen % ROUND;
-        if (seen == OVER) return false;
+    // Do a piece of the round `seen` that nobody has taken, the thread's own before others: so it works on the same part of the
+    // memory in each round. False: there is none.
+    bool take_piece(uint64_t seen, uint64_t own) {
+        const uint64_t round = seen / ROUND, pieces = seen % ROUND;
         for (uint64_t k = 0; k < pieces; k++) {
             const uint64_t piece = (own + k) % pieces;
             uint64_t last = taken[piece].round.load(std::memory_order_relaxed);
@@ -84,9 +83,17 @@ class Team {
     }
 
     void follow(uint64_t own) {
-        for (int64_t spins = 0; state.load(std::memory_order_relaxed) != OVER; spins++)
-            if (take_piece(own)) spins = 0;
-            else wait(spins);
+        uint64_t finished = 0;  // of which nothing is left: the flags of its pieces are not looked at again
+        for (int64_t spins = 0;; spins++) {
+            const uint64_t seen = state.load(std::memory_order_acquire);
+            if (seen == OVER) return;
+            if (seen == finished) {
+                wait(spins);
+                continue;
+            }
+            while (take_piece(seen, own)) {}
+            finished = seen, spins = 0;
+        }
     }
 
     static void wait(int64_t spins) {
