@@ -66,7 +66,8 @@ def _repeats_another(item: pytest.Item, here: Path) -> bool:
 
 def _differs_on_wide_ones(item: pytest.Item) -> bool:
     halves_of_int8 = item.path.name == "test_int8_cache.py" and "float16" in item.name
-    return "bfloat16" in item.name or halves_of_int8 or item.path.name == "test_quantised.py"
+    all_dtypes = item.path.name == "test_quantised.py" or item.name.startswith("test_random_ragged_batches")
+    return "bfloat16" in item.name or halves_of_int8 or all_dtypes
 
 
 def use_library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, isa: str | None) -> None:

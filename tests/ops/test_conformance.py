@@ -48,11 +48,8 @@ def budget(backend, request, long):
 
 @pytest.mark.parametrize("shard", quick(range(SHARDS), 1))
 def test_random_ragged_batches(backend, device, shard, budget):
-    ran = 0
     for seed in seeds(shard, budget):
         check(backend, Case.draw(seed, backend.limits), device)
-        ran += 1
-    assert ran == len(seeds(shard, budget))
 
 
 def test_the_shards_are_the_whole_budget(backend):

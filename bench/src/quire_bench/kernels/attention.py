@@ -77,6 +77,7 @@ class Shape:
 
     def spec(self, copies: int, **fields: Any) -> ops.AttentionSpec:
         """The attention over a cache that holds the sequences that many times. fields: others of the AttentionSpec."""
+        given: dict[str, Any] = {"kv_dtype": None if self.kv_dtype is None else getattr(torch, self.kv_dtype)}
         return ops.AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -84,8 +85,7 @@ class Shape:
             block_size=self.block_size,
             num_blocks=copies * self.batch * -(-self.context_len // self.block_size),
             dtype=getattr(torch, self.dtype),
-            kv_dtype=None if self.kv_dtype is None else getattr(torch, self.kv_dtype),
-            **fields,
+            **(given | fields),
         )
 
     def lengths(self) -> tuple[Tensor, Tensor]:

@@ -95,14 +95,20 @@ CASES = (
         {"openvino": 1.2, "openvino-dynamic": 1.2, "llama-cpp": 1.1, "mistralrs": 1.2},
         quantization="int8",
     ),
-    Case("decode", "llama1b", {"openvino": 1.2, "openvino-dynamic": 1.2}, quantization="int8"),
+    *(
+        Case(work, "llama1b", {"openvino": 1.2, "openvino-dynamic": 1.2}, quantization="int8")
+        for work in ("decode", "mixed")
+    ),
     Case(
         "single",
         "llama1b",
         {"openvino": 1.2, "openvino-dynamic": 1.2, "llama-cpp": 1.2, "llama-cpp-k": 1.3, "mistralrs": 1.3},
         quantization="int4",
     ),
-    Case("decode", "llama1b", {"openvino": 1.2, "openvino-dynamic": 1.2}, quantization="int4"),
+    *(
+        Case(work, "llama1b", {"openvino": 1.2, "openvino-dynamic": 1.2}, quantization="int4")
+        for work in ("decode", "mixed")
+    ),
     *(
         Case(work, "smol135", {"openvino": 1.2, "openvino-dynamic": 1.2}, quantization=quantization)
         for quantization in ("int8", "int4")
