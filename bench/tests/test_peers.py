@@ -132,11 +132,11 @@ class TestRace:
         assert single.read == [50.0] * 2
         assert one.versions == dict.fromkeys(commands, "1.2")
 
-    @pytest.mark.parametrize(("quantization", "told"), [(None, ""), ("int4", " int4"), ("awq", "")])
-    def test_engines_round_what_is_not_rounded(self, tmp_path: Path, quantization: str | None, told: str) -> None:
+    @pytest.mark.parametrize(("quantization", "passed"), [(None, ""), ("int4", " int4"), ("awq", "")])
+    def test_engines_round_what_is_not_rounded(self, tmp_path: Path, quantization: str | None, passed: str) -> None:
         cases = [Case("single", "small", {}, quantization=quantization)]
-        race(tmp_path, {"quire": fake("quire", tmp_path / "told")}, cases, runs=1, warmup=0)
-        assert (tmp_path / "told").read_text().splitlines()[0] == f"quire starts {tmp_path}/small False 1 144{told}"
+        race(tmp_path, {"quire": fake("quire", tmp_path / "said")}, cases, runs=1, warmup=0)
+        assert (tmp_path / "said").read_text().splitlines()[0] == f"quire starts {tmp_path}/small False 1 144{passed}"
 
     def test_an_engine_that_fails_leaves_the_others_alone(self, tmp_path: Path) -> None:
         log = tmp_path / "told"

@@ -123,9 +123,8 @@ def read_config(path: Path) -> tuple[DecoderConfig, torch.dtype]:
 
     Raises ModelError where it is not understood.
     """
-    raw = read_json(path / "config.json" if path.is_dir() else path)
-    decoder = _family_of(raw, path).decoder_config(raw)
-    return decoder, _dtype("auto", raw)
+    raw, family = _config_and_family(path)
+    return family.decoder_config(raw), _dtype("auto", raw)
 
 
 def expected_weight_bytes(path: Path) -> WeightBytes:
@@ -133,10 +132,15 @@ def expected_weight_bytes(path: Path) -> WeightBytes:
 
     Raises ModelError where it is not understood.
     """
-    raw = read_json(path / "config.json" if path.is_dir() else path)
-    family = _family_of(raw, path)
+    raw, family = _config_and_family(path)
     decoder = family.decoder_config(raw)
     return expected_bytes(decoder, family.weight_sources(decoder, frozenset()), _dtype("auto", raw), read_scheme(raw))
+
+
+def _config_and_family(path: Path) -> tuple[Mapping[str, Any], Family]:
+    """Of a config.json, or of a directory with one."""
+    raw = read_json(path / "config.json" if path.is_dir() else path)
+    return raw, _family_of(raw, path)
 
 
 class Own(NamedTuple):

@@ -21,8 +21,9 @@ nothing. Keys below the window but in a block that is not wholly below it still 
 A cache of int8 holds rows of integers, each with a scale of its own for K and for V (`quire.ops.rounding` says how a
 row is rounded). A score is then formed in the order `q·k_int * k_scale * scale → softcap → ...`, and a value is weighed
 by `softmax weight * v_scale`, which is rounded to the dtype of q where weights are; their sum takes in no v_scale. A
-backend may multiply whole numbers of 16 bits in place of q and these weights, off by half of what is the 32,512th part
-of a row's largest number in q, and the 65,535th part of a row's largest weight among 256 keys.
+backend may multiply whole numbers of 16 bits in place of q and of these weights. Their unit is 1/32,512 of the largest
+number in a row of q (1/16,256 where heads are longer than 512), and 1/65,535 of a row's largest weight among 256 keys.
+Each is off by half a unit at most, and one number of q by one and a half.
 
 What a row does not see is not multiplied: an infinite or NaN entry of the cache reaches the rows that see it and no
 other. A row that sees one shows it: its result is not finite, unless the key's score is -inf.

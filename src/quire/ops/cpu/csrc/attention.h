@@ -251,6 +251,19 @@ struct Worker {
         return false;
     }
 
+    // The keys that some of the rows first.. see, as places within the step's tile.
+    struct Seen {
+        int begin = TILE, end = 0;
+    };
+    Seen seen(const Step& step, int first, int rows) const {
+        Seen all;
+        for (int i = first; i < first + rows; i++) {
+            const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
+            if (from < to) all.begin = least(all.begin, from), all.end = most(all.end, to);
+        }
+        return all;
+    }
+
     // Scores of row i to weights, its sums brought to the new maximum. Returns the largest weight, for K::BYTES.
     float weigh(const Step& step, int i, float* s, float* w) {
         const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);

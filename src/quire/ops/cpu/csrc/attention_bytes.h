@@ -56,7 +56,7 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
     using typename Base::Step;
     using typename Base::C;
     using typename Base::T;
-    using Base::Base, Base::fetcher_of, Base::sees, Base::weigh;
+    using Base::Base, Base::fetcher_of, Base::seen, Base::sees, Base::weigh;
     using Base::lanes, Base::wide, Base::spec;
     using Base::query, Base::keys, Base::values, Base::scores, Base::weights, Base::sums, Base::low, Base::high;
 
@@ -160,11 +160,7 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
         }
         for (int b = 0; b < blocks.blocks; b++) {
             const int first = blocks.first(b), count = blocks.rows(b);
-            int begin = TILE, end = 0;
-            for (int i = first; i < first + count; i++) {
-                const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
-                if (from < to) begin = least(begin, from), end = most(end, to);
-            }
+            const auto [begin, end] = seen(step, first, count);
             if (begin >= end) continue;
             with_rows(count, [&]<int R>() { add_block<R>(first, begin / QUAD, (end + QUAD - 1) / QUAD, sums + (int64_t)first * wide + column); });
         }

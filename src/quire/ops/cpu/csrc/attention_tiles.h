@@ -47,12 +47,8 @@ struct TileAttention : Worker<TileAttention<K>, K> {
   private:
     // The groups of keys that rows first.. see, as places within the step's tile.
     bool seen(const Step& step, int first, int rows, int& begin, int& end) const {
-        begin = TILE, end = 0;
-        for (int i = first; i < first + rows; i++) {
-            const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
-            if (from < to) begin = least(begin, from), end = most(end, to);
-        }
-        begin = begin / GROUP * GROUP, end = (end + GROUP - 1) / GROUP * GROUP;
+        const auto found = Base::seen(step, first, rows);
+        begin = found.begin / GROUP * GROUP, end = (found.end + GROUP - 1) / GROUP * GROUP;
         return begin < end;
     }
 

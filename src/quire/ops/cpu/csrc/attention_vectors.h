@@ -15,7 +15,7 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
     using Base = Worker<VectorAttention<K>, K>;
     using typename Base::Step;
     using typename Base::C;
-    using Base::Base, Base::fetcher_of, Base::hides_nonfinite, Base::sees, Base::weigh;
+    using Base::Base, Base::fetcher_of, Base::hides_nonfinite, Base::seen, Base::sees, Base::weigh;
     using Base::lanes, Base::lda_weights, Base::wide, Base::spec;
     using Base::query, Base::keys, Base::values, Base::scores, Base::weights, Base::sums, Base::low, Base::high;
 
@@ -63,11 +63,7 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
         });
         for (int b = 0; b < blocks.blocks; b++) {
             const int first = blocks.first(b), count = blocks.rows(b);
-            int begin = TILE, end = 0;
-            for (int i = first; i < first + count; i++) {
-                const int from = most(low[i] - step.tile, step.begin), to = least(high[i] - step.tile, step.end);
-                if (from < to) begin = least(begin, from), end = most(end, to);
-            }
+            auto [begin, end] = seen(step, first, count);
             if (begin >= end) continue;
             begin = (begin - step.begin) / K::PAIR, end = (end - step.begin + K::PAIR - 1) / K::PAIR;
             const float* w = weights + (int64_t)first * lda_weights + step.begin / K::PAIR;

@@ -35,15 +35,15 @@ class Team {
     static constexpr uint64_t ROUND = 1ull << 16, OVER = ~0ull;
 
     struct alignas(64) Piece {
-        std::atomic<uint64_t> round{0};  // in which somebody took it last
+        std::atomic<uint64_t> round{0};  // in which it was taken last
     };
 
     static thread_local Team* current;
 
     const int threads;
     const std::unique_ptr<Piece[]> taken;
-    // The round and its number of pieces. What the round is about stands still until all are done, so whoever has taken a
-    // piece of it may read it.
+    // The round and its number of pieces. What the round is about stands still until all are done, so a thread that has
+    // taken a piece of it may read it.
     alignas(64) std::atomic<uint64_t> state{0};
     ParallelBody body;
     void* context;
@@ -66,7 +66,7 @@ class Team {
         return 0;
     }
 
-    // Do a piece of the round `seen` that nobody has taken, the thread's own before others: so it works on the same part of the
+    // Do a piece of the round `seen` that is not taken yet, the thread's own before others: so it works on the same part of the
     // memory in each round. False: there is none.
     bool take_piece(uint64_t seen, uint64_t own) {
         const uint64_t round = seen / ROUND, pieces = seen % ROUND;
