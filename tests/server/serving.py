@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.server.api.app import build_app
 from quire.server.api.service import Service
-from quire.server.run import _Server, build_service, settings
+from quire.server.run import Server, build_parts, settings
 from quire.server.server_config import ServerConfig
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
@@ -62,7 +61,7 @@ class Serving:
     host: str = "127.0.0.1"
     port: int = 0
     headers: dict[str, str] = field(default_factory=dict)  # sent with every request
-    server: _Server | None = None
+    server: Server | None = None
     loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -113,10 +112,11 @@ def serving(
 ) -> Iterator[Serving]:
     """A server of the embedded model; `prepare` may change its parts before it starts."""
     own = ServerConfig(port=0, **{"shutdown_timeout": 2.0} | config)
-    service, metrics, inspector = build_service(SMALL | (options or {}), own)
+    parts = build_parts(SMALL | (options or {}), own)
+    service, inspector = parts.service, parts.inspector
     prepare(service)
-    app = build_app(service, metrics, inspector)
-    here = Serving(service, metrics, inspector)
+    app = parts.app()
+    here = Serving(service, parts.metrics, inspector)
     ready = threading.Event()
     listening = socket.create_server(("127.0.0.1", 0))
     here.port = listening.getsockname()[1]
@@ -125,7 +125,7 @@ def serving(
         here.loop = asyncio.get_running_loop()
         ready.set()
 
-    server = here.server = _Server(settings(app, own), service, inspector, told)
+    server = here.server = Server(settings(app, own), parts, told)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
