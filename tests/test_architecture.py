@@ -32,7 +32,7 @@ MAY_IMPORT = {
         *("embedding", "scoring"),
     },
 }
-FACES = {"cli", "server", "fleet", "ray", "__init__", "__main__"}  # may import everything
+FACES = {"cli", "fleet", "server", "__init__", "__main__"}  # may import everything
 
 NO_TORCH = ("errors.py", "request.py", "config.py", "cache/__init__.py", "cache/pool.py", "cache/prefix.py",
             "cache/manager.py", "cache/events.py", "cache/usage.py", "cache/audit.py", "engine/__init__.py",
