@@ -23,8 +23,8 @@ from quire.engine.engine import Engine
 from quire.request import Request
 from quire.server.api import embeddings as embeddings_module
 from quire.server.api import service as service_module
-from quire.server.api import worker as worker_module
 from quire.server.api import worker
+from quire.server.api import worker as worker_module
 from quire.server.api.protocol import ChatRequest, CompletionRequest
 from quire.server.api.service import Service
 from tests.server.fuzz import LONGEST_MESSAGE, canary
