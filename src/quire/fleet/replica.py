@@ -61,7 +61,7 @@ class Replica:
         self._events: list[list[Any]] = []  # of blocks, in this step
         self._next_event = 0
         self._rates = StepRates()
-        self._num_planned = 0
+        self._num_planned = self._num_computed = self._num_decoded = 0
         llm.engine.listen(self._hear)
         worker.observers.append(self._observe)
 
@@ -74,6 +74,7 @@ class Replica:
         routes.add_api_route("/abort", self._abort, methods=["POST"], response_model=None)
         routes.add_api_route("/search", self._search, methods=["POST"], response_model=None)
         routes.add_api_route("/match", self._match, methods=["POST"], response_model=None)
+        routes.add_api_route("/state", self._report, methods=["GET"], response_model=None)
         routes.add_api_route("/drain", self._drain, methods=["POST"], response_model=None)
         return routes
 
@@ -151,6 +152,11 @@ class Replica:
             return self._manager.match(one).num_blocks * self._manager.block_size
 
         return JsonBody({"cached": await self._worker.call(look)})
+
+    async def _report(self) -> Response:
+        """Its state, and the tokens that it has computed and decoded since it began: what a fleet is scaled by."""
+        found = asdict(await self._worker.call(self._state))
+        return JsonBody(found | {"prompt_tokens": self._num_computed, "decoded_tokens": self._num_decoded})
 
     async def _drain(self) -> Response:
         self.drain()
@@ -271,7 +277,10 @@ class Replica:
         num_planned = self._llm.engine.scheduler.num_planned
         rows, self._num_planned = num_planned - self._num_planned, num_planned
         drawn = len({event.request_id for event in events if event.token is not None})
-        self._rates.observe(max(0, rows - drawn), min(rows, drawn), seconds)
+        computed, decoded = max(0, rows - drawn), min(rows, drawn)
+        self._num_computed += computed
+        self._num_decoded += decoded
+        self._rates.observe(computed, decoded, seconds)
         self._flush(self._state())
 
     def _flush(self, state: ReplicaState) -> None:
