@@ -64,7 +64,7 @@ class Call:
     """A prompt to be continued or embedded: its samples, or the rest of one of them."""
 
     flow: int  # what frames refer to; a new one for each call of a session
-    name: str  # of the requests, in errors; no other call has it that has not ended
+    name: str  # of the request, in errors
     prompt: list[int]
     sampling: SamplingParams  # with a seed
     task: Task = Task.GENERATE
