@@ -32,12 +32,13 @@ MAY_IMPORT = {
         *("embedding", "scoring"),
     },
 }
-FACES = {"cli", "server", "fleet", "ray", "__init__", "__main__"}  # may import everything
+FACES = {"cli", "fleet", "server", "__init__", "__main__"}  # may import everything
 
 NO_TORCH = ("errors.py", "request.py", "config.py", "cache/__init__.py", "cache/pool.py", "cache/prefix.py",
             "cache/manager.py", "cache/events.py", "cache/usage.py", "cache/audit.py", "engine/__init__.py",
             "engine/scheduler.py", "engine/plan.py", "engine/order.py", "engine/queue.py", "engine/sharing.py",
-            "engine/beam.py", "engine/trace.py")  # fmt: skip
+            "engine/beam.py", "engine/trace.py", "fleet/__init__.py", "fleet/state.py", "fleet/index.py",
+            "fleet/score.py", "fleet/rates.py")  # fmt: skip
 
 SHAPED = ("batch.py", "ops/backend.py", "ops/program.py")
 

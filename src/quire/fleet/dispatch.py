@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
@@ -56,6 +56,7 @@ class Fleet:
         self._http: aiohttp.ClientSession | None = None
         self._runs: dict[str, asyncio.Task[None]] = {}  # of the links
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._fitting: set[str] = set()  # URLs of replicas that have the gateway's tokenizer and template
         self._free_slots = list(range(MAX_SLOTS))
         self._open: dict[Job, asyncio.TimerHandle | None] = {}  # with its deadline
         self._works: dict[Generation, list[Work]] = {}
@@ -76,19 +77,23 @@ class Fleet:
 
     async def stop(self) -> None:
         """End. Who still waits gets an error."""
-        self._failure = "the gateway is stopping"
-        for job in list(self._open):
-            self._close(job, engine_stopped(self._failure))
+        self.end_all("the gateway is stopping")
         for task in (*self._tasks, *self._runs.values()):
             task.cancel()
         await asyncio.gather(*self._tasks, *self._runs.values(), return_exceptions=True)
         if self._http is not None:
             await self._http.close()
 
+    def end_all(self, why: str) -> None:
+        """End all jobs with an error, and take no others."""
+        self._failure = why
+        for job in list(self._open):
+            self._close(job, engine_stopped(why))
+
     def check_health(self) -> None:
         """Raise ApiError (503) if no replica serves."""
         try:
-            eligible(self._candidates(set()))
+            eligible(self._candidates(set(), lambda _: ()))
         except NoReplica as error:
             raise _nobody(str(error)) from error
 
@@ -191,7 +196,7 @@ class Fleet:
         deadline = loop.time() + self._config.patience
         excluded = set() if without is None else {without}
         full: Refused | None = None
-        while True:
+        while work.job in self._open:
             try:
                 choice = await self._choose(work, samples, excluded)
             except NoReplica as error:
@@ -220,7 +225,7 @@ class Fleet:
         hello, fingerprint = link.hello, link.fingerprint
         if hello is None or fingerprint is None:
             raise LinkLost(link.url)
-        digests = wire_digests(work.tokens(samples), work.requests[0].cache_salt, hello, self._secret.encode())
+        digests = work.digests(samples, hello, self._secret.encode())
         call = work.call(flow, samples, is_strict=self._config.resume == "exact")
         assignment = Assignment(
             flow, work, link, set(samples), self.index.expect(link.slot, digests), choice.best.uncached_tokens
@@ -254,8 +259,9 @@ class Fleet:
 
     async def _choose(self, work: Work, samples: Sequence[int], excluded: set[Link]) -> Choice:
         """Raises NoReplica."""
-        tokens, salt = work.tokens(samples), work.requests[0].cache_salt
-        candidates = eligible(self._candidates(excluded, tokens, salt), work.fingerprint)
+        secret = self._secret.encode()
+        found = self._candidates(excluded, lambda hello: work.digests(samples, hello, secret))
+        candidates = eligible(found, work.fingerprint)
         if any(self._link_at(one.slot).hello.has_windows for one in candidates):  # type: ignore[union-attr]
             candidates = await self._asked(work, samples, candidates)
         most = work.sampling.max_tokens
@@ -263,25 +269,25 @@ class Fleet:
         return choose(
             Demand(
                 request_id=work.output.request_id,
-                num_tokens=len(tokens),
+                num_tokens=len(work.tokens(samples)),
                 new_tokens=expected * len(samples),
                 hit_rate=self._hit_rate,
             ),
             candidates,
         )
 
-    def _candidates(self, excluded: set[Link], tokens: Any = None, salt: str = "") -> list[Candidate]:
-        """All replicas that could make sense of the gateway's prompts."""
+    def _candidates(self, excluded: set[Link], digests: Callable[[Hello], Sequence[int]]) -> list[Candidate]:
+        """All replicas that could make sense of the gateway's prompts. digests: of a prompt, as a replica has them."""
         found, unseen = [], self._unseen()
         runs: dict[tuple[str, int], dict[int, int]] = {}
         for link in self.links.values():
             if link in excluded or link.state is None or link.hello is None or link.fingerprint is None:
                 continue
-            if not self._same_texts(link.fingerprint):
+            if link.url not in self._fitting:
                 continue
             kind = (link.hello.salt, link.hello.block_size)
-            if tokens is not None and kind not in runs:
-                runs[kind] = self.index.runs(wire_digests(tokens, salt, link.hello, self._secret.encode()))
+            if kind not in runs:
+                runs[kind] = self.index.runs(digests(link.hello))
             uncached, requests = unseen.get(link, (0, 0))
             found.append(
                 Candidate(
@@ -290,7 +296,7 @@ class Fleet:
                     fingerprint=link.fingerprint.digest,
                     healthy=link.is_up,
                     state=link.state,
-                    num_blocks=runs.get(kind, {}).get(link.slot, 0),
+                    num_blocks=runs[kind].get(link.slot, 0),
                     unseen_tokens=uncached,
                     unseen_requests=requests,
                 )
@@ -326,10 +332,11 @@ class Fleet:
         """Let a replica do a beam search. When it is lost, another one does it from the start, with the same result."""
         name, excluded = job.call.name, set[Link]()
         deadline = asyncio.get_running_loop().time() + self._config.patience
-        tokens = array("i", job.call.prompt)
+        tokens, salt, secret = array("i", job.call.prompt), job.call.salt, self._secret.encode()
         while True:
             try:
-                candidates = eligible(self._candidates(excluded, tokens, job.call.salt))
+                found = self._candidates(excluded, lambda hello: wire_digests(tokens, salt, hello, secret))
+                candidates = eligible(found)
                 new = float(job.call.max_tokens * job.num_samples)
                 demand = Demand(request_id=name, num_tokens=len(tokens), new_tokens=new, hit_rate=self._hit_rate)
                 link = self._link_at(choose(demand, candidates).best.candidate.slot)
@@ -352,11 +359,14 @@ class Fleet:
 
     def connected(self, link: Link) -> None:
         """A replica has said what it is."""
+        self._fitting.discard(link.url)
         if link.fingerprint is not None and not self._same_texts(link.fingerprint):
             parts = ", ".join(self._model.difference(link.fingerprint))
             log.error("replica %s is left out: it serves another model than this gateway's (%s)", link.url, parts)
             self._metrics.left_out(link.url)
-        elif link.fingerprint is not None and (different := self._model.difference(link.fingerprint)):
+            return
+        self._fitting.add(link.url)
+        if link.fingerprint is not None and (different := self._model.difference(link.fingerprint)):
             log.warning("replica %s computes other bits: %s differ", link.url, ", ".join(different))
         log.info("replica %s is connected", link.url)
 
@@ -372,9 +382,10 @@ class Fleet:
         if frame.more is not None and (count := frame.more.get("differences", 0)):
             self._metrics.mismatched(count)
             log.error("replica %s draws other tokens than those that were delivered before it took over", link.url)
-        if ledger.output.finished:
+        if is_new and ledger.output.finished:
             assignment.samples.discard(frame.sample)
-            work.output.num_running -= is_new
+            work.output.num_running -= 1
+            job.num_open -= work.output.finished
             self._new_tokens += MEMORY * (len(ledger.tokens) - self._new_tokens)
             if not assignment.samples:
                 self._forget(assignment)
@@ -384,7 +395,7 @@ class Fleet:
             self._metrics.cached(frame.more["cached"], len(work.output.prompt_token_ids))
         if (is_new or frame.more) and (deltas := job.news(work.output)):
             job.take(deltas)
-        if all(one.output.finished for one in self._works.get(job, ())):
+        if job.num_open == 0:
             self._close(job)
 
     def failed(self, link: Link, flow: int, status: int, body: dict[str, Any]) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
+import uvicorn
 from starlette.requests import Request as HttpRequest
 
 from quire import __version__
@@ -171,7 +174,7 @@ def serve_fleet(membership: Membership, config: GatewayConfig, tell: Callable[[s
         try:
             tell("waiting for a replica")
             found = asyncio.run(find_model(membership, config))
-            service, metrics = build_gateway(membership, config, found, Path(directory))
+            service, fleet, metrics = build_gateway(membership, config, found, Path(directory))
 
             def ready() -> None:
                 host, port = listening.getsockname()[:2]
@@ -179,15 +182,33 @@ def serve_fleet(membership: Membership, config: GatewayConfig, tell: Callable[[s
                 tell(f"Quire {__version__} serves {service.model.names[0]} at http://{address}:{port} with a fleet")
 
             app = build_app(service, metrics, ())
-            run_until_stopped(Listening(settings(app, config), ready), listening)
+            run_until_stopped(GatewayServer(settings(app, config), ready, fleet, config), listening)
         finally:
             listening.close()
 
 
+class GatewayServer(Listening):
+    """Lets open answers end before it does."""
+
+    def __init__(
+        self, settings: uvicorn.Config, ready: Callable[[], None], fleet: Fleet, config: GatewayConfig
+    ) -> None:
+        super().__init__(settings, ready)
+        self._fleet = fleet
+        self._seconds = config.shutdown_timeout
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer what is running, then end."""
+        end_all = partial(self._fleet.end_all, "the gateway is stopping")
+        timer = asyncio.get_running_loop().call_later(self._seconds, end_all)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+
 def build_gateway(
     membership: Membership, config: GatewayConfig, found: Found, directory: Path
-) -> tuple[FleetService, FleetMetrics]:
-    """The service of a gateway, not started. directory: an empty one, for the files of the model."""
+) -> tuple[FleetService, Fleet, FleetMetrics]:
+    """The service of a gateway, whose fleet is not started. directory: an empty one, for the files of the model."""
     hello = found.hello
     for name, text in found.files.items():
         (directory / name).write_text(text, "utf-8")
@@ -204,7 +225,7 @@ def build_gateway(
     metrics = FleetMetrics()
     secret = config.fleet_secret or ""
     fleet = Fleet(membership, secret, Fingerprint.from_json(hello.fingerprint), hello, config, metrics)
-    return FleetService(model, fleet, config), metrics
+    return FleetService(model, fleet, config), fleet, metrics
 
 
 async def find_model(membership: Membership, config: GatewayConfig) -> Found:

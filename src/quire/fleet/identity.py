@@ -58,7 +58,7 @@ def replica_fingerprint(llm: LLM, template: str | None) -> Fingerprint:
         "config": short_digest(json.dumps(read_json(llm.directory / "config.json"), sort_keys=True).encode()),
         "tokenizer": NONE if llm.tokenizer is None else short_digest(_read(tokenizer)),
         "template": NONE if template is None else short_digest(template.encode(errors="surrogatepass")),
-        "end tokens": ", ".join(map(str, sorted(model.eos_token_ids))) or NONE,
+        "end tokens": short_digest(repr(sorted(model.eos_token_ids)).encode()),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantisation or NONE,
         "kv_cache_dtype": str(cache_dtype(llm.config.cache, model.dtype)).removeprefix("torch."),
@@ -111,7 +111,7 @@ def weights_digest(directory: Path) -> str:
 
 
 def _sampled(path: Path) -> bytes:
-    """What of a file of weights counts, with its own length before it."""
+    """What of a file of weights counts, each piece with its length before it."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -126,7 +126,7 @@ def _sampled(path: Path) -> bytes:
                 found.append(file.read(PAGE))
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
-    return b"".join(len(part).to_bytes(8, "little") + part for part in (b"".join(found), *found))
+    return b"".join(len(part).to_bytes(8, "little") + part for part in found)
 
 
 def sampled_pages(count: int) -> list[int]:

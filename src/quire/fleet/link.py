@@ -93,7 +93,7 @@ class Link:
             except WireError as error:  # to ask it again at once would be of no use
                 self.failure, longest = str(error), LONGEST_DISTRUST
                 self._listener.contradicted(self)
-            except (aiohttp.ClientError, asyncio.TimeoutError, OSError, QuireError) as error:
+            except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
                 self.failure = _reason(error)
             finally:
                 was_up = self.is_up
@@ -142,7 +142,10 @@ class Link:
             self.fingerprint = Fingerprint.from_json(hello.fingerprint)
             self.hello, self._next_event = hello, None
             async for line in lines:
-                self._take(loads(line))
+                try:
+                    self._take(loads(line))
+                except (KeyError, TypeError, IndexError) as error:
+                    raise WireError(f"a line cannot be read: {type(error).__name__}: {error}") from error
         finally:
             await lines.aclose()
 

@@ -18,6 +18,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.cache.manager import CacheGroup
@@ -104,6 +105,11 @@ class _Case:
         )
         return cls(backend, backend.linears(config.device, config.reproducible), spec)
 
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Those of small operators: in fp32, too, one shows what rounding to a half hides in nearly all numbers."""
+        return list(dict.fromkeys((self.spec.dtype, torch.float32)))
+
     def numbers(self, seed: int, *shape: int, scale: float = 1.0) -> Tensor:
         """Fixed numbers of the model's dtype, as `_numbers` makes them."""
         return self.wide_numbers(seed, *shape, scale=scale).to(self.spec.dtype)
@@ -113,12 +119,13 @@ class _Case:
         return _numbers(seed, shape, scale).to(self.spec.device)
 
 
-def _words(seed: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+def _words(seed: int, count: int) -> NDArray[np.uint64]:
     """The first outputs of splitmix64 (Steele et al. 2014) from a state of that seed's own."""
     z = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    words: NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+    return words
 
 
 def _numbers(seed: int, shape: Sequence[int], scale: float) -> Tensor:
@@ -216,9 +223,9 @@ def _attention(case: _Case) -> Iterator[Tensor]:
     kv = KVCache([CacheGroup((0,))], spec.num_blocks, *layout, spec.device, backend=backend).layer(0)
     keys = [keys for _, keys in SEQUENCES]
     width = -(-max(keys) // block_size)
-    starts = list(accumulate((-(-n // block_size) for n in keys), initial=0))  # of each sequence, its first block
-    tables = torch.tensor(starts[:-1], dtype=torch.int32)[:, None] + torch.arange(width, dtype=torch.int32)
-    slots = torch.cat([start * block_size + torch.arange(n) for start, n in zip(starts, keys, strict=False)])
+    first = list(accumulate((-(-n // block_size) for n in keys[:-1]), initial=0))  # of each sequence, its first block
+    tables = torch.tensor(first, dtype=torch.int32)[:, None] + torch.arange(width, dtype=torch.int32)
+    slots = torch.cat([block * block_size + torch.arange(n) for block, n in zip(first, keys, strict=True)])
 
     def plan(window: int | None, rows: Sequence[int], slots: Tensor | None) -> AttentionPlan:
         ends = torch.tensor(list(accumulate(rows, initial=0)), dtype=torch.int32)
@@ -230,7 +237,7 @@ def _attention(case: _Case) -> Iterator[Tensor]:
     q = case.numbers(32, sum(rows), spec.num_heads, D, scale=8.0)
     by_head = case.wide_numbers(33, spec.num_heads).abs()
     everything = plan(None, rows, None)
-    yield backend.attention(q, kv, everything)
+    yield from backend.attention(q, kv, everything, return_lse=True)
     yield backend.attention(q, kv, everything, scale=0.25, softcap=30.0)
     yield backend.attention(q, kv, everything, alibi_slopes=by_head)
     yield backend.attention(q, kv, everything, sinks=by_head)
@@ -241,11 +248,13 @@ def _attention(case: _Case) -> Iterator[Tensor]:
 
 def _rope(case: _Case) -> Iterator[Tensor]:
     spec, count = case.spec, ROWS[-1]
-    q, k = (case.numbers(40 + i, count, heads, spec.head_dim) for i, heads in enumerate((spec.num_heads, 1)))
     cos, sin = (case.wide_numbers(seed, count, spec.head_dim // 2) for seed in (42, 43))
-    case.backend.rope(q, k, torch.arange(count, device=spec.device).flip(0), cos, sin)
-    yield q
-    yield k
+    for dtype in case.dtypes:
+        q = case.wide_numbers(40, count, spec.num_heads, spec.head_dim).to(dtype)
+        k = case.wide_numbers(41, count, spec.num_kv_heads, spec.head_dim).to(dtype)
+        case.backend.rope(q, k, torch.arange(count, device=spec.device).flip(0), cos, sin)
+        yield q
+        yield k
 
 
 # ---------------------------------------------------------------------------------------------- small operators
@@ -253,20 +262,22 @@ def _rope(case: _Case) -> Iterator[Tensor]:
 
 def _norms(case: _Case) -> Iterator[Tensor]:
     backend = case.backend
-    x, residual = (case.numbers(seed, ROWS[-1], INPUTS, scale=4.0) for seed in (50, 51))
     weight, bias = (case.wide_numbers(seed, INPUTS) for seed in (52, 53))
-    yield backend.rms_norm(x, weight, EPS)
-    yield backend.add_rms_norm(x, residual, weight, EPS)
-    yield residual
-    yield backend.layer_norm(x, weight, bias, EPS)
-    yield backend.layer_norm(x, weight, None, EPS)
+    for dtype in case.dtypes:
+        x, residual = (case.wide_numbers(seed, ROWS[-1], INPUTS, scale=4.0).to(dtype) for seed in (50, 51))
+        yield backend.rms_norm(x, weight, EPS)
+        yield backend.add_rms_norm(x, residual, weight, EPS)
+        yield residual
+        yield backend.layer_norm(x, weight, bias, EPS)
+        yield backend.layer_norm(x, weight, None, EPS)
 
 
 def _activations(case: _Case) -> Iterator[Tensor]:
-    x = case.numbers(60, ROWS[-1], 2 * INPUTS, scale=8.0)
-    yield case.backend.swiglu(x)
-    yield case.backend.gelu(x, "none")
-    yield case.backend.gelu(x, "tanh")
+    for dtype in case.dtypes:
+        x = case.wide_numbers(60, ROWS[-1], 2 * INPUTS, scale=8.0).to(dtype)
+        yield case.backend.swiglu(x)
+        yield case.backend.gelu(x, "none")
+        yield case.backend.gelu(x, "tanh")
 
 
 def _functions(case: _Case) -> Iterator[Tensor]:
@@ -294,8 +305,8 @@ def _sampler(case: _Case) -> Iterator[Tensor]:
     """Tokens and logprobs. Few draws would see another last bit in a weight: `_functions` has these."""
     requests = []
     for seed, sampling in enumerate(SAMPLINGS):
-        tokens = array("i", (_words(80 + seed, 50) % np.uint64(VOCABULARY)).astype(np.int32).tolist())
-        requests.append(Request(str(seed), tokens, 20, sampling, seed % 3, seed=seed))
+        given = array("i", (_words(80 + seed, 50) % np.uint64(VOCABULARY)).astype(np.int32).tolist())
+        requests.append(Request(str(seed), given, 20, sampling, seed % 3, seed=seed))
     rows = sampling_rows(requests)
     logits = case.wide_numbers(90, len(requests), VOCABULARY, scale=16.0)
     changed = logits.clone()
@@ -303,6 +314,7 @@ def _sampler(case: _Case) -> Iterator[Tensor]:
     yield tokens
     yield changed
     reported = token_logprobs(logits, tokens, rows.num_logprobs, case.backend)()
-    yield torch.tensor([[one.logprob, one.rank, *sum(one.top, ())] for one in reported], dtype=torch.float64)
+    numbers = [[one.logprob, one.rank, *(x for pair in one.top for x in pair)] for one in reported]
+    yield torch.tensor(numbers, dtype=torch.float64)
     yield case.backend.logsumexp(logits)
     yield from case.backend.top_k_softmax(logits, 8)

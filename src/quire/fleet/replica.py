@@ -118,6 +118,8 @@ class Replica:
         flow = Flow(session, call.flow, await self._made(call))
         await self._worker.submit(flow)
         session.flows[call.flow] = flow
+        if session.name not in self._sessions:  # it has ended meanwhile
+            self._worker.abort(flow)
         return Response()
 
     async def _abort(self, request: HttpRequest) -> Response:
@@ -204,7 +206,7 @@ class Replica:
     # ----------------------------------------------------------------------------------------------------- sessions
 
     def _hello(self, session: str) -> Hello:
-        model, scheduler = self._service.model, self._llm.engine.scheduler
+        model = self._service.model
         return Hello(
             protocol=PROTOCOL,
             session=session,

@@ -43,7 +43,7 @@ class Frame(NamedTuple):
     @staticmethod
     def parse(found: Any) -> Frame:
         """A frame from JSON. Raises WireError for what is none."""
-        if not isinstance(found, list) or not len(Frame._field_defaults) <= len(found) <= len(Frame._fields):
+        if not isinstance(found, list) or len(found) != len(Frame._fields) or not isinstance(found[3], list):
             raise WireError(f"a frame is {_shown(found)}; it must be a list of {len(Frame._fields)} fields")
         frame = Frame(*found)
         numbers = (frame.flow, frame.sample, frame.at, frame.characters, *frame.tokens)

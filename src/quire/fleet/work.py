@@ -79,6 +79,7 @@ class Work:
     assigned: dict[int, Assignment] = field(default_factory=dict)  # by sample
 
     def __post_init__(self) -> None:
+        self._digests: dict[tuple[str, int, int, int], list[int]] = {}  # the latest ones
         first = self.requests[0].sampling
         # The answer must not depend on the replica, nor on the gateway: all of it follows from the request's name.
         seed = seed_of(self.output.request_id) if first.seed is None else first.seed
@@ -104,6 +105,14 @@ class Work:
         """What is to be computed for these samples before one of them goes on, in common."""
         prompt = array("i", self.output.prompt_token_ids)
         return prompt + array("i", self.ledgers[samples[0]].tokens) if len(samples) == 1 else prompt
+
+    def digests(self, samples: Sequence[int], hello: Hello, secret: bytes) -> list[int]:
+        """The full blocks of `tokens`, as the replica's events name them."""
+        tokens = self.tokens(samples)
+        kind = (hello.salt, hello.block_size, len(tokens) if len(samples) == 1 else -1, samples[0])
+        if kind not in self._digests:
+            self._digests = {kind: wire_digests(tokens, self.requests[0].cache_salt, hello, secret)}
+        return self._digests[kind]
 
     def call(self, flow: int, samples: Sequence[int], *, is_strict: bool) -> Call:
         """What a replica is asked for."""
