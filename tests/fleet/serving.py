@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from quire.fleet.config import GatewayConfig
-from quire.fleet.gateway import build_gateway, find_model
+from quire.fleet.gateway import GatewayServer, build_gateway, find_model
 from quire.fleet.membership import parse_members
 from quire.server.api.app import build_app
-from quire.server.run import Listening, settings
+from quire.server.run import settings
 from tests.server.serving import Serving, serving
 
 SECRET = "of the fleet"
@@ -35,7 +35,7 @@ def gateway(*urls: str, **config: Any) -> Iterator[Serving]:
     own = GatewayConfig(**{"port": 0, "fleet_secret": SECRET, "patience": 5.0, "shutdown_timeout": 2.0} | config)
     with TemporaryDirectory() as directory:
         found = asyncio.run(find_model(members, own))
-        service, metrics = build_gateway(members, own, found, Path(directory))
+        service, fleet, metrics = build_gateway(members, own, found, Path(directory))
         here = Serving(service, metrics, inspector=None)  # type: ignore[arg-type]
         ready = threading.Event()
         listening = socket.create_server(("127.0.0.1", 0))
@@ -45,7 +45,7 @@ def gateway(*urls: str, **config: Any) -> Iterator[Serving]:
             here.loop = asyncio.get_running_loop()
             ready.set()
 
-        server = Listening(settings(build_app(service, metrics, ()), own), told)
+        server = GatewayServer(settings(build_app(service, metrics, ()), own), told, fleet, own)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
