@@ -55,6 +55,7 @@ class Replica:
         self._sessions: dict[str, Session] = {}
         self._closing = False
         self._beats: asyncio.Task[None] | None = None
+        self._num_calls = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         # From here on the engine thread's.
         self._manager = llm.engine.scheduler.manager
@@ -137,7 +138,7 @@ class Replica:
             ignore_eos=call.ignore_eos,
             length_penalty=call.length_penalty,
         )
-        job = self._worker.search(call.name, call.prompt, params, call.salt)
+        job = self._worker.search(self._unique(call.name), call.prompt, params, call.salt)
         await self._worker.submit(job)
         await self._service.wait(request, job)
         found = [[list(one.tokens), one.cumulative_logprob, one.score, one.finish_reason] for one in job.results()]
@@ -182,11 +183,12 @@ class Replica:
 
     async def _made(self, call: Call) -> list[tuple[RequestOutput, list[Request]]]:
         """The requests of a call."""
+        name = self._unique(call.name)
         if call.task is Task.EMBED:
-            request, output = embedding_request(call.name, None, call.prompt, call.priority, call.salt)
+            request, output = embedding_request(name, None, call.prompt, call.priority, call.salt)
             return [(output, [request])]
         sampling = call.sampling if call.sample is None else replace(call.sampling, n=1)
-        output, requests = make_requests(call.name, None, call.prompt, sampling, call.priority, call.salt)
+        output, requests = make_requests(name, None, call.prompt, sampling, call.priority, call.salt)
         if call.sample is not None:
             output.outputs[0].index = requests[0].sample_index = call.sample
             requests[0].first_prompt_logprob = call.first_prompt_logprob
@@ -201,6 +203,11 @@ class Replica:
         if call.delivered:
             requests[0].resume(call.delivered, call.num_checked)
         return [(output, requests)]
+
+    def _unique(self, name: str) -> str:
+        """A name for the engine: two gateways may ask for one request, when a client has gone from one to the other."""
+        self._num_calls += 1
+        return f"{name}~{self._num_calls}"
 
     # ----------------------------------------------------------------------------------------------------- sessions
 
