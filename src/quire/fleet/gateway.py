@@ -12,7 +12,7 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import uvicorn
@@ -43,8 +43,7 @@ MAX_KEY = 256  # characters of an Idempotency-Key
 LAST_EVENT = re.compile(r"([a-z]+-[0-9a-f]{32})/([0-9]{1,12})/((?:[0-9]+:[0-9]+(?:e)?,?)*)")
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """What a client has of a sample."""
 
     characters: int
@@ -112,6 +111,8 @@ class NumberedStream(Stream):
 
     def news(self, output: RequestOutput) -> list[Any]:
         """What is new in an output; of what the client has, nothing before it is there as a whole."""
+        if not self._known:
+            return super().news(output)
         found = []
         for sample in output.outputs:
             known = self._known.get((output.request_id, sample.index))

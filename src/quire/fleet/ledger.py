@@ -31,17 +31,17 @@ class Ledger:
         """
         output = self.output
         known, known_text = len(output.token_ids) - frame.at, len(output.text) - frame.characters
-        where = f"sample {frame.sample}: the frame of tokens {frame.at} to {frame.at + len(frame.tokens)}"
         if known < 0 or known_text < 0:
-            raise WireError(f"{where} comes after {len(output.token_ids)} tokens and {len(output.text)} characters")
+            message = f"comes after {len(output.token_ids)} tokens and {len(output.text)} characters"
+            raise WireError(f"{_place(frame)} {message}")
         if frame.tokens[:known] != output.token_ids[frame.at :][: len(frame.tokens)]:
-            raise WireError(f"{where} has other tokens than those that are known: {frame.tokens}")
+            raise WireError(f"{_place(frame)} has other tokens than those that are known: {frame.tokens}")
         if frame.text[:known_text] != output.text[frame.characters :][: len(frame.text)]:
-            raise WireError(f"{where} has another text than the one that is known: {frame.text!r}")
+            raise WireError(f"{_place(frame)} has another text than the one that is known: {frame.text!r}")
         tokens, text = frame.tokens[known:], frame.text[known_text:]
         if output.finished:
             if tokens or text:
-                raise WireError(f"{where} goes on after the end")
+                raise WireError(f"{_place(frame)} goes on after the end")
             return False
         output.token_ids += tokens
         output.text += text
@@ -53,3 +53,7 @@ class Ledger:
         if frame.end is not None:
             output.finish_reason, output.stop_reason, output.error = frame.end
         return bool(tokens or text or frame.end)
+
+
+def _place(frame: Frame) -> str:
+    return f"sample {frame.sample}: the frame of tokens {frame.at} to {frame.at + len(frame.tokens)}"

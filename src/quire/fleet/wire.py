@@ -47,7 +47,7 @@ class Frame(NamedTuple):
             raise WireError(f"a frame is {_shown(found)}; it must be a list of {len(Frame._fields)} fields")
         frame = Frame(*found)
         numbers = (frame.flow, frame.sample, frame.at, frame.characters, *frame.tokens)
-        if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(frame.text, str):
+        if {*map(type, numbers)} != {int} or min(numbers) < 0 or not isinstance(frame.text, str):
             raise WireError(f"a frame is {_shown(found)}; its positions and tokens must be integers, its text a text")
         if frame.logprobs is not None and len(frame.logprobs) != len(frame.tokens):
             raise WireError(f"a frame has {len(frame.tokens)} tokens and logprobs of {len(frame.logprobs)}")
