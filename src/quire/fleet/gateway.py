@@ -116,6 +116,8 @@ class NumberedStream(Stream):
 
     def news(self, output: RequestOutput) -> list[Any]:
         """What is new in an output; before all is there that the client has of it, no more than that."""
+        if not self._known:
+            return super().news(output)
         found = []
         for sample in output.outputs:
             known = self._known.get((output.request_id, sample.index))

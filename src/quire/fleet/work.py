@@ -146,7 +146,9 @@ class Work:
     def enter(self, frame: Frame) -> bool:
         """Take in a frame. False: there is nothing new in it. Raises WireError where it cannot be."""
         is_new = self.ledgers[frame.sample].enter(frame)
-        more = frame.more or {}
+        more = frame.more
+        if more is None:
+            return is_new
         if "cached" in more and self.output.prefix_report is None:
             self.output.prefix_report = PrefixReport(len(self.output.prompt_token_ids), more["cached"], 1)
         if "prompt_logprobs" in more and self.output.prompt_logprobs is not None:
