@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -35,6 +35,9 @@ from quire.server.signals import end
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
 
+if TYPE_CHECKING:  # its packages are an extra
+    from quire.server.watch.kv_events import KVEventPublisher
+
 log = logging.getLogger("quire.server")
 
 FAREWELL = 5  # seconds in which those that did not end in time get an error
@@ -53,13 +56,20 @@ def serve(options: Mapping[str, Any], config: ServerConfig, began: float, tell: 
     """
     listening = _listen(config.host, config.port)  # before a model is loaded for nothing
     allow_connections()
+    publisher = None
     try:
+        publisher = open_publisher(options, config)
         service, metrics, inspector = build_service(options, config)
         app = build_app(service, metrics, inspector)
+        if publisher is not None:
+            publisher.start(service.worker.engine)
+            service.worker.observers.append(publisher.observe)
 
         def ready() -> None:
             for line in listening_lines(service, listening, time.monotonic() - began):
                 tell(line)
+            if publisher is not None:
+                tell(f"  {'events':8s} {publisher}")
             if service.template is not None:
                 with contextlib.suppress(SandboxFailed):  # it is logged, and the first chat tries again
                     service.template.start()
@@ -74,9 +84,32 @@ def serve(options: Mapping[str, Any], config: ServerConfig, began: float, tell: 
                 raise
     finally:
         listening.close()
+        if publisher is not None:
+            publisher.close()
     if server.signal is not None:  # or SIGTERM that has no effect, as in the first process of a container
         end(server.signal)
     return 1 if server.engine_failed else 0
+
+
+def open_publisher(options: Mapping[str, Any], config: ServerConfig) -> KVEventPublisher | None:
+    """What publishes block events, if that is asked for. Raises ConfigError where it cannot be done.
+
+    options: those of `LLM`.
+    """
+    if config.kv_events is None:
+        return None
+    if not options.get("enable_prefix_caching", True):
+        raise ConfigError(
+            f"kv_events is {config.kv_events!r} and enable_prefix_caching is False; without a prefix cache no block is "
+            f"published, so leave one of them out"
+        )
+    try:
+        from quire.server.watch.kv_events import KVEventPublisher
+    except ImportError as error:
+        raise ConfigError(
+            f"kv_events is {config.kv_events!r}; it needs the package {error.name}: pip install 'quire[events]'"
+        ) from error
+    return KVEventPublisher(config.kv_events, config.kv_events_replay, config.kv_events_topic)
 
 
 def build_service(options: Mapping[str, Any], config: ServerConfig) -> tuple[Service, Metrics, Inspector]:

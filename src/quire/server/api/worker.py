@@ -56,6 +56,8 @@ class Worker:
         self.engine = engine
         self.failure: str | None = None  # why the engine serves nobody any more
         self.on_failure: Callable[[], None] = lambda: None
+        # Called on the engine's thread after each step, with its events and the seconds that it took.
+        self.observers: list[Callable[[Sequence[Event], float], None]] = []
         self._inspector = inspector
         self._metrics = metrics
         self._cost = cost
@@ -284,6 +286,8 @@ class Worker:
         try:
             self._count(taken, start, now)
             self._inspector.observe(events)
+            for observe in self.observers:
+                observe(events, now - start)
         except Exception:  # who watches must not hurt who is served
             log.exception("a step could not be counted or shown")
 
