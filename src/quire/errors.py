@@ -73,6 +73,10 @@ class OutOfBlocks(QuireError):
     """More KV blocks were asked for than are free. The scheduler asks first; a caller of BlockPool may see it."""
 
 
+class NoReplica(QuireError):
+    """No replica of the fleet can take a request now; the request itself may be right, and can be sent again."""
+
+
 def check_integer(error: type[QuireError], name: str, value: object, lower: int, upper: int | None = None) -> None:
     """Raise `error` unless the value is an integer in lower..upper."""
     if isinstance(value, bool) or not isinstance(value, (int, Integral)):

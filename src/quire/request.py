@@ -172,6 +172,10 @@ class Guide(Protocol):
         """Another one in the same state, for a sibling of the request."""
 
 
+def _no_tokens() -> array[int]:
+    return array("i")
+
+
 @dataclass(eq=False)
 class Group:
     """The requests that began as one prompt: the n samples of a prompt, or the beams of a search.
@@ -227,12 +231,27 @@ class Request:
     guide: Guide | None = None  # which tokens it may draw, where not all of them; its own, not a sibling's
     task: Task = Task.GENERATE
     first_prompt_logprob: int = 0  # prompt positions before it are not asked for, whatever prompt_logprobs says
+    to_check: array[int] = field(default_factory=_no_tokens)  # that its caller has: drawn again, and compared
+    is_strict: bool = True  # it ends with an error where another token than the one to check is drawn
     seed: int = 0  # key of its random numbers, as given or derived; set by Engine.add
     ending_tokens: frozenset[int] = frozenset()  # stop tokens and the model's own end tokens; set by Engine.add
     tokens_checked: bool = False  # the prompt's ids are the vocabulary's, and so its siblings' are; set by Engine.check
     finish_reason: FinishReason | None = None  # set by Scheduler, at the end or when Engine.finish asks for it
     cache: CacheState = field(default_factory=CacheState)
     schedule: ScheduleState = field(default_factory=ScheduleState)
+
+    def resume(self, delivered: Sequence[int], num_checked: int) -> None:
+        """Go on after tokens that were generated and delivered before an interruption, here or elsewhere.
+
+        It must be new. The last num_checked of them are drawn once more and compared, which shows whether what goes on
+        here is what was interrupted. Its guide must be at its start. Whatever that raises is raised.
+        """
+        trusted = max(0, len(delivered) - num_checked)
+        self.tokens.extend(delivered[:trusted])
+        self.to_check.extend(delivered[trusted:])
+        if self.guide is not None:
+            for token in delivered[:trusted]:
+                self.guide.accept(token)
 
     @property
     def num_generated(self) -> int:
@@ -266,3 +285,4 @@ class Event(NamedTuple):
     stop_token: int | None = None  # the stop token that ended the request, where one other than EOS did
     error: str | None = None  # what failed, with FinishReason.ERROR
     hidden_state: NDArray[np.float32] | None = None  # [H], of the prompt's last token, where asked for
+    drawn: int | None = None  # where the caller had the token already: what was drawn now, the same unless bits differ

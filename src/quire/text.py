@@ -235,6 +235,7 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop", "length", "abort", "error"; None while it runs
     stop_reason: int | str | None = None  # the stop token or string that ended it
     error: str | None = None  # what failed, where finish_reason is "error"
+    num_differences: int = field(default=0, repr=False)  # delivered tokens that were drawn otherwise when it resumed
     seed: int | None = None  # key of its prompt's random numbers: as SamplingParams.seed it gives the samples again
 
     @property
@@ -357,9 +358,10 @@ class TextEngine:
 
         When all samples ended, the output joins `ended`. Raises RequestError, queueing nothing, as Engine.add does.
         """
-        if request.sample_index:  # siblings share the seed of the first one; their index tells them apart
-            request.sampling = replace(request.sampling, seed=output.outputs[0].seed)
-        sampling, sample = request.sampling, output.outputs[request.sample_index]
+        first = output.outputs[0]  # of a request that is resumed, the only one
+        if request.sample_index > first.index:  # siblings share its seed; their index tells them apart
+            request.sampling = replace(request.sampling, seed=first.seed)
+        sampling, sample = request.sampling, output.outputs[request.sample_index - first.index]
         detokenizer = (
             Detokenizer(self._tokenizer, output.prompt_token_ids, sampling.skip_special_tokens)
             if self._tokenizer and request.task is Task.GENERATE
@@ -371,7 +373,9 @@ class TextEngine:
             sample.logprobs, sample.cumulative_logprob = [], 0.0
         if sampling.prompt_logprobs is not None and request.sample_index == 0:
             output.prompt_logprobs = [None]
-        self._samples[request.id] = _Sample(request, output, sample, sampling, detokenizer, ended)
+        self._samples[request.id] = place = _Sample(request, output, sample, sampling, detokenizer, ended)
+        if request.num_generated or request.to_check:
+            _restore(place)
 
     def process(self, events: Sequence[Event]) -> Iterator[tuple[Event, RequestOutput]]:
         """Take in a step's events: each of them, and the output that it changed.
@@ -406,7 +410,9 @@ class TextEngine:
             sample.request.prompt_logprobs += [self._candidates(position) for position in event.prompt_logprobs]
         if event.hidden_state is not None:
             sample.request.hidden_state = event.hidden_state
-        if event.token is not None:
+        if event.drawn is not None:
+            output.num_differences += event.drawn != event.token
+        elif event.token is not None:
             output.token_ids.append(event.token)
             if event.logprobs is not None and output.logprobs is not None:
                 output.logprobs.append(self._candidates(event.logprobs))
@@ -417,7 +423,7 @@ class TextEngine:
         if sample.detokenizer is not None:
             # The text of a token that ends the request is left out, like that of a stop string.
             shown = event.finish_reason is not FinishReason.STOP or sample.sampling.include_stop_str_in_output
-            if event.token is not None and shown:
+            if event.token is not None and event.drawn is None and shown:
                 sample.text += sample.detokenizer.add(event.token)
             if output.finished:
                 sample.text += sample.detokenizer.finish()
@@ -453,6 +459,17 @@ class TextEngine:
         if text is None:
             text = self._decoded[token] = self._tokenizer.decode([token], skip_special_tokens=False)
         return text
+
+
+def _restore(sample: _Sample) -> None:
+    """Bring a resumed request's output to where it was interrupted. Its logprobs stay with the caller."""
+    request = sample.source
+    delivered = [*request.tokens[request.num_prompt :], *request.to_check]
+    sample.output.token_ids += delivered
+    if sample.detokenizer is not None:
+        sample.text = "".join([sample.detokenizer.add(token) for token in delivered])
+        sample.searched = _certain(sample.text, 0, sample.sampling.stop_strings)
+        sample.output.text = sample.text[: sample.searched]
 
 
 def _certain(text: str, searched: int, stops: Sequence[str]) -> int:

@@ -10,14 +10,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quire.server.api.app import build_app
 from quire.server.api.service import Service
-from quire.server.run import _Server, build_service, settings
+from quire.server.run import Server, build_parts, settings
 from quire.server.server_config import ServerConfig
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
+
+if TYPE_CHECKING:
+    from quire.server.watch.kv_events import KVEventPublisher
 
 SMALL = {"num_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256}
 
@@ -59,10 +61,11 @@ class Serving:
     service: Service
     metrics: Metrics
     inspector: Inspector
+    publisher: KVEventPublisher | None = None
     host: str = "127.0.0.1"
     port: int = 0
     headers: dict[str, str] = field(default_factory=dict)  # sent with every request
-    server: _Server | None = None
+    server: Server | None = None
     loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -113,10 +116,11 @@ def serving(
 ) -> Iterator[Serving]:
     """A server of the embedded model; `prepare` may change its parts before it starts."""
     own = ServerConfig(port=0, **{"shutdown_timeout": 2.0} | config)
-    service, metrics, inspector = build_service(SMALL | (options or {}), own)
+    parts = build_parts(SMALL | (options or {}), own)
+    service, inspector = parts.service, parts.inspector
     prepare(service)
-    app = build_app(service, metrics, inspector)
-    here = Serving(service, metrics, inspector)
+    app = parts.app()
+    here = Serving(service, parts.metrics, inspector, parts.publisher)
     ready = threading.Event()
     listening = socket.create_server(("127.0.0.1", 0))
     here.port = listening.getsockname()[1]
@@ -125,7 +129,7 @@ def serving(
         here.loop = asyncio.get_running_loop()
         ready.set()
 
-    server = here.server = _Server(settings(app, own), service, inspector, told)
+    server = here.server = Server(settings(app, own), parts, told)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:

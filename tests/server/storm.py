@@ -34,7 +34,7 @@ def num_descriptors(server: Serving) -> int:
     tools = None if service.grammars is None else service.grammars._tools
     sandboxes = [
         *([] if tools is None else [tools.trials]),
-        *([service.template._renderers] if service.template else []),
+        *([service.model.template._renderers] if service.model.template else []),
     ]
     processes = [process for sandbox in sandboxes for process in sandbox._processes]
     running = [process._process for process in processes if process._process is not None]

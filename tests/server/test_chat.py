@@ -32,8 +32,8 @@ def stream(server: Serving, **body: Any) -> list[dict[str, Any]]:
 
 
 def rendered(server: Serving, messages: list[dict[str, Any]] = MESSAGES) -> str:
-    assert server.service.template is not None
-    return server.service.template.render(messages)
+    assert server.service.model.template is not None
+    return server.service.model.template.render(messages)
 
 
 def test_a_chat_goes_on_after_the_rendered_template(server: Serving) -> None:
@@ -58,7 +58,7 @@ def test_a_chat_goes_on_after_the_rendered_template(server: Serving) -> None:
 
 def test_without_a_limit_it_goes_on_to_the_end_of_the_context(server: Serving) -> None:
     found = chat(server, max_tokens=None, ignore_eos=True)
-    assert found["usage"]["total_tokens"] == server.service.max_model_len
+    assert found["usage"]["total_tokens"] == server.service.model.max_model_len
     assert chat(server, max_tokens=None, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
 
 
@@ -172,7 +172,7 @@ def test_prompt_logprobs_come_with_a_whole_answer(server: Serving) -> None:
 
 def test_without_a_template_a_chat_is_refused_with_the_way_out() -> None:
     def forget(service: Any) -> None:
-        service.template = None
+        service.model.template = None
 
     with serving(prepare=forget) as server:
         answer = server.post("/v1/chat/completions", messages=MESSAGES)
@@ -184,7 +184,7 @@ def test_tokenize_and_back(server: Serving) -> None:
     text = "def f(x):  # 漢字 🎉\n    return x"
     found = server.post("/tokenize", prompt=text, return_token_strs=True).json()
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
-    assert found["max_model_len"] == server.service.max_model_len
+    assert found["max_model_len"] == server.service.model.max_model_len
     bare = server.post("/tokenize", prompt=text, add_special_tokens=False).json()["tokens"]
     assert found["tokens"][-len(bare) :] == bare
     assert server.post("/detokenize", tokens=bare).json() == {"prompt": text}
@@ -219,7 +219,7 @@ def test_tokenizer_info(server: Serving) -> None:
         assert info[name] == written[name]
     assert info["unk_token"] is None
     assert info["chat_template"] == (EMBEDDED / "chat_template.jinja").read_text()
-    assert info["model_max_length"] == server.service.max_model_len
+    assert info["model_max_length"] == server.service.model.max_model_len
 
 
 def test_tokenizer_info_of_special_tokens_that_are_objects_and_of_a_template_of_ones_own(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_a_beam_search_does_not_repeat_a_prompt_that_ends_within_a_character(ser
 
 
 def test_the_default_max_tokens_is_cut_to_what_there_is_room_for(server: Serving) -> None:
-    longest = server.service.max_model_len
+    longest = server.service.model.max_model_len
     tokens = [5] * (longest - 3)
     found = server.post("/v1/completions", prompt=tokens, temperature=0, ignore_eos=True).json()
     assert found["usage"]["completion_tokens"] == 3

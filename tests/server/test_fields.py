@@ -195,7 +195,7 @@ def test_no_proposal_is_ever_of_another_object(server: Serving, path: str) -> No
 
 def wrong_prompts(server: Serving) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Bodies whose prompt cannot be served, whatever it is called, and what it is called."""
-    longest = server.service.max_model_len
+    longest = server.service.model.max_model_len
     for text in ("a " * longest, "a" * 1_000_000):
         yield COMPLETIONS, {"prompt": text}, "prompt"
         yield CHAT, {"messages": [{"role": "user", "content": text}]}, "messages"
@@ -233,7 +233,7 @@ def test_the_limit_that_a_chat_gave_is_named(server: Serving) -> None:
 
 def test_a_template_that_refuses_names_the_messages() -> None:
     def refuse(service: Any) -> None:
-        service.template = ChatTemplate("{{ raise_exception('no') }}", {})
+        service.model.template = ChatTemplate("{{ raise_exception('no') }}", {})
 
     with serving(prepare=refuse) as server:
         for path, body in ((CHAT, {}), (TOKENIZE, {"messages": MESSAGES, "prompt": None})):
@@ -243,7 +243,7 @@ def test_a_template_that_refuses_names_the_messages() -> None:
 
 def test_without_a_tokenizer_the_field_is_named_that_has_the_text() -> None:
     def forget(service: Any) -> None:
-        service.llm.tokenizer = None
+        service.model.tokenizer = None
 
     with serving(prepare=forget) as server:
         for path, param in (

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from quire.cache import events as cache
 from quire.cache.events import CacheEvent
 from quire.cache.manager import BlockManager, CacheGroup
-from quire.errors import ConfigError
-from quire.server.api.service import Service
-from quire.server.run import open_publisher
+from quire.errors import ConfigError, QuireError
+from quire.server.run import build_parts, open_publisher
 from quire.server.server_config import ServerConfig
 from quire.server.watch import kv_events
 from quire.server.watch.kv_events import END, KVEventPublisher, listens, wire_events, wire_hash
@@ -195,19 +194,11 @@ def joined(router: Subscriber, publish: Callable[[], object]) -> int:
 def publishing(
     replay: str | None = ANYWHERE, topic: str = "", **options: Any
 ) -> Iterator[tuple[Serving, KVEventPublisher]]:
-    """A server that publishes its block events, set up as `quire serve` does it."""
-    publisher = open_publisher({}, ServerConfig(kv_events=ANYWHERE, kv_events_replay=replay, kv_events_topic=topic))
-    assert publisher is not None
-
-    def attach(service: Service) -> None:
-        publisher.start(service.worker.engine)
-        service.worker.observers.append(publisher.observe)
-
-    try:
-        with serving(options, prepare=attach) as server:
-            yield server, publisher
-    finally:
-        publisher.close()
+    """A server that publishes its block events."""
+    config = {"kv_events": ANYWHERE, "kv_events_replay": replay, "kv_events_topic": topic}
+    with serving(options, **config) as server:
+        assert server.publisher is not None
+        yield server, server.publisher
 
 
 def num_batches(server: Serving, publisher: KVEventPublisher) -> int:
@@ -550,6 +541,15 @@ def test_what_cannot_be_is_told_before_a_model_is_loaded(options: dict[str, str]
 def test_an_endpoint_that_is_taken_is_told() -> None:
     with opened(ANYWHERE) as publisher, pytest.raises(ConfigError, match="Address already in use"):
         KVEventPublisher("tcp://*:" + publisher.endpoint.rpartition(":")[2])
+
+
+def test_an_endpoint_is_free_again_where_no_model_could_be_loaded() -> None:
+    with opened(ANYWHERE) as publisher:
+        endpoint = "tcp://*:" + publisher.endpoint.rpartition(":")[2]
+    with pytest.raises(QuireError, match="/no/such/model"):
+        build_parts({"model": "/no/such/model"}, ServerConfig(kv_events=endpoint))
+    with opened(endpoint):
+        pass
 
 
 def test_without_a_prefix_cache_there_is_nothing_to_publish() -> None:

@@ -268,7 +268,7 @@ def test_one_clients_templates_do_not_fill_the_threads_that_others_need(
         gate.wait(30)
         return "a"
 
-    monkeypatch.setattr(server.service.template, "render", render)
+    monkeypatch.setattr(server.service.model.template, "render", render)
     say = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     clients = [Client(server, "/v1/chat/completions", **say) for _ in range(40)]
     assert all(begun.acquire(timeout=20) for _ in range(most))

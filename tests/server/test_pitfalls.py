@@ -24,6 +24,7 @@ from quire.request import Request
 from quire.server.api import embeddings as embeddings_module
 from quire.server.api import service as service_module
 from quire.server.api import worker
+from quire.server.api import worker as worker_module
 from quire.server.api.protocol import ChatRequest, CompletionRequest
 from quire.server.api.service import Service
 from tests.server.fuzz import LONGEST_MESSAGE, canary
@@ -131,7 +132,7 @@ def test_logprobs_of_prompts_are_counted_before_they_are_made(server: Serving) -
 
 def test_logprobs_of_samples_are_counted_before_they_are_made(server: Serving) -> None:
     """Some hundred bytes of a body would be hundreds of MiB of an answer."""
-    room = server.service.max_model_len
+    room = server.service.model.max_model_len
     for path, body, param in (
         (COMPLETIONS, {"n": 128, "max_tokens": 500, "logprobs": 20}, "logprobs"),
         (COMPLETIONS, {"n": 128, "max_tokens": None, "logprobs": 20}, "logprobs"),
@@ -223,7 +224,7 @@ def test_samples_of_a_long_prompt_cost_the_event_loop_nothing(server: Serving, m
     old = Engine._check_tokens
     monkeypatch.setattr(service_module, "LONG_TEXT", 500)
     monkeypatch.setattr(Engine, "_check_tokens", checks)
-    for module, name in ((service_module, "make_requests"), (service_module, "BeamDriver"),
+    for module, name in ((service_module, "make_requests"), (worker_module, "BeamDriver"),
                          (Service, "_text_after"), (embeddings_module, "embedding_request")):  # fmt: skip
         monkeypatch.setattr(module, name, notes(getattr(module, name)))
     prompt = [5] * 900
@@ -533,12 +534,11 @@ def test_templates_are_bounded_and_what_clients_say_is_no_template(tmp_path: Pat
 UNDER_O = """
 import json, sys
 from starlette.testclient import TestClient
-from quire.server.api.app import build_app
 from quire.server.server_config import ServerConfig
-from quire.server.run import build_service
+from quire.server.run import build_parts
 assert not __debug__ or sys.exit("this runs without -O")
-service, metrics, inspector = build_service({"num_blocks": 64, "max_num_seqs": 2}, ServerConfig(api_key=("k",)))
-with TestClient(build_app(service, metrics, inspector)) as client:
+parts = build_parts({"num_blocks": 64, "max_num_seqs": 2}, ServerConfig(api_key=("k",)))
+with TestClient(parts.app()) as client:
     good = {"prompt": "a", "max_tokens": 1}
     bad = [{"prompt": [10**6]}, {"n": 500}, {"stop_token_ids": [-1]}, {"temperature": -1}, {"logprobs": 10**6},
            {"prompt": [1] * 2000}, {"regex": "("}, {"max_tokens": 5000}, {"cache_salt": 5}, {"prompt": 5}]

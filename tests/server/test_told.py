@@ -13,7 +13,7 @@ import pytest
 from quire.errors import ConfigError, QuireError
 from quire.models import EMBEDDED
 from quire.server.api.protocol import CompletionRequest
-from quire.server.run import build_service
+from quire.server.run import build_parts
 from quire.server.server_config import ServerConfig
 from tests.server.fuzz import LONGEST_MESSAGE
 from tests.server.serving import Serving, serving
@@ -115,7 +115,7 @@ def test_options_that_cannot_be_end_in_a_sentence(options: dict[str, Any], words
 
 def assert_told(options: dict[str, Any], words: str) -> None:
     with pytest.raises(QuireError) as caught:
-        build_service(options, ServerConfig())
+        build_parts(options, ServerConfig())
     shown = str(caught.value)
     assert words in shown
     assert "\n" not in shown

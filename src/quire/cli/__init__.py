@@ -1,4 +1,4 @@
-"""The command line: `quire generate`, `quire serve`, `quire bench`, `quire simulate`, `quire models`, `quire info`.
+"""The command line: `quire generate`, `serve`, `fleet`, `bench`, `simulate`, `models`, `info`.
 
 Everything heavy is imported inside the commands, so that `quire --help` answers at once.
 """
@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import typer
 
+from quire.cli.fleet import fleet
 from quire.cli.generate import generate
 from quire.cli.info import info
 from quire.cli.models import models
@@ -28,6 +29,7 @@ ALL_ARGUMENTS = {
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Paged attention for Python: serve language models.")
 app.command()(generate)
 app.command()(serve)
+app.command()(fleet)
 
 
 @app.command(context_settings=ALL_ARGUMENTS, add_help_option=False)

@@ -103,6 +103,9 @@ class Engine:
         if not first.tokens_checked:
             self._check_tokens(request, "prompt", np.asarray(first.tokens))
             first.tokens_checked = True
+        if request.num_generated or request.to_check:
+            delivered = np.array([*request.tokens[request.num_prompt :], *request.to_check])
+            self._check_tokens(request, "the delivered tokens", delivered)
         self._check_tokens(request, "stop_token_ids", np.array(request.sampling.stop_tokens, object))
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(request.sampling, name)

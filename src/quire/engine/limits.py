@@ -18,6 +18,11 @@ def check_size(request: Request, longest: int, manager: BlockManager, max_model_
             f"{max_model_len} a prompt may have at most {max_model_len - is_drawn}",
             "prompt",
         )
+    if is_drawn and (known := len(request.tokens) + len(request.to_check)) >= longest:
+        raise RequestError(
+            f"request {request.id} goes on after {known - request.num_prompt} delivered tokens, and ends at "
+            f"{longest - request.num_prompt}; it must have fewer"
+        )
     stored = longest - is_drawn
     needed = max(manager.most_blocks(stored, stored, group) for group in manager.groups)
     what = ""

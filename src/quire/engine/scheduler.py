@@ -66,6 +66,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.requests: dict[str, Request] = {}  # all of these, by id
         self.num_preemptions = 0
+        self.num_planned = 0  # tokens to compute, of all steps that were committed
         self._marked: list[Request] = []  # to be ended by the next commit
         self._num_added = self._num_plans = 0
         self._blocked: tuple[int, list[int], int] | None = None  # who found no blocks, beside how many, in which plan
@@ -378,7 +379,7 @@ class Scheduler:
             item = computing.get(request)
             if request.finish_reason is not None:
                 continue
-            if request.driven or (item is not None and item.guesses):
+            if request.driven or request.to_check or (item is not None and item.guesses):
                 return None
             draws = item is not None and item.samples
             start = request.cache.num_computed if item is None else item.start + item.num_new
@@ -443,6 +444,7 @@ class Scheduler:
 
         What was computed for a request that has ended since it was planned, or was marked to, is dropped.
         """
+        self.num_planned += plan.num_tokens
         events = [self._end_failed(request, error) for request, error in plan.failed if self._goes_on(request)]
         for i, item in enumerate(plan.items):
             request = item.request
@@ -516,16 +518,25 @@ class Scheduler:
     def _append(
         self, request: Request, token: int, logprobs: TokenLogprobs | None, of_prompt: tuple[TokenLogprobs, ...] = ()
     ) -> Event:
-        """Give a request the token that was drawn, and end it if that was its last one."""
+        """Give a request the token that was drawn, and end it if that was its last one.
+
+        Where its caller has a token for this position already, it gets that one.
+        """
+        drawn = None
+        if request.to_check:
+            drawn, token = token, request.to_check.pop(0)
         request.tokens.append(token)
+        event = Event(request.id, token, logprobs, of_prompt, drawn=drawn)
+        if drawn is not None and drawn != token and request.is_strict:
+            return self._end(event._replace(finish_reason=FinishReason.ERROR, error=_difference(request, drawn)))
         try:
             reason = self._reason_to_end(request, token)
         except Exception as error:  # its guide's
             return self._end_failed(request, error)
         if reason is None:
-            return Event(request.id, token, logprobs, of_prompt)
+            return event
         stop_token = token if reason is FinishReason.STOP and token in request.sampling.stop_tokens else None
-        return self._end(Event(request.id, token, logprobs, of_prompt, reason, stop_token))
+        return self._end(event._replace(finish_reason=reason, stop_token=stop_token))
 
     def _fork_siblings(self, request: Request) -> None:
         """Let the siblings begin with the prompt's blocks, as seats allow. Each of them computes the last row anew."""
@@ -586,3 +597,11 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         self.manager.release(request)
+
+
+def _difference(request: Request, drawn: int) -> str:
+    at = len(request.tokens) - 1
+    return (
+        f"the token at position {at} was delivered as {request.tokens[at]} before the request was interrupted, and is "
+        f"{drawn} here: what goes on here would not be the same answer"
+    )

@@ -69,6 +69,8 @@ class PromptLookup:
         """Up to that many tokens that may follow the request's."""
         if most <= 0 or not _can_be_guessed(request):
             return NOTHING
+        if request.to_check:
+            return request.to_check[:most]
         luck = self._luck.get(request)
         if luck is not None and luck.pause > 0:
             luck.pause -= 1

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -23,15 +24,17 @@ from quire.cache.manager import most_blocks
 from quire.cache.storage import bytes_per_block, cache_dtype
 from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.errors import ConfigError
+from quire.fleet.replica import Replica
 from quire.llm import LLM
 from quire.server.api.app import build_app
-from quire.server.api.service import Service
+from quire.server.api.service import ServedModel, Service
 from quire.server.api.worker import Worker
 from quire.server.http.connection import MAX_CONNECTIONS, Connection
 from quire.server.sandbox.chat_template import ChatTemplate, tokenizer_settings
 from quire.server.sandbox.process import SandboxFailed
-from quire.server.server_config import ServerConfig
+from quire.server.server_config import HttpConfig, ServerConfig
 from quire.server.signals import end
+from quire.server.watch import inspector
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
 
@@ -54,41 +57,73 @@ def serve(options: Mapping[str, Any], config: ServerConfig, began: float, tell: 
     chosen, when the server listens.
     Raises QuireError where an option cannot be honoured; nothing was served then.
     """
-    listening = _listen(config.host, config.port)  # before a model is loaded for nothing
+    listening = listen(config.host, config.port)  # before a model is loaded for nothing
     allow_connections()
-    publisher = None
     try:
-        publisher = open_publisher(options, config)
-        service, metrics, inspector = build_service(options, config)
-        app = build_app(service, metrics, inspector)
-        if publisher is not None:
-            publisher.start(service.worker.engine)
-            service.worker.observers.append(publisher.observe)
+        parts = build_parts(options, config)
+        template = parts.service.model.template
 
         def ready() -> None:
-            for line in listening_lines(service, listening, time.monotonic() - began):
+            for line in listening_lines(parts, listening, time.monotonic() - began):
                 tell(line)
-            if publisher is not None:
-                tell(f"  {'events':8s} {publisher}")
-            if service.template is not None:
+            if template is not None:
                 with contextlib.suppress(SandboxFailed):  # it is logged, and the first chat tries again
-                    service.template.start()
+                    template.start()
 
         gc.collect()
         gc.freeze()  # what is loaded stays: a large body must not make the collector look through it
-        server = _Server(settings(app, config), service, inspector, ready)
-        try:
-            server.run(sockets=[listening])
-        except KeyboardInterrupt:  # as which uvicorn raises an interrupt again that it has obeyed
-            if server.signal is None:
-                raise
+        server = Server(settings(parts.app(), config), parts, ready)
+        run_until_stopped(server, listening)
     finally:
         listening.close()
-        if publisher is not None:
-            publisher.close()
+    return 1 if server.engine_failed else 0
+
+
+def run_until_stopped(server: Listening, listening: socket.socket) -> None:
+    """Serve there. A signal that stops the server ends the process."""
+    try:
+        server.run(sockets=[listening])
+    except KeyboardInterrupt:  # as which uvicorn raises an interrupt again that it has obeyed
+        if server.signal is None:
+            raise
     if server.signal is not None:  # or SIGTERM that has no effect, as in the first process of a container
         end(server.signal)
-    return 1 if server.engine_failed else 0
+
+
+@dataclass
+class Parts:
+    """A loaded model and what stands around it."""
+
+    llm: LLM
+    worker: Worker
+    service: Service
+    metrics: Metrics
+    inspector: Inspector
+    replica: Replica | None  # where a fleet's gateways are served
+    publisher: KVEventPublisher | None = None  # where block events are published
+
+    def app(self) -> FastAPI:
+        """The application that serves it."""
+        routers = [inspector.router(self.inspector, self.worker)]
+        if self.replica is not None:
+            routers.append(self.replica.router())
+        return build_app(self.service, self.metrics, routers)
+
+
+def build_parts(options: Mapping[str, Any], config: ServerConfig) -> Parts:
+    """A loaded model and what stands around it; its worker is not started."""
+    publisher = open_publisher(options, config)  # before a model is loaded for nothing
+    if publisher is None:
+        return _loaded(options, config)
+    try:
+        parts = _loaded(options, config)
+        publisher.start(parts.llm.engine)
+    except BaseException:
+        publisher.close()
+        raise
+    parts.worker.observers.append(publisher.observe)
+    parts.publisher = publisher
+    return parts
 
 
 def open_publisher(options: Mapping[str, Any], config: ServerConfig) -> KVEventPublisher | None:
@@ -112,21 +147,33 @@ def open_publisher(options: Mapping[str, Any], config: ServerConfig) -> KVEventP
     return KVEventPublisher(config.kv_events, config.kv_events_replay, config.kv_events_topic)
 
 
-def build_service(options: Mapping[str, Any], config: ServerConfig) -> tuple[Service, Metrics, Inspector]:
-    """A loaded model and what stands around it; its worker is not started."""
+def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     llm = LLM(**options)
     names = config.served_model_name or (llm.config.model or EMBEDDED_NAME,)
     template = ChatTemplate.find(llm.directory, config.chat_template)
     metrics = Metrics(llm.engine, names[0], config.vllm_metrics, _model_info(llm))
-    inspector = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.api_key)
+    watched = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.api_key)
     device = DEVICES["cpu" if llm.config.device == "cpu" else "h200"]
     cost = CostModel(cost_of(llm.decoder), device, llm.config.cache.block_size)
     limits = (config.max_num_queued_reqs, config.request_timeout, config.stuck_after)
-    worker = Worker(llm.engine, llm.tokenizer, inspector, metrics, cost, *limits)
-    return Service(llm, worker, config, names, template, tokenizer_settings(llm.directory)), metrics, inspector
+    worker = Worker(llm.engine, llm.tokenizer, watched, metrics, cost, *limits)
+    engine = llm.engine
+    model = ServedModel(
+        names=names,
+        tokenizer=llm.tokenizer,
+        tokenizer_settings=tokenizer_settings(llm.directory),
+        template=template,
+        max_model_len=engine.scheduler.max_model_len,
+        vocab_size=engine.vocab_size,
+        eos_token_ids=engine.eos_token_ids,
+        hidden_size=llm.hidden_size,
+    )
+    service = Service(model, worker, config)
+    replica = Replica(llm, worker, service, config.fleet_secret) if config.fleet_secret else None
+    return Parts(llm, worker, service, metrics, watched, replica)
 
 
-def settings(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+def settings(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
     """How an application is served."""
     return uvicorn.Config(
         app,
@@ -141,19 +188,13 @@ def settings(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     )
 
 
-class _Server(uvicorn.Server):
-    """Says when it listens, lets the streams that never end go first, and stops when the engine has failed."""
+class Listening(uvicorn.Server):
+    """Says when it listens, and knows the signal that stopped it."""
 
-    def __init__(
-        self, settings: uvicorn.Config, service: Service, inspector: Inspector, ready: Callable[[], None]
-    ) -> None:
+    def __init__(self, settings: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(settings)
-        self.engine_failed = False
         self.signal: int | None = None  # the last one that stopped it
-        self._service = service
-        self._inspector = inspector
         self._ready = ready
-        service.worker.on_failure = self._fail
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
@@ -161,20 +202,35 @@ class _Server(uvicorn.Server):
         if self.started:
             self._ready()
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer what is running, then end."""
-        self._inspector.close()
-        end_all = partial(self._service.worker.end_all, "the server is stopping")
-        timer = asyncio.get_running_loop().call_later(self._service.config.shutdown_timeout, end_all)
-        await super().shutdown(sockets)
-        timer.cancel()
-
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop in order; at a second interrupt, at once."""
         self.signal = sig
         super().handle_exit(sig, frame)
         if self.force_exit:
             end(sig)
+
+
+class Server(Listening):
+    """Lets the streams that never end go first, and stops when the engine has failed."""
+
+    def __init__(self, settings: uvicorn.Config, parts: Parts, ready: Callable[[], None]) -> None:
+        super().__init__(settings, ready)
+        self.engine_failed = False
+        self._parts = parts
+        parts.worker.on_failure = self._fail
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer what is running, then end."""
+        parts = self._parts
+        parts.inspector.close()
+        end_all = partial(parts.worker.end_all, "the server is stopping")
+        timer = asyncio.get_running_loop().call_later(parts.service.config.shutdown_timeout, end_all)
+        if parts.replica is not None:
+            parts.replica.close()
+        await super().shutdown(sockets)
+        timer.cancel()
+        if parts.publisher is not None:  # no step makes events any more
+            await asyncio.to_thread(parts.publisher.close)
 
     def _fail(self) -> None:
         self.engine_failed = True
@@ -195,7 +251,8 @@ def allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket there. Raises ConfigError where that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family)
     try:
@@ -210,7 +267,7 @@ def _listen(host: str, port: int) -> socket.socket:
 # ----------------------------------------------------------------------------------- what was chosen, and why
 
 
-def listening_lines(service: Service, listening: socket.socket, seconds: float) -> list[str]:
+def listening_lines(parts: Parts, listening: socket.socket, seconds: float) -> list[str]:
     """Where it listens, what it serves, and why so."""
     host, port = listening.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
@@ -223,28 +280,31 @@ def listening_lines(service: Service, listening: socket.socket, seconds: float) 
         "longest": _longest,
         "limits": _limits,
     }
-    lines = [f"Quire {__version__} serves {service.names[0]} at http://{address}:{port} (ready in {seconds:.1f} s)"]
-    return lines + [f"  {name:8s} {tell(service)}" for name, tell in chosen.items()]
+    if parts.publisher is not None:
+        chosen["events"] = lambda parts: str(parts.publisher)
+    name = parts.service.model.names[0]
+    lines = [f"Quire {__version__} serves {name} at http://{address}:{port} (ready in {seconds:.1f} s)"]
+    return lines + [f"  {what:8s} {tell(parts)}" for what, tell in chosen.items()]
 
 
-def _model(service: Service) -> str:
-    return service.llm.decoder.origin
+def _model(parts: Parts) -> str:
+    return parts.llm.decoder.origin
 
 
-def _backend(service: Service) -> str:
-    config, backend = service.llm.config, service.llm.backend
+def _backend(parts: Parts) -> str:
+    config, backend = parts.llm.config, parts.llm.backend
     isa = "" if backend.instruction_set is None else f", {backend.instruction_set} kernels"
     why = "the fastest that runs here" if config.attention_backend == "auto" else "as asked for"
     return f"{backend.name} on {config.device}{isa} ({why})"
 
 
-def _dtype(service: Service) -> str:
-    why = "the checkpoint's" if service.llm.config.dtype == "auto" else "as asked for"
-    return f"{str(service.llm.decoder.dtype).removeprefix('torch.')} ({why})"
+def _dtype(parts: Parts) -> str:
+    why = "the checkpoint's" if parts.llm.config.dtype == "auto" else "as asked for"
+    return f"{str(parts.llm.decoder.dtype).removeprefix('torch.')} ({why})"
 
 
-def _weights(service: Service) -> str:
-    decoder = service.llm.decoder
+def _weights(parts: Parts) -> str:
+    decoder = parts.llm.decoder
     size = f"{decoder.weight_bytes.total / 2**20:,.0f} MiB"
     return f"{size}, {decoder.quantisation or 'not quantised'}"
 
@@ -260,8 +320,8 @@ def _model_info(llm: LLM) -> dict[str, str]:
     }
 
 
-def _cache(service: Service) -> str:
-    decoder, config, manager = service.llm.decoder, service.llm.config, service.worker.engine.scheduler.manager
+def _cache(parts: Parts) -> str:
+    decoder, config, manager = parts.llm.decoder, parts.llm.config, parts.worker.engine.scheduler.manager
     groups, model = manager.groups, decoder.config
     dtype = cache_dtype(config.cache, decoder.dtype)
     size = bytes_per_block(groups, manager.block_size, model.num_kv_heads, model.head_dim, dtype)
@@ -280,15 +340,16 @@ def _cache(service: Service) -> str:
     return f"{manager.num_blocks:,} blocks of {manager.block_size} tokens{held}, {memory:,.0f} MiB ({why})"
 
 
-def _longest(service: Service) -> str:
-    asked = service.llm.config.max_model_len
-    return f"{service.max_model_len:,} tokens ({'what the model was made for' if asked is None else 'as asked for'})"
+def _longest(parts: Parts) -> str:
+    asked = parts.llm.config.max_model_len
+    why = "what the model was made for" if asked is None else "as asked for"
+    return f"{parts.service.model.max_model_len:,} tokens ({why})"
 
 
-def _limits(service: Service) -> str:
-    scheduler, config = service.worker.engine.scheduler, service.config
-    keys = f"{len(config.api_key)} keys" if config.api_key else "no keys: everybody is served"
+def _limits(parts: Parts) -> str:
+    scheduler, keys = parts.worker.engine.scheduler, parts.service.config.api_key
+    who = f"{len(keys)} keys" if keys else "no keys: everybody is served"
     return (
         f"{scheduler.max_num_seqs} sequences at a time, {scheduler.max_num_batched_tokens:,} tokens a step, "
-        f"{config.max_num_queued_reqs:,} queued; {keys}"
+        f"{parts.worker.max_samples - scheduler.max_num_seqs:,} queued; {who}"
     )

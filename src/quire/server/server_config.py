@@ -15,30 +15,22 @@ ENDPOINT = re.compile(r"tcp://[^:/]\S*:([0-9]{1,5}|\*)|ipc://.+")  # a ZeroMQ ad
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Where to listen, whom to serve and how much of it. Names are vLLM's where it has them."""
+class HttpConfig:
+    """Where to listen, and whom to serve: what a server and a fleet's gateway have in common."""
 
     host: str = option("127.0.0.1", "Address to listen at. 0.0.0.0 stands for all.")
     port: int = option(8000, "Port to listen at. 0 takes any free one.", lower=0, upper=65_535)
-    # The first one stands in answers; (): the model's path.
-    served_model_name: tuple[str, ...] = option((), "Name of the model for clients. May be repeated.")
     api_key: tuple[str, ...] = option((), "Key that clients must send. May be repeated. Better kept in --config.")
     allowed_hosts: tuple[str, ...] = option(
         (),
         "Answer requests whose Host header names this, besides localhost; may be repeated; '*' is any. "
         "Default: localhost only where the host is 127.0.0.1 and there is no key, else any.",
     )
-    chat_template: Path | None = option(None, "Jinja file of a chat template, instead of the model's own.")
-    max_num_queued_reqs: int = option(1024, "Most samples that wait. More get 429.", lower=0, upper=2**31 - 1)
+    fleet_secret: str | None = option(
+        None, "Secret that a fleet's gateways and replicas share (docs/fleet.md). Better kept in --config."
+    )
     max_body_size: int = option(4 * 2**20, "Most bytes of a request's body.", lower=1024, upper=2**40)
     max_logprobs: int = option(20, "Most candidates per position that a request may ask for.", lower=0, upper=1024)
-    stuck_after: float | None = option(
-        None,
-        "Seconds in one step after which /health says 503. Default: 16 times what a step of its size takes by its "
-        "cost model, and at least 4.",
-        lower=0.001,
-        upper=MAX_WAIT,
-    )
     request_timeout: float | None = option(
         None, "Most seconds that a request may take. Default: no limit.", lower=0.001, upper=MAX_WAIT
     )
@@ -46,6 +38,34 @@ class ServerConfig:
         30.0, "Seconds that running requests get when the server is stopped.", lower=0.0, upper=MAX_WAIT
     )
     enable_log_requests: bool = option(False, "Log each request, its prompt included.")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        for name in ("api_key", "allowed_hosts"):
+            check_texts(name, getattr(self, name))
+        check_allowed(self.allowed_hosts)
+        secret = () if self.fleet_secret is None else (self.fleet_secret,)
+        check_texts("fleet_secret", secret)
+        for name, keys in (("an api_key", self.api_key), ("the fleet_secret", secret)):
+            if any(not key.isascii() or not key.isprintable() for key in keys):
+                raise ConfigError(f"{name} has characters that no HTTP header can carry; use printable ASCII")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(HttpConfig):
+    """How much to serve, and as what. Names are vLLM's where it has them."""
+
+    # The first one stands in answers; (): the model's path.
+    served_model_name: tuple[str, ...] = option((), "Name of the model for clients. May be repeated.")
+    chat_template: Path | None = option(None, "Jinja file of a chat template, instead of the model's own.")
+    max_num_queued_reqs: int = option(1024, "Most samples that wait. More get 429.", lower=0, upper=2**31 - 1)
+    stuck_after: float | None = option(
+        None,
+        "Seconds in one step after which /health says 503. Default: 16 times what a step of its size takes by its "
+        "cost model, and at least 4.",
+        lower=0.001,
+        upper=MAX_WAIT,
+    )
     vllm_metrics: bool = option(False, "Name the metrics as vLLM does.")
     kv_events: str | None = option(
         None, "Publish block events, with token ids, in vLLM's form at this ZeroMQ endpoint, such as tcp://*:5557."
@@ -54,13 +74,8 @@ class ServerConfig:
     kv_events_topic: str = option("", "Topic of the block events.")
 
     def __post_init__(self) -> None:
-        check_options(self)
-        for name in ("served_model_name", "api_key", "allowed_hosts"):
-            if any(not isinstance(text, str) or not text for text in getattr(self, name)):
-                raise ConfigError(f"{name} contains an empty text; leave it out instead")
-        check_allowed(self.allowed_hosts)
-        if any(not key.isascii() or not key.isprintable() for key in self.api_key):
-            raise ConfigError("an api_key has characters that no HTTP header can carry; use printable ASCII")
+        super().__post_init__()
+        check_texts("served_model_name", self.served_model_name)
         for name in ("kv_events", "kv_events_replay"):
             endpoint = getattr(self, name)
             if endpoint is not None and not is_endpoint(endpoint):
@@ -70,6 +85,12 @@ class ServerConfig:
         for name in ("kv_events_replay", "kv_events_topic"):
             if getattr(self, name) and self.kv_events is None:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it goes with kv_events, so give both")
+
+
+def check_texts(name: str, texts: tuple[str, ...]) -> None:
+    """Raise ConfigError for an option that holds an empty text."""
+    if any(not isinstance(text, str) or not text for text in texts):
+        raise ConfigError(f"{name} contains an empty text; leave it out instead")
 
 
 def is_endpoint(text: str) -> bool:

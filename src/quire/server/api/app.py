@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
-from typing import Any, get_args, get_type_hints
+from typing import Any, Protocol, get_args, get_type_hints
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -39,9 +39,6 @@ from quire.server.http.guard import Guard
 from quire.server.http.hosts import hosts_to_check
 from quire.server.http.sse import JsonBody
 from quire.server.sandbox.process import SandboxFailed
-from quire.server.watch import inspector
-from quire.server.watch.inspector import Inspector
-from quire.server.watch.metrics import Metrics
 
 log = logging.getLogger("quire.server")
 
@@ -76,8 +73,15 @@ ALSO_CALLED = {
 }
 
 
-def build_app(service: Service, metrics: Metrics, watched: Inspector) -> FastAPI:
-    """The application that serves a model."""
+class Scraped(Protocol):
+    """What /metrics shows."""
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """A body, and its content type."""
+
+
+def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) -> FastAPI:
+    """The application that serves a model. routers: further routes."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -105,6 +109,7 @@ def build_app(service: Service, metrics: Metrics, watched: Inspector) -> FastAPI
         hosts=hosts_to_check(config.allowed_hosts, config.host, bool(config.api_key)),
         max_body_size=config.max_body_size,
         realm_paths=("/inspector",),
+        fleet_secret=config.fleet_secret,
     )
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)
@@ -114,7 +119,8 @@ def build_app(service: Service, metrics: Metrics, watched: Inspector) -> FastAPI
     app.add_exception_handler(Exception, _broken)
     _add_openai_routes(app, service)
     _add_other_routes(app, service, metrics)
-    app.include_router(inspector.router(watched, service.worker))
+    for router in routers:
+        app.include_router(router)
     openapi.describe(app, service)
     return app
 
@@ -126,14 +132,14 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": service.created,
             "owned_by": "quire",
-            "root": service.names[0],
+            "root": service.model.names[0],
             "parent": None,
-            "max_model_len": service.max_model_len,
+            "max_model_len": service.model.max_model_len,
         }
 
     @app.get("/v1/models", response_model=None, responses=openapi.answer(openapi.Models, "The models' names"))
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model(name) for name in service.names]}
+        return {"object": "list", "data": [model(name) for name in service.model.names]}
 
     @app.get("/v1/models/{name:path}", response_model=None, responses=openapi.answer(openapi.Model, "The model"))
     async def one_model(name: str) -> dict[str, Any]:
@@ -156,7 +162,7 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         return await embed(service, request, body)
 
 
-def _add_other_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
+def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
     @app.post("/tokenize", response_model=None, responses=openapi.answer(openapi.Tokens, "The token ids"))
     async def tokenize(request: HttpRequest, body: TokenizeRequest) -> Response:
         service.check_model(body.model)
@@ -169,7 +175,7 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
         else:
             prompt = await service.encode(request, body.prompt or "", body.add_special_tokens is not False)
         tokens, tokenizer = prompt.tokens, service.tokenizer
-        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens}
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.model.max_model_len, "tokens": tokens}
         if body.return_token_strs:
             answer["token_strs"] = await service.take_apart(
                 request, len(tokens), lambda: [tokenizer.token_bytes(one).decode(errors="replace") for one in tokens]
@@ -179,7 +185,7 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.post("/detokenize", response_model=None, responses=openapi.answer(openapi.DetokenizedText, "The text"))
     async def detokenize(request: HttpRequest, body: DetokenizeRequest) -> Response:
         service.check_model(body.model)
-        vocab_size = service.worker.engine.vocab_size
+        vocab_size = service.model.vocab_size
         if (largest := max(body.tokens, default=0)) >= vocab_size:
             place = body.tokens.index(largest)
             message = f"tokens[{place}] is {largest}; token ids of this model lie in 0..{vocab_size - 1}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from quire.server.api.chunks import Chunks, usage
 from quire.server.api.completions import check_num_logprobs, prompt_logprobs, whole
 from quire.server.api.jobs import Generation, Stream
 from quire.server.api.protocol import ChatRequest, Message
-from quire.server.api.service import Prompt, Service, aside, counted, finite, new_name, num_logprobs
+from quire.server.api.service import Prompt, Service, aside, counted, finite, num_logprobs
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import DONE, EventStream, JsonBody, data
 from quire.text import Logprob, Tokenizer
@@ -32,9 +31,9 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     body.messages.clear()  # many small parts take many times the memory of the text that they make
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = service.room_for([prompt], body, field)
-    name = new_name("chatcmpl")
-    created, model = int(time.time()), service.names[0]
-    head = {"id": name, "object": "chat.completion", "created": created, "model": model}
+    identity = service.identity(request, "chatcmpl")
+    name, created = identity
+    head = {"id": name, "object": "chat.completion", "created": created, "model": service.model.names[0]}
     if body.use_beam_search:
         found = await service.search(request, body, name, prompt, max_tokens)
         choices = [_choice(i, text, None, reason, None) for i, (text, reason, _) in enumerate(found)]
@@ -46,8 +45,8 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     check_num_logprobs(service, [prompt], params, "top_logprobs" if count else "logprobs")
     made = await service.requests(request, body, name, [prompt], params, await service.guide(request, body))
     if body.stream:
-        job = Stream(made)
-        service.worker.submit(job)
+        job = service.stream(request, identity, made)
+        await service.worker.submit(job)
         head["object"] = "chat.completion.chunk"
         return EventStream(_stream(service, body, head, job), lambda: service.worker.abort(job))
     outputs = await service.run(request, Generation(made), body.grammar_field())
@@ -73,15 +72,15 @@ async def conversation(
     service: Service, request: HttpRequest, messages: Sequence[Message], add_generation_prompt: bool
 ) -> Prompt:
     """The prompt that a conversation makes. Raises ApiError without a template, and where it refuses."""
-    if service.template is None:
+    if service.model.template is None:
         message = (
-            f"{service.names[0]} has no chat template, so it continues prompts only (/v1/completions); the server "
-            f"takes a template as --chat-template FILE"
+            f"{service.model.names[0]} has no chat template, so it continues prompts only (/v1/completions); the "
+            f"server takes a template as --chat-template FILE"
         )
         raise ApiError(message, param="messages")
     plain = [_plain(message) for message in messages]
     try:
-        text = await service.render(request, service.template, plain, add_generation_prompt)
+        text = await service.render(request, service.model.template, plain, add_generation_prompt)
         service.check_text(text, "messages")
         return await service.encode(request, text, add_special_tokens=False)  # the template writes those itself
     except RequestError as error:
@@ -118,12 +117,15 @@ async def _stream(service: Service, body: ChatRequest, head: dict[str, Any], job
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None} | end
         return chunks.choice(choice, num_prompt, generated)
 
-    for index in range(body.n or 1):
-        yield piece(index, {"role": "assistant", "content": ""})
+    if not job.is_continued:
+        for index in range(body.n or 1):
+            yield piece(index, {"role": "assistant", "content": ""})
     while deltas := await job.deltas():
         parts = []
         for delta in deltas:
             generated += len(delta.token_ids)
+            if delta.is_known:
+                continue
             if delta.error is not None:
                 parts.append(data(request_failed(delta.error, body.grammar_field()).body()))
                 continue
@@ -134,6 +136,7 @@ async def _stream(service: Service, body: ChatRequest, head: dict[str, Any], job
                 end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
                 parts.append(piece(delta.sample, {}, **end))
         if parts:
+            parts[-1] = job.mark() + parts[-1]
             yield b"".join(parts)
     if job.error is not None:
         yield data(job.error.body()) + DONE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +21,6 @@ from quire.server.api.service import (
     counted,
     finite,
     listed,
-    new_name,
     num_logprobs,
     num_prompt_logprobs,
 )
@@ -48,8 +46,9 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
     max_tokens = service.room_for(prompts, body, "max_tokens") or (1 if body.max_tokens == 0 else None)
     if body.max_tokens == 0 and not body.echo:
         raise ApiError("max_tokens is 0 without echo, so there would be nothing to answer", param="max_tokens")
-    name = new_name("cmpl")
-    head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": service.names[0]}
+    identity = service.identity(request, "cmpl")
+    name, created = identity
+    head = {"id": name, "object": "text_completion", "created": created, "model": service.model.names[0]}
     if body.use_beam_search:
         return await _search(service, request, body, head, prompts, max_tokens)
     params = _params(service, body, max_tokens)
@@ -57,8 +56,8 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
     made = await service.requests(request, body, name, prompts, params, await service.guide(request, body))
     writer = _Writer(service, body, prompts)
     if body.stream:
-        job = Stream(made)
-        service.worker.submit(job)
+        job = service.stream(request, identity, made)
+        await service.worker.submit(job)
         return EventStream(
             _stream(body, head, writer, job, num_prompt_logprobs(prompts, params)), lambda: service.worker.abort(job)
         )
@@ -77,7 +76,7 @@ def check_num_logprobs(service: Service, prompts: Sequence[Prompt], params: Samp
     """Raise ApiError, naming a field, for more logprobs of generated tokens than one answer may have."""
     if params.logprobs is None:
         return
-    rooms = [service.max_model_len - len(prompt.tokens) for prompt in prompts]
+    rooms = [service.model.max_model_len - len(prompt.tokens) for prompt in prompts]
     num_tokens = sum(rooms if params.max_tokens is None else (min(room, params.max_tokens) for room in rooms))
     if (count := (params.logprobs + 1) * params.n * num_tokens) > MAX_LOGPROBS:
         message = (
@@ -100,8 +99,8 @@ def _prompt(service: Service, given: str | list[int], body: CompletionRequest) -
         service.check_text(given)
         return Prompt(given, service.tokenizer.encode(given, body.add_special_tokens))
     text = None
-    if body.echo and service.llm.tokenizer is not None:
-        text = service.llm.tokenizer.decode(given, skip_special_tokens=False)
+    if body.echo and service.model.tokenizer is not None:
+        text = service.model.tokenizer.decode(given, skip_special_tokens=False)
     return Prompt(text, given)
 
 
@@ -149,16 +148,17 @@ async def _stream(
     numbers = {output.request_id: i for i, output in enumerate(job.outputs)}
     generated = [0] * len(numbers)
     while deltas := await job.deltas():
-        parts = []
+        parts, mark = [], job.mark()
         for delta in deltas:
             number = numbers[delta.output.request_id]
             if body.max_tokens != 0:
                 generated[number] += len(delta.token_ids)
             if delta.error is not None:
                 parts.append(data(request_failed(delta.error, body.grammar_field()).body()))
-            elif (choice := await aside(size, partial(writer.piece, number, delta))) is not None:
+            elif (choice := await aside(size, partial(writer.piece, number, delta))) is not None and not delta.is_known:
                 parts.append(chunks.choice(choice, len(delta.output.prompt_token_ids), generated[number]))
         if parts:
+            parts[-1] = mark + parts[-1]
             yield b"".join(parts)
     if job.error is not None:
         yield data(job.error.body()) + DONE
@@ -171,7 +171,7 @@ class _Writer:
     """Writes choices."""
 
     def __init__(self, service: Service, body: CompletionRequest, prompts: Sequence[Prompt]) -> None:
-        self._tokenizer = service.llm.tokenizer
+        self._tokenizer = service.model.tokenizer
         self._body = body
         self._prompts = prompts
         self._samples = body.best_of or body.n or 1

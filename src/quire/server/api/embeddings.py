@@ -15,7 +15,7 @@ from quire.request import Request
 from quire.server.api.chunks import usage
 from quire.server.api.jobs import Generation
 from quire.server.api.protocol import EmbeddingRequest
-from quire.server.api.service import Prompt, Service, aside, counted, listed, new_name
+from quire.server.api.service import Prompt, Service, aside, counted, listed
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody, dumps
 from quire.text import RequestOutput
@@ -35,14 +35,14 @@ async def embed(service: Service, request: HttpRequest, body: EmbeddingRequest) 
         )
         raise ApiError(message, param="input")
     service.worker.check_room(len(inputs), "input")
-    name, salt = new_name("embd"), service.salt(request, body)
+    name, salt = service.identity(request, "embd").name, service.salt(request, body)
 
     def make() -> list[tuple[RequestOutput, list[Request]]]:
         made = []
         for i, given in enumerate(inputs):
             prompt = _prompt(service, i, given, body)
             one, output = embedding_request(f"{name}-{i}", prompt.text, prompt.tokens, body.priority or 0, salt)
-            service.worker.engine.check(one)
+            service.worker.check(one)
             made.append((output, [one]))
         return made
 
@@ -54,22 +54,22 @@ async def embed(service: Service, request: HttpRequest, body: EmbeddingRequest) 
 def _dimensions(service: Service, body: EmbeddingRequest) -> int:
     """Numbers of a vector. Raises ApiError for more than the model has."""
     try:
-        check_dimensions(body.dimensions, service.llm.hidden_size)
+        check_dimensions(body.dimensions, service.model.hidden_size)
     except RequestError as error:
         raise ApiError(str(error), param="dimensions") from error
-    return body.dimensions or service.llm.hidden_size
+    return body.dimensions or service.model.hidden_size
 
 
 def _prompt(service: Service, number: int, given: str | list[int], body: EmbeddingRequest) -> Prompt:
     """An input in both forms. Raises ApiError for one that is too long, or has no token."""
     if isinstance(given, str):
-        if service.llm.tokenizer is None:
+        if service.model.tokenizer is None:
             raise ApiError("this model has no tokenizer, so input takes token ids only", param="input")
         service.check_text(given, "input")
         prompt = Prompt(given, service.tokenizer.encode(given, body.add_special_tokens))
     else:
         prompt = Prompt(None, given)
-    count, longest, size = len(prompt.tokens), service.max_model_len, service.worker.engine.vocab_size
+    count, longest, size = len(prompt.tokens), service.model.max_model_len, service.model.vocab_size
     if count == 0:
         raise ApiError(f"input {number} has no token; each input needs at least one", param="input")
     if count > longest:
@@ -86,7 +86,7 @@ def _answer(service: Service, body: EmbeddingRequest, outputs: list[RequestOutpu
     """The vectors, encoded one by one: the encoder lets no other thread run before it is done."""
     encoded = b",".join(dumps(_vector(body, i, output)) for i, output in enumerate(outputs))
     num_prompt, _, num_cached = counted(outputs)
-    end = {"model": service.names[0], "usage": usage(num_prompt, 0, num_cached)}
+    end = {"model": service.model.names[0], "usage": usage(num_prompt, 0, num_cached)}
     content = b'{"object":"list","data":[' + encoded + b"]," + dumps(end)[1:]
     return Response(content, media_type=JsonBody.media_type)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from quire.engine.beam import Hypothesis
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine
 from quire.request import Request
@@ -29,6 +30,7 @@ class Delta(NamedTuple):
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None
+    is_known: bool = False  # the client has it already
 
 
 class Job(Protocol):
@@ -48,7 +50,7 @@ class Job(Protocol):
     def stop(self, engine: Engine) -> None:
         """Take it back."""
 
-    def take(self, deltas: list[Delta]) -> None:
+    def take(self, deltas: list[Any]) -> None:
         """Take in what a step brought."""
 
 
@@ -62,17 +64,17 @@ class Generation:
         self.ended = asyncio.Event()
         self.error: ApiError | None = None
         self.num_open = len(self.outputs)  # the engine thread's: outputs that have not ended
-        self._prompts = prompts
+        self.prompts = prompts
 
     def check(self, engine: Engine) -> None:
         """Raise RequestError if one of them could never run."""
-        for _, requests in self._prompts:
+        for _, requests in self.prompts:
             engine.check(requests[0])  # its siblings are like it
 
     def start(self, processor: TextEngine) -> None:
         """Queue all samples."""
         ended: deque[RequestOutput] = deque()
-        for output, requests in self._prompts:
+        for output, requests in self.prompts:
             for request in requests:
                 processor.add(request, output, ended)
 
@@ -81,16 +83,18 @@ class Generation:
         for request in self.requests:
             engine.abort(request.id)
 
-    def news(self, output: RequestOutput) -> list[Delta]:
-        """What is to be reported of an output that has grown: nothing until the end."""
+    def news(self, output: RequestOutput) -> list[Any]:
+        """What is to be reported of an output that has grown, as `take` takes it: nothing until the end."""
         return []
 
-    def take(self, deltas: list[Delta]) -> None:
+    def take(self, deltas: list[Any]) -> None:
         """Take in what a step brought."""
 
 
 class Stream(Generation):
     """Prompts to be continued, reported as they grow."""
+
+    is_continued = False  # the client has a part of it already
 
     def __init__(self, prompts: Sequence[tuple[RequestOutput, list[Request]]]) -> None:
         super().__init__(prompts)
@@ -98,8 +102,8 @@ class Stream(Generation):
         self._came = asyncio.Event()
         self._deltas: list[Delta] = []
 
-    def news(self, output: RequestOutput) -> list[Delta]:
-        """What is new in an output."""
+    def news(self, output: RequestOutput) -> list[Any]:
+        """What is new in an output: a Delta for each sample."""
         found = []
         for sample in output.outputs:
             key = (output.request_id, sample.index)
@@ -109,8 +113,16 @@ class Stream(Generation):
             logprobs = None if sample.logprobs is None else sample.logprobs[tokens:]
             new = (sample.text[characters:], sample.token_ids[tokens:], logprobs)
             found.append(Delta(output, sample.index, *new, sample.finish_reason, sample.stop_reason, sample.error))
-            self._told[key] = (-1, -1) if sample.finished else (len(sample.text), len(sample.token_ids))
+            self.mark_told(output, sample.index, len(sample.text), len(sample.token_ids), is_whole=sample.finished)
         return found
+
+    def mark_told(self, output: RequestOutput, sample: int, characters: int, tokens: int, *, is_whole: bool) -> None:
+        """So much of a sample is not to be reported again; of one that is whole, nothing more."""
+        self._told[output.request_id, sample] = (-1, -1) if is_whole else (characters, tokens)
+
+    def mark(self) -> bytes:
+        """What stands before an event after which the client has all that `deltas` returned so far."""
+        return b""
 
     def take(self, deltas: list[Delta]) -> None:
         """Take in what a step brought."""
@@ -126,8 +138,19 @@ class Stream(Generation):
         return deltas
 
 
+class SearchJob(Job, Protocol):
+    """A beam search, wherever it is done."""
+
+    @property
+    def failure(self) -> str | None:
+        """What failed, when it has ended."""
+
+    def results(self) -> list[Hypothesis]:
+        """What it has found when it has ended, best first."""
+
+
 class Search:
-    """A beam search."""
+    """A beam search on the worker's engine."""
 
     def __init__(self, driver: BeamDriver) -> None:
         self.driver = driver
@@ -148,5 +171,14 @@ class Search:
         """Take it back."""
         self.driver.stop()
 
-    def take(self, deltas: list[Delta]) -> None:
+    def take(self, deltas: list[Any]) -> None:
         """Nothing comes before its end."""
+
+    @property
+    def failure(self) -> str | None:
+        """What failed."""
+        return self.driver.error
+
+    def results(self) -> list[Hypothesis]:
+        """What it has found, best first."""
+        return self.driver.results()

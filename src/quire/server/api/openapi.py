@@ -298,7 +298,7 @@ def describe(app: FastAPI, service: Service) -> None:
     schemas.update(made["$defs"])
     for path, chunk in CHUNKS.items():
         paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = _stream_of(chunk)
-    named = {"type": "string", "enum": list(service.names)}
+    named = {"type": "string", "enum": list(service.model.names)}
     for body in BODIES:
         schemas[body]["properties"]["model"] = {"anyOf": [named, {"type": "null"}, {"const": ""}]}
     [parameter] = paths["/v1/models/{name}"]["get"]["parameters"]

@@ -15,13 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from quire.engine.beam import BeamSearchParams
-from quire.engine.beam_driver import BeamDriver
 from quire.errors import RequestError
-from quire.llm import LLM
 from quire.request import MAX_SEED, Guide, Request, SamplingParams
-from quire.server.api.jobs import Generation, Job, Search
+from quire.server.api.host import Host
+from quire.server.api.jobs import Generation, Job, Stream
 from quire.server.api.protocol import EmbeddingRequest, Sampling
-from quire.server.api.worker import Worker
 from quire.server.http.api_error import ApiError, deadline_passed, request_failed, shown
 from quire.server.http.body import MAX_HELD_BODIES
 from quire.server.http.guard import client_of
@@ -29,7 +27,7 @@ from quire.server.http.lane import Lane
 from quire.server.http.sse import noticing_disconnect
 from quire.server.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
 from quire.server.sandbox.grammar import Grammars, Spec, num_trials
-from quire.server.server_config import ServerConfig
+from quire.server.server_config import HttpConfig
 from quire.text import Detokenizer, RequestOutput, Tokenizer, make_requests
 
 T = TypeVar("T")
@@ -81,16 +79,34 @@ class Found(NamedTuple):
     num_tokens: int
 
 
+class Identity(NamedTuple):
+    """What an answer is called."""
+
+    name: str
+    created: int  # seconds since 1970
+
+
+@dataclass
+class ServedModel:
+    """What the routes know of a model, wherever it is computed."""
+
+    names: tuple[str, ...]  # for clients, the first one in answers
+    tokenizer: Tokenizer | None
+    tokenizer_settings: Mapping[str, Any]  # its tokenizer_config.json
+    template: ChatTemplate | None
+    max_model_len: int  # tokens of the longest sequence
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    hidden_size: int  # numbers of an embedding
+
+
 @dataclass
 class Service:
-    """A loaded model and the thread that serves it."""
+    """A model, and what serves it."""
 
-    llm: LLM
-    worker: Worker
-    config: ServerConfig
-    names: tuple[str, ...]  # of the model, the first one in answers
-    template: ChatTemplate | None
-    tokenizer_settings: Mapping[str, Any]  # the model's tokenizer_config.json
+    model: ServedModel
+    worker: Host
+    config: HttpConfig
     created: int = field(default_factory=lambda: int(time.time()))
     grammars: Grammars | None = None  # made at first use
     compilers: Lane = field(init=False)  # of grammars that are new, or known to take long
@@ -106,36 +122,31 @@ class Service:
         self._templates = Lane("template", MAX_TEMPLATES, most)
 
     @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.worker.engine.scheduler.max_model_len
-
-    @property
     def tokenizer(self) -> Tokenizer:
         """The model's. Raises RequestError where it has none."""
-        if self.llm.tokenizer is None:
+        if self.model.tokenizer is None:
             raise RequestError("this model has no tokenizer, so it takes and gives token ids only", "prompt")
-        return self.llm.tokenizer
+        return self.model.tokenizer
 
     def tokenizer_info(self) -> dict[str, Any]:
         """What a client has to know to handle texts as this server does, as vLLM reports it.
 
         Raises ApiError where the model has no tokenizer.
         """
-        if self.llm.tokenizer is None:
+        if self.model.tokenizer is None:
             raise ApiError("this model has no tokenizer, so it takes and gives token ids only", HTTPStatus.NOT_FOUND)
-        shown = self.tokenizer_settings.get("tokenizer_class")
+        shown = self.model.tokenizer_settings.get("tokenizer_class")
         return {
             "tokenizer_class": shown if isinstance(shown, str) else "PreTrainedTokenizerFast",
-            "model_max_length": self.max_model_len,
-            **special_tokens(self.tokenizer_settings),
-            "chat_template": None if self.template is None else self.template.source,
+            "model_max_length": self.model.max_model_len,
+            **special_tokens(self.model.tokenizer_settings),
+            "chat_template": None if self.model.template is None else self.model.template.source,
         }
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for a model that is not served here."""
-        if name and name not in self.names:
-            message = f"there is no model {shown(name)} here; this server has {', '.join(map(repr, self.names))}"
+        if name and name not in self.model.names:
+            message = f"there is no model {shown(name)} here; this server has {', '.join(map(repr, self.model.names))}"
             raise ApiError(message, 404, param="model", code="model_not_found")
 
     # ------------------------------------------------------------------------------------------------- prompts
@@ -154,11 +165,11 @@ class Service:
 
     def check_text(self, text: str, name: str = "prompt") -> None:
         """Raise ApiError for a text that is too long whatever its tokens are, before anybody looks for them."""
-        longest = self.max_model_len * self.tokenizer.max_token_length
+        longest = self.model.max_model_len * self.tokenizer.max_token_length
         if len(text) > longest:
             message = (
-                f"the {name} has {len(text)} characters; this model serves sequences of up to {self.max_model_len} "
-                f"tokens, which are {longest} characters at most"
+                f"the {name} has {len(text)} characters; this model serves sequences of up to "
+                f"{self.model.max_model_len} tokens, which are {longest} characters at most"
             )
             raise ApiError(message, param=name, code="context_length_exceeded")
 
@@ -173,11 +184,11 @@ class Service:
 
     def check_length(self, prompt: Prompt) -> int:
         """Tokens that there is room for after a prompt. Raises ApiError if there is none."""
-        room = self.max_model_len - len(prompt.tokens)
+        room = self.model.max_model_len - len(prompt.tokens)
         if room < 1:
             message = (
                 f"the prompt has {len(prompt.tokens)} tokens; this model serves sequences of up to "
-                f"{self.max_model_len}, of which at least one must be new"
+                f"{self.model.max_model_len}, of which at least one must be new"
             )
             raise ApiError(message, param="prompt", code="context_length_exceeded")
         return room
@@ -191,7 +202,7 @@ class Service:
         if asked > room:
             message = (
                 f"{name} is {asked}; after this prompt there is room for {room} tokens, since sequences have at most "
-                f"{self.max_model_len}"
+                f"{self.model.max_model_len}"
             )
             raise ApiError(message, param=name, code="context_length_exceeded")
         return asked
@@ -233,7 +244,7 @@ class Service:
         name = body.grammar_field()
         if name is None:
             return None
-        compiling = asyncio.create_task(self._compiled(client_of(request), body, name))
+        compiling = asyncio.create_task(self._guide(client_of(request), body, name))
         try:
             async with noticing_disconnect(request.receive, lambda: _cancel(compiling)):
                 return await asyncio.wait_for(compiling, self.config.request_timeout)
@@ -246,7 +257,7 @@ class Service:
                 raise
             raise ApiError("the client has gone") from None
 
-    async def _compiled(self, client: str, body: Sampling, name: str) -> Guide:
+    async def _guide(self, client: str, body: Sampling, name: str) -> Guide:
         form = body.response_format
         if form is None or name != "response_format":
             spec = Spec(name, getattr(body, name))
@@ -256,9 +267,15 @@ class Service:
             raise ApiError("response_format.json_schema is missing; it must hold the schema", param="response_format")
         else:  # on another thread, as the schema may be as large as a body
             spec = await self._quick_grammars.run(client, partial(Spec.of_schema, form.json_schema.schema_))
+        return await self.compiled(client, spec, name)
+
+    async def compiled(self, client: str, spec: Spec, field: str) -> Guide:
+        """A guide along a grammar, which a field of the client's body has.
+
+        Raises RequestError for what cannot be followed, SandboxFailed, and ApiError (429).
+        """
         if self.grammars is None:
-            engine = self.worker.engine
-            self.grammars = Grammars(self.tokenizer.json(), engine.vocab_size, engine.eos_token_ids)
+            self.grammars = Grammars(self.tokenizer.json(), self.model.vocab_size, self.model.eos_token_ids)
         guide = await self._quick_grammars.run(client, partial(self.grammars.compile_if_quick, spec))
         if guide is not None:
             return guide
@@ -270,8 +287,18 @@ class Service:
             lane.close()
         if self.grammars is not None:
             self.grammars.close()
-        if self.template is not None:
-            self.template.close()
+        if self.model.template is not None:
+            self.model.template.close()
+
+    def identity(self, request: HttpRequest, kind: str) -> Identity:
+        """The name of a request's answer, which nobody can guess, and when it was made."""
+        return Identity(new_name(kind), int(time.time()))
+
+    def stream(
+        self, request: HttpRequest, identity: Identity, prompts: Sequence[tuple[RequestOutput, list[Request]]]
+    ) -> Stream:
+        """A job that reports what comes to its prompts."""
+        return Stream(prompts)
 
     async def requests(
         self, request: HttpRequest, body: Sampling, name: str, prompts: Sequence[Prompt], params: SamplingParams,
@@ -291,7 +318,7 @@ class Service:
             made, salt, priority = [], self.salt(request, body), body.priority or 0
             for i, prompt in enumerate(prompts):
                 output, requests = make_requests(f"{name}-{i}", prompt.text, prompt.tokens, params, priority, salt)
-                self.worker.engine.check(requests[0])
+                self.worker.check(requests[0])
                 if guide is not None:
                     for each in requests:
                         each.guide = guide.copy()
@@ -307,7 +334,7 @@ class Service:
 
     async def run(self, request: HttpRequest, job: Generation, grammar: str | None = None) -> list[RequestOutput]:
         """Serve a job to its end. Raises what it ended with. grammar: the field that had a grammar."""
-        self.worker.submit(job)
+        await self.worker.submit(job)
         await self.wait(request, job)
         for output in job.outputs:
             for sample in output.outputs:
@@ -337,31 +364,26 @@ class Service:
         )
         size = len(prompt.tokens)
 
-        def make() -> BeamDriver:
-            driver = BeamDriver(self.worker.engine, name, prompt.tokens, params, self.salt(request, body))
-            driver.check()
-            return driver
-
-        driver = await self.take_apart(request, size, make, params.beam_width)
-        job = Search(driver)
-        self.worker.submit(job)
+        make = partial(self.worker.search, name, prompt.tokens, params, self.salt(request, body))
+        job = await self.take_apart(request, size, make, params.beam_width)
+        await self.worker.submit(job)
         await self.wait(request, job)
-        if driver.error is not None:
-            raise request_failed(driver.error)
+        if job.failure is not None:
+            raise request_failed(job.failure)
 
         def read() -> list[Found]:
             return [
                 Found(self._text_after(prompt, one.tokens), one.finish_reason.value, len(one.tokens))
-                for one in driver.results()
+                for one in job.results()
             ]
 
         return await self.take_apart(request, size, read, params.beam_width)
 
     def _text_after(self, prompt: Prompt, tokens: Sequence[int]) -> str:
         """What tokens add to a prompt's text, which may end within a character."""
-        if self.llm.tokenizer is None:
+        if self.model.tokenizer is None:
             return ""
-        detokenizer = Detokenizer(self.llm.tokenizer, prompt.tokens, skip_special_tokens=True)
+        detokenizer = Detokenizer(self.model.tokenizer, prompt.tokens, skip_special_tokens=True)
         return "".join([*(detokenizer.add(token) for token in tokens), detokenizer.finish()])
 
 

@@ -18,6 +18,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from quire.cache.events import BlocksAllocated, BlocksForked, BlocksShared, CacheEvent
+from quire.engine.beam import BeamSearchParams
+from quire.engine.beam_driver import BeamDriver
 from quire.engine.cost import CostModel
 from quire.engine.engine import Engine
 from quire.request import Event, FinishReason, Request
@@ -62,7 +64,7 @@ class Worker:
         self._metrics = metrics
         self._cost = cost
         self._stuck_after = stuck_after
-        self._limit = engine.scheduler.max_num_seqs + max_queued
+        self.max_samples = engine.scheduler.max_num_seqs + max_queued
         self._timeout = request_timeout
         self._num_samples = 0  # of the open jobs
         self._open: dict[Job, asyncio.TimerHandle | None] = {}  # with its deadline
@@ -146,13 +148,23 @@ class Worker:
         """Raise ApiError, naming a field, if so many samples cannot be taken now."""
         if self.failure is not None:
             raise engine_stopped(self.failure)
-        if num_samples > self._limit:
-            message = f"the request asks for {num_samples} samples; this server takes {self._limit} at a time"
+        if num_samples > self.max_samples:
+            message = f"the request asks for {num_samples} samples; this server takes {self.max_samples} at a time"
             raise ApiError(message, param=name)
-        if self._num_samples + num_samples > self._limit:
-            raise queue_full(self._limit)
+        if self._num_samples + num_samples > self.max_samples:
+            raise queue_full(self.max_samples)
 
-    def submit(self, job: Job) -> None:
+    def check(self, request: Request) -> None:
+        """Raise RequestError if a request could never run."""
+        self.engine.check(request)
+
+    def search(self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str) -> Search:
+        """A beam search, not yet queued. Raises RequestError if it could never run."""
+        driver = BeamDriver(self.engine, name, prompt, params, salt)
+        driver.check()
+        return Search(driver)
+
+    async def submit(self, job: Job) -> None:
         """Queue a job. Raises RequestError or ApiError, queueing nothing, if it cannot be served."""
         self.check_room(job.num_samples)
         job.check(self.engine)
@@ -351,7 +363,7 @@ class Worker:
             clock = self._clocks.get(event.request_id)
             if clock is None:
                 continue
-            if event.token is not None:
+            if event.token is not None and event.drawn is None:
                 num_new += 1
                 clock.tokens(1, now)
             if event.hidden_state is not None:

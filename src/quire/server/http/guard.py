@@ -17,6 +17,7 @@ from quire.server.http.api_error import ApiError, shown
 from quire.server.http.hosts import host_in, is_loopback
 from quire.server.http.sse import JsonBody
 
+FLEET_PATHS = "/fleet/"  # what a fleet's gateways ask for, with a secret of their own
 OPEN_PATHS = frozenset({"/health"})  # what is answered without a key, and by any name
 KEY_STATE = "key"  # where a request's state holds the key that was shown
 BODY_TIMEOUT = 60.0  # seconds for a body to come
@@ -38,13 +39,15 @@ class Guard:
         hosts: frozenset[str] | None,
         max_body_size: int,
         realm_paths: tuple[str, ...],
+        fleet_secret: str | None = None,
     ) -> None:
-        """hosts: see `hosts_to_check`.
+        """hosts: see `hosts_to_check`. fleet_secret: the key of the routes below /fleet/, and of no other.
 
         realm_paths: a browser that comes to one of these without a key asks its user for one (as a password).
         """
         self._app = app
         self._keys = [key.encode() for key in keys]
+        self._fleet_keys = [] if fleet_secret is None else [fleet_secret.encode()]
         self._hosts = hosts
         self._max_body_size = max_body_size
         self._realm_paths = realm_paths
@@ -80,12 +83,13 @@ class Guard:
         )
 
     def _check_key(self, scope: Scope) -> ApiError | None:
-        if not self._keys or scope["path"] in OPEN_PATHS:
+        keys = self._fleet_keys if scope["path"].startswith(FLEET_PATHS) else self._keys
+        if not keys or scope["path"] in OPEN_PATHS:
             return None
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         shown = _shown_key(given[0]) if len(given) == 1 else b""  # of several, a proxy may have checked another one
         # Each key is compared, and in constant time, so that the time taken tells nothing of any.
-        found = [key for key in self._keys if hmac.compare_digest(key, shown)]
+        found = [key for key in keys if hmac.compare_digest(key, shown)]
         if found:
             scope.setdefault("state", {})[KEY_STATE] = found[0].decode()
             return None

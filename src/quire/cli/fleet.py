@@ -1,0 +1,40 @@
+"""quire fleet: one address for many replicas."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quire.cli.config_file import read_config_file
+from quire.cli.options import fail, taken, with_options
+from quire.errors import QuireError
+from quire.fleet.config import GatewayConfig
+
+
+@with_options(GatewayConfig)
+def fleet(
+    _config: Annotated[
+        Path | None,
+        typer.Option("--config", help="YAML: these options by name.", is_eager=True, callback=read_config_file),
+    ] = None,
+    **options: Any,
+) -> None:
+    """Serve a fleet's replicas under one address: what one of them began, another one can end."""
+    try:
+        from quire.server.signals import obey_as_first_process
+
+        obey_as_first_process()
+        config = GatewayConfig(**taken(GatewayConfig, options))
+        from quire.fleet.gateway import serve_fleet  # all that is heavy
+        from quire.fleet.membership import parse_members
+
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        members = parse_members(config.replicas)
+        serve_fleet(members, config, lambda line: print(line, file=sys.stderr, flush=True))
+    except QuireError as error:
+        fail(error)

@@ -1,0 +1,1 @@
+"""A fleet: replicas of one model, and the gateway in front of them."""

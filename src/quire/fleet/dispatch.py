@@ -1,0 +1,542 @@
+"""Dispatch: the replicas of a fleet as one host of jobs. Who computes what, and who goes on when a replica is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+
+from quire.engine.beam import BeamSearchParams
+from quire.errors import NoReplica
+from quire.fleet.config import GatewayConfig
+from quire.fleet.fingerprint import Fingerprint
+from quire.fleet.index import MAX_SLOTS, FleetIndex
+from quire.fleet.link import Link, LinkLost, Refused
+from quire.fleet.membership import Membership
+from quire.fleet.metrics import FleetMetrics
+from quire.fleet.score import Candidate, Choice, Demand, choose, eligible
+from quire.fleet.wire import Frame, Hello
+from quire.fleet.work import Assignment, FarGuide, FleetSearch, Work, wire_digests
+from quire.request import FinishReason, Request
+from quire.server.api.jobs import Generation, Job
+from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped
+
+log = logging.getLogger("quire.fleet")
+
+TEXT_PARTS = ("tokenizer", "template")  # of a fingerprint: what a gateway makes prompts with
+MATCH_TIMEOUT = 0.05  # s that a replica has to say what it has cached
+MEMORY = 0.05  # weight of the latest request in what is expected of the next one
+REFUSED_ELSEWHERE_TOO = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+
+
+class Fleet:
+    """A `Host` whose engines are elsewhere. The event loop's."""
+
+    def __init__(
+        self, membership: Membership, secret: str, model: Fingerprint, first: Hello, config: GatewayConfig,
+        metrics: FleetMetrics,
+    ) -> None:  # fmt: skip
+        """model, first: of the replica whose tokenizer the gateway has."""
+        self.links: dict[str, Link] = {}  # by URL
+        self.index = FleetIndex()
+        self.choices: dict[str, Choice] = {}  # the latest ones, by request
+        self._membership = membership
+        self._secret = secret
+        self._model = model
+        self._first = first
+        self._config = config
+        self._metrics = metrics
+        self._http: aiohttp.ClientSession | None = None
+        self._runs: dict[str, asyncio.Task[None]] = {}  # of the links
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._fitting: set[str] = set()  # URLs of replicas that have the gateway's tokenizer and template
+        self._free_slots = list(range(MAX_SLOTS))
+        self._open: dict[Job, asyncio.TimerHandle | None] = {}  # with its deadline
+        self._works: dict[Generation, list[Work]] = {}
+        self._assignments: dict[int, Assignment] = {}  # by flow
+        self._next_flow = 0
+        self._news = asyncio.Event()  # something about a replica has changed
+        self._new_tokens = 128.0  # that a request generates, on the average
+        self._hit_rate = 0.5  # share of the prompts' tokens that were cached, lately
+        self._failure: str | None = None
+
+    # ---------------------------------------------------------------------------------------------------- as a Host
+
+    def start(self) -> None:
+        """Connect to the members."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20.0)
+        self._http = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+        self._spawn(self._follow())
+
+    async def stop(self) -> None:
+        """End. Who still waits gets an error."""
+        self.end_all("the gateway is stopping")
+        for task in (*self._tasks, *self._runs.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._runs.values(), return_exceptions=True)
+        if self._http is not None:
+            await self._http.close()
+
+    def end_all(self, why: str) -> None:
+        """End all jobs with an error, and take no others."""
+        self._failure = why
+        for job in list(self._open):
+            self._close(job, engine_stopped(why))
+
+    def check_health(self) -> None:
+        """Raise ApiError (503) if no replica serves."""
+        try:
+            eligible(self._candidates(set(), lambda _: ()))
+        except NoReplica as error:
+            raise _nobody(str(error)) from error
+
+    def check_room(self, num_samples: int, name: str = "n") -> None:
+        """Raise ApiError, naming a field, if a replica takes fewer samples."""
+        if self._failure is not None:
+            raise engine_stopped(self._failure)
+        if num_samples > (limit := self._first.max_samples):
+            message = f"the request asks for {num_samples} samples; this server takes {limit} at a time"
+            raise ApiError(message, param=name)
+
+    def check(self, request: Request) -> None:
+        """A replica checks it when it is submitted."""
+
+    def search(self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str) -> FleetSearch:
+        """A beam search, not yet submitted. The replica says whether it could ever run."""
+        return FleetSearch(name, prompt, params, salt)
+
+    async def submit(self, job: Job) -> None:
+        """Give a job to replicas. Raises ApiError if none can serve it."""
+        self.check_room(job.num_samples)
+        if isinstance(job, FleetSearch):
+            self._admit(job)
+            job.task = self._spawn(self._search(job))
+            return
+        if not isinstance(job, Generation):
+            raise TypeError(f"a fleet serves no {type(job).__name__}")
+        works = self._works[job] = [Work(job, output, requests) for output, requests in job.prompts]
+        self._admit(job)
+        placing = [self._place(work, work.open_samples) for work in works]
+        try:
+            if len(placing) == 1:
+                await placing[0]
+            else:
+                await asyncio.gather(*placing)
+        except BaseException:
+            self.abort(job)
+            raise
+
+    def abort(self, job: Job) -> None:
+        """Take a job back."""
+        if job not in self._open:
+            return
+        if isinstance(job, FleetSearch) and job.task is not None:
+            job.task.cancel()
+        for work in self._works.get(job, []):  # type: ignore[call-overload]
+            work.end(FinishReason.ABORT)
+        self._close(job)
+
+    # --------------------------------------------------------------------------------------------- jobs and their ends
+
+    def _admit(self, job: Job) -> None:
+        seconds, timer = self._config.request_timeout, None
+        if seconds is not None:
+            timer = asyncio.get_running_loop().call_later(seconds, self._close, job, deadline_passed(seconds))
+        self._open[job] = timer
+
+    def _close(self, job: Job, error: ApiError | None = None) -> None:
+        """Let whoever waits for a job go on, and take back what replicas still do for it."""
+        if job not in self._open:
+            return
+        timer = self._open.pop(job)
+        if timer is not None:
+            timer.cancel()
+        if isinstance(job, Generation):
+            for work in self._works.pop(job):
+                for assignment in set(work.assigned.values()):
+                    self._give_up(assignment)
+        job.error = error
+        job.ended.set()
+        job.take([])
+
+    def _give_up(self, assignment: Assignment) -> None:
+        """Want nothing more of an assignment, and let its replica know."""
+        if self._forget(assignment) and assignment.link.is_up:
+            self._spawn(self._abort(assignment.link, assignment.flow))
+
+    def _forget(self, assignment: Assignment) -> bool:
+        """Hear no more of an assignment. False: that is so already."""
+        if self._assignments.pop(assignment.flow, None) is None:
+            return False
+        self.index.settle(assignment.expectation)
+        for sample in assignment.samples:
+            if assignment.work.assigned.get(sample) is assignment:
+                del assignment.work.assigned[sample]
+        return True
+
+    async def _abort(self, link: Link, flow: int) -> None:
+        with suppress(LinkLost, Refused):  # with its session the replica forgets the call
+            await link.post("/fleet/abort", {"flow": flow})
+
+    # ---------------------------------------------------------------------------------------------------- placing
+
+    async def _place(self, work: Work, samples: Sequence[int], without: Link | None = None) -> None:
+        """Let a replica compute these samples, together or, of one that has begun, the rest.
+
+        without: one that must not get it. Raises ApiError if all refuse, or none is there for a while.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.patience
+        excluded = set() if without is None else {without}
+        full: Refused | None = None
+        while work.job in self._open:
+            try:
+                choice = await self._choose(work, samples, excluded)
+            except NoReplica as error:
+                if full is not None:
+                    raise _client_error(full, work) from error
+                if without is not None or not await self._change(deadline - loop.time()):
+                    raise _nobody(str(error)) from error
+                excluded = set()
+                continue
+            link = self._link_at(choice.best.candidate.slot)
+            try:
+                await self._assign(work, samples, link, choice)
+            except LinkLost:
+                excluded.add(link)
+            except Refused as error:
+                if error.status in REFUSED_ELSEWHERE_TOO:
+                    raise _client_error(error, work) from error
+                excluded.add(link)
+                full = error if error.status == HTTPStatus.TOO_MANY_REQUESTS else full
+            else:
+                return
+
+    async def _assign(self, work: Work, samples: Sequence[int], link: Link, choice: Choice) -> None:
+        flow = self._next_flow
+        self._next_flow += 1
+        hello, fingerprint = link.hello, link.fingerprint
+        if hello is None or fingerprint is None:
+            raise LinkLost(link.url)
+        digests = work.digests(samples, hello, self._secret.encode())
+        work.num_calls += 1
+        call = work.call(flow, samples, is_strict=self._config.resume == "exact")
+        assignment = Assignment(
+            flow, work, link, set(samples), self.index.expect(link.slot, digests), choice.best.uncached_tokens
+        )
+        before = [work.assigned.get(sample) for sample in samples]
+        self._assignments[flow] = assignment
+        for sample in samples:
+            work.assigned[sample] = assignment
+        self.choices[work.output.request_id] = choice
+        if len(self.choices) > MAX_SLOTS:
+            del self.choices[next(iter(self.choices))]
+        try:
+            await link.post("/fleet/generate", call)
+            if link.hello is not hello:
+                raise LinkLost(f"{link.url}: {link.failure}")
+        except BaseException:
+            self._forget(assignment)
+            for sample, other in zip(samples, before, strict=True):
+                if other is not None and other.flow in self._assignments:
+                    work.assigned[sample] = other
+            raise
+        assignment.is_placed = True
+        work.fingerprint = fingerprint.digest
+        self._metrics.routed(link.url, choice)
+        for other in {one for one in before if one is not None}:  # which has computed it until now
+            other.samples.difference_update(samples)
+            if not other.samples:
+                self._give_up(other)
+        if work.job not in self._open:  # taken back meanwhile
+            self._spawn(self._abort(link, flow))
+
+    async def _choose(self, work: Work, samples: Sequence[int], excluded: set[Link]) -> Choice:
+        """Raises NoReplica."""
+        secret = self._secret.encode()
+        found = self._candidates(excluded, lambda hello: work.digests(samples, hello, secret))
+        candidates = eligible(found, work.fingerprint)
+        if any(self._link_at(one.slot).hello.has_windows for one in candidates):  # type: ignore[union-attr]
+            candidates = await self._asked(work, samples, candidates)
+        most = work.sampling.max_tokens
+        expected = self._new_tokens if most is None else min(most, self._new_tokens)
+        return choose(
+            Demand(
+                request_id=work.output.request_id,
+                num_tokens=len(work.tokens(samples)),
+                new_tokens=expected * len(samples),
+                hit_rate=self._hit_rate,
+            ),
+            candidates,
+        )
+
+    def _candidates(self, excluded: set[Link], digests: Callable[[Hello], Sequence[int]]) -> list[Candidate]:
+        """All replicas that could make sense of the gateway's prompts. digests: of a prompt, as a replica has them."""
+        found, unseen = [], self._unseen()
+        runs: dict[tuple[str, int], dict[int, int]] = {}
+        for link in self.links.values():
+            if link in excluded or link.state is None or link.hello is None or link.fingerprint is None:
+                continue
+            if link.url not in self._fitting:
+                continue
+            kind = (link.hello.salt, link.hello.block_size)
+            if kind not in runs:
+                runs[kind] = self.index.runs(digests(link.hello))
+            uncached, requests = unseen.get(link, (0, 0))
+            found.append(
+                Candidate(
+                    slot=link.slot,
+                    name=link.url,
+                    fingerprint=link.fingerprint.digest,
+                    healthy=link.is_up,
+                    state=link.state,
+                    num_blocks=runs[kind].get(link.slot, 0),
+                    unseen_tokens=uncached,
+                    unseen_requests=requests,
+                )
+            )
+        return found
+
+    def _unseen(self) -> dict[Link, tuple[int, int]]:
+        """Tokens and requests that were sent to each replica and are not in its state yet."""
+        found: dict[Link, tuple[int, int]] = {}
+        for one in self._assignments.values():
+            if not one.is_seen:
+                tokens, requests = found.get(one.link, (0, 0))
+                found[one.link] = (tokens + one.uncached, requests + len(one.samples))
+        return found
+
+    async def _asked(self, work: Work, samples: Sequence[int], candidates: list[Candidate]) -> list[Candidate]:
+        """The candidates, with what each says that it has cached: of windowed layers the index does not know."""
+        call = work.call(0, samples, is_strict=False)
+
+        async def ask(one: Candidate) -> Candidate:
+            link = self._link_at(one.slot)
+            if one.num_blocks == 0 or link.hello is None or not link.hello.has_windows:
+                return one
+            try:
+                answer = await asyncio.wait_for(link.post("/fleet/match", call), MATCH_TIMEOUT)
+            except (LinkLost, Refused, asyncio.TimeoutError):
+                return replace(one, num_blocks=0)
+            return replace(one, num_blocks=answer["cached"] // link.hello.block_size)
+
+        return list(await asyncio.gather(*map(ask, candidates)))
+
+    async def _search(self, job: FleetSearch) -> None:
+        """Let a replica do a beam search. When it is lost, another one does it from the start, with the same result."""
+        name, excluded = job.call.name, set[Link]()
+        deadline = asyncio.get_running_loop().time() + self._config.patience
+        tokens, salt, secret = array("i", job.call.prompt), job.call.salt, self._secret.encode()
+        while True:
+            try:
+                found = self._candidates(excluded, lambda hello: wire_digests(tokens, salt, hello, secret))
+                candidates = eligible(found)
+                new = float(job.call.max_tokens * job.num_samples)
+                demand = Demand(request_id=name, num_tokens=len(tokens), new_tokens=new, hit_rate=self._hit_rate)
+                link = self._link_at(choose(demand, candidates).best.candidate.slot)
+                job.finish(await link.post("/fleet/search", job.call))
+            except LinkLost:
+                excluded.add(link)
+                self._metrics.resumed("lost")
+                job.call = replace(job.call, name=f"{name}~{len(excluded)}")
+            except Refused as error:
+                if error.status in REFUSED_ELSEWHERE_TOO or error.status == HTTPStatus.TOO_MANY_REQUESTS:
+                    return self._close(job, _client_error(error))
+                excluded.add(link)
+            except NoReplica as error:
+                if not await self._change(deadline - asyncio.get_running_loop().time()):
+                    return self._close(job, _nobody(str(error)))
+                excluded.clear()
+            else:
+                return self._close(job)
+
+    # ------------------------------------------------------------------------------------ as the Listener of its links
+
+    def connected(self, link: Link) -> None:
+        """A replica has said what it is."""
+        self._fitting.discard(link.url)
+        if link.fingerprint is not None and not self._same_texts(link.fingerprint):
+            parts = ", ".join(self._model.difference(link.fingerprint))
+            log.error("replica %s is left out: it serves another model than this gateway's (%s)", link.url, parts)
+            self._metrics.left_out(link.url)
+            return
+        self._fitting.add(link.url)
+        if link.fingerprint is not None and (different := self._model.difference(link.fingerprint)):
+            log.warning("replica %s computes other bits: %s differ", link.url, ", ".join(different))
+        log.info("replica %s is connected", link.url)
+
+    def frame(self, link: Link, frame: Frame) -> None:
+        """Something came to a call."""
+        assignment = self._assignments.get(frame.flow)
+        if assignment is None or assignment.link is not link or frame.sample not in assignment.samples:
+            self._metrics.late()
+            return
+        work = assignment.work
+        is_new = work.enter(frame)
+        job, ledger = work.job, work.ledgers[frame.sample]
+        if frame.more is not None and (count := frame.more.get("differences", 0)):
+            self._metrics.mismatched(count)
+            log.error("replica %s draws other tokens than those that were delivered before it took over", link.url)
+        if is_new and ledger.output.finished:
+            assignment.samples.discard(frame.sample)
+            work.output.num_running -= 1
+            job.num_open -= work.output.finished
+            self._new_tokens += MEMORY * (len(ledger.tokens) - self._new_tokens)
+            if not assignment.samples:
+                self._forget(assignment)
+        if frame.more is not None and "cached" in frame.more:
+            share = frame.more["cached"] / max(1, len(work.output.prompt_token_ids))
+            self._hit_rate += MEMORY * (share - self._hit_rate)
+            self._metrics.cached(frame.more["cached"], len(work.output.prompt_token_ids))
+        if (is_new or frame.more) and (deltas := job.news(work.output)):
+            job.take(deltas)
+        if job.num_open == 0:
+            self._close(job)
+
+    def failed(self, link: Link, flow: int, status: int, body: dict[str, Any]) -> None:
+        """A call has ended before its samples did."""
+        assignment = self._assignments.get(flow)
+        if assignment is None or assignment.link is not link:
+            self._metrics.late()
+        elif status == HTTPStatus.SERVICE_UNAVAILABLE:  # its engine has failed
+            self._lose(assignment, "failed")
+        else:
+            self._close(assignment.work.job, _client_error(Refused(status, body)))
+
+    def blocks(self, link: Link, snapshot: list[int] | None, events: list[list[Any]]) -> None:
+        """The blocks that a replica holds, or what happened to them."""
+        if snapshot is not None:
+            self.index.replace(link.slot, snapshot)
+        for kind, *digests in events:
+            if kind == "+":
+                self.index.store(link.slot, digests)
+            elif kind == "-":
+                self.index.remove(link.slot, digests)
+            else:
+                self.index.clear(link.slot)
+
+    def changed(self, link: Link) -> None:
+        """A replica's state is another one."""
+        self._news.set()
+        for assignment in self._assignments.values():
+            if assignment.link is link and assignment.is_placed:
+                assignment.is_seen = True
+        if link.state is not None and link.state.draining:
+            for assignment in [one for one in self._assignments.values() if one.link is link]:
+                if assignment.is_placed and not assignment.is_moving:
+                    assignment.is_moving = True
+                    self._spawn(self._move(assignment))
+
+    def contradicted(self, link: Link) -> None:
+        """A replica has sent what cannot be."""
+        self._metrics.contradicted(link.url)
+
+    def lost(self, link: Link) -> None:
+        """Whatever a replica was asked for is asked of others."""
+        self.index.clear(link.slot)
+        self._news.set()
+        for assignment in [one for one in self._assignments.values() if one.link is link and one.is_placed]:
+            self._lose(assignment, "lost")
+
+    def _lose(self, assignment: Assignment, why: str) -> None:
+        work, samples = assignment.work, sorted(assignment.samples)
+        self._forget(assignment)
+        if work.job not in self._open:
+            return
+        if self._config.resume == "never":
+            self._close(work.job, _nobody(f"{assignment.link.url} was lost, and --resume is 'never'"))
+            return
+        self._metrics.resumed(why)
+        if work.is_untouched and len(samples) == len(work.ledgers):
+            self._spawn(self._resume(work, samples))
+        else:
+            for sample in samples:
+                self._spawn(self._resume(work, [sample]))
+
+    async def _resume(self, work: Work, samples: list[int]) -> None:
+        try:
+            await self._place(work, samples)
+        except ApiError as error:
+            self._close(work.job, error)
+
+    async def _move(self, assignment: Assignment) -> None:
+        """Let others go on with what a draining replica computes. What has no other place stays."""
+        for sample in sorted(assignment.samples):
+            if sample not in assignment.samples:
+                continue
+            if assignment.work.is_untouched and len(assignment.samples) > 1:
+                samples = sorted(assignment.samples)
+            else:
+                samples = [sample]
+            try:
+                await self._place(assignment.work, samples, without=assignment.link)
+                self._metrics.resumed("drained")
+            except ApiError as error:
+                log.warning("a request stays at %s, which is draining: %s", assignment.link.url, error)
+                assignment.is_moving = False
+                return
+
+    # -------------------------------------------------------------------------------------------------- membership
+
+    async def _follow(self) -> None:
+        """Be connected to all members, and to no others."""
+        if self._http is None:
+            return
+        async for members in self._membership.changes():
+            wanted = {member.url for member in members}
+            for url in [url for url in self.links if url not in wanted]:
+                link = self.links.pop(url)
+                self._runs.pop(url).cancel()
+                self._free_slots.insert(0, link.slot)
+            for url in sorted(wanted - self.links.keys()):
+                link = Link(self._free_slots.pop(0), url, self._secret, self._http, self)
+                self.links[url] = link
+                self._runs[url] = asyncio.create_task(link.run())
+
+    def _link_at(self, slot: int) -> Link:
+        return next(link for link in self.links.values() if link.slot == slot)
+
+    def _same_texts(self, fingerprint: Fingerprint) -> bool:
+        return not set(self._model.difference(fingerprint)) & set(TEXT_PARTS)
+
+    async def _change(self, seconds: float) -> bool:
+        """Wait until something about a replica changes. False: nothing did for that long."""
+        self._news.clear()
+        try:
+            await asyncio.wait_for(self._news.wait(), max(0.0, seconds))
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the gateway failed", exc_info=task.exception())
+
+
+def _nobody(why: str) -> ApiError:
+    return ApiError(why, HTTPStatus.SERVICE_UNAVAILABLE, code="no_replica", headers={"Retry-After": "1"})
+
+
+def _client_error(error: Refused, work: Work | None = None) -> ApiError:
+    """What a replica has refused, as the client would have been refused without a fleet."""
+    found = error.error
+    param, code = found.get("param"), found.get("code")
+    guide = None if work is None else work.requests[0].guide
+    if code == "bad_grammar" and isinstance(guide, FarGuide):
+        param, code = guide.field, None
+    headers = {"Retry-After": "1"} if error.status == HTTPStatus.TOO_MANY_REQUESTS else None
+    return ApiError(str(error), HTTPStatus(error.status), param=param, code=code, headers=headers)

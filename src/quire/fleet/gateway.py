@@ -1,0 +1,254 @@
+"""Gateway: OpenAI's API in front of a fleet. It makes prompts and answers; replicas compute what lies between."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import aiohttp
+import uvicorn
+from starlette.requests import Request as HttpRequest
+
+from quire import __version__
+from quire.errors import ConfigError
+from quire.fleet.config import GatewayConfig
+from quire.fleet.dispatch import Fleet
+from quire.fleet.fingerprint import Fingerprint
+from quire.fleet.membership import Membership
+from quire.fleet.metrics import FleetMetrics
+from quire.fleet.wire import Hello, read
+from quire.fleet.work import FarGuide
+from quire.request import Guide, Request
+from quire.server.api.app import build_app
+from quire.server.api.jobs import Delta, Stream
+from quire.server.api.service import Identity, ServedModel, Service
+from quire.server.http.api_error import ApiError
+from quire.server.http.guard import client_of
+from quire.server.run import Listening, allow_connections, listen, run_until_stopped, settings
+from quire.server.sandbox.chat_template import ChatTemplate, tokenizer_settings
+from quire.server.sandbox.grammar import Spec
+from quire.text import RequestOutput, find_tokenizer
+
+ASK_AGAIN = 0.2  # s, while no replica has answered yet
+MAX_KEY = 256  # characters of an Idempotency-Key
+LAST_EVENT = re.compile(r"([a-z]+-[0-9a-f]{32})/([0-9]{1,12})/((?:[0-9]+:[0-9]+(?:e)?,?)*)")
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a client has of a sample."""
+
+    characters: int
+    tokens: int
+    is_whole: bool
+
+
+class FleetService(Service):
+    """A service whose requests have names that outlive the gateway, so that another one can go on with a stream."""
+
+    def identity(self, request: HttpRequest, kind: str) -> Identity:
+        """The name that the client's own headers give the request, or a new one.
+
+        Last-Event-ID: the last event that the client has of a stream. Idempotency-Key: the same key, the same name,
+        and so the same seed. Raises ApiError for a header that is none.
+        """
+        last, key = request.headers.get("last-event-id"), request.headers.get("idempotency-key")
+        if last is not None:
+            found = LAST_EVENT.fullmatch(last)
+            if found is None or not found[1].startswith(f"{kind}-"):
+                raise ApiError(
+                    f"the header Last-Event-ID is {last[:80]!r}; it must be the id of an event of this route"
+                )
+            return Identity(found[1], int(found[2]))
+        if key is None:
+            return super().identity(request, kind)
+        if not 0 < len(key) <= MAX_KEY:
+            raise ApiError(f"the header Idempotency-Key has {len(key)} characters; it must have 1 to {MAX_KEY}")
+        digest = blake2b(f"{client_of(request)}\0{key}".encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        return Identity(f"{kind}-{digest}", int(time.time()))
+
+    def stream(
+        self, request: HttpRequest, identity: Identity, prompts: Sequence[tuple[RequestOutput, list[Request]]]
+    ) -> Stream:
+        """A stream that goes on after the client's last event."""
+        found = LAST_EVENT.fullmatch(request.headers.get("last-event-id", ""))
+        known = [_known(one) for one in found[3].split(",")] if found is not None and found[3] else []
+        return NumberedStream(identity, prompts, known)
+
+    async def compiled(self, client: str, spec: Spec, field: str) -> Guide:
+        """The replica compiles it."""
+        return FarGuide(spec, field)
+
+
+class NumberedStream(Stream):
+    """A stream whose events say how far each sample is, so that a client can ask another gateway for the rest."""
+
+    def __init__(
+        self, identity: Identity, prompts: Sequence[tuple[RequestOutput, list[Request]]], known: Sequence[Known]
+    ) -> None:
+        """known: what the client has, sample by sample; empty of a new stream. Raises ApiError for another number."""
+        super().__init__(prompts)
+        self._identity = identity
+        self._places = {
+            (output.request_id, sample.index): place
+            for place, (output, sample) in enumerate((output, one) for output in self.outputs for one in output.outputs)
+        }
+        if known and len(known) != len(self._places):
+            raise ApiError(
+                f"the header Last-Event-ID tells of {len(known)} samples; this request has {len(self._places)}"
+            )
+        self.is_continued = bool(known)
+        self._known = dict(zip(self._places, known, strict=True)) if known else {}
+        self._delivered = [Known(0, 0, False)] * len(self._places)
+
+    def news(self, output: RequestOutput) -> list[Any]:
+        """What is new in an output; of what the client has, nothing before it is there as a whole."""
+        found = []
+        for sample in output.outputs:
+            known = self._known.get((output.request_id, sample.index))
+            if known is None:
+                continue
+            whole = sample.finished if known.is_whole else len(sample.token_ids) >= known.tokens
+            if not whole:
+                return []
+            del self._known[output.request_id, sample.index]
+            logprobs = None if sample.logprobs is None else sample.logprobs[: known.tokens]
+            end = (sample.finish_reason, sample.stop_reason) if known.is_whole else (None, None)
+            text, tokens = sample.text[: known.characters], sample.token_ids[: known.tokens]
+            found.append(Delta(output, sample.index, text, tokens, logprobs, *end, None, is_known=True))
+            self.mark_told(output, sample.index, known.characters, known.tokens, is_whole=known.is_whole)
+        return found + super().news(output)
+
+    async def deltas(self) -> list[Delta]:
+        """What has come since the last call."""
+        deltas = await super().deltas()
+        for delta in deltas:
+            place = self._places[delta.output.request_id, delta.sample]
+            before = self._delivered[place]
+            self._delivered[place] = Known(
+                before.characters + len(delta.text),
+                before.tokens + len(delta.token_ids),
+                delta.finish_reason is not None,
+            )
+        return deltas
+
+    def mark(self) -> bytes:
+        """The line that names an event after which the client has all that `deltas` returned so far."""
+        places = ",".join(f"{one.characters}:{one.tokens}{'e' * one.is_whole}" for one in self._delivered)
+        return f"id: {self._identity.name}/{self._identity.created}/{places}\n".encode("ascii")
+
+
+def _known(text: str) -> Known:
+    characters, tokens = text.rstrip("e").split(":")
+    return Known(int(characters), int(tokens), text.endswith("e"))
+
+
+# --------------------------------------------------------------------------------------------------------- running
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the first replica has said of the model."""
+
+    hello: Hello
+    files: dict[str, str]  # that prompts are made with
+
+
+def serve_fleet(membership: Membership, config: GatewayConfig, tell: Callable[[str], None]) -> None:
+    """Serve until a signal, which ends the process. tell: is given the lines that say what is served.
+
+    Raises QuireError where an option cannot be honoured; nothing was served then.
+    """
+    listening = listen(config.host, config.port)
+    allow_connections()
+    with TemporaryDirectory(prefix="quire-gateway-") as directory:
+        try:
+            tell("waiting for a replica")
+            found = asyncio.run(find_model(membership, config))
+            service, fleet, metrics = build_gateway(membership, config, found, Path(directory))
+
+            def ready() -> None:
+                host, port = listening.getsockname()[:2]
+                address = f"[{host}]" if ":" in host else host
+                tell(f"Quire {__version__} serves {service.model.names[0]} at http://{address}:{port} with a fleet")
+
+            app = build_app(service, metrics, ())
+            run_until_stopped(GatewayServer(settings(app, config), ready, fleet, config), listening)
+        finally:
+            listening.close()
+
+
+class GatewayServer(Listening):
+    """Lets open answers end before it does."""
+
+    def __init__(
+        self, settings: uvicorn.Config, ready: Callable[[], None], fleet: Fleet, config: GatewayConfig
+    ) -> None:
+        super().__init__(settings, ready)
+        self._fleet = fleet
+        self._seconds = config.shutdown_timeout
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer what is running, then end."""
+        end_all = partial(self._fleet.end_all, "the gateway is stopping")
+        timer = asyncio.get_running_loop().call_later(self._seconds, end_all)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+
+def build_gateway(
+    membership: Membership, config: GatewayConfig, found: Found, directory: Path
+) -> tuple[FleetService, Fleet, FleetMetrics]:
+    """The service of a gateway, whose fleet is not started. directory: an empty one, for the files of the model."""
+    hello = found.hello
+    for name, text in found.files.items():
+        (directory / name).write_text(text, "utf-8")
+    model = ServedModel(
+        names=tuple(hello.names),
+        tokenizer=find_tokenizer(directory),
+        tokenizer_settings=tokenizer_settings(directory),
+        template=ChatTemplate.find(directory),
+        max_model_len=hello.max_model_len,
+        vocab_size=hello.vocab_size,
+        eos_token_ids=frozenset(hello.eos_token_ids),
+        hidden_size=hello.hidden_size,
+    )
+    metrics = FleetMetrics()
+    secret = config.fleet_secret or ""
+    fleet = Fleet(membership, secret, Fingerprint.from_json(hello.fingerprint), hello, config, metrics)
+    return FleetService(model, fleet, config), fleet, metrics
+
+
+async def find_model(membership: Membership, config: GatewayConfig) -> Found:
+    """What the first replica that answers says of its model; waits for one.
+
+    Raises ConfigError where one refuses the fleet's secret, or is no replica.
+    """
+    headers = {"Authorization": f"Bearer {config.fleet_secret}"}
+    timeout = aiohttp.ClientTimeout(total=10, sock_connect=2)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as http:
+        async for members in membership.changes():
+            while True:
+                for member in sorted(members):
+                    try:
+                        async with http.get(f"{member.url}/fleet/model") as answer:
+                            body = await answer.json(content_type=None)
+                    except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError):
+                        continue
+                    if answer.status != 200:
+                        why = (body.get("error") or {}).get("message", "") if isinstance(body, dict) else ""
+                        raise ConfigError(
+                            f"{member.url} is no replica of this fleet: HTTP status {answer.status}, {why}"
+                        )
+                    return Found(read(Hello, body["hello"]), dict(body["files"]))
+                await asyncio.sleep(ASK_AGAIN)
+    raise ConfigError("the fleet has no replica")

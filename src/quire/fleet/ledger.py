@@ -1,0 +1,55 @@
+"""Ledger: what is known of one sample, whichever replicas it came from.
+
+A sample's answer is a function of its prompt, seed and options. Each replica computes a part of it, some parts twice,
+and a ledger takes each token once, in order. What a client receives comes from it alone, after it was entered.
+"""
+
+from __future__ import annotations
+
+from quire.fleet.wire import Frame, WireError
+from quire.text import CompletionOutput, Logprob
+
+
+class Ledger:
+    """The entries of one sample: its output, as the client sees it."""
+
+    def __init__(self, output: CompletionOutput, has_logprobs: bool) -> None:
+        self.output = output
+        if has_logprobs:
+            output.logprobs, output.cumulative_logprob = [], 0.0
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens so far."""
+        return self.output.token_ids
+
+    def enter(self, frame: Frame) -> bool:
+        """Take in a frame. False: there is nothing new in it.
+
+        What is known already is compared. Raises WireError, entering nothing, where it differs, where tokens are
+        missing before the frame, and where it goes on after the end.
+        """
+        output = self.output
+        known, known_text = len(output.token_ids) - frame.at, len(output.text) - frame.characters
+        where = f"sample {frame.sample}: the frame of tokens {frame.at} to {frame.at + len(frame.tokens)}"
+        if known < 0 or known_text < 0:
+            raise WireError(f"{where} comes after {len(output.token_ids)} tokens and {len(output.text)} characters")
+        if frame.tokens[:known] != output.token_ids[frame.at :][: len(frame.tokens)]:
+            raise WireError(f"{where} has other tokens than those that are known: {frame.tokens}")
+        if frame.text[:known_text] != output.text[frame.characters :][: len(frame.text)]:
+            raise WireError(f"{where} has another text than the one that is known: {frame.text!r}")
+        tokens, text = frame.tokens[known:], frame.text[known_text:]
+        if output.finished:
+            if tokens or text:
+                raise WireError(f"{where} goes on after the end")
+            return False
+        output.token_ids += tokens
+        output.text += text
+        if output.logprobs is not None and frame.logprobs is not None:
+            for token, candidates in zip(tokens, frame.logprobs[known:], strict=True):
+                found = {one: Logprob(logprob, rank, shown) for one, logprob, rank, shown in candidates}
+                output.logprobs.append(found)
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + found[token].logprob
+        if frame.end is not None:
+            output.finish_reason, output.stop_reason, output.error = frame.end
+        return bool(tokens or text or frame.end)

@@ -1,0 +1,201 @@
+"""Link: a gateway's connection to one replica."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+import aiohttp
+
+from quire.errors import QuireError
+from quire.fleet.fingerprint import Fingerprint
+from quire.fleet.state import ReplicaState
+from quire.fleet.wire import PROTOCOL, SILENCE, Call, Frame, Hello, SearchCall, WireError, dumps, loads, read
+
+log = logging.getLogger("quire.fleet")
+
+CONNECT = 2.0  # s in which a connection must be made
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # s before a replica that is lost is asked again
+LONGEST_DISTRUST = 60.0  # s, of one that contradicts itself
+
+
+class LinkLost(QuireError):
+    """The replica does not answer any more, or has answered what it cannot mean."""
+
+
+class Refused(QuireError):
+    """The replica has refused a call."""
+
+    def __init__(self, status: int, body: dict[str, Any]) -> None:
+        self.error: dict[str, Any] = body.get("error") or {}
+        super().__init__(str(self.error.get("message", f"HTTP status {status}")))
+        self.status = status
+
+
+class Listener(Protocol):
+    """Who is called with what a link brings."""
+
+    def connected(self, link: Link) -> None:
+        """The replica has said what it is."""
+
+    def frame(self, link: Link, frame: Frame) -> None:
+        """Something came to a call. Raises WireError where it cannot be."""
+
+    def failed(self, link: Link, flow: int, status: int, body: dict[str, Any]) -> None:
+        """A call has ended before its samples did."""
+
+    def blocks(self, link: Link, snapshot: list[int] | None, events: list[list[Any]]) -> None:
+        """The blocks that the replica holds, or what happened to them."""
+
+    def changed(self, link: Link) -> None:
+        """The replica's state is another one."""
+
+    def contradicted(self, link: Link) -> None:
+        """The replica has sent what cannot be."""
+
+    def lost(self, link: Link) -> None:
+        """Whatever was called is lost there. What comes of it later is not heard."""
+
+
+class Link:
+    """A session with a replica, opened again whenever it is lost."""
+
+    def __init__(self, slot: int, url: str, secret: str, http: aiohttp.ClientSession, listener: Listener) -> None:
+        """slot: its number in the index. http: is left open."""
+        self.slot = slot
+        self.url = url
+        self.hello: Hello | None = None  # while it is connected
+        self.fingerprint: Fingerprint | None = None  # of the last session
+        self.state: ReplicaState | None = None
+        self.failure = "it has not answered yet"  # why it is not connected
+        self._http = http
+        self._headers = {"Authorization": f"Bearer {secret}"}
+        self._listener = listener
+        self._posts: set[asyncio.Task[Any]] = set()
+        self._next_event: int | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it can be called."""
+        return self.hello is not None and self.state is not None
+
+    async def run(self) -> None:
+        """Stay connected until this is cancelled."""
+        pause = FIRST_PAUSE
+        while True:
+            longest = LONGEST_PAUSE
+            try:
+                await self._serve()
+                self.failure = "it has ended the session"
+            except WireError as error:  # to ask it again at once would be of no use
+                self.failure, longest = str(error), LONGEST_DISTRUST
+                self._listener.contradicted(self)
+            except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+                self.failure = _reason(error)
+            finally:
+                was_up = self.is_up
+                self._drop()
+            if was_up:
+                log.warning("replica %s is lost: %s", self.url, self.failure)
+                pause = FIRST_PAUSE if longest == LONGEST_PAUSE else pause
+            await asyncio.sleep(pause)
+            pause = min(longest, 2 * pause)
+
+    async def post(self, path: str, message: Call | SearchCall | dict[str, Any]) -> dict[str, Any]:
+        """Send a message. Raises Refused, and LinkLost also where the session is lost meanwhile."""
+        if self.hello is None:
+            raise LinkLost(f"{self.url}: {self.failure}")
+        found = message if isinstance(message, dict) else loads(dumps(message))
+        task = asyncio.create_task(self._post(path, dumps(found | {"session": self.hello.session})))
+        self._posts.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task in self._posts:
+                raise  # whoever waited is cancelled
+            raise LinkLost(f"{self.url}: {self.failure}") from None
+        finally:
+            self._posts.discard(task)
+
+    async def _post(self, path: str, line: bytes) -> dict[str, Any]:
+        try:
+            async with self._http.post(
+                self.url + path, data=line, headers=self._headers, timeout=_timeout(None)
+            ) as answer:
+                body = await answer.read()
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise LinkLost(f"{self.url}: {_reason(error)}") from error
+        found = json.loads(body) if body else {}
+        if answer.status != 200:
+            raise Refused(answer.status, found)
+        return dict(found)
+
+    async def _serve(self) -> None:
+        lines = self._lines()
+        try:
+            hello = read(Hello, loads(await anext(lines, b"{}")))
+            if hello.protocol != PROTOCOL:
+                raise WireError(f"it speaks version {hello.protocol} of the fleet's protocol; this gateway {PROTOCOL}")
+            self.fingerprint = Fingerprint.from_json(hello.fingerprint)
+            self.hello, self._next_event = hello, None
+            async for line in lines:
+                try:
+                    self._take(loads(line))
+                except (KeyError, TypeError, IndexError) as error:
+                    raise WireError(f"a line cannot be read: {type(error).__name__}: {error}") from error
+        finally:
+            await lines.aclose()
+
+    async def _lines(self) -> AsyncGenerator[bytes, None]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT, sock_read=SILENCE)
+        async with self._http.post(f"{self.url}/fleet/session", headers=self._headers, timeout=timeout) as answer:
+            if answer.status != 200:
+                raise Refused(answer.status, json.loads(await answer.read()))
+            rest = b""
+            async for piece in answer.content.iter_any():
+                *whole, rest = (rest + piece).split(b"\n")
+                for line in whole:
+                    yield line
+
+    def _take(self, message: dict[str, Any]) -> None:
+        was_up = self.is_up
+        if "state" in message:
+            self.state = read(ReplicaState, message["state"])
+        if "snapshot" in message:
+            self._next_event = message["event"]
+            self._listener.blocks(self, message["snapshot"], [])
+        elif "events" in message:
+            if self._next_event is None or message["event"] != self._next_event:
+                raise WireError(f"block event {message['event']} comes where {self._next_event} was expected")
+            self._next_event += len(message["events"])
+            self._listener.blocks(self, None, message["events"])
+        if "state" in message:
+            if not was_up:
+                self._listener.connected(self)
+            self._listener.changed(self)
+        for frame in message.get("frames", ()):
+            self._listener.frame(self, Frame.parse(frame))
+        for flow, status, body in message.get("failed", ()):
+            self._listener.failed(self, flow, status, body)
+
+    def _drop(self) -> None:
+        was_up = self.is_up
+        self.hello = self.state = None
+        posts, self._posts = self._posts, set()
+        for task in posts:
+            task.cancel()
+        if was_up:
+            self._listener.lost(self)
+
+
+def _timeout(seconds: float | None) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, asyncio.TimeoutError):
+        return f"nothing was heard of it for {SILENCE:g} s"
+    return str(error) or type(error).__name__

@@ -1,0 +1,320 @@
+"""What bits a machine computes: digests of what each operator makes of small fixed inputs.
+
+Replicas with the same files and versions may round differently: another instruction set, another library of
+mathematical functions, a kernel that was compiled otherwise. Results show it whatever the reason is.
+
+Inputs are made of integers by exact steps, so that they cannot differ. Their magnitudes do, by factors of up to 128,
+so that a sum in another order is another sum. Sums are long enough to be cut where kernels cut them: linears after 192
+inputs (bf16 on AVX-512) and groups of 128, attention after 256 and 1,024 keys.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.cache.manager import CacheGroup
+from quire.cache.storage import KVCache, cache_dtype
+from quire.config import EngineConfig
+from quire.engine.flatten import sampling_rows
+from quire.engine.sampler import sample, token_logprobs
+from quire.fleet.fingerprint import DIGEST_SIZE
+from quire.models.decoder_config import DecoderConfig
+from quire.models.model import Model
+from quire.ops import AttentionPlan, AttentionSpec, Backend
+from quire.ops.experts import ExpertLayer
+from quire.ops.linear import Linear, Linears
+from quire.ops.quantised import QuantisedWeight
+from quire.request import Request, SamplingParams
+
+ROWS = (1, 7, 40)  # of a linear: one, fewer than a tile has, and more
+INPUTS = 448  # two stretches of 192 and a part of one; three groups of 128 and a part of one
+OUTPUTS = 96
+SEQUENCES = ((40, 40), (7, 300), (1, 1100))  # query rows and keys: a prompt, a chunk of one, and a decoded token
+WINDOW = 100
+VOCABULARY = 2053  # not a multiple of what the sampler looks at in one go
+NUMBERS = 4096  # that each function is computed of; fewer than torch splits among threads
+EPS = 1e-6
+SAMPLINGS = (
+    SamplingParams(temperature=0.0, logprobs=5),
+    SamplingParams(temperature=0.0, logprobs=5, repetition_penalty=1.3),
+    SamplingParams(temperature=1.0, logprobs=5),
+    SamplingParams(temperature=0.7, logprobs=5, top_p=0.9),
+    SamplingParams(temperature=1.3, logprobs=5, top_k=40),
+    SamplingParams(temperature=1.0, logprobs=5, min_p=0.05),
+    SamplingParams(temperature=0.9, logprobs=5, frequency_penalty=0.3, presence_penalty=0.7),
+    SamplingParams(temperature=3.0, logprobs=5, top_p=0.99, top_k=500, min_p=0.01, repetition_penalty=0.9),
+)
+
+
+def probe(model: Model, backend: Backend, config: EngineConfig) -> dict[str, str]:
+    """A digest, 16 hexadecimal digits, of each kind of operator's results, by the kind's name.
+
+    Operators work in the model's dtype, with its heads and its dtype of the cache, whether or not its layers have all
+    of them. Integer products are among them where the model has some, and experts too. No weight of the model is read,
+    and nothing of its engine is used.
+    """
+    case = _Case.of(model, backend, config)
+    kinds: dict[str, Callable[[_Case], Iterator[Tensor]]] = {
+        "linear": _linears,
+        "attention": _attention,
+        "norm": _norms,
+        "rope": _rope,
+        "activation": _activations,
+        "sampler": _sampler,
+        "function": _functions,
+    }
+    if model.quantisation is not None and config.quantization_activations == "int8":
+        kinds["integer linear"] = _integer_linears
+    if isinstance(model.config, DecoderConfig) and model.config.experts is not None:
+        kinds["experts"] = _experts
+    with torch.inference_mode():
+        return {kind: _digest(compute(case)) for kind, compute in kinds.items()}
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What the operators are probed on, and with."""
+
+    backend: Backend
+    linears: Linears
+    spec: AttentionSpec  # of layers without a window
+
+    @classmethod
+    def of(cls, model: Model, backend: Backend, config: EngineConfig) -> _Case:
+        shape, block_size = model.config, config.cache.block_size
+        kv_heads = min(2, shape.num_kv_heads)
+        spec = AttentionSpec(
+            num_heads=kv_heads * (shape.num_heads // shape.num_kv_heads),
+            num_kv_heads=kv_heads,
+            head_dim=shape.head_dim,
+            block_size=block_size,
+            num_blocks=sum(-(-keys // block_size) for _, keys in SEQUENCES),
+            dtype=model.dtype,
+            kv_dtype=cache_dtype(config.cache, model.dtype),
+            device=config.device,
+            reproducible=config.reproducible,
+        )
+        return cls(backend, backend.linears(config.device, config.reproducible), spec)
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Those of small operators: in fp32, too, one shows what rounding to a half hides in nearly all numbers."""
+        return list(dict.fromkeys((self.spec.dtype, torch.float32)))
+
+    def numbers(self, seed: int, *shape: int, scale: float = 1.0) -> Tensor:
+        """Fixed numbers of the model's dtype, as `_numbers` makes them."""
+        return self.wide_numbers(seed, *shape, scale=scale).to(self.spec.dtype)
+
+    def wide_numbers(self, seed: int, *shape: int, scale: float = 1.0) -> Tensor:
+        """The same in fp32."""
+        return _numbers(seed, shape, scale).to(self.spec.device)
+
+
+def _words(seed: int, count: int) -> NDArray[np.uint64]:
+    """The first outputs of splitmix64 (Steele et al. 2014) from a state of that seed's own."""
+    z = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    words: NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+    return words
+
+
+def _numbers(seed: int, shape: Sequence[int], scale: float) -> Tensor:
+    """fp32 of that shape, between -scale and scale, which is a power of two: 24 bits, times 1, 1/2, ... or 1/128."""
+    words = _words(seed, int(np.prod(shape)))
+    whole = (words >> np.uint64(40)).astype(np.int32) - 2**23
+    fractions = np.ldexp(whole.astype(np.float32), -23 - (words & np.uint64(7)).astype(np.int32))
+    return torch.from_numpy(fractions * np.float32(scale)).view(*shape)
+
+
+def _digest(results: Iterator[Tensor]) -> str:
+    found = blake2b(digest_size=DIGEST_SIZE)
+    for x in results:
+        found.update(f"{x.dtype} {tuple(x.shape)}".encode())
+        found.update(x.cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------- products
+
+
+def _linears(case: _Case) -> Iterator[Tensor]:
+    weight, bias = case.numbers(1, OUTPUTS, INPUTS), case.numbers(2, OUTPUTS)
+    embedding, tied = case.linears.tied(weight)
+    yield embedding(torch.arange(OUTPUTS, device=case.spec.device))
+    products = (case.linears.linear(weight, bias), case.linears.linear(weight), case.linears.head(weight), tied)
+    yield from _products(case, products)
+
+
+def _products(case: _Case, linears: Sequence[Linear]) -> Iterator[Tensor]:
+    for rows in ROWS:
+        x = case.numbers(3, rows, INPUTS, scale=4.0)
+        for linear in linears:
+            yield linear(x)
+
+
+def _integer_linears(case: _Case) -> Iterator[Tensor]:
+    """Every way in which checkpoints and roundings at load have integers."""
+    weights = [
+        _integers(case, bits, group_size, has_zeros)
+        for bits in (4, 8)
+        for group_size in (32, 128, INPUTS)
+        for has_zeros in (False, True)
+    ]
+    weights.append(replace(_integers(case, 8, INPUTS, False), whole_rows=True))
+    order = torch.arange(INPUTS - 1, -1, -1, device=case.spec.device)
+    weights.append(replace(_integers(case, 4, 128, False), order=order))
+    bias = case.numbers(2, OUTPUTS)
+    yield from _products(case, [case.linears.linear(weight, bias) for weight in weights])
+    embedding, tied = case.linears.tied(_integers(case, 8, INPUTS, False))
+    yield embedding(torch.arange(OUTPUTS, device=case.spec.device))
+    yield from _products(case, [tied])
+
+
+def _integers(
+    case: _Case, bits: int, group_size: int, has_zeros: bool, outputs: int = OUTPUTS, inputs: int = INPUTS
+) -> QuantisedWeight:
+    groups = -(-inputs // group_size)
+
+    def below(limit: int, seed: int, columns: int) -> Tensor:
+        words = _words(seed, outputs * columns) % np.uint64(limit)
+        return torch.from_numpy(words.astype(np.int64)).view(outputs, columns)
+
+    weight = QuantisedWeight(
+        below(2**bits, 4, inputs).to(torch.uint8),
+        _numbers(5, (outputs, groups), 1 / 16).abs(),
+        below(2**bits, 6, groups).float() if has_zeros else None,
+        bits,
+        group_size,
+        case.spec.dtype,
+    )
+    return weight.to(case.spec.device)
+
+
+def _experts(case: _Case) -> Iterator[Tensor]:
+    count, inner = 4, OUTPUTS
+    linears = case.linears
+    router = linears.head(case.numbers(7, count, INPUTS))
+    mlp_in = [linears.linear(case.numbers(10 + i, 2 * inner, INPUTS)) for i in range(count)]
+    mlp_out = [linears.linear(case.numbers(20 + i, INPUTS, inner)) for i in range(count)]
+    for renormalised in (False, True):
+        layer = ExpertLayer(router, mlp_in, mlp_out, 2, renormalised)
+        for rows in ROWS:
+            yield case.backend.experts(case.numbers(3, rows, INPUTS, scale=4.0), layer)
+
+
+# -------------------------------------------------------------------------------------------------- attention
+
+
+def _attention(case: _Case) -> Iterator[Tensor]:
+    """A prompt, a chunk and a decoded token in one step, over a cache that was written before."""
+    spec, backend = case.spec, case.backend
+    D, block_size = spec.head_dim, spec.block_size
+    layout = (block_size, spec.num_kv_heads, D, spec.cache_dtype)
+    kv = KVCache([CacheGroup((0,))], spec.num_blocks, *layout, spec.device, backend=backend).layer(0)
+    keys = [keys for _, keys in SEQUENCES]
+    width = -(-max(keys) // block_size)
+    first = list(accumulate((-(-n // block_size) for n in keys[:-1]), initial=0))  # of each sequence, its first block
+    tables = torch.tensor(first, dtype=torch.int32)[:, None] + torch.arange(width, dtype=torch.int32)
+    slots = torch.cat([block * block_size + torch.arange(n) for block, n in zip(first, keys, strict=True)])
+
+    def plan(window: int | None, rows: Sequence[int], slots: Tensor | None) -> AttentionPlan:
+        ends = torch.tensor(list(accumulate(rows, initial=0)), dtype=torch.int32)
+        return backend.plan(replace(spec, window=window), ends, torch.tensor(keys, dtype=torch.int32), tables, slots)
+
+    k, v = (case.numbers(seed, sum(keys), spec.num_kv_heads, D, scale=2.0) for seed in (30, 31))
+    backend.write_kv(k, v, kv, plan(None, keys, slots))
+    rows = [rows for rows, _ in SEQUENCES]
+    q = case.numbers(32, sum(rows), spec.num_heads, D, scale=8.0)
+    by_head = case.wide_numbers(33, spec.num_heads).abs()
+    everything = plan(None, rows, None)
+    yield from backend.attention(q, kv, everything, return_lse=True)
+    yield backend.attention(q, kv, everything, scale=0.25, softcap=30.0)
+    yield backend.attention(q, kv, everything, alibi_slopes=by_head)
+    yield backend.attention(q, kv, everything, sinks=by_head)
+    windowed = plan(WINDOW, rows, None)
+    yield backend.attention(q, kv, windowed)
+    yield backend.attention(q, kv, windowed, softcap=30.0, sinks=by_head)
+
+
+def _rope(case: _Case) -> Iterator[Tensor]:
+    spec, count = case.spec, ROWS[-1]
+    cos, sin = (case.wide_numbers(seed, count, spec.head_dim // 2) for seed in (42, 43))
+    for dtype in case.dtypes:
+        q = case.wide_numbers(40, count, spec.num_heads, spec.head_dim).to(dtype)
+        k = case.wide_numbers(41, count, spec.num_kv_heads, spec.head_dim).to(dtype)
+        case.backend.rope(q, k, torch.arange(count, device=spec.device).flip(0), cos, sin)
+        yield q
+        yield k
+
+
+# ---------------------------------------------------------------------------------------------- small operators
+
+
+def _norms(case: _Case) -> Iterator[Tensor]:
+    backend = case.backend
+    weight, bias = (case.wide_numbers(seed, INPUTS) for seed in (52, 53))
+    for dtype in case.dtypes:
+        x, residual = (case.wide_numbers(seed, ROWS[-1], INPUTS, scale=4.0).to(dtype) for seed in (50, 51))
+        yield backend.rms_norm(x, weight, EPS)
+        yield backend.add_rms_norm(x, residual, weight, EPS)
+        yield residual
+        yield backend.layer_norm(x, weight, bias, EPS)
+        yield backend.layer_norm(x, weight, None, EPS)
+
+
+def _activations(case: _Case) -> Iterator[Tensor]:
+    for dtype in case.dtypes:
+        x = case.wide_numbers(60, ROWS[-1], 2 * INPUTS, scale=8.0).to(dtype)
+        yield case.backend.swiglu(x)
+        yield case.backend.gelu(x, "none")
+        yield case.backend.gelu(x, "tanh")
+
+
+def _functions(case: _Case) -> Iterator[Tensor]:
+    """What torch computes in and around models, and in the sampler: its functions differ from CPU to CPU."""
+    x = case.wide_numbers(70, NUMBERS, scale=16.0)
+    for function in (torch.exp, torch.tanh, torch.erf, torch.sin, torch.cos, torch.sigmoid):
+        yield function(x)
+    yield torch.log(x.abs() + 1.0)
+    yield torch.rsqrt(x.abs() + 1.0)
+    weights = torch.exp(x.double())
+    yield weights
+    yield weights.cumsum(-1)
+    rows = x.view(-1, 256)
+    yield torch.softmax(rows, -1)
+    yield rows.pow(2).mean(-1)
+    D = case.spec.head_dim
+    for theta in (1e4, 5e5):  # tables of RoPE are made on the host
+        frequencies = 1.0 / theta ** (torch.arange(0, D, 2, dtype=torch.float32) / D)
+        angles = torch.arange(0, 2**17, 2**17 // 32 + 1, dtype=torch.float32)[:, None] * frequencies
+        yield angles.cos()
+        yield angles.sin()
+
+
+def _sampler(case: _Case) -> Iterator[Tensor]:
+    """Tokens and logprobs. Few draws would see another last bit in a weight: `_functions` has these."""
+    requests = []
+    for seed, sampling in enumerate(SAMPLINGS):
+        given = array("i", (_words(80 + seed, 50) % np.uint64(VOCABULARY)).astype(np.int32).tolist())
+        requests.append(Request(str(seed), given, 20, sampling, seed % 3, seed=seed))
+    rows = sampling_rows(requests)
+    logits = case.wide_numbers(90, len(requests), VOCABULARY, scale=16.0)
+    changed = logits.clone()
+    tokens = sample(changed, rows, case.backend)
+    yield tokens
+    yield changed
+    reported = token_logprobs(logits, tokens, rows.num_logprobs, case.backend)()
+    numbers = [[one.logprob, one.rank, *(x for pair in one.top for x in pair)] for one in reported]
+    yield torch.tensor(numbers, dtype=torch.float64)
+    yield case.backend.logsumexp(logits)
+    yield from case.backend.top_k_softmax(logits, 8)

@@ -1,0 +1,309 @@
+"""Replica: a server as a fleet's gateways see it, by routes below /fleet/ that want the fleet's secret."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from quire.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from quire.embedding import embedding_request
+from quire.engine.beam import BeamSearchParams
+from quire.errors import RequestError
+from quire.fleet.identity import replica_fingerprint
+from quire.fleet.rates import StepRates
+from quire.fleet.session import Flow, Session
+from quire.fleet.state import ReplicaState
+from quire.fleet.wire import BEAT, PROTOCOL, Call, Hello, SearchCall, WireError, loads, read, wire_digest
+from quire.llm import LLM
+from quire.request import Event, Request, Task
+from quire.server.api.service import Service
+from quire.server.api.worker import Worker
+from quire.server.http.api_error import ApiError
+from quire.server.http.sse import EventStream, JsonBody
+from quire.server.sandbox.grammar import Spec
+from quire.text import RequestOutput, make_requests
+
+log = logging.getLogger("quire.fleet")
+M = TypeVar("M")
+MODEL_FILES = ("tokenizer.json", "tokenizer_config.json")  # what a gateway makes prompts with
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+class Replica:
+    """Serves gateways. Its methods are the event loop's, but for those that say otherwise."""
+
+    def __init__(self, llm: LLM, worker: Worker, service: Service, secret: str) -> None:
+        """secret: what gateways have to show. Raises ConfigError for a model whose bits depend on the batch."""
+        template = service.model.template
+        self.fingerprint = replica_fingerprint(llm, None if template is None else template.source)
+        self.incarnation = secrets.token_hex(8)
+        self.draining = False
+        self._llm = llm
+        self._worker = worker
+        self._service = service
+        self._secret = secret.encode()
+        self._sessions: dict[str, Session] = {}
+        self._closing = False
+        self._beats: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # From here on the engine thread's.
+        self._manager = llm.engine.scheduler.manager
+        self._events: list[list[Any]] = []  # of blocks, in this step
+        self._next_event = 0
+        self._rates = StepRates()
+        self._num_planned = 0
+        llm.engine.listen(self._hear)
+        worker.observers.append(self._observe)
+
+    def router(self) -> APIRouter:
+        """The routes."""
+        routes = APIRouter(prefix="/fleet", include_in_schema=False)
+        routes.add_api_route("/model", self._model, methods=["GET"], response_model=None)
+        routes.add_api_route("/session", self._open, methods=["POST"], response_model=None)
+        routes.add_api_route("/generate", self._generate, methods=["POST"], response_model=None)
+        routes.add_api_route("/abort", self._abort, methods=["POST"], response_model=None)
+        routes.add_api_route("/search", self._search, methods=["POST"], response_model=None)
+        routes.add_api_route("/match", self._match, methods=["POST"], response_model=None)
+        routes.add_api_route("/drain", self._drain, methods=["POST"], response_model=None)
+        return routes
+
+    def drain(self) -> None:
+        """Take no further calls, and let gateways move those that run. What nobody moves is served to its end."""
+        self.draining = True
+        for session in self._sessions.values():
+            session.draining = True
+            session.wake()
+
+    def close(self) -> None:
+        """As `drain`; and each session ends when it has nothing left to report."""
+        self._closing = True
+        self.drain()
+        for session in self._sessions.values():
+            session.closing = True
+
+    # ------------------------------------------------------------------------------------------------------- routes
+
+    async def _model(self) -> Response:
+        """What it is, and the files that a gateway makes prompts with, by their names."""
+        directory, template = self._llm.directory, self._service.model.template
+        found = {name: (directory / name).read_text("utf-8") for name in MODEL_FILES if (directory / name).exists()}
+        if template is not None:
+            found[TEMPLATE_FILE] = template.source
+        return JsonBody({"hello": asdict(self._hello("")), "files": found})
+
+    async def _open(self) -> Response:
+        self._loop = asyncio.get_running_loop()
+        if self._beats is None:
+            self._beats = self._loop.create_task(self._beat())
+        session = Session(secrets.token_hex(8), self._hello)
+        session.draining, session.closing = self.draining, self._closing
+        await self._worker.call(partial(self._subscribe, session))
+        return EventStream(self._lines(session), session.close)
+
+    async def _generate(self, request: HttpRequest) -> Response:
+        session, call = await self._called(request, Call)
+        if self.draining:
+            raise ApiError("this replica takes no further requests", HTTPStatus.SERVICE_UNAVAILABLE, code="draining")
+        flow = Flow(session, call.flow, await self._made(call))
+        await self._worker.submit(flow)
+        session.flows[call.flow] = flow
+        if session.name not in self._sessions:  # it has ended meanwhile
+            self._worker.abort(flow)
+        return Response()
+
+    async def _abort(self, request: HttpRequest) -> Response:
+        session, found = await self._message(request)
+        flow = session.flows.pop(found.get("flow", -1), None)
+        if flow is not None:
+            self._worker.abort(flow)
+        return Response()
+
+    async def _search(self, request: HttpRequest) -> Response:
+        _, call = await self._called(request, SearchCall)
+        params = BeamSearchParams(
+            beam_width=call.beam_width,
+            max_tokens=call.max_tokens,
+            ignore_eos=call.ignore_eos,
+            length_penalty=call.length_penalty,
+        )
+        job = self._worker.search(call.name, call.prompt, params, call.salt)
+        await self._worker.submit(job)
+        await self._service.wait(request, job)
+        found = [[list(one.tokens), one.cumulative_logprob, one.score, one.finish_reason] for one in job.results()]
+        return JsonBody({"found": found, "failure": job.failure})
+
+    async def _match(self, request: HttpRequest) -> Response:
+        """How many tokens of a prompt are cached: for models of which the first blocks alone do not tell."""
+        _, call = await self._called(request, Call)
+        [one] = [requests[0] for _, requests in await self._made(call)]
+
+        def look() -> int:
+            return self._manager.match(one).num_blocks * self._manager.block_size
+
+        return JsonBody({"cached": await self._worker.call(look)})
+
+    async def _drain(self) -> Response:
+        self.drain()
+        return Response()
+
+    async def _message(self, request: HttpRequest) -> tuple[Session, dict[str, Any]]:
+        """A body, and the session that it belongs to."""
+        try:
+            found = loads(await request.body())
+        except WireError as error:
+            raise ApiError(str(error), code="bad_message") from error
+        session = self._sessions.get(found.pop("session", ""))
+        if session is None:
+            raise ApiError("there is no such session here", HTTPStatus.NOT_FOUND, code="unknown_session")
+        return session, found
+
+    async def _called(self, request: HttpRequest, kind: type[M]) -> tuple[Session, M]:
+        session, found = await self._message(request)
+        try:
+            return session, read(kind, found)
+        except WireError as error:
+            raise ApiError(str(error), code="bad_message") from error
+
+    async def _made(self, call: Call) -> list[tuple[RequestOutput, list[Request]]]:
+        """The requests of a call."""
+        if call.task is Task.EMBED:
+            request, output = embedding_request(call.name, None, call.prompt, call.priority, call.salt)
+            return [(output, [request])]
+        sampling = call.sampling if call.sample is None else replace(call.sampling, n=1)
+        output, requests = make_requests(call.name, None, call.prompt, sampling, call.priority, call.salt)
+        if call.sample is not None:
+            output.outputs[0].index = requests[0].sample_index = call.sample
+            requests[0].first_prompt_logprob = call.first_prompt_logprob
+            requests[0].is_strict = call.is_strict
+        if call.grammar is not None:
+            try:
+                guide = await self._service.compiled("", Spec(*call.grammar), call.grammar[0])
+            except RequestError as error:
+                raise ApiError(str(error), code="bad_grammar") from error
+            for request in requests:
+                request.guide = guide.copy()
+        if call.delivered:
+            requests[0].resume(call.delivered, call.num_checked)
+        return [(output, requests)]
+
+    # ----------------------------------------------------------------------------------------------------- sessions
+
+    def _hello(self, session: str) -> Hello:
+        model = self._service.model
+        return Hello(
+            protocol=PROTOCOL,
+            session=session,
+            incarnation=self.incarnation,
+            fingerprint=self.fingerprint.to_json(),
+            names=list(model.names),
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=sorted(model.eos_token_ids),
+            hidden_size=model.hidden_size,
+            max_samples=self._worker.max_samples,
+            block_size=self._manager.block_size,
+            salt=self._manager.salt,
+            has_windows=self._manager.has_windows,
+        )
+
+    async def _lines(self, session: Session) -> AsyncIterator[bytes]:
+        try:
+            async for line in session.lines():
+                yield line
+        finally:
+            self._end(session)
+
+    async def _beat(self) -> None:
+        """Let each session say something now and then, also while a step lasts."""
+        while self._sessions or not self._closing:
+            await asyncio.sleep(BEAT)
+            for session in self._sessions.values():
+                session.wake()
+
+    def _end(self, session: Session) -> None:
+        """A gateway has gone: nobody waits for what it asked for."""
+        session.close()
+        if self._sessions.pop(session.name, None) is not None:
+            for flow in session.flows.values():
+                self._worker.abort(flow)
+
+    def _join(self, session: Session, digests: list[int], next_event: int, state: ReplicaState) -> None:
+        session.begin(digests, next_event, state)
+        self._sessions[session.name] = session
+
+    def _publish(self, events: list[list[Any]], state: ReplicaState) -> None:
+        for session in self._sessions.values():
+            session.add(events, state)
+
+    # ------------------------------------------------------------------------------------------ the engine's thread
+
+    def _post(self, function: Callable[[], None]) -> None:
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(function)
+
+    def _subscribe(self, session: Session) -> None:
+        """Let a session know all blocks, then every event: in this order, as both go the same way."""
+        self._flush(self._state())
+        digests = [self._digest(block.digest) for block in self._manager.indexes[0].by_block.values()]
+        self._post(partial(self._join, session, digests, self._next_event, self._state()))
+
+    def _hear(self, event: CacheEvent) -> None:
+        if isinstance(event, (BlockStored, BlockRemoved)):
+            if event.group == 0:
+                kind = "+" if isinstance(event, BlockStored) else "-"
+                self._events.append([kind, *map(self._digest, event.block_hashes)])
+        elif isinstance(event, AllBlocksCleared) and event.group == 0:
+            self._events.append(["0"])
+
+    def _observe(self, events: Sequence[Event], seconds: float) -> None:
+        """A step was computed."""
+        num_planned = self._llm.engine.scheduler.num_planned
+        rows, self._num_planned = num_planned - self._num_planned, num_planned
+        drawn = len({event.request_id for event in events if event.token is not None})
+        self._rates.observe(max(0, rows - drawn), min(rows, drawn), seconds)
+        self._flush(self._state())
+
+    def _flush(self, state: ReplicaState) -> None:
+        events, self._events = self._events, []
+        self._next_event += len(events)
+        self._post(partial(self._publish, events, state))
+
+    def _digest(self, digest: bytes) -> int:
+        return wire_digest(digest, self._secret)
+
+    def _state(self) -> ReplicaState:
+        scheduler, rates = self._llm.engine.scheduler, self._rates
+        pools, indexes = self._manager.pools, self._manager.indexes
+        fewest = min(range(len(pools)), key=lambda g: pools[g].num_free)
+        waiting = sum(max(0, request.num_missing - 1) for request in scheduler.running)
+        waiting += sum(
+            request.num_missing
+            for request in (*scheduler.waiting, *scheduler.swapped)
+            if request.group is None or request.group.members[0] is request
+        )
+        return ReplicaState(
+            waiting_tokens=waiting,
+            num_waiting=len(scheduler.waiting) + len(scheduler.swapped),
+            num_running=len(scheduler.running),
+            max_running=scheduler.max_num_seqs,
+            free_blocks=pools[fewest].num_free,
+            # Some of the index's blocks may be owned; to count these takes longer than a step may wait.
+            cached_blocks=min(pools[fewest].num_free, len(indexes[fewest])),
+            num_blocks=self._manager.num_blocks,
+            block_size=self._manager.block_size,
+            seconds_a_step=rates.seconds_a_step,
+            seconds_a_prompt_token=rates.seconds_a_prompt_token,
+            seconds_a_sequence=rates.seconds_a_sequence,
+            draining=self.draining,
+        )

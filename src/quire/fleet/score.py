@@ -1,0 +1,199 @@
+"""Which replica a request should go to, as one cost in seconds. No threshold switches the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from statistics import median
+
+from quire.errors import BadValue, NoReplica, check_integer, check_number
+from quire.fleet.state import ReplicaState
+
+TIE = 1.03  # costs within this ratio of the smallest are as good: rates are not known better
+# Seconds, where no replica knows its rates yet. Only their ratios matter then.
+ASSUMED_STEP = 0.02
+ASSUMED_PROMPT_TOKEN = 0.0005
+ASSUMED_SEQUENCE = 0.0005
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What a request needs. Raises BadValue, with the field's name, for a number that cannot be."""
+
+    request_id: str
+    num_tokens: int  # tokens to be computed before the next one can be drawn: the prompt, and what was delivered
+    new_tokens: float  # expected: an average of what requests generated, never more than this one's max_tokens
+    hit_rate: float  # 0..1, share of the fleet's prompt tokens that were cached lately: worth of a cached token
+
+    def __post_init__(self) -> None:
+        check_integer(BadValue, "num_tokens", self.num_tokens, 1)
+        check_number(BadValue, "new_tokens", self.new_tokens, 0.0)
+        check_number(BadValue, "hit_rate", self.hit_rate, 0.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A replica as the gateway sees it when a request arrives.
+
+    Raises BadValue, with the field's name, for a number that cannot be.
+    """
+
+    slot: int
+    name: str  # for people: its URL
+    fingerprint: str  # digest of what its bits depend on
+    healthy: bool  # connected, and heard of lately
+    state: ReplicaState  # the last one that it sent
+    num_blocks: int  # leading full blocks of the request that it holds or is expected to: FleetIndex.runs
+    unseen_tokens: int  # prompt tokens not expected to be cached, of requests that were sent there after that state
+    unseen_requests: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "unseen_tokens", "unseen_requests"):
+            check_integer(BadValue, name, getattr(self, name), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a request costs at a replica, in seconds. The sum decides; the parts are for people to read."""
+
+    queue: float  # prompt tokens that are computed before its own
+    step: float  # the step that draws its first token, with all sequences that decode in it
+    compute: float  # its own tokens that are not cached
+    delay: float  # the same once more: whatever comes next waits for them
+    decode: float  # its new tokens, each step of which decodes all running sequences, too
+    room: float  # until enough requests have ended for it to find a seat and blocks
+    evict: float  # computing again what must be evicted for it, as far as that will be asked for
+
+    @property
+    def total(self) -> float:
+        """The cost."""
+        return self.queue + self.step + self.compute + self.delay + self.decode + self.room + self.evict
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A candidate and its cost."""
+
+    candidate: Candidate
+    uncached_tokens: int  # that it would compute for the request
+    parts: Parts
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """All candidates, the best first, so that it can be seen why."""
+
+    ranking: tuple[Ranked, ...]
+    num_tied: int  # of these, the first ones that are as good as the cheapest
+
+    @property
+    def best(self) -> Ranked:
+        """Where the request goes."""
+        return self.ranking[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """Seconds of a step, a prompt token and a sequence, none of them unknown."""
+
+    step: float
+    prompt_token: float
+    sequence: float
+
+
+def eligible(candidates: Iterable[Candidate], fingerprint: str | None = None) -> list[Candidate]:
+    """The candidates that may take a request: healthy ones that do not drain.
+
+    fingerprint: of the replicas that may go on with a request that has begun; None: it has not.
+
+    Raises NoReplica, which says of each candidate what is wrong, if there is none.
+    """
+    found, refused = [], []
+    for candidate in candidates:
+        if not candidate.healthy:
+            refused.append(f"{candidate.name} does not answer")
+        elif candidate.state.draining:
+            refused.append(f"{candidate.name} is draining")
+        elif fingerprint is not None and candidate.fingerprint != fingerprint:
+            refused.append(f"{candidate.name} computes other bits ({candidate.fingerprint}, not {fingerprint})")
+        else:
+            found.append(candidate)
+    if not found:
+        raise NoReplica(f"no replica can take the request: {'; '.join(refused) or 'the fleet has none'}")
+    return found
+
+
+def choose(demand: Demand, candidates: Sequence[Candidate]) -> Choice:
+    """Rank the candidates by what the request costs at each.
+
+    Among those within 3 % of the cheapest the one comes first that has the fewest tokens to compute, then the one that
+    holds the fewest blocks, so that the caches share the work, then one by a hash of the request's id: the same for the
+    same request, another for another one.
+
+    candidates: those that are `eligible`. Raises NoReplica if there are none.
+    """
+    if not candidates:
+        raise NoReplica("no replica can take the request: the fleet has none")
+    rates = _known_rates([candidate.state for candidate in candidates])
+    ranked = []
+    for candidate, those in zip(candidates, rates, strict=True):
+        uncached = uncached_tokens(demand, candidate)
+        parts = _cost(demand, candidate, uncached, those)
+        ranked.append((parts.total, Ranked(candidate, uncached, parts)))
+    limit = min(total for total, _ in ranked) * TIE
+    tied = sum(total <= limit for total, _ in ranked)
+
+    def order(item: tuple[float, Ranked]) -> tuple[float, int, int, bytes]:
+        total, one = item
+        by_chance = _hash(demand.request_id, one.candidate.slot)
+        if total <= limit:
+            return 0.0, one.uncached_tokens, one.candidate.state.held_blocks, by_chance
+        return total, 0, 0, by_chance
+
+    return Choice(tuple(one for _, one in sorted(ranked, key=order)), tied)
+
+
+def uncached_tokens(demand: Demand, candidate: Candidate) -> int:
+    """Tokens that the candidate would compute for the request. The last one is always among them."""
+    return max(1, demand.num_tokens - candidate.num_blocks * candidate.state.block_size)
+
+
+def _cost(demand: Demand, candidate: Candidate, uncached: int, rates: _Rates) -> Parts:
+    state = candidate.state
+    waiting = state.waiting_tokens + candidate.unseen_tokens
+    ahead = state.num_running + state.num_waiting + candidate.unseen_requests
+    running = min(ahead, state.max_running)
+    step = rates.step + running * rates.sequence
+
+    blocks = -(-(demand.num_tokens + round(demand.new_tokens)) // state.block_size) - candidate.num_blocks
+    promised = -(-waiting // state.block_size)  # blocks that those before it take first
+    evicted = max(0, blocks - max(0, state.free_blocks - state.cached_blocks - promised))
+    # The share of what runs that has to end before there is room; all of it is replaced in the time of one answer.
+    seats = max(0, ahead + 1 - state.max_running) / state.max_running
+    memory = max(0, blocks + promised - state.free_blocks) / state.num_blocks
+
+    compute = uncached * rates.prompt_token
+    return Parts(
+        queue=waiting * rates.prompt_token,
+        step=step,
+        compute=compute,
+        delay=compute,
+        decode=demand.new_tokens * (running + 1) * rates.sequence,
+        room=max(seats, memory) * demand.new_tokens * step,
+        evict=min(evicted, state.cached_blocks) * state.block_size * rates.prompt_token * demand.hit_rate,
+    )
+
+
+def _known_rates(states: Sequence[ReplicaState]) -> list[_Rates]:
+    """Each replica's rates. One that is not known yet is taken to be the median of the others'."""
+    known = [(state.seconds_a_step, state.seconds_a_prompt_token, state.seconds_a_sequence) for state in states]
+    if not any(map(any, known)):
+        known = [(ASSUMED_STEP, ASSUMED_PROMPT_TOKEN, ASSUMED_SEQUENCE)] * len(states)
+    usual = [median([value for value in values if value > 0.0] or [0.0]) for values in zip(*known, strict=True)]
+    return [_Rates(*(value or other for value, other in zip(those, usual, strict=True))) for those in known]
+
+
+def _hash(request_id: str, slot: int) -> bytes:
+    """A place in line that depends on both, and on nothing else."""
+    return blake2b(f"{slot}\0{request_id}".encode(errors="surrogatepass"), digest_size=8).digest()

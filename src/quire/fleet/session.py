@@ -1,0 +1,185 @@
+"""Session: what one gateway is sent by a replica, and the calls that it waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from quire.fleet.state import ReplicaState
+from quire.fleet.wire import Frame, Hello, dumps
+from quire.request import Request
+from quire.server.api.jobs import Generation
+from quire.text import CompletionOutput, Logprob, RequestOutput, TextEngine
+
+STATE_EVERY = 0.05  # s: with each step it would cost the gateway more than the step's tokens
+MAX_UNSENT = 2**16  # frames and events: a gateway that reads so slowly is dropped
+
+
+class Session:
+    """The event loop's, but for Flow.news."""
+
+    def __init__(self, name: str, hello: Callable[[str], Hello]) -> None:
+        self.name = name
+        self.flows: dict[int, Flow] = {}  # open calls, by the gateway's numbers
+        self.draining = False
+        self.closing = False  # it ends when no call is open
+        self._hello = hello
+        self._gone = False
+        self._frames: list[Frame] = []
+        self._failed: list[list[Any]] = []
+        self._events: list[list[Any]] = []
+        self._first_event = 0  # the number of the first of these
+        self._snapshot: list[int] | None = None
+        self._state: ReplicaState | None = None
+        self._next_state = 0.0  # when it is to be sent again
+        self._sent_draining = False
+        self._news = asyncio.Event()
+
+    def wake(self) -> None:
+        """Send a line, if only to show that the replica is alive."""
+        self._news.set()
+
+    def close(self) -> None:
+        """Send no further line."""
+        self._gone = True
+        self._news.set()
+
+    def begin(self, digests: list[int], next_event: int, state: ReplicaState) -> None:
+        """The blocks that the replica holds now; the next event has that number."""
+        self._snapshot, self._first_event, self._state = digests, next_event, state
+        self.wake()
+
+    def add(self, events: list[list[Any]], state: ReplicaState) -> None:
+        """Events of a step, and the state after it."""
+        self._events += events
+        self._state = state
+        if events:
+            self.wake()
+
+    def report(self, frames: list[Frame]) -> None:
+        """What came to open calls."""
+        self._frames += frames
+        self.wake()
+
+    def fail(self, flow: int, status: int, body: dict[str, Any]) -> None:
+        """A call has ended before its samples did."""
+        self.flows.pop(flow, None)
+        self._failed.append([flow, status, body])
+        self.wake()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """What is sent."""
+        yield dumps(self._hello(self.name))
+        while not self._gone:
+            await self._news.wait()
+            self._news.clear()
+            if len(self._frames) + len(self._events) > MAX_UNSENT:
+                return
+            yield dumps(self._message())
+            if self.closing and not self.flows:
+                return
+
+    def _message(self) -> dict[str, Any]:
+        message: dict[str, Any] = {}
+        if self._frames:
+            message["frames"], self._frames = self._frames, []
+        if self._failed:
+            message["failed"], self._failed = self._failed, []
+        if self._snapshot is not None:
+            message |= {"event": self._first_event, "snapshot": self._snapshot}
+            self._snapshot = None
+        elif self._events:
+            message |= {"event": self._first_event, "events": self._events}
+            self._first_event += len(self._events)
+            self._events = []
+        now = time.monotonic()
+        if self._state is not None and (now >= self._next_state or self.draining != self._sent_draining):
+            message["state"] = replace(self._state, draining=self.draining)
+            self._next_state, self._sent_draining = now + STATE_EVERY, self.draining
+        return message
+
+
+class Flow(Generation):
+    """A call, reported as frames."""
+
+    def __init__(self, session: Session, number: int, prompts: Sequence[tuple[RequestOutput, list[Request]]]) -> None:
+        super().__init__(prompts)
+        self._session = session
+        self._number = number
+        self._sent: dict[int, tuple[int, int]] = {}  # characters and tokens of each sample; the engine thread's
+        self._num_logprobs: dict[int, int] = {}
+        self._first_prompt_logprob = self.requests[0].first_prompt_logprob
+        self._num_prompt_logprobs = 1  # the first token has none
+        self._num_differences = 0
+        self._has_sent_cached = False
+
+    def start(self, processor: TextEngine) -> None:
+        """Queue all samples."""
+        super().start(processor)
+        for output in self.outputs:
+            self._sent |= {one.index: (len(one.text), len(one.token_ids)) for one in output.outputs}
+
+    def news(self, output: RequestOutput) -> list[Any]:
+        """What is new in an output, as frames."""
+        found = []
+        for sample in output.outputs:
+            characters, tokens = self._sent[sample.index]
+            more = self._more(output) if sample is output.outputs[0] else {}
+            if characters < 0 or (len(sample.token_ids) == tokens and not sample.finished and not more):
+                continue
+            end = [sample.finish_reason, sample.stop_reason, sample.error] if sample.finished else None
+            found.append(
+                Frame(
+                    self._number,
+                    sample.index,
+                    tokens,
+                    sample.token_ids[tokens:],
+                    characters,
+                    sample.text[characters:],
+                    self._logprobs(sample),
+                    end,
+                    more or None,
+                )
+            )
+            self._sent[sample.index] = (-1, -1) if sample.finished else (len(sample.text), len(sample.token_ids))
+        return found
+
+    def take(self, deltas: list[Any]) -> None:
+        """Hand the frames to the session."""
+        if self.error is not None:
+            self._session.fail(self._number, self.error.status, self.error.body())
+        elif deltas:
+            self._session.report(deltas)
+        if self.ended.is_set():
+            self._session.flows.pop(self._number, None)
+
+    def _logprobs(self, sample: CompletionOutput) -> list[list[list[Any]]] | None:
+        if sample.logprobs is None:
+            return None
+        start = self._num_logprobs.get(sample.index, 0)
+        self._num_logprobs[sample.index] = len(sample.logprobs)
+        return [_candidates(found) for found in sample.logprobs[start:]]
+
+    def _more(self, output: RequestOutput) -> dict[str, Any]:
+        """What is new of the prompt."""
+        more: dict[str, Any] = {}
+        if not self._has_sent_cached and output.num_cached_tokens is not None:
+            self._has_sent_cached = True
+            more["cached"] = output.num_cached_tokens
+        if output.prompt_logprobs is not None and len(output.prompt_logprobs) > self._num_prompt_logprobs:
+            new = [_candidates(found or {}) for found in output.prompt_logprobs[self._num_prompt_logprobs :]]
+            more["prompt_logprobs"] = [self._first_prompt_logprob + self._num_prompt_logprobs, new]
+            self._num_prompt_logprobs = len(output.prompt_logprobs)
+        if (count := output.outputs[0].num_differences) > self._num_differences:
+            more["differences"] = count - self._num_differences
+            self._num_differences = count
+        if output.hidden_state is not None:
+            more["hidden_state"] = output.hidden_state.tolist()
+        return more
+
+
+def _candidates(found: dict[int, Logprob]) -> list[list[Any]]:
+    return [[token, one.logprob, one.rank, one.decoded_token] for token, one in found.items()]

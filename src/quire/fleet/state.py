@@ -1,0 +1,52 @@
+"""ReplicaState: what a replica says of itself, in numbers that a cost can be computed from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.errors import BadValue, check_integer, check_number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaState:
+    """A replica's load, room and speed at one moment.
+
+    Of a model with several cache groups, the block counts are those of the group that has the fewest free blocks.
+
+    Raises BadValue, with the field's name, for a number that cannot be: it comes from another machine, and a NaN among
+    the costs would decide where all requests go.
+    """
+
+    waiting_tokens: int  # prompt tokens of waiting and running requests still to be computed, a shared one counted once
+    num_waiting: int  # requests
+    num_running: int  # requests
+    max_running: int  # requests
+    free_blocks: int  # that no request owns, cached ones among them
+    cached_blocks: int  # of the free ones, those that can be reused
+    num_blocks: int
+    block_size: int  # tokens
+    seconds_a_step: float  # of each step, whatever it computes; 0.0: not known yet, as of the next two
+    seconds_a_prompt_token: float
+    seconds_a_sequence: float  # of each sequence that decodes in a step
+    draining: bool  # takes no new requests
+
+    def __post_init__(self) -> None:
+        for name in ("waiting_tokens", "num_waiting", "num_running", "cached_blocks"):
+            check_integer(BadValue, name, getattr(self, name), 0)
+        for name in ("max_running", "num_blocks", "block_size"):
+            check_integer(BadValue, name, getattr(self, name), 1)
+        for name in ("seconds_a_step", "seconds_a_prompt_token", "seconds_a_sequence"):
+            check_number(BadValue, name, getattr(self, name), 0.0)
+        check_integer(BadValue, "free_blocks", self.free_blocks, self.cached_blocks, self.num_blocks)
+        if not isinstance(self.draining, bool):
+            raise BadValue(f"draining is {self.draining!r}; it must be true or false")
+
+    @property
+    def owned_blocks(self) -> int:
+        """Blocks that requests own."""
+        return self.num_blocks - self.free_blocks
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that hold something: owned ones, and free ones that can be reused."""
+        return self.owned_blocks + self.cached_blocks

@@ -1,0 +1,161 @@
+"""What gateways and replicas send one another: JSON, whose numbers and texts arrive as they were sent.
+
+A gateway posts calls. What comes of them it reads from one stream a replica, the session: a JSON object a line, with
+frames (what came to samples), events (of blocks) and the replica's state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import blake2b
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+from quire.errors import QuireError, RequestError
+from quire.request import SamplingParams, Task
+
+PROTOCOL = 1  # both ends have to speak the same
+BEAT = 0.25  # s: so often at least a replica sends a line
+SILENCE = 1.5  # s without a line after which a replica counts as hung
+DIGEST_SIZE = 8  # bytes of a block's digest on the wire
+T = TypeVar("T")
+
+
+class WireError(QuireError):
+    """What the other end sent is no message, or contradicts what it sent before."""
+
+
+class Frame(NamedTuple):
+    """What came to one sample in a step. Positions say where it belongs, so that none is lost or taken twice."""
+
+    flow: int  # the call's
+    sample: int  # its index
+    at: int  # tokens before these
+    tokens: list[int]
+    characters: int  # of the sample's text before this one
+    text: str
+    logprobs: list[list[list[Any]]] | None = None  # of each token: [id, logprob, rank, text] of each candidate
+    end: list[Any] | None = None  # finish_reason, stop_reason, error
+    more: dict[str, Any] | None = None  # what is rare: see MORE
+
+    @staticmethod
+    def parse(found: Any) -> Frame:
+        """A frame from JSON. Raises WireError for what is none."""
+        if not isinstance(found, list) or len(found) != len(Frame._fields) or not isinstance(found[3], list):
+            raise WireError(f"a frame is {_shown(found)}; it must be a list of {len(Frame._fields)} fields")
+        frame = Frame(*found)
+        numbers = (frame.flow, frame.sample, frame.at, frame.characters, *frame.tokens)
+        if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(frame.text, str):
+            raise WireError(f"a frame is {_shown(found)}; its positions and tokens must be integers, its text a text")
+        if frame.logprobs is not None and len(frame.logprobs) != len(frame.tokens):
+            raise WireError(f"a frame has {len(frame.tokens)} tokens and logprobs of {len(frame.logprobs)}")
+        return frame
+
+
+# Fields of Frame.more, each where there is something to say: prompt tokens found in the cache; logprobs of prompt
+# positions, after those that were sent; a prompt's hidden state; tokens that were drawn otherwise than delivered.
+MORE = ("cached", "prompt_logprobs", "hidden_state", "differences")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A prompt to be continued or embedded: its samples, or the rest of one of them."""
+
+    flow: int  # what frames refer to; a new one for each call of a session
+    name: str  # of the requests, in errors; no other call has it that has not ended
+    prompt: list[int]
+    sampling: SamplingParams  # with a seed
+    task: Task = Task.GENERATE
+    priority: int = 0
+    salt: str = ""
+    grammar: tuple[str, str] | None = None  # kind and text, see Spec
+    sample: int | None = None  # None: all n of them; else the one that goes on after `delivered`
+    delivered: list[int] = field(default_factory=list)  # tokens
+    first_prompt_logprob: int = 0  # prompt positions before it were sent
+    num_checked: int = 0  # of the delivered tokens, the last ones, which are drawn again and compared
+    is_strict: bool = True  # where one is drawn otherwise, the sample ends with an error
+
+
+# Fields of messages that are more than JSON has.
+MADE_OF: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {"sampling": lambda found: SamplingParams(**found), "task": Task, "grammar": tuple}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchCall:
+    """A prompt for a beam search."""
+
+    name: str
+    prompt: list[int]
+    salt: str
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool
+    length_penalty: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """What a replica is; the first line of a session."""
+
+    protocol: int
+    session: str
+    incarnation: str  # another one each time it starts
+    fingerprint: dict[str, Any]  # see Fingerprint.to_json
+    names: list[str]  # of the model, for clients
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    hidden_size: int
+    max_samples: int  # that run or wait at a time
+    block_size: int
+    salt: str  # of the cache: what digests depend on besides a request's own salt
+    has_windows: bool  # how much of a prompt is cached, the replica alone can say
+
+
+def dumps(message: Any) -> bytes:
+    """A message as a line. What is no finite number survives."""
+    if not isinstance(message, Mapping):
+        message = asdict(message)
+    return json.dumps(message, separators=(",", ":"), default=asdict).encode("ascii") + b"\n"
+
+
+def loads(line: bytes) -> dict[str, Any]:
+    """A line's message. Raises WireError for what is no JSON object."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise WireError(f"{_shown(line)} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise WireError(f"a message is {_shown(found)}; it must be an object")
+    return found
+
+
+def read(kind: type[T], found: Mapping[str, Any]) -> T:
+    """A message of that class. Raises WireError where fields are missing or unknown, RequestError for bad sampling."""
+    known = {one.name for one in fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(set(found) - known):
+        raise WireError(f"a {kind.__name__} has the field {unknown[0]!r}, which is unknown here")
+    given = dict(found)
+    try:
+        for name, make in MADE_OF.items():
+            if given.get(name) is not None:
+                given[name] = make(given[name])
+        return kind(**given)
+    except RequestError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise WireError(f"a {kind.__name__} cannot be read: {error}") from error
+
+
+def wire_digest(digest: bytes, secret: bytes) -> int:
+    """A block's digest as it is sent: who does not know the secret cannot try out which prompts it may stand for."""
+    return int.from_bytes(blake2b(digest, key=secret[:64], digest_size=DIGEST_SIZE).digest(), "little")
+
+
+def _shown(found: Any) -> str:
+    text = repr(found)
+    return text if len(text) <= 100 else text[:100] + "..."

@@ -1,0 +1,230 @@
+"""Work: the prompts of a gateway's jobs, and which replica computes which of their samples."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from quire.cache.prefix import block_digest, root_digest
+from quire.engine.beam import BeamSearchParams, Hypothesis
+from quire.errors import BadValue
+from quire.fleet.index import Expectation
+from quire.fleet.ledger import Ledger
+from quire.fleet.link import Link
+from quire.fleet.wire import Call, Frame, Hello, SearchCall, WireError, wire_digest
+from quire.request import MAX_SEED, FinishReason, PrefixReport, Request
+from quire.server.api.jobs import Generation
+from quire.server.http.api_error import ApiError
+from quire.server.sandbox.grammar import Spec
+from quire.text import Logprob, RequestOutput
+
+NUM_CHECKED = 4  # delivered tokens that another replica draws again: in one step with guesses, where these are allowed
+
+
+class FarGuide:
+    """A grammar that a replica follows; at the gateway it is but a name. See `quire.request.Guide`."""
+
+    def __init__(self, spec: Spec, field: str) -> None:
+        """field: of the request's body, which has it."""
+        self.spec = spec
+        self.field = field
+
+    def copy(self) -> FarGuide:
+        """Itself: it has no state."""
+        return self
+
+    @property
+    def done(self) -> bool:
+        """Cannot be known here."""
+        raise BadValue("a gateway cannot follow a grammar")
+
+    def allowed(self) -> Any:
+        """Cannot be known here."""
+        raise BadValue("a gateway cannot follow a grammar")
+
+    def accept(self, token: int) -> None:
+        """Cannot be done here."""
+        raise BadValue("a gateway cannot follow a grammar")
+
+
+@dataclass(eq=False)
+class Assignment:
+    """Samples of a prompt that a replica was asked to compute."""
+
+    flow: int
+    work: Work
+    link: Link
+    samples: set[int]  # that have neither ended nor gone elsewhere
+    expectation: Expectation
+    uncached: int  # tokens that it was expected to compute
+    is_placed: bool = False  # the replica has taken it
+    is_seen: bool = False  # the replica's state may count it
+    is_moving: bool = False  # another replica is to go on with it
+
+
+@dataclass(eq=False)
+class Work:
+    """One prompt of a job."""
+
+    job: Generation
+    output: RequestOutput
+    requests: Sequence[Request]
+    fingerprint: str | None = None  # of the replicas that may go on with it; None: it has not begun
+    num_calls: int = 0
+    assigned: dict[int, Assignment] = field(default_factory=dict)  # by sample
+
+    def __post_init__(self) -> None:
+        self._digests: dict[tuple[str, int, int, int], list[int]] = {}  # the latest ones
+        first = self.requests[0].sampling
+        # The answer must not depend on the replica, nor on the gateway: all of it follows from the request's name.
+        seed = seed_of(self.output.request_id) if first.seed is None else first.seed
+        self.sampling = replace(first, seed=seed)
+        self.ledgers = [Ledger(one, first.logprobs is not None) for one in self.output.outputs]
+        for one in self.output.outputs:
+            one.seed = seed
+        if first.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None]
+
+    @property
+    def open_samples(self) -> list[int]:
+        """The samples that have not ended."""
+        return [one.index for one in self.output.outputs if not one.finished]
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing of it came yet, so that its samples can be asked for together."""
+        known = self.output.prompt_logprobs
+        return (known is None or len(known) == 1) and all(not ledger.tokens for ledger in self.ledgers)
+
+    def tokens(self, samples: Sequence[int]) -> array[int]:
+        """What is to be computed for these samples before one of them goes on, in common."""
+        prompt = array("i", self.output.prompt_token_ids)
+        return prompt + array("i", self.ledgers[samples[0]].tokens) if len(samples) == 1 else prompt
+
+    def digests(self, samples: Sequence[int], hello: Hello, secret: bytes) -> list[int]:
+        """The full blocks of `tokens`, as the replica's events name them."""
+        tokens = self.tokens(samples)
+        kind = (hello.salt, hello.block_size, len(tokens) if len(samples) == 1 else -1, samples[0])
+        if kind not in self._digests:
+            self._digests = {kind: wire_digests(tokens, self.requests[0].cache_salt, hello, secret)}
+        return self._digests[kind]
+
+    def call(self, flow: int, samples: Sequence[int], *, is_strict: bool) -> Call:
+        """What a replica is asked for."""
+        request = self.requests[0]
+        name = self.output.request_id if self.num_calls <= 1 else f"{self.output.request_id}~{flow}"
+        guide = request.guide
+        call = Call(
+            flow=flow,
+            name=name,
+            prompt=self.output.prompt_token_ids,
+            sampling=self.sampling,
+            task=request.task,
+            priority=request.priority,
+            salt=request.cache_salt,
+            grammar=(guide.spec.kind, guide.spec.text) if isinstance(guide, FarGuide) else None,
+        )
+        if self.is_untouched and len(samples) == len(self.ledgers):
+            return call
+        [sample] = samples
+        known = len(self.output.prompt_logprobs or [None]) - 1
+        asks_prompt = sample == 0 and known < request.num_prompt - 1
+        return replace(
+            call,
+            sampling=self.sampling if asks_prompt else replace(self.sampling, prompt_logprobs=None),
+            sample=sample,
+            delivered=list(self.ledgers[sample].tokens),
+            first_prompt_logprob=known if asks_prompt else 0,
+            num_checked=NUM_CHECKED,
+            is_strict=is_strict,
+        )
+
+    def enter(self, frame: Frame) -> bool:
+        """Take in a frame. False: there is nothing new in it. Raises WireError where it cannot be."""
+        is_new = self.ledgers[frame.sample].enter(frame)
+        more = frame.more or {}
+        if "cached" in more and self.output.prefix_report is None:
+            self.output.prefix_report = PrefixReport(len(self.output.prompt_token_ids), more["cached"], 1)
+        if "prompt_logprobs" in more and self.output.prompt_logprobs is not None:
+            at, found = more["prompt_logprobs"]
+            known = len(self.output.prompt_logprobs) - at
+            if known < 0:
+                raise WireError(f"prompt logprobs from position {at} on come after {at + known}")
+            self.output.prompt_logprobs += [
+                {token: Logprob(logprob, rank, text) for token, logprob, rank, text in one} for one in found[known:]
+            ]
+        if "hidden_state" in more:
+            self.output.hidden_state = np.array(more["hidden_state"], np.float32)
+        return is_new
+
+    def end(self, reason: FinishReason) -> None:
+        """End all samples that are open."""
+        for one in self.output.outputs:
+            if not one.finished:
+                one.finish_reason = reason.value
+
+
+class FleetSearch:
+    """A beam search that a replica does: a `SearchJob`."""
+
+    def __init__(self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str) -> None:
+        self.call = SearchCall(
+            name=name,
+            prompt=list(prompt),
+            salt=salt,
+            beam_width=params.beam_width,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            length_penalty=params.length_penalty,
+        )
+        self.num_samples = params.beam_width
+        self.requests: list[Request] = []
+        self.ended = asyncio.Event()
+        self.error: ApiError | None = None
+        self.failure: str | None = None
+        self.task: asyncio.Task[None] | None = None
+        self._found: list[Hypothesis] = []
+
+    def finish(self, answer: dict[str, Any]) -> None:
+        """Take a replica's answer."""
+        self.failure = answer["failure"]
+        self._found = [
+            Hypothesis(tuple(tokens), logprob, score, FinishReason(reason))
+            for tokens, logprob, score, reason in answer["found"]
+        ]
+
+    def results(self) -> list[Hypothesis]:
+        """What was found, best first."""
+        return self._found
+
+    def check(self, engine: Any) -> None:
+        """The replica checks it."""
+
+    def start(self, processor: Any) -> None:
+        """The replica starts it."""
+
+    def stop(self, engine: Any) -> None:
+        """The replica stops it when its caller goes."""
+
+    def take(self, deltas: list[Any]) -> None:
+        """Nothing comes before its end."""
+
+
+def seed_of(name: str) -> int:
+    """The seed of a request that has none of its own: the same wherever, and however often, it is computed."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8, person=b"quire seed").digest(), "little") & MAX_SEED
+
+
+def wire_digests(tokens: array[int], salt: str, hello: Hello, secret: bytes) -> list[int]:
+    """The full blocks of these tokens, as the replica's events name them. salt: the request's."""
+    size, parent, found = hello.block_size, root_digest(f"{hello.salt}\0{salt}"), []
+    for start in range(0, len(tokens) - size + 1, size):
+        parent = block_digest(parent, tokens[start : start + size].tobytes())
+        found.append(wire_digest(parent, secret))
+    return found
