@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,9 @@ def fronting(*urls: str, **config: Any) -> Iterator[Front]:
     own = GatewayConfig(port=0, fleet_secret=SECRET, **{"shutdown_timeout": 2.0} | config)
     members = StaticMembers(urls)
     with TemporaryDirectory() as directory:
-        gateway = build_gateway(members, own, asyncio.run(find_model(members, own)), Path(directory))
+        with ThreadPoolExecutor(1) as thread:  # a browser's driver has a loop on this one
+            found = thread.submit(lambda: asyncio.run(find_model(members, own))).result()
+        gateway = build_gateway(members, own, found, Path(directory))
         here = Front(gateway.service, gateway.metrics, gateway.watch, gateway=gateway)
         ready = threading.Event()
         listening = socket.create_server(("127.0.0.1", 0))
