@@ -169,7 +169,7 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
         hidden_size=llm.hidden_size,
     )
     service = Service(model, worker, config)
-    replica = Replica(llm, worker, service, config.fleet_secret) if config.fleet_secret else None
+    replica = Replica(llm, worker, service, metrics, config.fleet_secret) if config.fleet_secret else None
     return Parts(llm, worker, service, metrics, watched, replica)
 
 
