@@ -226,7 +226,6 @@ class Fleet:
         if hello is None or fingerprint is None:
             raise LinkLost(link.url)
         digests = work.digests(samples, hello, self._secret.encode())
-        work.num_calls += 1
         call = work.call(flow, samples, is_strict=self._config.resume == "exact")
         assignment = Assignment(
             flow, work, link, set(samples), self.index.expect(link.slot, digests), choice.best.uncached_tokens
@@ -345,7 +344,6 @@ class Fleet:
             except LinkLost:
                 excluded.add(link)
                 self._metrics.resumed("lost")
-                job.call = replace(job.call, name=f"{name}~{len(excluded)}")
             except Refused as error:
                 if error.status in REFUSED_ELSEWHERE_TOO or error.status == HTTPStatus.TOO_MANY_REQUESTS:
                     return self._close(job, _client_error(error))

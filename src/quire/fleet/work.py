@@ -76,7 +76,6 @@ class Work:
     output: RequestOutput
     requests: Sequence[Request]
     fingerprint: str | None = None  # of the replicas that may go on with it; None: it has not begun
-    num_calls: int = 0
     assigned: dict[int, Assignment] = field(default_factory=dict)  # by sample
 
     def __post_init__(self) -> None:
@@ -118,11 +117,10 @@ class Work:
     def call(self, flow: int, samples: Sequence[int], *, is_strict: bool) -> Call:
         """What a replica is asked for."""
         request = self.requests[0]
-        name = self.output.request_id if self.num_calls <= 1 else f"{self.output.request_id}~{flow}"
         guide = request.guide
         call = Call(
             flow=flow,
-            name=name,
+            name=self.output.request_id,
             prompt=self.output.prompt_token_ids,
             sampling=self.sampling,
             task=request.task,
