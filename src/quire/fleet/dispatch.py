@@ -262,7 +262,6 @@ class Fleet:
         if hello is None or fingerprint is None:
             raise LinkLost(link.url)
         digests = work.digests(samples, hello, self._secret.encode())
-        work.num_calls += 1
         span = self._span(placement, work.context)
         trace = None if span is None else span.traceparent
         call = work.call(flow, samples, is_strict=self._config.resume == "exact", trace=trace)
@@ -392,7 +391,6 @@ class Fleet:
                 excluded.add(link)
                 cause = Cause("lost", link.url)
                 self._metrics.resumed("lost")
-                job.call = replace(job.call, name=f"{name}~{len(excluded)}")
             except Refused as error:
                 if error.status in REFUSED_ELSEWHERE_TOO or error.status == HTTPStatus.TOO_MANY_REQUESTS:
                     return self._close(job, _client_error(error))

@@ -12,7 +12,7 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import uvicorn
@@ -45,13 +45,15 @@ MAX_KEY = 256  # characters of an Idempotency-Key
 LAST_EVENT = re.compile(r"([a-z]+-[0-9a-f]{32})/([0-9]{1,12})/((?:[0-9]+:[0-9]+(?:e)?,?)*)")
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """What a client has of a sample."""
 
     characters: int
     tokens: int
     is_whole: bool
+
+
+NOTHING = Known(0, 0, False)
 
 
 class FleetService(Service):
@@ -109,11 +111,15 @@ class NumberedStream(Stream):
                 f"the header Last-Event-ID tells of {len(known)} samples; this request has {len(self._places)}"
             )
         self.is_continued = bool(known)
-        self._known = dict(zip(self._places, known, strict=True)) if known else {}
-        self._delivered = [Known(0, 0, False)] * len(self._places)
+        self._delivered = list(known) or [NOTHING] * len(self._places)
+        # Of a sample of which the client has nothing, it lacks the echo, too.
+        begun = zip(self._places, self._delivered, strict=True)
+        self._known = {place: one for place, one in begun if one != NOTHING}
 
     def news(self, output: RequestOutput) -> list[Any]:
-        """What is new in an output; of what the client has, nothing before it is there as a whole."""
+        """What is new in an output; before all is there that the client has of it, no more than that."""
+        if not self._known:
+            return super().news(output)
         found = []
         for sample in output.outputs:
             known = self._known.get((output.request_id, sample.index))
@@ -121,30 +127,33 @@ class NumberedStream(Stream):
                 continue
             whole = sample.finished if known.is_whole else len(sample.token_ids) >= known.tokens
             if not whole:
-                return []
+                continue
             del self._known[output.request_id, sample.index]
             logprobs = None if sample.logprobs is None else sample.logprobs[: known.tokens]
             end = (sample.finish_reason, sample.stop_reason) if known.is_whole else (None, None)
             text, tokens = sample.text[: known.characters], sample.token_ids[: known.tokens]
             found.append(Delta(output, sample.index, text, tokens, logprobs, *end, None, is_known=True))
             self.mark_told(output, sample.index, known.characters, known.tokens, is_whole=known.is_whole)
+        if any((output.request_id, sample.index) in self._known for sample in output.outputs):
+            return found
         return found + super().news(output)
 
-    async def deltas(self) -> list[Delta]:
-        """What has come since the last call."""
-        deltas = await super().deltas()
-        for delta in deltas:
-            place = self._places[delta.output.request_id, delta.sample]
-            before = self._delivered[place]
-            self._delivered[place] = Known(
-                before.characters + len(delta.text),
-                before.tokens + len(delta.token_ids),
-                delta.finish_reason is not None,
-            )
-        return deltas
+    def marked(self, delta: Delta, events: list[bytes]) -> list[bytes]:
+        """The events of a delta, each after a line that says what the client has with it."""
+        if delta.is_known:
+            return events
+        place = self._places[delta.output.request_id, delta.sample]
+        before = self._delivered[place]
+        known = Known(before.characters + len(delta.text), before.tokens + len(delta.token_ids), False)
+        ended = known._replace(is_whole=delta.finish_reason is not None)
+        found = []
+        for number, event in enumerate(events, start=1):
+            self._delivered[place] = ended if number == len(events) else known
+            found.append(self._mark() + event)
+        self._delivered[place] = ended
+        return found
 
-    def mark(self) -> bytes:
-        """The line that names an event after which the client has all that `deltas` returned so far."""
+    def _mark(self) -> bytes:
         places = ",".join(f"{one.characters}:{one.tokens}{'e' * one.is_whole}" for one in self._delivered)
         return f"id: {self._identity.name}/{self._identity.created}/{places}\n".encode("ascii")
 

@@ -58,13 +58,14 @@ class Replica:
         self._closing = False
         self._num_resumed = 0  # requests that had begun elsewhere
         self._beats: asyncio.Task[None] | None = None
+        self._num_named = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         # From here on the engine thread's.
         self._manager = llm.engine.scheduler.manager
         self._events: list[list[Any]] = []  # of blocks, in this step
         self._next_event = 0
         self._rates = StepRates()
-        self._num_planned = 0
+        self._num_planned = self._num_computed = self._num_decoded = 0
         self._num_mismatches = 0  # delivered tokens that were drawn otherwise
         llm.engine.listen(self._hear)
         worker.observers.append(self._observe)
@@ -83,6 +84,7 @@ class Replica:
         routes.add_api_route("/abort", self._abort, methods=["POST"], response_model=None)
         routes.add_api_route("/search", self._search, methods=["POST"], response_model=None)
         routes.add_api_route("/match", self._match, methods=["POST"], response_model=None)
+        routes.add_api_route("/state", self._report, methods=["GET"], response_model=None)
         routes.add_api_route("/drain", self._drain, methods=["POST"], response_model=None)
         return routes
 
@@ -147,7 +149,7 @@ class Replica:
             ignore_eos=call.ignore_eos,
             length_penalty=call.length_penalty,
         )
-        job = self._worker.search(call.name, call.prompt, params, call.salt)
+        job = self._worker.search(self._unique(call.name), call.prompt, params, call.salt)
         with self._under(call.trace):
             await self._worker.submit(job)
         await self._service.wait(request, job)
@@ -163,6 +165,11 @@ class Replica:
             return self._manager.match(one).num_blocks * self._manager.block_size
 
         return JsonBody({"cached": await self._worker.call(look)})
+
+    async def _report(self) -> Response:
+        """Its state, and the tokens that it has computed and decoded since it began: what a fleet is scaled by."""
+        found = asdict(await self._worker.call(self._state))
+        return JsonBody(found | {"prompt_tokens": self._num_computed, "decoded_tokens": self._num_decoded})
 
     async def _drain(self) -> Response:
         self.drain()
@@ -188,11 +195,12 @@ class Replica:
 
     async def _made(self, call: Call) -> list[tuple[RequestOutput, list[Request]]]:
         """The requests of a call."""
+        name = self._unique(call.name)
         if call.task is Task.EMBED:
-            request, output = embedding_request(call.name, None, call.prompt, call.priority, call.salt)
+            request, output = embedding_request(name, None, call.prompt, call.priority, call.salt)
             return [(output, [request])]
         sampling = call.sampling if call.sample is None else replace(call.sampling, n=1)
-        output, requests = make_requests(call.name, None, call.prompt, sampling, call.priority, call.salt)
+        output, requests = make_requests(name, None, call.prompt, sampling, call.priority, call.salt)
         if call.sample is not None:
             output.outputs[0].index = requests[0].sample_index = call.sample
             requests[0].first_prompt_logprob = call.first_prompt_logprob
@@ -212,6 +220,11 @@ class Replica:
         """Within it, what is submitted is traced as a part of a gateway's span."""
         traces = self._service.traces
         return nullcontext() if traces is None else traces.under(trace)
+
+    def _unique(self, name: str) -> str:
+        """A name for the engine: two gateways may ask for one request, when a client has gone from one to the other."""
+        self._num_named += 1
+        return f"{name}~{self._num_named}"
 
     # ----------------------------------------------------------------------------------------------------- sessions
 
@@ -292,7 +305,10 @@ class Replica:
         rows, self._num_planned = num_planned - self._num_planned, num_planned
         self._num_mismatches += sum(event.drawn is not None and event.drawn != event.token for event in events)
         drawn = len({event.request_id for event in events if event.token is not None})
-        self._rates.observe(max(0, rows - drawn), min(rows, drawn), seconds)
+        computed, decoded = max(0, rows - drawn), min(rows, drawn)
+        self._num_computed += computed
+        self._num_decoded += decoded
+        self._rates.observe(computed, decoded, seconds)
         self._flush(self._state())
 
     def _flush(self, state: ReplicaState) -> None:

@@ -86,7 +86,6 @@ class Work:
     requests: Sequence[Request]
     context: Context | None = None  # what spans go below, where there are traces
     fingerprint: str | None = None  # of the replicas that may go on with it; None: it has not begun
-    num_calls: int = 0
     assigned: dict[int, Assignment] = field(default_factory=dict)  # by sample
     began: float = field(default_factory=time.monotonic)  # s
     last_tokens: dict[int, float] = field(default_factory=dict)  # s of time.monotonic(), when each sample's came
@@ -130,11 +129,10 @@ class Work:
     def call(self, flow: int, samples: Sequence[int], *, is_strict: bool, trace: str | None = None) -> Call:
         """What a replica is asked for."""
         request = self.requests[0]
-        name = self.output.request_id if self.num_calls <= 1 else f"{self.output.request_id}~{flow}"
         guide = request.guide
         call = Call(
             flow=flow,
-            name=name,
+            name=self.output.request_id,
             prompt=self.output.prompt_token_ids,
             sampling=self.sampling,
             task=request.task,
@@ -161,7 +159,9 @@ class Work:
     def enter(self, frame: Frame) -> bool:
         """Take in a frame. False: there is nothing new in it. Raises WireError where it cannot be."""
         is_new = self.ledgers[frame.sample].enter(frame)
-        more = frame.more or {}
+        more = frame.more
+        if more is None:
+            return is_new
         if "cached" in more and self.output.prefix_report is None:
             self.output.prefix_report = PrefixReport(len(self.output.prompt_token_ids), more["cached"], 1)
         if "prompt_logprobs" in more and self.output.prompt_logprobs is not None:

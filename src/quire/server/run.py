@@ -39,6 +39,7 @@ from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
 
 if TYPE_CHECKING:  # its packages are an extra
+    from quire.server.watch.kv_events import KVEventPublisher
     from quire.server.watch.traces import Traces
 
 log = logging.getLogger("quire.server")
@@ -100,6 +101,7 @@ class Parts:
     metrics: Metrics
     inspector: Inspector
     replica: Replica | None  # where a fleet's gateways are served
+    publisher: KVEventPublisher | None = None  # where block events are published
 
     def app(self) -> FastAPI:
         """The application that serves it."""
@@ -111,6 +113,42 @@ class Parts:
 
 def build_parts(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     """A loaded model and what stands around it; its worker is not started."""
+    publisher = open_publisher(options, config)  # before a model is loaded for nothing
+    if publisher is None:
+        return _loaded(options, config)
+    try:
+        parts = _loaded(options, config)
+        publisher.start(parts.llm.engine)
+    except BaseException:
+        publisher.close()
+        raise
+    parts.worker.observers.append(publisher.observe)
+    parts.publisher = publisher
+    return parts
+
+
+def open_publisher(options: Mapping[str, Any], config: ServerConfig) -> KVEventPublisher | None:
+    """What publishes block events, if that is asked for. Raises ConfigError where it cannot be done.
+
+    options: those of `LLM`.
+    """
+    if config.kv_events is None:
+        return None
+    if not options.get("enable_prefix_caching", True):
+        raise ConfigError(
+            f"kv_events is {config.kv_events!r} and enable_prefix_caching is False; without a prefix cache no block is "
+            f"published, so leave one of them out"
+        )
+    try:
+        from quire.server.watch.kv_events import KVEventPublisher
+    except ImportError as error:
+        raise ConfigError(
+            f"kv_events is {config.kv_events!r}; it needs the package {error.name}: pip install 'quire[events]'"
+        ) from error
+    return KVEventPublisher(config.kv_events, config.kv_events_replay, config.kv_events_topic)
+
+
+def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     names = config.served_model_name or (options.get("model") or EMBEDDED_NAME,)
     traces = open_traces(config, "quire", names[0])  # before a model is loaded for nothing
     llm = LLM(**options)
@@ -210,6 +248,8 @@ class Server(Listening):
             parts.replica.close()
         await super().shutdown(sockets)
         timer.cancel()
+        if parts.publisher is not None:  # no step makes events any more
+            await asyncio.to_thread(parts.publisher.close)
 
     def _fail(self) -> None:
         self.engine_failed = True
@@ -259,6 +299,8 @@ def listening_lines(parts: Parts, listening: socket.socket, seconds: float) -> l
         "longest": _longest,
         "limits": _limits,
     }
+    if parts.publisher is not None:
+        chosen["events"] = lambda parts: str(parts.publisher)
     name = parts.service.model.names[0]
     lines = [f"Quire {__version__} serves {name} at http://{address}:{port} (ready in {seconds:.1f} s)"]
     return lines + [f"  {what:8s} {tell(parts)}" for what, tell in chosen.items()]
