@@ -22,7 +22,8 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OpenTeleme
 from opentelemetry.trace import SpanKind, StatusCode
 
 from quire.server.watch.traces import Traces
-from tests.fleet.gateways import SECRET, Front, at, drain, fronting, lose, replicas, slow
+from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow
+from tests.fleet.serving import SECRET, Front
 from tests.fleet.test_metrics import Asked, serving_one
 from tests.server.collected import ENDPOINT, Kept, collecting, is_below, until
 from tests.server.serving import Serving
