@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
@@ -25,12 +25,18 @@ from quire.fleet.membership import Membership
 from quire.fleet.metrics import FleetMetrics
 from quire.fleet.placement import NEW, Cause, Placement
 from quire.fleet.score import Candidate, Choice, Demand, choose, eligible
+from quire.fleet.spans import attributes_of
 from quire.fleet.stream import NumberedStream
 from quire.fleet.wire import Frame, Hello
 from quire.fleet.work import Assignment, FarGuide, FleetSearch, Work, wire_digests
 from quire.request import FinishReason, Request
 from quire.server.api.jobs import Generation, Job
 from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, internal_error
+
+if TYPE_CHECKING:  # its packages are an extra
+    from opentelemetry.context import Context
+
+    from quire.server.watch.traces import CallSpan, Traces
 
 log = logging.getLogger("quire.fleet")
 
@@ -49,7 +55,7 @@ class Fleet:
 
     def __init__(
         self, membership: Membership, secret: str, model: Fingerprint, first: Hello, config: GatewayConfig,
-        metrics: FleetMetrics,
+        metrics: FleetMetrics, traces: Traces | None,
     ) -> None:  # fmt: skip
         """model, first: of the replica whose tokenizer the gateway has."""
         self.links: dict[str, Link] = {}  # by URL
@@ -61,6 +67,7 @@ class Fleet:
         self._first = first
         self._config = config
         self._metrics = metrics
+        self._traces = traces
         self._http: aiohttp.ClientSession | None = None
         self._runs: dict[str, asyncio.Task[None]] = {}  # of the links
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -144,7 +151,8 @@ class Fleet:
             return
         if not isinstance(job, Generation):
             raise TypeError(f"a fleet serves no {type(job).__name__}")
-        works = self._works[job] = [Work(job, output, requests) for output, requests in job.prompts]
+        context = None if self._traces is None else self._traces.current()
+        works = self._works[job] = [Work(job, output, requests, context) for output, requests in job.prompts]
         if isinstance(job, NumberedStream):
             for work in works:
                 work.wanted_fingerprint = job.wanted_fingerprint
@@ -186,7 +194,7 @@ class Fleet:
         if isinstance(job, Generation):
             for work in self._works.pop(job):
                 for assignment in set(work.assigned.values()):
-                    self._give_up(assignment)
+                    self._give_up(assignment, "taken back")
         elif isinstance(job, FleetSearch) and job.task is not None and job.task is not asyncio.current_task():
             job.task.cancel()
         if error is not None:
@@ -195,16 +203,18 @@ class Fleet:
         job.ended.set()
         job.take([])
 
-    def _give_up(self, assignment: Assignment) -> None:
+    def _give_up(self, assignment: Assignment, why: str, *, is_error: bool = False) -> None:
         """Want nothing more of an assignment, and let its replica know."""
-        if self._forget(assignment) and assignment.link.is_up:
+        if self._forget(assignment, why, is_error=is_error) and assignment.link.is_up:
             self._spawn(self._abort(assignment.link, assignment.flow))
 
-    def _forget(self, assignment: Assignment) -> bool:
-        """Hear no more of an assignment. False: that is so already."""
+    def _forget(self, assignment: Assignment, why: str, *, is_error: bool = False) -> bool:
+        """Hear no more of an assignment. why: what traces say of it. False: that is so already."""
         if self._assignments.pop(assignment.flow, None) is None:
             return False
         self.index.settle(assignment.expectation)
+        if assignment.span is not None:
+            assignment.span.end(why, is_error=is_error)
         for sample in assignment.samples:
             if assignment.work.assigned.get(sample) is assignment:
                 del assignment.work.assigned[sample]
@@ -266,8 +276,10 @@ class Fleet:
         if hello is None or fingerprint is None:
             raise LinkLost(link.url)
         digests = work.digests(samples, hello, self._secret.encode())
-        call = work.call(flow, samples, is_strict=self._config.resume == "exact")
-        assignment = Assignment(flow, work, link, set(samples), self.index.expect(link.slot, digests), placement)
+        span = self._span(placement, work.context)
+        trace = None if span is None else span.traceparent
+        call = work.call(flow, samples, is_strict=self._config.resume == "exact", trace=trace)
+        assignment = Assignment(flow, work, link, set(samples), self.index.expect(link.slot, digests), placement, span)
         before = {sample: work.assigned[sample] for sample in samples if sample in work.assigned}
         self._assignments[flow] = assignment
         work.assigned.update(dict.fromkeys(samples, assignment))
@@ -282,13 +294,13 @@ class Fleet:
             if link.hello is not hello:
                 raise LinkLost(f"{link.url}: {link.failure}")
         except BaseException:
-            self._give_up(assignment)
+            self._give_up(assignment, "not taken", is_error=True)
             for sample, other in before.items():
                 if other.flow in self._assignments:
                     work.assigned[sample] = other
             if work.job not in self._open:
                 for other in before.values():
-                    self._give_up(other)
+                    self._give_up(other, "taken back")
             raise
         assignment.is_placed = work.is_admitted = True
         self._metrics.routed(link.url, placement.choice)
@@ -296,9 +308,15 @@ class Fleet:
         for sample, other in before.items():  # which has computed it until now
             other.samples.discard(sample)
             if not other.samples:
-                self._give_up(other)
+                self._give_up(other, "moved")
         if self._assignments.get(flow) is not assignment:  # it ended, or was taken back, meanwhile
             self._spawn(self._abort(link, flow))
+
+    def _span(self, placement: Placement, context: Context | None) -> CallSpan | None:
+        """The span of a placement, where there are traces. context: what it goes below."""
+        if self._traces is None or context is None:
+            return None
+        return self._traces.call("placement", context, attributes_of(placement))
 
     async def _choose(self, work: Work, samples: Sequence[int], excluded: set[Link]) -> Choice:
         """Raises NoReplica."""
@@ -374,6 +392,7 @@ class Fleet:
     async def _search(self, job: FleetSearch) -> None:
         """Let a replica do a beam search. When it is lost, another one does it from the start, with the same result."""
         name, excluded, cause = job.call.name, set[Link](), NEW
+        context = None if self._traces is None else self._traces.current()
         refusal: Refused | None = None
         deadline = asyncio.get_running_loop().time() + self._config.patience
         tokens, salt, secret = array("i", job.call.prompt), job.call.salt, self._secret.encode()
@@ -387,8 +406,9 @@ class Fleet:
                 link = self._link_at(choice.best.candidate.slot)
                 job.replica = link.url
                 self._metrics.routed(link.url, choice)
-                self.placements.append(Placement(time.time(), name, (), 0, cause, choice))
-                job.finish(await link.post("/fleet/search", job.call))
+                placement = Placement(time.time(), name, (), 0, cause, choice)
+                self.placements.append(placement)
+                job.finish(await self._searched(job, link, self._span(placement, context)))
             except LinkLost:
                 excluded.add(link)
                 cause = Cause("lost", link.url)
@@ -406,6 +426,18 @@ class Fleet:
                 excluded.clear()
             else:
                 self._close(job)
+
+    async def _searched(self, job: FleetSearch, link: Link, span: CallSpan | None) -> dict[str, Any]:
+        """What a replica answers to a search. Raises as Link.post."""
+        if span is None:
+            return await link.post("/fleet/search", job.call)
+        outcome = "not finished"
+        try:
+            answer = await link.post("/fleet/search", replace(job.call, trace=span.traceparent))
+            outcome = "finished"
+            return answer
+        finally:
+            span.end(outcome, is_error=outcome != "finished")
 
     # ------------------------------------------------------------------------------------ as the Listener of its links
 
@@ -441,7 +473,7 @@ class Fleet:
         if ledger.output.finished:
             assignment.samples.discard(frame.sample)
             if not assignment.samples:
-                self._forget(assignment)
+                self._forget(assignment, "finished")
             if is_new:
                 work.output.num_running -= 1
                 job.num_open -= work.output.finished
@@ -524,7 +556,7 @@ class Fleet:
 
     def _lose(self, assignment: Assignment, why: str) -> None:
         work, samples = assignment.work, sorted(assignment.samples)
-        self._forget(assignment)
+        self._forget(assignment, why, is_error=True)
         if work.job not in self._open:
             return
         if self._config.resume == "never":

@@ -37,7 +37,7 @@ from quire.server.api.jobs import Stream
 from quire.server.api.service import Identity, ServedModel, Service
 from quire.server.http.api_error import ApiError
 from quire.server.http.guard import client_of
-from quire.server.run import Listening, allow_connections, listen, run_until_stopped, settings
+from quire.server.run import Listening, allow_connections, listen, open_traces, run_until_stopped, settings
 from quire.server.sandbox.chat_template import ChatTemplate, tokenizer_settings
 from quire.server.sandbox.grammar import Spec
 from quire.text import RequestOutput, find_tokenizer
@@ -171,10 +171,11 @@ def build_gateway(membership: Membership, config: GatewayConfig, found: Found, d
     )
     metrics = FleetMetrics()
     secret = config.fleet_secret or ""
-    fleet = Fleet(membership, secret, Fingerprint.from_json(hello.fingerprint), hello, config, metrics)
+    traces = open_traces(config, "quire-fleet", model.names[0])
+    fleet = Fleet(membership, secret, Fingerprint.from_json(hello.fingerprint), hello, config, metrics, traces)
     watch = FleetWatch(fleet, {"model": model.names[0], "version": __version__})
     metrics.show(watch.replicas)
-    return Gateway(FleetService(model, fleet, config), fleet, metrics, watch)
+    return Gateway(FleetService(model, fleet, config, traces), fleet, metrics, watch)
 
 
 async def find_model(membership: Membership, config: GatewayConfig) -> Found:

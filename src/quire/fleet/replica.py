@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from http import HTTPStatus
@@ -127,7 +128,8 @@ class Replica:
             raise ApiError("this replica takes no further requests", HTTPStatus.SERVICE_UNAVAILABLE, code="draining")
         flow = Flow(session, call.flow, await self._made(call))
         self._num_resumed += bool(call.delivered)
-        await self._worker.submit(flow)
+        with self._under(call.trace):
+            await self._worker.submit(flow)
         session.flows[call.flow] = flow
         if session.name not in self._sessions:  # it has ended meanwhile
             self._worker.abort(flow)
@@ -149,7 +151,8 @@ class Replica:
             length_penalty=call.length_penalty,
         )
         job = self._worker.search(self._unique(call.name), call.prompt, params, call.salt)
-        await self._worker.submit(job)
+        with self._under(call.trace):
+            await self._worker.submit(job)
         await self._service.wait(request, job)
         found = [[list(one.tokens), one.cumulative_logprob, one.score, one.finish_reason] for one in job.results()]
         return Response(dumps({"found": found, "failure": job.failure}))  # -inf, too
@@ -215,6 +218,11 @@ class Replica:
         elif call.delivered:
             requests[0].resume(call.delivered, call.num_checked)
         return [(output, requests)]
+
+    def _under(self, trace: str | None) -> AbstractContextManager[None]:
+        """Within it, what is submitted is traced as a part of a gateway's span."""
+        traces = self._service.traces
+        return nullcontext() if traces is None else traces.under(trace)
 
     def _unique(self, name: str) -> str:
         """A name for the engine: two gateways may ask for one request, when a client has gone from one to the other."""

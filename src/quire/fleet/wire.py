@@ -77,6 +77,7 @@ class Call:
     first_prompt_logprob: int = 0  # prompt positions before it were sent
     num_checked: int = 0  # of the delivered tokens, the last ones, which are drawn again and compared
     is_strict: bool = True  # where one is drawn otherwise, the sample ends with an error
+    trace: str | None = None  # the gateway's span, as W3C's traceparent has it
 
 
 # Fields of messages that are more than JSON has.
@@ -96,6 +97,7 @@ class SearchCall:
     max_tokens: int
     ignore_eos: bool
     length_penalty: float
+    trace: str | None = None  # as a Call's
 
 
 @dataclass(frozen=True, kw_only=True)
