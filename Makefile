@@ -5,10 +5,13 @@ INSTALLED := .venv/installed
 LOWEST := .venv-lowest/installed
 BUILT_FROM := pyproject.toml bench/pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/quire/ops/cpu/csrc/*)
 
-.PHONY: demo test test-fast test-long test-lowest check audit docs bench bench-peers bench-long clients formats wheel sanitize sanitize-threads clean
+.PHONY: demo demo-fleet test test-fast test-long test-lowest check audit docs bench bench-peers bench-long clients formats wheel sanitize sanitize-threads clean
 
 demo: $(INSTALLED)  ## generate text with the embedded model and show what it cost
 	$(BIN)/python examples/demo.py
+
+demo-fleet: $(INSTALLED)  ## two replicas and a gateway; one replica is killed in the middle of an answer
+	$(BIN)/python examples/fleet.py
 
 test: $(INSTALLED)  ## the whole test suite
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal

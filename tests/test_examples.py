@@ -2,7 +2,10 @@
 
 import importlib.util
 import runpy
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +14,7 @@ import torch
 
 from quire import LLM, SamplingParams, ops
 from quire.errors import BadValue, OutOfBlocks
+from tests.server.interrupts import obey
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PROMISES = {
@@ -24,20 +28,34 @@ PROMISES = {
     "shared_prefix.py": ["4,352 tokens stored instead of 33,024; both ways agree: True"],
     "tiny_engine.py": ["import os\\nimport sys", "class Stack:"],
     "layerwise_cache.py": ["six tokens of two layers in blocks", "agree up to the fork: True, and then differ"],
+    "fleet.py": ["[kill -9]", "longest stall", "identical to the undisturbed one"],
     "sampling_tour.py": ["greedy", "min_p 0.2", "2: ", "1: ", "logprob -"],
 }
+SLOW = {"fleet.py": pytest.mark.slow}  # it starts three servers
 
 
 def test_every_example_is_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(PROMISES)
 
 
-@pytest.mark.parametrize("name", PROMISES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in PROMISES])
 def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     printed = capsys.readouterr().out
     for promise in PROMISES[name]:
         assert promise in printed
+
+
+@pytest.mark.slow
+def test_the_fleet_leaves_no_server_at_an_interrupt() -> None:
+    with subprocess.Popen([sys.executable, EXAMPLES / "fleet.py"], stdout=subprocess.DEVNULL, preexec_fn=obey) as demo:
+        children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children")
+        while len(found := children.read_text().split()) < 3:  # two replicas, and then the gateway
+            assert demo.poll() is None
+            time.sleep(0.05)
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(60) != 0
+    assert not [pid for pid in found if Path(f"/proc/{pid}").exists()]
 
 
 def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -33,28 +33,28 @@ class Ledger:
         """
         output = self.output
         known, known_text = len(output.token_ids) - frame.at, len(output.text) - frame.characters
-        where = f"sample {frame.sample}: the frame of tokens {frame.at} to {frame.at + len(frame.tokens)}"
         if known < 0 or known_text < 0:
-            raise WireError(f"{where} comes after {len(output.token_ids)} tokens and {len(output.text)} characters")
+            message = f"comes after {len(output.token_ids)} tokens and {len(output.text)} characters"
+            raise WireError(f"{_place(frame)} {message}")
         if frame.tokens[:known] != output.token_ids[frame.at :][: len(frame.tokens)]:
-            raise WireError(f"{where} has other tokens than those that are known: {frame.tokens}")
+            raise WireError(f"{_place(frame)} has other tokens than those that are known: {frame.tokens}")
         if frame.text[:known_text] != output.text[frame.characters :][: len(frame.text)]:
-            raise WireError(f"{where} has another text than the one that is known: {frame.text!r}")
+            raise WireError(f"{_place(frame)} has another text than the one that is known: {frame.text!r}")
         tokens, text = frame.tokens[known:], frame.text[known_text:]
         if output.finished:
             if tokens or text:
-                raise WireError(f"{where} goes on after the end")
+                raise WireError(f"{_place(frame)} goes on after the end")
             return False
         if frame.end is not None and (known > len(frame.tokens) or known_text > len(frame.text)):
-            raise WireError(f"{where} is an end, and {len(output.token_ids)} tokens are known")
+            raise WireError(f"{_place(frame)} is an end, and {len(output.token_ids)} tokens are known")
         if output.logprobs is not None and tokens:
             if frame.logprobs is None:
-                raise WireError(f"{where} has no logprobs, which were asked for")
+                raise WireError(f"{_place(frame)} has no logprobs, which were asked for")
             total, positions = output.cumulative_logprob or 0.0, []
             for token, candidates in zip(tokens, frame.logprobs[known:], strict=True):
-                found = _position(candidates, where)
+                found = _position(candidates, frame)
                 if token not in found:
-                    raise WireError(f"{where} has logprobs of other tokens than {token}: {candidates}")
+                    raise WireError(f"{_place(frame)} has logprobs of other tokens than {token}: {candidates}")
                 positions.append(found)
                 total += found[token].logprob
             output.logprobs += positions
@@ -66,9 +66,13 @@ class Ledger:
         return bool(tokens or text or frame.end)
 
 
-def _position(candidates: list[list[Any]], where: str) -> dict[int, Logprob]:
+def _position(candidates: list[list[Any]], frame: Frame) -> dict[int, Logprob]:
     """The logprobs at one position. Raises WireError for what is none."""
     try:
         return {token: Logprob(float(logprob), rank, text) for token, logprob, rank, text in candidates}
     except (TypeError, ValueError) as error:
-        raise WireError(f"{where} has logprobs that cannot be read: {candidates}") from error
+        raise WireError(f"{_place(frame)} has logprobs that cannot be read: {candidates}") from error
+
+
+def _place(frame: Frame) -> str:
+    return f"sample {frame.sample}: the frame of tokens {frame.at} to {frame.at + len(frame.tokens)}"

@@ -48,7 +48,7 @@ class Frame(NamedTuple):
             raise WireError(f"a frame is {_shown(found)}; it must be a list of {len(Frame._fields)} fields")
         frame = Frame(*found)
         numbers = (frame.flow, frame.sample, frame.at, frame.characters, *frame.tokens)
-        if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(frame.text, str):
+        if {*map(type, numbers)} != {int} or min(numbers) < 0 or not isinstance(frame.text, str):
             raise WireError(f"a frame is {_shown(found)}; its positions and tokens must be integers, its text a text")
         end = frame.end
         if end is not None and not (isinstance(end, list) and len(end) == 3 and end[0] in ENDS):

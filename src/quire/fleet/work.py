@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from quire.errors import BadValue
 from quire.fleet.index import Expectation
 from quire.fleet.ledger import Ledger
 from quire.fleet.link import Link
+from quire.fleet.placement import Placement
 from quire.fleet.wire import Call, Frame, Hello, SearchCall, WireError, wire_digest
 from quire.request import MAX_SEED, FinishReason, PrefixReport, Request
 from quire.server.api.jobs import Generation
@@ -62,10 +64,11 @@ class Assignment:
     link: Link
     samples: set[int]  # that have neither ended nor gone elsewhere
     expectation: Expectation
-    uncached: int  # tokens that it was expected to compute
+    placement: Placement
     is_placed: bool = False  # the replica has taken it
     is_seen: bool = False  # the replica's state may count it
     is_moving: bool = False  # another replica is to go on with it
+    heard: set[int] = field(default_factory=set)  # samples of which a new token came from it
 
 
 @dataclass(eq=False)
@@ -77,6 +80,8 @@ class Work:
     requests: Sequence[Request]
     fingerprint: str | None = None  # of the replicas that may go on with it; None: it has not begun
     assigned: dict[int, Assignment] = field(default_factory=dict)  # by sample
+    began: float = field(default_factory=time.monotonic)  # s
+    last_tokens: dict[int, float] = field(default_factory=dict)  # s of time.monotonic(), when each sample's came
 
     def __post_init__(self) -> None:
         self._digests: dict[tuple[str, int, int, int], list[int]] = {}  # the latest ones
@@ -146,7 +151,9 @@ class Work:
     def enter(self, frame: Frame) -> bool:
         """Take in a frame. False: there is nothing new in it. Raises WireError where it cannot be."""
         is_new = self.ledgers[frame.sample].enter(frame)
-        more = frame.more or {}
+        more = frame.more
+        if more is None:
+            return is_new
         if "cached" in more and self.output.prefix_report is None:
             self.output.prefix_report = PrefixReport(len(self.output.prompt_token_ids), more["cached"], 1)
         if "prompt_logprobs" in more and self.output.prompt_logprobs is not None:
@@ -187,6 +194,8 @@ class FleetSearch:
         self.error: ApiError | None = None
         self.failure: str | None = None
         self.task: asyncio.Task[None] | None = None
+        self.replica: str | None = None  # the URL of the one that does it
+        self.began = time.monotonic()  # s
         self._found: list[Hypothesis] = []
 
     def finish(self, answer: dict[str, Any]) -> None:
