@@ -32,12 +32,14 @@ MAY_IMPORT = {
         *("embedding", "scoring"),
     },
 }
-FACES = {"cli", "fleet", "server", "__init__", "__main__"}  # may import everything
+FACES = {"cli", "fleet", "ray", "server", "__init__", "__main__"}  # may import everything
 
 NO_TORCH = ("errors.py", "request.py", "config.py", "cache/__init__.py", "cache/pool.py", "cache/prefix.py",
             "cache/manager.py", "cache/events.py", "cache/usage.py", "cache/audit.py", "engine/__init__.py",
             "engine/scheduler.py", "engine/plan.py", "engine/order.py", "engine/queue.py", "engine/sharing.py",
-            "engine/beam.py", "engine/trace.py")  # fmt: skip
+            "engine/beam.py", "engine/trace.py", "fleet/__init__.py", "fleet/state.py", "fleet/index.py",
+            "fleet/score.py", "fleet/rates.py", "fleet/membership.py", "fleet/process.py", "ray/membership.py",
+            "ray/scaling.py")  # fmt: skip
 
 SHAPED = ("batch.py", "ops/backend.py", "ops/program.py")
 
@@ -125,6 +127,19 @@ def test_measuring_code_imports_the_product_and_never_the_reverse() -> None:
     assert not any(module.startswith("quire_bench") for tree in TREES.values() for module in imported_modules(tree))
     measuring = [imported_modules(ast.parse(path.read_text())) for path in MEASURING]
     assert any(module.startswith("quire.") for modules in measuring for module in modules)
+
+
+def test_only_one_room_knows_ray() -> None:
+    """The fleet works without it: `quire.ray` can be left out, and nothing else imports it."""
+
+    def find(path: Path, tree: ast.Module) -> Iterator[str]:
+        if room(path) != "ray":
+            for module in sorted(imported_modules(tree)):
+                if re.match(r"(quire\.)?ray\b", module):
+                    yield f" imports {module}"
+
+    found = violations(find)
+    assert not found, found
 
 
 def test_files_import_only_rooms_below() -> None:

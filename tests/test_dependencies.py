@@ -20,7 +20,9 @@ ROOT = Path(__file__).parent.parent
 RUNTIME = lowest.requirements("dependencies")
 DEV = lowest.requirements("dev")
 MEASURING = lowest.requirements("all", lowest.MEASURING)
-OPTIONAL = {"triton"}  # where it is missing, an error says so
+# Where one is missing, an error says so: the module, and what is to be installed.
+OPTIONAL = {"msgspec": "msgspec", "triton": "triton", "zmq": "pyzmq"}
+EXTRAS = {"ray"}  # each is the extra of that name
 COMPARED = {"gguf", "llama_cpp", "mistralrs", "openvino", "openvino_genai", "vllm"}  # each in an environment of its own
 CONSTRAINTS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
 ROW = re.compile(r"^\| `([^`]+)` \| ([^ |]+) \| ([^|]+) \| (\d{4}-\d{2}-\d{2}) \|$", re.MULTILINE)
@@ -84,7 +86,7 @@ def imports(package: Path) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("package", "listed", "others"),
     [
-        ("src/quire", RUNTIME, {"quire"} | OPTIONAL),
+        ("src/quire", RUNTIME, {"quire", *OPTIONAL, *EXTRAS}),
         ("bench/src/quire_bench", RUNTIME + MEASURING, {"quire", "quire_bench"} | COMPARED),
     ],
 )
@@ -96,7 +98,13 @@ def test_all_that_is_imported_is_a_dependency(package: str, listed: list[Require
         if module not in sys.stdlib_module_names | others:
             names = {canonicalize_name(name) for name in distributions[module]}
             assert names & declared, f"{path.relative_to(ROOT)} imports {module}, which pyproject.toml does not list"
-    assert {each.name for each in DEV} >= OPTIONAL
+    assert {each.name for each in DEV} >= set(OPTIONAL.values())
+    assert all(re.search(rf'^{name} = \["{name}\W', lowest.PRODUCT.read_text(), re.MULTILINE) for name in EXTRAS)
+
+
+def test_what_an_extra_brings_is_tested_at_its_floor() -> None:
+    [events] = re.findall(r"^events = (\[.*\])$", lowest.PRODUCT.read_text(), re.MULTILINE)
+    assert set(ast.literal_eval(events)) <= {str(each) for each in DEV}
 
 
 def test_lowest_versions() -> None:

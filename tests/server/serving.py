@@ -10,13 +10,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.server.api.service import Service
 from quire.server.run import Server, build_parts, settings
 from quire.server.server_config import ServerConfig
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
+
+if TYPE_CHECKING:
+    from quire.server.watch.kv_events import KVEventPublisher
 
 SMALL = {"num_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256}
 
@@ -58,6 +61,7 @@ class Serving:
     service: Service
     metrics: Metrics
     inspector: Inspector
+    publisher: KVEventPublisher | None = None
     host: str = "127.0.0.1"
     port: int = 0
     headers: dict[str, str] = field(default_factory=dict)  # sent with every request
@@ -116,7 +120,7 @@ def serving(
     service, inspector = parts.service, parts.inspector
     prepare(service)
     app = parts.app()
-    here = Serving(service, parts.metrics, inspector)
+    here = Serving(service, parts.metrics, inspector, parts.publisher)
     ready = threading.Event()
     listening = socket.create_server(("127.0.0.1", 0))
     here.port = listening.getsockname()[1]

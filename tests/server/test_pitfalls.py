@@ -24,6 +24,7 @@ from quire.request import Request
 from quire.server.api import embeddings as embeddings_module
 from quire.server.api import service as service_module
 from quire.server.api import worker
+from quire.server.api import worker as worker_module
 from quire.server.api.protocol import ChatRequest, CompletionRequest
 from quire.server.api.service import Service
 from tests.server.fuzz import LONGEST_MESSAGE, canary
@@ -223,7 +224,7 @@ def test_samples_of_a_long_prompt_cost_the_event_loop_nothing(server: Serving, m
     old = Engine._check_tokens
     monkeypatch.setattr(service_module, "LONG_TEXT", 500)
     monkeypatch.setattr(Engine, "_check_tokens", checks)
-    for module, name in ((service_module, "make_requests"), (service_module, "BeamDriver"),
+    for module, name in ((service_module, "make_requests"), (worker_module, "BeamDriver"),
                          (Service, "_text_after"), (embeddings_module, "embedding_request")):  # fmt: skip
         monkeypatch.setattr(module, name, notes(getattr(module, name)))
     prompt = [5] * 900

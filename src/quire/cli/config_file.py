@@ -19,7 +19,7 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
         return None
     options = {option.name: option for option in context.command.params if option.name and option.name != "_config"}
     try:
-        found = _options_of(path, options.keys(), context.command_path)
+        found = _options_of(path, options.keys(), f"quire {context.info_name}")
     except ConfigError as error:
         fail(error)
     context.default_map = {

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +23,7 @@ from quire.fleet.index import MAX_SLOTS, FleetIndex
 from quire.fleet.link import Link, LinkLost, Refused
 from quire.fleet.membership import Membership
 from quire.fleet.metrics import FleetMetrics
+from quire.fleet.placement import NEW, Cause, Placement
 from quire.fleet.score import Candidate, Choice, Demand, choose, eligible
 from quire.fleet.wire import Frame, Hello
 from quire.fleet.work import Assignment, FarGuide, FleetSearch, Work, wire_digests
@@ -32,6 +35,7 @@ log = logging.getLogger("quire.fleet")
 
 TEXT_PARTS = ("tokenizer", "template")  # of a fingerprint: what a gateway makes prompts with
 MATCH_TIMEOUT = 0.05  # s that a replica has to say what it has cached
+MAX_PLACEMENTS = 256  # that are kept, so that people can see them
 MEMORY = 0.05  # weight of the latest request in what is expected of the next one
 REFUSED_ELSEWHERE_TOO = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
@@ -46,10 +50,10 @@ class Fleet:
         """model, first: of the replica whose tokenizer the gateway has."""
         self.links: dict[str, Link] = {}  # by URL
         self.index = FleetIndex()
-        self.choices: dict[str, Choice] = {}  # the latest ones, by request
+        self.placements: deque[Placement] = deque(maxlen=MAX_PLACEMENTS)  # the latest ones
+        self.model = model
         self._membership = membership
         self._secret = secret
-        self._model = model
         self._first = first
         self._config = config
         self._metrics = metrics
@@ -90,6 +94,20 @@ class Fleet:
         for job in list(self._open):
             self._close(job, engine_stopped(why))
 
+    @property
+    def works(self) -> list[Work]:
+        """The prompts that are open."""
+        return [work for works in self._works.values() for work in works]
+
+    @property
+    def searches(self) -> list[FleetSearch]:
+        """The beam searches that are open."""
+        return [job for job in self._open if isinstance(job, FleetSearch)]
+
+    def is_fitting(self, link: Link) -> bool:
+        """Whether a replica that has answered has the gateway's tokenizer and template."""
+        return link.url in self._fitting
+
     def check_health(self) -> None:
         """Raise ApiError (503) if no replica serves."""
         try:
@@ -129,7 +147,9 @@ class Fleet:
                 await placing[0]
             else:
                 await asyncio.gather(*placing)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, ApiError):
+                self._metrics.refused(error.status)
             self.abort(job)
             raise
 
@@ -162,6 +182,8 @@ class Fleet:
             for work in self._works.pop(job):
                 for assignment in set(work.assigned.values()):
                     self._give_up(assignment)
+        if error is not None:
+            self._metrics.refused(error.status)
         job.error = error
         job.ended.set()
         job.take([])
@@ -187,10 +209,10 @@ class Fleet:
 
     # ---------------------------------------------------------------------------------------------------- placing
 
-    async def _place(self, work: Work, samples: Sequence[int], without: Link | None = None) -> None:
+    async def _place(self, work: Work, samples: Sequence[int], cause: Cause = NEW, without: Link | None = None) -> None:
         """Let a replica compute these samples, together or, of one that has begun, the rest.
 
-        without: one that must not get it. Raises ApiError if all refuse, or none is there for a while.
+        without: a replica that must not get it. Raises ApiError if all refuse, or none is there for a while.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.patience
@@ -208,7 +230,7 @@ class Fleet:
                 continue
             link = self._link_at(choice.best.candidate.slot)
             try:
-                await self._assign(work, samples, link, choice)
+                await self._assign(work, samples, link, self._placement(work, samples, cause, choice))
             except LinkLost:
                 excluded.add(link)
             except Refused as error:
@@ -219,25 +241,23 @@ class Fleet:
             else:
                 return
 
-    async def _assign(self, work: Work, samples: Sequence[int], link: Link, choice: Choice) -> None:
+    def _placement(self, work: Work, samples: Sequence[int], cause: Cause, choice: Choice) -> Placement:
+        delivered = len(work.ledgers[samples[0]].tokens)
+        return Placement(time.time(), work.output.request_id, tuple(samples), delivered, cause, choice)
+
+    async def _assign(self, work: Work, samples: Sequence[int], link: Link, placement: Placement) -> None:
         flow = self._next_flow
         self._next_flow += 1
         hello, fingerprint = link.hello, link.fingerprint
         if hello is None or fingerprint is None:
             raise LinkLost(link.url)
         digests = work.digests(samples, hello, self._secret.encode())
-        work.num_calls += 1
         call = work.call(flow, samples, is_strict=self._config.resume == "exact")
-        assignment = Assignment(
-            flow, work, link, set(samples), self.index.expect(link.slot, digests), choice.best.uncached_tokens
-        )
+        assignment = Assignment(flow, work, link, set(samples), self.index.expect(link.slot, digests), placement)
         before = [work.assigned.get(sample) for sample in samples]
         self._assignments[flow] = assignment
         for sample in samples:
             work.assigned[sample] = assignment
-        self.choices[work.output.request_id] = choice
-        if len(self.choices) > MAX_SLOTS:
-            del self.choices[next(iter(self.choices))]
         try:
             await link.post("/fleet/generate", call)
             if link.hello is not hello:
@@ -250,7 +270,8 @@ class Fleet:
             raise
         assignment.is_placed = True
         work.fingerprint = fingerprint.digest
-        self._metrics.routed(link.url, choice)
+        self._metrics.routed(link.url, placement.choice)
+        self.placements.append(placement)
         for other in {one for one in before if one is not None}:  # which has computed it until now
             other.samples.difference_update(samples)
             if not other.samples:
@@ -310,7 +331,7 @@ class Fleet:
         for one in self._assignments.values():
             if not one.is_seen:
                 tokens, requests = found.get(one.link, (0, 0))
-                found[one.link] = (tokens + one.uncached, requests + len(one.samples))
+                found[one.link] = (tokens + one.placement.choice.best.uncached_tokens, requests + len(one.samples))
         return found
 
     async def _asked(self, work: Work, samples: Sequence[int], candidates: list[Candidate]) -> list[Candidate]:
@@ -331,7 +352,7 @@ class Fleet:
 
     async def _search(self, job: FleetSearch) -> None:
         """Let a replica do a beam search. When it is lost, another one does it from the start, with the same result."""
-        name, excluded = job.call.name, set[Link]()
+        name, excluded, cause = job.call.name, set[Link](), NEW
         deadline = asyncio.get_running_loop().time() + self._config.patience
         tokens, salt, secret = array("i", job.call.prompt), job.call.salt, self._secret.encode()
         while True:
@@ -340,12 +361,16 @@ class Fleet:
                 candidates = eligible(found)
                 new = float(job.call.max_tokens * job.num_samples)
                 demand = Demand(request_id=name, num_tokens=len(tokens), new_tokens=new, hit_rate=self._hit_rate)
-                link = self._link_at(choose(demand, candidates).best.candidate.slot)
+                choice = choose(demand, candidates)
+                link = self._link_at(choice.best.candidate.slot)
+                job.replica = link.url
+                self._metrics.routed(link.url, choice)
+                self.placements.append(Placement(time.time(), name, (), 0, cause, choice))
                 job.finish(await link.post("/fleet/search", job.call))
             except LinkLost:
                 excluded.add(link)
+                cause = Cause("lost", link.url)
                 self._metrics.resumed("lost")
-                job.call = replace(job.call, name=f"{name}~{len(excluded)}")
             except Refused as error:
                 if error.status in REFUSED_ELSEWHERE_TOO or error.status == HTTPStatus.TOO_MANY_REQUESTS:
                     return self._close(job, _client_error(error))
@@ -363,12 +388,12 @@ class Fleet:
         """A replica has said what it is."""
         self._fitting.discard(link.url)
         if link.fingerprint is not None and not self._same_texts(link.fingerprint):
-            parts = ", ".join(self._model.difference(link.fingerprint))
+            parts = ", ".join(self.model.difference(link.fingerprint))
             log.error("replica %s is left out: it serves another model than this gateway's (%s)", link.url, parts)
             self._metrics.left_out(link.url)
             return
         self._fitting.add(link.url)
-        if link.fingerprint is not None and (different := self._model.difference(link.fingerprint)):
+        if link.fingerprint is not None and (different := self.model.difference(link.fingerprint)):
             log.warning("replica %s computes other bits: %s differ", link.url, ", ".join(different))
         log.info("replica %s is connected", link.url)
 
@@ -384,6 +409,8 @@ class Fleet:
         if frame.more is not None and (count := frame.more.get("differences", 0)):
             self._metrics.mismatched(count)
             log.error("replica %s draws other tokens than those that were delivered before it took over", link.url)
+        if is_new and frame.tokens:
+            self._token_came(assignment, frame.sample)
         if is_new and ledger.output.finished:
             assignment.samples.discard(frame.sample)
             work.output.num_running -= 1
@@ -399,6 +426,20 @@ class Fleet:
             job.take(deltas)
         if job.num_open == 0:
             self._close(job)
+
+    def _token_came(self, assignment: Assignment, sample: int) -> None:
+        """A new token of a sample came: how long that took is counted where it is the first from this replica."""
+        work, placement, now = assignment.work, assignment.placement, time.monotonic()
+        if sample not in assignment.heard:
+            assignment.heard.add(sample)
+            seconds = now - work.last_tokens.get(sample, work.began)
+            if not work.last_tokens:
+                self._metrics.first_token(seconds)
+            if placement.cause is not NEW:
+                self._metrics.stalled(seconds)
+            if placement.seconds is None:
+                placement.seconds = seconds
+        work.last_tokens[sample] = now
 
     def failed(self, link: Link, flow: int, status: int, body: dict[str, Any]) -> None:
         """A call has ended before its samples did."""
@@ -442,6 +483,7 @@ class Fleet:
         """Whatever a replica was asked for is asked of others."""
         self.index.clear(link.slot)
         self._news.set()
+        self._metrics.lost(link.url)
         for assignment in [one for one in self._assignments.values() if one.link is link and one.is_placed]:
             self._lose(assignment, "lost")
 
@@ -454,15 +496,16 @@ class Fleet:
             self._close(work.job, _nobody(f"{assignment.link.url} was lost, and --resume is 'never'"))
             return
         self._metrics.resumed(why)
+        cause = Cause(why, assignment.link.url)
         if work.is_untouched and len(samples) == len(work.ledgers):
-            self._spawn(self._resume(work, samples))
+            self._spawn(self._resume(work, samples, cause))
         else:
             for sample in samples:
-                self._spawn(self._resume(work, [sample]))
+                self._spawn(self._resume(work, [sample], cause))
 
-    async def _resume(self, work: Work, samples: list[int]) -> None:
+    async def _resume(self, work: Work, samples: list[int], cause: Cause) -> None:
         try:
-            await self._place(work, samples)
+            await self._place(work, samples, cause)
         except ApiError as error:
             self._close(work.job, error)
 
@@ -476,7 +519,8 @@ class Fleet:
             else:
                 samples = [sample]
             try:
-                await self._place(assignment.work, samples, without=assignment.link)
+                cause = Cause("drained", assignment.link.url)
+                await self._place(assignment.work, samples, cause, without=assignment.link)
                 self._metrics.resumed("drained")
             except ApiError as error:
                 log.warning("a request stays at %s, which is draining: %s", assignment.link.url, error)
@@ -504,7 +548,7 @@ class Fleet:
         return next(link for link in self.links.values() if link.slot == slot)
 
     def _same_texts(self, fingerprint: Fingerprint) -> bool:
-        return not set(self._model.difference(fingerprint)) & set(TEXT_PARTS)
+        return not set(self.model.difference(fingerprint)) & set(TEXT_PARTS)
 
     async def _change(self, seconds: float) -> bool:
         """Wait until something about a replica changes. False: nothing did for that long."""

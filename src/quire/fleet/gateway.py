@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import uvicorn
+from fastapi import FastAPI
 from starlette.requests import Request as HttpRequest
 
 from quire import __version__
@@ -25,6 +26,7 @@ from quire.fleet.dispatch import Fleet
 from quire.fleet.fingerprint import Fingerprint
 from quire.fleet.membership import Membership
 from quire.fleet.metrics import FleetMetrics
+from quire.fleet.watch import FleetWatch
 from quire.fleet.wire import Hello, read
 from quire.fleet.work import FarGuide
 from quire.request import Guide, Request
@@ -49,6 +51,9 @@ class Known(NamedTuple):
     characters: int
     tokens: int
     is_whole: bool
+
+
+NOTHING = Known(0, 0, False)
 
 
 class FleetService(Service):
@@ -106,11 +111,13 @@ class NumberedStream(Stream):
                 f"the header Last-Event-ID tells of {len(known)} samples; this request has {len(self._places)}"
             )
         self.is_continued = bool(known)
-        self._known = dict(zip(self._places, known, strict=True)) if known else {}
-        self._delivered = [Known(0, 0, False)] * len(self._places)
+        self._delivered = list(known) or [NOTHING] * len(self._places)
+        # Of a sample of which the client has nothing, it lacks the echo, too.
+        begun = zip(self._places, self._delivered, strict=True)
+        self._known = {place: one for place, one in begun if one != NOTHING}
 
     def news(self, output: RequestOutput) -> list[Any]:
-        """What is new in an output; of what the client has, nothing before it is there as a whole."""
+        """What is new in an output; before all is there that the client has of it, no more than that."""
         if not self._known:
             return super().news(output)
         found = []
@@ -120,30 +127,33 @@ class NumberedStream(Stream):
                 continue
             whole = sample.finished if known.is_whole else len(sample.token_ids) >= known.tokens
             if not whole:
-                return []
+                continue
             del self._known[output.request_id, sample.index]
             logprobs = None if sample.logprobs is None else sample.logprobs[: known.tokens]
             end = (sample.finish_reason, sample.stop_reason) if known.is_whole else (None, None)
             text, tokens = sample.text[: known.characters], sample.token_ids[: known.tokens]
             found.append(Delta(output, sample.index, text, tokens, logprobs, *end, None, is_known=True))
             self.mark_told(output, sample.index, known.characters, known.tokens, is_whole=known.is_whole)
+        if any((output.request_id, sample.index) in self._known for sample in output.outputs):
+            return found
         return found + super().news(output)
 
-    async def deltas(self) -> list[Delta]:
-        """What has come since the last call."""
-        deltas = await super().deltas()
-        for delta in deltas:
-            place = self._places[delta.output.request_id, delta.sample]
-            before = self._delivered[place]
-            self._delivered[place] = Known(
-                before.characters + len(delta.text),
-                before.tokens + len(delta.token_ids),
-                delta.finish_reason is not None,
-            )
-        return deltas
+    def marked(self, delta: Delta, events: list[bytes]) -> list[bytes]:
+        """The events of a delta, each after a line that says what the client has with it."""
+        if delta.is_known:
+            return events
+        place = self._places[delta.output.request_id, delta.sample]
+        before = self._delivered[place]
+        known = Known(before.characters + len(delta.text), before.tokens + len(delta.token_ids), False)
+        ended = known._replace(is_whole=delta.finish_reason is not None)
+        found = []
+        for number, event in enumerate(events, start=1):
+            self._delivered[place] = ended if number == len(events) else known
+            found.append(self._mark() + event)
+        self._delivered[place] = ended
+        return found
 
-    def mark(self) -> bytes:
-        """The line that names an event after which the client has all that `deltas` returned so far."""
+    def _mark(self) -> bytes:
         places = ",".join(f"{one.characters}:{one.tokens}{'e' * one.is_whole}" for one in self._delivered)
         return f"id: {self._identity.name}/{self._identity.created}/{places}\n".encode("ascii")
 
@@ -175,41 +185,52 @@ def serve_fleet(membership: Membership, config: GatewayConfig, tell: Callable[[s
         try:
             tell("waiting for a replica")
             found = asyncio.run(find_model(membership, config))
-            service, fleet, metrics = build_gateway(membership, config, found, Path(directory))
+            gateway = build_gateway(membership, config, found, Path(directory))
 
             def ready() -> None:
                 host, port = listening.getsockname()[:2]
                 address = f"[{host}]" if ":" in host else host
-                tell(f"Quire {__version__} serves {service.model.names[0]} at http://{address}:{port} with a fleet")
+                name = gateway.service.model.names[0]
+                tell(f"Quire {__version__} serves {name} at http://{address}:{port} with a fleet")
 
-            app = build_app(service, metrics, ())
-            run_until_stopped(GatewayServer(settings(app, config), ready, fleet, config), listening)
+            run_until_stopped(GatewayServer(settings(gateway.app(), config), gateway, ready), listening)
         finally:
             listening.close()
 
 
-class GatewayServer(Listening):
-    """Lets open answers end before it does."""
+@dataclass
+class Gateway:
+    """What a gateway is made of."""
 
-    def __init__(
-        self, settings: uvicorn.Config, ready: Callable[[], None], fleet: Fleet, config: GatewayConfig
-    ) -> None:
+    service: FleetService
+    fleet: Fleet
+    metrics: FleetMetrics
+    watch: FleetWatch
+
+    def app(self) -> FastAPI:
+        """The application that serves it."""
+        return build_app(self.service, self.metrics, [self.watch.router()])
+
+
+class GatewayServer(Listening):
+    """Lets open answers end before it does, and the streams that never end go first."""
+
+    def __init__(self, settings: uvicorn.Config, gateway: Gateway, ready: Callable[[], None]) -> None:
         super().__init__(settings, ready)
-        self._fleet = fleet
-        self._seconds = config.shutdown_timeout
+        self._gateway = gateway
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer what is running, then end."""
-        end_all = partial(self._fleet.end_all, "the gateway is stopping")
-        timer = asyncio.get_running_loop().call_later(self._seconds, end_all)
+        gateway = self._gateway
+        gateway.watch.close()
+        end_all = partial(gateway.fleet.end_all, "the gateway is stopping")
+        timer = asyncio.get_running_loop().call_later(gateway.service.config.shutdown_timeout, end_all)
         await super().shutdown(sockets)
         timer.cancel()
 
 
-def build_gateway(
-    membership: Membership, config: GatewayConfig, found: Found, directory: Path
-) -> tuple[FleetService, Fleet, FleetMetrics]:
-    """The service of a gateway, whose fleet is not started. directory: an empty one, for the files of the model."""
+def build_gateway(membership: Membership, config: GatewayConfig, found: Found, directory: Path) -> Gateway:
+    """A gateway whose fleet is not started. directory: an empty one, for the files of the model."""
     hello = found.hello
     for name, text in found.files.items():
         (directory / name).write_text(text, "utf-8")
@@ -226,7 +247,9 @@ def build_gateway(
     metrics = FleetMetrics()
     secret = config.fleet_secret or ""
     fleet = Fleet(membership, secret, Fingerprint.from_json(hello.fingerprint), hello, config, metrics)
-    return FleetService(model, fleet, config), fleet, metrics
+    watch = FleetWatch(fleet, {"model": model.names[0], "version": __version__})
+    metrics.show(watch.replicas)
+    return Gateway(FleetService(model, fleet, config), fleet, metrics, watch)
 
 
 async def find_model(membership: Membership, config: GatewayConfig) -> Found:

@@ -6,6 +6,8 @@ and a ledger takes each token once, in order. What a client receives comes from 
 
 from __future__ import annotations
 
+from typing import Any
+
 from quire.fleet.wire import Frame, WireError
 from quire.text import CompletionOutput, Logprob
 
@@ -43,16 +45,33 @@ class Ledger:
             if tokens or text:
                 raise WireError(f"{_place(frame)} goes on after the end")
             return False
+        if frame.end is not None and (known > len(frame.tokens) or known_text > len(frame.text)):
+            raise WireError(f"{_place(frame)} is an end, and {len(output.token_ids)} tokens are known")
+        if output.logprobs is not None and tokens:
+            if frame.logprobs is None:
+                raise WireError(f"{_place(frame)} has no logprobs, which were asked for")
+            total, positions = output.cumulative_logprob or 0.0, []
+            for token, candidates in zip(tokens, frame.logprobs[known:], strict=True):
+                found = _position(candidates, frame)
+                if token not in found:
+                    raise WireError(f"{_place(frame)} has logprobs of other tokens than {token}: {candidates}")
+                positions.append(found)
+                total += found[token].logprob
+            output.logprobs += positions
+            output.cumulative_logprob = total
         output.token_ids += tokens
         output.text += text
-        if output.logprobs is not None and frame.logprobs is not None:
-            for token, candidates in zip(tokens, frame.logprobs[known:], strict=True):
-                found = {one: Logprob(logprob, rank, shown) for one, logprob, rank, shown in candidates}
-                output.logprobs.append(found)
-                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + found[token].logprob
         if frame.end is not None:
             output.finish_reason, output.stop_reason, output.error = frame.end
         return bool(tokens or text or frame.end)
+
+
+def _position(candidates: list[list[Any]], frame: Frame) -> dict[int, Logprob]:
+    """The logprobs at one position. Raises WireError for what is none."""
+    try:
+        return {token: Logprob(float(logprob), rank, text) for token, logprob, rank, text in candidates}
+    except (TypeError, ValueError) as error:
+        raise WireError(f"{_place(frame)} has logprobs that cannot be read: {candidates}") from error
 
 
 def _place(frame: Frame) -> str:

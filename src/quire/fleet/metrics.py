@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry, Counter, PlatformCollector, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from quire.fleet.score import Choice
+from quire.fleet.state import ReplicaState
+from quire.fleet.view import ReplicaView, Status
 
 OPENMETRICS = "application/openmetrics-text"
 
+# Upper bounds of the buckets, in seconds.
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+               80.0, 160.0)  # fmt: skip
+STALL = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0)
+
+# Numbers of each replica, whether it answers or not.
+GAUGES: Mapping[str, tuple[str, Callable[[ReplicaView], float]]] = MappingProxyType(
+    {
+        "up": ("1: it gets requests, or drains.", lambda one: one.status in (Status.UP, Status.DRAINING)),
+        "draining": ("1: it takes no new requests.", lambda one: one.status is Status.DRAINING),
+        "samples": ("Samples that it computes for this gateway.", lambda one: one.num_samples),
+        "held_blocks": ("Blocks that the gateway knows it to hold.", lambda one: one.held_blocks),
+    }
+)
+# What a replica says of itself while it answers. The seconds are 0 until it knows them.
+STATE_GAUGES: Mapping[str, tuple[str, Callable[[ReplicaState], float]]] = MappingProxyType(
+    {
+        "waiting_tokens": ("Prompt tokens that it has still to compute.", lambda state: state.waiting_tokens),
+        "requests_waiting": ("Requests that wait at it.", lambda state: state.num_waiting),
+        "requests_running": ("Requests that run at it.", lambda state: state.num_running),
+        "blocks": ("KV blocks that it has.", lambda state: state.num_blocks),
+        "free_blocks": ("Its KV blocks that no request owns, cached ones among them.", lambda state: state.free_blocks),
+        "cached_blocks": ("Its free KV blocks that can be reused.", lambda state: state.cached_blocks),
+        "seconds_a_step": ("Seconds of one of its steps, whatever it computes.", lambda state: state.seconds_a_step),
+        "seconds_a_prompt_token": ("Its seconds a prompt token.", lambda state: state.seconds_a_prompt_token),
+        "seconds_a_sequence": (
+            "Its seconds of each sequence that decodes in a step.",
+            lambda state: state.seconds_a_sequence,
+        ),
+    }
+)
+
 
 class FleetMetrics:
-    """Counts. A registry of its own: nothing is shared with others in the process."""
+    """Counts. A registry of its own: nothing is shared with others in the process. The event loop's."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -23,6 +58,9 @@ class FleetMetrics:
 
         def counter(name: str, message: str, *labels: str) -> Counter:
             return Counter(f"quire:fleet_{name}", message, labels, registry=self._registry)
+
+        def histogram(name: str, message: str, bounds: Sequence[float]) -> Histogram:
+            return Histogram(f"quire:fleet_{name}", message, registry=self._registry, buckets=bounds)
 
         self._routed = counter("routed", "Calls that a replica has taken.", "replica")
         self._expected = counter("routed_cached_tokens", "Tokens of these that the index knew to be cached.")
@@ -33,14 +71,22 @@ class FleetMetrics:
             "contradictions", "Sessions that ended as the replica contradicted itself.", "replica"
         )
         self._left_out = counter("left_out", "Sessions with replicas of another model.", "replica")
+        self._lost = counter("lost", "Sessions that ended.", "replica")
+        self._refused = counter("refused", "Requests that ended with an error, by its HTTP status.", "status")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts that began to run.")
         self._cached_tokens = counter("cached_tokens", "Tokens of these that were cached.")
-        self._gauges: Mapping[str, Callable[[], Mapping[str, float]]] = {}
-
-    def show(self, gauges: Mapping[str, Callable[[], Mapping[str, float]]]) -> None:
-        """Show numbers of each replica, by their names, whenever they are asked for."""
-        self._gauges = gauges
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "From a prompt's arrival to its first token.", FIRST_TOKEN
+        )
+        self._stall = histogram(
+            "stall_seconds", "From the last token before another replica went on to the first one after.", STALL
+        )
+        self._replicas: Callable[[], Sequence[ReplicaView]] = tuple
         self._registry.register(self)
+
+    def show(self, replicas: Callable[[], Sequence[ReplicaView]]) -> None:
+        """Show numbers of each replica, as they are whenever they are asked for."""
+        self._replicas = replicas
 
     def routed(self, replica: str, choice: Choice) -> None:
         """A replica has taken a call."""
@@ -68,22 +114,44 @@ class FleetMetrics:
         """A replica serves another model."""
         self._left_out.labels(replica).inc()
 
+    def lost(self, replica: str) -> None:
+        """A session has ended."""
+        self._lost.labels(replica).inc()
+
+    def refused(self, status: int) -> None:
+        """A request has ended with an error of that HTTP status."""
+        self._refused.labels(str(status)).inc()
+
     def cached(self, num_cached: int, num_prompt: int) -> None:
         """A prompt began to run."""
         self._prompt_tokens.inc(num_prompt)
         self._cached_tokens.inc(num_cached)
 
+    def first_token(self, seconds: float) -> None:
+        """The first token of a prompt came, so many seconds after the prompt."""
+        self._first_token.observe(seconds)
+
+    def stalled(self, seconds: float) -> None:
+        """A sample went on at another replica, so many seconds after its last token."""
+        self._stall.observe(seconds)
+
     def collect(self) -> Iterator[Metric]:
         """The numbers of each replica as they are now."""
-        for name, numbers in self._gauges.items():
-            family = GaugeMetricFamily(
-                f"quire:fleet_{name}", f"{name.replace('_', ' ')} of a replica", labels=["replica"]
-            )
-            for replica, value in numbers().items():
-                family.add_metric([replica], value)
-            yield family
+        replicas = self._replicas()
+        answering = [(one.url, one.state) for one in replicas if one.state is not None]
+        for name, (message, value) in GAUGES.items():
+            yield _family(name, message, {one.url: value(one) for one in replicas})
+        for name, (message, number) in STATE_GAUGES.items():
+            yield _family(name, message, {url: number(state) for url, state in answering})
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """What a scrape gets, and its content type."""
         encode, content_type = choose_encoder(OPENMETRICS if OPENMETRICS in accept else "")
         return encode(self._registry), content_type
+
+
+def _family(name: str, message: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(f"quire:fleet_replica_{name}", message, labels=["replica"])
+    for replica, value in values.items():
+        family.add_metric([replica], value)
+    return family

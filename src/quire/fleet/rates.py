@@ -7,11 +7,14 @@ from quire.errors import BadValue, check_integer, check_number
 # What a step's fixed part costs as much as, until steps of different sizes say otherwise.
 STEP_IN_PROMPT_TOKENS = 256
 STEP_IN_SEQUENCES = 32
-MEMORY = 100  # steps of the same kind; older ones fade
+MEMORY = 100  # steps; older ones fade
+KEPT = 1.0  # steps: weight of what was known about steps of a kind that no longer comes
 WARM_UP = 8  # steps; of these the slowest quarter is left out, for the first ones fill caches
 MOST_RESIDUALS = 3.0  # of the usual size: a residual counts as this large at most
 NOISE_MEMORY = 10  # steps of which the usual size of a residual is known
-LEAST_NOISE = 0.01  # of a step's seconds: below this no residual is unusual
+# Of a step's expected seconds: no residual up to three times this is unusual. Among steps that only decode, one with a
+# prompt must not be taken for an outlier.
+LEAST_NOISE = 1 / 3
 PRIOR = 1e-3  # weight, in steps, of the assumption above
 
 Vector = tuple[float, float, float]
@@ -20,11 +23,11 @@ Vector = tuple[float, float, float]
 class StepRates:
     """The fit of t = a + b * prompt tokens + c * sequences to the seconds of a replica's steps.
 
-    Recursive least squares with forgetting in the direction of what is observed (Cao and Schwartz, "A directional
-    forgetting algorithm based on the decomposition of the information matrix", Automatica 36, 2000): a thousand steps
-    that only decode make nothing forgotten about prompts. Steps count by their relative error, no coefficient becomes
-    negative, and a residual counts as a few times the usual one at most, so that one step that the machine slept
-    through hardly matters, while ten in a row are believed.
+    Recursive least squares with exponential forgetting, whose information matrix never falls below a small multiple of
+    the unit matrix: a thousand steps that only decode change nothing that is known about prompts, and make it as easy
+    to correct as if one step had shown it. A residual counts in proportion to the step's load, and as a few times
+    the usual one at most: one step that the machine slept through hardly matters, while ten in a row are believed. No
+    coefficient becomes negative.
 
     What steps cannot tell apart is shared out as if a step's fixed part cost as much as 256 prompt tokens or 32
     sequences. A rate of what was never observed is taken from the other: a prompt token for a sequence and the reverse,
@@ -91,12 +94,10 @@ class StepRates:
     def _fit(self, x: Vector, y: float) -> None:
         """Move the rates towards a step that took y seconds a unit of load."""
         information = self._information
-        along = [sum(row[j] * x[j] for j in range(3)) for row in information]
-        known = sum(a * b for a, b in zip(x, along, strict=True))
-        forget = (1.0 / MEMORY) / known
-        for i in range(3):
+        for i, row in enumerate(information):
             for j in range(3):
-                information[i][j] += x[i] * x[j] - forget * along[i] * along[j]
+                row[j] += x[i] * x[j] - row[j] / MEMORY
+            row[i] += KEPT / MEMORY
         expected = sum(a * b for a, b in zip(self._rates, x, strict=True))
         usual = max(self._noise, LEAST_NOISE * expected)
         most = MOST_RESIDUALS * usual

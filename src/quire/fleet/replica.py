@@ -31,6 +31,7 @@ from quire.server.api.worker import Worker
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import EventStream, JsonBody
 from quire.server.sandbox.grammar import Spec
+from quire.server.watch.metrics import Metrics
 from quire.text import RequestOutput, make_requests
 
 log = logging.getLogger("quire.fleet")
@@ -42,7 +43,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 class Replica:
     """Serves gateways. Its methods are the event loop's, but for those that say otherwise."""
 
-    def __init__(self, llm: LLM, worker: Worker, service: Service, secret: str) -> None:
+    def __init__(self, llm: LLM, worker: Worker, service: Service, metrics: Metrics, secret: str) -> None:
         """secret: what gateways have to show. Raises ConfigError for a model whose bits depend on the batch."""
         template = service.model.template
         self.fingerprint = replica_fingerprint(llm, None if template is None else template.source)
@@ -54,16 +55,24 @@ class Replica:
         self._secret = secret.encode()
         self._sessions: dict[str, Session] = {}
         self._closing = False
+        self._num_resumed = 0  # requests that had begun elsewhere
         self._beats: asyncio.Task[None] | None = None
+        self._num_named = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         # From here on the engine thread's.
         self._manager = llm.engine.scheduler.manager
         self._events: list[list[Any]] = []  # of blocks, in this step
         self._next_event = 0
         self._rates = StepRates()
-        self._num_planned = 0
+        self._num_planned = self._num_computed = self._num_decoded = 0
+        self._num_mismatches = 0  # delivered tokens that were drawn otherwise
         llm.engine.listen(self._hear)
         worker.observers.append(self._observe)
+        metrics.show_gauge("fleet_sessions", "Gateways that are connected.", lambda: len(self._sessions))
+        metrics.show_gauge("fleet_calls", "Calls of gateways that have not ended.", self._num_calls)
+        metrics.show_counter("resumed_requests", "Requests that had begun elsewhere.", lambda: self._num_resumed)
+        message = "Delivered tokens that were drawn otherwise here."
+        metrics.show_counter("resume_mismatch", message, lambda: self._num_mismatches)
 
     def router(self) -> APIRouter:
         """The routes."""
@@ -74,6 +83,7 @@ class Replica:
         routes.add_api_route("/abort", self._abort, methods=["POST"], response_model=None)
         routes.add_api_route("/search", self._search, methods=["POST"], response_model=None)
         routes.add_api_route("/match", self._match, methods=["POST"], response_model=None)
+        routes.add_api_route("/state", self._report, methods=["GET"], response_model=None)
         routes.add_api_route("/drain", self._drain, methods=["POST"], response_model=None)
         return routes
 
@@ -115,6 +125,7 @@ class Replica:
         if self.draining:
             raise ApiError("this replica takes no further requests", HTTPStatus.SERVICE_UNAVAILABLE, code="draining")
         flow = Flow(session, call.flow, await self._made(call))
+        self._num_resumed += bool(call.delivered)
         await self._worker.submit(flow)
         session.flows[call.flow] = flow
         if session.name not in self._sessions:  # it has ended meanwhile
@@ -136,7 +147,7 @@ class Replica:
             ignore_eos=call.ignore_eos,
             length_penalty=call.length_penalty,
         )
-        job = self._worker.search(call.name, call.prompt, params, call.salt)
+        job = self._worker.search(self._unique(call.name), call.prompt, params, call.salt)
         await self._worker.submit(job)
         await self._service.wait(request, job)
         found = [[list(one.tokens), one.cumulative_logprob, one.score, one.finish_reason] for one in job.results()]
@@ -151,6 +162,11 @@ class Replica:
             return self._manager.match(one).num_blocks * self._manager.block_size
 
         return JsonBody({"cached": await self._worker.call(look)})
+
+    async def _report(self) -> Response:
+        """Its state, and the tokens that it has computed and decoded since it began: what a fleet is scaled by."""
+        found = asdict(await self._worker.call(self._state))
+        return JsonBody(found | {"prompt_tokens": self._num_computed, "decoded_tokens": self._num_decoded})
 
     async def _drain(self) -> Response:
         self.drain()
@@ -176,11 +192,12 @@ class Replica:
 
     async def _made(self, call: Call) -> list[tuple[RequestOutput, list[Request]]]:
         """The requests of a call."""
+        name = self._unique(call.name)
         if call.task is Task.EMBED:
-            request, output = embedding_request(call.name, None, call.prompt, call.priority, call.salt)
+            request, output = embedding_request(name, None, call.prompt, call.priority, call.salt)
             return [(output, [request])]
         sampling = call.sampling if call.sample is None else replace(call.sampling, n=1)
-        output, requests = make_requests(call.name, None, call.prompt, sampling, call.priority, call.salt)
+        output, requests = make_requests(name, None, call.prompt, sampling, call.priority, call.salt)
         if call.sample is not None:
             output.outputs[0].index = requests[0].sample_index = call.sample
             requests[0].first_prompt_logprob = call.first_prompt_logprob
@@ -195,6 +212,11 @@ class Replica:
         if call.delivered:
             requests[0].resume(call.delivered, call.num_checked)
         return [(output, requests)]
+
+    def _unique(self, name: str) -> str:
+        """A name for the engine: two gateways may ask for one request, when a client has gone from one to the other."""
+        self._num_named += 1
+        return f"{name}~{self._num_named}"
 
     # ----------------------------------------------------------------------------------------------------- sessions
 
@@ -237,6 +259,9 @@ class Replica:
             for flow in session.flows.values():
                 self._worker.abort(flow)
 
+    def _num_calls(self) -> int:
+        return sum(len(session.flows) for session in list(self._sessions.values()))
+
     def _join(self, session: Session, digests: list[int], next_event: int, state: ReplicaState) -> None:
         session.begin(digests, next_event, state)
         self._sessions[session.name] = session
@@ -270,8 +295,12 @@ class Replica:
         """A step was computed."""
         num_planned = self._llm.engine.scheduler.num_planned
         rows, self._num_planned = num_planned - self._num_planned, num_planned
+        self._num_mismatches += sum(event.drawn is not None and event.drawn != event.token for event in events)
         drawn = len({event.request_id for event in events if event.token is not None})
-        self._rates.observe(max(0, rows - drawn), min(rows, drawn), seconds)
+        computed, decoded = max(0, rows - drawn), min(rows, drawn)
+        self._num_computed += computed
+        self._num_decoded += decoded
+        self._rates.observe(computed, decoded, seconds)
         self._flush(self._state())
 
     def _flush(self, state: ReplicaState) -> None:

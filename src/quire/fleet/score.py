@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from hashlib import blake2b
 from statistics import median
 
@@ -61,14 +61,14 @@ class Parts:
     step: float  # the step that draws its first token, with all sequences that decode in it
     compute: float  # its own tokens that are not cached
     delay: float  # the same once more: whatever comes next waits for them
-    decode: float  # its new tokens, each with a share of every sequence that decodes beside it
+    decode: float  # its new tokens, each step of which decodes all running sequences, too
     room: float  # until enough requests have ended for it to find a seat and blocks
     evict: float  # computing again what must be evicted for it, as far as that will be asked for
 
     @property
     def total(self) -> float:
         """The cost."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return self.queue + self.step + self.compute + self.delay + self.decode + self.room + self.evict
 
 
 @dataclass(frozen=True, slots=True)

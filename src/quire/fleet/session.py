@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from quire.request import Request
 from quire.server.api.jobs import Generation
 from quire.text import CompletionOutput, Logprob, RequestOutput, TextEngine
 
+STATE_EVERY = 0.05  # s: with each step it would cost the gateway more than the step's tokens
 MAX_UNSENT = 2**16  # frames and events: a gateway that reads so slowly is dropped
 
 
@@ -32,7 +34,8 @@ class Session:
         self._first_event = 0  # the number of the first of these
         self._snapshot: list[int] | None = None
         self._state: ReplicaState | None = None
-        self._sent_state: ReplicaState | None = None
+        self._next_state = 0.0  # when it is to be sent again
+        self._sent_draining = False
         self._news = asyncio.Event()
 
     def wake(self) -> None:
@@ -92,11 +95,10 @@ class Session:
             message |= {"event": self._first_event, "events": self._events}
             self._first_event += len(self._events)
             self._events = []
-        state = self._state
-        if state is not None:
-            state = replace(state, draining=self.draining)
-            if state != self._sent_state:
-                message["state"] = self._sent_state = state
+        now = time.monotonic()
+        if self._state is not None and (now >= self._next_state or self.draining != self._sent_draining):
+            message["state"] = replace(self._state, draining=self.draining)
+            self._next_state, self._sent_draining = now + STATE_EVERY, self.draining
         return message
 
 

@@ -14,11 +14,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from quire.errors import QuireError, RequestError
-from quire.request import SamplingParams, Task
+from quire.request import FinishReason, SamplingParams, Task
 
 PROTOCOL = 1  # both ends have to speak the same
 BEAT = 0.25  # s: so often at least a replica sends a line
 SILENCE = 1.5  # s without a line after which a replica counts as hung
+ENDS = tuple(reason.value for reason in FinishReason)
 DIGEST_SIZE = 8  # bytes of a block's digest on the wire
 T = TypeVar("T")
 
@@ -43,12 +44,15 @@ class Frame(NamedTuple):
     @staticmethod
     def parse(found: Any) -> Frame:
         """A frame from JSON. Raises WireError for what is none."""
-        if not isinstance(found, list) or not len(Frame._field_defaults) <= len(found) <= len(Frame._fields):
+        if not isinstance(found, list) or len(found) != len(Frame._fields) or not isinstance(found[3], list):
             raise WireError(f"a frame is {_shown(found)}; it must be a list of {len(Frame._fields)} fields")
         frame = Frame(*found)
         numbers = (frame.flow, frame.sample, frame.at, frame.characters, *frame.tokens)
         if {*map(type, numbers)} != {int} or min(numbers) < 0 or not isinstance(frame.text, str):
             raise WireError(f"a frame is {_shown(found)}; its positions and tokens must be integers, its text a text")
+        end = frame.end
+        if end is not None and not (isinstance(end, list) and len(end) == 3 and end[0] in ENDS):
+            raise WireError(f"a frame's end is {_shown(end)}; it must be a finish reason, a stop reason and an error")
         if frame.logprobs is not None and len(frame.logprobs) != len(frame.tokens):
             raise WireError(f"a frame has {len(frame.tokens)} tokens and logprobs of {len(frame.logprobs)}")
         return frame
@@ -64,7 +68,7 @@ class Call:
     """A prompt to be continued or embedded: its samples, or the rest of one of them."""
 
     flow: int  # what frames refer to; a new one for each call of a session
-    name: str  # of the requests, in errors; no other call has it that has not ended
+    name: str  # of the request, in errors
     prompt: list[int]
     sampling: SamplingParams  # with a seed
     task: Task = Task.GENERATE

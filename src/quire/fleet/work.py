@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from quire.errors import BadValue
 from quire.fleet.index import Expectation
 from quire.fleet.ledger import Ledger
 from quire.fleet.link import Link
+from quire.fleet.placement import Placement
 from quire.fleet.wire import Call, Frame, Hello, SearchCall, WireError, wire_digest
 from quire.request import MAX_SEED, FinishReason, PrefixReport, Request
 from quire.server.api.jobs import Generation
@@ -62,10 +64,11 @@ class Assignment:
     link: Link
     samples: set[int]  # that have neither ended nor gone elsewhere
     expectation: Expectation
-    uncached: int  # tokens that it was expected to compute
+    placement: Placement
     is_placed: bool = False  # the replica has taken it
     is_seen: bool = False  # the replica's state may count it
     is_moving: bool = False  # another replica is to go on with it
+    heard: set[int] = field(default_factory=set)  # samples of which a new token came from it
 
 
 @dataclass(eq=False)
@@ -76,8 +79,9 @@ class Work:
     output: RequestOutput
     requests: Sequence[Request]
     fingerprint: str | None = None  # of the replicas that may go on with it; None: it has not begun
-    num_calls: int = 0
     assigned: dict[int, Assignment] = field(default_factory=dict)  # by sample
+    began: float = field(default_factory=time.monotonic)  # s
+    last_tokens: dict[int, float] = field(default_factory=dict)  # s of time.monotonic(), when each sample's came
 
     def __post_init__(self) -> None:
         self._digests: dict[tuple[str, int, int, int], list[int]] = {}  # the latest ones
@@ -118,11 +122,10 @@ class Work:
     def call(self, flow: int, samples: Sequence[int], *, is_strict: bool) -> Call:
         """What a replica is asked for."""
         request = self.requests[0]
-        name = self.output.request_id if self.num_calls <= 1 else f"{self.output.request_id}~{flow}"
         guide = request.guide
         call = Call(
             flow=flow,
-            name=name,
+            name=self.output.request_id,
             prompt=self.output.prompt_token_ids,
             sampling=self.sampling,
             task=request.task,
@@ -191,6 +194,8 @@ class FleetSearch:
         self.error: ApiError | None = None
         self.failure: str | None = None
         self.task: asyncio.Task[None] | None = None
+        self.replica: str | None = None  # the URL of the one that does it
+        self.began = time.monotonic()  # s
         self._found: list[Hypothesis] = []
 
     def finish(self, answer: dict[str, Any]) -> None:

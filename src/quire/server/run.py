@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -37,6 +37,9 @@ from quire.server.signals import end
 from quire.server.watch import inspector
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
+
+if TYPE_CHECKING:  # its packages are an extra
+    from quire.server.watch.kv_events import KVEventPublisher
 
 log = logging.getLogger("quire.server")
 
@@ -97,6 +100,7 @@ class Parts:
     metrics: Metrics
     inspector: Inspector
     replica: Replica | None  # where a fleet's gateways are served
+    publisher: KVEventPublisher | None = None  # where block events are published
 
     def app(self) -> FastAPI:
         """The application that serves it."""
@@ -108,6 +112,42 @@ class Parts:
 
 def build_parts(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     """A loaded model and what stands around it; its worker is not started."""
+    publisher = open_publisher(options, config)  # before a model is loaded for nothing
+    if publisher is None:
+        return _loaded(options, config)
+    try:
+        parts = _loaded(options, config)
+        publisher.start(parts.llm.engine)
+    except BaseException:
+        publisher.close()
+        raise
+    parts.worker.observers.append(publisher.observe)
+    parts.publisher = publisher
+    return parts
+
+
+def open_publisher(options: Mapping[str, Any], config: ServerConfig) -> KVEventPublisher | None:
+    """What publishes block events, if that is asked for. Raises ConfigError where it cannot be done.
+
+    options: those of `LLM`.
+    """
+    if config.kv_events is None:
+        return None
+    if not options.get("enable_prefix_caching", True):
+        raise ConfigError(
+            f"kv_events is {config.kv_events!r} and enable_prefix_caching is False; without a prefix cache no block is "
+            f"published, so leave one of them out"
+        )
+    try:
+        from quire.server.watch.kv_events import KVEventPublisher
+    except ImportError as error:
+        raise ConfigError(
+            f"kv_events is {config.kv_events!r}; it needs the package {error.name}: pip install 'quire[events]'"
+        ) from error
+    return KVEventPublisher(config.kv_events, config.kv_events_replay, config.kv_events_topic)
+
+
+def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     llm = LLM(**options)
     names = config.served_model_name or (llm.config.model or EMBEDDED_NAME,)
     template = ChatTemplate.find(llm.directory, config.chat_template)
@@ -129,7 +169,7 @@ def build_parts(options: Mapping[str, Any], config: ServerConfig) -> Parts:
         hidden_size=llm.hidden_size,
     )
     service = Service(model, worker, config)
-    replica = Replica(llm, worker, service, config.fleet_secret) if config.fleet_secret else None
+    replica = Replica(llm, worker, service, metrics, config.fleet_secret) if config.fleet_secret else None
     return Parts(llm, worker, service, metrics, watched, replica)
 
 
@@ -189,6 +229,8 @@ class Server(Listening):
             parts.replica.close()
         await super().shutdown(sockets)
         timer.cancel()
+        if parts.publisher is not None:  # no step makes events any more
+            await asyncio.to_thread(parts.publisher.close)
 
     def _fail(self) -> None:
         self.engine_failed = True
@@ -238,6 +280,8 @@ def listening_lines(parts: Parts, listening: socket.socket, seconds: float) -> l
         "longest": _longest,
         "limits": _limits,
     }
+    if parts.publisher is not None:
+        chosen["events"] = lambda parts: str(parts.publisher)
     name = parts.service.model.names[0]
     lines = [f"Quire {__version__} serves {name} at http://{address}:{port} (ready in {seconds:.1f} s)"]
     return lines + [f"  {what:8s} {tell(parts)}" for what, tell in chosen.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from quire.errors import ConfigError
 from quire.server.http.hosts import check_allowed
 
 MAX_WAIT = 86_400.0  # seconds
+ENDPOINT = re.compile(r"tcp://[^:/]\S*:([0-9]{1,5}|\*)|ipc://.+")  # a ZeroMQ address that another process can use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +67,33 @@ class ServerConfig(HttpConfig):
         upper=MAX_WAIT,
     )
     vllm_metrics: bool = option(False, "Name the metrics as vLLM does.")
+    kv_events: str | None = option(
+        None, "Publish block events, with token ids, in vLLM's form at this ZeroMQ endpoint, such as tcp://*:5557."
+    )
+    kv_events_replay: str | None = option(None, "ZeroMQ endpoint that gives the last 10,000 batches of events again.")
+    kv_events_topic: str = option("", "Topic of the block events.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_texts("served_model_name", self.served_model_name)
+        for name in ("kv_events", "kv_events_replay"):
+            endpoint = getattr(self, name)
+            if endpoint is not None and not is_endpoint(endpoint):
+                raise ConfigError(
+                    f"{name} is {endpoint!r}; it must be tcp://HOST:PORT, with a port in 1..65535 or '*', or ipc://PATH"
+                )
+        for name in ("kv_events_replay", "kv_events_topic"):
+            if getattr(self, name) and self.kv_events is None:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it goes with kv_events, so give both")
 
 
 def check_texts(name: str, texts: tuple[str, ...]) -> None:
     """Raise ConfigError for an option that holds an empty text."""
     if any(not isinstance(text, str) or not text for text in texts):
         raise ConfigError(f"{name} contains an empty text; leave it out instead")
+
+
+def is_endpoint(text: str) -> bool:
+    """Whether a text is a ZeroMQ address that other processes can use. ZeroMQ itself takes port 70000 for 4464."""
+    match = ENDPOINT.fullmatch(text)
+    return match is not None and (match[1] in (None, "*") or 1 <= int(match[1]) <= 65_535)

@@ -127,16 +127,17 @@ async def _stream(service: Service, body: ChatRequest, head: dict[str, Any], job
             if delta.is_known:
                 continue
             if delta.error is not None:
-                parts.append(data(request_failed(delta.error, body.grammar_field()).body()))
+                parts += job.marked(delta, [data(request_failed(delta.error, body.grammar_field()).body())])
                 continue
+            events = []
             logprobs = _logprobs(service.tokenizer, delta.token_ids, delta.logprobs, body.top_logprobs or 0)
             if delta.text or (logprobs and delta.token_ids):
-                parts.append(piece(delta.sample, {"content": delta.text}, logprobs))
+                events.append(piece(delta.sample, {"content": delta.text}, logprobs))
             if delta.finish_reason is not None:
                 end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-                parts.append(piece(delta.sample, {}, **end))
+                events.append(piece(delta.sample, {}, **end))
+            parts += job.marked(delta, events)
         if parts:
-            parts[-1] = job.mark() + parts[-1]
             yield b"".join(parts)
     if job.error is not None:
         yield data(job.error.body()) + DONE

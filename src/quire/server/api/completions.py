@@ -148,17 +148,18 @@ async def _stream(
     numbers = {output.request_id: i for i, output in enumerate(job.outputs)}
     generated = [0] * len(numbers)
     while deltas := await job.deltas():
-        parts, mark = [], job.mark()
+        parts = []
         for delta in deltas:
             number = numbers[delta.output.request_id]
             if body.max_tokens != 0:
                 generated[number] += len(delta.token_ids)
+            events = []
             if delta.error is not None:
-                parts.append(data(request_failed(delta.error, body.grammar_field()).body()))
+                events.append(data(request_failed(delta.error, body.grammar_field()).body()))
             elif (choice := await aside(size, partial(writer.piece, number, delta))) is not None and not delta.is_known:
-                parts.append(chunks.choice(choice, len(delta.output.prompt_token_ids), generated[number]))
+                events.append(chunks.choice(choice, len(delta.output.prompt_token_ids), generated[number]))
+            parts += job.marked(delta, events)
         if parts:
-            parts[-1] = mark + parts[-1]
             yield b"".join(parts)
     if job.error is not None:
         yield data(job.error.body()) + DONE

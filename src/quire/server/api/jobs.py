@@ -120,9 +120,9 @@ class Stream(Generation):
         """So much of a sample is not to be reported again; of one that is whole, nothing more."""
         self._told[output.request_id, sample] = (-1, -1) if is_whole else (characters, tokens)
 
-    def mark(self) -> bytes:
-        """What stands before an event after which the client has all that `deltas` returned so far."""
-        return b""
+    def marked(self, delta: Delta, events: list[bytes]) -> list[bytes]:
+        """The events of a delta, each with what names it for a client; the last one has the sample's end, if any."""
+        return events
 
     def take(self, deltas: list[Delta]) -> None:
         """Take in what a step brought."""

@@ -8,10 +8,7 @@ stories up to it.
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import logging
-import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -21,22 +18,21 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from quire.engine.engine import Engine
 from quire.request import Event
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import EventStream, dumps
 from quire.server.watch.event_log import MAX_UNREPORTED, EventLog, TrackedRequest, plain, shorten
+from quire.server.watch.page import HEARTBEAT, MAX_WATCHERS, STILL_HERE, page_at
 
 log = logging.getLogger("quire.server")
 
 INTERVAL = 0.05  # seconds from one record to the next
 MAX_HISTORY = 400_000  # bytes of events before a snapshot that it reports
 MAX_OUTSTANDING = 4 * 2**20  # bytes that may be on their way to a watcher; beyond, records are left out for him
-MAX_WATCHERS = 16
 PATIENCE = 0.2  # seconds after which a stream asks for what no record has reported yet
-HEARTBEAT = 15.0  # seconds of silence after which a stream shows that it is alive
 T = TypeVar("T")
 
 
@@ -236,17 +232,11 @@ class EngineThread(Protocol):
 def router(inspector: Inspector, worker: EngineThread) -> APIRouter:
     """GET /inspector, the page, and /inspector/events, what it shows."""
     routes = APIRouter()
-    page = (Path(__file__).parent / "inspector.html").read_text(encoding="utf-8")
-    headers = {
-        "Content-Security-Policy": _policy(page),
-        "Cache-Control": "no-cache",
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-    }
+    page = page_at(Path(__file__).parent / "inspector.html")
 
     @routes.get("/inspector", include_in_schema=False)
     async def inspector_page() -> Response:
-        return HTMLResponse(page, headers=headers)
+        return page
 
     @routes.get("/inspector/events", include_in_schema=False)
     async def inspector_events() -> Response:
@@ -259,19 +249,6 @@ def router(inspector: Inspector, worker: EngineThread) -> APIRouter:
         return EventStream(reader.parts(), reader.leave)
 
     return routes
-
-
-def _policy(page: str) -> str:
-    """The page may run what stands in it and talk to this server, nothing else."""
-
-    def hashes(tag: str) -> str:
-        texts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
-        return " ".join(f"'sha256-{digest}'" for digest in digests)
-
-    nothing = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    some = f"connect-src 'self'; img-src data:; script-src {hashes('script')}; style-src {hashes('style')}"
-    return f"{nothing}; {some}"
 
 
 class _Reader:
@@ -316,7 +293,7 @@ class _Reader:
                     return
                 if time.monotonic() - last >= HEARTBEAT:
                     last = time.monotonic()
-                    yield b": still here\n\n"
+                    yield STILL_HERE
 
     async def _flush(self) -> bool:
         """Report what no record has, as nothing came for a while. False: the engine will not run again."""

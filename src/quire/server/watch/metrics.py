@@ -198,11 +198,22 @@ class Metrics:
         self._copied = self._evicted = 0
         self._swapped = {"out": 0, "in": 0}
         self._alive = time.monotonic()  # when the engine last showed that it goes on
+        # Of others, by name: what each is, and how it is read.
+        self._gauges: dict[str, tuple[str, Callable[[], float]]] = {}
+        self._counters: dict[str, tuple[str, Callable[[], float]]] = {}
         engine.listen(self._hear)
         self._registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
         self._registry.register(self)
+
+    def show_gauge(self, name: str, message: str, read: Callable[[], float]) -> None:
+        """Show one more number that rises and falls. read: may be called by any thread."""
+        self._gauges[name] = (message, read)
+
+    def show_counter(self, name: str, message: str, read: Callable[[], float]) -> None:
+        """Show one more number that only rises. read: may be called by any thread."""
+        self._counters[name] = (message, read)
 
     # ---------------------------------------------------------------------------------- reported by the engine's side
 
@@ -252,6 +263,8 @@ class Metrics:
         engine, manager = self._engine, self._engine.scheduler.manager
         for name, (message, gauge) in GAUGES.items():
             yield self._family(GaugeMetricFamily, name, message, {"": gauge(engine)})
+        for name, (message, read) in self._gauges.items():
+            yield self._family(GaugeMetricFamily, name, message, {"": read()})
         blocks, hosts = _blocks(engine.scheduler), manager.host_pools
         yield self._family(GaugeMetricFamily, "kv_blocks", "KV blocks by what they are.", blocks, "state")
         blocks = {"used": sum(pool.num_used for pool in hosts), "free": sum(pool.num_free for pool in hosts)}
@@ -272,6 +285,8 @@ class Metrics:
 
         for name, (message, counter) in ENGINE_COUNTERS.items():
             yield self._family(CounterMetricFamily, name, message, {"": counter(engine)})
+        for name, (message, read) in self._counters.items():
+            yield self._family(CounterMetricFamily, name, message, {"": read()})
         for name, message, by, values in (
             ("prompt_tokens", "Tokens of prompts that are done.", "", {"": self._prompt_tokens}),
             ("generation_tokens", "Tokens that were generated.", "", {"": self._generation_tokens}),

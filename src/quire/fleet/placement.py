@@ -1,0 +1,77 @@
+"""Placement: that samples of a prompt went to a replica, and why there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import NamedTuple
+
+from quire.fleet.score import Choice, Parts
+
+# What each part of a cost is, for people. Their order is that of Parts.
+PARTS: Mapping[str, str] = MappingProxyType(
+    {
+        "queue": "prompt tokens ahead of it",
+        "step": "the step of its first token",
+        "compute": "its tokens that are not cached",
+        "delay": "what it delays for others",
+        "decode": "its new tokens",
+        "room": "waiting for a seat and blocks",
+        "evict": "what must be evicted for it",
+    }
+)
+
+
+class Cause(NamedTuple):
+    """Why samples need a replica."""
+
+    reason: str  # "new": they have had none; else what became of theirs: "lost", "failed" or "drained"
+    replica: str | None  # the URL of that one
+
+
+NEW = Cause("new", None)
+
+
+@dataclass(eq=False)
+class Placement:
+    """Samples that a replica has taken."""
+
+    time: float  # s since 1970
+    request: str  # its name
+    samples: tuple[int, ...]  # of a beam search none: it goes as a whole
+    num_delivered: int  # tokens of the first one that it had before
+    cause: Cause
+    choice: Choice
+    # From the last token before it, or from the request's arrival, to the first token after it; set by Fleet.
+    seconds: float | None = None
+
+    @property
+    def replica(self) -> str:
+        """The URL of the replica."""
+        return self.choice.best.candidate.name
+
+
+def seconds_of(parts: Parts) -> dict[str, float]:
+    """The parts of a cost, by their names."""
+    return {one.name: getattr(parts, one.name) for one in fields(parts)}
+
+
+def reason_of(choice: Choice) -> str:
+    """Why the request went to the first of the ranking: a sentence for people."""
+    best, *others = choice.ranking
+    if not others:
+        return "it is the only replica that can take the request"
+    if choice.num_tied > 1:
+        tied, count = choice.ranking[1 : choice.num_tied], f"{choice.num_tied} replicas cost the same within 3 %"
+        if all(one.uncached_tokens > best.uncached_tokens for one in tied):
+            return f"{count}; it has the fewest tokens to compute, {best.uncached_tokens}"
+        tied = tuple(one for one in tied if one.uncached_tokens == best.uncached_tokens)
+        if all(one.candidate.state.held_blocks > best.candidate.state.held_blocks for one in tied):
+            return f"{count}; of those with the fewest tokens to compute it holds the fewest blocks"
+        return f"{count}; the request's name decides"
+    second = others[0]
+    costs, less = seconds_of(second.parts), seconds_of(best.parts)
+    part = max(PARTS, key=lambda name: costs[name] - less[name])
+    saved = second.parts.total - best.parts.total
+    return f"it costs {1000 * saved:.1f} ms less than the next one, most of it for {PARTS[part]}"

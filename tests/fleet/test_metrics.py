@@ -1,0 +1,196 @@
+"""What a gateway and its replicas count: routing, hits, what was resumed and why, and the numbers of each replica."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics import parser as openmetrics_parser
+
+from quire.fleet.metrics import GAUGES, STATE_GAUGES, FleetMetrics
+from quire.fleet.placement import NEW
+from quire.fleet.state import ReplicaState
+from quire.fleet.view import ReplicaView, Status
+from tests.fleet.gateways import Front, at, drain, fronting, lose, replicas, samples, slow, until, value
+from tests.server.serving import Serving
+
+STATE = ReplicaState(
+    waiting_tokens=7, num_waiting=2, num_running=3, max_running=8, free_blocks=90, cached_blocks=40, num_blocks=100,
+    block_size=16, seconds_a_step=0.01, seconds_a_prompt_token=0.001, seconds_a_sequence=0.0005, draining=False,
+)  # fmt: skip
+
+
+def view(url: str, status: Status, state: ReplicaState | None = STATE) -> ReplicaView:
+    return ReplicaView(
+        url=url, status=status, failure=None, fingerprint="f", different=(), state=state, held_blocks=5, num_samples=1
+    )
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[Serving]]:
+    with replicas(2) as found:
+        yield found
+
+
+@pytest.fixture
+def front(servers: list[Serving]) -> Iterator[Front]:
+    with fronting(*(server.url for server in servers)) as found:
+        yield found
+    for server in servers:
+        slow(server, 0.0)
+
+
+class Asked:
+    """A request under way, on a thread of its own."""
+
+    def __init__(self, front: Front, **body: Any) -> None:
+        self.answer: Any = None
+        self._thread = threading.Thread(target=self._ask, args=(front, body))
+        self._thread.start()
+
+    def _ask(self, front: Front, body: dict[str, Any]) -> None:
+        self.answer = front.post("/v1/completions", **body)
+
+    def result(self) -> Any:
+        self._thread.join(60)
+        return self.answer
+
+
+def serving_one(front: Front, num_tokens: int = 3) -> str:
+    """The URL of the replica that computes the only open request, once it has brought some tokens."""
+
+    def found() -> list[str]:
+        works = front.gateway.fleet.works
+        return [
+            assignment.link.url
+            for work in works
+            for assignment in work.assigned.values()
+            if len(work.ledgers[0].tokens) >= num_tokens
+        ]
+
+    until(lambda: front.on_loop(found))
+    return front.on_loop(found)[0]
+
+
+def test_numbers_of_each_replica() -> None:
+    metrics = FleetMetrics()
+    gone = view("http://c", Status.LOST, state=None)
+    metrics.show(lambda: [view("http://a", Status.UP), view("http://b", Status.DRAINING), gone])
+    families = {family.name: family for family in metrics.collect()}
+    shown = {
+        name.removeprefix("quire:fleet_replica_"): {
+            sample.labels["replica"][-1]: sample.value for sample in family.samples
+        }
+        for name, family in families.items()
+    }
+    assert shown["up"] == {"a": 1, "b": 1, "c": 0}
+    assert shown["draining"] == {"a": 0, "b": 1, "c": 0}
+    assert shown["held_blocks"] == {"a": 5, "b": 5, "c": 5}
+    assert shown["waiting_tokens"] == {"a": 7, "b": 7}  # what is not known is not shown
+    assert shown["seconds_a_prompt_token"] == {"a": 0.001, "b": 0.001}
+    assert shown.keys() == GAUGES.keys() | STATE_GAUGES.keys()
+    assert all(families[f"quire:fleet_replica_{name}"].documentation.endswith(".") for name in shown)
+
+
+def test_left_out_is_not_up() -> None:
+    metrics = FleetMetrics()
+    metrics.show(lambda: [view("http://a", Status.LEFT_OUT)])
+    [up] = [family for family in metrics.collect() if family.name == "quire:fleet_replica_up"]
+    assert [sample.value for sample in up.samples] == [0]
+
+
+def test_both_forms_can_be_read() -> None:
+    metrics = FleetMetrics()
+    metrics.show(lambda: [view("http://a", Status.UP)])
+    metrics.resumed("lost")
+    text, kind = metrics.render("application/openmetrics-text; version=1.0.0")
+    assert kind.startswith("application/openmetrics-text")
+    names = {family.name for family in openmetrics_parser.text_string_to_metric_families(text.decode())}
+    assert {"quire:fleet_resumed", "quire:fleet_replica_up", "quire:fleet_stall_seconds"} <= names
+    assert metrics.render("text/plain")[1].startswith("text/plain")
+
+
+class TestServing:
+    def test_routing_and_hits(self, front: Front, servers: list[Serving]) -> None:
+        """The same prompt twice: the second time it goes where its blocks are, which is expected and so."""
+        body = {"prompt": list(range(5, 85)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        assert front.post("/v1/completions", **body).status == 200
+        assert value(front, "quire:fleet_routed_total") == 1
+        assert value(front, "quire:fleet_routed_cached_tokens_total") == 0
+        [first] = front.on_loop(lambda: [one.replica for one in front.gateway.fleet.placements])
+        until(lambda: value(front, "quire:fleet_replica_held_blocks", replica=first) == 5)
+        assert front.post("/v1/completions", **body).status == 200
+        assert value(front, "quire:fleet_routed_total", replica=first) == 2
+        assert value(front, "quire:fleet_routed_cached_tokens_total") == 80
+        assert value(front, "quire:fleet_cached_tokens_total") == 80
+        assert value(front, "quire:fleet_prompt_tokens_total") == 160
+        assert value(front, "quire:fleet_time_to_first_token_seconds_count") == 2
+        assert value(front, "quire:fleet_stall_seconds_count") == 0
+        for server in servers:
+            assert value(front, "quire:fleet_replica_up", replica=server.url) == 1
+            assert value(front, "quire:fleet_replica_blocks", replica=server.url) == 128
+            assert value(server, "quire:fleet_sessions") == 1
+
+    def test_a_loss(self, front: Front, servers: list[Serving]) -> None:
+        before = [value(server, "quire:resumed_requests_total") for server in servers]
+        for server in servers:
+            slow(server, 0.02)
+        asked = Asked(front, prompt="import", max_tokens=40, temperature=0, ignore_eos=True)
+        url = serving_one(front)
+        lost, other = at(servers, url), next(one for one in servers if one.url != url)
+        assert value(lost, "quire:fleet_calls") == 1
+        lose(lost)
+        assert asked.result().status == 200
+        assert value(front, "quire:fleet_lost_total", replica=url) == 1
+        assert value(front, "quire:fleet_resumed_total", reason="lost") == 1
+        assert value(front, "quire:fleet_stall_seconds_count") == 1
+        assert value(front, "quire:fleet_time_to_first_token_seconds_count") == 1
+        assert value(front, "quire:fleet_resume_mismatch_total") == 0
+        first, second = front.on_loop(lambda: list(front.gateway.fleet.placements))
+        assert first.cause is NEW
+        assert second.cause == ("lost", url)
+        assert second.replica == other.url
+        assert second.num_delivered >= 3
+        assert first.seconds > 0
+        assert second.seconds > 0
+        after = [value(server, "quire:resumed_requests_total") for server in servers]
+        assert sum(after) == sum(before) + 1
+        assert value(other, "quire:resume_mismatch_total") == 0
+        assert all(value(server, "quire:fleet_calls") == 0 for server in servers)
+
+    def test_a_refusal(self, front: Front, servers: list[Serving]) -> None:
+        """What a replica refuses is counted by its status; what the gateway sees by itself never reaches one."""
+        assert front.post("/v1/completions", prompt="a", regex="(").status == 400
+        assert value(front, "quire:fleet_refused_total", status="400") == 1
+        assert front.post("/v1/completions", prompt="a", max_tokens=-1).status == 400
+        assert value(front, "quire:fleet_refused_total") == 1
+
+    def test_no_replica(self, servers: list[Serving]) -> None:
+        with fronting(servers[0].url, patience=0.0) as front:
+            link = front.gateway.fleet.links[servers[0].url]
+            front.on_loop(link._drop)
+            assert front.post("/v1/completions", prompt="a").status == 503
+            assert value(front, "quire:fleet_refused_total", status="503") == 1
+            assert value(front, "quire:fleet_replica_up") == 0
+            assert value(front, "quire:fleet_replica_held_blocks") == 0
+            assert ("quire:fleet_replica_free_blocks", frozenset({("replica", servers[0].url)})) not in samples(front)
+
+
+def test_a_drained_replica() -> None:
+    """The request moves; what it brings afterwards is no loss."""
+    with replicas(2) as servers, fronting(*(server.url for server in servers)) as front:
+        for server in servers:
+            slow(server, 0.02)
+        asked = Asked(front, prompt="import", max_tokens=40, temperature=0, ignore_eos=True)
+        url = serving_one(front)
+        drain(at(servers, url))
+        until(lambda: value(front, "quire:fleet_resumed_total", reason="drained") == 1)
+        assert value(front, "quire:fleet_replica_draining", replica=url) == 1
+        answer = asked.result()
+        assert answer.status == 200
+        assert json.loads(answer.body)["usage"]["completion_tokens"] == 40
+        assert value(front, "quire:fleet_stall_seconds_count") == 1
+        assert value(front, "quire:fleet_lost_total") == 0

@@ -1,0 +1,399 @@
+"""The score: one test for each complaint about routers that it answers, its monotony, and fleets on a virtual clock."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.errors import BadValue, NoReplica
+from quire.fleet import score
+from quire.fleet.index import FleetIndex
+from quire.fleet.score import Candidate, Choice, Demand, Parts, choose, eligible
+from quire.fleet.state import ReplicaState
+from tests.fleet.routing import (
+    BLOCK,
+    Fleet,
+    by_score,
+    infinite_hits,
+    mean_new_tokens,
+    round_robin,
+    sessions,
+    shared_prefixes,
+    simulate,
+    state,
+)
+
+REQUEST = Demand(request_id="r", num_tokens=1_000, new_tokens=50, hit_rate=0.5)
+
+
+def candidate(slot: int, num_blocks: int = 0, /, **known: Any) -> Candidate:
+    """A healthy replica in that state, which holds so many of the request's blocks."""
+    return Candidate(
+        slot=slot,
+        name=f"http://r{slot}",
+        fingerprint="aa",
+        healthy=True,
+        state=state(**known),
+        num_blocks=num_blocks,
+        unseen_tokens=0,
+        unseen_requests=0,
+    )
+
+
+def slot_of(choice: Choice) -> int:
+    return choice.best.candidate.slot
+
+
+def cost(demand: Demand, one: Candidate) -> float:
+    return choose(demand, [one]).best.parts.total
+
+
+COUNTS = st.integers(0, 5_000)
+RATES = st.floats(1e-6, 0.1)
+
+
+@st.composite
+def states(draw: st.DrawFn) -> ReplicaState:
+    num_blocks = draw(st.integers(1, 5_000))
+    free = draw(st.integers(0, num_blocks))
+    return state(
+        waiting_tokens=draw(COUNTS),
+        num_waiting=draw(st.integers(0, 200)),
+        num_running=draw(st.integers(0, 64)),
+        max_running=draw(st.integers(1, 64)),
+        num_blocks=num_blocks,
+        free_blocks=free,
+        cached_blocks=draw(st.integers(0, free)),
+        seconds_a_step=draw(RATES),
+        seconds_a_prompt_token=draw(RATES),
+        seconds_a_sequence=draw(RATES),
+    )
+
+
+@st.composite
+def candidates(draw: st.DrawFn, slot: int = 0) -> Candidate:
+    return replace(
+        candidate(slot, draw(st.integers(0, 62))),
+        state=draw(states()),
+        unseen_tokens=draw(COUNTS),
+        unseen_requests=draw(st.integers(0, 50)),
+    )
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[Candidate]:
+    return [draw(candidates(slot)) for slot in range(draw(st.integers(1, 6)))]
+
+
+DEMANDS = st.builds(
+    Demand,
+    request_id=st.text(max_size=5),
+    num_tokens=st.integers(1, 5_000),
+    new_tokens=st.floats(0.0, 2_000.0),
+    hit_rate=st.floats(0.0, 1.0),
+)
+
+
+class TestComplaints:
+    """Each of them is about a router that others use."""
+
+    @given(st.lists(st.integers(0, 10), min_size=2, max_size=8), st.lists(st.integers(0, 300), min_size=8, max_size=8))
+    def test_a_miss_goes_to_the_least_loaded(self, running: list[int], held: list[int]) -> None:
+        """However small the caches of the others are."""
+        fleet = [
+            candidate(slot, num_running=3 * n, free_blocks=1_000 - 15 * n, cached_blocks=held[slot])
+            for slot, n in enumerate(running)
+        ]
+        best = choose(REQUEST, fleet).best
+        assert best.candidate.state.num_running == 3 * min(running)
+
+    def test_a_miss_in_an_idle_fleet_goes_anywhere(self) -> None:
+        counts = Counter(
+            slot_of(choose(replace(REQUEST, request_id=f"r{i}"), [candidate(slot) for slot in range(4)]))
+            for i in range(400)
+        )
+        assert set(counts) == {0, 1, 2, 3}
+        assert min(counts.values()) > 60
+
+    @given(DEMANDS, fleets(), candidates(99))
+    def test_a_loaded_replica_switches_nothing_off_for_the_others(
+        self, demand: Demand, fleet: list[Candidate], other: Candidate
+    ) -> None:
+        """Each cost depends on its own replica, so that an idle holder keeps its requests whatever the rest does."""
+        alone = {one.candidate.slot: one.parts for one in choose(demand, fleet).ranking}
+        together = {one.candidate.slot: one.parts for one in choose(demand, [*fleet, other]).ranking}
+        assert together == alone | {99: together[99]}
+
+    def test_an_idle_holder_is_chosen_among_overloaded_replicas(self) -> None:
+        loaded = [candidate(slot, waiting_tokens=50_000, num_waiting=50, num_running=32) for slot in (0, 1)]
+        assert slot_of(choose(REQUEST, [*loaded, candidate(2), candidate(3, 62)])) == 3
+
+    @given(DEMANDS, candidates(), st.integers(0, 1_000))
+    def test_load_that_other_gateways_sent_counts_as_much_as_ours(
+        self, demand: Demand, one: Candidate, tokens: int
+    ) -> None:
+        ours = replace(one, unseen_tokens=one.unseen_tokens + tokens, unseen_requests=one.unseen_requests + 1)
+        reported = replace(
+            one.state, waiting_tokens=one.state.waiting_tokens + tokens, num_waiting=one.state.num_waiting + 1
+        )
+        assert cost(demand, ours) == cost(demand, replace(one, state=reported))
+
+    @given(DEMANDS, fleets())
+    def test_an_unhealthy_replica_changes_no_choice(self, demand: Demand, fleet: list[Candidate]) -> None:
+        """Although it seems to be idle, and to hold everything."""
+        dead = replace(candidate(99, 62, free_blocks=1_000), healthy=False)
+        assert choose(demand, eligible([dead, *fleet])) == choose(demand, eligible(fleet))
+
+    def test_long_contexts_count_by_their_tokens_and_blocks(self) -> None:
+        short = candidate(0, num_running=4, waiting_tokens=400)
+        long = candidate(1, num_running=4, waiting_tokens=40_000)
+        assert slot_of(choose(REQUEST, [short, long])) == 0
+        demand = replace(REQUEST, num_tokens=8_000)
+        full = candidate(2, num_running=2, free_blocks=10)  # has fewer requests, and no room
+        choice = choose(demand, [candidate(0, num_running=4, free_blocks=600), full])
+        assert slot_of(choice) == 0
+        assert [one.parts.room > 0.0 for one in choice.ranking] == [False, True]
+
+    def test_each_replica_is_looked_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        looked, plain = Counter[int](), score._cost
+
+        def counting(demand: Demand, one: Candidate, *rest: Any) -> Parts:
+            looked[one.slot] += 1
+            return plain(demand, one, *rest)
+
+        monkeypatch.setattr(score, "_cost", counting)
+        choose(REQUEST, [candidate(slot) for slot in range(256)])
+        assert looked == Counter(range(256))
+
+    def test_a_prefix_that_all_hold_leaves_the_load_to_decide(self) -> None:
+        for idle in range(4):
+            fleet = [candidate(slot, 60, num_running=0 if slot == idle else 10) for slot in range(4)]
+            assert slot_of(choose(REQUEST, fleet)) == idle
+
+    def test_a_prefix_that_one_holds_spreads_when_that_one_is_busy(self) -> None:
+        assert slot_of(choose(REQUEST, [candidate(0, 62, waiting_tokens=500), candidate(1)])) == 0
+        assert slot_of(choose(REQUEST, [candidate(0, 62, waiting_tokens=5_000), candidate(1)])) == 1
+
+
+class TestTogether:
+    """Equal prompts that come at once, before any replica has said anything."""
+
+    def routed(self, new_tokens: float, num_prompts: int = 32) -> list[int]:
+        index, prompt = FleetIndex(), range(62)
+        tokens, requests, slots = Counter[int](), Counter[int](), []
+        for i in range(num_prompts):
+            runs = index.runs(prompt)
+            fleet = [
+                replace(candidate(slot, runs.get(slot, 0)), unseen_tokens=tokens[slot], unseen_requests=requests[slot])
+                for slot in range(4)
+            ]
+            demand = Demand(request_id=f"r{i}", num_tokens=1_000, new_tokens=new_tokens, hit_rate=0.0)
+            best = choose(demand, fleet).best
+            slot = best.candidate.slot
+            index.expect(slot, prompt)
+            tokens[slot] += best.uncached_tokens
+            requests[slot] += 1
+            slots.append(slot)
+        return slots
+
+    def test_they_go_where_the_first_went_as_long_as_that_is_cheaper(self) -> None:
+        assert len(set(self.routed(new_tokens=8))) == 1
+
+    def test_they_spread_when_waiting_costs_more_than_computing(self) -> None:
+        slots = self.routed(new_tokens=200)
+        assert set(slots[:3]) == {slots[0]}
+        assert set(slots) == {0, 1, 2, 3}
+        assert max(Counter(slots).values()) <= 12
+
+
+class TestMonotone:
+    """More of what is bad never makes a replica cheaper."""
+
+    @given(DEMANDS, candidates(), st.sampled_from(["waiting_tokens", "num_waiting", "num_running"]), COUNTS)
+    def test_in_load(self, demand: Demand, one: Candidate, name: str, more: int) -> None:
+        worse = replace(one.state, **{name: getattr(one.state, name) + more})
+        assert cost(demand, replace(one, state=worse)) >= cost(demand, one)
+
+    @given(DEMANDS, candidates(), st.data())
+    def test_in_free_blocks(self, demand: Demand, one: Candidate, data: st.DataObject) -> None:
+        fewer = data.draw(st.integers(one.state.cached_blocks, one.state.free_blocks))
+        worse = replace(one.state, free_blocks=fewer)
+        assert cost(demand, replace(one, state=worse)) >= cost(demand, one)
+
+    @given(DEMANDS, candidates(), st.data())
+    def test_in_blocks_that_must_be_evicted(self, demand: Demand, one: Candidate, data: st.DataObject) -> None:
+        more = data.draw(st.integers(one.state.cached_blocks, one.state.free_blocks))
+        worse = replace(one.state, cached_blocks=more)
+        assert cost(demand, replace(one, state=worse)) >= cost(demand, one)
+
+    @given(DEMANDS, candidates(), st.integers(0, 62))
+    def test_in_blocks_that_it_lacks(self, demand: Demand, one: Candidate, fewer: int) -> None:
+        worse = replace(one, num_blocks=min(fewer, one.num_blocks))
+        assert cost(demand, worse) >= cost(demand, one)
+
+    @given(
+        DEMANDS,
+        candidates(),
+        st.sampled_from(["seconds_a_step", "seconds_a_prompt_token", "seconds_a_sequence"]),
+        st.floats(1.0, 100.0),
+    )
+    def test_in_slowness(self, demand: Demand, one: Candidate, name: str, factor: float) -> None:
+        worse = replace(one.state, **{name: getattr(one.state, name) * factor})
+        assert cost(demand, replace(one, state=worse)) >= cost(demand, one)
+
+    @given(DEMANDS, candidates(), COUNTS, st.floats(0.0, 1_000.0))
+    def test_in_what_is_asked_for(self, demand: Demand, one: Candidate, tokens: int, new_tokens: float) -> None:
+        longer = replace(demand, num_tokens=demand.num_tokens + tokens, new_tokens=demand.new_tokens + new_tokens)
+        assert cost(longer, one) >= cost(demand, one)
+
+    @given(DEMANDS, candidates())
+    def test_every_part_is_finite_and_not_negative(self, demand: Demand, one: Candidate) -> None:
+        parts = choose(demand, [one]).best.parts
+        for field in fields(parts):
+            assert math.isfinite(getattr(parts, field.name))
+            assert getattr(parts, field.name) >= 0.0
+
+
+class TestRanking:
+    @given(DEMANDS, fleets())
+    def test_the_tied_come_first_and_then_the_cheaper_ones(self, demand: Demand, fleet: list[Candidate]) -> None:
+        choice = choose(demand, fleet)
+        totals = [one.parts.total for one in choice.ranking]
+        assert sorted(one.candidate.slot for one in choice.ranking) == list(range(len(fleet)))
+        assert max(totals[: choice.num_tied]) <= 1.03 * min(totals)
+        assert totals[choice.num_tied :] == sorted(totals[choice.num_tied :])
+        assert all(total > 1.03 * min(totals) for total in totals[choice.num_tied :])
+
+    @given(DEMANDS, fleets())
+    def test_the_order_of_the_candidates_does_not_matter(self, demand: Demand, fleet: list[Candidate]) -> None:
+        assert choose(demand, fleet) == choose(demand, fleet[::-1])
+
+    def test_a_tie_goes_to_the_fewest_tokens_and_then_to_the_fewest_held_blocks(self) -> None:
+        demand = replace(REQUEST, hit_rate=0.0)
+        fuller, emptier = candidate(0, free_blocks=900, cached_blocks=800), candidate(1, cached_blocks=700)
+        assert slot_of(choose(demand, [fuller, emptier])) == 1
+        holder = candidate(2, 1, free_blocks=900, cached_blocks=900, waiting_tokens=BLOCK)
+        choice = choose(demand, [fuller, emptier, holder])
+        assert choice.num_tied == 3
+        assert [one.candidate.slot for one in choice.ranking] == [2, 1, 0]
+
+    def test_a_seat_that_must_be_waited_for_costs(self) -> None:
+        full = candidate(0, 62, num_running=32)
+        assert choose(REQUEST, [full]).best.parts.room == pytest.approx(1 / 32 * 50 * (0.010 + 32 * 0.0006))
+        assert choose(REQUEST, [candidate(0, num_running=31)]).best.parts.room == 0.0
+
+    def test_what_must_be_evicted_costs_by_how_much_it_is_asked_for(self) -> None:
+        cached, empty = candidate(0, cached_blocks=1_000), candidate(1)
+        for hit_rate in (0.1, 0.9):
+            choice = choose(replace(REQUEST, hit_rate=hit_rate), [cached, empty])
+            blocks = -(-1_050 // BLOCK)
+            assert slot_of(choice) == 1
+            assert choice.ranking[1].parts.evict == pytest.approx(blocks * BLOCK * 0.0004 * hit_rate)
+
+    def test_the_last_token_is_always_computed(self) -> None:
+        demand = replace(REQUEST, num_tokens=62 * BLOCK)
+        assert choose(demand, [candidate(0, 62)]).best.uncached_tokens == 1
+
+    @given(st.floats(1.5, 20.0))
+    def test_a_slow_host_gets_less(self, factor: float) -> None:
+        taken = Counter[int]()
+        rates = {"seconds_a_step": 0.01, "seconds_a_prompt_token": 0.0004, "seconds_a_sequence": 0.0006}
+        slow = {name: value * factor for name, value in rates.items()}
+        for i in range(40):  # of which none ends
+            fleet = [
+                replace(candidate(slot, **speed), unseen_tokens=1_000 * taken[slot], unseen_requests=taken[slot])
+                for slot, speed in enumerate((rates, slow))
+            ]
+            taken[slot_of(choose(replace(REQUEST, request_id=f"r{i}"), fleet))] += 1
+        assert taken[0] > taken[1]
+        assert taken[0] / 40 == pytest.approx(factor / (1 + factor), abs=0.1)
+
+    def test_rates_that_are_not_known_are_taken_from_the_others(self) -> None:
+        unknown = {"seconds_a_step": 0.0, "seconds_a_prompt_token": 0.0, "seconds_a_sequence": 0.0}
+        known, new = candidate(0), candidate(1, **unknown)
+        one, other = choose(REQUEST, [known, new]).ranking
+        assert one.parts == other.parts
+        busy = candidate(2, waiting_tokens=1_000, **unknown)
+        assert slot_of(choose(REQUEST, [busy, new])) == 1
+
+
+class TestEligible:
+    def test_replicas_that_may_take_a_request(self) -> None:
+        fine, other = candidate(0), replace(candidate(1), fingerprint="bb")
+        draining, dead = candidate(2, draining=True), replace(candidate(3), healthy=False)
+        assert eligible([fine, other, draining, dead]) == [fine, other]
+        assert eligible([fine, other, draining, dead], fingerprint="bb") == [other]
+
+    def test_none_is_an_error_that_says_why(self) -> None:
+        other = replace(candidate(1), fingerprint="bb")
+        draining, dead = candidate(2, draining=True), replace(candidate(3), healthy=False)
+        sentence = (
+            r"no replica can take the request: http://r1 computes other bits \(bb, not aa\); http://r2 is draining; "
+            "http://r3 does not answer"
+        )
+        with pytest.raises(NoReplica, match=sentence):
+            eligible([other, draining, dead], fingerprint="aa")
+        for ask in (lambda: eligible([]), lambda: choose(REQUEST, [])):
+            with pytest.raises(NoReplica, match="the fleet has none"):
+                ask()
+
+    @pytest.mark.parametrize(
+        ("change", "sentence"),
+        [
+            ({"num_tokens": 0}, "num_tokens is 0; it must be at least 1"),
+            ({"new_tokens": math.inf}, "new_tokens is inf; it must be finite"),
+            ({"hit_rate": 1.1}, r"hit_rate is 1.1; it must be finite and in 0\.\.1"),
+        ],
+    )
+    def test_a_demand_that_cannot_be_is_refused(self, change: dict[str, Any], sentence: str) -> None:
+        with pytest.raises(BadValue, match=sentence):
+            replace(REQUEST, **change)
+
+    def test_a_candidate_that_cannot_be_is_refused(self) -> None:
+        with pytest.raises(BadValue, match="unseen_tokens is -5; it must be at least 0"):
+            replace(candidate(0), unseen_tokens=-5)
+
+
+# A trace, the blocks of each of four caches, half of those that are in use, and the jobs a second that round robin
+# sustains with them: `python -m tests.fleet.routing`.
+NUM_JOBS = 600
+TRACES = {
+    "sessions": (sessions(1, 40, NUM_JOBS), 1_500, 6.75),
+    "shared prefixes": (shared_prefixes(1, 40, NUM_JOBS), 1_280, 15.25),
+    "nothing shared": (shared_prefixes(1, 1, NUM_JOBS, prefix_blocks=0), 1_280, 47.0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sessions", "shared prefixes"])
+def test_caches_of_half_the_working_set_hit_as_one_that_never_evicts(name: str) -> None:
+    """At 80 % of the load that round robin sustains, with less than half its time to the first token."""
+    trace, num_blocks, sustained = TRACES[name]
+    routed = simulate(trace, 0.8 * sustained, Fleet(4, num_blocks, by_score(mean_new_tokens(trace))))
+    plain = simulate(trace, 0.8 * sustained, Fleet(4, num_blocks, round_robin))
+    assert routed.hit_rate >= 0.95 * infinite_hits(trace)
+    assert routed.mean_first_token <= 0.5 * plain.mean_first_token
+    assert min(routed.num_routed) > 0.15 * NUM_JOBS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRACES)
+def test_little_load_loses_nothing(name: str) -> None:
+    trace, num_blocks, sustained = TRACES[name]
+    routed = simulate(trace, 0.3 * sustained, Fleet(4, num_blocks, by_score(mean_new_tokens(trace))))
+    plain = simulate(trace, 0.3 * sustained, Fleet(4, num_blocks, round_robin))
+    assert routed.mean_first_token <= 1.05 * plain.mean_first_token
+
+
+@pytest.mark.slow
+def test_a_slow_replica_gets_less_of_a_trace() -> None:
+    trace, num_blocks, sustained = TRACES["nothing shared"]
+    fleet = Fleet(4, num_blocks, by_score(mean_new_tokens(trace)), slowness=[1.0, 1.0, 1.0, 3.0])
+    routed = simulate(trace, 0.6 * sustained, fleet).num_routed
+    assert routed[3] < 0.6 * min(routed[:3])

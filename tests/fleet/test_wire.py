@@ -1,0 +1,110 @@
+"""Messages arrive as they were sent, and what is none is refused with its sentence."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.cache.prefix import root_digest
+from quire.errors import RequestError
+from quire.fleet.wire import Call, Frame, SearchCall, WireError, dumps, loads, read, wire_digest
+from quire.request import SamplingParams, Task
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
+NUMBERS = st.floats(allow_nan=False)
+
+
+@given(TOKENS, st.text(), st.lists(NUMBERS, max_size=5))
+def test_frames_keep_every_bit(tokens: list[int], text: str, logprobs: list[float]) -> None:
+    found = [[[token, logprob, 1, text]] for token, logprob in zip(tokens, logprobs, strict=False)]
+    frame = Frame(3, 1, 7, tokens[: len(found)], 9, text, found, ["stop", None, None], {"cached": 4})
+    assert Frame.parse(loads(dumps({"frames": [frame]}))["frames"][0]) == frame
+
+
+def test_numbers_that_are_none_survive() -> None:
+    [back] = loads(dumps({"frames": [Frame(0, 0, 0, [1], 0, "", [[[1, -math.inf, 1, None]]])]}))["frames"]
+    assert Frame.parse(back).logprobs == [[[1, -math.inf, 1, None]]]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(
+            flow=1,
+            name="a-0",
+            prompt=[1, 2],
+            sampling=SamplingParams(seed=2**63 - 1, stop=["é", "\n"], max_tokens=None),
+        ),
+        Call(
+            flow=2,
+            name="b",
+            prompt=[5],
+            sampling=SamplingParams(n=3, seed=0),
+            sample=2,
+            delivered=[4, 5],
+            num_checked=4,
+        ),
+        Call(flow=3, name="c", prompt=[5], sampling=SamplingParams(seed=1), task=Task.EMBED, grammar=("regex", "a|b")),
+    ],
+)
+def test_calls_keep_all_that_they_ask(call: Call) -> None:
+    assert read(Call, loads(dumps(call))) == call
+
+
+def test_searches_keep_all_that_they_ask() -> None:
+    search = SearchCall(
+        name="s", prompt=[1], salt="t", beam_width=2, max_tokens=3, ignore_eos=True, length_penalty=0.1 + 0.2
+    )
+    assert read(SearchCall, loads(dumps(search))) == search
+
+
+@pytest.mark.parametrize("line", [b"", b"[]", b"{", b"\xff", b"null", b'"text"'])
+def test_a_line_that_is_no_object_is_refused(line: bytes) -> None:
+    with pytest.raises(WireError):
+        loads(line)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        None,
+        [],
+        [0, 0, 0],
+        [0, 0, -1, [], 0, "", None, None, None],
+        [0, 0, 0.5, [], 0, "", None, None, None],
+        [0, 0, 0, [1, "a"], 0, "", None, None, None],
+        [0, 0, True, [], 0, "", None, None, None],
+        [0, 0, 0, [1], 0, None, None, None, None],
+        [0, 0, 0, 1, 0, "", None, None, None],
+        [0, 0, 0, [1, 2], 0, "", [[]], None, None],
+        [0] * 12,
+    ],
+)
+def test_a_frame_that_is_none_is_refused(found: Any) -> None:
+    with pytest.raises(WireError, match="frame"):
+        Frame.parse(found)
+
+
+def test_calls_that_cannot_be_are_refused_by_field() -> None:
+    good = asdict(Call(flow=1, name="a", prompt=[1], sampling=SamplingParams(seed=1)))
+    for change, sentence in (
+        ({"color": "red"}, "the field 'color'"),
+        ({"task": "sing"}, "sing"),
+        ({"sampling": {"seed": 1, "beat": 2}}, "beat"),
+    ):
+        with pytest.raises(WireError, match=sentence):
+            read(Call, loads(dumps(good | change)))
+    with pytest.raises(RequestError, match="temperature"):  # the client's own mistake, which the client has to hear of
+        read(Call, loads(dumps(good | {"sampling": {"temperature": -1.0}})))
+    del good["prompt"]
+    with pytest.raises(WireError, match="prompt"):
+        read(Call, good)
+
+
+def test_digests_say_nothing_without_the_secret() -> None:
+    digest = root_digest("prompt")
+    assert wire_digest(digest, b"one") == wire_digest(digest, b"one") < 2**64
+    assert wire_digest(digest, b"one") != wire_digest(digest, b"two") != int.from_bytes(digest[:8], "little")

@@ -1,0 +1,123 @@
+"""Real replicas on Ray Serve, and what a gateway's process learns of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.ray.app import REPLICA, FleetConfig, build, replicas
+from quire.ray.membership import MEMBERS
+from quire.ray.scaling import Load
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = {"num_blocks": 64, "max_num_seqs": 4, "served_model_name": ["fleet-on-ray"]}
+
+
+class Watcher:
+    """In a gateway's place: tells which members its process knows."""
+
+    def __init__(self, handle: Any) -> None:
+        self.first_call = handle.url.remote()
+
+    def members(self) -> list[str]:
+        return sorted(member.url for member in MEMBERS._members)
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def answer(url: str) -> str:
+    body = json.dumps({"prompt": "import", "max_tokens": 8, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    return str(json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["text"])
+
+
+def servers() -> set[int]:
+    """The processes that serve for Ray's replicas."""
+    found = set()
+    for process in Path("/proc").iterdir():
+        try:
+            if b"serve\0--config\0" in (process / "cmdline").read_bytes() and b"ray::" in parent(process):
+                found.add(int(process.name))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def parent(process: Path) -> bytes:
+    number = (process / "stat").read_text().rpartition(")")[2].split()[1]
+    return Path("/proc", number, "cmdline").read_bytes()
+
+
+def test_replicas_come_are_replaced_when_they_die_and_leave_nothing(serve: Any) -> None:
+    fleet = FleetConfig(replicas="2", num_cpus=0.5)
+    watcher = serve.deployment(name="Watcher", ray_actor_options={"num_cpus": 0.1})(Watcher)
+    handle = serve.run(watcher.bind(replicas(fleet, OPTIONS, "s3cret")), name="fleet", route_prefix=None)
+
+    def members() -> list[str]:
+        return list(handle.members.remote().result(timeout_s=60))
+
+    wait_for(lambda: len(members()) == 2)
+    before, first = servers(), members()
+    assert len(before) == 2
+    assert answer(first[0]) == answer(first[1])
+
+    handle_of_replicas = serve.get_deployment_handle(REPLICA, "fleet")
+
+    def load() -> dict[str, float]:
+        for url in first:
+            answer(url)
+        return dict(handle_of_replicas.record_autoscaling_stats.remote().result(timeout_s=60))
+
+    wait_for(lambda: load().get("decoded_tokens_a_second", 0.0) > 0.0)
+    assert Load(**load()).demand > 0.0
+
+    os.kill(min(before), signal.SIGKILL)
+    wait_for(lambda: len(members()) == 2 and members() != first)
+    assert len(set(members()) & set(first)) == 1  # the other one was not touched
+    assert answer(members()[0]) == answer(members()[1])
+    assert len(servers()) == 2
+
+    serve.delete("fleet")
+    wait_for(lambda: not servers())
+
+
+def test_the_application_answers_at_its_gateway_also_after_a_death(serve: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    args = {"replicas": "2", "num_cpus": "0.5", "gateway_port": str(port), "num-blocks": "64", "max-num-seqs": "4"}
+    serve.run(build(args), name="quire", route_prefix=None)
+    gateway = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        try:
+            return bool(answer(gateway))
+        except urllib.error.URLError:  # it does not listen yet
+            return False
+
+    try:
+        wait_for(answers)
+        before, text = servers(), answer(gateway)
+        assert len(before) == 2
+        os.kill(min(before), signal.SIGKILL)
+        assert [answer(gateway) for _ in range(10)] == [text] * 10
+        wait_for(lambda: len(servers() - {min(before)}) == 2)
+        assert answer(gateway) == text
+    finally:
+        serve.delete("quire")
+    wait_for(lambda: not servers())
