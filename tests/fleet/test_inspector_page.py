@@ -41,7 +41,7 @@ def front(servers: list[Serving]) -> Iterator[Front]:
 
 @contextmanager
 def shown(browser: Any, front: Front, **options: Any) -> Iterator[Any]:
-    """A page that complains of nothing and talks to nobody else."""
+    """A page that complains of nothing and talks to no one else."""
     context = browser.new_context(**{"viewport": {"width": 1360, "height": 820}, "color_scheme": "dark"} | options)
     page = context.new_page()
     complaints: list[str] = []

@@ -158,7 +158,7 @@ class TestStream:
         until(lambda: not front.gateway.watch._leaving)  # who has gone is forgotten
         assert seen(front)["replicas"]
 
-    def test_the_end_waits_for_nobody(self, front: Front) -> None:
+    def test_the_end_does_not_wait_for_watchers(self, front: Front) -> None:
         with urlopen(f"{front.url}/inspector/events", timeout=20) as stream:
             stream.readline()
             front.server.should_exit = True
