@@ -86,6 +86,8 @@ class Work:
     requests: Sequence[Request]
     context: Context | None = None  # what spans go below, where there are traces
     fingerprint: str | None = None  # of the replicas that may go on with it; None: it has not begun
+    wanted_fingerprint: str | None = None  # of those that may begin; None: any
+    is_admitted: bool = False  # a replica has taken it
     assigned: dict[int, Assignment] = field(default_factory=dict)  # by sample
     began: float = field(default_factory=time.monotonic)  # s
     last_tokens: dict[int, float] = field(default_factory=dict)  # s of time.monotonic(), when each sample's came
@@ -109,9 +111,8 @@ class Work:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing of it came yet, so that its samples can be asked for together."""
-        known = self.output.prompt_logprobs
-        return (known is None or len(known) == 1) and all(not ledger.tokens for ledger in self.ledgers)
+        """Whether no token of it came yet, so that its samples can be asked for together."""
+        return all(not ledger.tokens and not ledger.output.finished for ledger in self.ledgers)
 
     def tokens(self, samples: Sequence[int]) -> array[int]:
         """What is to be computed for these samples before one of them goes on, in common."""
