@@ -103,15 +103,16 @@ def test_a_request(fleet: Any) -> None:
         assert [event.name for event in sample.events] == ["queued", "scheduled", "first_token", "finished"]
 
 
-def test_what_is_cached(fleet: Any) -> None:
-    kept, servers, front = clear(fleet)
-    for _ in range(2):
-        front.post("/v1/completions", **BODY | {"prompt": list(range(50, 100))})
-    flush(front, *servers)
-    _, second = kept.named("placement")
-    assert second.attributes["quire.placement.cached_tokens"] == 48
-    assert second.attributes["quire.placement.uncached_tokens"] == 2
-    assert kept.named("llm_request")[1].attributes["gen_ai.usage.cache_read.input_tokens"] == 48
+def test_what_is_cached() -> None:
+    with traced(1) as (kept, servers, front):
+        for _ in range(2):
+            front.post("/v1/completions", **BODY | {"prompt": list(range(50, 100))})
+            until(lambda: front.on_loop(lambda: len(front.gateway.fleet.index)) >= 3)
+        flush(front, *servers)
+        _, second = kept.named("placement")
+        assert second.attributes["quire.placement.cached_tokens"] == 48
+        assert second.attributes["quire.placement.uncached_tokens"] == 2
+        assert kept.named("llm_request")[1].attributes["gen_ai.usage.cache_read.input_tokens"] == 48
 
 
 def test_a_loss(fleet: Any) -> None:

@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-ENDPOINT = "http://127.0.0.1:9/v1/traces"  # where nobody listens
+ENDPOINT = "http://127.0.0.1:9/v1/traces"  # where nothing listens
 
 
 class Kept(SpanExporter):

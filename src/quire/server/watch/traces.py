@@ -140,7 +140,7 @@ class CallSpan:
     def __init__(self, span: Span) -> None:
         carrier: dict[str, str] = {}
         PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
-        self.traceparent = carrier["traceparent"]  # what the other server is to be told
+        self.traceparent = carrier["traceparent"]  # for the other server
         self._span = span
 
     def end(self, outcome: str, *, is_error: bool) -> None:
