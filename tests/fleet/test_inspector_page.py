@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.fleet.gateways import Front, at, drain, fronting, lose, replicas, slow, until
+from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow, until
+from tests.fleet.serving import Front
 from tests.fleet.test_metrics import Asked, serving_one
 from tests.server.serving import Serving
 from tests.server.test_inspector_page import ARGUMENTS, CHROMIUM, playwright

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -58,7 +58,7 @@ def sources(draw: st.DrawFn) -> list[Frame]:
     start = draw(st.integers(0, len(TOKENS)))
     cuts = draw(st.sets(st.integers(start, len(TOKENS))))
     places = sorted({start, len(TOKENS), *cuts})
-    frames = [frame(a, b, ends=b == len(TOKENS)) for a, b in zip(places, places[1:], strict=False)]
+    frames = [frame(a, b, ends=b == len(TOKENS)) for a, b in pairwise(places)]
     if draw(st.booleans()):
         frames.append(frame(len(TOKENS), len(TOKENS), ends=True))
     kept = []

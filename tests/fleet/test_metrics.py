@@ -14,7 +14,8 @@ from quire.fleet.metrics import GAUGES, STATE_GAUGES, FleetMetrics
 from quire.fleet.placement import NEW
 from quire.fleet.state import ReplicaState
 from quire.fleet.view import ReplicaView, Status
-from tests.fleet.gateways import Front, at, drain, fronting, lose, replicas, samples, slow, until, value
+from tests.fleet.gateways import at, drain, fronting, lose, replicas, samples, slow, until, value
+from tests.fleet.serving import Front
 from tests.server.serving import Serving
 
 STATE = ReplicaState(

@@ -14,7 +14,8 @@ import pytest
 from quire.fleet import watch
 from quire.fleet.placement import PARTS
 from quire.server.watch.page import MAX_WATCHERS
-from tests.fleet.gateways import Front, at, drain, fronting, lose, replicas, slow, until
+from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow, until
+from tests.fleet.serving import Front
 from tests.fleet.test_metrics import Asked, serving_one
 from tests.server.serving import Serving
 

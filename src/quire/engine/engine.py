@@ -101,11 +101,11 @@ class Engine:
         """Raise RequestError if `add` would. Siblings share their prompt, which is gone through once."""
         first = request.group.members[0] if request.group else request
         if not first.tokens_checked:
-            self._check_tokens(request, "prompt", np.asarray(first.tokens))
+            self._check_tokens(request, "prompt", np.asarray(first.tokens)[: first.num_prompt])
             first.tokens_checked = True
         if request.num_generated or request.to_check:
             delivered = np.array([*request.tokens[request.num_prompt :], *request.to_check])
-            self._check_tokens(request, "the delivered tokens", delivered)
+            self._check_tokens(request, "delivered", delivered)
         self._check_tokens(request, "stop_token_ids", np.array(request.sampling.stop_tokens, object))
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(request.sampling, name)
