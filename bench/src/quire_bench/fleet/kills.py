@@ -54,7 +54,8 @@ def measure(
     was generated. advance: is called after each kill.
     Raises QuireError where an answer ends with an error, or before it could be disturbed.
     """
-    check_integer(ConfigError, "kills", kills, 1)
+    for name, value in (("kills", kills), ("prompt_len", prompt_len)):
+        check_integer(ConfigError, name, value, 1)
     rng = random.Random(f"{seed}/kills")
     with fleet(2, *options) as found:
         measured = []

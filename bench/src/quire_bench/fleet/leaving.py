@@ -48,14 +48,14 @@ def measure(
     with fleet(2, *options) as running:
         for _ in range(runs):
             for what, happen in (("hung", _hang), ("killed", _kill), ("drained", _drain)):
-                replica = running.replicas[0]
                 with _loaded(running.url, streams) as clients:
                     time.sleep(BEFORE)
+                    replica = running.busiest()
                     clients.longest_wait = 0.0
                     seconds = happen(running, replica)
                     time.sleep(AFTER)
                 if what == "hung":
-                    os.kill(replica.process.pid, signal.SIGCONT)
+                    os.kill(replica.pid, signal.SIGCONT)
                 running.restart(replica)
                 found.append(Leaving(what, seconds, clients.longest_wait, clients.answers, tuple(clients.errors)))
                 advance()
@@ -64,7 +64,7 @@ def measure(
 
 def _hang(running: Fleet, replica: Replica) -> float:
     moment = time.time()
-    os.kill(replica.process.pid, signal.SIGSTOP)
+    os.kill(replica.pid, signal.SIGSTOP)
     return running.seen(replica, "is lost", moment) - moment
 
 

@@ -1,4 +1,4 @@
-"""What a gateway costs: the same requests to one replica directly and through a gateway, in turns."""
+"""What a gateway costs: the same load on a plain server, and on one replica through a gateway, in turns."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from statistics import median
 from typing import Any
 
 from quire.errors import ConfigError, QuireError, check_integer
-from quire_bench.fleet.running import fleet
+from quire_bench.fleet.running import ONE_THREAD, fleet
 from quire_bench.proc import cpu_seconds
 from quire_bench.server.client import Run, Server, send
+from quire_bench.server.process import running
 from quire_bench.server.prompts import random_prompts, request_body
 from quire_bench.server.report import percentile
 
@@ -69,15 +70,15 @@ def measure(
     runs: int,
     advance: Callable[[], None] = lambda: None,
 ) -> Overhead:
-    """Measure both ways in turns, with one replica.
+    """Measure both ways in turns, with one replica of one thread, and a server like it.
 
-    options: of the replica. requests: each way, for the time to the first token. output_len: tokens of each stream.
+    options: of both. requests: each way, for the time to the first token. output_len: tokens of each stream.
     advance: is called after each run. Raises QuireError where a server fails or tokens are missing.
     """
     for name, value in (("requests", requests), ("output_len", output_len), ("runs", runs)):
         check_integer(ConfigError, name, value, 1)
-    with fleet(1, *options) as found:
-        ways, seeds = [found.replicas[0].url, found.url], count()  # no prompt is sent twice
+    with running("serve", "--port", "0", *options, environment=ONE_THREAD) as plain, fleet(1, *options) as found:
+        ways, seeds = [plain.url, found.url], count()  # no prompt is sent twice
         for url in ways:
             _send(url, max(streams), 2 * max(streams), output_len, next(seeds))  # warms up
         first: list[list[float]] = [[], []]

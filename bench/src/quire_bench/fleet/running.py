@@ -11,9 +11,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.errors import QuireError
 from quire_bench.server.process import Process, running
@@ -22,6 +23,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # several processes share the cores
 PATIENCE = 30.0  # seconds within which everything that is waited for has to come
 POLL_SECONDS = 0.005
 TIME = "%Y-%m-%d %H:%M:%S,%f"  # at the beginning of a line of a log
+T = TypeVar("T")
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -31,21 +33,23 @@ class Replica:
     def __init__(self, options: Sequence[str]) -> None:
         self._options = options
         self._stack = ExitStack()
-        self.process = self._start("0")
-        self.url = self.process.url
+        self.url = ""
+        self.pid = 0
 
-    def _start(self, port: str) -> Process:
-        arguments = ("serve", "--port", port, *self._options)
-        return self._stack.enter_context(running(*arguments, environment=ONE_THREAD))
+    def start(self) -> None:
+        """Begin to serve. Raises QuireError where it does not get ready."""
+        port = self.url.rpartition(":")[2] or "0"
+        process = self._stack.enter_context(running("serve", "--port", port, *self._options, environment=ONE_THREAD))
+        self.url, self.pid = process.url, process.pid
 
     def kill(self) -> None:
         """End it at once, as a failing machine would."""
-        os.kill(self.process.pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
 
     def restart(self) -> None:
         """Let a successor take its place, when it is gone or has nothing to do any more."""
         self._stack.close()
-        self.process = self._start(self.url.rpartition(":")[2])
+        self.start()
 
     def close(self) -> None:
         """End it."""
@@ -79,11 +83,13 @@ class Fleet:
         return self.gateway.url
 
     def busiest(self) -> Replica:
-        """The replica with the most requests. Raises QuireError where there is none at all."""
-        counts = [one.num_requests for one in self.replicas]
-        if not any(counts):
-            raise QuireError("no replica has a request; the answer had ended before it could be disturbed")
-        return self.replicas[counts.index(max(counts))]
+        """The replica with the most requests, when one has any. Raises QuireError if that takes too long."""
+
+        def look() -> Replica | None:
+            counts = [one.num_requests for one in self.replicas]
+            return self.replicas[counts.index(max(counts))] if any(counts) else None
+
+        return waited_for(look, "no replica has got a request")
 
     def drain(self, replica: Replica) -> None:
         """Let others go on with what a replica computes."""
@@ -117,10 +123,11 @@ def fleet(num_replicas: int, *options: str) -> Iterator[Fleet]:
     """
     secret = secrets.token_hex(16)
     with ExitStack() as stack:
-        replicas = []
-        for _ in range(num_replicas):
-            replicas.append(Replica(("--fleet-secret", secret, *options)))
-            stack.callback(replicas[-1].close)
+        replicas = [Replica(("--fleet-secret", secret, *options)) for _ in range(num_replicas)]
+        for one in replicas:
+            stack.callback(one.close)
+        with ThreadPoolExecutor(num_replicas) as pool:
+            list(pool.map(Replica.start, replicas))
         urls = ",".join(one.url for one in replicas)
         arguments = ("fleet", "--port", "0", "--fleet-secret", secret, "--replicas", urls)
         found = Fleet(replicas, stack.enter_context(running(*arguments)), secret)
@@ -129,7 +136,7 @@ def fleet(num_replicas: int, *options: str) -> Iterator[Fleet]:
         yield found
 
 
-def waited_for(look: Callable[[], float | None], problem: str) -> float:
+def waited_for(look: Callable[[], T | None], problem: str) -> T:
     """What a function returns once it is not None. Raises QuireError, with the problem, where that takes too long."""
     deadline = time.monotonic() + PATIENCE
     while (found := look()) is None:
