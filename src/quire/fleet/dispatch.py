@@ -36,6 +36,7 @@ log = logging.getLogger("quire.fleet")
 TEXT_PARTS = ("tokenizer", "template")  # of a fingerprint: what a gateway makes prompts with
 MATCH_TIMEOUT = 0.05  # s that a replica has to say what it has cached
 MAX_PLACEMENTS = 256  # that are kept, so that people can see them
+MOST_LOST = 8  # replicas, as a request that kills each of them must not go through the whole fleet
 MEMORY = 0.05  # weight of the latest request in what is expected of the next one
 REFUSED_ELSEWHERE_TOO = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
@@ -248,13 +249,15 @@ class Fleet:
     async def _assign(self, work: Work, samples: Sequence[int], link: Link, placement: Placement) -> None:
         flow = self._next_flow
         self._next_flow += 1
-        hello, fingerprint = link.hello, link.fingerprint
-        if hello is None or fingerprint is None:
+        hello = link.hello
+        if hello is None:
             raise LinkLost(link.url)
         digests = work.digests(samples, hello, self._secret.encode())
         call = work.call(flow, samples, is_strict=self._config.resume == "exact")
-        assignment = Assignment(flow, work, link, set(samples), self.index.expect(link.slot, digests), placement)
-        before = [work.assigned.get(sample) for sample in samples]
+        call = replace(call, uncached=placement.choice.best.uncached_tokens)
+        expected = self.index.expect(link.slot, digests)
+        replaced = list({work.assigned[sample] for sample in samples if sample in work.assigned})
+        assignment = Assignment(flow, work, link, set(samples), expected, placement, replaced)
         self._assignments[flow] = assignment
         for sample in samples:
             work.assigned[sample] = assignment
@@ -262,22 +265,32 @@ class Fleet:
             await link.post("/fleet/generate", call)
             if link.hello is not hello:
                 raise LinkLost(f"{link.url}: {link.failure}")
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, LinkLost) and assignment.is_placed:  # so it was lost as one that runs
+                return
             self._forget(assignment)
-            for sample, other in zip(samples, before, strict=True):
-                if other is not None and other.flow in self._assignments:
-                    work.assigned[sample] = other
+            for other in replaced:
+                if other.flow in self._assignments:
+                    work.assigned.update(dict.fromkeys(other.samples & set(samples), other))
             raise
-        assignment.is_placed = True
-        work.fingerprint = fingerprint.digest
-        self._metrics.routed(link.url, placement.choice)
-        self.placements.append(placement)
-        for other in {one for one in before if one is not None}:  # which has computed it until now
-            other.samples.difference_update(samples)
-            if not other.samples:
-                self._give_up(other)
+        if not assignment.is_placed:
+            self._placed(assignment)
         if work.job not in self._open:  # taken back meanwhile
             self._spawn(self._abort(link, flow))
+
+    def _placed(self, assignment: Assignment) -> None:
+        """A replica has taken a call: it has said so, or something has come of it."""
+        assignment.is_placed = True
+        work, link = assignment.work, assignment.link
+        if link.fingerprint is not None:
+            work.fingerprint = link.fingerprint.digest
+        self._metrics.routed(link.url, assignment.placement.choice)
+        self.placements.append(assignment.placement)
+        for other in assignment.replaced:
+            other.samples.difference_update(assignment.samples)
+            if not other.samples:
+                self._give_up(other)
+        assignment.replaced = []
 
     async def _choose(self, work: Work, samples: Sequence[int], excluded: set[Link]) -> Choice:
         """Raises NoReplica."""
@@ -353,6 +366,7 @@ class Fleet:
     async def _search(self, job: FleetSearch) -> None:
         """Let a replica do a beam search. When it is lost, another one does it from the start, with the same result."""
         name, excluded, cause = job.call.name, set[Link](), NEW
+        full: Refused | None = None
         deadline = asyncio.get_running_loop().time() + self._config.patience
         tokens, salt, secret = array("i", job.call.prompt), job.call.salt, self._secret.encode()
         while True:
@@ -372,10 +386,13 @@ class Fleet:
                 cause = Cause("lost", link.url)
                 self._metrics.resumed("lost")
             except Refused as error:
-                if error.status in REFUSED_ELSEWHERE_TOO or error.status == HTTPStatus.TOO_MANY_REQUESTS:
+                if error.status in REFUSED_ELSEWHERE_TOO:
                     return self._close(job, _client_error(error))
                 excluded.add(link)
+                full = error if error.status == HTTPStatus.TOO_MANY_REQUESTS else full
             except NoReplica as error:
+                if full is not None:
+                    return self._close(job, _client_error(full))
                 if not await self._change(deadline - asyncio.get_running_loop().time()):
                     return self._close(job, _nobody(str(error)))
                 excluded.clear()
@@ -405,6 +422,8 @@ class Fleet:
             return
         work = assignment.work
         is_new = work.enter(frame)
+        if not assignment.is_placed:
+            self._placed(assignment)
         job, ledger = work.job, work.ledgers[frame.sample]
         if frame.more is not None and (count := frame.more.get("differences", 0)):
             self._metrics.mismatched(count)
@@ -430,6 +449,7 @@ class Fleet:
     def _token_came(self, assignment: Assignment, sample: int) -> None:
         """A new token of a sample came: how long that took is counted where it is the first from this replica."""
         work, placement, now = assignment.work, assignment.placement, time.monotonic()
+        work.num_lost = 0
         if sample not in assignment.heard:
             assignment.heard.add(sample)
             seconds = now - work.last_tokens.get(sample, work.began)
@@ -495,6 +515,11 @@ class Fleet:
         if self._config.resume == "never":
             self._close(work.job, _nobody(f"{assignment.link.url} was lost, and --resume is 'never'"))
             return
+        work.num_lost += 1
+        if work.num_lost > MOST_LOST:
+            message = f"{work.num_lost} replicas in a row were lost with the request before a new token came"
+            self._close(work.job, _nobody(f"{message}, the last one at {assignment.link.url}"))
+            return
         self._metrics.resumed(why)
         cause = Cause(why, assignment.link.url)
         if work.is_untouched and len(samples) == len(work.ledgers):
@@ -514,7 +539,7 @@ class Fleet:
         for sample in sorted(assignment.samples):
             if sample not in assignment.samples:
                 continue
-            if assignment.work.is_untouched and len(assignment.samples) > 1:
+            if assignment.work.is_untouched and len(assignment.samples) == len(assignment.work.ledgers):
                 samples = sorted(assignment.samples)
             else:
                 samples = [sample]

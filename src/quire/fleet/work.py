@@ -65,6 +65,7 @@ class Assignment:
     samples: set[int]  # that have neither ended nor gone elsewhere
     expectation: Expectation
     placement: Placement
+    replaced: list[Assignment]  # which have computed its samples until now
     is_placed: bool = False  # the replica has taken it
     is_seen: bool = False  # the replica's state may count it
     is_moving: bool = False  # another replica is to go on with it
@@ -81,6 +82,7 @@ class Work:
     fingerprint: str | None = None  # of the replicas that may go on with it; None: it has not begun
     assigned: dict[int, Assignment] = field(default_factory=dict)  # by sample
     began: float = field(default_factory=time.monotonic)  # s
+    num_lost: int = 0  # replicas that were lost with it since its last new token
     last_tokens: dict[int, float] = field(default_factory=dict)  # s of time.monotonic(), when each sample's came
 
     def __post_init__(self) -> None:
