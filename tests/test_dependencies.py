@@ -21,7 +21,7 @@ RUNTIME = lowest.requirements("dependencies")
 DEV = lowest.requirements("dev")
 MEASURING = lowest.requirements("all", lowest.MEASURING)
 # Where one is missing, an error says so: the module, and what is to be installed.
-OPTIONAL = {"msgspec": "msgspec", "triton": "triton", "zmq": "pyzmq"}
+OPTIONAL = {"msgspec": "msgspec", "opentelemetry": "opentelemetry-sdk", "triton": "triton", "zmq": "pyzmq"}
 EXTRAS = {"ray"}  # each is the extra of that name
 COMPARED = {"gguf", "llama_cpp", "mistralrs", "openvino", "openvino_genai", "vllm"}  # each in an environment of its own
 CONSTRAINTS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
@@ -102,9 +102,10 @@ def test_all_that_is_imported_is_a_dependency(package: str, listed: list[Require
     assert all(re.search(rf'^{name} = \["{name}\W', lowest.PRODUCT.read_text(), re.MULTILINE) for name in EXTRAS)
 
 
-def test_what_an_extra_brings_is_tested_at_its_floor() -> None:
-    [events] = re.findall(r"^events = (\[.*\])$", lowest.PRODUCT.read_text(), re.MULTILINE)
-    assert set(ast.literal_eval(events)) <= {str(each) for each in DEV}
+@pytest.mark.parametrize("extra", ["events", "traces"])
+def test_what_an_extra_brings_is_tested_at_its_floor(extra: str) -> None:
+    [listed] = re.findall(rf"^{extra} = (\[.*\])$", lowest.PRODUCT.read_text(), re.MULTILINE)
+    assert set(ast.literal_eval(listed)) <= {str(each) for each in DEV}
 
 
 def test_lowest_versions() -> None:

@@ -20,12 +20,13 @@ from quire.ops.cpu import native
 from tests.server.test_serve_command import Process, running
 
 ROOT = Path(__file__).parent.parent
-SERVED = "serving.md"  # tests/server/test_serving_page.py runs what is in it
+# tests/server/test_serving_page.py and tests/fleet/test_fleet_page.py run what is in these.
+SERVED = ("serving.md", "fleet.md")
 WALKTHROUGHS = ROOT / "docs" / "develop"  # test_walkthroughs.py
 DOCUMENTS = [
     path
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests" / "README.md")
-    if path.name != SERVED and path.parent != WALKTHROUGHS
+    if path.name not in SERVED and path.parent != WALKTHROUGHS
 ]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ADDRESS = "http://127.0.0.1:8000"  # of the server that a document speaks of

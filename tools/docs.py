@@ -119,7 +119,7 @@ def _command(name: str, command: Any, level: int) -> Iterator[str]:
 @cache
 def served() -> tuple[dict[str, Any], str]:
     """What a server of the embedded model says of itself: its OpenAPI document, and its metrics after one answer."""
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--num-blocks", "64"]
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--num-blocks", "64", "--fleet-secret", "s"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert server.stdout is not None
@@ -188,10 +188,42 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def metrics() -> str:
-    """Each family of metrics."""
+    """Each family of a server's metrics."""
     _, scraped = served()
+    return _families(scraped)
+
+
+def fleet_metrics() -> str:
+    """Each family of a gateway's metrics."""
+    from quire.fleet.metrics import FleetMetrics
+    from quire.fleet.score import Candidate, Demand, choose
+    from quire.fleet.state import ReplicaState
+    from quire.fleet.view import ReplicaView, Status
+
+    state = ReplicaState(
+        waiting_tokens=0, num_waiting=0, num_running=0, max_running=1, free_blocks=1, cached_blocks=0, num_blocks=1,
+        block_size=16, seconds_a_step=0.0, seconds_a_prompt_token=0.0, seconds_a_sequence=0.0, draining=False,
+    )  # fmt: skip
+    one = Candidate(slot=0, name="", fingerprint="", healthy=True, state=state, num_blocks=0, unseen_tokens=0,
+                    unseen_requests=0)  # fmt: skip
+    view = ReplicaView(url="", status=Status.UP, failure=None, fingerprint=None, different=(), state=state,
+                       held_blocks=0, num_samples=0)  # fmt: skip
+    found = FleetMetrics()
+    found.show(lambda: [view])
+    found.routed("", choose(Demand(request_id="", num_tokens=1, new_tokens=1.0, hit_rate=0.0), [one]))
+    found.resumed("")  # of each that has labels there must be one, to see them
+    found.contradicted("")
+    found.left_out("")
+    found.lost("")
+    found.refused(503)
+    return _families(found.render("")[0].decode())
+
+
+def _families(scraped: str) -> str:
+    """A table of what was scraped."""
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", scraped, re.MULTILINE))
-    families = re.findall(r"^# HELP (\S+) (.*)$", scraped, re.MULTILINE)
+    found = re.findall(r"^# HELP (\S+) (.*)$", scraped, re.MULTILINE)
+    families = [(name, text) for name, text in found if not name.endswith("_created")]  # only when a count began
     labels = {
         name: dict.fromkeys(
             label
@@ -200,9 +232,12 @@ def metrics() -> str:
         )
         for name, _ in families
     }
-    own = [set(found) for name, found in labels.items() if ":" in name and found]
+    # A histogram of a gateway has no label but those of its buckets.
+    own = [set(found) - {"le"} for name, found in labels.items() if ":" in name and found]
     common = set.intersection(*own)
-    lines = [f"All of Quire's own have the labels {' and '.join(f'`{label}`' for label in sorted(common))}.\n"]
+    lines = []
+    if common:
+        lines = [f"All of Quire's own have the labels {' and '.join(f'`{label}`' for label in sorted(common))}.\n"]
     lines += ["| metric | kind | |", "|---|---|---|"]
     for name, text in sorted(families, key=lambda family: ":" not in family[0]):  # Quire's own first
         others = ", ".join(label for label in labels[name] if label not in common | {"le"})
@@ -221,5 +256,6 @@ PARTS: dict[str, Callable[..., str]] = {
     "command line": command_line,
     "http": http,
     "metrics": metrics,
+    "fleet metrics": fleet_metrics,
     "file": root_file,
 }

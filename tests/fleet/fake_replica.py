@@ -113,7 +113,9 @@ def faking(like: Serving, called: Calls, **parts: str) -> Iterator[FakeReplica]:
     model = like.ask("GET", "/fleet/model", None, {"Authorization": f"Bearer {SECRET}"}).json()
     fake = FakeReplica(model, called, parts)
     listening = socket.create_server(("127.0.0.1", 0))
-    fake.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    fake.url = (
+        f"http://localhost:{listening.getsockname()[1]}"  # which comes after 127.0.0.1: it is not asked for the model
+    )
     server = uvicorn.Server(uvicorn.Config(fake.app(), log_config=None, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()

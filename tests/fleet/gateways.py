@@ -1,82 +1,28 @@
-"""A gateway in this process, on a thread of its own, and replicas that are lost or drained when a test says so."""
+"""A gateway and replicas in this process, which are slow, lost or drained when a test says so."""
 
 from __future__ import annotations
 
-import asyncio
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.batch import Batch
 from quire.engine.plan import StepOutput
-from quire.fleet.config import GatewayConfig
-from quire.fleet.gateway import Gateway, GatewayServer, build_gateway, find_model
-from quire.fleet.membership import StaticMembers
 from quire.fleet.replica import Replica
 from quire.server.api.service import Service
-from quire.server.run import settings
+from tests.fleet.serving import SECRET, Front, gateway, on_loop
 from tests.server.serving import Serving, serving
-
-SECRET = "a secret of this test"
-
-
-@dataclass
-class Front(Serving):
-    """A running gateway."""
-
-    gateway: Gateway | None = None
-
-    def on_loop(self, function: Callable[[], Any]) -> Any:
-        """What a function returns on the gateway's event loop."""
-        return on_loop(self, function)
-
-
-def on_loop(server: Serving, function: Callable[[], Any]) -> Any:
-    async def call() -> Any:
-        return function()
-
-    assert server.loop is not None
-    return asyncio.run_coroutine_threadsafe(call(), server.loop).result(30)
 
 
 @contextmanager
 def fronting(*urls: str, **config: Any) -> Iterator[Front]:
-    """A gateway in front of replicas at these URLs."""
-    own = GatewayConfig(port=0, fleet_secret=SECRET, **{"shutdown_timeout": 2.0} | config)
-    members = StaticMembers(urls)
-    with TemporaryDirectory() as directory:
-        with ThreadPoolExecutor(1) as thread:  # a browser's driver has a loop on this one
-            found = thread.submit(lambda: asyncio.run(find_model(members, own))).result()
-        gateway = build_gateway(members, own, found, Path(directory))
-        here = Front(gateway.service, gateway.metrics, gateway.watch, gateway=gateway)
-        ready = threading.Event()
-        listening = socket.create_server(("127.0.0.1", 0))
-        here.port = listening.getsockname()[1]
-
-        def told() -> None:
-            here.loop = asyncio.get_running_loop()
-            ready.set()
-
-        server = here.server = GatewayServer(settings(gateway.app(), own), gateway, told)
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        try:
-            assert ready.wait(30)
-            until(lambda: all(link.is_up for link in gateway.fleet.links.values()) and gateway.fleet.links)
-            yield here
-        finally:
-            server.should_exit = True
-            thread.join(20)
-            assert not thread.is_alive()
+    """A gateway that is connected to replicas at these URLs."""
+    with gateway(*urls, **config) as front:
+        until(lambda: front.gateway.fleet.links and all(link.is_up for link in front.gateway.fleet.links.values()))
+        yield front
 
 
 class Slowed:

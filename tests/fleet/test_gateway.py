@@ -332,7 +332,7 @@ def test_another_dtype_is_another_class_and_what_drains_there_stays(two: list[Se
         replica_of(other)._rates = Rates(1e-9)  # type: ignore[assignment]  # so that it gets the request
         with fronting(other.url, two[0].url) as fleet, ThreadPoolExecutor(1) as pool:
             asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
-            until(lambda: value(fleet, "quire:fleet_replica_samples", replica=other.url) == 1)
+            until(lambda: value(fleet, "quire:fleet_time_to_first_token_seconds_count") == 1)
             drain(other)
             assert text_of(asked.result()) == expected
             assert value(fleet, "quire:fleet_resumed_total") == 0
@@ -352,9 +352,9 @@ def test_a_wrong_secret_ends_the_gateway_with_a_sentence(two: list[Serving]) -> 
     found = two[0].ask("GET", "/fleet/model", None, {"Authorization": "Bearer wrong"})
     assert found.status == 401
     config = GatewayConfig(fleet_secret="wrong")
-    with pytest.raises(ConfigError, match=f"{two[0].url} is no replica of this fleet: HTTP status 401"):
+    with pytest.raises(ConfigError, match=f"{two[0].url} does not serve this fleet: HTTP status 401"):
         asyncio.run(find_model(StaticMembers([two[0].url]), config))
-    with serving() as plain, pytest.raises(ConfigError, match=f"{plain.url} is no replica of this fleet"):
+    with serving() as plain, pytest.raises(ConfigError, match=f"{plain.url} does not serve this fleet"):
         fronting(plain.url).__enter__()
 
 

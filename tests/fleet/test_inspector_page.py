@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.fleet.gateways import Front, at, drain, fronting, lose, replicas, slow, until
+from quire.fleet.placement import reason_of
+from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow, until
+from tests.fleet.serving import Front
 from tests.fleet.test_metrics import Asked, serving_one
 from tests.server.serving import Serving
 from tests.server.test_inspector_page import ARGUMENTS, CHROMIUM, playwright
@@ -40,7 +42,7 @@ def front(servers: list[Serving]) -> Iterator[Front]:
 
 @contextmanager
 def shown(browser: Any, front: Front, **options: Any) -> Iterator[Any]:
-    """A page that complains of nothing and talks to nobody else."""
+    """A page that complains of nothing and talks to no one else."""
     context = browser.new_context(**{"viewport": {"width": 1360, "height": 820}, "color_scheme": "dark"} | options)
     page = context.new_page()
     complaints: list[str] = []
@@ -89,7 +91,8 @@ def test_a_request_that_moves(browser: Any, front: Front, servers: list[Serving]
         request = page.evaluate("inspector.state.requests[0]")
         assert request["prompt"] == 40
         page.locator("#placements tr").first.click()
-        assert "2 replicas cost the same within 3 %" in page.locator("#why").inner_text()
+        reason = reason_of(front.gateway.fleet.placements[0].choice)
+        assert page.locator("#why").inner_text() == f"{reason[0].upper()}{reason[1:]}."
         assert page.locator("#candidates tr").count() == 2
         assert page.locator("#candidates tr.best").inner_text().startswith(host(computes))
         assert page.locator("#legend span").count() == 7

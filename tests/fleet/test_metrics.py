@@ -14,7 +14,8 @@ from quire.fleet.metrics import GAUGES, STATE_GAUGES, FleetMetrics
 from quire.fleet.placement import NEW
 from quire.fleet.state import ReplicaState
 from quire.fleet.view import ReplicaView, Status
-from tests.fleet.gateways import Front, at, drain, fronting, lose, replicas, samples, slow, until, value
+from tests.fleet.gateways import at, drain, fronting, lose, replicas, samples, slow, until, value
+from tests.fleet.serving import Front
 from tests.server.serving import Serving
 
 STATE = ReplicaState(
@@ -114,21 +115,28 @@ def test_both_forms_can_be_read() -> None:
 
 
 class TestServing:
-    def test_routing_and_hits(self, front: Front, servers: list[Serving]) -> None:
-        """The same prompt twice: the second time it goes where its blocks are, which is expected and so."""
+    def test_hits(self, servers: list[Serving]) -> None:
+        """The same prompt twice: the second time its blocks are expected to be there, and they are."""
         body = {"prompt": list(range(5, 85)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-        assert front.post("/v1/completions", **body).status == 200
-        assert value(front, "quire:fleet_routed_total") == 1
-        assert value(front, "quire:fleet_routed_cached_tokens_total") == 0
-        [first] = front.on_loop(lambda: [one.replica for one in front.gateway.fleet.placements])
-        until(lambda: value(front, "quire:fleet_replica_held_blocks", replica=first) == 5)
-        assert front.post("/v1/completions", **body).status == 200
-        assert value(front, "quire:fleet_routed_total", replica=first) == 2
-        assert value(front, "quire:fleet_routed_cached_tokens_total") == 80
-        assert value(front, "quire:fleet_cached_tokens_total") == 80
-        assert value(front, "quire:fleet_prompt_tokens_total") == 160
-        assert value(front, "quire:fleet_time_to_first_token_seconds_count") == 2
-        assert value(front, "quire:fleet_stall_seconds_count") == 0
+        url = servers[0].url
+        with fronting(url) as front:
+            held = value(front, "quire:fleet_replica_held_blocks", replica=url)
+            assert front.post("/v1/completions", **body).status == 200
+            assert value(front, "quire:fleet_routed_total", replica=url) == 1
+            assert value(front, "quire:fleet_routed_cached_tokens_total") == 0
+            until(lambda: value(front, "quire:fleet_replica_held_blocks", replica=url) == held + 5)
+            assert front.post("/v1/completions", **body).status == 200
+            assert value(front, "quire:fleet_routed_total", replica=url) == 2
+            assert value(front, "quire:fleet_routed_cached_tokens_total") == 80
+            assert value(front, "quire:fleet_cached_tokens_total") == 80
+            assert value(front, "quire:fleet_prompt_tokens_total") == 160
+            assert value(front, "quire:fleet_time_to_first_token_seconds_count") == 2
+            assert value(front, "quire:fleet_stall_seconds_count") == 0
+
+    def test_several_replicas(self, front: Front, servers: list[Serving]) -> None:
+        assert front.post("/v1/completions", prompt="a", max_tokens=1).status == 200
+        [url] = front.on_loop(lambda: [one.replica for one in front.gateway.fleet.placements])
+        assert value(front, "quire:fleet_routed_total", replica=url) == value(front, "quire:fleet_routed_total") == 1
         for server in servers:
             assert value(front, "quire:fleet_replica_up", replica=server.url) == 1
             assert value(front, "quire:fleet_replica_blocks", replica=server.url) == 128

@@ -12,9 +12,10 @@ from urllib.request import Request, urlopen
 import pytest
 
 from quire.fleet import watch
-from quire.fleet.placement import PARTS
+from quire.fleet.placement import PARTS, reason_of
 from quire.server.watch.page import MAX_WATCHERS
-from tests.fleet.gateways import Front, at, drain, fronting, lose, replicas, slow, until
+from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow, until
+from tests.fleet.serving import Front
 from tests.fleet.test_metrics import Asked, serving_one
 from tests.server.serving import Serving
 
@@ -76,7 +77,7 @@ def test_a_request_that_moves(front: Front, servers: list[Serving]) -> None:
     assert placement["request"] == request["name"]
     assert placement["samples"] == [0, 1]
     assert len(placement["candidates"]) == placement["num_candidates"] == 2
-    assert "2 replicas cost the same" in placement["why"]
+    assert placement["why"] == reason_of(front.gateway.fleet.placements[0].choice)
     assert {one["url"]: one["num_samples"] for one in shown["replicas"]}[url] == 2
     for one in placement["candidates"]:
         assert sum(one["parts"].values()) == pytest.approx(one["total"])
@@ -157,7 +158,7 @@ class TestStream:
         until(lambda: not front.gateway.watch._leaving)  # who has gone is forgotten
         assert seen(front)["replicas"]
 
-    def test_the_end_waits_for_nobody(self, front: Front) -> None:
+    def test_the_end_does_not_wait_for_watchers(self, front: Front) -> None:
         with urlopen(f"{front.url}/inspector/events", timeout=20) as stream:
             stream.readline()
             front.server.should_exit = True

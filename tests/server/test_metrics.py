@@ -103,6 +103,18 @@ def driver() -> Driver:
     return Driver(fake_engine())
 
 
+@pytest.mark.parametrize(("vllm_names", "prefix"), [(False, "quire"), (True, "vllm")])
+def test_numbers_of_others_are_read_when_they_are_asked_for(vllm_names: bool, prefix: str) -> None:
+    driver, numbers = Driver(fake_engine(), vllm_names), [1, 2]
+    driver.metrics.show_gauge("open", "Those that are open.", lambda: numbers[0])
+    driver.metrics.show_counter("opened", "Those that were opened.", lambda: numbers[1])
+    assert Samples(driver.metrics)(f"{prefix}:open") == 1
+    numbers[:] = [0, 3]
+    shown = Samples(driver.metrics)
+    assert shown(f"{prefix}:open") == 0
+    assert shown(f"{prefix}:opened_total") == 3
+
+
 class TestCounting:
     def test_a_run_of_several_requests(self, driver: Driver) -> None:
         driver.add(request("a", prompt(9), max_tokens=5), request("b", prompt(6, 100), max_tokens=3))

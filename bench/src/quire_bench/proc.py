@@ -7,11 +7,22 @@ import platform
 import re
 from pathlib import Path
 
+from quire.errors import ConfigError
+
 
 def sizes(path: Path) -> dict[str, int]:
     """The sizes in a file such as /proc/PID/status, by name, in bytes."""
     lines = re.findall(r"^(\w+):\s+(\d+) kB$", path.read_text(), re.MULTILINE)
     return {name: 1024 * int(kilobytes) for name, kilobytes in lines}
+
+
+def cpu_seconds(pid: int) -> float:
+    """Seconds of CPU time that a process has taken, its threads together. Raises ConfigError without /proc."""
+    path = Path(f"/proc/{pid}/stat")
+    if not path.exists():
+        raise ConfigError(f"there is no {path}, where Linux tells a process's CPU time")
+    fields = path.read_text().rpartition(")")[2].split()  # those after the program's name, which may have spaces
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def processor() -> str:

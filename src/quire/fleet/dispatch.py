@@ -7,11 +7,11 @@ import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
@@ -25,15 +25,25 @@ from quire.fleet.membership import Membership
 from quire.fleet.metrics import FleetMetrics
 from quire.fleet.placement import NEW, Cause, Placement
 from quire.fleet.score import Candidate, Choice, Demand, choose, eligible
+from quire.fleet.spans import attributes_of
+from quire.fleet.stream import NumberedStream
 from quire.fleet.wire import Frame, Hello
 from quire.fleet.work import Assignment, FarGuide, FleetSearch, Work, wire_digests
 from quire.request import FinishReason, Request
 from quire.server.api.jobs import Generation, Job
-from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped
+from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, internal_error
+
+if TYPE_CHECKING:  # its packages are an extra
+    from opentelemetry.context import Context
+
+    from quire.server.watch.traces import CallSpan, Traces
 
 log = logging.getLogger("quire.fleet")
 
-TEXT_PARTS = ("tokenizer", "template")  # of a fingerprint: what a gateway makes prompts with
+# Of a fingerprint: what makes a model another one. Replicas that differ in other parts compute other bits of the same.
+MODEL_PARTS = ("weights", "config", "tokenizer", "template")
+MAX_POSTS = 512  # at a time, to each replica
+WAIT_FOR_ROOM = 1.0  # s, if nothing changes before: then a replica that was full is asked again
 MATCH_TIMEOUT = 0.05  # s that a replica has to say what it has cached
 MAX_PLACEMENTS = 256  # that are kept, so that people can see them
 MOST_LOST = 8  # replicas, as a request that kills each of them must not go through the whole fleet
@@ -46,7 +56,7 @@ class Fleet:
 
     def __init__(
         self, membership: Membership, secret: str, model: Fingerprint, first: Hello, config: GatewayConfig,
-        metrics: FleetMetrics,
+        metrics: FleetMetrics, traces: Traces | None,
     ) -> None:  # fmt: skip
         """model, first: of the replica whose tokenizer the gateway has."""
         self.links: dict[str, Link] = {}  # by URL
@@ -58,9 +68,11 @@ class Fleet:
         self._first = first
         self._config = config
         self._metrics = metrics
+        self._traces = traces
         self._http: aiohttp.ClientSession | None = None
         self._runs: dict[str, asyncio.Task[None]] = {}  # of the links
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._draining: set[Link] = set()
         self._fitting: set[str] = set()  # URLs of replicas that have the gateway's tokenizer and template
         self._free_slots = list(range(MAX_SLOTS))
         self._open: dict[Job, asyncio.TimerHandle | None] = {}  # with its deadline
@@ -76,7 +88,7 @@ class Fleet:
 
     def start(self) -> None:
         """Connect to the members."""
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20.0)
+        connector = aiohttp.TCPConnector(limit=0, limit_per_host=MAX_POSTS, keepalive_timeout=20.0)
         self._http = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         self._spawn(self._follow())
 
@@ -140,14 +152,17 @@ class Fleet:
             return
         if not isinstance(job, Generation):
             raise TypeError(f"a fleet serves no {type(job).__name__}")
-        works = self._works[job] = [Work(job, output, requests) for output, requests in job.prompts]
+        context = None if self._traces is None else self._traces.current()
+        works = self._works[job] = [Work(job, output, requests, context) for output, requests in job.prompts]
+        if isinstance(job, NumberedStream):
+            for work in works:
+                work.wanted_fingerprint = job.wanted_fingerprint
         self._admit(job)
-        placing = [self._place(work, work.open_samples) for work in works]
         try:
-            if len(placing) == 1:
-                await placing[0]
-            else:
-                await asyncio.gather(*placing)
+            placed = await asyncio.gather(*(self._place(work, NEW) for work in works), return_exceptions=True)
+            for error in placed:
+                if error is not None:
+                    raise error
         except BaseException as error:
             if isinstance(error, ApiError):
                 self._metrics.refused(error.status)
@@ -158,8 +173,6 @@ class Fleet:
         """Take a job back."""
         if job not in self._open:
             return
-        if isinstance(job, FleetSearch) and job.task is not None:
-            job.task.cancel()
         for work in self._works.get(job, []):  # type: ignore[call-overload]
             work.end(FinishReason.ABORT)
         self._close(job)
@@ -182,23 +195,27 @@ class Fleet:
         if isinstance(job, Generation):
             for work in self._works.pop(job):
                 for assignment in set(work.assigned.values()):
-                    self._give_up(assignment)
+                    self._give_up(assignment, "taken back")
+        elif isinstance(job, FleetSearch) and job.task is not None and job.task is not asyncio.current_task():
+            job.task.cancel()
         if error is not None:
             self._metrics.refused(error.status)
         job.error = error
         job.ended.set()
         job.take([])
 
-    def _give_up(self, assignment: Assignment) -> None:
+    def _give_up(self, assignment: Assignment, why: str, *, is_error: bool = False) -> None:
         """Want nothing more of an assignment, and let its replica know."""
-        if self._forget(assignment) and assignment.link.is_up:
+        if self._forget(assignment, why, is_error=is_error) and assignment.link.is_up:
             self._spawn(self._abort(assignment.link, assignment.flow))
 
-    def _forget(self, assignment: Assignment) -> bool:
-        """Hear no more of an assignment. False: that is so already."""
+    def _forget(self, assignment: Assignment, why: str, *, is_error: bool = False) -> bool:
+        """Hear no more of an assignment. why: what traces say of it. False: that is so already."""
         if self._assignments.pop(assignment.flow, None) is None:
             return False
         self.index.settle(assignment.expectation)
+        if assignment.span is not None:
+            assignment.span.end(why, is_error=is_error)
         for sample in assignment.samples:
             if assignment.work.assigned.get(sample) is assignment:
                 del assignment.work.assigned[sample]
@@ -210,37 +227,44 @@ class Fleet:
 
     # ---------------------------------------------------------------------------------------------------- placing
 
-    async def _place(self, work: Work, samples: Sequence[int], cause: Cause = NEW, without: Link | None = None) -> None:
-        """Let a replica compute these samples, together or, of one that has begun, the rest.
+    async def _place(self, work: Work, cause: Cause, samples: Sequence[int] = (), without: Link | None = None) -> None:
+        """Let a replica compute these samples, or all that are open: together as long as nothing of them is known.
 
-        without: a replica that must not get it. Raises ApiError if all refuse, or none is there for a while.
+        without: a replica that must not get them. Raises ApiError if all refuse, or none is there for a while. What has
+        begun waits for room as long as it takes.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._config.patience
+        deadline = asyncio.get_running_loop().time() + self._config.patience
         excluded = set() if without is None else {without}
-        full: Refused | None = None
+        refusal: Refused | None = None
         while work.job in self._open:
+            wanted = [sample for sample in work.open_samples if not samples or sample in samples]
+            if not wanted:
+                return
+            if len(wanted) > 1 and not (work.is_untouched and len(wanted) == len(work.ledgers)):
+                await asyncio.gather(*(self._place(work, cause, [sample], without) for sample in wanted))
+                return
             try:
-                choice = await self._choose(work, samples, excluded)
-            except NoReplica as error:
-                if full is not None:
-                    raise _client_error(full, work) from error
-                if without is not None or not await self._change(deadline - loop.time()):
-                    raise _nobody(str(error)) from error
-                excluded = set()
-                continue
-            link = self._link_at(choice.best.candidate.slot)
-            try:
-                await self._assign(work, samples, link, self._placement(work, samples, cause, choice))
+                choice = await self._choose(work, wanted, excluded)
+                link = self._link_at(choice.best.candidate.slot)
+                await self._assign(work, wanted, link, self._placement(work, wanted, cause, choice))
+                return
             except LinkLost:
                 excluded.add(link)
             except Refused as error:
-                if error.status in REFUSED_ELSEWHERE_TOO:
+                if error.status in REFUSED_ELSEWHERE_TOO or (refusal is not None and error.is_own_fault):
                     raise _client_error(error, work) from error
                 excluded.add(link)
-                full = error if error.status == HTTPStatus.TOO_MANY_REQUESTS else full
-            else:
-                return
+                refusal = error
+            except NoReplica as error:
+                if without is not None:
+                    raise _nobody(f"{error}{_without(excluded)}") from error
+                is_full = refusal is not None and refusal.status == HTTPStatus.TOO_MANY_REQUESTS
+                if refusal is not None and not (is_full and work.is_admitted):
+                    raise _client_error(refusal, work) from error
+                left = deadline - asyncio.get_running_loop().time()
+                if not await self._change(WAIT_FOR_ROOM if is_full else left) and not is_full:
+                    raise _nobody(str(error)) from error
+                excluded, refusal = set(), None
 
     def _placement(self, work: Work, samples: Sequence[int], cause: Cause, choice: Choice) -> Placement:
         delivered = len(work.ledgers[samples[0]].tokens)
@@ -249,55 +273,68 @@ class Fleet:
     async def _assign(self, work: Work, samples: Sequence[int], link: Link, placement: Placement) -> None:
         flow = self._next_flow
         self._next_flow += 1
-        hello = link.hello
-        if hello is None:
+        hello, fingerprint = link.hello, link.fingerprint
+        if hello is None or fingerprint is None:
             raise LinkLost(link.url)
         digests = work.digests(samples, hello, self._secret.encode())
-        call = work.call(flow, samples, is_strict=self._config.resume == "exact")
+        span = self._span(placement, work.context)
+        trace = None if span is None else span.traceparent
+        call = work.call(flow, samples, is_strict=self._config.resume == "exact", trace=trace)
         call = replace(call, uncached=placement.choice.best.uncached_tokens)
         expected = self.index.expect(link.slot, digests)
-        replaced = list({work.assigned[sample] for sample in samples if sample in work.assigned})
-        assignment = Assignment(flow, work, link, set(samples), expected, placement, replaced)
+        before = {sample: work.assigned[sample] for sample in samples if sample in work.assigned}
+        assignment = Assignment(flow, work, link, set(samples), expected, placement, span, dict(before))
         self._assignments[flow] = assignment
-        for sample in samples:
-            work.assigned[sample] = assignment
+        work.assigned.update(dict.fromkeys(samples, assignment))
+        if work.is_untouched:
+            work.fingerprint = fingerprint.digest
+            if isinstance(work.job, NumberedStream) and not work.job.fingerprint:
+                work.job.fingerprint = fingerprint.digest
+                for one in self._works.get(work.job, ()):  # an event's id names one kind of replica
+                    one.wanted_fingerprint = fingerprint.digest
         try:
             await link.post("/fleet/generate", call)
             if link.hello is not hello:
                 raise LinkLost(f"{link.url}: {link.failure}")
         except BaseException as error:
-            if isinstance(error, LinkLost) and assignment.is_placed:  # so it was lost as one that runs
+            if isinstance(error, LinkLost) and assignment.is_placed:  # it was lost as one that runs
                 return
-            self._forget(assignment)
-            for other in replaced:
+            self._give_up(assignment, "not taken", is_error=True)
+            for sample, other in before.items():
                 if other.flow in self._assignments:
-                    work.assigned.update(dict.fromkeys(other.samples & set(samples), other))
+                    work.assigned[sample] = other
+            if work.job not in self._open:
+                for other in before.values():
+                    self._give_up(other, "taken back")
             raise
         if not assignment.is_placed:
             self._placed(assignment)
-        if work.job not in self._open:  # taken back meanwhile
+        if self._assignments.get(flow) is not assignment:  # it ended, or was taken back, meanwhile
             self._spawn(self._abort(link, flow))
 
     def _placed(self, assignment: Assignment) -> None:
-        """A replica has taken a call: it has said so, or something has come of it."""
-        assignment.is_placed = True
-        work, link = assignment.work, assignment.link
-        if link.fingerprint is not None:
-            work.fingerprint = link.fingerprint.digest
-        self._metrics.routed(link.url, assignment.placement.choice)
+        """A replica has taken a call: it has said so, or something has come of it before that."""
+        assignment.is_placed = assignment.work.is_admitted = True
+        self._metrics.routed(assignment.link.url, assignment.placement.choice)
         self.placements.append(assignment.placement)
-        for other in assignment.replaced:
-            other.samples.difference_update(assignment.samples)
+        replaced, assignment.replaced = assignment.replaced, {}
+        for sample, other in replaced.items():
+            other.samples.discard(sample)
             if not other.samples:
-                self._give_up(other)
-        assignment.replaced = []
+                self._give_up(other, "moved")
+
+    def _span(self, placement: Placement, context: Context | None) -> CallSpan | None:
+        """The span of a placement, where there are traces. context: what it goes below."""
+        if self._traces is None or context is None:
+            return None
+        return self._traces.call("placement", context, attributes_of(placement))
 
     async def _choose(self, work: Work, samples: Sequence[int], excluded: set[Link]) -> Choice:
         """Raises NoReplica."""
         secret = self._secret.encode()
         found = self._candidates(excluded, lambda hello: work.digests(samples, hello, secret))
-        candidates = eligible(found, work.fingerprint)
-        if any(self._link_at(one.slot).hello.has_windows for one in candidates):  # type: ignore[union-attr]
+        candidates = eligible(found, work.wanted_fingerprint if work.is_untouched else work.fingerprint)
+        if any(link.hello is not None and link.hello.has_windows for link in self.links.values()):
             candidates = await self._asked(work, samples, candidates)
         most = work.sampling.max_tokens
         expected = self._new_tokens if most is None else min(most, self._new_tokens)
@@ -352,24 +389,25 @@ class Fleet:
         call = work.call(0, samples, is_strict=False)
 
         async def ask(one: Candidate) -> Candidate:
-            link = self._link_at(one.slot)
-            if one.num_blocks == 0 or link.hello is None or not link.hello.has_windows:
-                return one
             try:
+                link = self._link_at(one.slot)
+                if one.num_blocks == 0 or link.hello is None or not link.hello.has_windows:
+                    return one
                 answer = await asyncio.wait_for(link.post("/fleet/match", call), MATCH_TIMEOUT)
             except (LinkLost, Refused, asyncio.TimeoutError):
                 return replace(one, num_blocks=0)
-            return replace(one, num_blocks=answer["cached"] // link.hello.block_size)
+            return replace(one, num_blocks=answer["cached"] // one.state.block_size)
 
         return list(await asyncio.gather(*map(ask, candidates)))
 
     async def _search(self, job: FleetSearch) -> None:
         """Let a replica do a beam search. When it is lost, another one does it from the start, with the same result."""
         name, excluded, cause = job.call.name, set[Link](), NEW
-        full: Refused | None = None
+        context = None if self._traces is None else self._traces.current()
+        refusal: Refused | None = None
         deadline = asyncio.get_running_loop().time() + self._config.patience
         tokens, salt, secret = array("i", job.call.prompt), job.call.salt, self._secret.encode()
-        while True:
+        while job in self._open:
             try:
                 found = self._candidates(excluded, lambda hello: wire_digests(tokens, salt, hello, secret))
                 candidates = eligible(found)
@@ -379,32 +417,45 @@ class Fleet:
                 link = self._link_at(choice.best.candidate.slot)
                 job.replica = link.url
                 self._metrics.routed(link.url, choice)
-                self.placements.append(Placement(time.time(), name, (), 0, cause, choice))
-                job.finish(await link.post("/fleet/search", job.call))
+                placement = Placement(time.time(), name, (), 0, cause, choice)
+                self.placements.append(placement)
+                job.finish(await self._searched(job, link, self._span(placement, context)))
             except LinkLost:
                 excluded.add(link)
                 cause = Cause("lost", link.url)
                 self._metrics.resumed("lost")
             except Refused as error:
-                if error.status in REFUSED_ELSEWHERE_TOO:
-                    return self._close(job, _client_error(error))
+                if error.status in REFUSED_ELSEWHERE_TOO or error.is_own_fault:
+                    self._close(job, _client_error(error))
                 excluded.add(link)
-                full = error if error.status == HTTPStatus.TOO_MANY_REQUESTS else full
+                refusal = error
             except NoReplica as error:
-                if full is not None:
-                    return self._close(job, _client_error(full))
-                if not await self._change(deadline - asyncio.get_running_loop().time()):
-                    return self._close(job, _nobody(str(error)))
+                if refusal is not None:
+                    self._close(job, _client_error(refusal))
+                elif not await self._change(deadline - asyncio.get_running_loop().time()):
+                    self._close(job, _nobody(str(error)))
                 excluded.clear()
             else:
-                return self._close(job)
+                self._close(job)
+
+    async def _searched(self, job: FleetSearch, link: Link, span: CallSpan | None) -> dict[str, Any]:
+        """What a replica answers to a search. Raises as Link.post."""
+        if span is None:
+            return await link.post("/fleet/search", job.call)
+        outcome = "not finished"
+        try:
+            answer = await link.post("/fleet/search", replace(job.call, trace=span.traceparent))
+            outcome = "finished"
+            return answer
+        finally:
+            span.end(outcome, is_error=outcome != "finished")
 
     # ------------------------------------------------------------------------------------ as the Listener of its links
 
     def connected(self, link: Link) -> None:
         """A replica has said what it is."""
         self._fitting.discard(link.url)
-        if link.fingerprint is not None and not self._same_texts(link.fingerprint):
+        if link.fingerprint is not None and not self._same_model(link.fingerprint):
             parts = ", ".join(self.model.difference(link.fingerprint))
             log.error("replica %s is left out: it serves another model than this gateway's (%s)", link.url, parts)
             self._metrics.left_out(link.url)
@@ -413,6 +464,8 @@ class Fleet:
         if link.fingerprint is not None and (different := self.model.difference(link.fingerprint)):
             log.warning("replica %s computes other bits: %s differ", link.url, ", ".join(different))
         log.info("replica %s is connected", link.url)
+        for other in self._draining:  # what found no other place may find one now
+            self._spawn(self._empty(other))
 
     def frame(self, link: Link, frame: Frame) -> None:
         """Something came to a call."""
@@ -420,29 +473,34 @@ class Fleet:
         if assignment is None or assignment.link is not link or frame.sample not in assignment.samples:
             self._metrics.late()
             return
-        work = assignment.work
+        work, job = assignment.work, assignment.work.job
         is_new = work.enter(frame)
         if not assignment.is_placed:
             self._placed(assignment)
-        job, ledger = work.job, work.ledgers[frame.sample]
+        ledger = work.ledgers[frame.sample]
         if frame.more is not None and (count := frame.more.get("differences", 0)):
             self._metrics.mismatched(count)
             log.error("replica %s draws other tokens than those that were delivered before it took over", link.url)
         if is_new and frame.tokens:
             self._token_came(assignment, frame.sample)
-        if is_new and ledger.output.finished:
+        if ledger.output.finished:
             assignment.samples.discard(frame.sample)
-            work.output.num_running -= 1
-            job.num_open -= work.output.finished
-            self._new_tokens += MEMORY * (len(ledger.tokens) - self._new_tokens)
             if not assignment.samples:
-                self._forget(assignment)
+                self._forget(assignment, "finished")
+            if is_new:
+                work.output.num_running -= 1
+                job.num_open -= work.output.finished
+                self._new_tokens += MEMORY * (len(ledger.tokens) - self._new_tokens)
         if frame.more is not None and "cached" in frame.more:
             share = frame.more["cached"] / max(1, len(work.output.prompt_token_ids))
             self._hit_rate += MEMORY * (share - self._hit_rate)
             self._metrics.cached(frame.more["cached"], len(work.output.prompt_token_ids))
-        if (is_new or frame.more) and (deltas := job.news(work.output)):
-            job.take(deltas)
+        try:
+            if (is_new or frame.more) and (deltas := job.news(work.output)):
+                job.take(deltas)
+        except Exception as error:  # no fault of the replica's
+            log.exception("an answer cannot be made")
+            self._close(job, internal_error(error))
         if job.num_open == 0:
             self._close(job)
 
@@ -483,17 +541,19 @@ class Fleet:
             else:
                 self.index.clear(link.slot)
 
+    def started(self, link: Link, flows: Sequence[int]) -> None:
+        """The replica's state counts these calls."""
+        for flow in flows:
+            assignment = self._assignments.get(flow)
+            if assignment is not None and assignment.link is link:
+                assignment.is_seen = True
+
     def changed(self, link: Link) -> None:
         """A replica's state is another one."""
         self._news.set()
-        for assignment in self._assignments.values():
-            if assignment.link is link and assignment.is_placed:
-                assignment.is_seen = True
-        if link.state is not None and link.state.draining:
-            for assignment in [one for one in self._assignments.values() if one.link is link]:
-                if assignment.is_placed and not assignment.is_moving:
-                    assignment.is_moving = True
-                    self._spawn(self._move(assignment))
+        if link.state is not None and link.state.draining and link not in self._draining:
+            self._draining.add(link)
+            self._spawn(self._empty(link))
 
     def contradicted(self, link: Link) -> None:
         """A replica has sent what cannot be."""
@@ -501,6 +561,7 @@ class Fleet:
 
     def lost(self, link: Link) -> None:
         """Whatever a replica was asked for is asked of others."""
+        self._draining.discard(link)
         self.index.clear(link.slot)
         self._news.set()
         self._metrics.lost(link.url)
@@ -509,7 +570,7 @@ class Fleet:
 
     def _lose(self, assignment: Assignment, why: str) -> None:
         work, samples = assignment.work, sorted(assignment.samples)
-        self._forget(assignment)
+        self._forget(assignment, why, is_error=True)
         if work.job not in self._open:
             return
         if self._config.resume == "never":
@@ -521,36 +582,43 @@ class Fleet:
             self._close(work.job, _nobody(f"{message}, the last one at {assignment.link.url}"))
             return
         self._metrics.resumed(why)
-        cause = Cause(why, assignment.link.url)
-        if work.is_untouched and len(samples) == len(work.ledgers):
-            self._spawn(self._resume(work, samples, cause))
-        else:
-            for sample in samples:
-                self._spawn(self._resume(work, [sample], cause))
+        if not assignment.is_moving:  # else its move goes on, or ends in the same
+            self._spawn(self._resume(work, samples, Cause(why, assignment.link.url)))
 
-    async def _resume(self, work: Work, samples: list[int], cause: Cause) -> None:
+    async def _resume(self, work: Work, samples: Sequence[int], cause: Cause) -> None:
         try:
-            await self._place(work, samples, cause)
+            await self._place(work, cause, samples)
         except ApiError as error:
             self._close(work.job, error)
+        except Exception as error:  # a client must not wait for ever
+            log.exception("a request cannot go on")
+            self._close(work.job, internal_error(error))
 
-    async def _move(self, assignment: Assignment) -> None:
+    async def _empty(self, link: Link) -> None:
         """Let others go on with what a draining replica computes. What has no other place stays."""
-        for sample in sorted(assignment.samples):
-            if sample not in assignment.samples:
-                continue
-            if assignment.work.is_untouched and len(assignment.samples) == len(assignment.work.ledgers):
-                samples = sorted(assignment.samples)
-            else:
-                samples = [sample]
-            try:
-                cause = Cause("drained", assignment.link.url)
-                await self._place(assignment.work, samples, cause, without=assignment.link)
-                self._metrics.resumed("drained")
-            except ApiError as error:
-                log.warning("a request stays at %s, which is draining: %s", assignment.link.url, error)
-                assignment.is_moving = False
-                return
+        moving = [one for one in self._assignments.values() if one.link is link and one.is_placed and not one.is_moving]
+        reasons = await asyncio.gather(*map(self._move, moving))
+        stay = [why for why in reasons if why is not None]
+        if stay:
+            log.warning("%d requests stay at %s, which is draining: %s", len(stay), link.url, stay[0])
+
+    async def _move(self, assignment: Assignment) -> str | None:
+        """Let another replica go on with an assignment. Returns why that is not possible."""
+        work, link, cause = assignment.work, assignment.link, Cause("drained", assignment.link.url)
+        samples, why = sorted(assignment.samples), None
+        assignment.is_moving = True
+        try:
+            await self._place(work, cause, samples, without=link)
+            self._metrics.resumed("drained")
+        except ApiError as error:
+            why = str(error)
+        except Exception as error:
+            log.exception("a request cannot be moved")
+            why = str(error)
+        assignment.is_moving = False
+        if why is not None and self._assignments.get(assignment.flow) is not assignment and work.job in self._open:
+            await self._resume(work, [sample for sample in samples if sample not in work.assigned], cause)
+        return why
 
     # -------------------------------------------------------------------------------------------------- membership
 
@@ -565,15 +633,21 @@ class Fleet:
                 self._runs.pop(url).cancel()
                 self._free_slots.insert(0, link.slot)
             for url in sorted(wanted - self.links.keys()):
+                if not self._free_slots:
+                    log.error("replica %s is left out: a gateway has room for %d", url, MAX_SLOTS)
+                    continue
                 link = Link(self._free_slots.pop(0), url, self._secret, self._http, self)
                 self.links[url] = link
                 self._runs[url] = asyncio.create_task(link.run())
 
     def _link_at(self, slot: int) -> Link:
-        return next(link for link in self.links.values() if link.slot == slot)
+        for link in self.links.values():
+            if link.slot == slot:
+                return link
+        raise LinkLost("the replica has left the fleet")
 
-    def _same_texts(self, fingerprint: Fingerprint) -> bool:
-        return not set(self.model.difference(fingerprint)) & set(TEXT_PARTS)
+    def _same_model(self, fingerprint: Fingerprint) -> bool:
+        return not set(self.model.difference(fingerprint)) & set(MODEL_PARTS)
 
     async def _change(self, seconds: float) -> bool:
         """Wait until something about a replica changes. False: nothing did for that long."""
@@ -594,6 +668,10 @@ class Fleet:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a task of the gateway failed", exc_info=task.exception())
+
+
+def _without(links: Collection[Link]) -> str:
+    return f"; without {', '.join(sorted(link.url for link in links))}" if links else ""
 
 
 def _nobody(why: str) -> ApiError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 import aiohttp
@@ -19,6 +19,7 @@ log = logging.getLogger("quire.fleet")
 
 CONNECT = 2.0  # s in which a connection must be made
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # s before a replica that is lost is asked again
+BUSY = ("draining", "engine_stopped", "engine_stuck")  # codes of replicas that others can stand in for
 LONGEST_DISTRUST = 60.0  # s, of one that contradicts itself
 
 
@@ -31,6 +32,7 @@ class Refused(QuireError):
 
     def __init__(self, status: int, body: dict[str, Any]) -> None:
         self.error: dict[str, Any] = body.get("error") or {}
+        self.is_own_fault = status >= 500 and self.error.get("code") not in BUSY  # not of the replica's state
         super().__init__(str(self.error.get("message", f"HTTP status {status}")))
         self.status = status
 
@@ -49,6 +51,9 @@ class Listener(Protocol):
 
     def blocks(self, link: Link, snapshot: list[int] | None, events: list[list[Any]]) -> None:
         """The blocks that the replica holds, or what happened to them."""
+
+    def started(self, link: Link, flows: Sequence[int]) -> None:
+        """The state that the replica has sent counts these calls."""
 
     def changed(self, link: Link) -> None:
         """The replica's state is another one."""
@@ -84,7 +89,7 @@ class Link:
 
     async def run(self) -> None:
         """Stay connected until this is cancelled."""
-        pause = FIRST_PAUSE
+        pause, reported = FIRST_PAUSE, ""
         while True:
             longest = LONGEST_PAUSE
             try:
@@ -98,8 +103,9 @@ class Link:
             finally:
                 was_up = self.is_up
                 self._drop()
-            if was_up:
-                log.warning("replica %s is lost: %s", self.url, self.failure)
+            if self.failure != reported or was_up:
+                log.warning("replica %s is %s: %s", self.url, "lost" if was_up else "not there", self.failure)
+                reported = self.failure
                 pause = FIRST_PAUSE if longest == LONGEST_PAUSE else pause
             await asyncio.sleep(pause)
             pause = min(longest, 2 * pause)
@@ -108,7 +114,7 @@ class Link:
         """Send a message. Raises Refused, and LinkLost also where the session is lost meanwhile."""
         if self.hello is None:
             raise LinkLost(f"{self.url}: {self.failure}")
-        found = message if isinstance(message, dict) else loads(dumps(message))
+        found = message if isinstance(message, dict) else vars(message)
         task = asyncio.create_task(self._post(path, dumps(found | {"session": self.hello.session})))
         self._posts.add(task)
         try:
@@ -126,9 +132,9 @@ class Link:
                 self.url + path, data=line, headers=self._headers, timeout=_timeout(None)
             ) as answer:
                 body = await answer.read()
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+                found = json.loads(body) if body else {}
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise LinkLost(f"{self.url}: {_reason(error)}") from error
-        found = json.loads(body) if body else {}
         if answer.status != 200:
             raise Refused(answer.status, found)
         return dict(found)
@@ -136,16 +142,14 @@ class Link:
     async def _serve(self) -> None:
         lines = self._lines()
         try:
-            hello = read(Hello, loads(await anext(lines, b"{}")))
-            if hello.protocol != PROTOCOL:
-                raise WireError(f"it speaks version {hello.protocol} of the fleet's protocol; this gateway {PROTOCOL}")
+            found = loads(await anext(lines, b"{}"))
+            if (spoken := found.get("protocol")) != PROTOCOL:
+                raise WireError(f"it speaks version {spoken} of the fleet's protocol; this gateway {PROTOCOL}")
+            hello = read(Hello, found)
             self.fingerprint = Fingerprint.from_json(hello.fingerprint)
             self.hello, self._next_event = hello, None
             async for line in lines:
-                try:
-                    self._take(loads(line))
-                except (KeyError, TypeError, IndexError) as error:
-                    raise WireError(f"a line cannot be read: {type(error).__name__}: {error}") from error
+                self._take(loads(line))
         finally:
             await lines.aclose()
 
@@ -161,25 +165,34 @@ class Link:
                     yield line
 
     def _take(self, message: dict[str, Any]) -> None:
-        was_up = self.is_up
-        if "state" in message:
-            self.state = read(ReplicaState, message["state"])
-        if "snapshot" in message:
-            self._next_event = message["event"]
-            self._listener.blocks(self, message["snapshot"], [])
-        elif "events" in message:
-            if self._next_event is None or message["event"] != self._next_event:
-                raise WireError(f"block event {message['event']} comes where {self._next_event} was expected")
-            self._next_event += len(message["events"])
-            self._listener.blocks(self, None, message["events"])
-        if "state" in message:
+        was_up, listener = self.is_up, self._listener
+        try:
+            frames = [Frame.parse(frame) for frame in message.get("frames", ())]
+            failed = [(int(flow), int(status), dict(body)) for flow, status, body in message.get("failed", ())]
+            started = [int(flow) for flow in message.get("started", ())]
+            state = read(ReplicaState, message["state"]) if "state" in message else None
+            snapshot, events = message.get("snapshot"), message.get("events", [])
+            first = message.get("event")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise WireError(f"a line cannot be read: {type(error).__name__}: {error}") from error
+        if snapshot is not None:
+            self._next_event = first
+            listener.blocks(self, snapshot, [])
+        elif events:
+            if self._next_event is None or first != self._next_event:
+                raise WireError(f"block event {first} comes where {self._next_event} was expected")
+            self._next_event += len(events)
+            listener.blocks(self, None, events)
+        if state is not None:
+            self.state = state
             if not was_up:
-                self._listener.connected(self)
-            self._listener.changed(self)
-        for frame in message.get("frames", ()):
-            self._listener.frame(self, Frame.parse(frame))
-        for flow, status, body in message.get("failed", ()):
-            self._listener.failed(self, flow, status, body)
+                listener.connected(self)
+            listener.started(self, started)
+            listener.changed(self)
+        for frame in frames:
+            listener.frame(self, frame)
+        for flow, status, body in failed:
+            listener.failed(self, flow, status, body)
 
     def _drop(self) -> None:
         was_up = self.is_up

@@ -64,7 +64,7 @@ class FleetMetrics:
 
         self._routed = counter("routed", "Calls that a replica has taken.", "replica")
         self._expected = counter("routed_cached_tokens", "Tokens of these that the index knew to be cached.")
-        self._resumed = counter("resumed", "Calls that another replica had to go on with, by the reason.", "reason")
+        self._resumed = counter("resumed", "Calls that another replica had to go on with.", "reason")
         self._mismatches = counter("resume_mismatch", "Delivered tokens that another replica drew otherwise.")
         self._late = counter("late_frames", "Frames that came after their call was given to another replica.")
         self._contradictions = counter(
@@ -72,7 +72,7 @@ class FleetMetrics:
         )
         self._left_out = counter("left_out", "Sessions with replicas of another model.", "replica")
         self._lost = counter("lost", "Sessions that ended.", "replica")
-        self._refused = counter("refused", "Requests that ended with an error, by its HTTP status.", "status")
+        self._refused = counter("refused", "Requests that ended with an error of this HTTP status.", "status")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts that began to run.")
         self._cached_tokens = counter("cached_tokens", "Tokens of these that were cached.")
         self._first_token = histogram(

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from http import HTTPStatus
@@ -23,7 +24,7 @@ from quire.fleet.identity import replica_fingerprint
 from quire.fleet.rates import StepRates
 from quire.fleet.session import Flow, Session
 from quire.fleet.state import ReplicaState
-from quire.fleet.wire import BEAT, PROTOCOL, Call, Hello, SearchCall, WireError, loads, read, wire_digest
+from quire.fleet.wire import BEAT, PROTOCOL, Call, Hello, SearchCall, WireError, dumps, loads, read, wire_digest
 from quire.llm import LLM
 from quire.request import Event, Request, Task
 from quire.server.api.service import Service
@@ -113,6 +114,7 @@ class Replica:
         return JsonBody({"hello": asdict(self._hello("")), "files": found})
 
     async def _open(self) -> Response:
+        self._worker.check_health()
         self._loop = asyncio.get_running_loop()
         if self._beats is None:
             self._beats = self._loop.create_task(self._beat())
@@ -129,7 +131,8 @@ class Replica:
         if call.uncached is not None:
             self._uncached |= {request.id: call.uncached for request in flow.requests}
         self._num_resumed += bool(call.delivered)
-        await self._worker.submit(flow)
+        with self._under(call.trace):
+            await self._worker.submit(flow)
         session.flows[call.flow] = flow
         if session.name not in self._sessions:  # it has ended meanwhile
             self._worker.abort(flow)
@@ -151,15 +154,16 @@ class Replica:
             length_penalty=call.length_penalty,
         )
         job = self._worker.search(self._unique(call.name), call.prompt, params, call.salt)
-        await self._worker.submit(job)
+        with self._under(call.trace):
+            await self._worker.submit(job)
         await self._service.wait(request, job)
         found = [[list(one.tokens), one.cumulative_logprob, one.score, one.finish_reason] for one in job.results()]
-        return JsonBody({"found": found, "failure": job.failure})
+        return Response(dumps({"found": found, "failure": job.failure}))  # -inf, too
 
     async def _match(self, request: HttpRequest) -> Response:
         """How many tokens of a prompt are cached: for models of which the first blocks alone do not tell."""
         _, call = await self._called(request, Call)
-        [one] = [requests[0] for _, requests in await self._made(call)]
+        [one] = [requests[0] for _, requests in await self._made(replace(call, grammar=None))]
 
         def look() -> int:
             return self._manager.match(one).num_blocks * self._manager.block_size
@@ -207,14 +211,21 @@ class Replica:
             requests[0].is_strict = call.is_strict
         if call.grammar is not None:
             try:
-                guide = await self._service.compiled("", Spec(*call.grammar), call.grammar[0])
+                guide = await self._service.compiled(call.salt, Spec(*call.grammar), call.grammar[0])
             except RequestError as error:
                 raise ApiError(str(error), code="bad_grammar") from error
             for request in requests:
                 request.guide = guide.copy()
-        if call.delivered:
+        if call.delivered and call.grammar is not None:  # a guide takes its time
+            await asyncio.to_thread(requests[0].resume, call.delivered, call.num_checked)
+        elif call.delivered:
             requests[0].resume(call.delivered, call.num_checked)
         return [(output, requests)]
+
+    def _under(self, trace: str | None) -> AbstractContextManager[None]:
+        """Within it, what is submitted is traced as a part of a gateway's span."""
+        traces = self._service.traces
+        return nullcontext() if traces is None else traces.under(trace)
 
     def _unique(self, name: str) -> str:
         """A name for the engine: two gateways may ask for one request, when a client has gone from one to the other."""
@@ -252,6 +263,12 @@ class Replica:
         """Let each session say something now and then, also while a step lasts."""
         while self._sessions or not self._closing:
             await asyncio.sleep(BEAT)
+            try:
+                self._worker.check_health()
+            except ApiError as error:  # an engine that is stuck must not look alive because the event loop is
+                log.error("the gateways' sessions end: %s", error)
+                for session in self._sessions.values():
+                    session.close()
             for session in self._sessions.values():
                 session.wake()
 
@@ -269,9 +286,12 @@ class Replica:
         session.begin(digests, next_event, state)
         self._sessions[session.name] = session
 
-    def _publish(self, events: list[list[Any]], state: ReplicaState) -> None:
+    def _publish(
+        self, events: list[list[Any]], state: ReplicaState, started: Sequence[tuple[Session, Sequence[int]]]
+    ) -> None:
+        begun = {session.name: flows for session, flows in started}
         for session in self._sessions.values():
-            session.add(events, state)
+            session.add(events, state, begun.get(session.name, ()))
 
     # ------------------------------------------------------------------------------------------ the engine's thread
 
@@ -312,7 +332,11 @@ class Replica:
     def _flush(self, state: ReplicaState) -> None:
         events, self._events = self._events, []
         self._next_event += len(events)
-        self._post(partial(self._publish, events, state))
+        started = []
+        for session in list(self._sessions.values()):
+            flows, session.started = session.started, []
+            started.append((session, flows))
+        self._post(partial(self._publish, events, state, started))
 
     def _digest(self, digest: bytes) -> int:
         return wire_digest(digest, self._secret)

@@ -24,6 +24,7 @@ class Session:
     def __init__(self, name: str, hello: Callable[[str], Hello]) -> None:
         self.name = name
         self.flows: dict[int, Flow] = {}  # open calls, by the gateway's numbers
+        self.started: list[int] = []  # calls that have begun since the last step; the engine thread's
         self.draining = False
         self.closing = False  # it ends when no call is open
         self._hello = hello
@@ -34,7 +35,9 @@ class Session:
         self._first_event = 0  # the number of the first of these
         self._snapshot: list[int] | None = None
         self._state: ReplicaState | None = None
+        self._started: list[int] = []  # calls that the state counts, since the last one
         self._next_state = 0.0  # when it is to be sent again
+        self._sent_state: ReplicaState | None = None
         self._sent_draining = False
         self._news = asyncio.Event()
 
@@ -52,16 +55,19 @@ class Session:
         self._snapshot, self._first_event, self._state = digests, next_event, state
         self.wake()
 
-    def add(self, events: list[list[Any]], state: ReplicaState) -> None:
-        """Events of a step, and the state after it."""
+    def add(self, events: list[list[Any]], state: ReplicaState, started: Sequence[int]) -> None:
+        """Events of a step, the state after it, and the calls that this one counts for the first time."""
         self._events += events
         self._state = state
+        self._started += started
         if events:
             self.wake()
 
     def report(self, frames: list[Frame]) -> None:
         """What came to open calls."""
         self._frames += frames
+        if len(self._frames) + len(self._events) > MAX_UNSENT:
+            self.close()
         self.wake()
 
     def fail(self, flow: int, status: int, body: dict[str, Any]) -> None:
@@ -76,8 +82,6 @@ class Session:
         while not self._gone:
             await self._news.wait()
             self._news.clear()
-            if len(self._frames) + len(self._events) > MAX_UNSENT:
-                return
             yield dumps(self._message())
             if self.closing and not self.flows:
                 return
@@ -95,10 +99,12 @@ class Session:
             message |= {"event": self._first_event, "events": self._events}
             self._first_event += len(self._events)
             self._events = []
-        now = time.monotonic()
-        if self._state is not None and (now >= self._next_state or self.draining != self._sent_draining):
-            message["state"] = replace(self._state, draining=self.draining)
-            self._next_state, self._sent_draining = now + STATE_EVERY, self.draining
+        now, state = time.monotonic(), self._state
+        is_due = now >= self._next_state and state is not self._sent_state
+        if state is not None and (is_due or self.draining != self._sent_draining):
+            message["state"] = replace(state, draining=self.draining)
+            message["started"], self._started = self._started, []
+            self._next_state, self._sent_state, self._sent_draining = now + STATE_EVERY, state, self.draining
         return message
 
 
@@ -119,6 +125,7 @@ class Flow(Generation):
     def start(self, processor: TextEngine) -> None:
         """Queue all samples."""
         super().start(processor)
+        self._session.started.append(self._number)
         for output in self.outputs:
             self._sent |= {one.index: (len(one.text), len(one.token_ids)) for one in output.outputs}
 

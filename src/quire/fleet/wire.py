@@ -39,7 +39,9 @@ class Frame(NamedTuple):
     text: str
     logprobs: list[list[list[Any]]] | None = None  # of each token: [id, logprob, rank, text] of each candidate
     end: list[Any] | None = None  # finish_reason, stop_reason, error
-    more: dict[str, Any] | None = None  # what is rare: see MORE
+    # What is rare: "cached", prompt tokens found in the cache; "prompt_logprobs", a position and the logprobs from it
+    # on; "hidden_state"; "differences", tokens that were drawn otherwise than delivered.
+    more: dict[str, Any] | None = None
 
     @staticmethod
     def parse(found: Any) -> Frame:
@@ -56,11 +58,6 @@ class Frame(NamedTuple):
         if frame.logprobs is not None and len(frame.logprobs) != len(frame.tokens):
             raise WireError(f"a frame has {len(frame.tokens)} tokens and logprobs of {len(frame.logprobs)}")
         return frame
-
-
-# Fields of Frame.more, each where there is something to say: prompt tokens found in the cache; logprobs of prompt
-# positions, after those that were sent; a prompt's hidden state; tokens that were drawn otherwise than delivered.
-MORE = ("cached", "prompt_logprobs", "hidden_state", "differences")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +78,7 @@ class Call:
     first_prompt_logprob: int = 0  # prompt positions before it were sent
     num_checked: int = 0  # of the delivered tokens, the last ones, which are drawn again and compared
     is_strict: bool = True  # where one is drawn otherwise, the sample ends with an error
+    trace: str | None = None  # the gateway's span, as W3C's traceparent has it
 
 
 # Fields of messages that are more than JSON has.
@@ -100,6 +98,7 @@ class SearchCall:
     max_tokens: int
     ignore_eos: bool
     length_penalty: float
+    trace: str | None = None  # as a Call's
 
 
 @dataclass(frozen=True, kw_only=True)

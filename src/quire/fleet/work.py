@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,11 @@ from quire.server.api.jobs import Generation
 from quire.server.http.api_error import ApiError
 from quire.server.sandbox.grammar import Spec
 from quire.text import Logprob, RequestOutput
+
+if TYPE_CHECKING:  # its packages are an extra
+    from opentelemetry.context import Context
+
+    from quire.server.watch.traces import CallSpan
 
 NUM_CHECKED = 4  # delivered tokens that another replica draws again: in one step with guesses, where these are allowed
 
@@ -65,7 +70,8 @@ class Assignment:
     samples: set[int]  # that have neither ended nor gone elsewhere
     expectation: Expectation
     placement: Placement
-    replaced: list[Assignment]  # which have computed its samples until now
+    span: CallSpan | None  # where there are traces
+    replaced: dict[int, Assignment]  # of samples that were computed elsewhere until now
     is_placed: bool = False  # the replica has taken it
     is_seen: bool = False  # the replica's state may count it
     is_moving: bool = False  # another replica is to go on with it
@@ -79,7 +85,10 @@ class Work:
     job: Generation
     output: RequestOutput
     requests: Sequence[Request]
+    context: Context | None = None  # what spans go below, where there are traces
     fingerprint: str | None = None  # of the replicas that may go on with it; None: it has not begun
+    wanted_fingerprint: str | None = None  # of those that may begin; None: any
+    is_admitted: bool = False  # a replica has taken it
     assigned: dict[int, Assignment] = field(default_factory=dict)  # by sample
     began: float = field(default_factory=time.monotonic)  # s
     num_lost: int = 0  # replicas that were lost with it since its last new token
@@ -104,9 +113,8 @@ class Work:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing of it came yet, so that its samples can be asked for together."""
-        known = self.output.prompt_logprobs
-        return (known is None or len(known) == 1) and all(not ledger.tokens for ledger in self.ledgers)
+        """Whether no token of it came yet, so that its samples can be asked for together."""
+        return all(not ledger.tokens and not ledger.output.finished for ledger in self.ledgers)
 
     def tokens(self, samples: Sequence[int]) -> array[int]:
         """What is to be computed for these samples before one of them goes on, in common."""
@@ -121,7 +129,7 @@ class Work:
             self._digests = {kind: wire_digests(tokens, self.requests[0].cache_salt, hello, secret)}
         return self._digests[kind]
 
-    def call(self, flow: int, samples: Sequence[int], *, is_strict: bool) -> Call:
+    def call(self, flow: int, samples: Sequence[int], *, is_strict: bool, trace: str | None = None) -> Call:
         """What a replica is asked for."""
         request = self.requests[0]
         guide = request.guide
@@ -134,6 +142,7 @@ class Work:
             priority=request.priority,
             salt=request.cache_salt,
             grammar=(guide.spec.kind, guide.spec.text) if isinstance(guide, FarGuide) else None,
+            trace=trace,
         )
         if self.is_untouched and len(samples) == len(self.ledgers):
             return call

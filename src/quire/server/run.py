@@ -40,6 +40,7 @@ from quire.server.watch.metrics import Metrics
 
 if TYPE_CHECKING:  # its packages are an extra
     from quire.server.watch.kv_events import KVEventPublisher
+    from quire.server.watch.traces import Traces
 
 log = logging.getLogger("quire.server")
 
@@ -148,15 +149,16 @@ def open_publisher(options: Mapping[str, Any], config: ServerConfig) -> KVEventP
 
 
 def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
+    names = config.served_model_name or (options.get("model") or EMBEDDED_NAME,)
+    traces = open_traces(config, "quire", names[0])  # before a model is loaded for nothing
     llm = LLM(**options)
-    names = config.served_model_name or (llm.config.model or EMBEDDED_NAME,)
     template = ChatTemplate.find(llm.directory, config.chat_template)
     metrics = Metrics(llm.engine, names[0], config.vllm_metrics, _model_info(llm))
     watched = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.api_key)
     device = DEVICES["cpu" if llm.config.device == "cpu" else "h200"]
     cost = CostModel(cost_of(llm.decoder), device, llm.config.cache.block_size)
     limits = (config.max_num_queued_reqs, config.request_timeout, config.stuck_after)
-    worker = Worker(llm.engine, llm.tokenizer, watched, metrics, cost, *limits)
+    worker = Worker(llm.engine, llm.tokenizer, watched, metrics, cost, *limits, traces)
     engine = llm.engine
     model = ServedModel(
         names=names,
@@ -168,9 +170,26 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
         eos_token_ids=engine.eos_token_ids,
         hidden_size=llm.hidden_size,
     )
-    service = Service(model, worker, config)
+    service = Service(model, worker, config, traces)
     replica = Replica(llm, worker, service, metrics, config.fleet_secret) if config.fleet_secret else None
     return Parts(llm, worker, service, metrics, watched, replica)
+
+
+def open_traces(config: HttpConfig, service: str, model: str) -> Traces | None:
+    """What makes traces, if these are asked for. service: what they are said to come from. model: its name.
+
+    Raises ConfigError where the packages are missing.
+    """
+    if config.otlp_traces_endpoint is None:
+        return None
+    try:
+        from quire.server.watch.traces import Traces
+    except ImportError as error:
+        raise ConfigError(
+            f"otlp_traces_endpoint is {config.otlp_traces_endpoint!r}; it needs OpenTelemetry's packages, and "
+            f"{error.name} is missing: pip install 'quire[traces]'"
+        ) from error
+    return Traces.to(config.otlp_traces_endpoint, service, model)
 
 
 def settings(app: FastAPI, config: HttpConfig) -> uvicorn.Config:

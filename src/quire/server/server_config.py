@@ -37,6 +37,9 @@ class HttpConfig:
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests get when the server is stopped.", lower=0.0, upper=MAX_WAIT
     )
+    otlp_traces_endpoint: str | None = option(
+        None, "Send traces to this OTLP/HTTP endpoint, such as http://localhost:4318/v1/traces. Default: no traces."
+    )
     enable_log_requests: bool = option(False, "Log each request, its prompt included.")
 
     def __post_init__(self) -> None:
@@ -44,6 +47,9 @@ class HttpConfig:
         for name in ("api_key", "allowed_hosts"):
             check_texts(name, getattr(self, name))
         check_allowed(self.allowed_hosts)
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"otlp_traces_endpoint is {endpoint!r}; it must be a URL, as http://HOST:4318/v1/traces")
         secret = () if self.fleet_secret is None else (self.fleet_secret,)
         check_texts("fleet_secret", secret)
         for name, keys in (("an api_key", self.api_key), ("the fleet_secret", secret)):

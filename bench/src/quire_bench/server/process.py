@@ -1,7 +1,8 @@
-"""`quire serve` in a process of its own."""
+"""`quire serve`, or `quire fleet`, in a process of its own."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -9,61 +10,71 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from quire.errors import QuireError
 
-ADDRESS = re.compile(rb"http://127\.0\.0\.1:\d+(?=\D)")  # of the listening line, once it is written to its end
+# Of the listening line, once it is written to its end; lines of a gateway's log name its replicas.
+ADDRESS = re.compile(rb"(?<!replica )http://127\.0\.0\.1:\d+(?=\D)")
 START_SECONDS, STOP_SECONDS, POLL_SECONDS = 120.0, 30.0, 0.05
 
 
 @dataclass
 class Process:
-    """A running `quire serve`."""
+    """A running server."""
 
     url: str
     pid: int
+    log: Path = Path(os.devnull)  # where its standard error goes while it runs
     # Once it has ended:
     status: int | None = None
     said: str = ""  # on standard error
 
 
-@contextmanager
-def server(*options: str) -> Iterator[Process]:
-    """`quire serve` in a process of its own, on a free port, once it is ready. It is stopped at the end.
+def server(*options: str) -> AbstractContextManager[Process]:
+    """`quire serve` on a free port, as `running` has it."""
+    return running("serve", "--port", "0", *options)
 
+
+@contextmanager
+def running(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Process]:
+    """`quire` with these arguments in a process of its own, once it is ready. It is stopped at the end.
+
+    environment: variables that it has besides those of this process.
     Raises QuireError with what it said last where it does not get ready.
     """
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *options]
+    command, variables = [sys.executable, "-m", "quire", *arguments], os.environ | dict(environment or {})
     with TemporaryDirectory() as directory, (said := Path(directory, "stderr")).open("wb") as stderr:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr)
-        running = Process("", process.pid)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env=variables
+        )
+        found = Process("", process.pid, said)
         try:
-            running.url = ready(process, said)
-            yield running
+            found.url = ready(process, said)
+            yield found
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                running.status = process.wait(STOP_SECONDS)
+                found.status = process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-                running.status = process.wait()
-            running.said = said.read_text(errors="replace")
+                found.status = process.wait()
+            found.said = said.read_text(errors="replace")
 
 
 def ready(process: subprocess.Popen[bytes], said: Path) -> str:
-    """The URL at which that `quire serve` answers, once it does; `said` has its standard error. Raises QuireError."""
+    """The URL at which that server answers, once it does; `said` has its standard error. Raises QuireError."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         found = ADDRESS.search(said.read_bytes())
         if found is not None and _healthy(url := found[0].decode()):
             return url
         time.sleep(POLL_SECONDS)
-    raise QuireError(f"quire serve did not get ready: {last_line(said.read_text(errors='replace'))}")
+    raise QuireError(f"the server did not get ready: {last_line(said.read_text(errors='replace'))}")
 
 
 def _healthy(url: str) -> bool:

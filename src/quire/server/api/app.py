@@ -102,6 +102,10 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
         responses=openapi.ERRORS,
     )
     app.state.bodies = Bodies(config.max_body_size)
+    if service.traces is not None:
+        from quire.server.watch.traces import Traced
+
+        app.add_middleware(Traced, traces=service.traces)
     app.router.route_class = BodyRoute
     app.add_middleware(
         Guard,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
@@ -29,6 +29,9 @@ from quire.server.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, spec
 from quire.server.sandbox.grammar import Grammars, Spec, num_trials
 from quire.server.server_config import HttpConfig
 from quire.text import Detokenizer, RequestOutput, Tokenizer, make_requests
+
+if TYPE_CHECKING:  # its packages are an extra
+    from quire.server.watch.traces import Traces
 
 T = TypeVar("T")
 MAX_LOGPROBS = 2**19  # in one request: a hundred bytes each, and as many in the answer
@@ -107,6 +110,7 @@ class Service:
     model: ServedModel
     worker: Host
     config: HttpConfig
+    traces: Traces | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     grammars: Grammars | None = None  # made at first use
     compilers: Lane = field(init=False)  # of grammars that are new, or known to take long
@@ -289,6 +293,8 @@ class Service:
             self.grammars.close()
         if self.model.template is not None:
             self.model.template.close()
+        if self.traces is not None:
+            self.traces.close()
 
     def identity(self, request: HttpRequest, kind: str) -> Identity:
         """The name of a request's answer, which nobody can guess, and when it was made."""

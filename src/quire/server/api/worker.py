@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.cache.events import BlocksAllocated, BlocksForked, BlocksShared, CacheEvent
 from quire.engine.beam import BeamSearchParams
@@ -28,6 +28,9 @@ from quire.server.http.api_error import ApiError, deadline_passed, engine_stoppe
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics, RequestClock
 from quire.text import RequestOutput, TextEngine, Tokenizer
+
+if TYPE_CHECKING:  # its packages are an extra
+    from quire.server.watch.traces import Traces
 
 log = logging.getLogger("quire.server")
 
@@ -50,6 +53,7 @@ class Worker:
         max_queued: int,
         request_timeout: float | None = None,
         stuck_after: float | None = None,
+        traces: Traces | None = None,
     ) -> None:
         """cost: of a step. max_queued: samples that may wait for a seat. request_timeout: seconds that a job may take.
 
@@ -62,6 +66,7 @@ class Worker:
         self.observers: list[Callable[[Sequence[Event], float], None]] = []
         self._inspector = inspector
         self._metrics = metrics
+        self._traces = traces
         self._cost = cost
         self._stuck_after = stuck_after
         self.max_samples = engine.scheduler.max_num_seqs + max_queued
@@ -174,6 +179,8 @@ class Worker:
             timer = asyncio.get_running_loop().call_later(self._timeout, self._expire, job, self._timeout)
         self._open[job] = timer
         clocks = {request.id: self._clock(request) for request in job.requests}
+        if self._traces is not None:
+            self._traces.began(job.requests)
         self._inbox.put(partial(self._begin, job, clocks))
 
     def abort(self, job: Job) -> None:
@@ -311,9 +318,10 @@ class Worker:
         except Exception as error:  # nothing that `check` saw; what was queued of it is taken back
             log.exception("a job could not be queued")
             job.stop(self.engine)
-            for name in clocks:
+            for name, clock in clocks.items():
                 self._clocks.pop(name, None)
                 self._waiting.discard(name)
+                self._trace(name, clock, FinishReason.ERROR.value, time.monotonic())
             shown = ApiError(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR)
             self._post(partial(self._close, job, shown))
             return
@@ -347,15 +355,16 @@ class Worker:
     def _count_search(self, search: Search) -> None:
         """Its tokens are known at its end, all at once."""
         driver, clock = search.driver, self._clocks.pop(search.driver.request.id)
+        reason = FinishReason.ERROR.value
         self._waiting.discard(driver.request.id)
         found, now = driver.results(), time.monotonic()
         if driver.error is None and found:
             lengths = [len(hypothesis.tokens) for hypothesis in found]
             self._num_found += sum(lengths)
             clock.found(lengths, now)
-            clock.ended(found[0].finish_reason.value, now)
-        else:
-            clock.ended(FinishReason.ERROR.value, now)
+            reason = found[0].finish_reason.value
+        clock.ended(reason, now)
+        self._trace(driver.request.id, clock, reason, now)
 
     def _count(self, taken: Sequence[tuple[Event, RequestOutput]], start: float, now: float) -> None:
         num_new, self._num_found = self._num_found, 0
@@ -370,9 +379,19 @@ class Worker:
                 clock.computed(now)
             if event.finish_reason is not None:
                 clock.ended(event.finish_reason.value, now)
+                self._trace(event.request_id, clock, event.finish_reason.value, now)
                 del self._clocks[event.request_id]
                 self._waiting.discard(event.request_id)
         self._metrics.step(num_new, now - start)
+
+    def _trace(self, name: str, clock: RequestClock, reason: str, now: float) -> None:
+        """A request has ended."""
+        if self._traces is None:
+            return
+        try:
+            self._traces.ended(name, clock.moments, reason, now)
+        except Exception:  # who watches must not hurt who is served
+            log.exception("a request could not be traced")
 
 
 def _set_result(future: asyncio.Future[T], result: T) -> None:

@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -101,6 +102,16 @@ class Histogram:
         return list(zip([*names, "+Inf"], accumulate(self.counts[:]), strict=True))
 
 
+class Moments(NamedTuple):
+    """When things happened to a request, in seconds of time.monotonic(). None: it did not come to that."""
+
+    arrived: float
+    scheduled: float | None  # it ran for the first time
+    first: float | None  # a token came
+    last: float | None
+    num_tokens: int  # that came
+
+
 class RequestClock:
     """The moments of one sample, or of one search with all its beams, in seconds of time.monotonic().
 
@@ -148,6 +159,14 @@ class RequestClock:
         """A search found sequences of so many new tokens each, all at once."""
         self.tokens(sum(lengths), now)
         self._longest = max(lengths)
+
+    @property
+    def moments(self) -> Moments:
+        """What happened so far."""
+        scheduled, first, last = (
+            None if moment < 0 else moment for moment in (self._scheduled, self._first, self._last)
+        )
+        return Moments(self._arrived, scheduled, first, last, self._num_tokens)
 
     def ended(self, reason: str, now: float) -> None:
         """It ended, for a reason of FinishReason. What it had not come to is not counted."""

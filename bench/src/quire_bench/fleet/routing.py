@@ -1,0 +1,136 @@
+"""What a gateway's choice of replicas brings: traces through it, and to the same replicas in turns.
+
+Two replicas of one thread have caches that hold half of what a trace reads more than once, and a little for what runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from quire.errors import ConfigError, QuireError, check_integer
+from quire_bench.fleet.running import Fleet, fleet
+from quire_bench.fleet.traces import ANSWER, BLOCK, TURNS, Trace, sessions, shared_prefixes
+from quire_bench.server.client import Record, Server, send
+from quire_bench.server.prompts import Prompt, arrival_times, random_prompts, request_body
+from quire_bench.server.report import percentile
+
+LOADS = (0.3, 0.8)  # of what the replicas sustain when they are asked in turns
+AT_A_TIME = 4  # requests at each replica, to find that out
+ROOM = 64  # blocks of each cache besides: for the longest request
+WARM_UP = 16  # requests that share nothing
+OPTIONS = {"temperature": 0.0, "ignore_eos": True}
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A trace, sent one way."""
+
+    trace: str
+    load: float
+    way: str  # gateway, or round robin
+    rate: float  # requests a second
+    mean_first_token: float  # seconds
+    p99_first_token: float
+    hit_rate: float  # share of the prompts' tokens that were cached
+    infinite_hit_rate: float  # of one cache that never evicts
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        return asdict(self) | {"of_infinite": self.hit_rate / self.infinite_hit_rate}
+
+
+Way = Callable[[Fleet, Sequence[bytes], Sequence[float]], list[Record]]
+
+
+def measure(
+    options: Sequence[str], jobs: int, seed: int = 0, advance: Callable[[], None] = lambda: None
+) -> list[Routed]:
+    """Send both traces at both loads both ways, each time to fresh processes.
+
+    options: of each replica. jobs: requests of a trace. advance: is called for each of the NUM_RUNS.
+    Raises QuireError where a request fails.
+    """
+    check_integer(ConfigError, "jobs", jobs, 2 * TURNS)
+    found = []
+    for trace in (sessions(jobs, seed), shared_prefixes(jobs, seed)):
+        own = (*options, "--block-size", str(BLOCK), "--num-blocks", str(trace.working_set // 2 + ROOM))
+        with _fresh(own) as running:
+            sustained = _sustained(running, trace)
+        advance()
+        for load in LOADS:
+            for name, way in WAYS.items():
+                with _fresh(own) as running:
+                    found.append(_measured(running, trace, load, load * sustained, name, way, seed))
+                advance()
+    return found
+
+
+@contextmanager
+def _fresh(options: Sequence[str]) -> Iterator[Fleet]:
+    """A fleet that has computed something, so that its rates are known, but nothing that will be asked for."""
+    with fleet(2, *options) as running:
+        for url in (running.url, *(one.url for one in running.replicas)):
+            _send(url, [_body(one) for one in random_prompts(WARM_UP, 64, ANSWER, -1)], [0.0] * WARM_UP, AT_A_TIME)
+        yield running
+
+
+def _sustained(running: Fleet, trace: Trace) -> float:
+    """Requests a second that the replicas serve when each has always some of them."""
+    began = time.perf_counter()
+    _in_turns(running, [_body(one) for one in trace.prompts], [0.0] * len(trace.prompts), AT_A_TIME)
+    return len(trace.prompts) / (time.perf_counter() - began)
+
+
+def _measured(running: Fleet, trace: Trace, load: float, rate: float, name: str, way: Way, seed: int) -> Routed:
+    before = _hits(running)
+    records = way(running, [_body(one) for one in trace.prompts], arrival_times(len(trace.prompts), rate, seed))
+    looked_for, found = (after - other for after, other in zip(_hits(running), before, strict=True))
+    times = sorted(record.answer.times[0] - record.due for record in records)
+    hit_rate = found / looked_for
+    return Routed(trace.name, load, name, rate, fmean(times), percentile(times, 99), hit_rate, trace.infinite_hit_rate)
+
+
+def _hits(running: Fleet) -> tuple[float, float]:
+    """Tokens of prompts that were looked for in the replicas' caches, and those that were found."""
+    looked_for, found = (
+        sum(one.metric(f"prefix_cache_{name}_total") for one in running.replicas) for name in ("queries", "hits")
+    )
+    return looked_for, found
+
+
+def _through_gateway(running: Fleet, bodies: Sequence[bytes], arrivals: Sequence[float]) -> list[Record]:
+    return _send(running.url, bodies, arrivals)
+
+
+def _in_turns(
+    running: Fleet, bodies: Sequence[bytes], arrivals: Sequence[float], at_a_time: int | None = None
+) -> list[Record]:
+    """Every other request to each of the two replicas."""
+    with ThreadPoolExecutor(2) as pool:
+        sending = [
+            pool.submit(_send, one.url, bodies[i::2], arrivals[i::2], at_a_time)
+            for i, one in enumerate(running.replicas)
+        ]
+        return [record for half in sending for record in half.result()]
+
+
+WAYS: dict[str, Way] = {"round robin": _in_turns, "gateway": _through_gateway}
+NUM_RUNS = 2 * (1 + len(LOADS) * len(WAYS))
+
+
+def _body(prompt: Prompt) -> bytes:
+    return request_body(prompt, "completions", "", OPTIONS)
+
+
+def _send(url: str, bodies: Sequence[bytes], arrivals: Sequence[float], at_a_time: int | None = None) -> list[Record]:
+    run = send(Server(url), bodies, arrivals, at_a_time)
+    for record in run.records:
+        if not record.completed:
+            raise QuireError(f"a request to {url} failed: {record.error}")
+    return run.records

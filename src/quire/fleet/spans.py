@@ -1,0 +1,29 @@
+"""What a trace says of a placement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.fleet.placement import Placement, reason_of, seconds_of
+
+
+def attributes_of(placement: Placement) -> dict[str, Any]:
+    """The attributes of a placement's span. Costs are in seconds; those of the candidates are in their order."""
+    choice, cause = placement.choice, placement.cause
+    best = choice.best
+    found: dict[str, Any] = {
+        "gen_ai.request.id": placement.request,
+        "quire.samples": list(placement.samples),
+        "quire.delivered_tokens": placement.num_delivered,
+        "quire.replica": placement.replica,
+        "quire.placement.reason": cause.reason,
+        "quire.placement.why": reason_of(choice),
+        "quire.placement.cached_tokens": best.candidate.num_blocks * best.candidate.state.block_size,
+        "quire.placement.uncached_tokens": best.uncached_tokens,
+        "quire.placement.candidates": [one.candidate.name for one in choice.ranking],
+        "quire.placement.costs": [one.parts.total for one in choice.ranking],
+    }
+    found |= {f"quire.placement.cost.{name}": seconds for name, seconds in seconds_of(best.parts).items()}
+    if cause.replica is not None:
+        found["quire.placement.from"] = cause.replica
+    return found

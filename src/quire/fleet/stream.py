@@ -1,0 +1,133 @@
+"""NumberedStream: a stream that a client can have continued by another gateway."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from quire.request import FinishReason, Request
+from quire.server.api.jobs import Delta, Stream
+from quire.server.api.service import Identity
+from quire.server.http.api_error import ApiError
+from quire.text import RequestOutput
+
+# name/created/fingerprint/sample,sample,...: of each sample characters:tokens, and an e if it has ended
+LAST_EVENT = re.compile(
+    r"([a-z]{1,16}-[0-9a-f]{32})/([0-9]{1,12})/([0-9a-f]{16})/"
+    r"([0-9]{1,9}:[0-9]{1,9}e?(?:,[0-9]{1,9}:[0-9]{1,9}e?)*)"
+)
+ANOTHER = "RequestError: the header Last-Event-ID belongs to another request: its answer is longer than this one's"
+
+
+class Known(NamedTuple):
+    """What a client has of a sample."""
+
+    characters: int
+    tokens: int
+    is_whole: bool
+
+
+NOTHING = Known(0, 0, False)
+
+
+@dataclass(frozen=True)
+class LastEvent:
+    """What a client has of a stream, as the id of the last event that it received says."""
+
+    name: str
+    created: int  # seconds since 1970
+    fingerprint: str  # of the replicas that go on with the same bits
+    samples: tuple[Known, ...]
+
+
+def last_event(header: str | None) -> LastEvent | None:
+    """What a Last-Event-ID says; None without one. Raises ApiError for one that no gateway has written."""
+    if header is None:
+        return None
+    found = LAST_EVENT.fullmatch(header)
+    if found is None:
+        raise ApiError(f"the header Last-Event-ID is {header[:80]!r}; it must be the id of an event of this server's")
+    samples = [(*map(int, one.removesuffix("e").split(":")), one.endswith("e")) for one in found[4].split(",")]
+    known = tuple(Known(int(characters), int(tokens), bool(end)) for characters, tokens, end in samples)
+    return LastEvent(found[1], int(found[2]), found[3], known)
+
+
+class NumberedStream(Stream):
+    """A stream whose events say how far each sample is, so that a client can ask another gateway for the rest."""
+
+    def __init__(
+        self, identity: Identity, prompts: Sequence[tuple[RequestOutput, list[Request]]], last: LastEvent | None
+    ) -> None:
+        """last: what the client has; None of a new stream. Raises ApiError for another number of samples."""
+        super().__init__(prompts)
+        self.wanted_fingerprint = None if last is None else last.fingerprint
+        self.fingerprint = ""  # of the replicas that compute it
+        self._identity = identity
+        self._places = {
+            (output.request_id, sample.index): place
+            for place, (output, sample) in enumerate((output, one) for output in self.outputs for one in output.outputs)
+        }
+        known = () if last is None else last.samples
+        if known and len(known) != len(self._places):
+            raise ApiError(
+                f"the header Last-Event-ID tells of {len(known)} samples; this request has {len(self._places)}"
+            )
+        self.is_continued = bool(known)
+        self._delivered = list(known) or [NOTHING] * len(self._places)
+        # Of a sample of which the client has nothing, it lacks the echo, too.
+        begun = zip(self._places, self._delivered, strict=True)
+        self._known = {place: one for place, one in begun if one != NOTHING}
+
+    def news(self, output: RequestOutput) -> list[Any]:
+        """What is new in an output; before all is there that the client has of it, no more than that.
+
+        Nothing before all logprobs of the prompt are there, which the first event of each sample has.
+        """
+        of_prompt = output.prompt_logprobs
+        if of_prompt is not None and len(of_prompt) < len(output.prompt_token_ids) and not output.outputs[0].finished:
+            return []
+        if not self._known:
+            return super().news(output)
+        found = []
+        for sample in output.outputs:
+            known = self._known.get((output.request_id, sample.index))
+            if known is None:
+                continue
+            whole = sample.finished if known.is_whole else len(sample.token_ids) >= known.tokens
+            if not whole and not sample.finished:
+                continue
+            if len(sample.token_ids) < known.tokens:  # so this is another request
+                del self._known[output.request_id, sample.index]
+                found.append(Delta(output, sample.index, "", [], None, FinishReason.ERROR.value, None, ANOTHER))
+                self.mark_told(output, sample.index, 0, 0, is_whole=True)
+                continue
+            del self._known[output.request_id, sample.index]
+            logprobs = None if sample.logprobs is None else sample.logprobs[: known.tokens]
+            end = (sample.finish_reason, sample.stop_reason) if known.is_whole else (None, None)
+            text, tokens = sample.text[: known.characters], sample.token_ids[: known.tokens]
+            found.append(Delta(output, sample.index, text, tokens, logprobs, *end, None, is_known=True))
+            self.mark_told(output, sample.index, known.characters, known.tokens, is_whole=known.is_whole)
+        if any((output.request_id, sample.index) in self._known for sample in output.outputs):
+            return found
+        return found + super().news(output)
+
+    def marked(self, delta: Delta, events: list[bytes]) -> list[bytes]:
+        """The events of a delta, each after a line that says what the client has with it."""
+        if delta.is_known:
+            return events
+        place = self._places[delta.output.request_id, delta.sample]
+        before = self._delivered[place]
+        known = Known(before.characters + len(delta.text), before.tokens + len(delta.token_ids), False)
+        ended = known._replace(is_whole=delta.finish_reason is not None)
+        found = []
+        for number, event in enumerate(events, start=1):
+            self._delivered[place] = ended if number == len(events) else known
+            found.append(self._mark() + event)
+        self._delivered[place] = ended
+        return found
+
+    def _mark(self) -> bytes:
+        places = ",".join(f"{one.characters}:{one.tokens}{'e' * one.is_whole}" for one in self._delivered)
+        return f"id: {self._identity.name}/{self._identity.created}/{self.fingerprint}/{places}\n".encode("ascii")
