@@ -15,11 +15,12 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import quantiles
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import aiohttp
 
@@ -37,6 +38,7 @@ FAULTS = ("kill", "kill", "kill", "two kills", "two kills", "hang", "partition",
 ENDING = re.compile(rb'\["(?:stop|length)",')  # in a frame: the end of a sample
 NAME = re.compile(rb'"name":"([a-z]+-[0-9a-f]{32})')
 ROUND_LIMIT = 60.0  # s after which a client counts as forgotten
+END_LIMIT = 20.0  # s from SIGTERM to the end of a process
 PREFILL = 0.004  # s after a call was taken
 SHORT, LONG = 0.4, 2.2  # s of a hang or a partition: the gateway notices the long one only
 COUNTERS = ("resumed", "resume_mismatch", "late_frames", "contradictions", "left_out")
@@ -115,6 +117,10 @@ class Report:
         return sum(one[name] for one in self.counters.values())
 
     def __str__(self) -> str:
+        return "\n".join([self.table(), *self.failures])
+
+    def table(self) -> str:
+        """What came of each fault, what the gateways counted, and how long streams stood still."""
         wrong = ("different", "doubled", "lost", "error")
         lines = [f"{'fault':10s} rounds clients {' '.join(f'{name:>9s}' for name in wrong)}  phases hit"]
         for fault, row in sorted(self.rows.items()):
@@ -127,7 +133,7 @@ class Report:
             if len(found) > 1:
                 cuts = quantiles(found, n=100, method="inclusive")
                 lines.append(f"{what}: p50 {cuts[49]:.3f} s, p99 {cuts[98]:.3f} s, of {len(found)}")
-        return "\n".join([*lines, *self.failures])
+        return "\n".join(lines)
 
 
 class Cluster:
@@ -144,7 +150,7 @@ class Cluster:
         self._repairs: dict[int, asyncio.Task[None]] = {}
         self._timers: list[asyncio.TimerHandle] = []
         self._healed = 0.0  # when the last timer is over
-        self._drains: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, http: aiohttp.ClientSession) -> None:
         self.http = http
@@ -200,9 +206,24 @@ class Cluster:
             self.later(seconds, gate.release)
 
     def drain(self, number: int) -> None:
-        task = asyncio.create_task(self._drain(self.replicas[number].url))
-        self._drains.add(task)
-        task.add_done_callback(self._drains.discard)
+        self._spawn(self._drain(self.replicas[number].url))
+
+    def end(self, number: int) -> None:
+        self._spawn(self._end(self.replicas[number]))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _end(self, process: Process) -> None:
+        start = time.monotonic()
+        process.send(signal.SIGTERM)
+        if await process.ended(END_LIMIT):
+            self._report.ends.append(time.monotonic() - start)
+        else:
+            self._report.failures.append(f"a replica does not end after SIGTERM: {process.log.read_text()}")
+            process.kill()
 
     async def _drain(self, url: str) -> None:
         headers = {"Authorization": f"Bearer {SECRET}"}
@@ -222,15 +243,10 @@ class Cluster:
                 self._repairs[r] = asyncio.create_task(self._replace(r, fault))
 
     async def _replace(self, number: int, fault: str) -> None:
-        process, start = self.replicas[number], time.monotonic()
+        process = self.replicas[number]
         if fault == "drain":
-            process.send(signal.SIGTERM)
-        if fault in ("drain", "end"):
-            if not await process.ended(20):
-                self._report.failures.append(f"a replica does not end after SIGTERM: {process.log.read_text()}")
-                process.kill()
-            if fault == "drain":
-                self._report.ends.append(time.monotonic() - start)
+            await self._end(process)
+        await process.ended(END_LIMIT + 1)
         self.replicas[number] = self._spawner.start("serve", *REPLICA)
         await self._admit(number)
 
@@ -329,7 +345,7 @@ class Round:
         elif self.fault == "drain":
             cluster.drain(r)
         else:
-            cluster.replicas[r].send(signal.SIGTERM)
+            cluster.end(r)
 
     async def _client(self, ask: Ask, delay: float) -> Answer:
         answer, gateway = Answer(), self._rng.randrange(NUM_GATEWAYS)
@@ -337,13 +353,12 @@ class Round:
         try:
             while not answer.is_done and not answer.errors:
                 gateway = next(g for g in (gateway, *range(NUM_GATEWAYS)) if g not in self._killed)
-                before = len(self._killed)
                 url = self._cluster.gateways[gateway].url
                 try:
                     await asyncio.wait_for(receive(self._cluster.http, url, ask, answer), ROUND_LIMIT)
                 except (aiohttp.ClientError, OSError) as error:
                     if gateway not in self._killed:  # only a gateway's own death may be noticed
-                        answer.errors.append(f"{type(error).__name__}: {error} {before}")
+                        answer.errors.append(f"{type(error).__name__}: {error}")
         except asyncio.TimeoutError:
             answer.errors.append(f"no end in {ROUND_LIMIT:g} s")
         return answer
@@ -404,7 +419,7 @@ def main() -> None:
         logs.mkdir(parents=True, exist_ok=True)
         rounds = range(given.first, given.first + given.rounds)
         report = asyncio.run(play(rounds, given.seed, logs, lambda line: print(line, flush=True)))
-    print(report)
+    print(report.table())
     sys.exit(1 if report.failures else 0)
 
 
