@@ -119,15 +119,15 @@ class NumberedStream(Stream):
             return events
         place = self._places[delta.output.request_id, delta.sample]
         before = self._delivered[place]
-        known = Known(before.characters + len(delta.text), before.tokens + len(delta.token_ids), False)
-        ended = known._replace(is_whole=delta.finish_reason is not None)
+        characters, tokens = before.characters + len(delta.text), before.tokens + len(delta.token_ids)
         found = []
-        for number, event in enumerate(events, start=1):
-            self._delivered[place] = ended if number == len(events) else known
+        for event in events[:-1]:
+            self._delivered[place] = Known(characters, tokens, False)
             found.append(self._mark() + event)
-        self._delivered[place] = ended
+        self._delivered[place] = Known(characters, tokens, delta.finish_reason is not None)
+        found += [self._mark() + event for event in events[-1:]]
         return found
 
     def _mark(self) -> bytes:
-        places = ",".join(f"{one.characters}:{one.tokens}{'e' * one.is_whole}" for one in self._delivered)
+        places = ",".join([f"{one.characters}:{one.tokens}{'e' * one.is_whole}" for one in self._delivered])
         return f"id: {self._identity.name}/{self._identity.created}/{self.fingerprint}/{places}\n".encode("ascii")

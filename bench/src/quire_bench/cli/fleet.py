@@ -23,7 +23,7 @@ def fleet(
     streams: Annotated[str, typer.Option(help="Numbers of streams at a time, for what the gateway costs.")] = "1,8,32",
     requests: Annotated[int, typer.Option(help="Each way, for the time to the first token.")] = 200,
     output_len: Annotated[int, typer.Option(help="Tokens of each of these streams.")] = 256,
-    runs: Annotated[int, typer.Option(help="With so many streams each way, and of each way to leave.")] = 3,
+    runs: Annotated[int, typer.Option(help="With so many streams each way, and of each way to leave.")] = 5,
     kills: Annotated[int, typer.Option(help="Answers, in each of which a replica is killed.")] = 20,
     prompt_len: Annotated[int, typer.Option(help="Tokens of their prompts.")] = 128,
     jobs: Annotated[int, typer.Option(help="Requests of each trace that is routed.")] = 240,

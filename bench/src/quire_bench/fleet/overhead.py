@@ -30,13 +30,18 @@ class Streams:
     gateway: tuple[float, ...]
     cpu: tuple[float, ...]  # seconds of the gateway's CPU time a token
 
+    @property
+    def shares(self) -> list[float]:
+        """Of each run, the gateway's part of the tokens a second: both ways had the same requests."""
+        return [through / direct for through, direct in zip(self.gateway, self.direct, strict=True)]
+
     def as_dict(self) -> dict[str, Any]:
         """The figures, for JSON: medians, and all runs."""
         return {
             "streams": self.count,
             "direct_tokens_per_second": median(self.direct),
             "gateway_tokens_per_second": median(self.gateway),
-            "share": median(self.gateway) / median(self.direct),
+            "share": median(self.shares),
             "cpu_microseconds_per_token": 1e6 * median(self.cpu),
             "direct_runs": list(self.direct),
             "gateway_runs": list(self.gateway),
@@ -78,31 +83,29 @@ def measure(
     for name, value in (("requests", requests), ("output_len", output_len), ("runs", runs)):
         check_integer(ConfigError, name, value, 1)
     with running("serve", "--port", "0", *options, environment=ONE_THREAD) as plain, fleet(1, *options) as found:
-        ways, seeds = [plain.url, found.url], count()  # no prompt is sent twice
+        ways, seeds = (plain.url, found.url), count()  # two engines: no prompt is found in a cache
         for url in ways:
             _send(url, max(streams), 2 * max(streams), output_len, next(seeds))  # warms up
-        first: list[list[float]] = [[], []]
+        first: tuple[list[float], list[float]] = ([], [])
         for start in range(0, requests, AT_A_TIME):
+            seed = next(seeds)
             for url, times in zip(ways, first, strict=True):
-                run = _send(url, 1, min(AT_A_TIME, requests - start), 2, next(seeds))
+                run = _send(url, 1, min(AT_A_TIME, requests - start), 2, seed)
                 times += [record.answer.times[0] - (record.sent or 0.0) for record in run.records]
             advance()
         measured = []
         for many in streams:
-            figures: list[tuple[float, float, float]] = []
-            for _ in range(runs):
-                direct = _rate(_send(ways[0], many, _num_requests(many), output_len, next(seeds)))
-                before = cpu_seconds(found.gateway.pid)
-                run = _send(ways[1], many, _num_requests(many), output_len, next(seeds))
-                spent = cpu_seconds(found.gateway.pid) - before
-                figures.append((direct, _rate(run), spent / _num_tokens(run)))
+            rates: dict[str, list[float]] = {url: [] for url in ways}
+            cpu: list[float] = []
+            for turn in range(runs):
+                seed, before = next(seeds), cpu_seconds(found.gateway.pid)
+                for url in ways[:: 1 if turn % 2 else -1]:  # each way is the first one every other time
+                    run = _send(url, many, max(8, 2 * many), output_len, seed)
+                    rates[url].append(_num_tokens(run) / run.seconds)
+                cpu.append((cpu_seconds(found.gateway.pid) - before) / _num_tokens(run))
                 advance()
-            measured.append(Streams(many, *zip(*figures, strict=True)))
+            measured.append(Streams(many, *(tuple(rates[url]) for url in ways), tuple(cpu)))
     return Overhead(tuple(measured), tuple(first[0]), tuple(first[1]))
-
-
-def _num_requests(streams: int) -> int:
-    return max(8, 2 * streams)
 
 
 def _send(url: str, streams: int, requests: int, output_len: int, seed: int) -> Run:
@@ -118,7 +121,3 @@ def _send(url: str, streams: int, requests: int, output_len: int, seed: int) -> 
 
 def _num_tokens(run: Run) -> int:
     return sum(record.answer.num_tokens for record in run.records)
-
-
-def _rate(run: Run) -> float:
-    return _num_tokens(run) / run.seconds
