@@ -108,7 +108,7 @@ class Report:
 
     rows: dict[str, Row] = field(default_factory=dict)  # by fault
     failures: list[str] = field(default_factory=list)  # a description each
-    stalls: list[float] = field(default_factory=list)  # s at a kill
+    stalls: list[tuple[float, str]] = field(default_factory=list)  # s at a kill, and the round
     ends: list[float] = field(default_factory=list)  # s from SIGTERM to the replica's end
     counters: dict[int, Counter[str]] = field(default_factory=dict)  # by process of a gateway
     kinds: Counter[str] = field(default_factory=Counter)
@@ -129,10 +129,12 @@ class Report:
             lines.append(f"{fault:10s} {row.rounds:6d} {row.clients:7d} {counts}  {phases}")
         lines.append("gateways:  " + ", ".join(f"{name} {self.total(name)}" for name in COUNTERS))
         lines.append("requests:  " + ", ".join(f"{kind} {count}" for kind, count in sorted(self.kinds.items())))
-        for what, found in (("stall at a kill", self.stalls), ("end after SIGTERM", self.ends)):
+        for what, found in (("stall at a kill", [one for one, _ in self.stalls]), ("end after SIGTERM", self.ends)):
             if len(found) > 1:
                 cuts = quantiles(found, n=100, method="inclusive")
                 lines.append(f"{what}: p50 {cuts[49]:.3f} s, p99 {cuts[98]:.3f} s, of {len(found)}")
+        longest = sorted(self.stalls, reverse=True)[:5]
+        lines.append("longest stalls: " + ", ".join(f"{seconds:.3f} s in round {where}" for seconds, where in longest))
         return "\n".join(lines)
 
 
@@ -378,7 +380,7 @@ class Round:
             before = [one for one in answer.times if one <= at]
             after = [one for one in answer.times if one > at]
             if answer.name in names and before and after:
-                self._report.stalls.append(after[0] - before[-1])
+                self._report.stalls.append((after[0] - before[-1], f"{self._seed} ({self.fault})"))
 
 
 async def play(rounds: range, seed: int, directory: Path, show: Callable[[str], None] = lambda line: None) -> Report:
