@@ -54,11 +54,12 @@ bench: $(INSTALLED)  ## speed on this machine
 bench-peers: $(INSTALLED)  ## Quire beside other engines: PEERS="--models DIR --vllm PYTHON ...", see --help
 	$(BIN)/python -m quire_bench.peers $(PEERS)
 
-bench-long: $(INSTALLED)  ## 100,000,000 operations of the block manager, 1,000,000 simulated requests; the server: 20,000 cases, 10,000 clients that hang up, an hour
+bench-long: $(INSTALLED)  ## 100,000,000 operations of the block manager, 1,000,000 simulated requests; the server: 20,000 cases, 10,000 clients that hang up, an hour; a fleet: 1,000 rounds with kills, hangs and partitions
 	$(BIN)/python -m tests.cache.machine 1000 1000 100000
 	$(BIN)/quire simulate --requests 1000000 --blocks 100000
 	$(BIN)/python -m tests.server.fuzz 20000
 	$(BIN)/python -m tests.server.storm 10000
+	$(BIN)/python -m tests.fleet.chaos 1000
 	$(BIN)/quire bench soak --minutes 60
 
 clients: $(INSTALLED)  ## lm_eval and a load generator against the server, in an environment of their own

@@ -475,3 +475,59 @@ def test_a_long_prompt_is_not_gone_through() -> None:
     detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=True)
     text = "".join(detokenizer.add(token) for token in tokenizer.encode("return"))
     assert text + detokenizer.finish() == "return"
+
+
+# ------------------------------------------------------------------------------------------------------- resumed
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_resumed_text_is_where_it_was_and_goes_on_the_same(tokenizer: Tokenizer, seed: int) -> None:
+    """Cut within characters, within what may be a stop string, and within min_tokens."""
+    rng = random.Random(seed)
+    prompt = "a" + "".join(rng.choices("ab 漢🙂", k=5))
+    text = "".join(rng.choices("ab é漢字🙂", k=12))
+    stops = ["".join(rng.choices("ab é漢字🙂", k=rng.randint(1, 3))) for _ in range(rng.randint(0, 2))]
+    context = tokenizer.encode(prompt)
+    tokens = tokenizer.encode(prompt + text)[len(context) :]
+    sampling = SamplingParams(max_tokens=None, stop=stops or None, min_tokens=rng.choice((0, 0, 7)))
+
+    def go_on(delivered: int, num_checked: int) -> tuple[CompletionOutput, list[str]]:
+        """The output after all other tokens, and its text before and after each of them."""
+        request = Request("r", array("i", context), len(context), sampling)
+        if delivered:
+            request.resume(tokens[:delivered], num_checked)
+        output = RequestOutput("p", None, context, [CompletionOutput(0)])
+        processor = TextEngine(FakeEngine(), tokenizer)  # type: ignore[arg-type]
+        processor.add(request, output, deque())
+        seen = [output.outputs[0].text]
+        for i, token in enumerate(tokens):
+            if output.outputs[0].finished or i < delivered - num_checked:
+                continue
+            known = i < delivered  # it is drawn again
+            end = FinishReason.LENGTH if i == len(tokens) - 1 else None
+            list(processor.process([Event("r", token, finish_reason=end, drawn=token if known else None)]))
+            if not known:
+                seen.append(output.outputs[0].text)
+        return output.outputs[0], seen
+
+    whole, seen = go_on(0, 0)
+    for cut in range(1, len(whole.token_ids)):
+        for num_checked in (0, min(cut, 4)):
+            found, shown = go_on(cut, num_checked)
+            assert shown == seen[cut:], (cut, num_checked)
+            assert (found.token_ids, found.text) == (whole.token_ids, whole.text)
+            assert (found.finish_reason, found.stop_reason) == (whole.finish_reason, whole.stop_reason)
+            assert found.num_differences == 0
+
+
+def test_a_delivered_token_that_is_drawn_otherwise_is_counted_and_kept(bytewise: Tokenizer) -> None:
+    tokens = bytewise.encode("abc")
+    request = Request("r", array("i"), 0, SamplingParams(max_tokens=None))
+    request.resume(tokens[:2], 2)
+    output = RequestOutput("p", None, [], [CompletionOutput(0)])
+    processor = TextEngine(FakeEngine(), bytewise)  # type: ignore[arg-type]
+    processor.add(request, output, deque())
+    events = [Event("r", tokens[0], drawn=tokens[0]), Event("r", tokens[1], drawn=tokens[2]), Event("r", tokens[2])]
+    list(processor.process(events))
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == ("abc", tokens)
+    assert output.outputs[0].num_differences == 1

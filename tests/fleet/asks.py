@@ -14,7 +14,7 @@ import aiohttp
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 BASES = (
     "import os\nimport sys\n\n\ndef main(path):\n    for name in sorted(os.listdir(path)):\n        print(name)\n",
-    "class Tree:\n    def __init__(self, left=None, right=None):\n        self.left, self.right = left, right\n",
+    "class Tree:\n    def __init__(self, left=None):\n        self.left = left\n        self.right = None\n",
     "漢字 🙂 für 漢字 🙂 für 漢字 🙂 für ",
 )
 WORDS = ("def ", "f(x)", ":\n", "    return ", "x", " + ", "1", "\n", "# a sorted list\n", "é", "for i in range(10):\n")

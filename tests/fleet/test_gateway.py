@@ -2,52 +2,53 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+import asyncio
+import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import pytest
 
-from tests.fleet.asks import CHAT, COMPLETIONS, Answer, compared, take
-from tests.fleet.serving import gateway, replica
-from tests.server.serving import Serving
+from quire.errors import ConfigError
+from quire.fleet.config import GatewayConfig
+from quire.fleet.gateway import find_model
+from quire.fleet.membership import StaticMembers
+from tests.fleet.asks import CHAT, COMPLETIONS, EMBEDDINGS, Answer, compared, take
+from tests.fleet.fake_replica import END, STATE, Calls, faking, frame
+from tests.fleet.gateways import SECRET, Front, drain, fronting, lose, replica_of, replicas, slow, slowed, until, value
+from tests.server.serving import Answer as HttpAnswer
+from tests.server.serving import Serving, serving
 
 pytestmark = pytest.mark.slow
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
-def one() -> Iterator[Serving]:
-    with replica() as running:
+def two() -> Iterator[list[Serving]]:
+    """Two replicas."""
+    with replicas(2) as running:
+        for each in running:
+            each.headers["Authorization"] = f"Bearer {SECRET}"
         yield running
 
 
 @pytest.fixture(scope="module")
-def fleet(one: Serving) -> Iterator[Serving]:
-    with gateway(one.url) as running:
-        until(lambda: running.get("/health").status == 200)
+def fleet(two: list[Serving]) -> Iterator[Front]:
+    """A gateway of both."""
+    with fronting(*(each.url for each in two)) as running:
         yield running
 
 
-def test_one_request_may_come_twice_at_a_time(one: Serving, fleet: Serving) -> None:
+def test_one_request_may_come_twice_at_a_time(two: list[Serving]) -> None:
     """As when a client goes to another gateway before the first one has noticed: the names are the same."""
     body = {"prompt": "def f(x):\n", "max_tokens": 200, "ignore_eos": True}
     search = body | {"use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 20}
-    with gateway(one.url) as other:
-        until(lambda: other.get("/health").status == 200)
+    with fronting(two[0].url) as here, fronting(two[0].url) as there:
         for each in (body, search):
+            ask = partial(Front.ask, method="POST", path=COMPLETIONS, body=each, headers={"Idempotency-Key": "k"})
             with ThreadPoolExecutor(4) as pool:
-                places = (fleet, other, fleet, other)
-                asked = [
-                    pool.submit(one.ask, "POST", "/v1/completions", each, {"Idempotency-Key": "k"}) for one in places
-                ]
-                found = [future.result() for future in asked]
+                found = list(pool.map(ask, (here, there, here, there)))
             assert [answer.status for answer in found] == [200] * 4, [answer.body for answer in found]
             assert len({str(answer.json()["choices"]) for answer in found}) == 1
 
@@ -73,7 +74,7 @@ CONTINUED = {
 
 
 @pytest.mark.parametrize("kind", CONTINUED)
-def test_a_stream_goes_on_after_each_of_its_events(fleet: Serving, kind: str) -> None:
+def test_a_stream_goes_on_after_each_of_its_events(fleet: Front, kind: str) -> None:
     """A cut may fall after any event. What the client has then and what it gets for the last id are the answer."""
     path, own = CONTINUED[kind]
     body = own | {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 12, "seed": 3}
@@ -96,3 +97,347 @@ def test_a_stream_goes_on_after_each_of_its_events(fleet: Serving, kind: str) ->
             had = put_together(*head)
             rest = fleet.ask("POST", path, body, {"Last-Event-ID": had.last_id or ""}).body
             assert put_together(*head, rest).choices == expected.choices, (cut, again)
+
+
+# ------------------------------------------------------------------------------------------------ as a plain server
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {}),
+    (COMPLETIONS, {"prompt": "x", "temprature": 1}),
+    (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usag": 1}}),
+    (COMPLETIONS, {"prompt": "x", "model": "another"}),
+    (COMPLETIONS, {"prompt": "a " * 2000}),
+    (COMPLETIONS, {"prompt": [1, 2, 99_999]}),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 5000}),
+    (COMPLETIONS, {"prompt": "x", "n": 2, "best_of": 1}),
+    (COMPLETIONS, {"prompt": "x", "regex": "(a"}),
+    (COMPLETIONS, {"prompt": "x", "regex": "a", "grammar": "b"}),
+    (COMPLETIONS, {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}),
+    (COMPLETIONS, {"prompt": "x", "regex": "(a", "stream": True}),
+    (COMPLETIONS, {"prompt": "x", "stop_token_ids": [5000]}),
+    (COMPLETIONS, {"prompt": "x", "logprobs": 50}),
+    (COMPLETIONS, {"prompt": "x" * 60, "use_beam_search": True, "n": 100}),
+    (COMPLETIONS, {"prompt": "x", "use_beam_search": True, "n": 9, "temperature": 0}),
+    (COMPLETIONS, {"prompt": "x", "min_tokens": 5, "max_tokens": 4}),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "temperature": 0}]}),
+    (CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}),
+    (CHAT, {"messages": [{"role": "user", "content": "a " * 2000}]}),
+    (EMBEDDINGS, {"input": [99_999]}),
+    (EMBEDDINGS, {"input": "x", "dimensions": 10_000}),
+    ("/tokenize", {"prompt": "x", "max_tokens": 1}),
+    ("/detokenize", {"tokens": [99_999]}),
+]
+
+
+def said(answer: HttpAnswer) -> tuple[int, str]:
+    """A status and a body, without the names of requests."""
+    return answer.status, re.sub(r"\b(cmpl|chatcmpl|embd)-[0-9a-f]{32}[-~0-9]*", "REQUEST", answer.body.decode())
+
+
+@pytest.mark.parametrize(("path", "body"), REFUSED)
+def test_what_is_wrong_is_said_as_a_plain_server_says_it(
+    two: list[Serving], fleet: Front, path: str, body: dict[str, Any]
+) -> None:
+    plain, found = two[0].ask("POST", path, body), fleet.ask("POST", path, body)
+    assert said(found) == said(plain)
+    assert plain.status in (400, 404)
+
+
+def test_the_other_routes_answer_as_a_plain_server_does(two: list[Serving], fleet: Front) -> None:
+    assert fleet.get("/health").status == 200
+    mine, theirs = fleet.get("/v1/models").json(), two[0].get("/v1/models").json()
+    for models in (mine, theirs):
+        for model in models["data"]:
+            model.pop("created")
+    assert mine == theirs
+    for path, body in (
+        ("/tokenize", {"prompt": "für 漢字", "return_token_strs": True}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/detokenize", {"tokens": [5, 6, 7]}),
+    ):
+        assert fleet.ask("POST", path, body).json() == two[0].ask("POST", path, body).json()
+    assert fleet.get("/tokenizer_info").json() == two[0].get("/tokenizer_info").json()
+    assert fleet.get("/version").json() == two[0].get("/version").json()
+
+
+def test_tenants_share_no_blocks(two: list[Serving]) -> None:
+    """Nor does anybody without a key get an answer."""
+    with fronting(*(each.url for each in two), api_key=("one", "another")) as fleet:
+
+        def cached(key: str) -> int:
+            body = {"prompt": "tenants have secrets\n" * 10, "max_tokens": 1}
+            answer = fleet.ask("POST", COMPLETIONS, body, {"Authorization": f"Bearer {key}"})
+            assert answer.status == 200, answer.body
+            return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert [cached("one"), cached("another")] == [0, 0]
+        until(lambda: cached("one") > 30)
+        until(lambda: cached("another") > 30)
+        assert fleet.ask("POST", COMPLETIONS, {"prompt": "x"}, {"Authorization": "Bearer other"}).status == 401
+        assert fleet.ask("POST", COMPLETIONS, {"prompt": "x"}).status == 401
+
+
+class Rates:
+    """What a replica says of its speed, whatever this machine does besides: prompts are what costs."""
+
+    seconds_a_step, seconds_a_sequence = 1e-9, 1e-9
+
+    def __init__(self, seconds_a_prompt_token: float) -> None:
+        self.seconds_a_prompt_token = seconds_a_prompt_token
+
+    def observe(self, num_prompt: int, num_sequences: int, seconds: float) -> None:
+        pass
+
+
+def test_equal_prompts_at_once_cost_one_prefill() -> None:
+    """Which replica holds a prompt is known when it is sent there, before it is computed."""
+    prompt = "".join(f"x{i} = {i * i}\n" for i in range(40))
+    options = {"num_blocks": 512, "max_num_seqs": 40}
+    with serving(options, fleet_secret=SECRET) as one, serving(options, fleet_secret=SECRET) as other:
+        for each in (one, other):
+            replica_of(each)._rates = Rates(1e-2)  # type: ignore[assignment]
+        with fronting(one.url, other.url) as fleet:
+            num_prompt = fleet.post("/tokenize", prompt=prompt).json()["count"]
+            with ThreadPoolExecutor(32) as pool:
+                bodies = [{"prompt": prompt, "max_tokens": 4, "seed": seed} for seed in range(32)]
+                found = list(pool.map(lambda body: fleet.ask("POST", COMPLETIONS, body), bodies))
+            assert {answer.status for answer in found} == {200}
+            computed, cached = (sum(each) for each in zip(counted(one), counted(other), strict=True))
+        assert computed + cached == 32 * num_prompt
+        # One prefill; and of each other request what stands after its last full block.
+        assert computed == num_prompt + 31 * (num_prompt % 16)
+
+
+def counted(replica: Serving) -> tuple[int, int]:
+    """Prompt tokens that a replica has computed, and that it found in its cache."""
+    total = value(replica, "quire:prompt_tokens_total")
+    cached = value(replica, "quire:prompt_tokens_cached_total")
+    return int(total - cached), int(cached)
+
+
+# ------------------------------------------------------------------------------------- replicas that are not believed
+
+BODY: dict[str, Any] = {"prompt": "def f(x):\n", "max_tokens": 20, "seed": 5, "ignore_eos": True}
+
+
+def text_of(answer: HttpAnswer) -> str:
+    assert answer.status == 200, answer.body
+    return str(answer.json()["choices"][0]["text"])
+
+
+LIES: dict[str, Calls] = {
+    "tokens are missing": lambda call: [frame(call, 0, 3, [7], 0, "x")],
+    "characters are missing": lambda call: [frame(call, 0, 0, [7], 3, "x")],
+    "a position is negative": lambda call: [frame(call, 0, -1, [7], 0, "x")],
+    "a frame is none": lambda call: [{"frames": [{}]}],
+    "an end is none": lambda call: [frame(call, 0, 0, [], 0, "", None, ["done", None, None])],
+    "logprobs are missing": lambda call: [frame(call, 0, 0, [7], 0, "x")],
+    "a line is no object": lambda call: [b"[]\n"],
+    "a line is no JSON": lambda call: [b"{]\n"],
+    "a block event is missing": lambda call: [{"event": 7, "events": [["+", 1]]}],
+    "a block event comes again": lambda call: [{"event": 0, "events": [["+", 1]]}, {"event": 0, "events": [["+", 1]]}],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_who_contradicts_himself_is_left_and_another_goes_on(two: list[Serving], lie: str) -> None:
+    body = BODY | {"logprobs": 1}
+    with faking(two[0], LIES[lie]) as fake, fronting(fake.url, two[0].url) as fleet:
+        found = fleet.ask("POST", COMPLETIONS, body)
+        assert fake.calls, "it was not asked"
+        assert found.status == 200, found.body
+        assert found.json()["choices"] == two[0].ask("POST", COMPLETIONS, body).json()["choices"]
+        assert value(fleet, "quire:fleet_contradictions_total", replica=fake.url) >= 1
+        assert value(fleet, "quire:fleet_resume_mismatch_total") == 0
+
+
+def test_frames_of_what_was_never_asked_are_counted_and_dropped(two: list[Serving]) -> None:
+    def called(call: dict[str, Any]) -> list[Any]:
+        stranger = call | {"flow": 10_000}
+        return [
+            frame(stranger, 0, 0, [7], 0, "x"),
+            frame(call, 5, 0, [7], 0, "x"),
+            {"failed": [[10_000, 500, {}]]},
+            END,
+        ]
+
+    with faking(two[0], called) as fake, fronting(fake.url, two[0].url) as fleet:
+        assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == text_of(two[0].ask("POST", COMPLETIONS, BODY))
+        assert value(fleet, "quire:fleet_late_frames_total") >= 2
+        assert value(fleet, "quire:fleet_contradictions_total") == 0
+
+
+@pytest.mark.parametrize("resume", ["exact", "any", "never"])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_token_that_no_other_replica_would_draw(two: list[Serving], resume: str, is_stream: bool) -> None:
+    """What was delivered cannot be taken back. Whether the answer ends there is what --resume says."""
+    wrong = 7
+    body = BODY | {"stream": is_stream, "temperature": 0}
+    text = two[0].post("/detokenize", tokens=[wrong]).json()["prompt"]
+
+    def called(call: dict[str, Any]) -> list[Any]:
+        return [frame(call, 0, 0, [wrong], 0, text), END]
+
+    with faking(two[0], called) as fake, fronting(fake.url, two[0].url, resume=resume) as fleet:
+        found = fleet.ask("POST", COMPLETIONS, body)
+        mismatches = value(fleet, "quire:fleet_resume_mismatch_total")
+    if is_stream:
+        assert found.status == 200
+        answer = put_together(found.body)
+        whole, said = answer.choices.get(0, {"text": ""})["text"], "".join(answer.errors)
+        assert whole.startswith(text), "what came before the error is delivered"
+    else:
+        whole = found.json()["choices"][0]["text"] if found.status == 200 else ""
+        said = "" if found.status == 200 else found.error()["message"]
+    if resume == "exact":
+        assert f"was delivered as {wrong} before the request was interrupted" in said
+        assert mismatches == 1
+    elif resume == "any":
+        assert said == ""
+        assert whole.startswith(text)
+        assert len(whole) > len(text) + 5
+        assert mismatches == 1
+    else:
+        assert f"{fake.url} was lost, and --resume is 'never'" in said
+        assert mismatches == 0
+
+
+def test_a_request_does_not_cross_to_other_bits(two: list[Serving]) -> None:
+    def called(call: dict[str, Any]) -> list[Any]:
+        fake.is_down = True
+        return [frame(call, 0, 0, [7], 0, "x"), END]
+
+    with faking(two[0], called, dtype="float32") as fake, fronting(fake.url, two[0].url, patience=0.3) as fleet:
+        found = fleet.ask("POST", COMPLETIONS, BODY)
+        assert found.status == 503
+        assert found.headers["retry-after"] == "1"
+        assert f"{two[0].url} computes other bits" in found.error()["message"]
+        fake.is_down = False
+        until(lambda: value(fleet, "quire:fleet_replica_up", replica=fake.url) == 1)
+        stream = put_together(fleet.ask("POST", COMPLETIONS, BODY | {"stream": True}).body)
+        assert stream.choices[0]["text"] == "x"
+        assert "computes other bits" in "".join(stream.errors)
+        assert stream.is_done
+        # What begins now begins at the other one.
+        assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == text_of(two[0].ask("POST", COMPLETIONS, BODY))
+
+
+def test_another_dtype_is_another_class_and_what_drains_there_stays(two: list[Serving]) -> None:
+    body = BODY | {"max_tokens": 150, "temperature": 0.9}
+    with serving({"dtype": "float32"}, slowed, fleet_secret=SECRET) as other:
+        expected = text_of(other.ask("POST", COMPLETIONS, body))
+        assert expected != text_of(two[0].ask("POST", COMPLETIONS, body))
+        slow(other, 0.01)
+        replica_of(other)._rates = Rates(1e-9)  # type: ignore[assignment]  # so that it gets the request
+        with fronting(other.url, two[0].url) as fleet, ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
+            until(lambda: value(fleet, "quire:fleet_time_to_first_token_seconds_count") == 1)
+            drain(other)
+            assert text_of(asked.result()) == expected
+            assert value(fleet, "quire:fleet_resumed_total") == 0
+
+
+def test_a_replica_of_another_tokenizer_gets_nothing(two: list[Serving]) -> None:
+    with faking(two[0], lambda call: [], tokenizer="another") as fake, fronting(two[0].url, fake.url) as fleet:
+        assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == text_of(two[0].ask("POST", COMPLETIONS, BODY))
+        assert not fake.calls
+        assert value(fleet, "quire:fleet_left_out_total", replica=fake.url) >= 1
+
+
+# ------------------------------------------------------------------------------------ replicas that cannot be asked
+
+
+def test_a_wrong_secret_ends_the_gateway_with_a_sentence(two: list[Serving]) -> None:
+    found = two[0].ask("GET", "/fleet/model", None, {"Authorization": "Bearer wrong"})
+    assert found.status == 401
+    config = GatewayConfig(fleet_secret="wrong")
+    with pytest.raises(ConfigError, match=f"{two[0].url} does not serve this fleet: HTTP status 401"):
+        asyncio.run(find_model(StaticMembers([two[0].url]), config))
+    with serving() as plain, pytest.raises(ConfigError, match=f"{plain.url} does not serve this fleet"):
+        fronting(plain.url).__enter__()
+
+
+def test_an_unknown_session_is_refused_by_its_code(two: list[Serving]) -> None:
+    for path in ("/fleet/generate", "/fleet/abort", "/fleet/search", "/fleet/match"):
+        found = two[0].ask("POST", path, {"session": "1234", "flow": 1})
+        assert (found.status, found.error()["code"]) == (404, "unknown_session"), path
+
+
+@pytest.mark.parametrize("refusal", [(404, "unknown_session"), (503, "draining"), (429, None)])
+def test_a_replica_that_refuses_is_passed_over(two: list[Serving], refusal: tuple[int, str | None]) -> None:
+    status, code = refusal
+    error = {"error": {"message": "no", "type": "x", "param": None, "code": code}}
+    with faking(two[0], lambda call: (status, error)) as fake, fronting(fake.url, two[0].url) as fleet:
+        assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == text_of(two[0].ask("POST", COMPLETIONS, BODY))
+        search = {"prompt": "x", "use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 5}
+        found = fleet.ask("POST", COMPLETIONS, search)
+        assert found.json()["choices"] == two[0].ask("POST", COMPLETIONS, search).json()["choices"]
+        assert len(fake.calls) == 2
+
+
+def test_where_all_are_full_the_client_is_to_come_again(two: list[Serving]) -> None:
+    error = {"error": {"message": "it is full", "type": "x", "param": None, "code": None}}
+
+    def full(call: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return 429, error
+
+    with faking(two[0], full) as fake, faking(two[0], full) as other, fronting(fake.url, other.url) as fleet:
+        for body in (BODY, BODY | {"use_beam_search": True, "n": 2, "seed": None}):
+            found = fleet.ask("POST", COMPLETIONS, body)
+            assert (found.status, found.headers["retry-after"]) == (429, "1")
+            assert found.error()["message"] == "it is full"
+        assert len(fake.calls) == len(other.calls) == 2
+
+
+def test_without_a_replica_there_is_an_answer_after_some_patience(two: list[Serving]) -> None:
+    with serving(fleet_secret=SECRET) as only, fronting(only.url, patience=0.3) as fleet:
+        stream = put_together(fleet.ask("POST", COMPLETIONS, BODY | {"stream": True}).body)
+        assert not stream.errors
+        assert only.server is not None
+        only.server.should_exit = True
+        until(lambda: fleet.get("/health").status == 503)
+        for body in (BODY, BODY | {"use_beam_search": True, "n": 2, "seed": None}, BODY | {"stream": True}):
+            found = fleet.ask("POST", COMPLETIONS, body)
+            assert (found.status, found.headers["retry-after"], found.error()["code"]) == (503, "1", "no_replica")
+            assert "no replica can take the request" in found.error()["message"]
+        assert fleet.get("/v1/models").status == 200
+
+
+def test_a_replica_that_comes_in_time_is_waited_for(two: list[Serving]) -> None:
+    with faking(two[0], lambda call: [], dtype="float32") as fake, ThreadPoolExecutor(1) as pool:
+        fake.first_lines = [{"event": 0, "snapshot": [], "state": STATE | {"draining": True}}]
+        with fronting(fake.url, two[0].url, patience=20.0) as fleet:
+            drain(two[0])
+            until(lambda: fleet.get("/health").status == 503)
+            asked = pool.submit(fleet.ask, "POST", COMPLETIONS, BODY)
+            replica_of(two[0]).draining = False
+            lose(two[0])  # a session that is made then does not drain
+            assert text_of(asked.result()) == text_of(two[1].ask("POST", COMPLETIONS, BODY))
+
+
+def test_no_event_of_a_sample_comes_before_its_prompts_logprobs(two: list[Serving]) -> None:
+    """Samples that go on one by one may be faster than the one with the prompt's logprobs, which all are to have."""
+    prompt = "".join(f"x{i} = {i * i}\n" for i in range(30))
+    body = BODY | {"prompt": prompt, "prompt_logprobs": 1, "n": 2, "stream": True}
+    with serving({"max_num_batched_tokens": 16}, fleet_secret=SECRET) as other:
+        expected = put_together(other.ask("POST", COMPLETIONS, body).body)
+        first = expected.choices[0]["prompt_logprobs"][0][1]
+        listed = [[int(t), one["logprob"], one["rank"], one["decoded_token"]] for t, one in first.items()]
+
+        def called(call: dict[str, Any]) -> list[Any]:
+            return [frame(call, 0, 0, [], 0, "", None, None, {"prompt_logprobs": [1, [listed]]}), END]
+
+        with faking(other, called) as fake, fronting(fake.url, other.url) as fleet:
+            found = put_together(fleet.ask("POST", COMPLETIONS, body).body)
+            assert len(fake.calls) == 1
+    assert found.choices == expected.choices
+
+
+def test_a_request_that_kills_each_replica_is_given_up(two: list[Serving]) -> None:
+    """Else it would go round for ever, and take all others with it."""
+    with faking(two[0], lambda call: [frame(call, 0, 0, [7], 0, "x"), END]) as fake, fronting(fake.url) as fleet:
+        found = fleet.ask("POST", COMPLETIONS, BODY)
+        assert (found.status, found.error()["code"]) == (503, "no_replica")
+        assert "9 replicas in a row were lost with the request before a new token came" in found.error()["message"]
+        assert len(fake.calls) < 15

@@ -46,6 +46,7 @@ MAX_POSTS = 512  # at a time, to each replica
 WAIT_FOR_ROOM = 1.0  # s, if nothing changes before: then a replica that was full is asked again
 MATCH_TIMEOUT = 0.05  # s that a replica has to say what it has cached
 MAX_PLACEMENTS = 256  # that are kept, so that people can see them
+MOST_LOST = 8  # replicas, as a request that kills each of them must not go through the whole fleet
 MEMORY = 0.05  # weight of the latest request in what is expected of the next one
 REFUSED_ELSEWHERE_TOO = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
@@ -279,8 +280,10 @@ class Fleet:
         span = self._span(placement, work.context)
         trace = None if span is None else span.traceparent
         call = work.call(flow, samples, is_strict=self._config.resume == "exact", trace=trace)
-        assignment = Assignment(flow, work, link, set(samples), self.index.expect(link.slot, digests), placement, span)
+        call = replace(call, uncached=placement.choice.best.uncached_tokens)
+        expected = self.index.expect(link.slot, digests)
         before = {sample: work.assigned[sample] for sample in samples if sample in work.assigned}
+        assignment = Assignment(flow, work, link, set(samples), expected, placement, span, dict(before))
         self._assignments[flow] = assignment
         work.assigned.update(dict.fromkeys(samples, assignment))
         if work.is_untouched:
@@ -293,7 +296,9 @@ class Fleet:
             await link.post("/fleet/generate", call)
             if link.hello is not hello:
                 raise LinkLost(f"{link.url}: {link.failure}")
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, LinkLost) and assignment.is_placed:  # it was lost as one that runs
+                return
             self._give_up(assignment, "not taken", is_error=True)
             for sample, other in before.items():
                 if other.flow in self._assignments:
@@ -302,15 +307,21 @@ class Fleet:
                 for other in before.values():
                     self._give_up(other, "taken back")
             raise
-        assignment.is_placed = work.is_admitted = True
-        self._metrics.routed(link.url, placement.choice)
-        self.placements.append(placement)
-        for sample, other in before.items():  # which has computed it until now
+        if not assignment.is_placed:
+            self._placed(assignment)
+        if self._assignments.get(flow) is not assignment:  # it ended, or was taken back, meanwhile
+            self._spawn(self._abort(link, flow))
+
+    def _placed(self, assignment: Assignment) -> None:
+        """A replica has taken a call: it has said so, or something has come of it before that."""
+        assignment.is_placed = assignment.work.is_admitted = True
+        self._metrics.routed(assignment.link.url, assignment.placement.choice)
+        self.placements.append(assignment.placement)
+        replaced, assignment.replaced = assignment.replaced, {}
+        for sample, other in replaced.items():
             other.samples.discard(sample)
             if not other.samples:
                 self._give_up(other, "moved")
-        if self._assignments.get(flow) is not assignment:  # it ended, or was taken back, meanwhile
-            self._spawn(self._abort(link, flow))
 
     def _span(self, placement: Placement, context: Context | None) -> CallSpan | None:
         """The span of a placement, where there are traces. context: what it goes below."""
@@ -464,6 +475,8 @@ class Fleet:
             return
         work, job = assignment.work, assignment.work.job
         is_new = work.enter(frame)
+        if not assignment.is_placed:
+            self._placed(assignment)
         ledger = work.ledgers[frame.sample]
         if frame.more is not None and (count := frame.more.get("differences", 0)):
             self._metrics.mismatched(count)
@@ -494,6 +507,7 @@ class Fleet:
     def _token_came(self, assignment: Assignment, sample: int) -> None:
         """A new token of a sample came: how long that took is counted where it is the first from this replica."""
         work, placement, now = assignment.work, assignment.placement, time.monotonic()
+        work.num_lost = 0
         if sample not in assignment.heard:
             assignment.heard.add(sample)
             seconds = now - work.last_tokens.get(sample, work.began)
@@ -561,6 +575,11 @@ class Fleet:
             return
         if self._config.resume == "never":
             self._close(work.job, _nobody(f"{assignment.link.url} was lost, and --resume is 'never'"))
+            return
+        work.num_lost += 1
+        if work.num_lost > MOST_LOST:
+            message = f"{work.num_lost} replicas in a row were lost with the request before a new token came"
+            self._close(work.job, _nobody(f"{message}, the last one at {assignment.link.url}"))
             return
         self._metrics.resumed(why)
         if not assignment.is_moving:  # else its move goes on, or ends in the same

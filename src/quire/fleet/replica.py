@@ -65,6 +65,7 @@ class Replica:
         self._events: list[list[Any]] = []  # of blocks, in this step
         self._next_event = 0
         self._rates = StepRates()
+        self._uncached: dict[str, int] = {}  # tokens that a request is expected to compute, until it ends
         self._num_planned = self._num_computed = self._num_decoded = 0
         self._num_mismatches = 0  # delivered tokens that were drawn otherwise
         llm.engine.listen(self._hear)
@@ -127,6 +128,8 @@ class Replica:
         if self.draining:
             raise ApiError("this replica takes no further requests", HTTPStatus.SERVICE_UNAVAILABLE, code="draining")
         flow = Flow(session, call.flow, await self._made(call))
+        if call.uncached is not None:
+            self._uncached |= {request.id: call.uncached for request in flow.requests}
         self._num_resumed += bool(call.delivered)
         with self._under(call.trace):
             await self._worker.submit(flow)
@@ -316,6 +319,9 @@ class Replica:
         num_planned = self._llm.engine.scheduler.num_planned
         rows, self._num_planned = num_planned - self._num_planned, num_planned
         self._num_mismatches += sum(event.drawn is not None and event.drawn != event.token for event in events)
+        for event in events:
+            if event.finish_reason is not None:
+                self._uncached.pop(event.request_id, None)
         drawn = len({event.request_id for event in events if event.token is not None})
         computed, decoded = max(0, rows - drawn), min(rows, drawn)
         self._num_computed += computed
@@ -340,8 +346,8 @@ class Replica:
         pools, indexes = self._manager.pools, self._manager.indexes
         fewest = min(range(len(pools)), key=lambda g: pools[g].num_free)
         waiting = sum(max(0, request.num_missing - 1) for request in scheduler.running)
-        waiting += sum(
-            request.num_missing
+        waiting += sum(  # what one of them computes, others that wait may find in the cache
+            min(request.num_missing, self._uncached.get(request.id, request.num_missing))
             for request in (*scheduler.waiting, *scheduler.swapped)
             if request.group is None or request.group.members[0] is request
         )

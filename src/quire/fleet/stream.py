@@ -81,7 +81,13 @@ class NumberedStream(Stream):
         self._known = {place: one for place, one in begun if one != NOTHING}
 
     def news(self, output: RequestOutput) -> list[Any]:
-        """What is new in an output; before all is there that the client has of it, no more than that."""
+        """What is new in an output; before all is there that the client has of it, no more than that.
+
+        Nothing before all logprobs of the prompt are there, which the first event of each sample has.
+        """
+        of_prompt = output.prompt_logprobs
+        if of_prompt is not None and len(of_prompt) < len(output.prompt_token_ids) and not output.outputs[0].finished:
+            return []
         if not self._known:
             return super().news(output)
         found = []

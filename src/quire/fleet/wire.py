@@ -72,6 +72,7 @@ class Call:
     priority: int = 0
     salt: str = ""
     grammar: tuple[str, str] | None = None  # kind and text, see Spec
+    uncached: int | None = None  # tokens that the gateway expects to be computed before a new one; None: all
     sample: int | None = None  # None: all n of them; else the one that goes on after `delivered`
     delivered: list[int] = field(default_factory=list)  # tokens
     first_prompt_logprob: int = 0  # prompt positions before it were sent

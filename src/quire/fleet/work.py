@@ -71,6 +71,7 @@ class Assignment:
     expectation: Expectation
     placement: Placement
     span: CallSpan | None  # where there are traces
+    replaced: dict[int, Assignment]  # of samples that were computed elsewhere until now
     is_placed: bool = False  # the replica has taken it
     is_seen: bool = False  # the replica's state may count it
     is_moving: bool = False  # another replica is to go on with it
@@ -90,6 +91,7 @@ class Work:
     is_admitted: bool = False  # a replica has taken it
     assigned: dict[int, Assignment] = field(default_factory=dict)  # by sample
     began: float = field(default_factory=time.monotonic)  # s
+    num_lost: int = 0  # replicas that were lost with it since its last new token
     last_tokens: dict[int, float] = field(default_factory=dict)  # s of time.monotonic(), when each sample's came
 
     def __post_init__(self) -> None:
