@@ -106,21 +106,21 @@ def serve_fleet(membership: Membership, config: GatewayConfig, tell: Callable[[s
     """
     listening = listen(config.host, config.port)
     allow_connections()
-    with TemporaryDirectory(prefix="quire-gateway-") as directory:
-        try:
-            tell("waiting for a replica")
-            found = asyncio.run(find_model(membership, config))
+    try:
+        tell("waiting for a replica")
+        found = asyncio.run(find_model(membership, config))
+        with TemporaryDirectory(prefix="quire-gateway-") as directory:  # gone before a signal can end the process
             gateway = build_gateway(membership, config, found, Path(directory))
 
-            def ready() -> None:
-                host, port = listening.getsockname()[:2]
-                address = f"[{host}]" if ":" in host else host
-                name = gateway.service.model.names[0]
-                tell(f"Quire {__version__} serves {name} at http://{address}:{port} with a fleet")
+        def ready() -> None:
+            host, port = listening.getsockname()[:2]
+            address = f"[{host}]" if ":" in host else host
+            name = gateway.service.model.names[0]
+            tell(f"Quire {__version__} serves {name} at http://{address}:{port} with a fleet")
 
-            run_until_stopped(GatewayServer(settings(gateway.app(), config), gateway, ready), listening)
-        finally:
-            listening.close()
+        run_until_stopped(GatewayServer(settings(gateway.app(), config), gateway, ready), listening)
+    finally:
+        listening.close()
 
 
 @dataclass
@@ -155,7 +155,7 @@ class GatewayServer(Listening):
 
 
 def build_gateway(membership: Membership, config: GatewayConfig, found: Found, directory: Path) -> Gateway:
-    """A gateway whose fleet is not started. directory: an empty one, for the files of the model."""
+    """A gateway whose fleet is not started. directory: an empty one, for the files of the model until this returns."""
     hello = found.hello
     for name, text in found.files.items():
         (directory / name).write_text(text, "utf-8")

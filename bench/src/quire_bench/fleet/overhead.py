@@ -104,8 +104,8 @@ def measure(
                     rates[url].append(_num_tokens(run) / run.seconds)
                 cpu.append((cpu_seconds(found.gateway.pid) - before) / _num_tokens(run))
                 advance()
-            direct, through = (tuple(rates[url]) for url in ways)
-            measured.append(Streams(many, direct, through, tuple(cpu)))
+            direct, gateway = (tuple(rates[url]) for url in ways)
+            measured.append(Streams(many, direct, gateway, tuple(cpu)))
     return Overhead(tuple(measured), tuple(first[0]), tuple(first[1]))
 
 
