@@ -77,7 +77,7 @@ CONTINUED = {
 def test_a_stream_goes_on_after_each_of_its_events(fleet: Front, kind: str) -> None:
     """A cut may fall after any event. What the client has then and what it gets for the last id are the answer."""
     path, own = CONTINUED[kind]
-    body = own | {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 12, "seed": 3}
+    body = own | {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 7, "seed": 3}
     whole = fleet.ask("POST", path, body).body
     expected = put_together(whole)
     assert expected.is_done
@@ -92,7 +92,7 @@ def test_a_stream_goes_on_after_each_of_its_events(fleet: Front, kind: str) -> N
         if had.usage is None:
             assert compared({"usage": found.usage}) == compared({"usage": expected.usage}), cut
         second = rest.split(b"\n\n")[:-1]
-        for again in range(1, len(second), 3):  # and when the second gateway goes, too
+        for again in range(1, len(second), 6):  # and when the second gateway goes, too
             head = [*events[:cut], *(event + b"\n\n" for event in second[:again])]
             had = put_together(*head)
             rest = fleet.ask("POST", path, body, {"Last-Event-ID": had.last_id or ""}).body
