@@ -38,7 +38,7 @@ def test_what_differs_is_seen() -> None:
     assert verdict(right, stream("abc", "stop", "stop")) == "doubled"
     assert verdict(right, stream("ab", "stop")) == "lost"
     assert verdict(right, stream("abc")) == "lost"
-    assert verdict(right, stream("abd", "stop")) == "different"
+    assert verdict(right, stream("abx", "stop")) == "different"
     assert verdict(right, stream("abc", "length")) == "different"
     assert verdict(right, stream("abc", "stop", usage=4)) == "different"
     assert verdict(right, Answer(503, body={"error": {}}, is_done=True)) == "error"
