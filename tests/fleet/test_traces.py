@@ -107,7 +107,7 @@ def test_what_is_cached() -> None:
     with traced(1) as (kept, servers, front):
         for _ in range(2):
             front.post("/v1/completions", **BODY | {"prompt": list(range(50, 100))})
-            until(lambda: front.on_loop(lambda: len(front.gateway.fleet.index)) >= 3)
+            until(lambda: front.on_loop(lambda: len(front.gateway.fleet.roster.index)) >= 3)
         flush(front, *servers)
         _, second = kept.named("placement")
         assert second.attributes["quire.placement.cached_tokens"] == 48
