@@ -368,8 +368,9 @@ def test_an_unknown_session_is_refused_by_its_code(two: list[Serving]) -> None:
 def test_a_replica_that_refuses_is_passed_over(two: list[Serving], refusal: tuple[int, str | None]) -> None:
     status, code = refusal
     error = {"error": {"message": "no", "type": "x", "param": None, "code": code}}
+    expected = text_of(two[0].ask("POST", COMPLETIONS, BODY))  # from now on it knows what its steps take
     with faking(two[0], lambda call: (status, error)) as fake, fronting(fake.url, two[0].url) as fleet:
-        assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == text_of(two[0].ask("POST", COMPLETIONS, BODY))
+        assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == expected
         search = {"prompt": "x", "use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 5}
         found = fleet.ask("POST", COMPLETIONS, search)
         assert found.json()["choices"] == two[0].ask("POST", COMPLETIONS, search).json()["choices"]
@@ -414,6 +415,24 @@ def test_a_replica_that_comes_in_time_is_waited_for(two: list[Serving]) -> None:
             replica_of(two[0]).draining = False
             lose(two[0])  # a session that is made then does not drain
             assert text_of(asked.result()) == text_of(two[1].ask("POST", COMPLETIONS, BODY))
+
+
+@pytest.mark.parametrize("extra", [{}, {"use_beam_search": True, "n": 2, "seed": None}])
+def test_what_the_only_replica_refuses_as_it_drains_waits_for_another_one(
+    two: list[Serving], extra: dict[str, Any]
+) -> None:
+    """The others may be on their way back when it stops: its refusal is no answer."""
+    error = {"error": {"message": "no", "type": "x", "param": None, "code": "draining"}}
+    body = BODY | extra
+    with faking(two[0], lambda call: (503, error)) as fake, ThreadPoolExecutor(1) as pool:
+        with fronting(fake.url, two[0].url, patience=20.0) as fleet:
+            drain(two[0])
+            asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
+            until(lambda: len(fake.calls) > 0)
+            replica_of(two[0]).draining = False
+            lose(two[0])
+            found = asked.result()
+            assert found.json()["choices"] == two[1].ask("POST", COMPLETIONS, body).json()["choices"]
 
 
 def test_no_event_of_a_sample_comes_before_its_prompts_logprobs(two: list[Serving]) -> None:

@@ -42,7 +42,8 @@ class Attempts:
         if refusal.status in REFUSED_ELSEWHERE_TOO or (self._refusal is not None and refusal.is_own_fault):
             raise client_error(refusal, self._guide) from refusal
         self.passed_over.add(link)
-        self._refusal = refusal
+        if not refusal.is_away:
+            self._refusal = refusal
 
     async def found_none(self, error: NoReplica, *, has_begun: bool = False) -> None:
         """Wait until all replicas may be asked again. Raises ApiError where that is too late.

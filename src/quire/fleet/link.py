@@ -32,7 +32,8 @@ class Refused(QuireError):
 
     def __init__(self, status: int, body: dict[str, Any]) -> None:
         self.error: dict[str, Any] = body.get("error") or {}
-        self.is_own_fault = status >= 500 and self.error.get("code") not in BUSY  # not of the replica's state
+        self.is_away = self.error.get("code") in BUSY  # as one that is lost: it says nothing of the call
+        self.is_own_fault = status >= 500 and not self.is_away
         super().__init__(str(self.error.get("message", f"HTTP status {status}")))
         self.status = status
 
