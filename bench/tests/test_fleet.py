@@ -18,6 +18,7 @@ from quire_bench.fleet.running import fetch, fleet, pieces, waited_for
 from quire_bench.fleet.traces import ANSWER, BLOCK, TURNS, Trace, sessions, shared_prefixes
 from quire_bench.proc import cpu_seconds
 from quire_bench.server.prompts import Prompt
+from tests.forks import Spawner
 
 OPTIONS = ("--num-blocks", "256", "--max-num-seqs", "8")
 
@@ -118,7 +119,15 @@ def test_what_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 # ------------------------------------------------------------------------------------------------ each measurement
 
 
+@pytest.fixture
+def _forked(forks: Spawner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes start in a fraction of the time. Those of `test_the_command` start as everywhere."""
+    monkeypatch.setattr("quire_bench.fleet.running.running", forks.running)
+    monkeypatch.setattr("quire_bench.fleet.overhead.running", forks.running)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_forked")
 def test_a_fleet_is_read_killed_and_restarted() -> None:
     with fleet(2, *OPTIONS) as found:
         [first, second] = found.replicas
@@ -138,6 +147,7 @@ def test_a_fleet_is_read_killed_and_restarted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_forked")
 def test_what_a_gateway_costs() -> None:
     ticks: list[int] = []
     shown = overhead.measure(OPTIONS, [1, 3], 12, 5, 2, lambda: ticks.append(1)).as_dict()
@@ -150,6 +160,7 @@ def test_what_a_gateway_costs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_forked")
 def test_a_kill_is_noticed_by_its_stall_alone() -> None:
     found = kills.measure(OPTIONS, 1, 24)
     assert [one.is_same for one in found.kills] == [True]
@@ -157,6 +168,7 @@ def test_a_kill_is_noticed_by_its_stall_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_forked")
 def test_a_replica_that_is_left_alone() -> None:
     found = leaving.measure(OPTIONS, 3, 1)
     assert [one.what for one in found] == ["hung", "killed", "drained"]
@@ -167,6 +179,7 @@ def test_a_replica_that_is_left_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_forked")
 def test_traces_that_are_routed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "LOADS", (0.8,))
     ticks: list[int] = []

@@ -26,7 +26,8 @@ import aiohttp
 
 from quire.fleet.work import seed_of
 from tests.fleet.asks import EMBEDDINGS, Answer, Ask, draw_ask, receive, verdict
-from tests.fleet.processes import Connection, Gate, Process, Spawner
+from tests.fleet.gates import Connection, Gate
+from tests.forks import Process, Spawner
 
 SECRET = "of the fleet"
 NUM_REPLICAS, NUM_GATEWAYS = 3, 2
