@@ -16,12 +16,17 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from quire.errors import ModelError
 from quire.models import Own, choose
-from quire.models.adapter.tiny import VOCAB, shrink
+from quire.models.adapter.tiny import DEPTH, VOCAB, shrink
 from quire.models.adapter.trial import randomise
+from quire.models.text_part import WHOLES
 from quire.models.supported import PATH, Supported, Sweep, read
 from tests.models.checkpoints import engine, probed_logits
 
@@ -56,8 +61,7 @@ def sweep(name: str) -> Row:
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         directory = Path(place)
-        kinds = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]]
-        kind = kinds[0] if isinstance(kinds, tuple) else kinds
+        kind = _class(name)
         try:
             config = CONFIG_MAPPING[name](**GIVEN.get(name, {}))
         except Exception as error:
@@ -73,16 +77,39 @@ def sweep(name: str) -> Row:
         return Row(Supported(name, "own decoder" if isinstance(choice, Own) else "adapter", ""), _error(made, model))
 
 
+def _class(name: str) -> Any:
+    """Of the whole, where a type is one of several sides."""
+    config = CONFIG_MAPPING[name]
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if config in mapping and (name in WHOLES or mapping is MODEL_FOR_CAUSAL_LM_MAPPING):
+            kinds = mapping[config]
+            return kinds[0] if isinstance(kinds, tuple) else kinds
+    raise KeyError(name)
+
+
 def _saved(kind: Any, config: Any, directory: Path) -> Any:
     """A small model with its files in the directory; None, and the config alone, where none can be made."""
+    raw = config.to_dict()
     try:
-        small = type(config).from_dict(shrink(config.to_dict()))
+        small = type(config).from_dict(_small_whole(raw) if "text_config" in raw else shrink(raw))
         model = kind._from_config(small, attn_implementation="eager", dtype=torch.float32).eval()
         randomise(model)
         model.save_pretrained(directory)
     except Exception:
         return None
     return model
+
+
+def _small_whole(raw: dict[str, Any]) -> dict[str, Any]:
+    """A whole with a small text part, and one layer in each of its other sides."""
+    small = {key: value % VOCAB if key.endswith(("_token_id", "_token_index")) and value else value
+             for key, value in raw.items()}  # fmt: skip
+    for key, value in raw.items():
+        if key == "text_config":
+            small[key] = shrink(value)
+        elif key.endswith("_config") and isinstance(value, dict):
+            small[key] = value | {depth: 1 for depth in (*DEPTH, "depth") if isinstance(value.get(depth), int)}
+    return small
 
 
 def _line(error: Exception) -> str:

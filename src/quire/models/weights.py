@@ -8,8 +8,9 @@ import pickle
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from quire.models.model import WeightBytes
 from quire.models.quantisation.module import Form, Module, Scheme, form_of
 from quire.models.quantisation.policy import Quantisation, Rounding, dequantised_into
 from quire.models.quantisation.stacking import StackedWeight, Weight, stacked
+from quire.models.text_part import TextPart
 from quire.ops.memory import mapped
 from quire.ops.quantised import QuantisedWeight
 
@@ -34,22 +36,30 @@ SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "mod
 class Checkpoint:
     """The named tensors of a directory: safetensors, in one file or several, or an old state dict."""
 
-    def __init__(self, directory: Path) -> None:
-        """Open the files. Raises ModelError where there are none, or one is unreadable."""
+    def __init__(self, directory: Path, part: TextPart | None = None) -> None:
+        """Open the files. Raises ModelError where there are none, or one is unreadable.
+
+        part: what is asked for, under the names of a model of its own; None: all there is.
+        """
         self.directory = directory
-        self._reader_of: dict[str, Callable[[str], Tensor]] = {}
-        paths = weight_files(directory)
+        self._reader_of: dict[str, Callable[[], Tensor]] = {}
+        paths = weight_files(directory, part)
         if not paths:
             others = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
             raise ModelError(f"{directory} holds no weights ({', '.join(SINGLE_FILES)}); it holds {others}")
         for path in paths:
             try:
+                names: Iterable[str]
+                read: Callable[[str], Tensor]
                 if path.suffix == ".safetensors":
                     file = safe_open(path, framework="pt")
-                    self._reader_of |= dict.fromkeys(file.keys(), file.get_tensor)  # type: ignore[no-untyped-call]
+                    names, read = file.keys(), file.get_tensor  # type: ignore[no-untyped-call]
                 else:
                     tensors = _state_dict(path)
-                    self._reader_of |= dict.fromkeys(tensors, tensors.__getitem__)
+                    names, read = tensors, tensors.__getitem__
+                for theirs in names:
+                    if (name := theirs if part is None else part.name(theirs)) is not None:
+                        self._reader_of[name] = partial(read, theirs)
             except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 raise ModelError(f"{path} cannot be read as weights: {error}") from error
 
@@ -59,16 +69,20 @@ class Checkpoint:
         return frozenset(self._reader_of)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._reader_of[name](name)
+        return self._reader_of[name]()
 
 
-def weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path, part: TextPart | None = None) -> list[Path]:
     """The files that hold the weights; of several forms of the same weights the first of SINGLE_FILES.
 
     None at all where a directory has a config.json alone.
+
+    part: what is asked for; files that an index gives to other parts alone are left out.
     """
     if (directory / INDEX).exists():
-        return [directory / name for name in sorted(set(read_json(directory / INDEX)["weight_map"].values()))]
+        files = read_json(directory / INDEX)["weight_map"]
+        wanted = {file for name, file in files.items() if part is None or part.name(name) is not None}
+        return [directory / name for name in sorted(wanted)]
     for pattern in SINGLE_FILES:
         if found := sorted(directory.glob(pattern)):
             return found

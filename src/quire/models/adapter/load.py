@@ -6,13 +6,11 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
@@ -42,10 +40,8 @@ class Found(NamedTuple):
     config: Any
 
 
-def find(directory: Path, raw: Mapping[str, Any]) -> Found:
-    """The class and the config of a checkpoint, or of a directory with its config.json alone, after its trial.
-
-    raw: the config.json.
+def find(raw: Mapping[str, Any]) -> Found:
+    """The class and the config of a model with that config.json, after its trial.
 
     Raises Unsupported, with the reason, where transformers has none, or has one that cannot be served.
     """
@@ -53,7 +49,7 @@ def find(directory: Path, raw: Mapping[str, Any]) -> Found:
     if kind not in CONFIG_MAPPING:
         raise Unsupported(f"transformers {transformers.__version__} knows no model of type {kind!r}")
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = CONFIG_MAPPING[kind].from_dict(dict(raw))
     except Exception as error:  # a config's ways to be wrong are many
         raise Unsupported(f"transformers cannot read its config.json: {' '.join(str(error).split())[:200]}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -79,7 +75,7 @@ def longest_sequence(config: Any) -> int:
 
 
 def load(
-    directory: Path,
+    checkpoint: Checkpoint,
     found: Found,
     backend: Backend,
     dtype: torch.dtype,
@@ -96,12 +92,13 @@ def load(
     unread: dict[str, Form] = {}  # by module
     kind = found.model
     if quantisation.scheme is not None:
-        kind = _with_unread(kind, quantisation.scheme, Checkpoint(directory), dtype, unread)
+        kind = _with_unread(kind, quantisation.scheme, checkpoint, dtype, unread)
     with _silence():
         try:
             model, report = kind.from_pretrained(
-                directory,
+                None,
                 config=found.config,
+                state_dict={name: checkpoint[name] for name in checkpoint.names},  # mapped, not read
                 dtype=dtype,
                 attn_implementation=NAME,
                 trust_remote_code=False,
@@ -111,14 +108,14 @@ def load(
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
-            raise ModelError(f"{directory}: transformers cannot load its weights: {reason}") from error
+            raise ModelError(f"{checkpoint.directory}: transformers cannot load its weights: {reason}") from error
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         names = sorted(name for name in map(str, report.get(what) or ()) if not BUFFERS.search(name))
         if what == "unexpected_keys":
-            names = [name for name in names if not _is_of(name, unread, directory)]
+            names = [name for name in names if not _is_of(name, unread, checkpoint)]
         if names:
             raise ModelError(
-                f"{directory} has {len(names)} {what.replace('_', ' ')}, among them {', '.join(names[:3])}; running "
+                f"{checkpoint.directory} has {len(names)} {what.replace('_', ' ')}, among them {', '.join(names[:3])}; running "
                 "with them would be a different model"
             )
     model.eval()
@@ -153,13 +150,13 @@ def _with_unread(kind: Any, scheme: Scheme, checkpoint: Checkpoint, dtype: torch
     return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
 
 
-def _is_of(tensor: str, unread: Mapping[str, Form], directory: Path) -> bool:
+def _is_of(tensor: str, unread: Mapping[str, Form], checkpoint: Checkpoint) -> bool:
     """Whether a tensor belongs to a linear that we read; some writers give every one a bias, of zeros."""
     name, _, kind = tensor.rpartition(".")
     if name not in unread:
         return False
     if kind == "bias":
-        return not bool(Checkpoint(directory)[tensor].any())
+        return not bool(checkpoint[tensor].any())
     return kind in (*unread[name].needs, *unread[name].takes)
 
 

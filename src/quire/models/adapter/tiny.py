@@ -75,6 +75,9 @@ def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: lis
         rotated = ROPE_DIM if "qk_rope_head_dim" in raw else HEAD_DIM
         pairs = int(rotated * (raw.get("partial_rotary_factor") or 1.0)) // 2
         return (value * pairs)[:pairs]
+    if key == "mrope_section" and isinstance(value, list):
+        pairs = int(HEAD_DIM * (raw.get("partial_rotary_factor") or 1.0)) // 2
+        return [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
     if isinstance(value, list) and depth and len(value) == depth:
         return [_small(key, value[layer], raw, 0, chosen) for layer in chosen]
     if TOKENS.fullmatch(key):

@@ -15,7 +15,15 @@ from quire.models.hf_config import ConfigReader
 from quire.models.rope import check_rope
 from quire.models.weights import Sources
 
-DEFAULTS = {"max_position_embeddings": 131_072}
+# What a missing key means; published text parts leave many out.
+DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131_072,
+}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
