@@ -424,15 +424,18 @@ def test_what_the_only_replica_refuses_as_it_drains_waits_for_another_one(
     """The others may be on their way back when it stops: its refusal is no answer."""
     error = {"error": {"message": "no", "type": "x", "param": None, "code": "draining"}}
     body = BODY | extra
-    with faking(two[0], lambda call: (503, error)) as fake, ThreadPoolExecutor(1) as pool:
-        with fronting(fake.url, two[0].url, patience=20.0) as fleet:
-            drain(two[0])
-            asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
-            until(lambda: len(fake.calls) > 0)
-            replica_of(two[0]).draining = False
-            lose(two[0])
-            found = asked.result()
-            assert found.json()["choices"] == two[1].ask("POST", COMPLETIONS, body).json()["choices"]
+    with (
+        faking(two[0], lambda call: (503, error)) as fake,
+        ThreadPoolExecutor(1) as pool,
+        fronting(fake.url, two[0].url, patience=20.0) as fleet,
+    ):
+        drain(two[0])
+        asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
+        until(lambda: len(fake.calls) > 0)
+        replica_of(two[0]).draining = False
+        lose(two[0])
+        found = asked.result()
+        assert found.json()["choices"] == two[1].ask("POST", COMPLETIONS, body).json()["choices"]
 
 
 def test_no_event_of_a_sample_comes_before_its_prompts_logprobs(two: list[Serving]) -> None:

@@ -153,4 +153,6 @@ def _alone(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
 def _ordinary_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """A rope of positions in an image, as it is for text."""
     kept = {key: value for key, value in rope.items() if key not in IMAGE_POSITIONS}
-    return {key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in kept.items()}
+    return {
+        key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in kept.items()
+    }
