@@ -43,8 +43,8 @@ class Listener(Protocol):
     def connected(self, link: Link) -> None:
         """The replica has said what it is."""
 
-    def frame(self, link: Link, frame: Frame) -> None:
-        """Something came to a call. Raises WireError where it cannot be."""
+    def frames(self, link: Link, frames: Sequence[Frame]) -> None:
+        """What came to calls in a step. Raises WireError where it cannot be; what stands before that is taken."""
 
     def failed(self, link: Link, flow: int, status: int, body: dict[str, Any]) -> None:
         """A call has ended before its samples did."""
@@ -189,8 +189,7 @@ class Link:
                 listener.connected(self)
             listener.started(self, started)
             listener.changed(self)
-        for frame in frames:
-            listener.frame(self, frame)
+        listener.frames(self, frames)
         for flow, status, body in failed:
             listener.failed(self, flow, status, body)
 
