@@ -331,36 +331,56 @@ class Fleet:
         for other in self._draining:  # what found no other place may find one now
             self._spawn(self._empty(other))
 
-    def frame(self, link: Link, frame: Frame) -> None:
-        """Something came to a call."""
-        assignment = self._assignments.get(frame.flow)
-        if assignment is None or assignment.link is not link or frame.sample not in assignment.samples:
-            self._metrics.late()
-            return
-        work, job = assignment.work, assignment.work.job
+    def frames(self, link: Link, frames: Sequence[Frame]) -> None:
+        """What came to calls in a step. A client gets what is new of all its samples together."""
+        grown: dict[Work, None] = {}
+        try:
+            for frame in frames:
+                assignment = self._assignments.get(frame.flow)
+                if assignment is None or assignment.link is not link or frame.sample not in assignment.samples:
+                    self._metrics.late()
+                elif self._enter(assignment, frame):
+                    grown[assignment.work] = None
+        finally:  # what was entered is a client's, whatever comes after it
+            for work in grown:
+                self._report(work)
+
+    def _enter(self, assignment: Assignment, frame: Frame) -> bool:
+        """Take in a frame. False: there is nothing new in it. Raises WireError where it cannot be."""
+        work = assignment.work
         is_new = work.enter(frame)
         if not assignment.is_placed:
             self._placed(assignment)
-        ledger = work.ledgers[frame.sample]
-        if frame.more is not None and (count := frame.more.get("differences", 0)):
-            self._metrics.mismatched(count)
-            log.error("replica %s draws other tokens than those that were delivered before it took over", link.url)
         if is_new and frame.tokens:
             self._token_came(assignment, frame.sample)
+        ledger = work.ledgers[frame.sample]
         if ledger.output.finished:
             assignment.samples.discard(frame.sample)
             if not assignment.samples:
                 self._forget(assignment, "finished")
             if is_new:
                 work.output.num_running -= 1
-                job.num_open -= work.output.finished
+                work.job.num_open -= work.output.finished
                 self._chooser.ended(len(ledger.tokens))
-        if frame.more is not None and "cached" in frame.more:
+        if frame.more is None:
+            return is_new
+        if count := frame.more.get("differences", 0):
+            self._metrics.mismatched(count)
+            url = assignment.link.url
+            log.error("replica %s draws other tokens than those that were delivered before it took over", url)
+        if "cached" in frame.more:
             cached, num_prompt = frame.more["cached"], len(work.output.prompt_token_ids)
             self._chooser.began(cached, num_prompt)
             self._metrics.cached(cached, num_prompt)
+        return True
+
+    def _report(self, work: Work) -> None:
+        """Let the job of an output that has grown know."""
+        job = work.job
+        if job not in self._open:
+            return
         try:
-            if (is_new or frame.more) and (deltas := job.news(work.output)):
+            if deltas := job.news(work.output):
                 job.take(deltas)
         except Exception as error:  # no fault of the replica's
             log.exception("an answer cannot be made")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import time
@@ -111,6 +112,8 @@ def serve_fleet(membership: Membership, config: GatewayConfig, tell: Callable[[s
         found = asyncio.run(find_model(membership, config))
         with TemporaryDirectory(prefix="quire-gateway-") as directory:  # gone before a signal can end the process
             gateway = build_gateway(membership, config, found, Path(directory))
+        gc.collect()
+        gc.freeze()  # what is loaded stays: no token has to wait until the collector has looked through it
 
         def ready() -> None:
             host, port = listening.getsockname()[:2]

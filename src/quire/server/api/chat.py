@@ -146,6 +146,9 @@ class _Events:
     def _events(self, delta: Delta) -> list[bytes]:
         if delta.error is not None:
             return [data(request_failed(delta.error, self._body.grammar_field()).body())]
+        if delta.logprobs is None and delta.finish_reason is None:
+            counts = len(self._output.prompt_token_ids), self._generated
+            return [self._chunks.text(delta.sample, delta.text, _said, *counts)] if delta.text else []
         events, count = [], self._body.top_logprobs or 0
         logprobs = _logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, count)
         if delta.text or (logprobs and delta.token_ids):
@@ -156,8 +159,13 @@ class _Events:
         return events
 
     def _piece(self, index: int, delta: dict[str, Any], logprobs: Any = None, **end: Any) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None} | end
+        choice = _said(index, "") | {"delta": delta, "logprobs": logprobs} | end
         return self._chunks.choice(choice, len(self._output.prompt_token_ids), self._generated)
+
+
+def _said(index: int, text: str) -> dict[str, Any]:
+    """A piece of a choice that is but a text."""
+    return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
 
 
 def _logprobs(

@@ -168,6 +168,11 @@ class _Events:
             events = []
             if delta.error is not None:
                 events.append(data(request_failed(delta.error, self._body.grammar_field()).body()))
+            elif self._writer.is_plain(number, delta):
+                if delta.text:
+                    index = self._writer.index(number, delta)
+                    counts = len(delta.output.prompt_token_ids), self._generated[number]
+                    events.append(self._chunks.text(index, delta.text, _plain, *counts))
             elif (choice := self._writer.piece(number, delta)) is not None and not delta.is_known:
                 num_prompt = len(delta.output.prompt_token_ids)
                 events.append(self._chunks.choice(choice, num_prompt, self._generated[number]))
@@ -217,6 +222,16 @@ class _Writer:
         }
         return choice | self._prompt_logprobs(output)
 
+    def index(self, number: int, delta: Delta) -> int:
+        """The number of a delta's choice."""
+        return number * self._samples + delta.sample
+
+    def is_plain(self, number: int, delta: Delta) -> bool:
+        """Whether a delta brings its choice some text, and nothing else that is to be sent."""
+        if delta.logprobs is not None or delta.finish_reason is not None or delta.is_known:
+            return False
+        return (number, delta.sample) in self._offsets and self._body.max_tokens != 0
+
     def piece(self, number: int, delta: Delta) -> dict[str, Any] | None:
         """What a stream sends of a delta. None: nothing yet."""
         shown = self._body.max_tokens != 0
@@ -235,9 +250,7 @@ class _Writer:
         logprobs = None if self._body.logprobs is None else self._logprobs(positions, offset)
         if logprobs is not None:
             self._offsets[key] += sum(map(len, logprobs["tokens"]))
-        choice = {
-            "index": number * self._samples + delta.sample,
-            "text": text,
+        choice = _plain(self.index(number, delta), text) | {
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason if shown or delta.finish_reason is None else "length",
             "stop_reason": delta.stop_reason if shown else None,
@@ -272,6 +285,11 @@ class _Writer:
                 chosen.append(finite(candidates[token].logprob))
                 top.append({token_text(self._tokenizer, t): finite(found.logprob) for t, found in candidates.items()})
         return {"text_offset": offsets, "token_logprobs": chosen, "tokens": tokens, "top_logprobs": top}
+
+
+def _plain(index: int, text: str) -> dict[str, Any]:
+    """A piece of a choice that is but a text."""
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
 def _goodness(sample: CompletionOutput) -> float:
