@@ -6,10 +6,12 @@ import json
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
+
+from quire.fleet.work import seed_of
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 BASES = (
@@ -178,6 +180,16 @@ async def receive(
                 on_event()
     if not answer.is_done:
         raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
+
+
+async def receive_plain(http: aiohttp.ClientSession, url: str, ask: Ask, name: str) -> Answer:
+    """What a plain server answers. A request without a seed has one that follows from its name in the fleet."""
+    body = dict(ask.body)
+    if ask.path != EMBEDDINGS and ask.kind != "beam" and "seed" not in body and name:
+        body["seed"] = seed_of(f"{name}-0")
+    answer = Answer()
+    await receive(http, url, replace(ask, body=body), answer)
+    return answer
 
 
 def take(answer: Answer, event: bytes) -> None:

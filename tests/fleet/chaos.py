@@ -24,8 +24,7 @@ from typing import Any
 
 import aiohttp
 
-from quire.fleet.work import seed_of
-from tests.fleet.asks import EMBEDDINGS, Answer, Ask, draw_ask, receive, verdict
+from tests.fleet.asks import Answer, Ask, draw_ask, receive, receive_plain, verdict
 from tests.fleet.gates import Connection, Gate
 from tests.forks import Process, Spawner
 
@@ -310,7 +309,9 @@ class Round:
         cluster.aim = aim
         found = await asyncio.gather(*map(self._client, asks, delays))
         cluster.aim = None
-        expected = await asyncio.gather(*map(self._plain, asks, found))
+        plain = cluster.plain.url
+        rights = [receive_plain(cluster.http, plain, ask, own.name) for ask, own in zip(asks, found, strict=True)]
+        expected = await asyncio.gather(*rights)
         row = report.rows.setdefault(self.fault, Row())
         row.rounds += 1
         row.clients += len(asks)
@@ -364,15 +365,6 @@ class Round:
                         answer.errors.append(f"{type(error).__name__}: {error}")
         except asyncio.TimeoutError:
             answer.errors.append(f"no end in {ROUND_LIMIT:g} s")
-        return answer
-
-    async def _plain(self, ask: Ask, found: Answer) -> Answer:
-        """What a plain server answers. A request without a seed has one that follows from its name."""
-        body = dict(ask.body)
-        if ask.path != EMBEDDINGS and ask.kind != "beam" and "seed" not in body and found.name:
-            body["seed"] = seed_of(f"{found.name}-0")
-        answer = Answer()
-        await receive(self._cluster.http, self._cluster.plain.url, replace(ask, body=body), answer)
         return answer
 
     def _measure(self, answer: Answer) -> None:

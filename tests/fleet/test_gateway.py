@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import re
+import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,7 +17,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.fleet.config import GatewayConfig
-from quire.fleet.gateway import find_model
+from quire.fleet.gateway import FleetServer, find_model
 from quire.fleet.membership import StaticMembers
 from tests.fleet.asks import CHAT, COMPLETIONS, EMBEDDINGS, Answer, compared, take
 from tests.fleet.fake_replica import END, STATE, Calls, faking, frame
@@ -463,3 +467,53 @@ def test_a_request_that_kills_each_replica_is_given_up(two: list[Serving]) -> No
         assert (found.status, found.error()["code"]) == (503, "no_replica")
         assert "9 replicas in a row were lost with the request before a new token came" in found.error()["message"]
         assert len(fake.calls) < 15
+
+
+# ----------------------------------------------------------------------------------------------- its end
+
+
+def test_one_that_is_stopped_lets_open_answers_end_and_takes_no_others(two: list[Serving]) -> None:
+    lines: list[str] = []
+    server = FleetServer(StaticMembers([two[0].url]), GatewayConfig(port=0, fleet_secret=SECRET), lines.append)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    until(lambda: len(lines) == 2)
+    [port] = re.findall(r"http://127.0.0.1:(\d+)", lines[1])
+    body = BODY | {"stream": True, "max_tokens": 40}
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
+    slow(two[0], 0.02)
+    try:
+        connection.request("POST", COMPLETIONS, json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        beginning = answer.read(100)
+        server.stop()
+        until(lambda: is_refused(int(port)))
+        slow(two[0], 0.0)
+        found = put_together(beginning + answer.read())
+    finally:
+        slow(two[0], 0.0)
+        connection.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert found.is_done
+    assert found.choices[0]["text"] == text_of(two[0].ask("POST", COMPLETIONS, BODY | {"max_tokens": 40}))
+
+
+def is_refused(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_one_that_is_stopped_waits_for_no_replica() -> None:
+    lines: list[str] = []
+    server = FleetServer(StaticMembers(["http://127.0.0.1:9"]), GatewayConfig(port=0, fleet_secret="s"), lines.append)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    until(lambda: lines)
+    server.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert lines == ["waiting for a replica"]
