@@ -121,7 +121,7 @@ def test_what_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def _forked(forks: Spawner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes start in a fraction of the time. Those of `test_the_command` start as everywhere."""
+    """Processes start in a fraction of the time. tests/fleet/test_fleet_command.py starts them as everywhere."""
     monkeypatch.setattr("quire_bench.fleet.running.running", forks.running)
     monkeypatch.setattr("quire_bench.fleet.overhead.running", forks.running)
 
@@ -169,7 +169,9 @@ def test_a_kill_is_noticed_by_its_stall_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_forked")
-def test_a_replica_that_is_left_alone() -> None:
+def test_a_replica_that_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaving, "BEFORE", 0.2)
+    monkeypatch.setattr(leaving, "AFTER", 0.2)
     found = leaving.measure(OPTIONS, 3, 1)
     assert [one.what for one in found] == ["hung", "killed", "drained"]
     for one in found:
@@ -182,6 +184,7 @@ def test_a_replica_that_is_left_alone() -> None:
 @pytest.mark.usefixtures("_forked")
 def test_traces_that_are_routed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "LOADS", (0.8,))
+    monkeypatch.setattr(routing, "WARM_UP", 4)
     ticks: list[int] = []
     found = routing.measure((), 2 * TURNS, advance=lambda: ticks.append(1))
     assert len(ticks) == 2 * (1 + 2)
@@ -194,6 +197,7 @@ def test_traces_that_are_routed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_forked")
 def test_the_command() -> None:
     tiny = "gateway --streams 2 --requests 2 --output-len 4 --runs 1".split()
     result = CliRunner().invoke(app, ["bench", "fleet", *tiny])

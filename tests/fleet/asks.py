@@ -79,7 +79,7 @@ def draw_ask(rng: random.Random, key: str) -> Ask:
     if path != EMBEDDINGS:
         if kind == "several" or (kind != "beam" and rng.random() < 0.8):
             body["seed"] = rng.randrange(2**63)
-        body.setdefault("max_tokens", rng.choice((1, 8, 40, 100, 100, 160)))
+        body.setdefault("max_tokens", rng.choice((1, 8, 40, 60, 60, 100)))
         if kind not in WHOLE_ONLY and rng.random() < 0.7:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if body.pop("is_chat", False):
@@ -121,7 +121,7 @@ def _stops(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 def _penalties(rng: random.Random) -> tuple[str, dict[str, Any]]:
     values = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
-    return _either(rng, **values, min_tokens=30, max_tokens=100, temperature=rng.choice((0, 0.9)), ignore_eos=False)
+    return _either(rng, **values, min_tokens=30, max_tokens=60, temperature=rng.choice((0, 0.9)), ignore_eos=False)
 
 
 def _echo(rng: random.Random) -> tuple[str, dict[str, Any]]:
