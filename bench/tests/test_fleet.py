@@ -26,14 +26,21 @@ OPTIONS = ("--num-blocks", "256", "--max-num-seqs", "8")
 # ------------------------------------------------------------------------------------------------------- the traces
 
 
-@pytest.mark.parametrize("make", [sessions, shared_prefixes])
-def test_traces_are_the_same_every_time_and_fit(make) -> None:  # type: ignore[no-untyped-def]
-    trace = make(60, 3)
-    assert trace == make(60, 3)
-    assert trace != make(60, 4)
+@pytest.mark.parametrize("longest", [1024, 4096])
+@pytest.mark.parametrize("name", routing.TRACES)
+def test_traces_are_the_same_every_time_and_fit(name: str, longest: int) -> None:
+    make = routing.TRACES[name]
+    trace = make(60, 3, longest)
+    assert trace == make(60, 3, longest)
+    assert trace != make(60, 4, longest)
     assert len(trace.prompts) == 60
-    assert max(len(one.content) for one in trace.prompts) + ANSWER <= 1024  # the embedded model's longest sequence
-    assert 0.4 < trace.infinite_hit_rate < 0.95
+    lengths = [len(one.content) + ANSWER for one in trace.prompts]
+    assert longest / 10 < max(lengths) <= longest
+    if name == "unshared":
+        assert trace.working_set == trace.hit_rate() == 0
+    else:
+        assert max(lengths) > longest / 2
+        assert 0.4 < trace.hit_rate() < 0.95
 
 
 def test_a_conversation_goes_on() -> None:
@@ -57,7 +64,9 @@ def test_the_hit_rate_and_working_set_of_a_trace() -> None:
     a, b, c = ([token] * BLOCK for token in (5, 6, 7))
     trace = Trace("by hand", (Prompt(a + b + [1], 1), Prompt(a + c, 1), Prompt(a + b, 1), Prompt(b + a, 1)))
     assert trace.working_set == 2
-    assert trace.infinite_hit_rate == (0 + 1 + 1 + 0) * BLOCK / (8 * BLOCK + 1)
+    assert trace.hit_rate() == (0 + 1 + 1 + 0) * BLOCK / (8 * BLOCK + 1)
+    assert trace.hit_rate(1) == trace.hit_rate()  # of a prompt's blocks the first one is evicted last
+    assert trace.hit_rate(0) == 0
 
 
 # ------------------------------------------------------------------------------------------------------- the figures
@@ -97,6 +106,8 @@ def test_cpu_time_of_a_process() -> None:
         ("kills --kills 0", "kills is 0"),
         ("kills --prompt-len 0", "prompt_len is 0"),
         ("routing --jobs 13", "jobs is 13; it must be at least 14"),
+        ("routing --trace-len 100", "trace_len is 100; it must be"),
+        ("routing --traces sessions,x", "there is no trace 'x'; choose from sessions, documents, unshared"),
         ("leaving --runs 0", "runs is 0"),
     ],
 )
@@ -186,13 +197,14 @@ def test_traces_that_are_routed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "LOADS", (0.8,))
     monkeypatch.setattr(routing, "WARM_UP", 4)
     ticks: list[int] = []
-    found = routing.measure((), 2 * TURNS, advance=lambda: ticks.append(1))
-    assert len(ticks) == 2 * (1 + 2)
+    found = routing.measure((), ["documents", "unshared"], 2 * TURNS, advance=lambda: ticks.append(1))
+    assert len(ticks) == 2 * routing.RUNS - 2 * 2  # as there is one load, not two
     assert [(one.trace, one.way) for one in found] == [
-        (trace, way) for trace in ("sessions", "shared prefixes") for way in ("round robin", "gateway")
+        (trace, way) for trace in ("shared prefixes", "nothing shared") for way in ("round robin", "gateway")
     ]
     for one in found:
-        assert 0 < one.hit_rate <= one.infinite_hit_rate
+        assert (one.hit_rate > 0) == (one.trace != "nothing shared")
+        assert one.hit_rate <= one.infinite_hit_rate >= one.pooled_hit_rate
         assert one.p99_first_token >= one.mean_first_token > 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -76,7 +77,7 @@ class Chooser:
 
     def _candidates(self, passed_over: Collection[Link], digests: Callable[[Hello], Sequence[int]]) -> list[Candidate]:
         """All replicas that could make sense of the gateway's prompts. digests: of a prompt, as a replica has them."""
-        found, unseen = [], self._unseen()
+        found, unseen, now = [], self._unseen(), time.monotonic()
         runs: dict[tuple[str, int], dict[int, int]] = {}
         for link in self._roster.links.values():
             if link in passed_over or link.state is None or link.hello is None or link.fingerprint is None:
@@ -94,6 +95,7 @@ class Chooser:
                     fingerprint=link.fingerprint.digest,
                     healthy=link.is_up,
                     state=link.state,
+                    state_age=max(0.0, now - link.state_time),
                     num_blocks=runs[kind].get(link.slot, 0),
                     unseen_tokens=uncached,
                     unseen_requests=requests,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -77,6 +78,7 @@ class Link:
         self.hello: Hello | None = None  # while it is connected
         self.fingerprint: Fingerprint | None = None  # of the last session
         self.state: ReplicaState | None = None
+        self.state_time = 0.0  # s of time.monotonic(), when it came
         self.failure = "it has not answered yet"  # why it is not connected
         self._http = http
         self._headers = {"Authorization": f"Bearer {secret}"}
@@ -181,7 +183,7 @@ class Link:
             self._next_event += len(events)
             listener.blocks(self, None, events)
         if state is not None:
-            self.state = state
+            self.state, self.state_time = state, time.monotonic()
             if not was_up:
                 listener.connected(self)
             listener.started(self, started)

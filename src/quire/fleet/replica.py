@@ -336,7 +336,8 @@ class Replica:
         self._rates.observe(computed, decoded, seconds)
         sessions, now = list(self._sessions.values()), time.monotonic()
         has_ended = any(event.finish_reason is not None for event in events)  # it may be the last step for long
-        if has_ended or any(session.started or session.is_due(now) for session in sessions):
+        has_changed = has_ended or computed > 0 or any(session.started for session in sessions)  # its load
+        if has_changed or any(session.is_due(now) for session in sessions):
             self._latest = self._state()
         elif not self._events:
             return
