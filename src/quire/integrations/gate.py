@@ -67,6 +67,8 @@ def refusal(model: type, config: Any) -> str | None:
         return f"it is made of several models ({', '.join(towers)}); only text models are served"
     if getattr(model, "_is_stateful", False):
         return "it keeps a state beside keys and values"
+    if getattr(config, "attention_type", None) == "block_sparse":
+        return "its attention is sparse in long sequences; 'original_full' would be served as its attention_type"
     if (kind := _dynamic_rope(config)) is not None:
         return f"its rope type is {kind!r}: its angles depend on the batch"
     for kind in getattr(config.get_text_config(), "layer_types", None) or ():
