@@ -9,7 +9,9 @@ import json
 import logging
 import tempfile
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,13 +34,18 @@ from tests.models.checkpoints import engine, probed_logits
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+SIDED = sorted(WHOLES)
 # What a config of that type cannot be without, and its defaults leave out.
 DECODERS = "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert".split()
+ENCODER_DECODERS = "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper"
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
 GIVEN: dict[str, dict[str, Any]] = {
     **{name: {"is_decoder": True} for name in [*DECODERS, "xlm-roberta", "xlm-roberta-xl"]},
     **{name: {"head_dim": 128} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "nemotron": {"num_key_value_heads": 8},
+    **{name: {"is_decoder": True, "is_encoder_decoder": False} for name in ENCODER_DECODERS.split()},
+    **{name: {"text_config": {"rope_parameters": MROPE}} for name in ("qwen2_vl", "qwen2_5_vl")},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
 }
 LENGTHS = (1, 9, 23)
@@ -74,7 +81,8 @@ def sweep(name: str) -> Row:
             made = engine(directory, max_num_batched_tokens=STEP, block_size=4)
         except ModelError as error:
             return Row(Supported(name, "refused", str(error).rpartition("be served: ")[2]), None)
-        return Row(Supported(name, "own decoder" if isinstance(choice, Own) else "adapter", ""), _error(made, model))
+        how = "own decoder" if isinstance(choice, Own) else f"adapter{choice.found.way.note}"
+        return Row(Supported(name, how, ""), _error(made, model))
 
 
 def _class(name: str) -> Any:
@@ -119,7 +127,9 @@ def _line(error: Exception) -> str:
 @torch.inference_mode()
 def _error(made: Any, eager: Any) -> float:
     generator = torch.Generator().manual_seed(3)
+    padding = eager.config.get_text_config().pad_token_id  # some count positions without it
     prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+    prompts = [[token if token != padding else 2 + (padding == 2) for token in prompt] for prompt in prompts]
     probe, tokens = probed_logits(made, prompts, max_tokens=4)
     assert {"prefill", "decode"} in probe.steps, "no step had prompts and single tokens"
     worst, largest = 0.0, 0.0
@@ -179,20 +189,25 @@ def document(found: Sweep) -> str:
     )
 
 
-def main() -> None:
-    """Write what there is."""
+def _hush() -> None:
+    logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+
+
+def main() -> None:
+    """Write what there is."""
+    names = sorted({*TYPES, *SIDED})
     rows = []
-    for name in TYPES:
-        row = sweep(name)
-        rows.append(row.supported)
-        print(*row.supported, "" if row.error is None else f"{row.error:.1e}", flush=True)
+    with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=_hush, max_tasks_per_child=20) as pool:
+        for row in pool.map(sweep, names):
+            rows.append(row.supported)
+            print(*row.supported, "" if row.error is None else f"{row.error:.1e}", flush=True)
     content = {"transformers": version("transformers"), "types": [list(row) for row in rows]}
     PATH.write_text(json.dumps(content, indent=0) + "\n", encoding="utf-8")
     DOCS.write_text(document(read()), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)
     main()

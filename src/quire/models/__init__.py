@@ -177,7 +177,7 @@ class Adapted(NamedTuple):
         return _dtype("auto", self.raw)
 
     def __str__(self) -> str:
-        return f"adapter{_of_part(self.part)}: because {self.reason}"
+        return f"adapter{self.found.way.note}{_of_part(self.part)}: because {self.reason}"
 
 
 def _of_part(part: TextPart | None) -> str:

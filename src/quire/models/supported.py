@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 PATH = Path(__file__).parent / "supported.json"
 
+HOW = ("own decoder", "adapter", "adapter, one sequence at a time", "refused")
+
 
 class Supported(NamedTuple):
     """What became of a type of model."""
 
     name: str  # its model_type
-    how: str  # "own decoder", "adapter" or "refused"
+    how: str  # who computes it, in HOW
     reason: str  # why it is refused
 
 

@@ -17,20 +17,16 @@ from quire.models.hf_config import IMMATERIAL, SCHEMES
 # Types of models whose text part is known to compute the same alone: `python -m tests.models.sweep` compares each.
 WHOLES = frozenset(
     """
-    aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid exaone4_5 fast_vlm gemma3 gemma3n gemma4 gemma4_unified
-    glm4v glm4v_moe glm46v got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lfm2_vl lfm3_vl
-    lighton_ocr llama4 llava llava_next llava_next_video llava_onevision minicpmv4_6 mistral3 nemotron_h_omni ovis2
-    perception_lm qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe qwen4_exp smolvlm
-    video_llama_3 video_llava vipllava
+    aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3 gemma3n gemma4 gemma4_unified got_ocr2
+    hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llama4 llava llava_next
+    llava_next_video llava_onevision minicpmv4_6 mistral3 nemotron_h_omni qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe
+    qwen3_vl qwen4_exp smolvlm video_llama_3 video_llava vipllava
     """.split()
 )
 # Types of text parts that are an ordinary type but for positions in an image: in a text all of a token's are the same.
 ORDINARY = {
-    "glm4v_moe_text": "glm4_moe",
-    "glm4v_text": "glm4",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
-    "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
 }
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # their published configs have the text's keys among their own
@@ -43,8 +39,6 @@ ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
@@ -59,8 +53,9 @@ ARCHITECTURES = {
 SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings", *SCHEMES)
 # Keys of the whole that speak of its other sides.
 OTHER_SIDES = re.compile(
-    r"\w*(image|video|vision|visual|audio|speech|speaker|projector|boi|eoi|boa|eoa|mm_|spatial|patch|pixel|downsample|"
-    r"grid|tile|frame|qformer|perceiver|_config$)\w*|scale_factor|resampler_\w+"
+    r"\w*(image|video|vision|visual|audio|speech|speaker|projector|projection|alignment|adapter|boi|eoi|boa|eoa|mm_|"
+    r"spatial|patch|pixel|downsample|merge|insert_layer|grid|tile|frame|qformer|perceiver|_config$)\w*|scale_factor"
+    r"|_pad_token_id"
 )
 # How tensors of the text part begin in the files -> in a model of its own, the first that fits.
 PREFIXES = (
@@ -74,9 +69,8 @@ PREFIXES = (
 )
 # How tensors of the other sides begin.
 UNREAD = re.compile(
-    r"(model\.)?(\w*(vision|visual|audio|image|projector|perceiver|qformer)\w*|vit|connector|aligner|vqmodel|"
-    r"generation_\w+|mlp_AR|resampler|merger|vit_merger|high_res_\w+|ffn_norm_high|global_attn\w*)\."
-    r"|(model\.)?(image_newline|view_seperator)$"
+    r"(model\.)?(\w*(vision|visual|video|audio|image|projector|perceiver|qformer|merger)\w*|vit|connector|aligner|vqmodel|"
+    r"generation_\w+|high_res_\w+)(\.|$)"
 )
 
 

@@ -103,12 +103,17 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ModelError where it is missing or malformed."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_hook=_infinite)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}; expected a JSON object")
     return content
+
+
+def _infinite(found: dict[str, Any]) -> Any:
+    """A number that JSON has no word for, as transformers writes it."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from transformers.utils import logging as transformers_logging
 
 from quire import ops as ops_room
 from quire.errors import ModelError, Unsupported
-from quire.integrations.gate import refusal
-from quire.models.adapter.attention import NAME
+from quire.integrations.gate import refusal, together_refusal
+from quire.models.adapter.apart import Apart
 from quire.models.adapter.model import AdaptedModel
 from quire.models.adapter.modules import Unread
+from quire.models.adapter.together import Together
 from quire.models.adapter.trial import check
 from quire.models.hf_config import SCHEMES
 from quire.models.quantisation.module import Form, Module, Scheme, form_of
@@ -38,6 +39,7 @@ class Found(NamedTuple):
 
     model: Any  # the class of its causal language model
     config: Any
+    way: type[Together | Apart]  # how steps go through it
 
 
 def find(raw: Mapping[str, Any]) -> Found:
@@ -61,8 +63,24 @@ def find(raw: Mapping[str, Any]) -> Found:
     reason = refusal(model, config)
     if reason is not None:
         raise Unsupported(reason)
-    check(model, config, ops_room.load("auto", "cpu"))
-    return Found(model, config)
+    return Found(model, config, _way(model, config))
+
+
+def _way(model: Any, config: Any) -> type[Together | Apart]:
+    """The faster one of those in which its trial succeeds. Raises Unsupported, with the reason, where none does."""
+    reason = together_refusal(model, config)
+    backend = ops_room.load("auto", "cpu")
+    if reason is None:
+        try:
+            check(model, config, backend, Together)
+            return Together
+        except Unsupported as error:
+            reason = str(error)
+    try:
+        check(model, config, backend, Apart)
+    except Unsupported as error:
+        raise Unsupported(f"{reason}; one sequence at a time, {error}") from error
+    return Apart
 
 
 def longest_sequence(config: Any) -> int:
@@ -100,7 +118,7 @@ def load(
                 config=found.config,
                 state_dict={name: checkpoint[name] for name in checkpoint.names},  # mapped, not read
                 dtype=dtype,
-                attn_implementation=NAME,
+                attn_implementation=found.way.implementation,
                 trust_remote_code=False,
                 output_loading_info=True,
             )
@@ -119,7 +137,9 @@ def load(
                 "with them would be a different model"
             )
     model.eval()
-    return AdaptedModel(model.to(device), backend, max_model_len, eos_token_ids, reproducible, quantisation)
+    return AdaptedModel(
+        model.to(device), backend, max_model_len, eos_token_ids, reproducible, quantisation, found.way
+    )
 
 
 def _with_unread(kind: Any, scheme: Scheme, checkpoint: Checkpoint, dtype: torch.dtype, unread: dict[str, Form]) -> Any:

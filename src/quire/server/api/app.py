@@ -298,6 +298,9 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
         return f"the body is not JSON: {found.get('ctx', {}).get('error', message)} at character {path[-1]}"
     if kind == "value_error":
         return f"{name or 'the body'} is {value}; {message.removeprefix('Value error, ')}"
+    if kind == "no_text":
+        part = _dotted([*path, found["ctx"]["index"]])
+        return f"{part} is of type {shown(message)}; models are served for text alone, in parts of type 'text'"
     if not path:
         return "the body is missing or no JSON object; send one with Content-Type: application/json"
     if kind == "missing":
