@@ -9,7 +9,7 @@ import torch
 
 from quire.errors import ModelError
 from quire.models import read_config
-from quire.models.decoder_config import DecoderConfig, ExpertsConfig
+from quire.models.decoder_config import DecoderConfig, ExpertsConfig, MlpConfig
 
 SMOLLM = """{"_name_or_path": "HuggingFaceTB/cosmo2-tokenizer", "architectures": ["LlamaForCausalLM"],
 "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "silu",
@@ -209,7 +209,8 @@ def test_published(tmp_path: Path, text: str, expected: tuple[object, ...], dtyp
     (tmp_path / "config.json").write_text(text)
     decoder, found_dtype = read_config(tmp_path)
     rope = next((rope["rope_theta"] for rope in decoder.ropes if rope is not None), None)
-    found = (decoder.num_kv_heads, decoder.head_dim, rope, decoder.max_position_embeddings, decoder.windows[0])
+    heads = decoder.layers[0].mixer.heads
+    found = (heads.num_kv_heads, heads.head_dim, rope, decoder.max_position_embeddings, decoder.windows[0])
     assert found == expected
     assert found_dtype is dtype
     assert len(decoder.windows) == decoder.num_layers
@@ -232,7 +233,7 @@ def test_what_a_missing_key_means_depends_on_the_architecture(tmp_path: Path) ->
     for architecture, window, num_kv_heads in (("MistralForCausalLM", 4096, 8), ("LlamaForCausalLM", None, 32)):
         (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": [architecture]}))
         decoder, _ = read_config(tmp_path)
-        assert (decoder.windows[0], decoder.num_kv_heads) == (window, num_kv_heads)
+        assert (decoder.windows[0], decoder.layers[0].mixer.num_kv_heads) == (window, num_kv_heads)
     (tmp_path / "config.json").write_text(json.dumps(raw | {"sliding_window": None}))
     assert read_config(tmp_path)[0].windows[0] is None
 
@@ -245,18 +246,19 @@ def test_experts(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(raw))
         return read_config(tmp_path)[0]
 
-    assert read(MIXTRAL).experts == ExpertsConfig(
-        layers=frozenset(range(32)), count=8, per_token=2, size=14336, renormalised=True
-    )
+    some = ExpertsConfig(count=8, per_token=2, mlp=MlpConfig(size=14336), renormalised=True)
+    assert read(MIXTRAL).experts == [some] * 32
     found = read(MIXTRAL, **dict.fromkeys(("rope_theta", "rms_norm_eps", "max_position_embeddings"), "DELETE"))
     assert (found.ropes[0], found.norm_eps) == ({"rope_theta": 1e6}, 1e-5)
     assert found.max_position_embeddings == 131_072
-    whole = ExpertsConfig(layers=frozenset(range(48)), count=128, per_token=8, size=768, renormalised=True)
-    assert read(QWEN3_MOE).experts == whole
-    assert read(QWEN3_MOE, num_experts="DELETE", num_local_experts=128).experts == whole
+    whole = ExpertsConfig(count=128, per_token=8, mlp=MlpConfig(size=768), renormalised=True)
+    assert read(QWEN3_MOE).experts == [whole] * 48
+    assert read(QWEN3_MOE, num_experts="DELETE", num_local_experts=128).experts == [whole] * 48
     found = read(QWEN3_MOE, decoder_sparse_step=3, mlp_only_layers=[2, 8], norm_topk_prob=False)
-    assert found.experts == replace(whole, layers=frozenset(range(5, 48, 3)) - {8}, renormalised=False)
-    assert read(QWEN3_MOE, mlp_only_layers=list(range(48))).experts is None
+    sparse = {i for i, layer in enumerate(found.layers) if isinstance(layer.mlp, ExpertsConfig)}
+    assert sparse == set(range(5, 48, 3)) - {8}
+    assert found.experts == [replace(whole, renormalised=False)] * len(sparse)
+    assert not read(QWEN3_MOE, mlp_only_layers=list(range(48))).experts
     assert read(QWEN3_MOE, use_sliding_window=True, sliding_window=64, max_window_layers="DELETE").windows == (64,) * 48
     for changes, shown in (
         ({"use_sliding_window": True, "sliding_window": 64}, "does not understand: max_window_layers=48"),

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.errors import ConfigError, ModelError
-from quire.models.decoder_config import DecoderConfig, stacked_rows, weight_shapes, weight_use
+from quire.models.decoder_config import DecoderConfig, weight_shapes, weight_use
 from quire.models.model import WeightBytes
 from quire.models.quantisation.module import Form, Module, Scheme, form_of
 from quire.models.quantisation.policy import Quantisation, Rounding, dequantised_into
@@ -159,7 +159,8 @@ class Weights(Mapping[str, Weight]):
         rounded and is quantised.
         """
         self._checkpoint, self._sources, self._dtype, self._device = checkpoint, sources, dtype, device
-        self._shapes, self._rows = weight_shapes(config), stacked_rows(config)
+        self._shapes = weight_shapes(config)
+        self._parts = {name: weight.parts for name, weight in config.weights.items()}  # rows of each
         self._tied, self._quantisation = config.tied_embeddings, quantisation
         self._uses = {name: weight_use(config, name) for name in self._shapes}
         self._bytes: Counter[str] = Counter()
@@ -312,7 +313,7 @@ class Weights(Mapping[str, Weight]):
 
     def _lengths(self, name: str, parts: Sequence[str]) -> list[int]:
         """Rows of each part of a weight."""
-        return list(self._rows[_within_layer(name)[1]] if len(parts) > 1 else self._shapes[name][:1])
+        return list(self._parts[name] if len(parts) > 1 else self._shapes[name][:1])
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Memory of our own for numbers of that dtype, by default the model's."""
@@ -332,10 +333,9 @@ class Weights(Mapping[str, Weight]):
 def expected_bytes(config: DecoderConfig, sources: Sources, dtype: torch.dtype, scheme: Scheme | None) -> WeightBytes:
     """What `Weights.nbytes` would be at the end, if the files are as config.json says."""
     found: Counter[str] = Counter()
-    rows = stacked_rows(config)
-    for name, shape in weight_shapes(config).items():
+    for name, (shape, rows) in config.weights.items():
         parts = sources.of(name)
-        lengths = rows[_within_layer(name)[1]] if len(parts) > 1 else shape[:1]
+        lengths = rows if len(parts) > 1 else shape[:1]
         for part, length in zip(parts, lengths, strict=True):
             module = _module(part)
             form = None

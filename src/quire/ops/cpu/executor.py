@@ -25,9 +25,10 @@ from quire.ops.cpu.worklist import CpuPlan
 from quire.ops.memory import in_huge_pages
 from quire.ops.plan import AttentionPlan, locked
 from quire.ops.program import (
+    Activate,
     Add,
     Attend,
-    Gelu,
+    Copy,
     Keep,
     LayerCaches,
     MixExperts,
@@ -40,7 +41,6 @@ from quire.ops.program import (
     Project,
     Rotate,
     Scale,
-    Swiglu,
     Write,
 )
 from quire.ops.spec import AttentionSpec
@@ -121,22 +121,24 @@ class NativeExecutor:
                 write = native.WriteParams()
                 self._writes.append((layer, group, write))
                 return self._op(operator, write, k, v, group=group)
-            case Attend(q=q, out=out, layer=layer, group=group, head_dim=dim, alibi_slopes=slopes):
+            case Attend(q=q, out=out, layer=layer, group=group, head_dim=dim, alibi_slopes=slopes, sinks=sinks):
                 attention = native.AttentionParams(
                     alibi_slopes=None if slopes is None else slopes.data_ptr(),
+                    sinks=None if sinks is None else sinks.data_ptr(),
                     scale=dim**-0.5 if operator.scale is None else operator.scale,
                     softcap=operator.softcap or 0.0,
                 )
                 self._attends.append((layer, group, attention))
                 return self._op(operator, attention, q, None, out, group=group)
-            case Swiglu(x=x, out=out) | Multiply(x=x, out=out) | Add(x=x, out=out):
-                return self._op(operator, native.ActivationParams(out.size), x, None, out)
-            case Gelu(x=x, out=out, approximate=approximate):
-                return self._op(operator, native.ActivationParams(out.size, approximate == "tanh"), x, None, out)
+            case Activate(x=x, out=out, activation=activation):
+                return self._op(operator, native.ActivationParams.of(activation, out.size), x, None, out)
+            case Multiply(x=x, out=out) | Add(x=x, out=out) | Copy(x=x, out=out):
+                return self._op(operator, native.EachParams(out.size), x, None, out)
             case Scale(x=x, factor=factor):
-                return self._op(operator, native.ActivationParams(x.size, factor=factor), x, None, x)
-            case Keep(buffers=(x, y)):
-                return self._op(operator, native.ActivationParams(), x, y)
+                return self._op(operator, native.EachParams(x.size, factor=factor), x, None, x)
+            case Keep(buffers=buffers):
+                x, y, out = (*buffers, None, None)[:3]
+                return self._op(operator, native.EachParams(), x, y, out)
             case MixExperts(x=x, layer=layer, out=out):
                 linears = ExpertLinears.of(layer)
                 experts = linears.params()
