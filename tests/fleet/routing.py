@@ -302,7 +302,7 @@ class Fleet:
                 fingerprint="",
                 healthy=True,
                 state=replica.state(),
-                state_age=now - replica.began,
+                step_age=now - replica.began,
                 num_blocks=runs.get(slot, 0),
                 unseen_tokens=sum(work.uncached for work in replica.inbox),
                 unseen_requests=len(replica.inbox),
