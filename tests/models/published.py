@@ -194,7 +194,7 @@ LLAMA_4_SCOUT: dict[str, Any] = {
     "boi_token_index": 200080, "eoi_token_index": 200081, "image_token_index": 200092, "tie_word_embeddings": False,
     "text_config": {
         "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0,
-        "attn_scale": 0.1, "attn_temperature_tuning": 4, "bos_token_id": 200000,
+        "attn_scale": 0.1, "attn_temperature_tuning": True, "bos_token_id": 200000,
         "eos_token_id": [200001, 200007, 200008], "floor_scale": 8192, "head_dim": 128, "hidden_act": "silu",
         "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192,
         "intermediate_size_mlp": 16384, "max_position_embeddings": 10485760, "no_rope_layers": [],
