@@ -194,7 +194,7 @@ LLAMA_4_SCOUT: dict[str, Any] = {
     "boi_token_index": 200080, "eoi_token_index": 200081, "image_token_index": 200092, "tie_word_embeddings": False,
     "text_config": {
         "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0,
-        "attn_scale": 0.1, "attn_temperature_tuning": 4, "bos_token_id": 200000,
+        "attn_scale": 0.1, "attn_temperature_tuning": True, "bos_token_id": 200000,
         "eos_token_id": [200001, 200007, 200008], "floor_scale": 8192, "head_dim": 128, "hidden_act": "silu",
         "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192,
         "intermediate_size_mlp": 16384, "max_position_embeddings": 10485760, "no_rope_layers": [],
@@ -449,9 +449,10 @@ COMMAND_R7B: dict[str, Any] = {
     "use_parallel_embedding": True, "vocab_size": 256000,
 }  # fmt: skip
 FALCON: dict[str, Any] = {
-    "architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi": False, "apply_residual_connection_post_layernorm": False,
-    "attention_dropout": 0.0, "bias": False, "bos_token_id": 11, "eos_token_id": 11,
-    "hidden_dropout": 0.0, "hidden_size": 4544, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+    "architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi": False,
+    "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0, "bias": False, "bos_token_id": 11,
+    "eos_token_id": 11, "hidden_dropout": 0.0, "hidden_size": 4544, "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
     "multi_query": True, "new_decoder_architecture": False, "num_attention_heads": 71, "num_hidden_layers": 32,
     "parallel_attn": True, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 65024,
 }  # fmt: skip

@@ -126,11 +126,12 @@ def _class(name: str) -> Any:
 
 
 def _small(raw: dict[str, Any]) -> dict[str, Any]:
-    """A config.json made small: of a whole its text part, and one layer in each of its other sides."""
+    """A config.json made small: of a whole its text part, and one layer in each of its other sides. All in fp32."""
+    raw = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
     if raw["model_type"] not in WHOLES:
         return shrink(raw)
     if "text_config" in raw:
-        small = {**raw, "text_config": shrink(raw["text_config"])}
+        small = {**raw, "dtype": "float32", "text_config": shrink(raw["text_config"])}
     else:
         small = {**raw, **shrink({key: value for key, value in raw.items() if not OTHER_SIDES.fullmatch(key)})}
     for key, value in raw.items():
@@ -173,7 +174,7 @@ def _line(error: Exception) -> str:
 @torch.inference_mode()
 def _error(made: Any, eager: Any) -> float:
     generator = torch.Generator().manual_seed(3)
-    padding = eager.config.get_text_config().pad_token_id  # some count positions without it
+    padding = getattr(eager.config.get_text_config(), "pad_token_id", None)  # some count positions without it
     prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
     prompts = [[token if token != padding else 2 + (padding == 2) for token in prompt] for prompt in prompts]
     probe, tokens = probed_logits(made, prompts, max_tokens=4)
@@ -196,24 +197,25 @@ Point Quire at a checkpoint. `quire info --model DIRECTORY` says in one line who
 - **own decoder**: Quire's, the fastest. A family is chosen only if it understands every key of the config.
 - **adapter**: transformers' modelling code with Quire's paged attention and linears. Before a checkpoint is served, a
   small random copy of it answers a mixed batch and has to agree with eager attention, to 1e-4 of the largest logit.
-- **adapter, one sequence at a time**: where transformers does not let attention be replaced, each sequence of a step goes
-  through its code alone. Keys and values are in Quire's blocks, so prefixes are shared and requests preempted as usual. The
-  same trial decides. It is slower, and a row's bits may depend on how its prompt was cut.
+- **adapter, one sequence at a time**: where transformers does not let attention be replaced, each sequence of a step
+  goes through its code alone. Keys and values are in Quire's blocks, so prefixes are shared and requests preempted as
+  usual. The same trial decides. It is slower, and a row's bits may depend on how its prompt was cut.
 - **refused**, with the reason.
 
-Of a checkpoint that also sees or hears, such as `Gemma3ForConditionalGeneration`, the **text part** is served. The weights of
-the other parts are not read. An image in a chat request is refused.
+Of a checkpoint that also sees or hears, such as `Gemma3ForConditionalGeneration`, the **text part** is served. The
+weights of the other parts are not read. An image in a chat request is refused.
 
 `LLM(model, model_impl="quire")` or `model_impl="transformers"` asks for one of the two. Products that are not plain
-linears (experts, convolutions) stay transformers' own in the adapter: then a row's bits may depend on the batch, and no
-tokens are guessed.
+linears (experts, convolutions) stay transformers' own in the adapter: then a row's bits may depend on the batch, and
+no tokens are guessed.
 
 `python -m tests.models.sweep` writes this page with transformers {release}; `quire models` prints the same.
 
 ## Published checkpoints
 
-Each was tried with a small random copy: the keys of its published config.json with fewer layers and smaller sizes, in a
-mixed batch of prompts, chunks and single tokens. How quantised weights are served is [a page of its own](quantisation.md).
+Each was tried with a small random copy: the keys of its published config.json with fewer layers and smaller sizes, in
+a mixed batch of prompts, chunks and single tokens. How quantised weights are served is [a page of its
+own](quantisation.md).
 
 | repository | computed by | quantised weights |
 |---|---|---|
@@ -227,10 +229,10 @@ Refused:
 
 ## Types of models
 
-Below are the {count} types of causal language models of transformers {release}, each tried likewise with its default config:
-{own} on Quire's decoder, {adapter} through the adapter, {apart} through it one sequence at a time, {refused} refused. Checkpoints
-of several sides are listed by themselves: of {wholes} types the text part is served. A published checkpoint may have more than
-its type's defaults; then it is refused with the reason.
+Below are the {count} types of causal language models of transformers {release}, each tried likewise with its default
+config: {own} on Quire's decoder, {adapter} through the adapter, {apart} through it one sequence at a time, {refused}
+refused. Checkpoints of several sides are listed by themselves: of {wholes} types the text part is served. A published
+checkpoint may have more than its type's defaults; then it is refused with the reason.
 
 **Own decoder**: {own_names}.
 
