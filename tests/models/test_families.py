@@ -131,6 +131,54 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoX",
         {"attention_bias": False, "rotary_pct": 1.0, "hidden_act": "gelu_fast", "tie_word_embeddings": True},
     ),
+    "glm4": ("Glm4", {}),
+    "glm4, no biases, other share": (
+        "Glm4",
+        {"attention_bias": False, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.75}},
+    ),
+    "glm": ("Glm", {"tie_word_embeddings": True}),
+    "ernie4_5": ("Ernie4_5", {}),
+    "ernie4_5, biases": ("Ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
+    "ernie4_5 moe": ("Ernie4_5_Moe", {}),
+    "ernie4_5 moe, some layers dense, none shared": (
+        "Ernie4_5_Moe",
+        {"num_hidden_layers": 5, "moe_layer_interval": 2, "moe_layer_end_index": 3, "moe_num_shared_experts": 0},
+    ),
+    "glm4 moe": ("Glm4Moe", {"routed_scaling_factor": 1.5}),
+    "glm4 moe, groups": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "use_qk_norm": False,
+            "first_k_dense_replace": 2,
+            "n_shared_experts": 2,
+        },
+    ),
+    "cohere2": ("Cohere2", {"sliding_window": 9, "sliding_window_pattern": 2}),
+    "cohere2, biases": (
+        "Cohere2",
+        {
+            "attention_bias": True,
+            "logit_scale": 0.25,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 5,
+        },
+    ),
+    "cohere": ("Cohere", {}),
+    "exaone4": ("Exaone4", {"sliding_window": 9, "sliding_window_pattern": 3}),
+    "exaone4, no window": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "seed oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
+    "nemotron": ("Nemotron", {}),
+    "nemotron, biases": ("Nemotron", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "gpt oss": ("GptOss", {}),
+    "gpt oss, other activation": (
+        "GptOss",
+        {"swiglu_limit": 0.5, "swiglu_alpha": 1.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
 }
 FAMILIES = {kind: (kind, changes) for kind, changes in reversed(VARIANTS.values())}  # the first variant of each
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 50)

@@ -65,12 +65,20 @@ class MlpConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """MLPs of one kind, a few of which each row goes through."""
+    """MLPs of one kind, a few of which each row goes through. `Choice` says how these are found."""
 
     count: int  # E
     per_token: int  # k, that each row goes through
     mlp: MlpConfig  # each of them
     renormalised: bool  # a row's shares are those among its own experts, not among all
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    corrected: bool = False  # a weight of each expert is added to its scores where experts are chosen
+    groups: int = 1
+    groups_chosen: int = 1
+    group_best: int = 2
+    factor: float = 1.0  # multiplies the shares
+    router_bias: bool = False
+    shared: MlpConfig | None = None  # all rows go through this one as well
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
@@ -110,12 +118,14 @@ class DecoderConfig:
     alibi_slopes: tuple[float, ...] | None = None  # [Hq]
     # Normalisation.
     norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = True  # of a layer norm
     norm_eps: float = 1e-6
     embedding_norm: bool = False  # the embeddings are normalised
     input_norms: bool = True  # what a branch sees is normalised
     branch_norms: bool = False  # each branch is normalised before it is added to the residual
     # Branches.
-    parallel_branches: bool = False  # attention and MLP see the same residual; else the MLP sees what attention added
+    # Whether the MLP sees what attention added, or the same residual; then also whether through the same norm.
+    branches: Literal["in turn", "parallel", "parallel, one norm"] = "in turn"
     branch_scale: float | None = None  # multiplies what a branch adds to the residual
     # Both ends.
     embedding_scale: float | None = None  # multiplies the embeddings
@@ -128,7 +138,7 @@ class DecoderConfig:
         positions = [rotated, self.learned_positions, self.alibi_slopes is not None]
         if sum(positions) != 1:
             raise ModelError(f"a decoder knows positions in exactly one way; this one in {sum(positions)}")
-        if self.parallel_branches and not self.input_norms:
+        if self.branches != "in turn" and not self.input_norms:
             raise ModelError("parallel branches without norms of their inputs are not served")
 
     @property
@@ -164,6 +174,7 @@ class DecoderConfig:
         """
         attention = {attention_width(layer.mixer.heads) for layer in self.layers}
         dense = {mlp_width(layer.mlp.size) for layer in self.layers if isinstance(layer.mlp, MlpConfig)}
+        dense |= {mlp_width(of.shared.size) + self.hidden_size for of in self.experts if of.shared is not None}
         experts = {of.per_token * (mlp_width(of.mlp.size) + 6 * self.hidden_size) for of in self.experts}
         return sum(attention) + sum(dense) + max(experts, default=0)
 
@@ -216,12 +227,14 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
             yield f"{prefix}{linear.name}.weight", WeightShape((rows, linear.columns), linear.rows)
             if linear.bias:
                 yield f"{prefix}{linear.name}.bias", WeightShape((rows,), linear.rows)
+        if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.corrected:
+            yield f"{prefix}correction", _whole(layer.mlp.count)
         if layer.mixer.sinks:
             yield f"{prefix}sinks", _whole(layer.mixer.num_heads)
         norms |= {prefix + name: size for name, size in _norms(config, layer.mixer).items()}
     for name, size in norms.items():
         yield f"{name}.weight", _whole(size)
-        if config.norm == "layer":
+        if config.norm == "layer" and config.norm_bias:
             yield f"{name}.bias", _whole(size)
 
 
@@ -233,7 +246,9 @@ def _norms(config: DecoderConfig, attention: AttentionConfig) -> dict[str, int]:
     """Name and size of a layer's norms."""
     norms: dict[str, int] = {}
     if config.input_norms:
-        norms |= {"input_norm": config.hidden_size, "mlp_norm": config.hidden_size}
+        norms["input_norm"] = config.hidden_size
+        if config.branches != "parallel, one norm":
+            norms["mlp_norm"] = config.hidden_size
     if attention.qk_norm is not None:
         D, by_head = attention.head_dim, attention.qk_norm == "head"
         norms |= {"q_norm": D if by_head else attention.q_size, "k_norm": D if by_head else attention.kv_size}
@@ -253,6 +268,8 @@ def _mlp_linears(mlp: MlpConfig | ExpertsConfig, hidden_size: int, prefix: str =
         yield _Linear(f"{prefix}mlp_in", mlp.in_rows, hidden_size, mlp.bias)
         yield _Linear(f"{prefix}mlp_out", (hidden_size,), mlp.size, mlp.bias)
         return
-    yield _Linear("router", (mlp.count,), hidden_size, False)
+    yield _Linear("router", (mlp.count,), hidden_size, mlp.router_bias)
+    if mlp.shared is not None:
+        yield from _mlp_linears(mlp.shared, hidden_size, "shared.")
     for i in range(mlp.count):
         yield from _mlp_linears(mlp.mlp, hidden_size, f"experts.{i}.")

@@ -83,19 +83,21 @@ class _Writer:
         config, name, last = self.config, f"layers.{index}.", index == self.config.num_layers - 1
         layer = config.layers[index]
         attended = self.attention(index, layer.mixer, hidden)
+        one_norm = config.branches == "parallel, one norm"
         if last:
-            self.write(Keep((attended, self.residual)))
+            self.write(Keep((attended, self.residual, hidden) if one_norm else (attended, self.residual)))
         self.project(f"{name}output", attended, self.branch)
         self.end_branch(f"{name}output_norm")
-        if config.parallel_branches:
-            hidden = self.normalized_residual(f"{name}mlp_norm")
-            self.write(Add(self.branch, self.residual))
-        else:
+        if config.branches == "in turn":
             hidden = self.add_branch(f"{name}mlp_norm")
+        else:
+            if not one_norm:
+                hidden = self.normalized_residual(f"{name}mlp_norm")
+            self.write(Add(self.branch, self.residual))
         if isinstance(layer.mlp, ExpertsConfig):
             self.experts(name, hidden, layer.mlp)
         else:
-            self.mlp(name, hidden, layer.mlp)
+            self.mlp(name, hidden, layer.mlp, self.branch)
         self.end_branch(f"{name}mlp_output_norm")
         if last:
             self.normalize("final_norm", self.branch, self.hidden, residual=self.residual)
@@ -118,26 +120,39 @@ class _Writer:
             self.write(Rotate(q, k, *table, D))
         group, attended = self.group_of_layer[index], self.buffer("attended", q_size)
         self.write(Write(k, v, index, group, D))
-        sinks = tensor(self.weights[f"{name}sinks"]).float() if config.sinks else None
+        sinks = tensor(self.weights[f"{name}sinks"]) if config.sinks else None
         self.write(Attend(q, attended, index, group, D, config.scale, self.alibi_slopes, config.softcap, sinks))
         return attended
 
-    def mlp(self, name: str, hidden: Place, config: MlpConfig) -> None:
+    def mlp(self, name: str, hidden: Place, config: MlpConfig, out: Place) -> None:
         """Project up, activate, project down."""
         inner, activated = self.buffer("inner", sum(config.in_rows)), self.buffer("activated", config.size)
         self.project(f"{name}mlp_in", hidden, inner)
         self.write(Activate(inner, activated, config.activation))
-        self.project(f"{name}mlp_out", activated, self.branch)
+        self.project(f"{name}mlp_out", activated, out)
 
     def experts(self, name: str, hidden: Place, config: ExpertsConfig) -> None:
         """Each row through the few of many MLPs that the router prefers."""
         # A head, so that its logits are as exact as they can be.
-        router = self.linears.head(matrix(self.weights[f"{name}router.weight"]))
+        router = self.linears.head(matrix(self.weights[f"{name}router.weight"]), self.bias(f"{name}router"))
         parts = [f"{name}experts.{i}." for i in range(config.count)]
         mlp_in, mlp_out = ([self.expert(f"{part}{kind}") for part in parts] for kind in ("mlp_in", "mlp_out"))
-        choice = Choice(num_chosen=config.per_token, renormalised=config.renormalised)
+        choice = Choice(
+            num_chosen=config.per_token,
+            renormalised=config.renormalised,
+            scores=config.scores,
+            bias=tensor(self.weights[f"{name}correction"]) if config.corrected else None,
+            groups=config.groups,
+            groups_chosen=config.groups_chosen,
+            group_best=config.group_best,
+            factor=config.factor,
+        )
         layer = ExpertLayer(router, mlp_in, mlp_out, choice, config.mlp.activation)
         self.write(MixExperts(hidden, layer, self.branch))
+        if config.shared is not None:
+            shared = self.buffer("shared", self.branch.size)
+            self.mlp(f"{name}shared.", hidden, config.shared, shared)
+            self.write(Add(shared, self.branch))
 
     # ------------------------------------------------------------------------------------ norms and branches
 
@@ -201,8 +216,9 @@ class _Writer:
 
     def normalize(self, name: str, x: Place, out: Place, heads: int = 1, residual: Place | None = None) -> None:
         """out = the norm of that name of x, or of the residual once x was added to it."""
-        bias = None if self.config.norm == "rms" else tensor(self.weights[f"{name}.bias"])
-        weight = tensor(self.weights[f"{name}.weight"])
+        weight, bias = tensor(self.weights[f"{name}.weight"]), self.bias(name)
+        if self.config.norm == "layer" and bias is None:
+            bias = torch.zeros_like(weight)  # what says that this is a LayerNorm
         self.write(Normalize(x, out, weight, bias, self.config.norm_eps, residual, heads))
 
     def write(self, operator: Operator) -> None:

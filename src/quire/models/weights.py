@@ -10,6 +10,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         """Open the files. Raises ModelError where there are none, or one is unreadable."""
         self.directory = directory
-        self._reader_of: dict[str, Callable[[str], Tensor]] = {}
+        self._reader_of: dict[str, Callable[[str, int | None], Tensor]] = {}
         paths = weight_files(directory)
         if not paths:
             others = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
@@ -46,10 +47,10 @@ class Checkpoint:
             try:
                 if path.suffix == ".safetensors":
                     file = safe_open(path, framework="pt")
-                    self._reader_of |= dict.fromkeys(file.keys(), file.get_tensor)  # type: ignore[no-untyped-call]
+                    self._reader_of |= dict.fromkeys(file.keys(), partial(_stored, file))
                 else:
                     tensors = _state_dict(path)
-                    self._reader_of |= dict.fromkeys(tensors, tensors.__getitem__)
+                    self._reader_of |= dict.fromkeys(tensors, partial(_held, tensors))
             except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 raise ModelError(f"{path} cannot be read as weights: {error}") from error
 
@@ -59,7 +60,18 @@ class Checkpoint:
         return frozenset(self._reader_of)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._reader_of[name](name)
+        """The tensor; of a name as "x[3]" that entry of the tensor x, and no others are read."""
+        whole, _, entry = name.partition("[")
+        return self._reader_of[whole](whole, int(entry[:-1]) if entry else None)
+
+
+def _stored(file: Any, name: str, entry: int | None) -> Tensor:
+    tensor: Tensor = file.get_tensor(name) if entry is None else file.get_slice(name)[entry]
+    return tensor
+
+
+def _held(tensors: Mapping[str, Tensor], name: str, entry: int | None) -> Tensor:
+    return tensors[name] if entry is None else tensors[name][entry]
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -103,10 +115,12 @@ class Sources:
 
     ends: Mapping[str, str]  # ours -> theirs, outside the layers
     layer_prefix: str  # of their tensors of layer {}
-    # Ours -> theirs within a layer, with {} for the number of an expert; several are stacked in this order.
+    # Ours -> theirs within a layer, with {} for the number of an expert; several are stacked in this order. Ours may
+    # end with a kind, as in "mlp_in.bias": then theirs does, too, and may be one entry of a tensor, as in "down[{}]".
     layer: Mapping[str, tuple[str, ...]]
     ignored: re.Pattern[str] | None = None  # their tensors that are known not to be needed
-    adapt: Callable[[str, Tensor], Tensor] | None = None  # our name, their tensor -> our form of it
+    # Our name, their name and their tensor -> our form of it.
+    adapt: Callable[[str, str, Tensor], Tensor] | None = None
 
     def of(self, name: str) -> tuple[str, ...]:
         """The checkpoint's tensors that make up our weight of that name, as in `weight_shapes`."""
@@ -114,6 +128,8 @@ class Sources:
             return (self.ends[name],)
         layer, part, expert, kind = _within_layer(name)
         prefix = self.layer_prefix.format(layer)
+        if (whole := f"{part}.{kind}".removeprefix(".")) in self.layer:
+            return tuple(f"{prefix}{theirs.format(*expert)}" for theirs in self.layer[whole])
         return tuple(f"{prefix}{theirs.format(*expert)}.{kind}" for theirs in self.layer[part])
 
 
@@ -169,7 +185,7 @@ class Weights(Mapping[str, Weight]):
     def _check_names(self) -> None:
         """Raise ModelError for a tensor that is missing or superfluous."""
         checkpoint, forms = self._checkpoint, self._forms
-        needed = {part for name in self._shapes for part in self._sources.of(name)}
+        needed = {_whole(part) for name in self._shapes for part in self._sources.of(name)}
         allowed: set[str] = set()
         for part, form in forms.items():
             module = _module(part)
@@ -248,7 +264,7 @@ class Weights(Mapping[str, Weight]):
         tensor = self._checkpoint[part]
         ours = tensor
         if self._sources.adapt is not None and tensor.numel() == home.numel():
-            ours = self._sources.adapt(name, tensor)
+            ours = self._sources.adapt(name, part, tensor)
         if ours.shape != home.shape:
             raise ModelError(
                 f"{self._checkpoint.directory}: {part} has shape {tuple(tensor.shape)}; config.json asks for "
@@ -289,7 +305,7 @@ class Weights(Mapping[str, Weight]):
             return weight
         # Rows move as a bias does. All formats have [out, in] in mind, also where the plain weight is [in, out].
         usual = torch.arange(rows)
-        moved = self._sources.adapt(name.removesuffix("weight") + "bias", usual)
+        moved = self._sources.adapt(name.removesuffix("weight") + "bias", part, usual)
         return weight if torch.equal(moved, usual) else weight.rows(moved)
 
     def _lengths(self, name: str, parts: Sequence[str]) -> list[int]:
@@ -342,8 +358,17 @@ def _is_projection(name: str) -> bool:
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Of a weight that is not quantised. Norms are small, and multiply everything: they stay as exact as they came."""
-    return torch.float32 if "norm." in name else dtype
+    """Of a weight that is not quantised. Norms are small, and multiply everything: they stay as exact as they came.
+
+    So do what is added to scores of experts, and sinks.
+    """
+    exact = "norm." in name or name.endswith((".sinks", ".correction"))
+    return torch.float32 if exact else dtype
+
+
+def _whole(part: str) -> str:
+    """The tensor's name, of one of its entries too."""
+    return part.partition("[")[0]
 
 
 def _module(tensor: str) -> str:

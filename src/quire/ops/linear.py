@@ -158,11 +158,12 @@ class Linears:
     def head(
         self,
         weight: Tensor | QuantisedWeight,  # [V, H]
+        bias: Tensor | None = None,  # [V]
     ) -> Linear:
         """The linear that makes logits: in fp32 where the product has them so, rounded to its dtype elsewhere."""
         if isinstance(weight, QuantisedWeight):
-            return QuantisedLinear(weight, None, torch.float32)
-        return self.linear(weight)
+            return QuantisedLinear(weight, bias, torch.float32)
+        return self.linear(weight, bias)
 
     def tied(
         self,
