@@ -32,6 +32,8 @@ FAMILIES = {
     "BloomForCausalLM": "quire.models.families.bloom",
     "Cohere2ForCausalLM": "quire.models.families.cohere2",
     "CohereForCausalLM": "quire.models.families.cohere2",
+    "DeepseekV2ForCausalLM": "quire.models.families.deepseek",
+    "DeepseekV3ForCausalLM": "quire.models.families.deepseek",
     "Ernie4_5ForCausalLM": "quire.models.families.ernie4_5",
     "Ernie4_5_MoeForCausalLM": "quire.models.families.ernie4_5_moe",
     "Exaone4ForCausalLM": "quire.models.families.exaone4",

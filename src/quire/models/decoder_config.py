@@ -39,6 +39,11 @@ class AttentionConfig:
         return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
+    def rope_dim(self) -> int:
+        """The head that RoPE knows: D."""
+        return self.head_dim
+
+    @property
     def q_size(self) -> int:
         """Hq D."""
         return self.num_heads * self.head_dim
@@ -47,6 +52,38 @@ class AttentionConfig:
     def kv_size(self) -> int:
         """Hkv D."""
         return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """A layer's attention to one latent row a token, which stands for the keys and values of all heads (DeepSeek-V2).
+
+    A row of the cache is the normalised latent, and a part of the key that all heads share and that RoPE rotates. Each
+    head's query takes in the weight that would make its key of the latent; another one makes its value of what was
+    attended.
+    """
+
+    num_heads: int  # Hq
+    latent: int
+    rope_dim: int  # of a head's key, what is rotated
+    plain_dim: int  # what is not
+    v_dim: int
+    q_rank: int | None  # the query is made of a normalised row of so many numbers; None: of the layer's input
+    rope: Mapping[str, Any]
+    bias: bool  # of the projections to q's row, to the latent, and to the output
+    scale: float  # of q·k
+
+    window = None
+
+    @property
+    def heads(self) -> Heads:
+        """What the cache has to know of it."""
+        return Heads(self.num_heads, 1, self.latent + self.rope_dim, self.latent)
+
+    @property
+    def q_size(self) -> int:
+        """Of the query before it takes in weights: each head has what is rotated first."""
+        return self.num_heads * (self.rope_dim + self.plain_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +126,7 @@ class ExpertsConfig:
 class LayerConfig:
     """One layer: what mixes the tokens, and what each of them goes through then."""
 
-    mixer: AttentionConfig
+    mixer: AttentionConfig | LatentConfig
     mlp: MlpConfig | ExpertsConfig
 
 
@@ -229,7 +266,7 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
                 yield f"{prefix}{linear.name}.bias", WeightShape((rows,), linear.rows)
         if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.corrected:
             yield f"{prefix}correction", _whole(layer.mlp.count)
-        if layer.mixer.sinks:
+        if isinstance(layer.mixer, AttentionConfig) and layer.mixer.sinks:
             yield f"{prefix}sinks", _whole(layer.mixer.num_heads)
         norms |= {prefix + name: size for name, size in _norms(config, layer.mixer).items()}
     for name, size in norms.items():
@@ -242,14 +279,18 @@ def _whole(*shape: int) -> WeightShape:
     return WeightShape(shape, shape[:1])
 
 
-def _norms(config: DecoderConfig, attention: AttentionConfig) -> dict[str, int]:
+def _norms(config: DecoderConfig, attention: AttentionConfig | LatentConfig) -> dict[str, int]:
     """Name and size of a layer's norms."""
     norms: dict[str, int] = {}
     if config.input_norms:
         norms["input_norm"] = config.hidden_size
         if config.branches != "parallel, one norm":
             norms["mlp_norm"] = config.hidden_size
-    if attention.qk_norm is not None:
+    if isinstance(attention, LatentConfig):
+        norms["latent_norm"] = attention.latent
+        if attention.q_rank is not None:
+            norms["q_norm"] = attention.q_rank
+    elif attention.qk_norm is not None:
         D, by_head = attention.head_dim, attention.qk_norm == "head"
         norms |= {"q_norm": D if by_head else attention.q_size, "k_norm": D if by_head else attention.kv_size}
     if config.branch_norms:
@@ -257,7 +298,15 @@ def _norms(config: DecoderConfig, attention: AttentionConfig) -> dict[str, int]:
     return norms
 
 
-def _attention_linears(attention: AttentionConfig, hidden_size: int) -> Iterator[_Linear]:
+def _attention_linears(attention: AttentionConfig | LatentConfig, hidden_size: int) -> Iterator[_Linear]:
+    if isinstance(attention, LatentConfig):
+        latent, heads, rank = attention.latent, attention.num_heads, attention.q_rank
+        yield _Linear("qkv", (rank or attention.q_size, latent + attention.rope_dim), hidden_size, attention.bias)
+        if rank is not None:
+            yield _Linear("q", (attention.q_size,), rank, False)
+        yield _Linear("kv", (heads * (attention.plain_dim + attention.v_dim),), latent, False)
+        yield _Linear("output", (hidden_size,), heads * attention.v_dim, attention.bias)
+        return
     q, kv = attention.q_size, attention.kv_size
     yield _Linear("qkv", (q, kv, kv), hidden_size, attention.bias)
     yield _Linear("output", (hidden_size,), q, attention.output_bias)

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, MlpConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LatentConfig, MlpConfig
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
 from quire.ops.experts import Choice, ExpertLayer
 from quire.ops.linear import Linear, Linears
@@ -82,7 +82,10 @@ class _Writer:
         """One layer. hidden: its attention's input. Returns where that of the next layer stands."""
         config, name, last = self.config, f"layers.{index}.", index == self.config.num_layers - 1
         layer = config.layers[index]
-        attended = self.attention(index, layer.mixer, hidden)
+        if isinstance(layer.mixer, LatentConfig):
+            attended = self.latent_attention(index, layer.mixer, hidden)
+        else:
+            attended = self.attention(index, layer.mixer, hidden)
         one_norm = config.branches == "parallel, one norm"
         if last:
             self.write(Keep((attended, self.residual, hidden) if one_norm else (attended, self.residual)))
@@ -123,6 +126,43 @@ class _Writer:
         sinks = tensor(self.weights[f"{name}sinks"]) if config.sinks else None
         self.write(Attend(q, attended, index, group, D, config.scale, self.alibi_slopes, config.softcap, sinks))
         return attended
+
+    def latent_attention(self, index: int, config: LatentConfig, hidden: Place) -> Place:
+        """As above, to one latent row a token."""
+        name, heads, rope = f"layers.{index}.", config.num_heads, config.rope_dim
+        q_size = config.q_rank or config.q_size
+        qkv = self.buffer("qkv", q_size + config.latent + rope)
+        self.project(f"{name}qkv", hidden, qkv)
+        q, latent, k_rope = self.columns(qkv, q_size, config.latent, rope)
+        if config.q_rank is not None:
+            self.normalize(f"{name}q_norm", q, row := self.buffer("q row", q_size))
+            q = self.buffer("q", config.q_size)
+            self.project(f"{name}q", row, q)
+        self.normalize(f"{name}latent_norm", latent, latent)
+        table = self.tables[index]
+        assert table is not None
+        for place, dim in ((q, rope + config.plain_dim), (k_rope, rope)):
+            self.write(Rotate(place, Place(place.buffer, 0, 0), *table, dim))
+        to_latent, to_value = self.latent_heads(name, config)
+        wide_q = self.buffer("latent q", heads * (config.latent + rope))
+        self.write(Project(q, to_latent, wide_q))
+        group, dim = self.group_of_layer[index], config.latent + rope
+        self.write(Write(Place(qkv.buffer, latent.first, dim), latent, index, group, dim))
+        mixed = self.buffer("attended", heads * config.latent)
+        self.write(Attend(wide_q, mixed, index, group, dim, config.scale, None, None))
+        values = self.buffer("values", heads * config.v_dim)
+        self.write(Project(mixed, to_value, values))
+        return values
+
+    def latent_heads(self, name: str, config: LatentConfig) -> tuple[Linear, Linear]:
+        """What makes a head's query for latent rows of its own query, and a value of what was attended."""
+        weight = tensor(self.weights[f"{name}kv.weight"]).unflatten(0, (config.num_heads, -1))  # type: ignore[no-untyped-call]
+        keys, values = weight[:, : config.plain_dim], weight[:, config.plain_dim :]  # [Hq, dim, latent]
+        rope, latent = config.rope_dim, config.latent
+        to_latent = weight.new_zeros(config.num_heads, latent + rope, rope + config.plain_dim)
+        to_latent[:, :latent, rope:] = keys.transpose(1, 2)
+        to_latent[:, latent:, :rope] = torch.eye(rope)  # what is rotated stays as it is
+        return self.linears.heads(to_latent), self.linears.heads(values)
 
     def mlp(self, name: str, hidden: Place, config: MlpConfig, out: Place) -> None:
         """Project up, activate, project down."""

@@ -241,10 +241,15 @@ class Weights(Mapping[str, Weight]):
         return WeightBytes(**self._bytes)
 
     def _rounding(self, name: str) -> Rounding | None:
-        """To what a weight is rounded at load: a router decides about much and is small, so it is not."""
+        """To what a weight is rounded at load.
+
+        A router decides about much and is small, so it is not, nor what makes keys and values of a latent: that becomes
+        part of the query.
+        """
         if name == ("embedding" if self._tied else "lm_head"):
             return self._quantisation.head
-        return self._quantisation.linears if _is_projection(name) and ".router." not in name else None
+        kept = ".router." in name or ".kv." in name
+        return self._quantisation.linears if _is_projection(name) and not kept else None
 
     def _plain(self, name: str, parts: Sequence[str]) -> Tensor:
         """A weight that the checkpoint has as numbers."""

@@ -108,6 +108,19 @@ class JoinedLinear:
         return torch.cat([part(x) for part in self.parts], 1)
 
 
+@dataclass(frozen=True)
+class HeadsLinear:
+    """A projection of each head by a weight of its own; a row of x, and of the result, is one head after the other."""
+
+    parts: Sequence[Linear]  # [heads]
+    in_size: int  # of each head
+    out_size: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        pairs = zip(self.parts, torch.split(x, self.in_size, 1), strict=True)
+        return torch.cat([part(head) for part, head in pairs], 1)
+
+
 def padded_rows(count: int) -> int:
     """Rows that oneDNN multiplies where there are so many: beyond the first 64 at most an eighth more.
 
@@ -154,6 +167,13 @@ class Linears:
         sizes = [w.out_size if isinstance(w, QuantisedWeight) else len(w) for w in weights]
         biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
         return JoinedLinear([self.linear(w, b) for w, b in zip(weights, biases, strict=True)], sizes)
+
+    def heads(
+        self,
+        weights: Tensor,  # [heads, out, in]
+    ) -> HeadsLinear:
+        """The projection of each head by its own weight."""
+        return HeadsLinear([self.linear(weight) for weight in weights], weights.shape[2], weights.shape[1])
 
     def head(
         self,

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig
+from quire.models.decoder_config import (
+    AttentionConfig,
+    DecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    LayerConfig,
+    MlpConfig,
+)
 from quire.models.families import llama
 from quire.models.families.llama import read_sizes, rope_parameters
 from quire.models.hf_config import ConfigReader
@@ -63,7 +70,12 @@ def sigmoid_experts(config: ConfigReader) -> ExpertsConfig:
 
 
 def first_dense(
-    config: ConfigReader, attention: AttentionConfig, inner: int, experts: ExpertsConfig, usual: int, num_layers: int
+    config: ConfigReader,
+    attention: AttentionConfig | LatentConfig,
+    inner: int,
+    experts: ExpertsConfig,
+    usual: int,
+    num_layers: int,
 ) -> tuple[LayerConfig, ...]:
     """Layers of which the first few have an MLP, and the others experts. usual: how many where a config is silent."""
     dense, sparse = (LayerConfig(mixer=attention, mlp=mlp) for mlp in (MlpConfig(size=inner), experts))
