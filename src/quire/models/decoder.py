@@ -66,7 +66,7 @@ class Decoder:
         self.embedding_scale = config.embedding_scale
         if config.embedding_scale is not None and config.rounds_embedding_scale:
             self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
-        ropes = [(layer.mixer.rope, layer.mixer.head_dim) for layer in config.layers]
+        ropes = [(layer.mixer.rope, layer.mixer.rope_dim) for layer in config.layers]
         tables = rope_tables(ropes, config.max_position_embeddings, max_model_len, self.device)
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
         self.layers = backend.compile(write_program(config, weights, linears, tables, slopes, self.dtype))

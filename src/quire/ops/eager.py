@@ -101,8 +101,11 @@ class _Step:
         return x.view(len(x), place.size // dim, dim)
 
     def put(self, place: Place, value: Tensor) -> None:
-        """Let this, [T, ...], be the whole buffer."""
-        self.values[place.buffer] = value.flatten(1)
+        """Let this, [T, ...], stand there: in a buffer of its own where that is a whole one."""
+        if place.size == self.program.buffers[place.buffer]:
+            self.values[place.buffer] = value.flatten(1)
+        else:
+            self.at(place).copy_(value.flatten(1))
 
     def run(self, operator: Operator) -> None:
         """Run one operator."""
@@ -116,7 +119,7 @@ class _Step:
                 backend.rope(self.heads(q, dim), self.heads(k, dim), self.positions, operator.cos, operator.sin)
             case Write(k=k, v=v, head_dim=dim):
                 kv, plan = self.caches.layer(operator.layer), self.plans[operator.group]
-                backend.write_kv(self.heads(k, dim), self.heads(v, dim), kv, plan)
+                backend.write_kv(self.heads(k, dim), self.heads(v, v.size * dim // k.size), kv, plan)
             case Attend():
                 attended = backend.attention(
                     self.heads(operator.q, operator.head_dim),

@@ -75,7 +75,7 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     return Sources(ends, f"{prefix}h.{{}}.", LAYER, adapt=partial(apart, config))
 
 
-def apart(config: DecoderConfig, name: str, tensor: Tensor) -> Tensor:
+def apart(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
     """From q, k and v of one head after the other to all of q, all of k, all of v."""
     if ".qkv." not in name:
         return tensor
