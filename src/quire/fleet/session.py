@@ -76,10 +76,6 @@ class Session:
         self._failed.append([flow, status, body])
         self.wake()
 
-    def is_due(self, now: float) -> bool:
-        """Whether the state is to be sent with the next line."""
-        return now >= self._next_state
-
     async def lines(self) -> AsyncIterator[bytes]:
         """What is sent."""
         yield dumps(self._hello(self.name))
@@ -104,7 +100,7 @@ class Session:
             self._first_event += len(self._events)
             self._events = []
         now, state = time.monotonic(), self._state
-        is_due = self.is_due(now) and state is not self._sent_state
+        is_due = now >= self._next_state and state is not self._sent_state
         if state is not None and (is_due or self.draining != self._sent_draining):
             message["state"] = replace(state, draining=self.draining)
             message["started"], self._started = self._started, []
