@@ -105,7 +105,9 @@ class Session:
             self._first_event += len(self._events)
             self._events = []
         now, state = time.monotonic(), self._state
-X            message["state"] = replace(state, draining=self.draining)
+        is_new = state is not self._sent_state and (now >= self._next_state or self._load_differs())
+        if state is not None and (is_new or self.draining != self._sent_draining):
+            message["state"] = replace(state, draining=self.draining)
             message["started"], self._started = self._started, []
             self._next_state, self._sent_state, self._sent_draining = now + STATE_EVERY, state, self.draining
         return message
