@@ -33,7 +33,8 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     bias = config.flag("attention_bias")
     attention = AttentionConfig(**sizes.heads, bias=bias, output_bias=bias)
     if "CohereForCausalLM" in raw.get("architectures", []):
-        windows, ropes = (None,) * sizes.num_layers, [rope] * sizes.num_layers
+        windows: tuple[int | None, ...] = (None,) * sizes.num_layers
+        ropes: list[dict[str, Any] | None] = [rope] * sizes.num_layers
     else:
         windows = _windows(config, sizes.num_layers)
         ropes = [None if window is None else rope for window in windows]

@@ -1,4 +1,4 @@
-"""RoPE of neighbouring pairs, as some families have it, told by the order of the weights' rows."""
+"""RoPE of neighbouring pairs, as some families have it, said by the order of the weights' rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import torch
 from torch import Tensor
 
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig
 from quire.models.rope import rotated_share
 
 ROTATED = re.compile(r"\.[qk]_(proj|norm)\.")
@@ -21,7 +21,7 @@ def pairs_apart(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> 
     if not ROTATED.search(part):
         return tensor
     attention = config.layers[int(name.split(".")[1])].mixer
-    if attention.rope is None:
+    if not isinstance(attention, AttentionConfig) or attention.rope is None:
         return tensor
     heads = tensor.unflatten(0, (-1, attention.head_dim))  # type: ignore[no-untyped-call]
     size = int(attention.head_dim * rotated_share(attention.rope))

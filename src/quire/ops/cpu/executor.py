@@ -140,8 +140,8 @@ class NativeExecutor:
             case Scale(x=x, factor=factor):
                 return self._op(operator, native.EachParams(x.size, factor=factor), x, None, x)
             case Keep(buffers=buffers):
-                x, y, out = (*buffers, None, None)[:3]
-                return self._op(operator, native.EachParams(), x, y, out)
+                places: list[Place | None] = [*buffers, None]
+                return self._op(operator, native.EachParams(), buffers[0], places[1], places[2])
             case MixExperts(x=x, layer=layer, out=out):
                 linears = ExpertLinears.of(layer)
                 experts = linears.params()
