@@ -54,7 +54,7 @@ SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id"
 OTHER_SIDES = re.compile(
     r"\w*(image|video|vision|visual|audio|speech|speaker|projector|projection|alignment|adapter|boi|eoi|boa|eoa|mm_|"
     r"spatial|patch|pixel|downsample|merge|insert_layer|grid|tile|frame|qformer|perceiver|_config$)\w*|scale_factor"
-    r"|_pad_token_id"
+    r"|_pad_token_id|num_channels"
 )
 # How tensors of the text part begin in the files -> in a model of its own, the first that fits.
 PREFIXES = (
