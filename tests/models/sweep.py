@@ -10,7 +10,6 @@ import logging
 import re
 import tempfile
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -45,6 +44,8 @@ MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24
 GIVEN: dict[str, dict[str, Any]] = {
     **{name: {"is_decoder": True} for name in [*DECODERS, "xlm-roberta", "xlm-roberta-xl"]},
     **{name: {"head_dim": 128} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 500000.0}},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "nemotron": {"num_key_value_heads": 8},
     **{name: {"is_decoder": True, "is_encoder_decoder": False} for name in ENCODER_DECODERS.split()},
@@ -294,12 +295,12 @@ def main() -> None:
     """Write what there is."""
     names = sorted({*TYPES, *SIDED})
     published = [(maker, *one) for maker, some in REPOSITORIES.items() for one in some.items()]
-    with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=_hush, max_tasks_per_child=20) as pool:
+    with get_context("spawn").Pool(initializer=_hush, maxtasksperchild=20) as pool:
         repositories, types = [], []
-        for found in pool.map(sweep_repository, *zip(*published, strict=True)):
+        for found in pool.starmap(sweep_repository, published, chunksize=1):
             repositories.append(found)
             print(*found, flush=True)
-        for row in pool.map(sweep, names):
+        for row in pool.imap(sweep, names):
             types.append(row.supported)
             print(*row.supported, "" if row.error is None else f"{row.error:.1e}", flush=True)
     content = {"transformers": version("transformers"), "repositories": repositories, "types": types}
