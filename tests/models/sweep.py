@@ -48,7 +48,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     **{name: {"is_decoder": True} for name in [*DECODERS, "xlm-roberta", "xlm-roberta-xl"]},
     **{name: {"head_dim": 128} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "big_bird": {"is_decoder": True, "attention_type": "original_full"},
-    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 500000.0}},
+    "dbrx": {"attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000.0}},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "nemotron": {"num_key_value_heads": 8},
