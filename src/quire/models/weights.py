@@ -137,6 +137,8 @@ class Sources:
     # end with a kind, as in "mlp_in.bias": then theirs does, too, and may be one entry of a tensor, as in "down[{}]".
     layer: Mapping[str, tuple[str, ...]]
     ignored: re.Pattern[str] | None = None  # their tensors that are known not to be needed
+    # Our layer and part -> theirs, where these depend on the layer; None: as in `layer`.
+    parts: Callable[[int, str], tuple[str, ...] | None] | None = None
     # Our name, their name and their tensor -> our form of it.
     adapt: Callable[[str, str, Tensor], Tensor] | None = None
 
@@ -148,7 +150,8 @@ class Sources:
         prefix = self.layer_prefix.format(layer)
         if (whole := f"{part}.{kind}".removeprefix(".")) in self.layer:
             return tuple(f"{prefix}{theirs.format(*expert)}" for theirs in self.layer[whole])
-        return tuple(f"{prefix}{theirs.format(*expert)}.{kind}" for theirs in self.layer[part])
+        own = None if self.parts is None else self.parts(int(layer), part)
+        return tuple(f"{prefix}{theirs.format(*expert)}.{kind}" for theirs in own or self.layer[part])
 
 
 class Weights(Mapping[str, Weight]):
@@ -383,9 +386,9 @@ def _is_projection(name: str) -> bool:
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     """Of a weight that is not quantised. Norms are small, and multiply everything: they stay as exact as they came.
 
-    So do what is added to scores of experts, and sinks.
+    So do sinks, factors of layers, and what is done to scores of experts.
     """
-    exact = "norm." in name or name.endswith((".sinks", ".correction"))
+    exact = "norm." in name or name.endswith((".sinks", ".correction", ".shares", ".scale"))
     return torch.float32 if exact else dtype
 
 
