@@ -137,10 +137,10 @@ class Sources:
     # end with a kind, as in "mlp_in.bias": then theirs does, too, and may be one entry of a tensor, as in "down[{}]".
     layer: Mapping[str, tuple[str, ...]]
     ignored: re.Pattern[str] | None = None  # their tensors that are known not to be needed
-    # Our layer and part -> theirs, where these depend on the layer; None: as in `layer`.
-    parts: Callable[[int, str], tuple[str, ...] | None] | None = None
     # Our name, their name and their tensor -> our form of it.
     adapt: Callable[[str, str, Tensor], Tensor] | None = None
+    # Our layer and part -> theirs, where these depend on the layer; None: as in `layer`.
+    parts: Callable[[int, str], tuple[str, ...] | None] | None = None
 
     def of(self, name: str) -> tuple[str, ...]:
         """The checkpoint's tensors that make up our weight of that name, as in `weight_shapes`."""

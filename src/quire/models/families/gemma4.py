@@ -112,7 +112,7 @@ def _layers(config: ConfigReader, sizes: Sizes) -> tuple[LayerConfig, ...]:
     return tuple(layers)
 
 
-def _heads(config: ConfigReader, sizes: Sizes, kinds: list[str]) -> list[dict[str, int]]:
+def _heads(config: ConfigReader, sizes: Sizes, kinds: list[str]) -> list[dict[str, Any]]:
     """Each layer's heads: those of full attention differ, as `per_layer_config` says or, before it, two keys."""
     full = {"head_dim": config.integer("global_head_dim", 512)}
     kv_heads = config.get("num_global_key_value_heads")
