@@ -223,7 +223,7 @@ def test_activations(backend, device, shape, function):
         x = draw(shape, dtype, device, 10.0)
         before, f = exact(x), FORMULAS[function]
         plain = f(before, slope)
-        room = before.abs() + before**2  # what may be formed on the way
+        room = before.abs() + before**2 + (function == "sigmoid")  # what may be formed on the way
         got = backend.activate(x, Activation(function, gated=False, slope=slope))
         check_rounded(function, got, plain, dtype, room + 1e-24)
         gate, up = before.chunk(2, dim=-1)
