@@ -166,6 +166,17 @@ def test_rope_keeps_the_score_of_a_distance(backend, device):
     check_close("score", scores, scores[:1].expand(3), 2e-4)
 
 
+def test_rope_of_q_alone(backend, device):
+    """K may have no head at all."""
+    cos, sin = angles(50, 8)
+    positions = torch.tensor([4, 0, 49])
+    for dtype in dtypes(backend):
+        q, none = draw((3, 4, 24), dtype, device), torch.empty(3, 0, 24, dtype=dtype, device=device)
+        want, size = rotated(exact(q), positions, cos, sin)
+        backend.rope(q, none, positions.to(device), cos.to(device), sin.to(device))
+        check_rounded("q", q, want, dtype, size)
+
+
 def test_rope_of_no_rows(backend, device):
     cos, sin = (x.to(device) for x in angles(4, 4))
     rows = torch.zeros(0, 2, 8, device=device)

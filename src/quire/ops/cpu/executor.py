@@ -158,7 +158,7 @@ class NativeExecutor:
         self,
         operator: Operator,
         params: Structure,
-        x: Place | None,
+        x: Place,
         y: Place | None = None,
         out: Place | None = None,
         group: int = 0,
