@@ -47,6 +47,10 @@ LATENT = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "first_k_dense_replace": 1,
 }  # fmt: skip
 DEEPSEEK = {key: value for key, value in TINY.items() if key != "head_dim"} | LATENT
+GEMMA4 = TINY | {
+    "num_hidden_layers": 6, "global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97,
+    "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 9,
+}  # fmt: skip
 GPT_OSS = TINY | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}
 BASES |= {
     "Glm4Moe": GLM4_MOE,
@@ -56,8 +60,9 @@ BASES |= {
     "Cohere2": SHORT,
     "DeepseekV2": DEEPSEEK,
     "DeepseekV3": DEEPSEEK,
+    "Gemma4": GEMMA4,
 }
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}
 
 
 def save(directory: Path, kind: str = "Llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -72,6 +77,8 @@ def save(directory: Path, kind: str = "Llama", dtype: torch.dtype = torch.float3
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0, 0.2)
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
     model.to(dtype).save_pretrained(directory)
     return model
 

@@ -42,6 +42,7 @@ FAMILIES = {
     "GPTNeoXForCausalLM": "quire.models.families.gpt_neox",
     "Gemma2ForCausalLM": "quire.models.families.gemma2",
     "Gemma3ForCausalLM": "quire.models.families.gemma3",
+    "Gemma4ForCausalLM": "quire.models.families.gemma4",
     "Glm4ForCausalLM": "quire.models.families.glm4",
     "Glm4MoeForCausalLM": "quire.models.families.glm4_moe",
     "GlmForCausalLM": "quire.models.families.glm4",

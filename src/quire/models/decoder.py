@@ -65,11 +65,15 @@ class Decoder:
             self.positions = tensor(weights["positions"])
         self.embedding_scale = config.embedding_scale
         if config.embedding_scale is not None and config.rounds_embedding_scale:
-            self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
+            self.embedding_scale = self._rounded(config.embedding_scale)
+        self.per_layer_embedding: Tensor | None = None  # [V, L * size]
+        if config.per_layer is not None:
+            self.per_layer_embedding = tensor(weights["per_layer_embedding"])
+            self.per_layer_scale = self._rounded(config.per_layer.size**0.5)
         ropes = [(layer.mixer.rope, layer.mixer.rope_dim) for layer in config.layers]
         tables = rope_tables(ropes, config.max_position_embeddings, max_model_len, self.device)
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
-        self.layers = backend.compile(write_program(config, weights, linears, tables, slopes, self.dtype))
+        self.layers = backend.compile(write_program(config, weights, linears, tables, slopes, self.dtype, self.device))
 
     def forward(
         self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan], rows: Tensor | None = None
@@ -99,4 +103,9 @@ class Decoder:
             embedded = embedded * self.embedding_scale
         if self.positions is not None:
             embedded = embedded + self.positions[positions]
+        if self.per_layer_embedding is not None:
+            embedded = torch.cat([embedded, self.per_layer_embedding[token_ids] * self.per_layer_scale], 1)
         return embedded
+
+    def _rounded(self, factor: float) -> float:
+        return float(torch.tensor(factor, dtype=self.dtype))

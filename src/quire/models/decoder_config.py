@@ -28,6 +28,9 @@ class AttentionConfig:
     scale: float | None = None  # of q·k; None: 1 / sqrt(D)
     softcap: float | None = None  # of the scores
     sinks: bool = False  # each head has one more logit, without a value
+    v_norm: bool = False  # each head of v is normalised, without a weight
+    v_is_k: bool = False  # v is what was projected for k
+    kv_of: int | None = None  # the layer whose keys and values this one reads; None: it has its own
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -47,6 +50,13 @@ class AttentionConfig:
     def q_size(self) -> int:
         """Hq D."""
         return self.num_heads * self.head_dim
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """Sizes of what is projected: q, k and v, where the layer has them."""
+        if self.kv_of is not None:
+            return (self.q_size,)
+        return (self.q_size, *(self.kv_size,) * (1 if self.v_is_k else 2))
 
     @property
     def kv_size(self) -> int:
@@ -109,6 +119,7 @@ class ExpertsConfig:
     mlp: MlpConfig  # each of them
     renormalised: bool  # a row's shares are those among its own experts, not among all
     scores: Literal["softmax", "sigmoid"] = "softmax"
+    scaled: bool = False  # a weight of each expert multiplies its share
     corrected: bool = False  # a weight of each expert is added to its scores where experts are chosen
     groups: int = 1
     groups_chosen: int = 1
@@ -128,6 +139,15 @@ class LayerConfig:
 
     mixer: AttentionConfig | LatentConfig
     mlp: MlpConfig | ExpertsConfig
+    experts: ExpertsConfig | None = None  # besides the MLP, each with norms of its own; the router has one, too
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerLayerConfig:
+    """What each layer gets of a token besides the embedding: a row of a table of its own, mixed with a projection."""
+
+    vocab_size: int
+    size: int  # of a layer's row
 
 
 def layers_with(
@@ -164,6 +184,8 @@ class DecoderConfig:
     # Whether the MLP sees what attention added, or the same residual; then also whether through the same norm.
     branches: Literal["in turn", "parallel", "parallel, one norm"] = "in turn"
     branch_scale: float | None = None  # multiplies what a branch adds to the residual
+    layer_scales: bool = False  # each layer ends with a factor of the residual
+    per_layer: PerLayerConfig | None = None
     # Both ends.
     embedding_scale: float | None = None  # multiplies the embeddings
     rounds_embedding_scale: bool = False  # to the weights' dtype first, as Gemma was trained
@@ -196,12 +218,15 @@ class DecoderConfig:
     @property
     def experts(self) -> list[ExpertsConfig]:
         """Those of the layers that have some."""
-        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsConfig)]
+        found = (layer.mlp if layer.experts is None else layer.experts for layer in self.layers)
+        return [experts for experts in found if isinstance(experts, ExpertsConfig)]
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The layers with memory of their own, by window and heads."""
-        return cache_groups([(layer.mixer.heads, layer.mixer.window) for layer in self.layers])
+        return cache_groups(
+            [None if shares_memory(layer) else (layer.mixer.heads, layer.mixer.window) for layer in self.layers]
+        )
 
     @property
     def layer_width(self) -> int:
@@ -213,7 +238,8 @@ class DecoderConfig:
         dense = {mlp_width(layer.mlp.size) for layer in self.layers if isinstance(layer.mlp, MlpConfig)}
         dense |= {mlp_width(of.shared.size) + self.hidden_size for of in self.experts if of.shared is not None}
         experts = {of.per_token * (mlp_width(of.mlp.size) + 6 * self.hidden_size) for of in self.experts}
-        return sum(attention) + sum(dense) + max(experts, default=0)
+        per_layer = 0 if self.per_layer is None else 3 * self.num_layers * self.per_layer.size + self.hidden_size
+        return sum(attention) + sum(dense) + max(experts, default=0) + per_layer
 
     @cached_property
     def weights(self) -> dict[str, WeightShape]:
@@ -228,6 +254,11 @@ class WeightShape(NamedTuple):
     parts: tuple[int, ...]
 
 
+def shares_memory(layer: LayerConfig) -> bool:
+    """Whether the layer reads what another one stores."""
+    return isinstance(layer.mixer, AttentionConfig) and layer.mixer.kv_of is not None
+
+
 def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight."""
     return {name: weight.shape for name, weight in config.weights.items()}
@@ -237,7 +268,7 @@ def weight_use(config: DecoderConfig, name: str) -> Literal["layers", "experts",
     """What a step reads of the weight of that name, as `WeightBytes` has it."""
     if name == ("embedding" if config.tied_embeddings else "lm_head"):
         return "head"
-    if name in ("embedding", "positions"):
+    if name in ("embedding", "positions", "per_layer_embedding"):
         return "looked_up"
     return "experts" if ".experts." in name else "layers"
 
@@ -257,18 +288,28 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
     if not config.tied_embeddings:
         yield "lm_head", _whole(config.vocab_size, H)
     norms = {"final_norm": H} | ({"embedding_norm": H} if config.embedding_norm else {})
+    if config.per_layer is not None:
+        width = config.num_layers * config.per_layer.size
+        yield "per_layer_embedding", _whole(config.per_layer.vocab_size, width)
+        yield "per_layer_projection.weight", _whole(width, H)
+        norms["per_layer_projection_norm"] = config.per_layer.size
     for i, layer in enumerate(config.layers):
         prefix = f"layers.{i}."
-        for linear in (*_attention_linears(layer.mixer, H), *_mlp_linears(layer.mlp, H)):
+        for linear in _linears(config, layer):
             rows = sum(linear.rows)
             yield f"{prefix}{linear.name}.weight", WeightShape((rows, linear.columns), linear.rows)
             if linear.bias:
                 yield f"{prefix}{linear.name}.bias", WeightShape((rows,), linear.rows)
-        if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.corrected:
-            yield f"{prefix}correction", _whole(layer.mlp.count)
+        for experts in (layer.mlp, layer.experts):
+            if isinstance(experts, ExpertsConfig) and experts.corrected:
+                yield f"{prefix}correction", _whole(experts.count)
+            if isinstance(experts, ExpertsConfig) and experts.scaled:
+                yield f"{prefix}shares", _whole(experts.count)
+        if config.layer_scales:
+            yield f"{prefix}scale", _whole(1)
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.sinks:
             yield f"{prefix}sinks", _whole(layer.mixer.num_heads)
-        norms |= {prefix + name: size for name, size in _norms(config, layer.mixer).items()}
+        norms |= {prefix + name: size for name, size in _norms(config, layer).items()}
     for name, size in norms.items():
         yield f"{name}.weight", _whole(size)
         if config.norm == "layer" and config.norm_bias:
@@ -279,9 +320,26 @@ def _whole(*shape: int) -> WeightShape:
     return WeightShape(shape, shape[:1])
 
 
-def _norms(config: DecoderConfig, attention: AttentionConfig | LatentConfig) -> dict[str, int]:
+def _linears(config: DecoderConfig, layer: LayerConfig) -> Iterator[_Linear]:
+    H = config.hidden_size
+    yield from _attention_linears(layer.mixer, H)
+    yield from _mlp_linears(layer.mlp, H)
+    if layer.experts is not None:
+        yield from _mlp_linears(layer.experts, H)
+    if config.per_layer is not None:
+        yield _Linear("per_layer_gate", (config.per_layer.size,), H, False)
+        yield _Linear("per_layer_output", (H,), config.per_layer.size, False)
+
+
+def _norms(config: DecoderConfig, layer: LayerConfig) -> dict[str, int]:
     """Name and size of a layer's norms."""
     norms: dict[str, int] = {}
+    attention = layer.mixer
+    if layer.experts is not None:
+        names = "router_norm", "experts_norm", "experts_output_norm", "dense_output_norm"
+        norms |= dict.fromkeys(names, config.hidden_size)
+    if config.per_layer is not None:
+        norms["per_layer_norm"] = config.hidden_size
     if config.input_norms:
         norms["input_norm"] = config.hidden_size
         if config.branches != "parallel, one norm":
@@ -292,7 +350,9 @@ def _norms(config: DecoderConfig, attention: AttentionConfig | LatentConfig) -> 
             norms["q_norm"] = attention.q_rank
     elif attention.qk_norm is not None:
         D, by_head = attention.head_dim, attention.qk_norm == "head"
-        norms |= {"q_norm": D if by_head else attention.q_size, "k_norm": D if by_head else attention.kv_size}
+        norms["q_norm"] = D if by_head else attention.q_size
+        if attention.kv_of is None:
+            norms["k_norm"] = D if by_head else attention.kv_size
     if config.branch_norms:
         norms |= {"output_norm": config.hidden_size, "mlp_output_norm": config.hidden_size}
     return norms
@@ -307,9 +367,8 @@ def _attention_linears(attention: AttentionConfig | LatentConfig, hidden_size: i
         yield _Linear("kv", (heads * (attention.plain_dim + attention.v_dim),), latent, False)
         yield _Linear("output", (hidden_size,), heads * attention.v_dim, attention.bias)
         return
-    q, kv = attention.q_size, attention.kv_size
-    yield _Linear("qkv", (q, kv, kv), hidden_size, attention.bias)
-    yield _Linear("output", (hidden_size,), q, attention.output_bias)
+    yield _Linear("qkv", attention.projected, hidden_size, attention.bias)
+    yield _Linear("output", (hidden_size,), attention.q_size, attention.output_bias)
 
 
 def _mlp_linears(mlp: MlpConfig | ExpertsConfig, hidden_size: int, prefix: str = "") -> Iterator[_Linear]:

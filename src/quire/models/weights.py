@@ -21,6 +21,7 @@ from torch import Tensor
 from quire.errors import ConfigError, ModelError
 from quire.models.decoder_config import DecoderConfig, weight_shapes, weight_use
 from quire.models.model import WeightBytes
+from quire.models.quantisation import mxfp4
 from quire.models.quantisation.module import Form, Module, Scheme, form_of
 from quire.models.quantisation.policy import Quantisation, Rounding, dequantised_into
 from quire.models.quantisation.stacking import StackedWeight, Weight, stacked
@@ -62,6 +63,11 @@ class Checkpoint:
                         self._reader_of[name] = partial(read, theirs)
             except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 raise ModelError(f"{path} cannot be read as weights: {error}") from error
+        for name in [name for name in self._reader_of if name.endswith(mxfp4.BLOCKS)]:
+            whole = name.removesuffix(mxfp4.BLOCKS)
+            if (scales := whole + mxfp4.SCALES) in self._reader_of:  # the two are one tensor
+                halves = self._reader_of.pop(name), self._reader_of.pop(scales)
+                self._reader_of[whole] = partial(_of_blocks, whole, *halves)
 
     @property
     def names(self) -> frozenset[str]:
@@ -77,6 +83,12 @@ class Checkpoint:
 def _stored(file: Any, name: str, entry: int | None) -> Tensor:
     tensor: Tensor = file.get_tensor(name) if entry is None else file.get_slice(name)[entry]
     return tensor
+
+
+def _of_blocks(
+    name: str, blocks: Callable[[int | None], Tensor], scales: Callable[[int | None], Tensor], entry: int | None
+) -> Tensor:
+    return mxfp4.numbers(name, blocks(entry), scales(entry))
 
 
 def _held(tensors: Mapping[str, Tensor], name: str, entry: int | None) -> Tensor:
@@ -139,6 +151,8 @@ class Sources:
     ignored: re.Pattern[str] | None = None  # their tensors that are known not to be needed
     # Our name, their name and their tensor -> our form of it.
     adapt: Callable[[str, str, Tensor], Tensor] | None = None
+    # Our layer and part -> theirs, where these depend on the layer; None: as in `layer`.
+    parts: Callable[[int, str], tuple[str, ...] | None] | None = None
 
     def of(self, name: str) -> tuple[str, ...]:
         """The checkpoint's tensors that make up our weight of that name, as in `weight_shapes`."""
@@ -148,7 +162,8 @@ class Sources:
         prefix = self.layer_prefix.format(layer)
         if (whole := f"{part}.{kind}".removeprefix(".")) in self.layer:
             return tuple(f"{prefix}{theirs.format(*expert)}" for theirs in self.layer[whole])
-        return tuple(f"{prefix}{theirs.format(*expert)}.{kind}" for theirs in self.layer[part])
+        own = None if self.parts is None else self.parts(int(layer), part)
+        return tuple(f"{prefix}{theirs.format(*expert)}.{kind}" for theirs in own or self.layer[part])
 
 
 class Weights(Mapping[str, Weight]):
@@ -383,9 +398,9 @@ def _is_projection(name: str) -> bool:
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     """Of a weight that is not quantised. Norms are small, and multiply everything: they stay as exact as they came.
 
-    So do what is added to scores of experts, and sinks.
+    So do sinks, factors of layers, and what is done to scores of experts.
     """
-    exact = "norm." in name or name.endswith((".sinks", ".correction"))
+    exact = "norm." in name or name.endswith((".sinks", ".correction", ".shares", ".scale"))
     return torch.float32 if exact else dtype
 
 

@@ -146,7 +146,8 @@ class _Step:
                     for place in operator.buffers:
                         self.put(place, at(place)[self.rows])
             case MixExperts():
-                self.put(operator.out, backend.experts(at(operator.x), operator.layer))
+                seen = None if operator.seen is None else at(operator.seen)
+                self.put(operator.out, backend.experts(at(operator.x), operator.layer, seen))
 
     def _normalized(self, norm: Normalize) -> Tensor:
         x = self.at(norm.x)

@@ -78,10 +78,11 @@ def weighted_experts(
     layer: ExpertLayer,
     choose: Callable[[Tensor, Choice], tuple[Tensor, Tensor]],
     activate: Callable[[Tensor, Activation], Tensor],
+    seen: Tensor | None = None,  # [T, H]
 ) -> Tensor:
     """`Backend.experts` out of a backend's other operators."""
     num_chosen = layer.choice.num_chosen
-    chosen, shares = choose(layer.router(x).float(), layer.choice)
+    chosen, shares = choose(layer.router(x if seen is None else seen).float(), layer.choice)
     by_expert, places = chosen.flatten().sort(stable=True)  # all T k choices
     ends = torch.searchsorted(by_expert, torch.arange(len(layer.mlp_in), device=x.device), right=True).tolist()
     gathered = x[places // num_chosen]

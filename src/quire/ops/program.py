@@ -209,6 +209,7 @@ class MixExperts(BaseOperator):
     x: Place
     layer: ExpertLayer
     out: Place
+    seen: Place | None = None  # what the router sees; None: x
 
 
 Operator: TypeAlias = (

@@ -142,11 +142,11 @@ class NativeExecutor:
             case Keep(buffers=buffers):
                 places: list[Place | None] = [*buffers, None]
                 return self._op(operator, native.EachParams(), buffers[0], places[1], places[2])
-            case MixExperts(x=x, layer=layer, out=out):
+            case MixExperts(x=x, layer=layer, out=out, seen=seen):
                 linears = ExpertLinears.of(layer)
                 experts = linears.params()
                 self._experts.add(linears, experts)
-                return self._op(operator, experts, x, None, out)
+                return self._op(operator, experts, x, seen or x, out)
 
     def _linear(self, operator: Project, packed: PackedLinear) -> native.Op:
         params = packed.params()
