@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from quire.cache.manager import CacheGroup, Heads
+from quire.cache.groups import CacheGroup, Heads, RowGroup, StateGroup
 from quire.errors import ModelError
-from quire.models.model import attention_width, cache_groups, mlp_width
+from quire.models.model import attention_width, cache_groups, mlp_width, state_groups, state_width
+from quire.models.state_config import StateConfig
 from quire.ops.activation import Activation
 
 
@@ -24,6 +25,7 @@ class AttentionConfig:
     rope: Mapping[str, Any] | None = None  # parameters as rope.py reads them; None: no RoPE
     bias: bool = False  # of the projection to q, k and v
     output_bias: bool = False
+    gated: bool = False  # what is attended is multiplied by the sigmoid of a gate, projected with q
     qk_norm: Literal["head", "all heads"] | None = None  # what of q, and of k, is normalised before RoPE
     scale: float | None = None  # of q·k; None: 1 / sqrt(D)
     softcap: float | None = None  # of the scores
@@ -81,7 +83,7 @@ class ExpertsConfig:
 class LayerConfig:
     """One layer: what mixes the tokens, and what each of them goes through then."""
 
-    mixer: AttentionConfig
+    mixer: AttentionConfig | StateConfig
     mlp: MlpConfig | ExpertsConfig
 
 
@@ -126,7 +128,8 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         rotated = any(rope is not None for rope in self.ropes)
         positions = [rotated, self.learned_positions, self.alibi_slopes is not None]
-        if sum(positions) != 1:
+        # A state that passes over the tokens in order knows positions, too.
+        if sum(positions) > 1 or (sum(positions) == 0 and len(self.attention) == self.num_layers):
             raise ModelError(f"a decoder knows positions in exactly one way; this one in {sum(positions)}")
         if self.parallel_branches and not self.input_norms:
             raise ModelError("parallel branches without norms of their inputs are not served")
@@ -137,14 +140,20 @@ class DecoderConfig:
         return len(self.layers)
 
     @property
+    def attention(self) -> list[AttentionConfig]:
+        """That of the layers that have some."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig)]
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
-        """Each layer's: [L]."""
-        return tuple(layer.mixer.window for layer in self.layers)
+        """Each attention's."""
+        return tuple(attention.window for attention in self.attention)
 
     @property
     def ropes(self) -> tuple[Mapping[str, Any] | None, ...]:
-        """Each layer's: [L]."""
-        return tuple(layer.mixer.rope for layer in self.layers)
+        """Each layer's: [L]; None where there is no attention, too."""
+        mixers = [layer.mixer for layer in self.layers]
+        return tuple(mixer.rope if isinstance(mixer, AttentionConfig) else None for mixer in mixers)
 
     @property
     def experts(self) -> list[ExpertsConfig]:
@@ -152,9 +161,12 @@ class DecoderConfig:
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsConfig)]
 
     @property
-    def groups(self) -> tuple[CacheGroup, ...]:
-        """The layers with memory of their own, by window and heads."""
-        return cache_groups([(layer.mixer.heads, layer.mixer.window) for layer in self.layers])
+    def groups(self) -> tuple[CacheGroup | StateGroup | RowGroup, ...]:
+        """The layers with memory of their own: by window and heads, then by what they keep."""
+        mixers = [layer.mixer for layer in self.layers]
+        attention = [(one.heads, one.window) if isinstance(one, AttentionConfig) else None for one in mixers]
+        states = [None if isinstance(one, AttentionConfig) else one.sizes for one in mixers]
+        return (*cache_groups(attention), *state_groups(states))
 
     @property
     def layer_width(self) -> int:
@@ -162,10 +174,13 @@ class DecoderConfig:
 
         Experts also gather rows and results, some of them in fp32. Each kind of layer has room of its own.
         """
-        attention = {attention_width(layer.mixer.heads) for layer in self.layers}
+        attention = {attention_width(one.heads) for one in self.attention}
+        states = {
+            state_width(layer.mixer.sizes) for layer in self.layers if not isinstance(layer.mixer, AttentionConfig)
+        }
         dense = {mlp_width(layer.mlp.size) for layer in self.layers if isinstance(layer.mlp, MlpConfig)}
         experts = {of.per_token * (mlp_width(of.mlp.size) + 6 * self.hidden_size) for of in self.experts}
-        return sum(attention) + sum(dense) + max(experts, default=0)
+        return sum(attention) + sum(states) + sum(dense) + max(experts, default=0)
 
     @cached_property
     def weights(self) -> dict[str, WeightShape]:
@@ -211,12 +226,15 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
     norms = {"final_norm": H} | ({"embedding_norm": H} if config.embedding_norm else {})
     for i, layer in enumerate(config.layers):
         prefix = f"layers.{i}."
-        for linear in (*_attention_linears(layer.mixer, H), *_mlp_linears(layer.mlp, H)):
+        for linear in (*_mixer_linears(layer.mixer, H), *_mlp_linears(layer.mlp, H)):
             rows = sum(linear.rows)
             yield f"{prefix}{linear.name}.weight", WeightShape((rows, linear.columns), linear.rows)
             if linear.bias:
                 yield f"{prefix}{linear.name}.bias", WeightShape((rows,), linear.rows)
-        if layer.mixer.sinks:
+        if not isinstance(layer.mixer, AttentionConfig):
+            for name, shape in layer.mixer.vectors():
+                yield prefix + name, _whole(*shape)
+        elif layer.mixer.sinks:
             yield f"{prefix}sinks", _whole(layer.mixer.num_heads)
         norms |= {prefix + name: size for name, size in _norms(config, layer.mixer).items()}
     for name, size in norms.items():
@@ -229,23 +247,27 @@ def _whole(*shape: int) -> WeightShape:
     return WeightShape(shape, shape[:1])
 
 
-def _norms(config: DecoderConfig, attention: AttentionConfig) -> dict[str, int]:
+def _norms(config: DecoderConfig, mixer: AttentionConfig | StateConfig) -> dict[str, int]:
     """Name and size of a layer's norms."""
     norms: dict[str, int] = {}
     if config.input_norms:
         norms |= {"input_norm": config.hidden_size, "mlp_norm": config.hidden_size}
-    if attention.qk_norm is not None:
-        D, by_head = attention.head_dim, attention.qk_norm == "head"
-        norms |= {"q_norm": D if by_head else attention.q_size, "k_norm": D if by_head else attention.kv_size}
+    if isinstance(mixer, AttentionConfig) and mixer.qk_norm is not None:
+        D, by_head = mixer.head_dim, mixer.qk_norm == "head"
+        norms |= {"q_norm": D if by_head else mixer.q_size, "k_norm": D if by_head else mixer.kv_size}
     if config.branch_norms:
         norms |= {"output_norm": config.hidden_size, "mlp_output_norm": config.hidden_size}
     return norms
 
 
-def _attention_linears(attention: AttentionConfig, hidden_size: int) -> Iterator[_Linear]:
-    q, kv = attention.q_size, attention.kv_size
-    yield _Linear("qkv", (q, kv, kv), hidden_size, attention.bias)
-    yield _Linear("output", (hidden_size,), q, attention.output_bias)
+def _mixer_linears(mixer: AttentionConfig | StateConfig, hidden_size: int) -> Iterator[_Linear]:
+    if isinstance(mixer, AttentionConfig):
+        q, kv = mixer.q_size, mixer.kv_size
+        yield _Linear("qkv", (2 * q if mixer.gated else q, kv, kv), hidden_size, mixer.bias)
+        yield _Linear("output", (hidden_size,), q, mixer.output_bias)
+    else:
+        yield _Linear("state_in", mixer.in_rows, hidden_size, mixer.bias)
+        yield _Linear("output", (hidden_size,), mixer.out_size, mixer.bias)
 
 
 def _mlp_linears(mlp: MlpConfig | ExpertsConfig, hidden_size: int, prefix: str = "") -> Iterator[_Linear]:

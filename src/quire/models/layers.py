@@ -68,7 +68,8 @@ class _Writer:
         self.buffers: dict[str, int] = {}  # widths
         H = config.hidden_size
         self.residual, self.hidden, self.branch = (self.buffer(name, H) for name in ("residual", "hidden", "branch"))
-        self.group_of_layer = {layer: g for g, group in enumerate(config.groups) for layer in group.layers}
+        planned = [group for group in config.groups if not isinstance(group, RowGroup)]  # states and rows share a plan
+        self.group_of_layer = {layer: g for g, group in enumerate(planned) for layer in group.layers}
 
     # ------------------------------------------------------------------------------------------- the layer
 
@@ -82,7 +83,7 @@ class _Writer:
         """One layer. hidden: its attention's input. Returns where that of the next layer stands."""
         config, name, last = self.config, f"layers.{index}.", index == self.config.num_layers - 1
         layer = config.layers[index]
-        attended = self.attention(index, layer.mixer, hidden)
+        attended = self.mixed(index, layer.mixer, hidden)
         if last:
             self.write(Keep((attended, self.residual)))
         self.project(f"{name}output", attended, self.branch)
@@ -102,12 +103,25 @@ class _Writer:
             return self.hidden
         return self.add_branch(f"layers.{index + 1}.input_norm")
 
+    def mixed(self, index: int, config: AttentionConfig | StateConfig, hidden: Place) -> Place:
+        """What a layer's mixer makes of the rows and those before them. Returns where the result stands."""
+        match config:
+            case AttentionConfig():
+                return self.attention(index, config, hidden)
+            case GatedDeltaConfig():
+                return self.gated_delta(index, config, hidden)
+            case StateSpaceConfig():
+                return self.state_space(index, config, hidden)
+            case ConvolutionConfig():
+                return self.convolution(index, config, hidden)
+
     def attention(self, index: int, config: AttentionConfig, hidden: Place) -> Place:
         """Project, rotate, store, attend. Returns where the result stands."""
         name, D, q_size, kv_size = f"layers.{index}.", config.head_dim, config.q_size, config.kv_size
-        qkv = self.buffer("qkv", q_size + 2 * kv_size)
+        gate_size = q_size if config.gated else 0
+        qkv = self.buffer("qkv", q_size + gate_size + 2 * kv_size)
         self.project(f"{name}qkv", hidden, qkv)
-        q, k, v = self.columns(qkv, q_size, kv_size, kv_size)
+        q, gate, k, v = self.columns(qkv, q_size, gate_size, kv_size, kv_size)
         if config.qk_norm is not None:
             by_head = config.qk_norm == "head"
             packed_q, packed_k = q, k
@@ -120,7 +134,57 @@ class _Writer:
         self.write(Write(k, v, index, group, D))
         sinks = tensor(self.weights[f"{name}sinks"]).float() if config.sinks else None
         self.write(Attend(q, attended, index, group, D, config.scale, self.alibi_slopes, config.softcap, sinks))
+        if config.gated:
+            self.write(Gate(gate, attended))
         return attended
+
+    def gated_delta(self, index: int, config: GatedDeltaConfig, hidden: Place) -> Place:
+        """Project, convolve, recall, normalise. Returns where the result stands."""
+        name, group, H = f"layers.{index}.", self.group_of_layer[index], config.num_heads
+        projected = self.buffer("state_in", sum(config.in_rows))
+        self.project(f"{name}state_in", hidden, projected)
+        x, gate, b_and_a = self.columns(projected, config.width, config.out_size, 2 * H)
+        convolved, recalled = self.convolved(index, x, "silu"), self.buffer("recalled", config.out_size)
+        rate, dt_bias = -tensor(self.weights[f"{name}A_log"]).exp(), tensor(self.weights[f"{name}dt_bias"])
+        self.write(GatedDelta(convolved, b_and_a, recalled, rate, dt_bias, index, group))
+        weight = tensor(self.weights[f"{name}gate_norm.weight"]).repeat(H)  # the same for each head
+        return self.gated_norm(recalled, gate, weight, H, "norm")
+
+    def state_space(self, index: int, config: StateSpaceConfig, hidden: Place) -> Place:
+        """Project, convolve, recall, normalise. Returns where the result stands."""
+        name, group = f"layers.{index}.", self.group_of_layer[index]
+        projected = self.buffer("state_in", sum(config.in_rows))
+        self.project(f"{name}state_in", hidden, projected)
+        gate, x, dt = self.columns(projected, *config.in_rows)
+        convolved, recalled = self.convolved(index, x, "silu"), self.buffer("recalled", config.out_size)
+        rate = -tensor(self.weights[f"{name}A_log"]).exp()
+        skip, dt_bias = (tensor(self.weights[f"{name}{part}"]) for part in ("D", "dt_bias"))
+        self.write(StateSpace(convolved, dt, recalled, rate, skip, dt_bias, config.dt_limits, index, group))
+        weight = tensor(self.weights[f"{name}gate_norm.weight"])
+        return self.gated_norm(recalled, gate, weight, config.norm_groups, "gate")
+
+    def convolution(self, index: int, config: ConvolutionConfig, hidden: Place) -> Place:
+        """Project, gate, convolve, gate. Returns where the result stands."""
+        projected = self.buffer("state_in", sum(config.in_rows))
+        self.project(f"layers.{index}.state_in", hidden, projected)
+        before, after, x = self.columns(projected, *config.in_rows)
+        self.write(Multiply(before, x))
+        convolved = self.convolved(index, x, None)
+        self.write(Multiply(after, convolved))
+        return convolved
+
+    def convolved(self, index: int, x: Place, activation: Literal["silu"] | None) -> Place:
+        """Where the layer's convolution of x stands."""
+        name, out = f"layers.{index}.conv", self.buffer("convolved", x.size)
+        weight = tensor(self.weights[f"{name}.weight"])
+        self.write(Convolve(x, out, weight, self.bias(name), activation, index, self.group_of_layer[index]))
+        return out
+
+    def gated_norm(self, x: Place, gate: Place, weight: Tensor, heads: int, first: Literal["norm", "gate"]) -> Place:
+        """Where x stands normalised by heads, and multiplied by silu(gate) before or after that."""
+        out = self.buffer("gated", x.size)
+        self.write(GatedNormalize(x, gate, out, weight, self.config.norm_eps, heads, first))
+        return out
 
     def mlp(self, name: str, hidden: Place, config: MlpConfig) -> None:
         """Project up, activate, project down."""
