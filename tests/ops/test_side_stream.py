@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.cache.storage import KVCache
 from quire.errors import ConfigError
 from quire.ops.side_stream import SideStream, Swapper

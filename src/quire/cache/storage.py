@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.config import CacheConfig, parse_memory
 from quire.errors import ConfigError
 from quire.ops import Backend, PagedKV, load

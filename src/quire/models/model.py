@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.batch import Batch
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.cache.storage import KVCache
 from quire.ops import AttentionPlan
 
