@@ -15,8 +15,6 @@ from typing import ClassVar, NamedTuple, TypeAlias
 from quire.errors import ConfigError
 
 PIECE = 32  # tokens
-MOST_STATES = 3  # that a request owns in a step: the one it begins with, and those at the ends of its last two pieces
-MOST_ROWS = 2  # the rows it begins with, and those it ends with
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,9 @@ class StateGroup:
 
     def most(self, num_tokens: int, growth: int, span: int) -> int:
         """As in CacheGroup."""
-        return min(self.count(num_tokens, span), MOST_STATES)
+        # In a step the state it begins with and the one it ends with; where siblings are to be forked after a prompt,
+        # also the one before that.
+        return min(self.count(num_tokens, span), 2 if growth == 1 else 3)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class RowGroup:
 
     def most(self, num_tokens: int, growth: int, span: int) -> int:
         """As in CacheGroup."""
-        return min(self.count(num_tokens, span), MOST_ROWS)
+        return min(self.count(num_tokens, span), 1 if growth == 1 else 2)  # the rows it begins with, and ends with
 
 
 AnyGroup: TypeAlias = CacheGroup | StateGroup | RowGroup

@@ -323,7 +323,7 @@ class BlockManager:
         if num_tokens <= cache.room:
             return True
         sure = min(num_tokens, len(request.tokens))  # the others are guesses
-        if request.group is not None and request.num_generated == 0 and sure == len(request.tokens):
+        if sure == len(request.tokens) and request.group is not None and not request.num_generated + request.driven:
             sure -= 1  # siblings that are forked from here compute the last token once more
         counts: list[int] = []  # entries that each table gets
         passed: list[int] = []  # the first of them that gets a block
