@@ -65,7 +65,7 @@ def on_gpu(
 
 def test_the_cache_leaves_room_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = load_model(EMBEDDED, engine_config(), ops.load()).config
-    a_block = bytes_per_block(decoder.groups, 16, decoder.num_kv_heads, decoder.head_dim, llama_dtype())
+    a_block = bytes_per_block(decoder.groups, 16, llama_dtype())
     reserve = working_memory(decoder, llama_dtype().itemsize, 2_048) + FIXED_RESERVE
     served = on_gpu(monkeypatch, reserve + 200 * a_block, kv_cache_memory="100%")
     assert served.scheduler.manager.num_blocks == 200
@@ -78,7 +78,7 @@ def test_the_cache_leaves_room_for_a_step(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_cpu_keeps_room_for_a_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(EMBEDDED, engine_config(), ops.load())
-    a_block = bytes_per_block(model.config.groups, 16, model.config.num_kv_heads, model.config.head_dim, llama_dtype())
+    a_block = bytes_per_block(model.config.groups, 16, llama_dtype())
     reserve = working_memory(model.config, llama_dtype().itemsize, 512)
     options = {"kv_cache_memory": "100%", "max_num_batched_tokens": 512}
     monkeypatch.setattr(engine_module, "free_memory", lambda device="cpu": reserve + 200 * a_block)

@@ -79,7 +79,7 @@ def _cache_size(config: EngineConfig, free: int | None) -> str:
     cache = config.cache
     model, dtype = read_config(EMBEDDED)
     kv_dtype = cache_dtype(cache, dtype)
-    block_bytes = bytes_per_block(model.groups, cache.block_size, model.num_kv_heads, model.head_dim, kv_dtype)
+    block_bytes = bytes_per_block(model.groups, cache.block_size, kv_dtype)
     try:
         blocks = choose_num_blocks(cache, block_bytes, model.max_position_embeddings, config.max_num_seqs, free)
     except QuireError as error:

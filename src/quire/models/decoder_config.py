@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quire.cache.groups import CacheGroup, Heads
 from quire.errors import ModelError
-from quire.models.model import ModelShape
+from quire.models.model import attention_width, cache_groups, mlp_width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +27,16 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(ModelShape):
+class DecoderConfig:
     """The decoder's sizes and variations, in Quire's own words. The defaults are Llama's."""
 
+    vocab_size: int  # V
+    hidden_size: int  # H
+    intermediate_size: int  # I, of the MLP
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hkv
+    head_dim: int  # D
+    windows: tuple[int | None, ...]  # [L], keys that a row of the layer sees; None: all before it
     num_layers: int  # L
     max_position_embeddings: int
     tied_embeddings: bool  # the output projection is the embedding
@@ -80,12 +88,27 @@ class DecoderConfig(ModelShape):
             raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
 
     @property
-    def mlp_width(self) -> int:
-        """As of every model; experts also gather rows and results, some of them in fp32. There is room for both."""
-        if self.experts is None:
-            return super().mlp_width
-        dense = super().mlp_width if len(self.experts.layers) < self.num_layers else 0
-        return dense + self.experts.per_token * (5 * self.experts.size + 6 * self.hidden_size)
+    def heads(self) -> Heads:
+        """Of every layer."""
+        return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The layers with memory of their own, by window and heads."""
+        return cache_groups([(self.heads, window) for window in self.windows])
+
+    @property
+    def layer_width(self) -> int:
+        """Numbers that a layer computes of a row at most, besides the residual, its norm and a branch.
+
+        Experts also gather rows and results, some of them in fp32. There is room for both.
+        """
+        width = attention_width(self.heads)
+        if self.experts is None or len(self.experts.layers) < self.num_layers:
+            width += mlp_width(self.intermediate_size)
+        if self.experts is not None:
+            width += self.experts.per_token * (mlp_width(self.experts.size) + 6 * self.hidden_size)
+        return width
 
 
 def stacked_rows(config: DecoderConfig) -> dict[str, tuple[int, ...]]:

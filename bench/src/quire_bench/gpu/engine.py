@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.batch import Batch
+from quire.cache.storage import bytes_per_block
 from quire.config import engine_config
 from quire.engine.engine import build_engine
 from quire.engine.loops import StepRunner
@@ -264,7 +265,7 @@ def _steps(
     count = 4 if bench.settings.tiny else 60
     dtype = torch.float32 if bench.settings.tiny else torch.bfloat16
     model = random_model(bench, config, dtype, reproducible)
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    per_token = bytes_per_block(config.groups, 1, dtype)
     weight_bytes = sum(
         math.prod(shape) * (4 if "norm." in key else dtype.itemsize)
         for key, shape in weight_shapes(config).items()

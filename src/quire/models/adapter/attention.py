@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +29,11 @@ class LayerCall:
     head_dim: int  # D
     head_dim_v: int  # Dv
     window: int | None
+
+    @property
+    def width(self) -> int:
+        """D of the cache: K and V are filled up with zeros to it."""
+        return max(self.head_dim, self.head_dim_v)
 
 
 class Pass(Protocol):
@@ -57,10 +62,9 @@ class PagedPass:
     backend: Backend
     cache: KVCache
     plans: Sequence[AttentionPlan]  # one a cache group
-    group_of_layer: Sequence[int]
+    group_of_layer: Mapping[int, int]
     layers: Sequence[LayerCall]  # as they were recorded
     dtype: torch.dtype  # of the cache
-    width: int  # D of the cache: K and V are filled up with zeros to it
     done: int = 0  # layers
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -74,9 +78,10 @@ class PagedPass:
         plan, kv = self.plans[self.group_of_layer[index]], self.cache.layer(index)
         scale = options.get("scaling")
         sinks = options.get("s_aux")
-        self.backend.write_kv(self._filled(k), self._filled(v), kv, plan)
+        q_wide, k_wide, v_wide = (self._filled(x, asked.width) for x in (q, k, v))
+        self.backend.write_kv(k_wide, v_wide, kv, plan)
         out = self.backend.attention(
-            self._filled(q),
+            q_wide,
             kv,
             plan,
             scale=asked.head_dim**-0.5 if scale is None else float(scale),
@@ -85,10 +90,10 @@ class PagedPass:
         )
         return out[..., : asked.head_dim_v].to(q.dtype)
 
-    def _filled(self, x: Tensor) -> Tensor:
+    def _filled(self, x: Tensor, width: int) -> Tensor:
         x = x.to(self.dtype)
-        if x.shape[2] < self.width:
-            return F.pad(x, (0, self.width - x.shape[2]))
+        if x.shape[2] < width:
+            return F.pad(x, (0, width - x.shape[2]))
         return x if x.stride(2) == 1 else x.contiguous()
 
 

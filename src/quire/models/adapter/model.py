@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from quire.batch import Batch
+from quire.cache.groups import CacheGroup, Heads
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.models.adapter.attention import NAME, LayerCall, PagedPass, Pass, Passes, Recorder, attention
@@ -30,7 +31,7 @@ from quire.models.adapter.modules import (
     replace_tied_embedding,
     rows_depend,
 )
-from quire.models.model import ModelShape, WeightBytes
+from quire.models.model import WeightBytes, attention_width, cache_groups, mlp_width
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import AttentionPlan, Backend
 
@@ -80,8 +81,7 @@ class AdaptedModel:
         self._layers, output = self._tried(model)
         self._head = _Head(model, self._backbone, output)
         self.config = _shape(model, self._layers, output[0].shape[-1])
-        groups = {layer: g for g, group in enumerate(self.config.groups) for layer in group.layers}
-        self._group_of_layer = [groups[layer] for layer in range(len(self._layers))]
+        self._group_of_layer = {layer: g for g, group in enumerate(self.config.groups) for layer in group.layers}
         self.rows_depend = rows_depend(model)  # why a row's bits may depend on the rows beside it
 
     @property
@@ -107,9 +107,7 @@ class AdaptedModel:
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
         """Hidden states of all rows: [T, H]."""
-        step = PagedPass(
-            self.backend, cache, plans, self._group_of_layer, self._layers, self.dtype, self.config.head_dim
-        )
+        step = PagedPass(self.backend, cache, plans, self._group_of_layer, self._layers, self.dtype)
         with self._during(step):
             hidden: Tensor = _called(self._backbone, token_ids, positions)[0][0]
         if step.done != len(self._layers):
@@ -143,10 +141,17 @@ class AdaptedModel:
         depth = model.config.get_text_config().num_hidden_layers
         if len(layers) != depth:
             raise Unsupported(f"its {depth} layers called attention {len(layers)} times; each must call it once")
-        sizes = {replace(layer, window=None) for layer in layers}
-        if len(sizes) > 1:
-            raise Unsupported(f"its layers differ in heads: {', '.join(map(str, sizes))}")
         return layers, output
+
+
+@dataclass(frozen=True)
+class AdaptedShape:
+    """The sizes of a model of transformers that decide about memory and about the attention plans."""
+
+    vocab_size: int  # V
+    hidden_size: int  # H
+    layer_width: int  # numbers that a layer computes of a row at most, besides the residual, its norm and a branch
+    groups: tuple[CacheGroup, ...]
 
 
 class _Head:
@@ -192,7 +197,7 @@ def _called(backbone: Any, token_ids: Tensor, positions: Tensor) -> Any:
     return backbone(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
 
 
-def _shape(model: Any, layers: tuple[LayerCall, ...], hidden_size: int) -> ModelShape:
+def _shape(model: Any, layers: tuple[LayerCall, ...], hidden_size: int) -> AdaptedShape:
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or [None] * len(layers)
     windows = []
@@ -203,18 +208,15 @@ def _shape(model: Any, layers: tuple[LayerCall, ...], hidden_size: int) -> Model
         if kind == "full_attention" and window is not None:
             raise Unsupported(f"layer {i} is of full attention and asks for a window of {window}")
         windows.append(window)
-    first = layers[0]
+    heads = [Heads(layer.num_heads, layer.num_kv_heads, layer.width) for layer in layers]
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     inner = max(inner) if isinstance(inner, list) else inner
     chosen = getattr(config, "num_experts_per_tok", None) or 0  # each computes rows of their own
-    return ModelShape(
-        vocab_size=config.vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=max(inner, chosen * 2 * config.hidden_size),
-        num_heads=first.num_heads,
-        num_kv_heads=first.num_kv_heads,
-        head_dim=max(first.head_dim, first.head_dim_v),
-        windows=tuple(windows),
+    return AdaptedShape(
+        config.vocab_size,
+        hidden_size,
+        max(map(attention_width, heads)) + mlp_width(max(inner, chosen * 2 * config.hidden_size)),
+        cache_groups(list(zip(heads, windows, strict=True))),
     )
 
 

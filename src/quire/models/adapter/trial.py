@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quire.cache.storage import KVCache
+from quire.cache.storage import KVCache, group_spec
 from quire.errors import Unsupported
 from quire.models.adapter.attention import NAME
 from quire.models.adapter.model import AdaptedModel
 from quire.models.adapter.tiny import VOCAB, shrink
-from quire.ops import AttentionSpec, Backend
+from quire.ops import Backend
 
 BLOCK_SIZE, MAX_LEN = 4, 16
 TOLERANCE = 1e-4  # of the largest logit
@@ -112,10 +112,10 @@ def packed(served: AdaptedModel, texts: Sequence[Tensor]) -> list[tuple[int, Ten
     """The logits [rows, V] of each piece of each text, in the order in which STEPS computes them."""
     shape, blocks = served.config, -(-MAX_LEN // BLOCK_SIZE)
     num_blocks = blocks * len(texts)
-    cache = KVCache(shape.groups, num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim, served.dtype)
-    for layer in range(len(shape.windows)):  # nobody reads what nobody has written
-        cache.layer(layer).k.fill_(float("nan"))
-        cache.layer(layer).v.fill_(float("nan"))
+    cache = KVCache(shape.groups, num_blocks, BLOCK_SIZE, served.dtype)
+    for kv in (kv for group in range(len(shape.groups)) for kv in cache.layers(group)):
+        kv.k.fill_(float("nan"))  # nobody reads what nobody has written
+        kv.v.fill_(float("nan"))
     tables = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(2)).view(len(texts), blocks)
     done = [0] * len(texts)
     out = []
@@ -127,7 +127,9 @@ def packed(served: AdaptedModel, texts: Sequence[Tensor]) -> list[tuple[int, Ten
         starts = torch.tensor([0, *step.values()]).cumsum(0).int()
         ends = torch.tensor([end for _, _, end in pieces]).int()
         plans = [
-            served.backend.plan(_spec(served, num_blocks, group.window), starts, ends, tables[list(step)].int(), slots)
+            served.backend.plan(
+                group_spec(group, BLOCK_SIZE, num_blocks, served.dtype), starts, ends, tables[list(step)].int(), slots
+            )
             for group in shape.groups
         ]
         tokens = torch.cat([texts[s][start:end] for s, start, end in pieces])
@@ -136,16 +138,3 @@ def packed(served: AdaptedModel, texts: Sequence[Tensor]) -> list[tuple[int, Ten
             out.append((s, part))
             done[s] = end
     return out
-
-
-def _spec(served: AdaptedModel, num_blocks: int, window: int | None) -> AttentionSpec:
-    shape = served.config
-    return AttentionSpec(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=BLOCK_SIZE,
-        num_blocks=num_blocks,
-        dtype=served.dtype,
-        window=window,
-    )
