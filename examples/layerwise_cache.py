@@ -11,7 +11,8 @@ from array import array
 import torch
 from torch import Tensor
 
-from quire.cache.manager import BlockManager, CacheGroup, Heads, Move
+from quire.cache.groups import CacheGroup, Heads
+from quire.cache.manager import BlockManager, Move
 from quire.cache.storage import KVCache
 from quire.errors import BadShape, BadValue, OutOfBlocks
 from quire.request import Request, SamplingParams

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from quire.batch import Batch
-from quire.cache.manager import BlockManager, CacheGroup
+from quire.cache.groups import CacheGroup
+from quire.cache.manager import BlockManager
 from quire.engine.engine import Engine
 from quire.engine.flatten import Buffers
 from quire.engine.loops import Loop

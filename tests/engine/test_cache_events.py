@@ -7,7 +7,7 @@ import pytest
 
 from quire.cache import events
 from quire.cache.events import CacheEvent
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.engine.engine import Engine
 from tests.engine.fakes import VOCAB, fake_engine, request, run, siblings
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.config import MAX_SPECULATIVE_TOKENS, CacheConfig, EngineConfig
 from quire.engine.cost import DEVICES, ModelCost
 from quire.engine.flatten import Buffers, flatten

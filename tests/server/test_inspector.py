@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.engine.engine import Engine
 from quire.request import Event
 from quire.server.http.api_error import ApiError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from quire.cache.manager import CacheGroup, Heads
+from quire.cache.groups import CacheGroup, Heads
 from quire.config import CacheConfig, parse_memory
 from quire.errors import ConfigError
 from quire.ops import AttentionSpec, Backend, PagedKV, load

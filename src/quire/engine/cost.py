@@ -10,7 +10,8 @@ from types import MappingProxyType
 
 import torch
 
-from quire.cache.manager import CacheGroup, Move
+from quire.cache.groups import CacheGroup
+from quire.cache.manager import Move
 from quire.engine.plan import Plan, PlanItem
 from quire.models import longest_sequence
 from quire.models.decoder_config import DecoderConfig, weight_shapes, weight_use

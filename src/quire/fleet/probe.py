@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.cache.storage import KVCache, cache_dtype, group_spec
 from quire.config import EngineConfig
 from quire.engine.flatten import sampling_rows

@@ -8,20 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from quire.cache.groups import RowGroup
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, MlpConfig
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
+from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig
 from quire.ops.experts import Choice, ExpertLayer
 from quire.ops.linear import Linear, Linears
 from quire.ops.program import (
     Activate,
     Add,
     Attend,
+    Convolve,
+    Gate,
+    GatedDelta,
+    GatedNormalize,
     Keep,
     MixExperts,
+    Multiply,
     Normalize,
     Operator,
     Place,
@@ -29,6 +37,7 @@ from quire.ops.program import (
     Project,
     Rotate,
     Scale,
+    StateSpace,
     Write,
 )
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from quire.cache.manager import BlockManager, CacheGroup, most_blocks
+from quire.cache.groups import CacheGroup
+from quire.cache.manager import BlockManager, most_blocks
 from quire.cache.storage import bytes_per_block, free_memory
 from quire.config import CacheConfig, parse_memory
 from quire.engine.plan import Plan

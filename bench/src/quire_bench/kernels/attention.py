@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire import ops
-from quire.cache.manager import CacheGroup, Heads
+from quire.cache.groups import CacheGroup, Heads
 from quire.cache.storage import KVCache
 from quire.errors import ConfigError
 from quire.ops.cpu import native

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quire.batch import Batch
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.models.adapter.apart import Apart

@@ -24,7 +24,7 @@ import zmq
 
 from quire.cache import events as cache
 from quire.cache.events import CacheEvent
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.request import Event
