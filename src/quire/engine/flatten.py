@@ -125,9 +125,13 @@ def recurrent_tables(items: Sequence[PlanItem], groups: Sequence[AnyGroup]) -> t
     tables = []
     for g, group in enumerate(groups):
         if isinstance(group, StateGroup):
-            [rows] = [r for r, other in enumerate(groups) if isinstance(other, RowGroup) and other.layers == group.layers]
+            [rows] = [
+                r for r, other in enumerate(groups) if isinstance(other, RowGroup) and other.layers == group.layers
+            ]
             first = [item.start // group.piece for item in items]
-            width = max(((item.start + item.num_rows) // group.piece - at for item, at in zip(items, first)), default=0) + 1
+            width = (
+                max(((item.start + item.num_rows) // group.piece - at for item, at in zip(items, first)), default=0) + 1
+            )
             # The state before a piece is that at the end of the piece before it.
             states = [
                 _cut(item.request.cache.block_ids[g], at - 1, width) for item, at in zip(items, first, strict=True)

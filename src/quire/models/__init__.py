@@ -30,12 +30,15 @@ if TYPE_CHECKING:
 
 # What a config.json calls its architecture -> the module that reads it.
 FAMILIES = {
+    "BambaForCausalLM": "quire.models.families.bamba",
     "BloomForCausalLM": "quire.models.families.bloom",
     "GPT2LMHeadModel": "quire.models.families.gpt2",
     "GPTNeoXForCausalLM": "quire.models.families.gpt_neox",
     "Gemma2ForCausalLM": "quire.models.families.gemma2",
     "Gemma3ForCausalLM": "quire.models.families.gemma3",
     "GraniteForCausalLM": "quire.models.families.granite",
+    "GraniteMoeHybridForCausalLM": "quire.models.families.granitemoehybrid",
+    "Lfm2ForCausalLM": "quire.models.families.lfm2",
     "LlamaForCausalLM": "quire.models.families.llama",
     "MistralForCausalLM": "quire.models.families.llama",
     "MixtralForCausalLM": "quire.models.families.mixtral",
@@ -43,6 +46,7 @@ FAMILIES = {
     "Phi3ForCausalLM": "quire.models.families.phi3",
     "Qwen2ForCausalLM": "quire.models.families.qwen2",
     "Qwen3ForCausalLM": "quire.models.families.qwen3",
+    "Qwen3_5ForCausalLM": "quire.models.families.qwen3_5",
     "Qwen3MoeForCausalLM": "quire.models.families.qwen3_moe",
     "SmolLM3ForCausalLM": "quire.models.families.smollm3",
     "Starcoder2ForCausalLM": "quire.models.families.starcoder2",

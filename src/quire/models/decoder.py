@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.batch import Batch
 from quire.cache.storage import KVCache
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig
 from quire.models.layers import write_program
 from quire.models.model import WeightBytes
 from quire.models.quantisation.stacking import Weight, matrix, tensor
@@ -66,7 +66,8 @@ class Decoder:
         self.embedding_scale = config.embedding_scale
         if config.embedding_scale is not None and config.rounds_embedding_scale:
             self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
-        ropes = [(layer.mixer.rope, layer.mixer.head_dim) for layer in config.layers]
+        mixers = [layer.mixer for layer in config.layers]
+        ropes = [(one.rope, one.head_dim) if isinstance(one, AttentionConfig) else (None, 0) for one in mixers]
         tables = rope_tables(ropes, config.max_position_embeddings, max_model_len, self.device)
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
         self.layers = backend.compile(write_program(config, weights, linears, tables, slopes, self.dtype))

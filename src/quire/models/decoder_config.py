@@ -267,7 +267,7 @@ def _mixer_linears(mixer: AttentionConfig | StateConfig, hidden_size: int) -> It
         yield _Linear("output", (hidden_size,), q, mixer.output_bias)
     else:
         yield _Linear("state_in", mixer.in_rows, hidden_size, mixer.bias)
-        yield _Linear("output", (hidden_size,), mixer.out_size, mixer.bias)
+        yield _Linear("state_out", (hidden_size,), mixer.out_size, mixer.bias)
 
 
 def _mlp_linears(mlp: MlpConfig | ExpertsConfig, hidden_size: int, prefix: str = "") -> Iterator[_Linear]:

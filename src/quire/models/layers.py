@@ -92,10 +92,11 @@ class _Writer:
         """One layer. hidden: its attention's input. Returns where that of the next layer stands."""
         config, name, last = self.config, f"layers.{index}.", index == self.config.num_layers - 1
         layer = config.layers[index]
-        attended = self.mixed(index, layer.mixer, hidden)
+        mixed = self.mixed(index, layer.mixer, hidden)
         if last:
-            self.write(Keep((attended, self.residual)))
-        self.project(f"{name}output", attended, self.branch)
+            self.write(Keep((mixed, self.residual)))
+        output = "output" if isinstance(layer.mixer, AttentionConfig) else "state_out"
+        self.project(f"{name}{output}", mixed, self.branch)
         self.end_branch(f"{name}output_norm")
         if config.parallel_branches:
             hidden = self.normalized_residual(f"{name}mlp_norm")

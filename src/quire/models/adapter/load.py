@@ -137,9 +137,7 @@ def load(
                 "with them would be a different model"
             )
     model.eval()
-    return AdaptedModel(
-        model.to(device), backend, max_model_len, eos_token_ids, reproducible, quantisation, found.way
-    )
+    return AdaptedModel(model.to(device), backend, max_model_len, eos_token_ids, reproducible, quantisation, found.way)
 
 
 def _with_unread(kind: Any, scheme: Scheme, checkpoint: Checkpoint, dtype: torch.dtype, unread: dict[str, Form]) -> Any:

@@ -21,7 +21,10 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"q_lora_rank|kv_lora_rank|\w+_lora_rank|attention_rank|laurel_rank|altup_\w*rank", 16),
     (r"hidden_size_per_layer_input", 8),
     (r"vocab_size(_per_layer_input)?", VOCAB),
-    (r"(sliding_window|window_size|attention_window|local_attention|sliding_window_size|keep_window_size|attention_chunk_size)", WINDOW),
+    (
+        r"(sliding_window|window_size|attention_window|local_attention|sliding_window_size|keep_window_size|attention_chunk_size)",
+        WINDOW,
+    ),
     (r"embedding_size|hidden_size|d_model|n_embd|word_embed_proj_dim|dim_model", HIDDEN),
     (
         r"\w*(intermediate|ffn_hidden|expert|mlp)_(size|dim)|ffn_dim|d_ff|n_inner|\w*expert_ff_size",
