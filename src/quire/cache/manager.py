@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from quire.cache import events
 from quire.cache.events import CacheEvent, Listener
-from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools, check_pieces
+from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools, check_pieces
 from quire.cache.pool import BlockPool
 from quire.cache.prefix import HitCounts, PrefixIndex, block_digest, root_digest, why_missing
 from quire.errors import BadValue
@@ -65,7 +65,7 @@ class BlockManager:
         max_growth: int,
         *,
         num_host_blocks: int = 0,
-        state_pools: StatePools = StatePools(),
+        state_pools: StatePools = NO_STATES,
         state_snapshot_interval: int = 512,
         enable_prefix_caching: bool = True,
         salt: str = "",
@@ -85,6 +85,7 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.salt = salt
         self.state_snapshot_interval = state_snapshot_interval
+        self.state_pools = state_pools
         self.spans = tuple(group.span(block_size) for group in groups)
         sizes = {CacheGroup: num_blocks, StateGroup: state_pools.states, RowGroup: state_pools.rows}
         hosts = {CacheGroup: num_host_blocks, StateGroup: state_pools.hosts, RowGroup: state_pools.hosts}
@@ -206,7 +207,9 @@ class BlockManager:
         size, span, tokens, digests = self.block_size, self.spans[group], request.tokens, request.cache.digests
         for i in range(start, stop if self.groups[group].is_reusable else start):
             at = (i + 1) * span // size - 1  # the block of tokens that it ends with names it
-            found = self.indexes[group].find(digests[at + 1], digests[at], tokens[at * size : (at + 1) * size].tobytes())
+            found = self.indexes[group].find(
+                digests[at + 1], digests[at], tokens[at * size : (at + 1) * size].tobytes()
+            )
             yield NONE if found is None else found
 
     def needed(self, request: Request, match: Match) -> list[int]:
@@ -261,7 +264,9 @@ class BlockManager:
             at = match.reach if self.attention_groups else count + self.unit // size - 1
             tokens = request.tokens[at * size : (at + 1) * size].tobytes()
             indexes = [self.indexes[g] for g in self.attention_groups or self.state_groups]
-            reason, more = why_missing(indexes, request.cache.digests[at], request.cache.digests[at + 1], tokens, at == 0)
+            reason, more = why_missing(
+                indexes, request.cache.digests[at], request.cache.digests[at + 1], tokens, at == 0
+            )
             if reason is Miss.DIFFERS:
                 first_difference = at * size + int(more)
             elif reason is Miss.EVICTED:
@@ -366,7 +371,9 @@ class BlockManager:
         for g in self.state_groups:
             span, table, pool = self.spans[g], request.cache.block_ids[g], self.pools[g]
             last = min(end, len(request.tokens)) // span
-            holes = [i for i in range(start // span, last) if table[i] == NONE and self._is_kept(request, (i + 1) * span)]
+            holes = [
+                i for i in range(start // span, last) if table[i] == NONE and self._is_kept(request, (i + 1) * span)
+            ]
             counts = [0] * len(self.groups)
             counts[g] = min(len(holes), pool.num_free)
             blocks = self._take(counts)[g]

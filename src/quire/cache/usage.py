@@ -51,7 +51,9 @@ def cache_usage(manager: BlockManager, requests: Iterable[Request]) -> CacheUsag
 def state_usage(manager: BlockManager, requests: Iterable[Request]) -> tuple[CacheUsage, CacheUsage]:
     """How the states, and how the rows of pieces in progress are used, given all requests."""
     listed = list(requests)
-    kinds = [[g for g, group in enumerate(manager.groups) if isinstance(group, kind)] for kind in (StateGroup, RowGroup)]
+    kinds = [
+        [g for g, group in enumerate(manager.groups) if isinstance(group, kind)] for kind in (StateGroup, RowGroup)
+    ]
     states, rows = (_usage(manager, listed, groups, manager.unit) for groups in kinds)
     return states, rows
 

@@ -38,7 +38,9 @@ def check_size(request: Request, longest: int, manager: BlockManager, max_model_
         what = f" for each of {width} beams"
         whole = request.num_prompt // manager.block_size
         # Of states, the one that only a prompt takes; blocks that leave a window are not shared to the end.
-        shared = [whole if type(g) is CacheGroup and g.window is None else type(g) is StateGroup for g in manager.groups]
+        shared = [
+            whole if type(g) is CacheGroup and g.window is None else type(g) is StateGroup for g in manager.groups
+        ]
         most = [min(n, once) + width * max(0, n - once) for n, once in zip(most, shared, strict=True)]
     for group, pool, needed in zip(manager.groups, manager.pools, most, strict=True):
         if needed <= pool.num_blocks:
