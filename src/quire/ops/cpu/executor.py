@@ -16,14 +16,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quire.errors import BadStride, BadValue
+from quire.errors import BadStride, BadValue, Unsupported
 from quire.ops import checks
 from quire.ops.cpu import native
 from quire.ops.cpu.experts import ExpertLinears, ExpertsRoom
 from quire.ops.cpu.linear import PackedLinear
 from quire.ops.cpu.worklist import CpuPlan
 from quire.ops.memory import in_huge_pages
-from quire.ops.plan import AttentionPlan, locked
+from quire.ops.plan import locked
 from quire.ops.program import (
     Add,
     Attend,
@@ -36,6 +36,7 @@ from quire.ops.program import (
     Observer,
     Operator,
     Place,
+    Plan,
     Program,
     Project,
     Rotate,
@@ -43,8 +44,9 @@ from quire.ops.program import (
     Swiglu,
     Write,
 )
-from quire.ops.spec import AttentionSpec
+from quire.ops.spec import AttentionSpec, PagedKV
 
+RECURRENT = {"gate", "gated_norm", "convolution", "gated_delta", "state_space"}
 HOST = torch.device("cpu")
 
 
@@ -54,7 +56,7 @@ class NativeExecutor:
     @staticmethod
     def serves(program: Program) -> bool:
         """Whether the library takes the program's dtype and its linears, all packed for it."""
-        if program.dtype not in native.DTYPES:
+        if program.dtype not in native.DTYPES or RECURRENT & set(program.kinds):
             return False
         if not all(isinstance(linear, PackedLinear) for linear in program.linears):
             return False
@@ -142,6 +144,8 @@ class NativeExecutor:
                 experts = linears.params()
                 self._experts.add(linears, experts)
                 return self._op(operator, experts, x, None, out)
+            case _:
+                raise Unsupported(f"the library has no {operator.kind}")
 
     def _linear(self, operator: Project, packed: PackedLinear) -> native.Op:
         params = packed.params()
@@ -174,7 +178,7 @@ class NativeExecutor:
         x: Tensor,  # [T, width], contiguous: the input; overwritten
         positions: Tensor,  # int64 [T], contiguous
         caches: LayerCaches,
-        plans: Sequence[AttentionPlan],  # one a cache group, with T tokens each
+        plans: Sequence[Plan],  # one a cache group or state kind, with T tokens each
         rows: Tensor | None = None,  # int64 [R], contiguous, ascending
     ) -> Tensor:
         """The output: [T, width], or [R, width].
@@ -200,7 +204,7 @@ class NativeExecutor:
             self._run(given, positions, own, rows)
         return out if rows is None else out[: len(rows)]
 
-    def _own(self, plans: Sequence[AttentionPlan]) -> list[CpuPlan]:
+    def _own(self, plans: Sequence[Plan]) -> list[CpuPlan]:
         if len(plans) <= max(self._heads, default=-1):
             raise BadValue(f"given are {len(plans)} plans; the program has {max(self._heads) + 1} cache groups")
         for plan in plans:
@@ -231,7 +235,7 @@ class NativeExecutor:
         if self._bound is not None and self._bound() is caches:
             return
         found = [
-            (params, plans[group].cache(caches.layer(layer)))
+            (params, plans[group].cache(cast(PagedKV, caches.layer(layer))))
             for layer, group, params in (*self._writes, *self._attends)
         ]
         for params, cache in found:  # all of them were checked
