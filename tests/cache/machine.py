@@ -11,7 +11,7 @@ import random
 from array import array
 
 from quire.cache.audit import audit
-from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools
+from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools
 from quire.cache.manager import NONE, BlockManager, Move
 from quire.request import Group, Request, SamplingParams
 
@@ -37,7 +37,7 @@ class Machine:
         block_size: int,
         num_host_blocks: int,
         caching: bool,
-        state_pools: StatePools = StatePools(),
+        state_pools: StatePools = NO_STATES,
         interval: int = 16,
     ) -> None:
         self.manager = BlockManager(

@@ -250,7 +250,9 @@ def test_audit_sees_a_request_with_too_few_blocks() -> None:
     manager = BlockManager(ONE, 4, 2, 8)
     r = computed(manager, [1, 2])
     r.cache.num_computed = 3
-    with pytest.raises(BadValue, match="request r has computed 3 tokens, but has not all blocks of 2 tokens for them in cache group 0"):
+    with pytest.raises(
+        BadValue, match="request r has computed 3 tokens, but has not all blocks of 2 tokens for them in cache group 0"
+    ):
         audit(manager, [r])
 
 

@@ -131,7 +131,7 @@ class RandomRun(Simulation):
         if checked:
             limits = (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-MAX_MODEL_LEN // size))
             self.runner = FakeRunner(scheduler.manager.num_blocks, size, self.groups, host_blocks)
-            self.buffers = Buffers(len(self.groups), size, *limits)
+            self.buffers = Buffers(self.groups, size, *limits)
             scheduler.manager.listeners.append(self.replay.take)
             if rng.random() < 0.25:
                 self.break_things()

@@ -70,11 +70,24 @@ class CacheGroup:
         return min(whole, -(-(self.window - 1 + growth) // span) + 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StateSizes:
+    """What a layer keeps of a sequence beside keys and values, in the letters of `quire.ops.recurrent`."""
+
+    num_heads: int = 0  # Hv; 0: it is a convolution alone
+    num_k_heads: int = 0  # Hk
+    dim_k: int = 0  # Dk
+    dim_v: int = 0  # Dv
+    width: int = 0  # W; 0: it has no convolution
+    taps: int = 1  # K
+
+
 @dataclass(frozen=True)
 class StateGroup:
-    """Layers that keep a state. A block is their state at the end of a piece; it is written once."""
+    """Layers that keep a state of the same sizes. A block is their state at the end of a piece; it is written once."""
 
     layers: tuple[int, ...]
+    sizes: StateSizes = StateSizes()  # the books do not depend on them
     piece: int = PIECE
 
     is_reusable: ClassVar[bool] = True
@@ -116,6 +129,7 @@ class RowGroup:
     """The same layers as a StateGroup. A block is what they keep of the rows of a piece that is not full."""
 
     layers: tuple[int, ...]
+    sizes: StateSizes = StateSizes()
     piece: int = PIECE
 
     is_reusable: ClassVar[bool] = False
@@ -153,8 +167,13 @@ class RowGroup:
 AnyGroup: TypeAlias = CacheGroup | StateGroup | RowGroup
 
 
+def state_groups(layers: tuple[int, ...], sizes: StateSizes) -> tuple[StateGroup, RowGroup]:
+    """The groups of layers that keep a state: in a model's `groups` they come after those of attention."""
+    return StateGroup(layers, sizes), RowGroup(layers, sizes)
+
+
 def check_pieces(groups: Sequence[AnyGroup], block_size: int, state_snapshot_interval: int) -> None:
-    """Raise ConfigError where pieces of layers that keep a state are not whole blocks, or intervals not whole pieces."""
+    """Raise ConfigError where pieces are not whole blocks, or intervals between states not whole pieces."""
     for piece in {group.piece for group in groups if isinstance(group, StateGroup)}:
         if piece % block_size:
             right = [size for size in range(1, piece + 1) if piece % size == 0]
@@ -176,3 +195,10 @@ class StatePools(NamedTuple):
     states: int = 0
     rows: int = 0
     hosts: int = 0  # on the host, of each of the two, for requests that are swapped out
+
+    def of(self, group: StateGroup | RowGroup) -> int:
+        """Blocks of the group."""
+        return self.states if isinstance(group, StateGroup) else self.rows
+
+
+NO_STATES = StatePools()

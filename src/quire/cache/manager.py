@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from quire.cache import events
 from quire.cache.events import CacheEvent, Listener
-from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools, check_pieces
+from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools, check_pieces
 from quire.cache.pool import BlockPool
 from quire.cache.prefix import HitCounts, PrefixIndex, block_digest, root_digest, why_missing
 from quire.errors import BadValue
@@ -65,7 +65,7 @@ class BlockManager:
         max_growth: int,
         *,
         num_host_blocks: int = 0,
-        state_pools: StatePools = StatePools(),
+        state_pools: StatePools = NO_STATES,
         state_snapshot_interval: int = 512,
         enable_prefix_caching: bool = True,
         salt: str = "",
@@ -85,6 +85,7 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.salt = salt
         self.state_snapshot_interval = state_snapshot_interval
+        self.state_pools = state_pools
         self.spans = tuple(group.span(block_size) for group in groups)
         sizes = {CacheGroup: num_blocks, StateGroup: state_pools.states, RowGroup: state_pools.rows}
         hosts = {CacheGroup: num_host_blocks, StateGroup: state_pools.hosts, RowGroup: state_pools.hosts}

@@ -122,23 +122,19 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
 
 def recurrent_tables(items: Sequence[PlanItem], groups: Sequence[AnyGroup]) -> tuple[RecurrentTables, ...]:
     """Where a step finds and leaves states and rows."""
-    tables = []
+    found = []
     for g, group in enumerate(groups):
         if isinstance(group, StateGroup):
-            [rows] = [
-                r for r, other in enumerate(groups) if isinstance(other, RowGroup) and other.layers == group.layers
-            ]
+            [r] = [r for r, other in enumerate(groups) if isinstance(other, RowGroup) and other.layers == group.layers]
+            tables = [(item.request.cache.block_ids[g], item.request.cache.block_ids[r]) for item in items]
             first = [item.start // group.piece for item in items]
-            width = (
-                max(((item.start + item.num_rows) // group.piece - at for item, at in zip(items, first)), default=0) + 1
-            )
+            last = [(item.start + item.num_rows) // group.piece for item in items]
+            width = 1 + max((b - a for a, b in zip(first, last, strict=True)), default=0)
             # The state before a piece is that at the end of the piece before it.
-            states = [
-                _cut(item.request.cache.block_ids[g], at - 1, width) for item, at in zip(items, first, strict=True)
-            ]
-            own = [_cut(item.request.cache.block_ids[rows], at, width) for item, at in zip(items, first, strict=True)]
-            tables.append(RecurrentTables(_table(states, width), _table(own, width)))
-    return tuple(tables)
+            states = [_cut(own, at - 1, width) for (own, _), at in zip(tables, first, strict=True)]
+            rows = [_cut(own, at, width) for (_, own), at in zip(tables, first, strict=True)]
+            found.append(RecurrentTables(*(torch.tensor(x, dtype=torch.int32).view(-1, width) for x in (states, rows))))
+    return tuple(found)
 
 
 def _cut(table: array[int], start: int, width: int) -> list[int]:
@@ -146,10 +142,6 @@ def _cut(table: array[int], start: int, width: int) -> list[int]:
     there = table[max(0, start) : start + width].tolist()
     before = [NONE] * max(0, -start)
     return (before + there + [NONE] * width)[:width]
-
-
-def _table(rows: list[list[int]], width: int) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), width)
 
 
 def _pairs(moves: list[Move], group: int) -> Pairs:

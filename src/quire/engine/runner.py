@@ -6,20 +6,24 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.batch import Batch
+from quire.batch import Batch, Pairs
 from quire.cache.storage import KVCache
 from quire.engine.plan import Launched, StepOutput
 from quire.engine.sampler import sample, token_logprobs
 from quire.engine.transfer import all_queued, receive, send
 from quire.models.model import Model
-from quire.ops import AttentionPlan, AttentionSpec, Backend
+from quire.ops import AttentionSpec, Backend, PagedKV
+from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentSpec
 from quire.request import TokenLogprobs
+
+if TYPE_CHECKING:
+    from quire.ops.program import Plan
 
 MAX_LOGIT_ROWS = 256  # rows of V numbers held at a time: 128 MiB for a vocabulary of 128k
 
@@ -38,23 +42,29 @@ class Runner:
         model: Model,
         cache: KVCache,
         backend: Backend,
-        specs: Sequence[AttentionSpec],  # one a cache group
+        specs: Sequence[AttentionSpec],  # one a cache group of attention
         max_tokens: int,
         max_seqs: int,
         max_blocks: int,
+        recurrent: Sequence[RecurrentSpec] = (),  # one a cache group of states
     ) -> None:
         self.model = model
         self.cache = cache
         self.backend = backend
         self.specs = tuple(specs)
-        self.device = torch.device(specs[0].device)
+        self.recurrent = tuple(recurrent)
+        self.device = torch.device((*specs, *recurrent)[0].device)
         self.plans = self.make_plans(max_tokens, max_seqs, max_blocks)
         self._drawn = torch.empty(0, dtype=torch.int64)  # [R], on the device: what the last step that drew has drawn
         self._row_of: dict[str, int] = {}  # by request id, its row of these
 
-    def make_plans(self, max_tokens: int, max_seqs: int, max_blocks: int) -> tuple[AttentionPlan, ...]:
-        """An attention plan of that size for each cache group."""
-        return tuple(self.backend.make_plan(spec, max_tokens, max_seqs, max_blocks) for spec in self.specs)
+    def make_plans(self, max_tokens: int, max_seqs: int, max_blocks: int) -> tuple[Plan, ...]:
+        """A plan of that size for each cache group of attention, then one for each of states."""
+        max_pieces = max_tokens // PIECE + 2  # a step may begin and end within one
+        return (
+            *(self.backend.make_plan(spec, max_tokens, max_seqs, max_blocks) for spec in self.specs),
+            *(self.backend.make_recurrent_plan(spec, max_tokens, max_seqs, max_pieces) for spec in self.recurrent),
+        )
 
     def run(self, batch: Batch) -> StepOutput:
         """Move blocks, compute the batch's tokens, draw the next ones, and gather the logprobs that were asked for."""
@@ -78,12 +88,21 @@ class Runner:
 
     def move(self, batch: Batch) -> None:
         """Swap out, swap in, copy."""
-        for g, group in enumerate(batch.groups):
+        for g, group in enumerate(batch.moves):
             self.cache.swap_out(g, *group.swap_out)
             self.cache.swap_in(g, *group.swap_in)
             for copied in group.copies:
-                for kv in self.cache.layers(g):
-                    self.backend.copy_blocks(kv, copied.src, copied.dst)
+                for kept in self.cache.layers(g):
+                    if isinstance(kept, PagedKV):
+                        self.backend.copy_blocks(kept, copied.src, copied.dst)
+                    else:
+                        self._copy_rows(kept, copied)
+
+    def _copy_rows(self, cache: RecurrentCache, pairs: Pairs) -> None:
+        """Copy the rows of pieces that siblings share until one of them goes on. States are never written twice."""
+        src, dst = send([torch.tensor(pairs.src), torch.tensor(pairs.dst)], self.device)
+        for rows in (cache.keys, cache.updates, cache.decays, cache.inputs):
+            rows.index_copy_(0, dst, rows.index_select(0, src))
 
     def compute(self, batch: Batch) -> Launched:
         """What `launch` does when blocks have moved."""
@@ -119,7 +138,7 @@ class Runner:
         self,
         batch: Batch,
         hidden: Tensor,  # [T, H]; or those that were kept
-        plans: Sequence[AttentionPlan],  # that the step was computed with
+        plans: Sequence[Plan],  # that the step was computed with
         kept: Tensor | None = None,  # int64, host, ascending: the rows that `hidden` has; None: all
     ) -> Launched:
         """Draw a token for each logit row, and gather the logprobs and hidden states that were asked for."""
@@ -201,10 +220,12 @@ class Runner:
         return read
 
 
-def update(plans: Sequence[AttentionPlan], batch: Batch) -> None:
-    """Give each cache group's plan the batch's metadata."""
-    for plan, group in zip(plans, batch.groups, strict=True):
-        plan.update(batch.query_starts, batch.context_lens, group.block_tables, group.slots)
+def update(plans: Sequence[Plan], batch: Batch) -> None:
+    """Give each plan the batch's metadata."""
+    tables = [(group.block_tables, group.slots) for group in batch.groups]
+    tables += [(group.state_tables, group.row_tables) for group in batch.recurrent]
+    for plan, own in zip(plans, tables, strict=True):
+        plan.update(batch.query_starts, batch.context_lens, *own)
 
 
 def _embed(
@@ -223,7 +244,7 @@ def _embed(
     return read
 
 
-def _nonfinite_rows(batch: Batch, plans: Sequence[AttentionPlan]) -> Reader:
+def _nonfinite_rows(batch: Batch, plans: Sequence[Plan]) -> Reader:
     """Report by sequence its first row whose K or V is not finite in any layer."""
     count = len(batch.token_ids)  # a plan of a graph has padding after them
     flags = [plan.nonfinite[:count] for plan in plans]

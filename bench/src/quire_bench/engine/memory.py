@@ -18,7 +18,8 @@ import torch
 
 from quire.cache.groups import CacheGroup
 from quire.cache.manager import BlockManager, most_blocks
-from quire.cache.storage import bytes_per_block, free_memory
+from quire.cache.sizing import free_memory
+from quire.cache.storage import bytes_per_block
 from quire.config import CacheConfig, parse_memory
 from quire.engine.plan import Plan
 from quire.engine.scheduler import Scheduler
