@@ -27,7 +27,14 @@ class GatedDeltaConfig:
     @property
     def sizes(self) -> StateSizes:
         """What the cache has to know of it."""
-        return StateSizes(self.num_heads, self.num_k_heads, self.dim_k, self.dim_v, self.width, self.taps)
+        return StateSizes(
+            num_heads=self.num_heads,
+            num_k_heads=self.num_k_heads,
+            dim_k=self.dim_k,
+            dim_v=self.dim_v,
+            width=self.width,
+            taps=self.taps,
+        )
 
     @property
     def width(self) -> int:
@@ -74,7 +81,14 @@ class StateSpaceConfig:
     @property
     def sizes(self) -> StateSizes:
         """What the cache has to know of it."""
-        return StateSizes(self.num_heads, self.num_groups, self.state_dim, self.head_dim, self.width, self.taps)
+        return StateSizes(
+            num_heads=self.num_heads,
+            num_k_heads=self.num_groups,
+            dim_k=self.state_dim,
+            dim_v=self.head_dim,
+            width=self.width,
+            taps=self.taps,
+        )
 
     @property
     def width(self) -> int:
