@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeAlias
 
 from quire.errors import ConfigError
-
-PIECE = 32  # tokens
+from quire.ops.recurrent import PIECE
 
 
 @dataclass(frozen=True)
@@ -170,6 +169,11 @@ AnyGroup: TypeAlias = CacheGroup | StateGroup | RowGroup
 def state_groups(layers: tuple[int, ...], sizes: StateSizes) -> tuple[StateGroup, RowGroup]:
     """The groups of layers that keep a state: in a model's `groups` they come after those of attention."""
     return StateGroup(layers, sizes), RowGroup(layers, sizes)
+
+
+def has_states(groups: Sequence[AnyGroup]) -> bool:
+    """Whether any of these layers keep a state."""
+    return any(isinstance(group, StateGroup) for group in groups)
 
 
 def check_pieces(groups: Sequence[AnyGroup], block_size: int, state_snapshot_interval: int) -> None:

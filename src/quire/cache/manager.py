@@ -73,8 +73,9 @@ class BlockManager:
         """num_blocks: N of each attention group; num_host_blocks: the same on the host, for what is swapped out.
 
         state_pools: N of the other groups. state_snapshot_interval: tokens from one state that is kept for others to
-        the next; some others are kept, too: see `_is_kept`. max_growth: tokens that a request grows by in one step at most. enable_prefix_caching: without it only siblings
-        share. salt: what, besides a request's own salt, makes K and V of the same tokens differ, such as their dtype.
+        the next; some others are kept, too: see `_is_kept`. max_growth: tokens that a request grows by in one step at
+        most. enable_prefix_caching: without it only siblings share. salt: what, besides a request's own salt, makes K
+        and V of the same tokens differ, such as their dtype.
         Raises ConfigError where block_size or state_snapshot_interval do not suit layers that keep a state.
         """
         check_pieces(groups, block_size, state_snapshot_interval)
@@ -374,12 +375,14 @@ class BlockManager:
             holes = [
                 i for i in range(start // span, last) if table[i] == NONE and self._is_kept(request, (i + 1) * span)
             ]
+            if not holes or not pool.num_free:
+                continue
             counts = [0] * len(self.groups)
             counts[g] = min(len(holes), pool.num_free)
             blocks = self._take(counts)[g]
             for i, block in zip(reversed(holes), blocks, strict=False):
                 table[i] = block
-            if self.listeners and blocks:
+            if self.listeners:
                 self._tell(events.BlocksAllocated(self.now, g, request.id, blocks.tolist()))
 
     def _is_kept(self, request: Request, position: int) -> bool:

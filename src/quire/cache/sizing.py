@@ -40,46 +40,48 @@ def choose_pools(
             config, sizes.attention, max_model_len, max_num_seqs, free, blocks_a_sequence
         ), NO_STATES
     interval = config.state_snapshot_interval
-
-    def snapshots(num_blocks: int) -> int:
-        """States that others may begin at."""
-        tokens = num_blocks * config.block_size if sizes.attention else max_num_seqs * max_model_len
-        return tokens // interval if config.enable_prefix_caching else 0
-
     if config.num_blocks is not None:
-        pools = _state_pools(max_num_seqs, snapshots(config.num_blocks))
+        pools = state_pools(config, config.num_blocks, max_num_seqs)
         wanted = config.num_blocks * sizes.attention + _bytes(pools, sizes)
         _check_free(f"num_blocks={config.num_blocks}, with the states of max_num_seqs={max_num_seqs},", wanted, free)
         return config.num_blocks, pools
     budget = parse_memory(config.kv_cache_memory, free)
     _check_free(f"kv_cache_memory={config.kv_cache_memory!r}", budget, free)
-    least = blocks_a_sequence * sizes.attention + _bytes(_state_pools(1, 0), sizes)
+    least = blocks_a_sequence * sizes.attention + _bytes(_for_sequences(1), sizes)
     if budget < least:
         raise ConfigError(
             f"the cache may take {_mib(budget)} (kv_cache_memory={config.kv_cache_memory!r}); one sequence of "
             f"max_model_len={max_model_len:,} tokens needs {_mib(least)}, of which its states take "
-            f"{_mib(_bytes(_state_pools(1, 0), sizes))}. Give more memory, or a smaller max_model_len"
+            f"{_mib(_bytes(_for_sequences(1), sizes))}. Give more memory, or a smaller max_model_len"
         )
-    own = _state_pools(1, 0)
+    own = _for_sequences(1)
     for_states = max(_bytes(own, sizes), min(budget // 2, budget - blocks_a_sequence * sizes.attention))
     each = 2 * (sizes.state + sizes.rows)  # of a sequence more
     seqs = min(max_num_seqs, 1 + (for_states - _bytes(own, sizes)) // each)
-    left = budget - _bytes(_state_pools(seqs, 0), sizes)
+    left = budget - _bytes(_for_sequences(seqs), sizes)
     num_blocks = 0
     if sizes.attention:
         per_interval = interval // config.block_size * sizes.attention + sizes.state * config.enable_prefix_caching
         fitting = max(blocks_a_sequence, left // per_interval * (interval // config.block_size))
         num_blocks = min(fitting, blocks_a_sequence * max_num_seqs)
-    kept = min(snapshots(num_blocks), (left - num_blocks * sizes.attention) // sizes.state)
-    return num_blocks, _state_pools(seqs, kept)
+    pools = state_pools(config, num_blocks or max_num_seqs * -(-max_model_len // config.block_size), seqs)
+    most = _for_sequences(seqs).states + (left - num_blocks * sizes.attention) // max(1, sizes.state)
+    return num_blocks, pools._replace(states=min(pools.states, most))
 
 
-def _state_pools(num_seqs: int, num_snapshots: int) -> StatePools:
-    """For so many sequences, each of which may begin and end a step with a state and with rows of its own.
+def state_pools(config: CacheConfig, num_blocks: int, num_seqs: int) -> StatePools:
+    """What so many sequences take, and a state for every state_snapshot_interval tokens of the blocks."""
+    kept = num_blocks * config.block_size // config.state_snapshot_interval if config.enable_prefix_caching else 0
+    states, rows, _ = _for_sequences(num_seqs)
+    return StatePools(states + kept, rows)
 
-    And for one more state: see `StateGroup.most`.
+
+def _for_sequences(num_seqs: int) -> StatePools:
+    """What sequences take that begin and end a step with a state and rows of their own each.
+
+    And one more state: see `StateGroup.most`.
     """
-    return StatePools(2 * num_seqs + 1 + num_snapshots, 2 * num_seqs)
+    return StatePools(2 * num_seqs + 1, 2 * num_seqs)
 
 
 def _bytes(pools: StatePools, sizes: BlockBytes) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, Heads, RowGroup, StateGroup, StatePools
 from quire.config import CacheConfig
-from quire.errors import ConfigError
+from quire.errors import BadValue, ConfigError
 from quire.ops import AttentionSpec, Backend, PagedKV, load
 from quire.ops.memory import in_huge_pages
 from quire.ops.recurrent import RecurrentCache, RecurrentSpec
@@ -92,6 +92,13 @@ class KVCache:
         """
         self._swap.wait(index)
         return self._layers[index]
+
+    def kv(self, index: int) -> PagedKV:
+        """The K and V of a layer of attention, as `layer`. Raises BadValue for a layer that keeps a state."""
+        kept = self.layer(index)
+        if not isinstance(kept, PagedKV):
+            raise BadValue(f"layer {index} keeps a state; it has no K and V")
+        return kept
 
     def layers(self, group: int) -> list[PagedKV | RecurrentCache]:
         """What the layers of the cache group of that index keep."""

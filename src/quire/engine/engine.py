@@ -11,7 +11,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.events import Listener
-from quire.cache.groups import CacheGroup, StateGroup, check_pieces
+from quire.cache.groups import CacheGroup, StateGroup, check_pieces, has_states
 from quire.cache.manager import BlockManager
 from quire.cache.sizing import BlockBytes, choose_host_pools, choose_pools, free_memory
 from quire.cache.storage import KVCache, bytes_of_states, bytes_per_block, cache_dtype, group_spec, recurrent_spec
@@ -201,7 +201,7 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     a_sequence = max((group.most(model.max_model_len, growth, block_size) for group in attention), default=0)
     device = torch.device(config.device)
     # A step is kernels alone, of attention: a graph has no tables of states.
-    is_queued = device.type == "cuda" and backend.graphable and model.capturable and len(attention) == len(groups)
+    is_queued = device.type == "cuda" and backend.graphable and model.capturable and not has_states(groups)
     loop = _loop(config, is_queued)
     reserve = working_memory(decoder, model.dtype.itemsize, config.max_num_batched_tokens)
     if device.type == "cuda":

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,12 +18,10 @@ from quire.engine.plan import Launched, StepOutput
 from quire.engine.sampler import sample, token_logprobs
 from quire.engine.transfer import all_queued, receive, send
 from quire.models.model import Model
-from quire.ops import AttentionSpec, Backend, PagedKV
+from quire.ops import AttentionPlan, AttentionSpec, Backend, PagedKV
+from quire.ops.program import Plan
 from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentSpec
 from quire.request import TokenLogprobs
-
-if TYPE_CHECKING:
-    from quire.ops.program import Plan
 
 MAX_LOGIT_ROWS = 256  # rows of V numbers held at a time: 128 MiB for a vocabulary of 128k
 
@@ -31,7 +29,7 @@ Reader: TypeAlias = Callable[[StepOutput], None]  # writes what a part of a step
 
 
 class Runner:
-    """Runs a model eagerly, with one attention plan a cache group that every step updates.
+    """Runs a model eagerly, with a plan for each cache group of attention and of states that every step updates.
 
     On a GPU the host queues a whole step and waits once, for the tokens that were drawn and the logprobs asked for. It
     may queue the next one before: tokens that are drawn stay on the device as well, where that step takes them.
@@ -52,19 +50,18 @@ class Runner:
         self.cache = cache
         self.backend = backend
         self.specs = tuple(specs)
-        self.recurrent = tuple(recurrent)
-        self.device = torch.device((*specs, *recurrent)[0].device)
-        self.plans = self.make_plans(max_tokens, max_seqs, max_blocks)
+        self.device = torch.device(specs[0].device if specs else recurrent[0].device)
+        max_pieces = max_tokens // PIECE + 2  # a step may begin and end within one
+        self.plans: tuple[Plan, ...] = (
+            *self.make_plans(max_tokens, max_seqs, max_blocks),
+            *(backend.make_recurrent_plan(spec, max_tokens, max_seqs, max_pieces) for spec in recurrent),
+        )
         self._drawn = torch.empty(0, dtype=torch.int64)  # [R], on the device: what the last step that drew has drawn
         self._row_of: dict[str, int] = {}  # by request id, its row of these
 
-    def make_plans(self, max_tokens: int, max_seqs: int, max_blocks: int) -> tuple[Plan, ...]:
-        """A plan of that size for each cache group of attention, then one for each of states."""
-        max_pieces = max_tokens // PIECE + 2  # a step may begin and end within one
-        return (
-            *(self.backend.make_plan(spec, max_tokens, max_seqs, max_blocks) for spec in self.specs),
-            *(self.backend.make_recurrent_plan(spec, max_tokens, max_seqs, max_pieces) for spec in self.recurrent),
-        )
+    def make_plans(self, max_tokens: int, max_seqs: int, max_blocks: int) -> tuple[AttentionPlan, ...]:
+        """A plan of that size for each cache group of attention."""
+        return tuple(self.backend.make_plan(spec, max_tokens, max_seqs, max_blocks) for spec in self.specs)
 
     def run(self, batch: Batch) -> StepOutput:
         """Move blocks, compute the batch's tokens, draw the next ones, and gather the logprobs that were asked for."""

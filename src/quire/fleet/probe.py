@@ -215,7 +215,7 @@ def _attention(case: _Case) -> Iterator[Tensor]:
     """A prompt, a chunk and a decoded token in one step, over a cache that was written before."""
     spec, backend = case.spec, case.backend
     D, block_size = spec.head_dim, spec.block_size
-    kv = KVCache([case.group], spec.num_blocks, block_size, spec.cache_dtype, spec.device, backend=backend).layer(0)
+    kv = KVCache([case.group], spec.num_blocks, block_size, spec.cache_dtype, spec.device, backend=backend).kv(0)
     keys = [keys for _, keys in SEQUENCES]
     width = -(-max(keys) // block_size)
     first = list(accumulate((-(-n // block_size) for n in keys[:-1]), initial=0))  # of each sequence, its first block

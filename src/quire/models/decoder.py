@@ -14,8 +14,9 @@ from quire.models.layers import write_program
 from quire.models.model import WeightBytes
 from quire.models.quantisation.stacking import Weight, matrix, tensor
 from quire.models.rope import rope_tables
-from quire.ops import AttentionPlan, Backend
+from quire.ops import Backend
 from quire.ops.linear import Embedding, PlainEmbedding
+from quire.ops.program import Plan
 
 
 class Decoder:
@@ -72,9 +73,7 @@ class Decoder:
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
         self.layers = backend.compile(write_program(config, weights, linears, tables, slopes, self.dtype))
 
-    def forward(
-        self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan], rows: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm: [T, H]. Writes the batch's K and V to the cache.
 
         plans: one a cache group, updated for this batch.

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.batch import Batch
 from quire.cache.groups import CacheGroup, Heads, RowGroup, StateGroup, StateSizes
 from quire.cache.storage import KVCache
-from quire.ops import AttentionPlan
+from quire.ops.program import Plan
 
 
 class ModelShape(Protocol):
@@ -121,9 +121,7 @@ class Model(Protocol):
     def capturable(self) -> bool:
         """Whether a step is kernels alone, so that a CUDA graph can repeat it."""
 
-    def forward(
-        self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan], rows: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm: [T, H]. Writes the batch's K and V to the cache.
 
         plans: one a cache group, updated for this batch.

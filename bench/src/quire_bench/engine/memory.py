@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from quire.cache.groups import CacheGroup
-from quire.cache.manager import BlockManager, most_blocks
+from quire.cache.manager import BlockManager
 from quire.cache.sizing import free_memory
 from quire.cache.storage import bytes_per_block
 from quire.config import CacheConfig, parse_memory
@@ -352,7 +352,7 @@ class KVSize:
     def _blocks(self, num_tokens: int) -> list[int]:
         """Blocks of each group that a request of that length owns at most."""
         growth = min(num_tokens, MAX_NUM_BATCHED_TOKENS)
-        return [most_blocks(num_tokens, growth, group.window, self.block_size) for group in self.groups]
+        return [group.most(num_tokens, growth, self.block_size) for group in self.groups]
 
     def paged_bytes(self, num_tokens: int) -> int:
         """Bytes of the blocks that a request of that length owns at most."""

@@ -75,7 +75,7 @@ class PagedPass:
         asked = LayerCall(q.shape[1], k.shape[1], q.shape[2], v.shape[2], options.get("sliding_window"))
         if asked != self.layers[index]:
             raise Unsupported(f"layer {index} asks for {asked}; when the model was loaded it was {self.layers[index]}")
-        plan, kv = self.plans[index], self.cache.layer(index)
+        plan, kv = self.plans[index], self.cache.kv(index)
         scale = options.get("scaling")
         sinks = options.get("s_aux")
         q_wide, k_wide, v_wide = (self._filled(x, asked.heads.head_dim) for x in (q, k, v))
