@@ -53,5 +53,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("long"):
+        more = [item for item in items if item.get_closest_marker("long") is not None]
+        config.hook.pytest_deselected(items=more)
+        items[:] = [item for item in items if item not in set(more)]
     items.sort(key=lambda item: item.path.name not in LONGEST)

@@ -11,6 +11,7 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from statistics import fmean
@@ -302,7 +303,7 @@ class Fleet:
                 fingerprint="",
                 healthy=True,
                 state=replica.state(),
-                state_age=now - replica.began,
+                step_age=now - replica.began,
                 num_blocks=runs.get(slot, 0),
                 unseen_tokens=sum(work.uncached for work in replica.inbox),
                 unseen_requests=len(replica.inbox),
@@ -340,7 +341,11 @@ def round_robin(fleet: Fleet, job: Job, now: float) -> int:
 
 def by_score(new_tokens: float) -> Rule:
     """The product's rule, with so many new tokens expected of every job."""
-    return lambda fleet, job, now: choose(fleet.demand(job, new_tokens), fleet.candidates(job, now))
+
+    def chosen(fleet: Fleet, job: Job, now: float) -> Choice:
+        return choose(fleet.demand(job, new_tokens), fleet.candidates(job, now))
+
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -425,7 +430,7 @@ def report(name: str, trace: Trace, num_blocks: int, num_replicas: int = 4) -> N
 
     print(f"{name}: one infinite cache has {infinite:.1%} of the prompt tokens")
     for limit in rules:
-        most = sustained_rate(trace, lambda limit=limit: fleet(limit))
+        most = sustained_rate(trace, partial(fleet, limit))
         for load in (0.3, 0.8):
             print(f"  {load:.0%} of what {limit} sustains, {load * most:.2f} jobs a second")
             for rule in rules:

@@ -40,7 +40,7 @@ def candidate(slot: int, num_blocks: int = 0, /, **known: Any) -> Candidate:
         fingerprint="aa",
         healthy=True,
         state=state(**known),
-        state_age=0.0,
+        step_age=0.0,
         num_blocks=num_blocks,
         unseen_tokens=0,
         unseen_requests=0,
@@ -82,7 +82,7 @@ def candidates(draw: st.DrawFn, slot: int = 0) -> Candidate:
     return replace(
         candidate(slot, draw(st.integers(0, 62))),
         state=draw(states()),
-        state_age=draw(st.floats(0.0, 5.0)),
+        step_age=draw(st.floats(0.0, 5.0)),
         unseen_tokens=draw(COUNTS),
         unseen_requests=draw(st.integers(0, 50)),
     )
@@ -140,7 +140,7 @@ class TestComplaints:
     def test_load_that_other_gateways_sent_counts_as_much_as_ours(
         self, demand: Demand, one: Candidate, tokens: int
     ) -> None:
-        one = replace(one, state_age=0.0)  # what a state says is begun at once, what came after it is not
+        one = replace(one, step_age=0.0)  # what a state says is begun at once, what came after it is not
         ours = replace(one, unseen_tokens=one.unseen_tokens + tokens, unseen_requests=one.unseen_requests + 1)
         reported = replace(
             one.state, waiting_tokens=one.state.waiting_tokens + tokens, num_waiting=one.state.num_waiting + 1
@@ -256,8 +256,8 @@ class TestMonotone:
         assert cost(longer, one) >= cost(demand, one)
 
     @given(DEMANDS, candidates(), st.floats(0.0, 10.0))
-    def test_in_how_young_its_state_is(self, demand: Demand, one: Candidate, younger: float) -> None:
-        worse = replace(one, state_age=max(0.0, one.state_age - younger))
+    def test_in_how_lately_a_step_began(self, demand: Demand, one: Candidate, younger: float) -> None:
+        worse = replace(one, step_age=max(0.0, one.step_age - younger))
         assert cost(demand, worse) >= cost(demand, one)
 
     @given(DEMANDS, candidates())
@@ -295,10 +295,13 @@ class TestRanking:
         busy = candidate(0, num_running=4, waiting_tokens=100)
         step = 0.010 + 4 * 0.0006
         for age, left in ((0.0, 100 * 0.0004 + step), (0.03, 100 * 0.0004 + step - 0.03), (1.0, 0.0)):
-            assert choose(REQUEST, [replace(busy, state_age=age)]).best.parts.queue == pytest.approx(left)
-        sent_since = replace(busy, state_age=1.0, unseen_tokens=200, unseen_requests=1)
+            assert choose(REQUEST, [replace(busy, step_age=age)]).best.parts.queue == pytest.approx(left)
+        sent_since = replace(busy, step_age=1.0, unseen_tokens=200, unseen_requests=1)
         assert choose(REQUEST, [sent_since]).best.parts.queue == pytest.approx(200 * 0.0004)
-        assert choose(REQUEST, [candidate(1)]).best.parts.queue == 0.0
+        idle = candidate(1)
+        assert choose(REQUEST, [idle]).best.parts.queue == 0.0
+        begun = replace(idle, step_age=0.03, unseen_tokens=200, unseen_requests=1)  # what came first is computed
+        assert choose(REQUEST, [begun]).best.parts.queue == pytest.approx(200 * 0.0004 + 0.0106 - 0.03)
 
     def test_a_running_request_slows_half_of_an_answer(self) -> None:
         parts = [choose(REQUEST, [candidate(0, num_running=n)]).best.parts for n in (0, 10)]

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
-from quire.fleet import session
 from quire.fleet.session import Session
 from quire.fleet.state import ReplicaState
-from quire.fleet.wire import Hello
+from quire.fleet.wire import Hello, dumps
 from tests.fleet.routing import state
 
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     clock = [100.0]
-    monkeypatch.setattr(session.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     return clock
 
 
@@ -38,7 +38,7 @@ def sent(one: Session) -> dict[str, Any]:
     if not one._news.is_set():
         return {}
     one._news.clear()
-    return json.loads(session.dumps(one._message()))
+    return dict(json.loads(dumps(one._message())))
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ class Nodes:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(RECONNECT),
+            "RAY_worker_niceness": "0",  # else Ray's workers, and so replicas, have a niceness of 15
             "RAY_gcs_storage": "rocksdb",  # from which a new head can begin
             "RAY_gcs_storage_path": str(directory / "gcs"),
         }

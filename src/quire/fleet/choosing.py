@@ -87,7 +87,8 @@ class Chooser:
             kind = (link.hello.salt, link.hello.block_size)
             if kind not in runs:
                 runs[kind] = self._roster.index.runs(digests(link.hello))
-            uncached, requests = unseen.get(link, (0, 0))
+            uncached, requests, since = unseen.get(link, (0, 0, now))
+            is_idle = link.state.num_running + link.state.num_waiting == 0
             found.append(
                 Candidate(
                     slot=link.slot,
@@ -95,7 +96,7 @@ class Chooser:
                     fingerprint=link.fingerprint.digest,
                     healthy=link.is_up,
                     state=link.state,
-                    state_age=max(0.0, now - link.state_time),
+                    step_age=max(0.0, now - (since if is_idle else link.state_time)),
                     num_blocks=runs[kind].get(link.slot, 0),
                     unseen_tokens=uncached,
                     unseen_requests=requests,
@@ -103,13 +104,14 @@ class Chooser:
             )
         return found
 
-    def _unseen(self) -> dict[Link, tuple[int, int]]:
-        """Tokens and requests that were sent to each replica and are not in its state yet."""
-        found: dict[Link, tuple[int, int]] = {}
+    def _unseen(self) -> dict[Link, tuple[int, int, float]]:
+        """Tokens and requests that were sent to each replica and are not in its state yet, and when the first was."""
+        found: dict[Link, tuple[int, int, float]] = {}
         for one in self._assignments.values():
             if not one.is_seen:
-                tokens, requests = found.get(one.link, (0, 0))
-                found[one.link] = (tokens + one.placement.choice.best.uncached_tokens, requests + len(one.samples))
+                tokens, requests, since = found.get(one.link, (0, 0, one.sent))
+                tokens += one.placement.choice.best.uncached_tokens
+                found[one.link] = (tokens, requests + len(one.samples), min(since, one.sent))
         return found
 
     async def _asked(self, work: Work, samples: Sequence[int], candidates: list[Candidate]) -> list[Candidate]:

@@ -44,7 +44,9 @@ class Candidate:
     fingerprint: str  # digest of what its bits depend on
     healthy: bool  # connected, and heard of lately
     state: ReplicaState  # the last one that it sent
-    state_age: float  # s since that one came
+    # s since it began a step, as far as is known: since that state came or, where it was idle then, since a request was
+    # sent there
+    step_age: float
     num_blocks: int  # leading full blocks of the request that it holds or is expected to: FleetIndex.runs
     unseen_tokens: int  # prompt tokens not expected to be cached, of requests that were sent there after that state
     unseen_requests: int
@@ -52,7 +54,7 @@ class Candidate:
     def __post_init__(self) -> None:
         for name in ("num_blocks", "unseen_tokens", "unseen_requests"):
             check_integer(BadValue, name, getattr(self, name), 0)
-        check_number(BadValue, "state_age", self.state_age, 0.0)
+        check_number(BadValue, "step_age", self.step_age, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +165,16 @@ def uncached_tokens(demand: Demand, candidate: Candidate) -> int:
 
 def _cost(demand: Demand, candidate: Candidate, uncached: int, rates: _Rates) -> Parts:
     state = candidate.state
-    ahead = state.num_running + state.num_waiting + candidate.unseen_requests
+    reported = state.num_running + state.num_waiting
+    ahead = reported + candidate.unseen_requests
     running = min(ahead, state.max_running)
     step = rates.step + running * rates.sequence
-    # A step began when the state was sent, so of what that one says some is done by now.
-    known = state.waiting_tokens * rates.prompt_token + (step if ahead else 0.0)
-    queue = max(0.0, known - candidate.state_age) + candidate.unseen_tokens * rates.prompt_token
-
+    # Some of what has begun is done by now. What was sent since has begun, too, where it came to an idle replica.
     waiting = state.waiting_tokens + candidate.unseen_tokens
+    begun = state.waiting_tokens if reported else waiting
+    left = begun * rates.prompt_token + (step if ahead else 0.0) - candidate.step_age
+    queue = max(0.0, left) + (waiting - begun) * rates.prompt_token
+
     blocks = -(-(demand.num_tokens + round(demand.new_tokens)) // state.block_size) - candidate.num_blocks
     promised = -(-waiting // state.block_size)  # blocks that those before it take first
     evicted = max(0, blocks - max(0, state.free_blocks - state.cached_blocks - promised))

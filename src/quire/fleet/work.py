@@ -69,6 +69,7 @@ class Assignment:
     placement: Placement
     span: CallSpan | None  # where there are traces
     replaced: dict[int, Assignment]  # of samples that were computed elsewhere until now
+    sent: float = field(default_factory=time.monotonic)  # s
     is_placed: bool = False  # the replica has taken it
     is_seen: bool = False  # the replica's state may count it
     is_moving: bool = False  # another replica is to go on with it

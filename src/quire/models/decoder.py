@@ -9,11 +9,12 @@ from torch import Tensor
 
 from quire.batch import Batch
 from quire.cache.storage import KVCache
-from quire.models.decoder_config import AttentionConfig, DecoderConfig
+from quire.models.decoder_config import DecoderConfig
 from quire.models.layers import write_program
 from quire.models.model import WeightBytes
 from quire.models.quantisation.stacking import Weight, matrix, tensor
 from quire.models.rope import rope_tables
+from quire.models.state_config import StateConfig
 from quire.ops import Backend
 from quire.ops.linear import Embedding, PlainEmbedding
 from quire.ops.program import Plan
@@ -68,7 +69,7 @@ class Decoder:
         if config.embedding_scale is not None and config.rounds_embedding_scale:
             self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         mixers = [layer.mixer for layer in config.layers]
-        ropes = [(one.rope, one.head_dim) if isinstance(one, AttentionConfig) else (None, 0) for one in mixers]
+        ropes = [(None, 0) if isinstance(one, StateConfig) else (one.rope, one.rope_dim) for one in mixers]
         tables = rope_tables(ropes, config.max_position_embeddings, max_model_len, self.device)
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
         self.layers = backend.compile(write_program(config, weights, linears, tables, slopes, self.dtype))

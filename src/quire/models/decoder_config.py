@@ -41,6 +41,11 @@ class AttentionConfig:
         return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
+    def rope_dim(self) -> int:
+        """The head that RoPE knows: D."""
+        return self.head_dim
+
+    @property
     def q_size(self) -> int:
         """Hq D."""
         return self.num_heads * self.head_dim
@@ -49,6 +54,38 @@ class AttentionConfig:
     def kv_size(self) -> int:
         """Hkv D."""
         return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """A layer's attention to one latent row a token, which stands for the keys and values of all heads (DeepSeek-V2).
+
+    A row of the cache is the normalised latent, and a part of the key that all heads share and that RoPE rotates. Each
+    head's query takes in the weight that would make its key of the latent; another one makes its value of what was
+    attended.
+    """
+
+    num_heads: int  # Hq
+    latent: int
+    rope_dim: int  # of a head's key, what is rotated
+    plain_dim: int  # what is not
+    v_dim: int
+    q_rank: int | None  # the query is made of a normalised row of so many numbers; None: of the layer's input
+    rope: Mapping[str, Any]
+    bias: bool  # of the projections to q's row, to the latent, and to the output
+    scale: float  # of q·k
+
+    window = None
+
+    @property
+    def heads(self) -> Heads:
+        """What the cache has to know of it."""
+        return Heads(self.num_heads, 1, self.latent + self.rope_dim, self.latent)
+
+    @property
+    def q_size(self) -> int:
+        """Of the query before it takes in weights: each head has what is rotated first."""
+        return self.num_heads * (self.rope_dim + self.plain_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +104,20 @@ class MlpConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """MLPs of one kind, a few of which each row goes through."""
+    """MLPs of one kind, a few of which each row goes through. `Choice` says how these are found."""
 
     count: int  # E
     per_token: int  # k, that each row goes through
     mlp: MlpConfig  # each of them
     renormalised: bool  # a row's shares are those among its own experts, not among all
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    corrected: bool = False  # a weight of each expert is added to its scores where experts are chosen
+    groups: int = 1
+    groups_chosen: int = 1
+    group_best: int = 2
+    factor: float = 1.0  # multiplies the shares
+    router_bias: bool = False
+    shared: MlpConfig | None = None  # all rows go through this one as well
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
@@ -83,7 +128,7 @@ class ExpertsConfig:
 class LayerConfig:
     """One layer: what mixes the tokens, and what each of them goes through then."""
 
-    mixer: AttentionConfig | StateConfig
+    mixer: AttentionConfig | LatentConfig | StateConfig
     mlp: MlpConfig | ExpertsConfig
 
 
@@ -112,12 +157,14 @@ class DecoderConfig:
     alibi_slopes: tuple[float, ...] | None = None  # [Hq]
     # Normalisation.
     norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = True  # of a layer norm
     norm_eps: float = 1e-6
     embedding_norm: bool = False  # the embeddings are normalised
     input_norms: bool = True  # what a branch sees is normalised
     branch_norms: bool = False  # each branch is normalised before it is added to the residual
     # Branches.
-    parallel_branches: bool = False  # attention and MLP see the same residual; else the MLP sees what attention added
+    # Whether the MLP sees what attention added, or the same residual; then also whether through the same norm.
+    branches: Literal["in turn", "parallel", "parallel, one norm"] = "in turn"
     branch_scale: float | None = None  # multiplies what a branch adds to the residual
     # Both ends.
     embedding_scale: float | None = None  # multiplies the embeddings
@@ -131,7 +178,7 @@ class DecoderConfig:
         # A state that passes over the tokens in order knows positions, too.
         if sum(positions) > 1 or (sum(positions) == 0 and len(self.attention) == self.num_layers):
             raise ModelError(f"a decoder knows positions in exactly one way; this one in {sum(positions)}")
-        if self.parallel_branches and not self.input_norms:
+        if self.branches != "in turn" and not self.input_norms:
             raise ModelError("parallel branches without norms of their inputs are not served")
 
     @property
@@ -140,9 +187,9 @@ class DecoderConfig:
         return len(self.layers)
 
     @property
-    def attention(self) -> list[AttentionConfig]:
+    def attention(self) -> list[AttentionConfig | LatentConfig]:
         """That of the layers that have some."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig)]
+        return [layer.mixer for layer in self.layers if not isinstance(layer.mixer, StateConfig)]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -153,7 +200,7 @@ class DecoderConfig:
     def ropes(self) -> tuple[Mapping[str, Any] | None, ...]:
         """Each layer's: [L]; None where there is no attention, too."""
         mixers = [layer.mixer for layer in self.layers]
-        return tuple(mixer.rope if isinstance(mixer, AttentionConfig) else None for mixer in mixers)
+        return tuple(None if isinstance(mixer, StateConfig) else mixer.rope for mixer in mixers)
 
     @property
     def experts(self) -> list[ExpertsConfig]:
@@ -164,8 +211,8 @@ class DecoderConfig:
     def groups(self) -> tuple[CacheGroup | StateGroup | RowGroup, ...]:
         """The layers with memory of their own: by window and heads, then by what they keep."""
         mixers = [layer.mixer for layer in self.layers]
-        attention = [(one.heads, one.window) if isinstance(one, AttentionConfig) else None for one in mixers]
-        states = [None if isinstance(one, AttentionConfig) else one.sizes for one in mixers]
+        attention = [None if isinstance(one, StateConfig) else (one.heads, one.window) for one in mixers]
+        states = [one.sizes if isinstance(one, StateConfig) else None for one in mixers]
         return (*cache_groups(attention), *state_groups(states))
 
     @property
@@ -175,10 +222,9 @@ class DecoderConfig:
         Experts also gather rows and results, some of them in fp32. Each kind of layer has room of its own.
         """
         attention = {attention_width(one.heads) for one in self.attention}
-        states = {
-            state_width(layer.mixer.sizes) for layer in self.layers if not isinstance(layer.mixer, AttentionConfig)
-        }
+        states = {state_width(layer.mixer.sizes) for layer in self.layers if isinstance(layer.mixer, StateConfig)}
         dense = {mlp_width(layer.mlp.size) for layer in self.layers if isinstance(layer.mlp, MlpConfig)}
+        dense |= {mlp_width(of.shared.size) + self.hidden_size for of in self.experts if of.shared is not None}
         experts = {of.per_token * (mlp_width(of.mlp.size) + 6 * self.hidden_size) for of in self.experts}
         return sum(attention) + sum(states) + sum(dense) + max(experts, default=0)
 
@@ -231,15 +277,17 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
             yield f"{prefix}{linear.name}.weight", WeightShape((rows, linear.columns), linear.rows)
             if linear.bias:
                 yield f"{prefix}{linear.name}.bias", WeightShape((rows,), linear.rows)
-        if not isinstance(layer.mixer, AttentionConfig):
+        if isinstance(layer.mixer, StateConfig):
             for name, shape in layer.mixer.vectors():
                 yield prefix + name, _whole(*shape)
-        elif layer.mixer.sinks:
+        if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.corrected:
+            yield f"{prefix}correction", _whole(layer.mlp.count)
+        if isinstance(layer.mixer, AttentionConfig) and layer.mixer.sinks:
             yield f"{prefix}sinks", _whole(layer.mixer.num_heads)
         norms |= {prefix + name: size for name, size in _norms(config, layer.mixer).items()}
     for name, size in norms.items():
         yield f"{name}.weight", _whole(size)
-        if config.norm == "layer":
+        if config.norm == "layer" and config.norm_bias:
             yield f"{name}.bias", _whole(size)
 
 
@@ -247,12 +295,18 @@ def _whole(*shape: int) -> WeightShape:
     return WeightShape(shape, shape[:1])
 
 
-def _norms(config: DecoderConfig, mixer: AttentionConfig | StateConfig) -> dict[str, int]:
+def _norms(config: DecoderConfig, mixer: AttentionConfig | LatentConfig | StateConfig) -> dict[str, int]:
     """Name and size of a layer's norms."""
     norms: dict[str, int] = {}
     if config.input_norms:
-        norms |= {"input_norm": config.hidden_size, "mlp_norm": config.hidden_size}
-    if isinstance(mixer, AttentionConfig) and mixer.qk_norm is not None:
+        norms["input_norm"] = config.hidden_size
+        if config.branches != "parallel, one norm":
+            norms["mlp_norm"] = config.hidden_size
+    if isinstance(mixer, LatentConfig):
+        norms["latent_norm"] = mixer.latent
+        if mixer.q_rank is not None:
+            norms["q_norm"] = mixer.q_rank
+    elif isinstance(mixer, AttentionConfig) and mixer.qk_norm is not None:
         D, by_head = mixer.head_dim, mixer.qk_norm == "head"
         norms |= {"q_norm": D if by_head else mixer.q_size, "k_norm": D if by_head else mixer.kv_size}
     if config.branch_norms:
@@ -260,14 +314,20 @@ def _norms(config: DecoderConfig, mixer: AttentionConfig | StateConfig) -> dict[
     return norms
 
 
-def _mixer_linears(mixer: AttentionConfig | StateConfig, hidden_size: int) -> Iterator[_Linear]:
-    if isinstance(mixer, AttentionConfig):
-        q, kv = mixer.q_size, mixer.kv_size
-        yield _Linear("qkv", (2 * q if mixer.gated else q, kv, kv), hidden_size, mixer.bias)
-        yield _Linear("output", (hidden_size,), q, mixer.output_bias)
-    else:
-        yield _Linear("state_in", mixer.in_rows, hidden_size, mixer.bias)
-        yield _Linear("state_out", (hidden_size,), mixer.out_size, mixer.bias)
+def _mixer_linears(mixer: AttentionConfig | LatentConfig | StateConfig, hidden_size: int) -> Iterator[_Linear]:
+    match mixer:
+        case AttentionConfig(q_size=q, kv_size=kv):
+            yield _Linear("qkv", (2 * q if mixer.gated else q, kv, kv), hidden_size, mixer.bias)
+            yield _Linear("output", (hidden_size,), q, mixer.output_bias)
+        case LatentConfig(latent=latent, num_heads=heads, q_rank=rank):
+            yield _Linear("qkv", (rank or mixer.q_size, latent + mixer.rope_dim), hidden_size, mixer.bias)
+            if rank is not None:
+                yield _Linear("q", (mixer.q_size,), rank, False)
+            yield _Linear("kv", (heads * (mixer.plain_dim + mixer.v_dim),), latent, False)
+            yield _Linear("output", (hidden_size,), heads * mixer.v_dim, mixer.bias)
+        case _:
+            yield _Linear("state_in", mixer.in_rows, hidden_size, mixer.bias)
+            yield _Linear("state_out", (hidden_size,), mixer.out_size, mixer.bias)
 
 
 def _mlp_linears(mlp: MlpConfig | ExpertsConfig, hidden_size: int, prefix: str = "") -> Iterator[_Linear]:
@@ -275,6 +335,8 @@ def _mlp_linears(mlp: MlpConfig | ExpertsConfig, hidden_size: int, prefix: str =
         yield _Linear(f"{prefix}mlp_in", mlp.in_rows, hidden_size, mlp.bias)
         yield _Linear(f"{prefix}mlp_out", (hidden_size,), mlp.size, mlp.bias)
         return
-    yield _Linear("router", (mlp.count,), hidden_size, False)
+    yield _Linear("router", (mlp.count,), hidden_size, mlp.router_bias)
+    if mlp.shared is not None:
+        yield from _mlp_linears(mlp.shared, hidden_size, "shared.")
     for i in range(mlp.count):
         yield from _mlp_linears(mlp.mlp, hidden_size, f"experts.{i}.")

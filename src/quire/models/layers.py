@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.cache.groups import RowGroup
-from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, MlpConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LatentConfig, MlpConfig
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
 from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig
 from quire.ops.experts import Choice, ExpertLayer
@@ -93,31 +93,35 @@ class _Writer:
         config, name, last = self.config, f"layers.{index}.", index == self.config.num_layers - 1
         layer = config.layers[index]
         mixed = self.mixed(index, layer.mixer, hidden)
+        one_norm = config.branches == "parallel, one norm"
         if last:
-            self.write(Keep((mixed, self.residual)))
-        output = "output" if isinstance(layer.mixer, AttentionConfig) else "state_out"
+            self.write(Keep((mixed, self.residual, hidden) if one_norm else (mixed, self.residual)))
+        output = "state_out" if isinstance(layer.mixer, StateConfig) else "output"
         self.project(f"{name}{output}", mixed, self.branch)
         self.end_branch(f"{name}output_norm")
-        if config.parallel_branches:
-            hidden = self.normalized_residual(f"{name}mlp_norm")
-            self.write(Add(self.branch, self.residual))
-        else:
+        if config.branches == "in turn":
             hidden = self.add_branch(f"{name}mlp_norm")
+        else:
+            if not one_norm:
+                hidden = self.normalized_residual(f"{name}mlp_norm")
+            self.write(Add(self.branch, self.residual))
         if isinstance(layer.mlp, ExpertsConfig):
             self.experts(name, hidden, layer.mlp)
         else:
-            self.mlp(name, hidden, layer.mlp)
+            self.mlp(name, hidden, layer.mlp, self.branch)
         self.end_branch(f"{name}mlp_output_norm")
         if last:
             self.normalize("final_norm", self.branch, self.hidden, residual=self.residual)
             return self.hidden
         return self.add_branch(f"layers.{index + 1}.input_norm")
 
-    def mixed(self, index: int, config: AttentionConfig | StateConfig, hidden: Place) -> Place:
+    def mixed(self, index: int, config: AttentionConfig | LatentConfig | StateConfig, hidden: Place) -> Place:
         """What a layer's mixer makes of the rows and those before them. Returns where the result stands."""
         match config:
             case AttentionConfig():
                 return self.attention(index, config, hidden)
+            case LatentConfig():
+                return self.latent_attention(index, config, hidden)
             case GatedDeltaConfig():
                 return self.gated_delta(index, config, hidden)
             case StateSpaceConfig():
@@ -142,11 +146,48 @@ class _Writer:
             self.write(Rotate(q, k, *table, D))
         group, attended = self.group_of_layer[index], self.buffer("attended", q_size)
         self.write(Write(k, v, index, group, D))
-        sinks = tensor(self.weights[f"{name}sinks"]).float() if config.sinks else None
+        sinks = tensor(self.weights[f"{name}sinks"]) if config.sinks else None
         self.write(Attend(q, attended, index, group, D, config.scale, self.alibi_slopes, config.softcap, sinks))
         if config.gated:
             self.write(Gate(gate, attended))
         return attended
+
+    def latent_attention(self, index: int, config: LatentConfig, hidden: Place) -> Place:
+        """As above, to one latent row a token."""
+        name, heads, rope = f"layers.{index}.", config.num_heads, config.rope_dim
+        q_size = config.q_rank or config.q_size
+        qkv = self.buffer("qkv", q_size + config.latent + rope)
+        self.project(f"{name}qkv", hidden, qkv)
+        q, latent, k_rope = self.columns(qkv, q_size, config.latent, rope)
+        if config.q_rank is not None:
+            self.normalize(f"{name}q_norm", q, row := self.buffer("q row", q_size))
+            q = self.buffer("q", config.q_size)
+            self.project(f"{name}q", row, q)
+        self.normalize(f"{name}latent_norm", latent, latent)
+        table = self.tables[index]
+        assert table is not None
+        for place, dim in ((q, rope + config.plain_dim), (k_rope, rope)):
+            self.write(Rotate(place, Place(place.buffer, 0, 0), *table, dim))
+        to_latent, to_value = self.latent_heads(name, config)
+        wide_q = self.buffer("latent q", heads * (config.latent + rope))
+        self.write(Project(q, to_latent, wide_q))
+        group, dim = self.group_of_layer[index], config.latent + rope
+        self.write(Write(Place(qkv.buffer, latent.first, dim), latent, index, group, dim))
+        mixed = self.buffer("attended", heads * config.latent)
+        self.write(Attend(wide_q, mixed, index, group, dim, config.scale, None, None))
+        values = self.buffer("values", heads * config.v_dim)
+        self.write(Project(mixed, to_value, values))
+        return values
+
+    def latent_heads(self, name: str, config: LatentConfig) -> tuple[Linear, Linear]:
+        """What makes a head's query for latent rows of its own query, and a value of what was attended."""
+        weight = tensor(self.weights[f"{name}kv.weight"]).unflatten(0, (config.num_heads, -1))  # type: ignore[no-untyped-call]
+        keys, values = weight[:, : config.plain_dim], weight[:, config.plain_dim :]  # [Hq, dim, latent]
+        rope, latent = config.rope_dim, config.latent
+        to_latent = weight.new_zeros(config.num_heads, latent + rope, rope + config.plain_dim)
+        to_latent[:, :latent, rope:] = keys.transpose(1, 2)
+        to_latent[:, latent:, :rope] = torch.eye(rope)  # what is rotated stays as it is
+        return self.linears.heads(to_latent), self.linears.heads(values)
 
     def gated_delta(self, index: int, config: GatedDeltaConfig, hidden: Place) -> Place:
         """Project, convolve, recall, normalise. Returns where the result stands."""
@@ -196,22 +237,35 @@ class _Writer:
         self.write(GatedNormalize(x, gate, out, weight, self.config.norm_eps, heads, first))
         return out
 
-    def mlp(self, name: str, hidden: Place, config: MlpConfig) -> None:
+    def mlp(self, name: str, hidden: Place, config: MlpConfig, out: Place) -> None:
         """Project up, activate, project down."""
         inner, activated = self.buffer("inner", sum(config.in_rows)), self.buffer("activated", config.size)
         self.project(f"{name}mlp_in", hidden, inner)
         self.write(Activate(inner, activated, config.activation))
-        self.project(f"{name}mlp_out", activated, self.branch)
+        self.project(f"{name}mlp_out", activated, out)
 
     def experts(self, name: str, hidden: Place, config: ExpertsConfig) -> None:
         """Each row through the few of many MLPs that the router prefers."""
         # A head, so that its logits are as exact as they can be.
-        router = self.linears.head(matrix(self.weights[f"{name}router.weight"]))
+        router = self.linears.head(matrix(self.weights[f"{name}router.weight"]), self.bias(f"{name}router"))
         parts = [f"{name}experts.{i}." for i in range(config.count)]
         mlp_in, mlp_out = ([self.expert(f"{part}{kind}") for part in parts] for kind in ("mlp_in", "mlp_out"))
-        choice = Choice(num_chosen=config.per_token, renormalised=config.renormalised)
+        choice = Choice(
+            num_chosen=config.per_token,
+            renormalised=config.renormalised,
+            scores=config.scores,
+            bias=tensor(self.weights[f"{name}correction"]) if config.corrected else None,
+            groups=config.groups,
+            groups_chosen=config.groups_chosen,
+            group_best=config.group_best,
+            factor=config.factor,
+        )
         layer = ExpertLayer(router, mlp_in, mlp_out, choice, config.mlp.activation)
         self.write(MixExperts(hidden, layer, self.branch))
+        if config.shared is not None:
+            shared = self.buffer("shared", self.branch.size)
+            self.mlp(f"{name}shared.", hidden, config.shared, shared)
+            self.write(Add(shared, self.branch))
 
     # ------------------------------------------------------------------------------------ norms and branches
 
@@ -275,8 +329,9 @@ class _Writer:
 
     def normalize(self, name: str, x: Place, out: Place, heads: int = 1, residual: Place | None = None) -> None:
         """out = the norm of that name of x, or of the residual once x was added to it."""
-        bias = None if self.config.norm == "rms" else tensor(self.weights[f"{name}.bias"])
-        weight = tensor(self.weights[f"{name}.weight"])
+        weight, bias = tensor(self.weights[f"{name}.weight"]), self.bias(name)
+        if self.config.norm == "layer" and bias is None:
+            bias = torch.zeros_like(weight)  # what says that this is a LayerNorm
         self.write(Normalize(x, out, weight, bias, self.config.norm_eps, residual, heads))
 
     def write(self, operator: Operator) -> None:

@@ -173,10 +173,14 @@ def _yarn(
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     given, mscale, mscale_all = (parameters.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
     if given is not None:
         return float(given)
-    return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
+    if mscale and mscale_all:
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all)
+    return yarn_magnitude(factor, 1.0)
+
+
+def yarn_magnitude(factor: float, weight: float) -> float:
+    """What q, and k, are multiplied by where the context became so many times as long (Peng et al. 2023)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

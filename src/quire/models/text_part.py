@@ -17,10 +17,10 @@ from quire.models.hf_config import IMMATERIAL, SCHEMES
 # Types of models whose text part is known to compute the same alone: `python -m tests.models.sweep` compares each.
 WHOLES = frozenset(
     """
-    aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3 gemma3n gemma4 gemma4_unified got_ocr2
-    hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llama4 llava llava_next
-    llava_next_video llava_onevision minicpmv4_6 mistral3 nemotron_h_omni qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe
-    qwen3_vl qwen4_exp smolvlm video_llama_3 video_llava vipllava
+    deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3 gemma3n gemma4 gemma4_unified
+    got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llama4
+    llava llava_next llava_next_video llava_onevision minicpmv4_6 mistral3 nemotron_h_omni qwen2_5_vl qwen2_vl
+    qwen3_5 qwen3_5_moe qwen3_vl qwen4_exp smolvlm video_llama_3 video_llava vipllava
     """.split()
 )
 # Types of text parts that are an ordinary type but for positions in an image: in a text all of a token's are the same.
@@ -33,7 +33,6 @@ FLAT = ("qwen2_vl", "qwen2_5_vl")  # their published configs have the text's key
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # of a rope
 # What a text part would call its architecture if it were published alone, by type.
 ARCHITECTURES = {
-    "cohere2": "Cohere2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",

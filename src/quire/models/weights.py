@@ -30,7 +30,7 @@ from quire.ops.quantised import QuantisedWeight
 
 INDEX = "model.safetensors.index.json"
 MARKS = ("qweight", "weight_packed")  # tensors of quantised linears
-EXACT = re.compile(r"norm\.|\.conv\.|\.(A_log|D|dt_bias)$")  # in our names: norms, and what a state is formed with
+EXACT = re.compile(r"norm\.|\.conv\.|\.(sinks|correction|A_log|D|dt_bias)$")  # in our names
 SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "model.pt", "*.pt")
 
 
@@ -43,7 +43,7 @@ class Checkpoint:
         part: what is asked for, under the names of a model of its own; None: all there is.
         """
         self.directory = directory
-        self._reader_of: dict[str, Callable[[], Tensor]] = {}
+        self._reader_of: dict[str, Callable[[int | None], Tensor]] = {}
         paths = weight_files(directory, part)
         if not paths:
             others = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
@@ -51,13 +51,13 @@ class Checkpoint:
         for path in paths:
             try:
                 names: Iterable[str]
-                read: Callable[[str], Tensor]
+                read: Callable[[str, int | None], Tensor]
                 if path.suffix == ".safetensors":
                     file = safe_open(path, framework="pt")
-                    names, read = file.keys(), file.get_tensor  # type: ignore[no-untyped-call]
+                    names, read = file.keys(), partial(_stored, file)
                 else:
                     tensors = _state_dict(path)
-                    names, read = tensors, tensors.__getitem__
+                    names, read = tensors, partial(_held, tensors)
                 for theirs in names:
                     if (name := theirs if part is None else part.name(theirs)) is not None:
                         self._reader_of[name] = partial(read, theirs)
@@ -70,7 +70,18 @@ class Checkpoint:
         return frozenset(self._reader_of)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._reader_of[name]()
+        """The tensor; of a name as "x[3]" that entry of the tensor x, and no others are read."""
+        whole, _, entry = name.partition("[")
+        return self._reader_of[whole](int(entry[:-1]) if entry else None)
+
+
+def _stored(file: Any, name: str, entry: int | None) -> Tensor:
+    tensor: Tensor = file.get_tensor(name) if entry is None else file.get_slice(name)[entry]
+    return tensor
+
+
+def _held(tensors: Mapping[str, Tensor], name: str, entry: int | None) -> Tensor:
+    return tensors[name] if entry is None else tensors[name][entry]
 
 
 def weight_files(directory: Path, part: TextPart | None = None) -> list[Path]:
@@ -123,10 +134,12 @@ class Sources:
 
     ends: Mapping[str, str]  # ours -> theirs, outside the layers
     layer_prefix: str  # of their tensors of layer {}
-    # Ours -> theirs within a layer, with {} for the number of an expert; several are stacked in this order.
+    # Ours -> theirs within a layer, with {} for the number of an expert; several are stacked in this order. Ours may
+    # end with a kind, as in "mlp_in.bias": then theirs does, too, and may be one entry of a tensor, as in "down[{}]".
     layer: Mapping[str, tuple[str, ...]]
     ignored: re.Pattern[str] | None = None  # their tensors that are known not to be needed
-    adapt: Callable[[str, Tensor], Tensor] | None = None  # our name, their tensor -> our form of it
+    # Our name, their name and their tensor -> our form of it.
+    adapt: Callable[[str, str, Tensor], Tensor] | None = None
 
     def of(self, name: str) -> tuple[str, ...]:
         """The checkpoint's tensors that make up our weight of that name, as in `weight_shapes`."""
@@ -134,6 +147,8 @@ class Sources:
             return (self.ends[name],)
         layer, part, expert, kind = _within_layer(name)
         prefix = self.layer_prefix.format(layer)
+        if (whole := f"{part}.{kind}".removeprefix(".")) in self.layer:
+            return tuple(f"{prefix}{theirs.format(*expert)}" for theirs in self.layer[whole])
         return tuple(f"{prefix}{theirs.format(*expert)}.{kind}" for theirs in self.layer[part])
 
 
@@ -189,7 +204,7 @@ class Weights(Mapping[str, Weight]):
     def _check_names(self) -> None:
         """Raise ModelError for a tensor that is missing or superfluous."""
         checkpoint, forms = self._checkpoint, self._forms
-        needed = {part for name in self._shapes for part in self._sources.of(name)}
+        needed = {_whole(part) for name in self._shapes for part in self._sources.of(name)}
         allowed: set[str] = set()
         for part, form in forms.items():
             module = _module(part)
@@ -245,10 +260,15 @@ class Weights(Mapping[str, Weight]):
         return WeightBytes(**self._bytes)
 
     def _rounding(self, name: str) -> Rounding | None:
-        """To what a weight is rounded at load: a router decides about much and is small, so it is not."""
+        """To what a weight is rounded at load.
+
+        A router decides about much and is small, so it is not, nor what makes keys and values of a latent: that becomes
+        part of the query.
+        """
         if name == ("embedding" if self._tied else "lm_head"):
             return self._quantisation.head
-        return self._quantisation.linears if _is_projection(name) and ".router." not in name else None
+        kept = ".router." in name or ".kv." in name
+        return self._quantisation.linears if _is_projection(name) and not kept else None
 
     def _plain(self, name: str, parts: Sequence[str]) -> Tensor:
         """A weight that the checkpoint has as numbers."""
@@ -268,7 +288,7 @@ class Weights(Mapping[str, Weight]):
         tensor = self._checkpoint[part]
         ours = tensor
         if self._sources.adapt is not None and tensor.numel() == home.numel():
-            ours = self._sources.adapt(name, tensor)
+            ours = self._sources.adapt(name, part, tensor)
         if ours.shape != home.shape:
             raise ModelError(
                 f"{self._checkpoint.directory}: {part} has shape {tuple(tensor.shape)}; config.json asks for "
@@ -309,7 +329,7 @@ class Weights(Mapping[str, Weight]):
             return weight
         # Rows move as a bias does. All formats have [out, in] in mind, also where the plain weight is [in, out].
         usual = torch.arange(rows)
-        moved = self._sources.adapt(name.removesuffix("weight") + "bias", usual)
+        moved = self._sources.adapt(name.removesuffix("weight") + "bias", part, usual)
         return weight if torch.equal(moved, usual) else weight.rows(moved)
 
     def _lengths(self, name: str, parts: Sequence[str]) -> list[int]:
@@ -364,6 +384,11 @@ def _is_projection(name: str) -> bool:
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     """Of a weight that is not quantised. Those that are small and decide about much stay as exact as they came."""
     return torch.float32 if EXACT.search(name) else dtype
+
+
+def _whole(part: str) -> str:
+    """The tensor's name, of one of its entries too."""
+    return part.partition("[")[0]
 
 
 def _module(tensor: str) -> str:

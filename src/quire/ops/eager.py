@@ -119,8 +119,11 @@ class _Step:
         return cast(RecurrentCache, cache), cast(RecurrentPlan, plan)
 
     def put(self, place: Place, value: Tensor) -> None:
-        """Let this, [T, ...], be the whole buffer."""
-        self.values[place.buffer] = value.flatten(1)
+        """Let this, [T, ...], stand there: in a buffer of its own where that is a whole one."""
+        if place.size == self.program.buffers[place.buffer]:
+            self.values[place.buffer] = value.flatten(1)
+        else:
+            self.at(place).copy_(value.flatten(1))
 
     def run(self, operator: Operator) -> None:
         """Run one operator."""
@@ -133,7 +136,7 @@ class _Step:
             case Rotate(q=q, k=k, head_dim=dim):
                 backend.rope(self.heads(q, dim), self.heads(k, dim), self.positions, operator.cos, operator.sin)
             case Write(k=k, v=v, head_dim=dim):
-                backend.write_kv(self.heads(k, dim), self.heads(v, dim), *self.kv(operator))
+                backend.write_kv(self.heads(k, dim), self.heads(v, v.size * dim // k.size), *self.kv(operator))
             case Attend():
                 attended = backend.attention(
                     self.heads(operator.q, operator.head_dim),

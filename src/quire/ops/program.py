@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.errors import BadValue
 from quire.ops.activation import Activation
 from quire.ops.experts import ExpertLayer
-from quire.ops.linear import JoinedLinear, Linear
+from quire.ops.linear import HeadsLinear, JoinedLinear, Linear
 from quire.ops.plan import AttentionPlan
 from quire.ops.recurrent import RecurrentCache, RecurrentPlan
 from quire.ops.spec import PagedKV
@@ -30,6 +30,10 @@ class Place:
     buffer: str
     first: int
     size: int
+
+
+def _heads_of(place: Place, size: int, count: int) -> list[Place]:
+    return [Place(place.buffer, place.first + i * size, size) for i in range(count)]
 
 
 class BaseOperator:
@@ -67,6 +71,12 @@ class Project(BaseOperator):
     @property
     def parts(self) -> list[Project]:
         """The same as one projection for each weight, which fills its own columns of `out`."""
+        if isinstance(self.linear, HeadsLinear):
+            count, sizes = len(self.linear.parts), (self.linear.in_size, self.linear.out_size)
+            heads = [_heads_of(place, size, count) for place, size in zip((self.x, self.out), sizes, strict=True)]
+            return [
+                Project(x, linear, out) for x, linear, out in zip(heads[0], self.linear.parts, heads[1], strict=True)
+            ]
         if not isinstance(self.linear, JoinedLinear):
             return [self]
         ends = accumulate(self.linear.sizes, initial=self.out.first)
@@ -76,7 +86,10 @@ class Project(BaseOperator):
 
 @dataclass(frozen=True, eq=False)
 class Normalize(BaseOperator):
-    """out = the norm of x, or of the residual once x was added to it: RMSNorm, or with a bias LayerNorm."""
+    """out = the norm of x, or of the residual once x was added to it: RMSNorm, or with a bias LayerNorm.
+
+    Where out is x, that is changed where it stands.
+    """
 
     kind = "norm"
     x: Place
@@ -86,6 +99,11 @@ class Normalize(BaseOperator):
     eps: float
     residual: Place | None = None
     heads: int = 1  # rows of each token
+
+    @property
+    def fills(self) -> list[Place]:
+        """What it fills, whatever was there before."""
+        return [] if self.out == self.x else [self.out]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +120,7 @@ class Rotate(BaseOperator):
 
 @dataclass(frozen=True)
 class Write(BaseOperator):
-    """Store K and V in the layer's cache."""
+    """Store K and V in the layer's cache. V may be the first columns of K, where the cache is a latent one."""
 
     kind = "write"
     k: Place

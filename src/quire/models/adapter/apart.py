@@ -1,12 +1,11 @@
 """One sequence at a time: models that compute attention themselves, or cannot be given a row of several sequences.
 
-Each sequence of a step goes through the model alone, with transformers' eager attention, positions and masks. Of ours is
-the cache: it stores the new keys and values in the sequence's blocks and hands out all that stand there, gathered.
+Each sequence of a step goes through the model alone, with transformers' eager attention, positions and masks. The cache
+is ours: it stores the new keys and values in the sequence's blocks and hands out all that stand there, gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +15,8 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from quire.cache.storage import KVCache
 from quire.errors import Unsupported
-from quire.models.adapter.attention import LayerCall
+from quire.models.adapter.attention import LayerCall, Step
 from quire.ops import AttentionPlan, AttentionSpec, Backend, PagedKV
 
 PROBE = 2  # tokens
@@ -31,7 +29,7 @@ class Apart:
     note = ", one sequence at a time"
     rows_depend: str | None = "its attention is computed by transformers"
 
-    def __init__(self, backbone: Any, backend: Backend, dtype: torch.dtype, depth: int) -> None:
+    def __init__(self, backbone: Any, backend: Backend, dtype: torch.dtype) -> None:
         """Run it with two tokens and see what it stores, in which layers.
 
         dtype: of keys and values.
@@ -60,31 +58,29 @@ class Apart:
             raise Unsupported("it keeps no keys and values in transformers' cache")
         self.layers = tuple(layers)
 
-    def windows(self, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    @property
+    def windows(self) -> tuple[int | None, ...]:
         """None: its own masks leave out what is beyond a window, among all keys."""
         return (None,) * len(self.layers)
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, cache: KVCache, plans: Sequence[AttentionPlan]) -> Tensor:
-        """Hidden states of all rows: [T, H]. The model counts positions itself, from what its cache holds.
-
-        plans: one a layer.
-        """
-        step, parts = plans[0], []
-        starts = step.query_starts[: step.num_seqs + 1].tolist()
+    def hidden(self, step: Step) -> Tensor:
+        """Hidden states of all rows: [T, H]. The model counts positions itself, from what its cache holds."""
+        first, parts = step.plans[0], []
+        starts = first.query_starts[: first.num_seqs + 1].tolist()
         for s, (start, stop) in enumerate(pairwise(starts)):
             if start == stop:
                 continue
-            own = {plan: self._alone(plan, s, start, stop) for plan in set(plans)}
-            length = int(step.context_lens[s])
+            own = {plan: self._alone(plan, s, start, stop) for plan in set(step.plans)}
+            length = int(first.context_lens[s])
             layers: list[_Nothing] = []
             for index in range(max(self._stored) + 1):
                 if (stored := self._stored.get(index)) is None:
                     layers.append(_Nothing(length - (stop - start)))
                 else:
-                    plan = own[plans[stored]]
-                    kv = cache.layer(stored)
+                    plan = own[step.plans[stored]]
+                    kv = step.cache.layer(stored)
                     layers.append(_Layer(self._backend, self._dtype, kv, plan, length - (stop - start)))
-            ids = token_ids[None, start:stop]
+            ids = step.token_ids[None, start:stop]
             parts.append(self._backbone(input_ids=ids, past_key_values=Cache(layers=layers), use_cache=True)[0][0])
             for layer in layers:
                 if isinstance(layer, _Layer) and layer.length != length:
@@ -117,7 +113,7 @@ class _Nothing(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """There is nothing to do."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Raise Unsupported."""
         raise Unsupported("a layer stores keys and values that stored none when the model was loaded")
 
@@ -143,7 +139,7 @@ class _Layer(_Nothing):
         self.backend, self.dtype, self.kv, self.plan = backend, dtype, kv, plan
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store those of the new tokens, [1, Hkv, n, D], and give all: [1, Hkv, context length, D]."""
         new = (key_states, value_states)
         width = self.kv.k.shape[3]

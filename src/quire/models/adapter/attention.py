@@ -37,6 +37,16 @@ class LayerCall:
         return Heads(self.num_heads, self.num_kv_heads, max(self.head_dim, self.head_dim_v))
 
 
+@dataclass(frozen=True)
+class Step:
+    """What a step brings to the layers."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    cache: KVCache
+    plans: Sequence[AttentionPlan]  # one a layer
+
+
 class Pass(Protocol):
     """What the layers' attention does in one forward pass of the model."""
 
@@ -61,8 +71,7 @@ class PagedPass:
     """One step over the cache: the i-th call is layer i."""
 
     backend: Backend
-    cache: KVCache
-    plans: Sequence[AttentionPlan]  # one a layer
+    step: Step
     layers: Sequence[LayerCall]  # as they were recorded
     dtype: torch.dtype  # of the model
     done: int = 0  # layers
@@ -75,7 +84,7 @@ class PagedPass:
         asked = LayerCall(q.shape[1], k.shape[1], q.shape[2], v.shape[2], options.get("sliding_window"))
         if asked != self.layers[index]:
             raise Unsupported(f"layer {index} asks for {asked}; when the model was loaded it was {self.layers[index]}")
-        plan, kv = self.plans[index], self.cache.kv(index)
+        plan, kv = self.step.plans[index], self.step.cache.kv(index)
         scale = options.get("scaling")
         sinks = options.get("s_aux")
         q_wide, k_wide, v_wide = (self._filled(x, asked.heads.head_dim) for x in (q, k, v))

@@ -133,8 +133,8 @@ def load(
             names = [name for name in names if not _is_of(name, unread, checkpoint)]
         if names:
             raise ModelError(
-                f"{checkpoint.directory} has {len(names)} {what.replace('_', ' ')}, among them {', '.join(names[:3])}; running "
-                "with them would be a different model"
+                f"{checkpoint.directory} has {len(names)} {what.replace('_', ' ')}, among them "
+                f"{', '.join(names[:3])}; running with them would be a different model"
             )
     model.eval()
     return AdaptedModel(model.to(device), backend, max_model_len, eos_token_ids, reproducible, quantisation, found.way)

@@ -21,6 +21,7 @@ from quire.cache.groups import CacheGroup
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.models.adapter.apart import Apart
+from quire.models.adapter.attention import Step
 from quire.models.adapter.modules import (
     Packing,
     leave_files,
@@ -79,7 +80,7 @@ class AdaptedModel:
         self._backbone = inner if isinstance(inner, PreTrainedModel) and inner is not model else model.base_model
         if self._backbone is model:
             raise Unsupported(f"{type(model).__name__} has no part that ends before its logits")
-        self._way = way(self._backbone, backend, self.dtype, model.config.get_text_config().num_hidden_layers)
+        self._way = way(self._backbone, backend, self.dtype)
         output = self._way.output
         self._head = _Head(model, self._backbone, output)
         self.config = _shape(model, self._way, output[0].shape[-1])
@@ -110,7 +111,8 @@ class AdaptedModel:
     ) -> Tensor:
         """Hidden states of all rows: [T, H]."""
         with self._lock:  # engines on several threads may share the model
-            return self._way.hidden(token_ids, positions, cache, [plans[g] for g in self._group_of_layer])
+            by_layer = [plans[g] for g in self._group_of_layer]
+            return self._way.hidden(Step(token_ids, positions, cache, by_layer))
 
     def logits(
         self,
@@ -173,7 +175,6 @@ class _Stub(nn.Module):
 def _shape(model: Any, way: Together | Apart, hidden_size: int) -> AdaptedShape:
     config = model.config.get_text_config()
     heads = [layer.heads for layer in way.layers]
-    windows = way.windows(getattr(config, "layer_types", None) or (), getattr(config, "sliding_window", None))
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     inner = max(inner) if isinstance(inner, list) else inner
     chosen = getattr(config, "num_experts_per_tok", None) or 0  # each computes rows of their own
@@ -181,5 +182,5 @@ def _shape(model: Any, way: Together | Apart, hidden_size: int) -> AdaptedShape:
         config.vocab_size,
         hidden_size,
         max(map(attention_width, heads)) + mlp_width(max(inner, chosen * 2 * config.hidden_size)),
-        cache_groups(list(zip(heads, windows, strict=True))),
+        cache_groups(list(zip(heads, way.windows, strict=True))),
     )

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from quire.cache.storage import KVCache
 from quire.errors import Unsupported
-from quire.models.adapter.attention import NAME, LayerCall, PagedPass, Pass, Passes, Recorder, attention
-from quire.ops import AttentionPlan, Backend
+from quire.models.adapter.attention import NAME, PagedPass, Pass, Passes, Recorder, Step, attention
+from quire.ops import Backend
 
 
 class Together:
@@ -26,10 +25,10 @@ class Together:
     note = ""
     rows_depend: str | None = None  # on nothing that is of this way
 
-    def __init__(self, backbone: Any, backend: Backend, dtype: torch.dtype, depth: int) -> None:
+    def __init__(self, backbone: Any, backend: Backend, dtype: torch.dtype) -> None:
         """Run it with two tokens and see what each layer asks for.
 
-        dtype: of keys and values; depth: how many layers there are.
+        dtype: of keys and values.
 
         Raises Unsupported, with the reason, where that cannot be served.
         """
@@ -41,10 +40,15 @@ class Together:
         with torch.inference_mode(), self._during(recorder):
             self.output = self._called(tokens, torch.arange(2, device=backbone.device))
         self.layers = tuple(recorder.calls)
+        config = backbone.config.get_text_config()
+        depth = config.num_hidden_layers
         if len(self.layers) != depth:
             raise Unsupported(f"its {depth} layers called attention {len(self.layers)} times; each must call it once")
+        self.windows = self._windows(
+            getattr(config, "layer_types", None) or (), getattr(config, "sliding_window", None)
+        )
 
-    def windows(self, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    def _windows(self, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
         """Each layer's. kinds: of the layers, as the config has them, and the window of those that are sliding.
 
         Raises Unsupported where a layer asks for a window and is of full attention.
@@ -57,21 +61,21 @@ class Together:
                 raise Unsupported(f"layer {i} is of full attention and asks for a window of {found[i]}")
         return tuple(found)
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, cache: KVCache, plans: Sequence[AttentionPlan]) -> Tensor:
-        """Hidden states of all rows: [T, H]. plans: one a layer."""
-        step = PagedPass(self._backend, cache, plans, self.layers, self._dtype)
-        with self._during(step):
-            hidden: Tensor = self._called(token_ids, positions)[0][0]
-        if step.done != len(self.layers):
-            raise Unsupported(f"the model called attention {step.done} times; when it was loaded {len(self.layers)}")
+    def hidden(self, step: Step) -> Tensor:
+        """Hidden states of all rows: [T, H]."""
+        paged = PagedPass(self._backend, step, self.layers, self._dtype)
+        with self._during(paged):
+            hidden: Tensor = self._called(step.token_ids, step.positions)[0][0]
+        if paged.done != len(self.layers):
+            raise Unsupported(f"the model called attention {paged.done} times; when it was loaded {len(self.layers)}")
         return hidden
 
     def _called(self, token_ids: Tensor, positions: Tensor) -> Any:
         return self._backbone(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
 
     @contextmanager
-    def _during(self, step: Pass) -> Iterator[None]:
-        self._passes.current = step
+    def _during(self, now: Pass) -> Iterator[None]:
+        self._passes.current = now
         try:
             yield
         finally:

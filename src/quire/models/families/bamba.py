@@ -94,6 +94,6 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     return Sources(ends, "model.layers.{}.", LAYER, adapt=adapted)
 
 
-def adapted(name: str, tensor: Tensor) -> Tensor:
+def adapted(name: str, part: str, tensor: Tensor) -> Tensor:
     """Our form of a tensor: a convolution has a weight for each channel and tap."""
-    return tensor.squeeze(1) if ".conv.weight" in name else tensor
+    return tensor.squeeze(1) if part.endswith("conv1d.weight") else tensor

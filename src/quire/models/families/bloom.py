@@ -75,10 +75,9 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     return Sources(ends, f"{prefix}h.{{}}.", LAYER, adapt=partial(apart, config))
 
 
-def apart(config: DecoderConfig, name: str, tensor: Tensor) -> Tensor:
+def apart(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
     """From q, k and v of one head after the other to all of q, all of k, all of v."""
     if ".qkv." not in name:
         return tensor
-    attention = config.layers[0].mixer
-    heads = tensor.view(attention.num_heads, 3, attention.head_dim, *tensor.shape[1:])
+    heads = tensor.view(config.attention[0].num_heads, 3, -1, *tensor.shape[1:])
     return heads.transpose(0, 1).reshape(tensor.shape)

@@ -67,6 +67,6 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     return replace(theirs, layer={**theirs.layer, **LAYER}, adapt=one_plus)
 
 
-def one_plus(name: str, tensor: Tensor) -> Tensor:
+def one_plus(name: str, part: str, tensor: Tensor) -> Tensor:
     """Gemma's norms multiply by 1 + weight."""
     return tensor.float() + 1.0 if "norm." in name else tensor

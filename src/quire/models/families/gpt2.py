@@ -85,6 +85,6 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     return Sources(ends, f"{prefix}h.{{}}.", LAYER, masks, _adapt)
 
 
-def _adapt(name: str, tensor: Tensor) -> Tensor:
+def _adapt(name: str, part: str, tensor: Tensor) -> Tensor:
     """GPT-2 stores its projections as [in, out]."""
     return tensor.T if tensor.dim() == 2 and name.startswith("layers.") else tensor

@@ -59,7 +59,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         tied_embeddings=config.flag("tie_word_embeddings"),
         norm="layer",
         norm_eps=config.number("layer_norm_eps", 1e-5),
-        parallel_branches=config.flag("use_parallel_residual", True),
+        branches="parallel" if config.flag("use_parallel_residual", True) else "in turn",
     )
     config.finish()
     return decoder

@@ -9,6 +9,7 @@ from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerCon
 from quire.models.families.bamba import MIXER, adapted, read_state_space
 from quire.models.families.llama import ENDS, read_sizes, whole_rope
 from quire.models.hf_config import ConfigReader
+from quire.models.state_config import StateSpaceConfig
 from quire.models.weights import Sources
 
 LAYER = MIXER | {
@@ -39,7 +40,10 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         scale=config.number("attention_multiplier", 1.0),
     )
     state = read_state_space(config, sizes.decoder["hidden_size"])
-    mixers = {"attention": attention, "full_attention": attention, "mamba": state, "linear_attention": state}
+    mixers: dict[str, AttentionConfig | StateSpaceConfig] = {
+        **dict.fromkeys(("attention", "full_attention"), attention),
+        **dict.fromkeys(("mamba", "linear_attention"), state),
+    }
     kinds = config.get("layers_block_type") or config.get("layer_types", ["linear_attention"] * sizes.num_layers)
     config.get("layer_types")
     mlp = MlpConfig(size=config.integer("shared_intermediate_size", 1024))

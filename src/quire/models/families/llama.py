@@ -113,6 +113,12 @@ def read_sizes(
     return Sizes(decoder, heads, config.integer("intermediate_size"), config.integer("num_hidden_layers"))
 
 
+def beyond(config: DecoderConfig) -> re.Pattern[str]:
+    """Tensors of the layers after the last one, which guess tokens ahead, and old checkpoints' frequencies."""
+    later = "|".join(str(config.num_layers + i) for i in range(8))
+    return re.compile(rf"model\.layers\.({later})\..*|{FREQUENCIES.pattern}")
+
+
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Where the decoder's weights stand in a checkpoint with tensors of these names."""
     return Sources(ENDS, "model.layers.{}.", LAYER, FREQUENCIES)

@@ -67,7 +67,7 @@ def read_mixers(config: ConfigReader, sizes: Sizes) -> list[AttentionConfig | Ga
     )
     every = config.integer("full_attention_interval", 4)
     usual = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(sizes.num_layers)]
-    mixers = {"full_attention": attention, "linear_attention": state}
+    mixers: dict[str, AttentionConfig | GatedDeltaConfig] = {"full_attention": attention, "linear_attention": state}
     return config.of_layers(mixers, config.get("layer_types", usual), sizes.num_layers)
 
 
@@ -77,7 +77,7 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     return replace(theirs, layer={**theirs.layer, **LAYER}, adapt=partial(adapted, config))
 
 
-def adapted(config: DecoderConfig, name: str, tensor: Tensor) -> Tensor:
+def adapted(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
     """Our form of a tensor: norms multiply by 1 + weight, and all gates of an attention follow all queries."""
     if ".conv." in name:
         return tensor.squeeze(1)
@@ -85,9 +85,7 @@ def adapted(config: DecoderConfig, name: str, tensor: Tensor) -> Tensor:
         return tensor
     if "norm." in name:
         return tensor.float() + 1.0
-    if ".qkv." in name:
-        attention = config.layers[int(name.split(".")[1])].mixer
-        if isinstance(attention, AttentionConfig) and len(tensor) == 2 * attention.q_size:
-            by_head = tensor.unflatten(0, (attention.num_heads, 2, attention.head_dim))  # type: ignore[no-untyped-call]
-            return by_head.transpose(0, 1).flatten(0, 2)
+    if ".q_proj." in part:
+        by_head = tensor.view(config.attention[0].num_heads, 2, -1, *tensor.shape[1:])
+        return by_head.transpose(0, 1).reshape(tensor.shape)
     return tensor

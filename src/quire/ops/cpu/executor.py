@@ -97,13 +97,16 @@ class NativeExecutor:
         self._operator_of = [i for i, _ in parts]  # of each op: several stand for a joined linear
         ops = [self._lowered(part) for _, part in parts]
         self._ops = (native.Op * len(ops))(*ops)
-        self._heads: dict[int, set[tuple[str, int, int]]] = {}  # of each cache group: which heads its plan must have
+        # Of each cache group: which heads its plan must have, how many, D and Dv.
+        self._heads: dict[int, set[tuple[str, int, int, int]]] = {}
         for operator in program.operators:
             if isinstance(operator, Attend):
-                heads = ("num_heads", operator.q.size // operator.head_dim, operator.head_dim)
+                count = operator.q.size // operator.head_dim
+                heads = ("num_heads", count, operator.head_dim, operator.out.size // count)
                 self._heads.setdefault(operator.group, set()).add(heads)
             elif isinstance(operator, Write):
-                heads = ("num_kv_heads", operator.k.size // operator.head_dim, operator.head_dim)
+                count = operator.k.size // operator.head_dim
+                heads = ("num_kv_heads", count, operator.head_dim, operator.v.size // count)
                 self._heads.setdefault(operator.group, set()).add(heads)
 
     # ------------------------------------------------------------------------------------------ lowering it
@@ -223,12 +226,12 @@ class NativeExecutor:
             spec = plans[group].spec
             if spec is self._known.get(group):
                 continue
-            for name, number, dim in wanted:
+            for name, number, dim, dim_v in wanted:
                 found = (spec.dtype, getattr(spec, name), spec.head_dim, spec.dim_v)
-                if found != (self.program.dtype, number, dim, dim):
+                if found != (self.program.dtype, number, dim, dim_v):
                     raise BadValue(
-                        f"a plan is for {spec}; the program has {name}={number}, head_dim={dim} and dtype "
-                        f"{self.program.dtype}"
+                        f"a plan is for {spec}; the program has {name}={number}, head_dim={dim}, head_dim_v={dim_v} "
+                        f"and dtype {self.program.dtype}"
                     )
             self._known[group] = spec
 
