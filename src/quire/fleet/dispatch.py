@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
@@ -333,17 +333,17 @@ class Fleet:
 
     def frames(self, link: Link, frames: Sequence[Frame]) -> None:
         """What came to calls in a step. A client gets what is new of all its samples together."""
-        grown: dict[Work, None] = {}
+        grown: dict[Generation, dict[Work, None]] = {}
         try:
             for frame in frames:
                 assignment = self._assignments.get(frame.flow)
                 if assignment is None or assignment.link is not link or frame.sample not in assignment.samples:
                     self._metrics.late()
                 elif self._enter(assignment, frame):
-                    grown[assignment.work] = None
+                    grown.setdefault(assignment.work.job, {})[assignment.work] = None
         finally:  # what was entered is a client's, whatever comes after it
-            for work in grown:
-                self._report(work)
+            for job, works in grown.items():
+                self._report(job, works)
 
     def _enter(self, assignment: Assignment, frame: Frame) -> bool:
         """Take in a frame. False: there is nothing new in it. Raises WireError where it cannot be."""
@@ -374,13 +374,12 @@ class Fleet:
             self._metrics.cached(cached, num_prompt)
         return True
 
-    def _report(self, work: Work) -> None:
-        """Let the job of an output that has grown know."""
-        job = work.job
+    def _report(self, job: Generation, works: Iterable[Work]) -> None:
+        """Let a job know which of its outputs have grown; after that it may end."""
         if job not in self._open:
             return
         try:
-            if deltas := job.news(work.output):
+            if deltas := [delta for work in works for delta in job.news(work.output)]:
                 job.take(deltas)
         except Exception as error:  # no fault of the replica's
             log.exception("an answer cannot be made")

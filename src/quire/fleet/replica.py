@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
@@ -69,7 +68,6 @@ class Replica:
         self._uncached: dict[str, int] = {}  # tokens that a request is expected to compute, until it ends
         self._num_planned = self._num_computed = self._num_decoded = 0
         self._num_mismatches = 0  # delivered tokens that were drawn otherwise
-        self._latest = self._state()  # as gateways may know it
         llm.engine.listen(self._hear)
         worker.observers.append(self._observe)
         metrics.show_gauge("fleet_sessions", "Gateways that are connected.", lambda: len(self._sessions))
@@ -308,10 +306,9 @@ class Replica:
 
     def _subscribe(self, session: Session) -> None:
         """Let a session know all blocks, then every event: in this order, as both go the same way."""
-        self._latest = self._state()
-        self._flush()
+        self._flush(self._state())
         digests = [self._digest(block.digest) for block in self._manager.indexes[0].by_block.values()]
-        self._post(partial(self._join, session, digests, self._next_event, self._latest))
+        self._post(partial(self._join, session, digests, self._next_event, self._state()))
 
     def _hear(self, event: CacheEvent) -> None:
         if isinstance(event, (BlockStored, BlockRemoved)):
@@ -334,23 +331,16 @@ class Replica:
         self._num_computed += computed
         self._num_decoded += decoded
         self._rates.observe(computed, decoded, seconds)
-        sessions, now = list(self._sessions.values()), time.monotonic()
-        has_ended = any(event.finish_reason is not None for event in events)  # it may be the last step for long
-        has_changed = has_ended or computed > 0 or any(session.started for session in sessions)  # its load
-        if has_changed or any(session.is_due(now) for session in sessions):
-            self._latest = self._state()
-        elif not self._events:
-            return
-        self._flush()
+        self._flush(self._state())
 
-    def _flush(self) -> None:
+    def _flush(self, state: ReplicaState) -> None:
         events, self._events = self._events, []
         self._next_event += len(events)
         started = []
         for session in list(self._sessions.values()):
             flows, session.started = session.started, []
             started.append((session, flows))
-        self._post(partial(self._publish, events, self._latest, started))
+        self._post(partial(self._publish, events, state, started))
 
     def _digest(self, digest: bytes) -> int:
         return wire_digest(digest, self._secret)

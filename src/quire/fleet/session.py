@@ -77,10 +77,6 @@ class Session:
         self._failed.append([flow, status, body])
         self.wake()
 
-    def is_due(self, now: float) -> bool:
-        """Whether the state is to be sent with the next line, whatever it is."""
-        return now >= self._next_state
-
     def _load_differs(self) -> bool:
         """Whether a request began or ended, or a part of a prompt was computed, since a state was sent."""
         return _load(self._state) != _load(self._sent_state)
@@ -109,7 +105,7 @@ class Session:
             self._first_event += len(self._events)
             self._events = []
         now, state = time.monotonic(), self._state
-        is_new = state is not self._sent_state and (self.is_due(now) or self._load_differs())
+        is_new = state is not self._sent_state and (now >= self._next_state or self._load_differs())
         if state is not None and (is_new or self.draining != self._sent_draining):
             message["state"] = replace(state, draining=self.draining)
             message["started"], self._started = self._started, []
