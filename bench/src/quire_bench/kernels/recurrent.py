@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -118,8 +118,8 @@ class RecurrentFigure:
         return asdict(self) | {"name": self.shape.name, "rate": self.rate, "unit": unit, "fraction": self.fraction}
 
 
-QWEN3_5 = {"num_heads": 16, "num_k_heads": 16, "dim_k": 128, "dim_v": 128, "taps": 4}  # of 0.8B
-MAMBA2 = {"num_heads": 48, "num_k_heads": 1, "dim_k": 128, "dim_v": 64, "taps": 4}  # as in Granite 4 Tiny
+QWEN3_5: dict[str, Any] = {"num_heads": 16, "num_k_heads": 16, "dim_k": 128, "dim_v": 128, "taps": 4}  # of 0.8B
+MAMBA2: dict[str, Any] = {"num_heads": 48, "num_k_heads": 1, "dim_k": 128, "dim_v": 64, "taps": 4}  # as in Granite 4 Tiny
 
 
 def shapes() -> list[RecurrentShape]:

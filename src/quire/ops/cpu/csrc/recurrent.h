@@ -178,6 +178,7 @@ struct Recurrence {
     const bool writes_keys, writes_decays;
     const int64_t dim, wide;  // of keys; the same in whole vectors
     float *products, *scaled, *recalled, *states, *columns;  // see room()
+    const char *ahead = nullptr, *ahead_end = nullptr;  // of the first state: what is to be fetched before it is read
     alignas(64) float decays[PIECE], betas[PIECE];  // G; beta, or dt
     // Of row t with the rows j: -e^(G_t - G_j) k_j·k_t, and e^(G_t - G_j) k_j·q_t.
     alignas(64) float with_keys[PIECE][PIECE], with_queries[PIECE][PIECE];
@@ -220,6 +221,9 @@ struct Recurrence {
     void run(const Stretch& seq) {
         Strip state[MAX_PANELS];  // before the piece
         const int64_t first_piece = seq.first / PIECE;
+        if (first_piece > 0 && whole(panels - 1) && panel == 0 && left(panels - 1) == PANEL) {  // all of its columns
+            ahead = (const char*)state_record(seq.states[0]), ahead_end = ahead + dim * sizes.dim_v * (int64_t)sizeof(float);
+        }
         for (int i = 0; i < panels; i++) state[i] = first_piece == 0 ? Strip{nullptr, 0} : state_of(seq.states[0], i);
         for (int64_t at = seq.first; at < seq.end();) {
             const int64_t begin = at / PIECE * PIECE, stop = begin + PIECE < seq.end() ? begin + PIECE : seq.end();
@@ -236,7 +240,7 @@ struct Recurrence {
             for (int i = 0; i < panels; i++) {
                 with_vectors(vectors(left(i)), [&]<int N>() {
                     const Strip updates = updates_of(record, low, i);
-                    recall<N>(state[i], low, high, left(i) > PANEL && i == 0);
+                    recall<N>(state[i], low, high);
                     if constexpr (DELTA) solve<N>(state[i], i, row, low, high, updates);
                     else inject<N>(i, row, low, high, updates);
                     output<N>(state[i], i, row, low, high, updates);
@@ -283,6 +287,11 @@ struct Recurrence {
 
     // --------------------------------------------------------------------------------------------- what all columns share
 
+    // The next lines of the state, while the processor computes something else.
+    QUIRE_INLINE_MEMBER void fetch_lines(int lines) {
+        for (int i = 0; i < lines && ahead < ahead_end; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+    }
+
     void report(int64_t row) const { __atomic_store_n(step.nonfinite + row, 1, __ATOMIC_RELAXED); }
 
     // G and beta of the rows low..high - 1; `row` is the step's row of the piece's first.
@@ -327,8 +336,11 @@ struct Recurrence {
     }
 
     // To fp32, and for the delta rule to length 1; times `scale`.
-    void widen(const T* from, float* to, float scale) const {
-        for (int64_t c = 0; c < wide; c += W) store(to + c, get_part<E>(from + c, part(dim, c)));
+    void widen(const T* from, float* to, float scale) {
+        for (int64_t c = 0; c < wide; c += W) {
+            fetch_lines(W / 2);
+            store(to + c, get_part<E>(from + c, part(dim, c)));
+        }
         if constexpr (!DELTA) return;
         const float squares = sum_over(wide, [&](int64_t c) { const V v = load(to + c); return v * v; });
         const float factor = 1.0f / __builtin_sqrtf(squares + NORM_EPS) * scale;
@@ -354,11 +366,12 @@ struct Recurrence {
         return iota() + (float)begin <= (float)t ? load(decays + begin) : splat(decays[t]);
     }
 
-    V dots(const float* const* keys, const float* x) const {
+    V dots(const float* const* keys, const float* x) {
         V sums[W] = {};
         int64_t c = 0;
         for (; c + W <= dim; c += W) {
             const V own = load(x + c);
+            fetch_lines(W / 2);
             QUIRE_UNROLL for (int i = 0; i < W; i++) sums[i] = fma(load(keys[i] + c), own, sums[i]);
         }
         if (c < dim) {
@@ -395,26 +408,22 @@ struct Recurrence {
 
     // ---------------------------------------------------------------------------------------- columns, N vectors of them
 
-    // What the state holds for keys and queries. fetching: the other columns of its rows will be wanted too.
+    // What the state holds for keys and queries.
     template <int N>
-    void recall(const Strip& state, int low, int high, bool fetching) const {
+    void recall(const Strip& state, int low, int high) {
         if (!state.data) return;
         const int rows = PRODUCTS * (high - low);
         const float* x = DELTA ? key_row(low) : query_row(low);
         const int64_t lda = DELTA ? wide : 2 * wide;
         float* out = recalled + PRODUCTS * low * PANEL;
         const auto b = [&](int64_t k, int v) __attribute__((always_inline)) { return load(state.data + k * state.stride + v * W); };
-        const int64_t bytes = (sizes.dim_v - column(0)) * (int64_t)sizeof(float);
-        const auto fetch = [&](int64_t k) __attribute__((always_inline)) {
-            const char* ahead = (const char*)(state.data + (k + 8) * state.stride);
-            for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(ahead + line);
-        };
+        const auto fetch = [&](int64_t) __attribute__((always_inline)) { fetch_lines((int)(sizes.dim_v / (64 / sizeof(float)))); };
         const RowBlocks blocks(rows);
         for (int i = 0; i < blocks.blocks; i++)
             with_rows(blocks.rows(i), [&]<int R>() {
                 const float* a = x + blocks.first(i) * lda;
                 float* c = out + blocks.first(i) * PANEL;
-                if (fetching && i == 0) micro_kernel<Multiply, R, N, Sums::REPLACED>(a, lda, b, c, PANEL, 0, (int)dim, fetch);
+                if (ahead < ahead_end) micro_kernel<Multiply, R, N, Sums::REPLACED>(a, lda, b, c, PANEL, 0, (int)dim, fetch);
                 else micro_kernel<Multiply, R, N, Sums::REPLACED>(a, lda, b, c, PANEL, 0, (int)dim, idle);
             });
     }
