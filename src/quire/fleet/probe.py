@@ -91,7 +91,8 @@ class _Case:
 
     @classmethod
     def of(cls, model: Model, backend: Backend, config: EngineConfig) -> _Case:
-        block_size, heads = config.cache.block_size, model.config.groups[0].heads
+        block_size = config.cache.block_size
+        heads = next(group.heads for group in model.config.groups if isinstance(group, CacheGroup))
         kv_heads = min(2, heads.num_kv_heads)
         few = replace(heads, num_heads=kv_heads * (heads.num_heads // heads.num_kv_heads), num_kv_heads=kv_heads)
         num_blocks = sum(-(-keys // block_size) for _, keys in SEQUENCES)

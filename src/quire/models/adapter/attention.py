@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.cache.manager import Heads
+from quire.cache.groups import Heads
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.integrations.gate import HARMLESS
