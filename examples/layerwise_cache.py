@@ -11,7 +11,8 @@ from array import array
 import torch
 from torch import Tensor
 
-from quire.cache.manager import BlockManager, CacheGroup, Heads, Move
+from quire.cache.groups import CacheGroup, Heads
+from quire.cache.manager import BlockManager, Move
 from quire.cache.storage import KVCache
 from quire.errors import BadShape, BadValue, OutOfBlocks
 from quire.request import Request, SamplingParams
@@ -92,7 +93,7 @@ class LayerwiseCache:
         name: str,
     ) -> tuple[Tensor, Tensor]:
         """K and V of one layer, in order and contiguous: [1, Hkv, T, D] each. What paged attention does without."""
-        kv, table = self.memory.layer(layer), self.block_table(name)
+        kv, table = self.memory.kv(layer), self.block_table(name)
         k, v = (x[table].transpose(0, 1).flatten(1, 2)[None, :, : self.lengths[name][layer]] for x in (kv.k, kv.v))
         return k.contiguous(), v.contiguous()
 
@@ -138,13 +139,13 @@ class LayerwiseCache:
             raise OutOfBlocks(f"{request.id!r} needs room for {num_tokens} tokens; the pool has no free block")
         for move in copies:
             for layer in range(self.num_layers):
-                kv = self.memory.layer(layer)
+                kv = self.memory.kv(layer)
                 kv.k[move.dst], kv.v[move.dst] = kv.k[move.src], kv.v[move.src]
         self.manager.advance(request, num_tokens - request.cache.num_computed)
 
     def _store(self, layer: int, name: str, position: int, key: Tensor, value: Tensor) -> None:
         block, offset = self.block_table(name)[position // self.block_size], position % self.block_size
-        kv, end = self.memory.layer(layer), offset + key.shape[1]
+        kv, end = self.memory.kv(layer), offset + key.shape[1]
         kv.k[block, :, offset:end], kv.v[block, :, offset:end] = key, value
 
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from quire.cache.manager import BlockManager, CacheGroup, Heads
+from quire.cache.groups import CacheGroup, Heads
+from quire.cache.manager import BlockManager
 from quire.cli import app
 from quire.engine.workloads import WORKLOADS
 from quire.errors import BadValue, ConfigError, ModelError, QuireError

@@ -9,7 +9,8 @@ from array import array
 import pytest
 import torch
 
-from quire.cache.manager import BlockManager, CacheGroup, most_blocks
+from quire.cache.groups import CacheGroup
+from quire.cache.manager import BlockManager, most_blocks
 from quire.cache.storage import bytes_per_block
 from quire.cache.usage import CacheUsage, cache_usage
 from quire.request import Request, SamplingParams

@@ -22,14 +22,31 @@ class Pairs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GroupTables:
-    """Where one cache group's K and V lie, and which of its blocks move before the step, in the order of the fields."""
+class GroupMoves:
+    """Which of one cache group's blocks move before the step, in the order of the fields."""
 
     swap_out: Pairs  # from the device to the host
     swap_in: Pairs  # from the host to the device
     copies: list[Pairs]  # on the device, one list after the other
+
+
+@dataclass(frozen=True)
+class GroupTables:
+    """Where the K and V of one cache group of attention lie."""
+
     slots: torch.Tensor  # int64 [T], where each row's K and V are written; -1: they stand there already
     block_tables: torch.Tensor  # int32 [S, M]
+
+
+@dataclass(frozen=True)
+class RecurrentTables:
+    """Where the states of layers that keep one lie. Entry j of a sequence is for the jth piece that the step touches.
+
+    -1: there is none.
+    """
+
+    state_tables: torch.Tensor  # int32 [S, P], the state before the piece
+    row_tables: torch.Tensor  # int32 [S, P], the piece's rows
 
 
 @dataclass(frozen=True)
@@ -129,7 +146,9 @@ class Batch:
     positions: torch.Tensor  # int64 [T]
     query_starts: torch.Tensor  # int32 [S+1]
     context_lens: torch.Tensor  # int32 [S]
-    groups: tuple[GroupTables, ...]  # one a cache group
+    moves: tuple[GroupMoves, ...]  # one a cache group
+    groups: tuple[GroupTables, ...]  # one a cache group of attention
+    recurrent: tuple[RecurrentTables, ...]  # one for layers that keep a state; none where there are no such layers
     logit_rows: torch.Tensor  # int64 [R], query rows whose next token is drawn
     logit_ids: list[str]  # [R], their requests
     sampling: SamplingRows

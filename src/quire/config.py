@@ -73,6 +73,9 @@ class CacheConfig:
         "Dtype of the KV cache: auto (the one computed in), int8 (half of bf16), or on a GPU fp8.",
         choices=("auto", "int8", "fp8"),
     )
+    state_snapshot_interval: int = option(
+        512, "Of layers that keep a state: tokens from one state that is kept for reuse to the next.", lower=1
+    )
     # Without it, only samples of one prompt share blocks.
     enable_prefix_caching: bool = option(True, "Reuse the KV blocks of prompts that begin alike.")
     preemption: str = option(

@@ -118,6 +118,7 @@ class Miss(str, Enum):
     UNSEEN = "unseen"  # no cached sequence goes on from here
     DIFFERS = "differs"  # the nearest cached sequence goes on with another token
     EVICTED = "evicted"  # it was there, and its memory was needed
+    STATE = "state"  # its keys and values are there, but not the state of the layers that keep one
     SALT = "salt"  # it is there, under another cache_salt
     PROMPT_LOGPROBS = "prompt_logprobs"  # these need their positions computed
     DISABLED = "disabled"  # there is no prefix cache
@@ -128,23 +129,26 @@ class PrefixReport:
     """What the prefix cache had for a request when it first ran, and why not more."""
 
     num_prompt: int  # tokens of the prompt
-    num_cached: int  # of these, tokens whose K and V were there
-    block_size: int
+    num_cached: int  # of these, tokens that need not be computed
+    block_size: int  # tokens; a prefix is found as far as a multiple of it
     miss: Miss | None = None  # None: all full blocks of the prompt were there
     first_difference: int | None = None  # DIFFERS: position of the first token that the nearest sequence has not
-    seconds_ago: float | None = None  # EVICTED: since when
+    seconds_ago: float | None = None  # EVICTED, STATE: since when; None: the state was not kept
+    reach: int = 0  # tokens whose K and V were there, if a state was not
 
     def __str__(self) -> str:
         full = self.num_prompt // self.block_size * self.block_size
+        reach = max(self.num_cached, self.reach)
+        was = "was not kept" if self.seconds_ago is None else f"was evicted {self.seconds_ago:.1f} s before"
         message = f"{self.num_cached} of {self.num_prompt} prompt tokens were cached"
         if self.miss is None:
             return f"{message}: every full block"
         reason = {
             Miss.SHORT: f"the prompt is shorter than a block of {self.block_size} tokens",
-            Miss.UNSEEN: f"no cached sequence goes on after token {self.num_cached}",
+            Miss.UNSEEN: f"no cached sequence goes on after token {reach}",
             Miss.DIFFERS: f"the nearest cached sequence differs from token {self.first_difference} on",
-            Miss.EVICTED: f"the block of tokens {self.num_cached}..{self.num_cached + self.block_size - 1} was evicted "
-            f"{self.seconds_ago or 0:.1f} s before",
+            Miss.EVICTED: f"the block that begins at token {reach} {was}",
+            Miss.STATE: f"the state at token {reach // self.block_size * self.block_size:,} {was}",
             Miss.SALT: "its first block is cached under another cache_salt",
             Miss.PROMPT_LOGPROBS: "logprobs of the prompt's tokens need the positions before these computed",
             Miss.DISABLED: "the prefix cache is off",
@@ -194,7 +198,9 @@ class CacheState:
     num_computed: int = 0  # tokens that need not be computed any more
     num_cached: int = 0  # tokens whose K and V it found in the cache, and must not write
     block_ids: list[array[int]] = field(default_factory=list)  # a block table per cache group: array('i')
-    num_freed: list[int] = field(default_factory=list)  # blocks at the front of each table that left the window
+    num_freed: list[int] = field(default_factory=list)  # blocks at the front of each table that it needs no more
+    room: int = 0  # tokens that the tables have blocks for, of which none is shared that is still to be written
+    parted_at: int = 0  # tokens after which others that begin alike may look for a state; 0: none
     host_block_ids: list[array[int]] = field(default_factory=list)  # while it is swapped out
     digests: list[bytes] = field(default_factory=list)  # its root's, then its full blocks'
     num_published: int = 0  # full blocks that were offered for reuse

@@ -11,13 +11,17 @@ import random
 from array import array
 
 from quire.cache.audit import audit
-from quire.cache.manager import BlockManager, CacheGroup, Move
+from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools
+from quire.cache.manager import NONE, BlockManager, Move
 from quire.request import Group, Request, SamplingParams
 
 GROUPS = (
     (CacheGroup((0,)),),
     (CacheGroup((0,)), CacheGroup((1,), window=6)),
     (CacheGroup((0,), window=9),),
+    (CacheGroup((0,)), StateGroup((1,), piece=8), RowGroup((1,), piece=8)),
+    (CacheGroup((0,)), CacheGroup((1,), window=6), StateGroup((2,), piece=4), RowGroup((2,), piece=4)),
+    (StateGroup((0,), piece=8), RowGroup((0,), piece=8)),
 )
 EMPTY = -1
 PARAMS = SamplingParams()
@@ -27,14 +31,31 @@ class Machine:
     """A manager, the requests there are, and the memory."""
 
     def __init__(
-        self, groups: tuple[CacheGroup, ...], num_blocks: int, block_size: int, num_host_blocks: int, caching: bool
+        self,
+        groups: tuple[AnyGroup, ...],
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int,
+        caching: bool,
+        state_pools: StatePools = NO_STATES,
+        interval: int = 16,
     ) -> None:
         self.manager = BlockManager(
-            groups, num_blocks, block_size, 8, num_host_blocks=num_host_blocks, enable_prefix_caching=caching
+            groups,
+            num_blocks,
+            block_size,
+            8,
+            num_host_blocks=num_host_blocks,
+            state_pools=state_pools,
+            state_snapshot_interval=interval,
+            enable_prefix_caching=caching,
         )
-        self.size = block_size
-        self.memory = [[[EMPTY] * block_size for _ in range(num_blocks)] for _ in groups]
-        self.host = [[[EMPTY] * block_size for _ in range(num_host_blocks)] for _ in groups]
+        # A block of a state holds the tokens that went into it, each other block one token a slot.
+        pools = zip(self.manager.spans, self.manager.pools, self.manager.host_pools, strict=True)
+        self.memory, self.host = [], []
+        for span, pool, host_pool in pools:
+            self.memory.append([[EMPTY] * span for _ in range(pool.num_blocks)])
+            self.host.append([[EMPTY] * span for _ in range(host_pool.num_blocks)])
         self.running: list[Request] = []
         self.swapped: list[list[Request]] = []  # units
         self.count = 0
@@ -61,6 +82,8 @@ class Machine:
         if self.manager.has_free(self.manager.needed(request, match)):
             self.manager.admit(request, match)
             self.happened("hit", match.num_blocks > 0)
+            self.happened("states hit", match.num_blocks > 0 and len(self.manager.state_groups) > 0)
+            self.happened("parted", request.cache.parted_at > 0)
             self.running.append(request)
             self.compute(request, 8)
 
@@ -70,24 +93,42 @@ class Machine:
     def compute(self, request: Request, most: int) -> None:
         """Compute up to that many of the request's tokens, if there is room for them."""
         num_new = min(request.num_missing, most)
+        start = request.cache.num_computed
         copies: list[Move] = []
-        if num_new == 0 or not self.manager.grow(request, request.cache.num_computed + num_new, copies):
+        if num_new == 0 or not self.manager.grow(request, start + num_new, copies):
             self.happened("short", num_new > 0)
             return
+        free = [pool.num_free for pool in self.manager.pools]
+        self.manager.keep_states(request, start, start + num_new)
+        self.happened("states kept", sum(free) - sum(pool.num_free for pool in self.manager.pools))
         for move in copies:
             self.memory[move.group][move.dst] = list(self.memory[move.group][move.src])
         self.happened("copied", len(copies))
         for g, table in enumerate(request.cache.block_ids):
-            memory, pool = self.memory[g], self.manager.pools[g]
-            for at in range(
-                max(request.cache.num_computed, request.cache.num_cached), request.cache.num_computed + num_new
-            ):
-                block = table[at // self.size]
-                if pool.ref_counts[block] != 1:
-                    raise AssertionError(f"block {block} is written, and {pool.ref_counts[block]} own it")
-                memory[block][at % self.size] = request.tokens[at]
+            group, span = self.manager.groups[g], self.manager.spans[g]
+            for at in range(group.stored(start, request.cache.num_cached), start + num_new):
+                if isinstance(group, StateGroup):
+                    if (at + 1) % span == 0 and table[at // span] != NONE:
+                        self.owned_alone(g, table[at // span])[:] = request.tokens[: at + 1]
+                elif isinstance(group, CacheGroup) or table[at // span] != NONE:
+                    self.owned_alone(g, table[at // span])[at % span] = request.tokens[at]
         self.manager.advance(request, num_new)
         self.check(request)
+
+    def owned_alone(self, group: int, block: int) -> list[int]:
+        """What a block holds that is about to be written."""
+        owners = self.manager.pools[group].ref_counts[block]
+        if owners != 1:
+            raise AssertionError(f"block {block} is written, and {owners} own it")
+        return self.memory[group][block]
+
+    def guess(self, request: Request, count: int) -> None:
+        """Take blocks for a step with guesses that all turn out wrong."""
+        if request.num_missing == 1 and self.manager.grow(request, len(request.tokens) + count, copies := []):
+            for move in copies:
+                self.memory[move.group][move.dst] = list(self.memory[move.group][move.src])
+            self.happened("guessed")
+            self.compute(request, 1)
 
     def fork(self, parent: Request) -> None:
         """A sibling that goes on from here, if all of the parent's tokens are computed."""
@@ -143,12 +184,19 @@ class Machine:
 
     def check(self, request: Request) -> None:
         """The request reads its own tokens, as far back as its next row sees."""
-        stored = max(request.cache.num_computed, request.cache.num_cached)
+        computed = request.cache.num_computed
         for g, (group, table) in enumerate(zip(self.manager.groups, request.cache.block_ids, strict=True)):
-            memory = self.memory[g]
-            first = 0 if group.window is None else max(0, request.cache.num_computed - group.window + 1)
-            for at in range(first, stored):
-                if memory[table[at // self.size]][at % self.size] != request.tokens[at]:
+            memory, span = self.memory[g], self.manager.spans[g]
+            if isinstance(group, StateGroup):
+                end = computed // span * span
+                if end and memory[table[end // span - 1]] != request.tokens[:end].tolist():
+                    raise AssertionError(f"{request.id} reads a wrong state at {end} in group {g}")
+                continue
+            first = computed // span * span if isinstance(group, RowGroup) else 0
+            if group.window is not None:
+                first = max(0, computed - group.window + 1)
+            for at in range(first, group.stored(computed, request.cache.num_cached)):
+                if memory[table[at // span]][at % span] != request.tokens[at]:
                     raise AssertionError(f"{request.id} reads a wrong token at {at} in group {g}")
 
     def audit(self) -> None:
@@ -165,6 +213,8 @@ class Machine:
             request = running[int(rng.random() * len(running))]
             if request.num_missing == 0:
                 request.tokens.append(int(rng.random() * 4))
+            if rng.random() < 0.1:
+                self.guess(request, 1 + int(rng.random() * 4))
             self.compute(request, 1 + int(rng.random() * 8))
         elif kind < 0.78:
             self.fork(rng.choice(running))
@@ -192,8 +242,11 @@ class Machine:
 def machine(seed: int) -> Machine:
     """A machine with random sizes; its pool is short of blocks most of the time."""
     rng = random.Random(seed)
-    num_blocks, block_size = rng.choice([5, 12, 30, 60]), rng.choice([1, 2, 4, 5])
-    return Machine(GROUPS[seed % 3], num_blocks, block_size, rng.choice([3, 10, 60]), rng.random() < 0.8)
+    groups = GROUPS[seed % len(GROUPS)]
+    has_states = any(isinstance(group, StateGroup) for group in groups)
+    num_blocks, block_size = rng.choice([5, 12, 30, 60]), rng.choice([1, 2, 4] if has_states else [1, 2, 4, 5])
+    pools = StatePools(rng.choice([3, 6, 20]), rng.choice([2, 5, 12]), rng.choice([2, 6]))
+    return Machine(groups, num_blocks, block_size, rng.choice([3, 10, 60]), rng.random() < 0.8, pools)
 
 
 def operate(seed: int, steps: int, audit_every: int) -> Machine:

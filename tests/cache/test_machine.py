@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from quire.cache.groups import StateGroup, StatePools
 from tests.cache.machine import GROUPS, Machine, operate
 
 pytestmark = pytest.mark.slow
@@ -23,9 +24,12 @@ class ManagerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 5),
         num_host_blocks=st.integers(0, 12),
         caching=st.booleans(),
+        pools=st.builds(StatePools, st.integers(0, 9), st.integers(0, 6), st.integers(0, 4)),
     )
-    def start(self, groups, num_blocks: int, block_size: int, num_host_blocks: int, caching: bool) -> None:
-        self.state = Machine(groups, num_blocks, block_size, num_host_blocks, caching)
+    def start(self, groups, num_blocks: int, block_size: int, num_host_blocks: int, caching: bool, pools) -> None:
+        if any(isinstance(group, StateGroup) for group in groups):
+            block_size = {3: 1, 5: 4}.get(block_size, block_size)  # pieces of 4 and 8 tokens are whole blocks
+        self.state = Machine(groups, num_blocks, block_size, num_host_blocks, caching, pools)
 
     @rule(family=st.integers(0, 3), length=st.integers(1, 20), salt=st.sampled_from(["", "other"]))
     def add(self, family: int, length: int, salt: str) -> None:
@@ -40,6 +44,11 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(pick=PICK, most=st.integers(1, 8))
     def compute(self, pick: int, most: int) -> None:
         self.state.compute(self.state.running[pick % len(self.state.running)], most)
+
+    @precondition(lambda self: self.state.running)
+    @rule(pick=PICK, count=st.integers(1, 7))
+    def guess(self, pick: int, count: int) -> None:
+        self.state.guess(self.state.running[pick % len(self.state.running)], count)
 
     @precondition(lambda self: self.state.running)
     @rule(pick=PICK)
@@ -90,5 +99,7 @@ def test_random_operations(shard: int, long: bool) -> None:
     for seed in range(shard, SEEDS, 4):
         for what, times in operate(seed, LONG_STEPS if long else STEPS, audit_every=1_000).seen.items():
             seen[what] = seen.get(what, 0) + times
+    for what in ("states hit", "states kept", "parted", "guessed"):
+        assert seen[what] > 10, what
     for what in ("hit", "copied", "forked", "short", "swapped out", "host full", "swapped in", "found again", "reset"):
         assert seen[what] > 10, what

@@ -7,7 +7,8 @@ import pytest
 
 from quire.cache import manager as manager_module
 from quire.cache.audit import audit
-from quire.cache.manager import BlockManager, CacheGroup
+from quire.cache.groups import CacheGroup
+from quire.cache.manager import BlockManager
 from quire.cache.prefix import MAX_CHILDREN, PrefixIndex, block_digest, root_digest
 from quire.errors import BadValue
 from quire.request import Miss, Request, SamplingParams
@@ -241,7 +242,7 @@ class TestWhyNot:
         manager.now = 20.0
         report = report_of(manager, [1] * 12)
         assert (report.num_cached, report.miss, report.seconds_ago) == (4, Miss.EVICTED, 7.5)
-        assert "the block of tokens 4..7 was evicted 7.5 s before" in str(report)
+        assert "the block that begins at token 4 was evicted 7.5 s before" in str(report)
 
     def test_other_salt(self) -> None:
         manager = manager_of()

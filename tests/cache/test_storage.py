@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from quire.cache import storage
-from quire.cache.manager import CacheGroup, Heads
-from quire.cache.storage import KVCache, bytes_per_block, choose_num_blocks, free_memory, group_spec
+from quire.cache.groups import CacheGroup, Heads
+from quire.cache.sizing import choose_num_blocks, free_memory
+from quire.cache.storage import KVCache, bytes_per_block, group_spec
 from quire.config import CacheConfig, parse_memory
 from quire.errors import ConfigError
 from quire.ops.memory import HUGE_PAGE

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from quire.batch import Batch
-from quire.cache.manager import BlockManager, CacheGroup
+from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, StateGroup, StatePools
+from quire.cache.manager import BlockManager
 from quire.engine.engine import Engine
 from quire.engine.flatten import Buffers
 from quire.engine.loops import Loop
@@ -27,6 +28,7 @@ from quire.request import Group, Request, SamplingParams, TokenLogprobs
 VOCAB = 251
 CIRCLE = 6  # tokens
 EMPTY = -1
+MAX_STATE = 256  # tokens that a state of the fake model can hold
 
 
 def digest(context: list[int]) -> int:
@@ -70,15 +72,23 @@ class FakeRunner:
         self,
         num_blocks: int,
         block_size: int,
-        groups: tuple[CacheGroup, ...],
+        groups: tuple[AnyGroup, ...],
         num_host_blocks: int = 0,
         model: Callable[[list[int]], int] = next_token,
+        state_pools: StatePools = NO_STATES,
     ) -> None:
         self.model = model
         self.block_size = block_size
-        self.windows = [group.window for group in groups]
-        self.memory = np.full((len(groups), num_blocks * block_size), EMPTY)
-        self.host = np.full((len(groups), num_host_blocks * block_size), EMPTY)
+        self.groups = groups
+        self.windows = [group.window for group in groups if isinstance(group, CacheGroup)]
+        self.spans = [group.span(block_size) for group in groups]
+        # Of each group, a row for each block: a token in each slot; in a state's, all tokens that went into it.
+        self.memory, self.host = [], []
+        for group, span in zip(groups, self.spans, strict=True):
+            width = MAX_STATE if isinstance(group, StateGroup) else span
+            attends = isinstance(group, CacheGroup)
+            self.memory.append(np.full((num_blocks if attends else state_pools.of(group), width), EMPTY))
+            self.host.append(np.full((num_host_blocks if attends else state_pools.hosts, width), EMPTY))
         self.batches: list[Batch] = []
         self.fail_next = False
         self.lost = False
@@ -95,8 +105,9 @@ class FakeRunner:
         self.batches.append(batch)
         if self.fail_next:
             self.fail_next = False
-            for memory, group in zip(self.memory, batch.groups, strict=True):
+            for memory, group in zip(self.attention(), batch.groups, strict=True):
                 memory[group.slots.numpy()[group.slots.numpy() >= 0]] = EMPTY  # who trusts these will be found out
+            self.keep(batch, lambda start, stop: [EMPTY] * (stop - start))
             raise RuntimeError("injected")
         for row, request_id in zip(batch.drawn.rows.tolist(), batch.drawn.request_ids, strict=True):
             batch.token_ids[row] = max(0, self.drawn[request_id])
@@ -104,7 +115,7 @@ class FakeRunner:
         starts = batch.query_starts.tolist()
         assert starts[-1] == len(batch.token_ids) == len(batch.positions)
         pasts = []  # of each sequence, all that its rows see, or more
-        for memory, group in zip(self.memory, batch.groups, strict=True):
+        for memory, group in zip(self.attention(), batch.groups, strict=True):
             slots, token_ids = group.slots.numpy(), batch.token_ids.numpy()
             written = slots >= 0
             assert len(np.unique(slots[written])) == written.sum()
@@ -113,14 +124,17 @@ class FakeRunner:
             positions = batch.positions[starts[s] : starts[s + 1]].tolist()
             assert positions == list(range(length - len(positions), length))
             seen = []
-            for memory, group, window in zip(self.memory, batch.groups, self.windows, strict=True):
+            for memory, group, window in zip(self.attention(), batch.groups, self.windows, strict=True):
                 table = group.block_tables[s].numpy()
                 at = np.arange(0 if window is None else max(0, positions[0] - window + 1), length)  # all that is seen
                 seen.append(memory[table[at // self.block_size] * self.block_size + at % self.block_size].tolist())
+            seen += self.kept(batch, s)
             pasts.append(max(seen, key=len))
             assert all(pasts[-1][len(pasts[-1]) - len(past) :] == past for past in seen)
+        flat = batch.token_ids.tolist()
+        self.keep(batch, lambda start, stop: flat[start:stop])
         output = StepOutput({})
-        window = 0 if None in self.windows else max(self.windows)
+        window = 0 if None in self.windows or batch.recurrent else max(self.windows)
 
         def context_of(row: int) -> list[int]:
             s = bisect_right(starts, row) - 1
@@ -154,11 +168,63 @@ class FakeRunner:
         """What is done to the memory besides computing."""
         action()
 
+    def attention(self) -> list[np.ndarray]:
+        """The memory of groups of attention, slot by slot."""
+        pairs = zip(self.groups, self.memory, strict=True)
+        return [memory.reshape(-1) for group, memory in pairs if isinstance(group, CacheGroup)]
+
+    def kept(self, batch: Batch, s: int) -> list[list[int]]:
+        """All tokens of a sequence, as each group of states has them with its rows and those of this step."""
+        start, stop = batch.query_starts[s : s + 2].tolist()
+        first = int(batch.context_lens[s]) - (stop - start)
+        found, at = [], 0
+        for g, group in enumerate(self.groups):
+            if isinstance(group, StateGroup):
+                tables, piece, past = batch.recurrent[at], first // group.piece, []
+                at += 1
+                if piece:
+                    state = int(tables.state_tables[s, 0])
+                    assert state >= 0
+                    past += self.memory[g][state][: piece * group.piece].tolist()
+                    assert (self.memory[g][state][piece * group.piece :] == EMPTY).all()
+                if first % group.piece:
+                    rows = int(tables.row_tables[s, 0])
+                    assert rows >= 0
+                    past += self.memory[g + 1][rows][: first % group.piece].tolist()
+                found.append(past + batch.token_ids[start:stop].tolist())
+        return found
+
+    def keep(self, batch: Batch, tokens: Callable[[int, int], list[int]]) -> None:
+        """Write the states and the rows of a step. tokens: of its rows from start to stop."""
+        pasts = [self.kept(batch, s) for s in range(len(batch.context_lens))]
+        written: set[tuple[int, int]] = set()
+        for s, length in enumerate(batch.context_lens.tolist()):
+            start, stop = batch.query_starts[s : s + 2].tolist()
+            first, at = length - (stop - start), 0
+            for g, group in enumerate(self.groups):
+                if not isinstance(group, StateGroup):
+                    continue
+                past = pasts[s][at][:first] + tokens(start, stop)
+                states, rows = batch.recurrent[at].state_tables[s].tolist(), batch.recurrent[at].row_tables[s].tolist()
+                at += 1
+                c0, size = first // group.piece, group.piece
+                for j in range(length // size - c0 + 1):
+                    begin = (c0 + j) * size
+                    if j and states[j] >= 0:
+                        assert (g, states[j]) not in written
+                        written.add((g, states[j]))
+                        self.memory[g][states[j]] = EMPTY
+                        self.memory[g][states[j]][:begin] = past[:begin]
+                    if rows[j] >= 0:
+                        assert (g + 1, rows[j]) not in written
+                        written.add((g + 1, rows[j]))
+                        self.memory[g + 1][rows[j]] = EMPTY
+                        self.memory[g + 1][rows[j]][: len(past[begin : begin + size])] = past[begin : begin + size]
+                assert length % size == 0 or rows[length // size - c0] >= 0
+
     def move(self, batch: Batch) -> None:
         """Swap out, swap in, copy."""
-        size = self.block_size
-        for memory, host, group in zip(self.memory, self.host, batch.groups, strict=True):
-            blocks, host_blocks = memory.reshape(-1, size), host.reshape(-1, size)
+        for blocks, host_blocks, group in zip(self.memory, self.host, batch.moves, strict=True):
             host_blocks[group.swap_out.dst] = blocks[group.swap_out.src]
             blocks[group.swap_in.dst] = host_blocks[group.swap_in.src]
             for copied in group.copies:
@@ -222,6 +288,7 @@ def own(batch: Batch) -> Batch:
     groups = tuple(
         replace(group, slots=group.slots.clone(), block_tables=group.block_tables.clone()) for group in batch.groups
     )
+    # Tables of states are made anew for each step.
     names = ("token_ids", "positions", "query_starts", "context_lens")
     return replace(batch, groups=groups, **{name: torch.clone(getattr(batch, name)) for name in names})
 
@@ -229,7 +296,7 @@ def own(batch: Batch) -> Batch:
 def fake_engine(
     num_blocks: int = 64,
     block_size: int = 4,
-    groups: tuple[CacheGroup, ...] = (CacheGroup((0,)),),
+    groups: tuple[AnyGroup, ...] = (CacheGroup((0,)),),
     max_model_len: int = 200,
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 32,
@@ -241,6 +308,8 @@ def fake_engine(
     model: Callable[[list[int]], int] = next_token,
     runner: type[FakeRunner] = FakeRunner,
     loop: Loop | None = None,
+    state_pools: StatePools = NO_STATES,
+    state_snapshot_interval: int = 16,
 ) -> Engine:
     manager = BlockManager(
         groups,
@@ -248,6 +317,8 @@ def fake_engine(
         block_size,
         max_num_batched_tokens,
         num_host_blocks=num_host_blocks,
+        state_pools=state_pools,
+        state_snapshot_interval=state_snapshot_interval,
         enable_prefix_caching=enable_prefix_caching,
     )
     scheduler = Scheduler(
@@ -259,8 +330,8 @@ def fake_engine(
         lookup=lookup,
     )
     max_blocks = -(-max_model_len // block_size)
-    buffers = Buffers(len(groups), block_size, max_num_batched_tokens, max_num_seqs, max_blocks)
-    device = runner(num_blocks, block_size, groups, num_host_blocks, model)
+    buffers = Buffers(groups, block_size, max_num_batched_tokens, max_num_seqs, max_blocks)
+    device = runner(num_blocks, block_size, groups, num_host_blocks, model, state_pools)
     return Engine(scheduler, device, buffers, VOCAB, eos, loop=loop)
 
 
@@ -288,9 +359,9 @@ def forget_free_blocks(engine: Engine) -> None:
 
     def forget() -> None:
         for memory, free in zip(runner.memory, frees, strict=True):
-            memory.reshape(len(free), -1)[free] = EMPTY
+            memory[free] = EMPTY
         for host, free in zip(runner.host, host_frees, strict=True):
-            host.reshape(len(free), runner.block_size)[free] = EMPTY
+            host[free] = EMPTY
 
     runner.do(forget)
 

@@ -7,11 +7,12 @@ import pytest
 
 from quire.cache import events
 from quire.cache.events import CacheEvent
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup, RowGroup, StateGroup, StatePools
 from quire.engine.engine import Engine
 from tests.engine.fakes import VOCAB, fake_engine, request, run, siblings
 
 TWO = (CacheGroup((0,)), CacheGroup((1,), window=8))
+STATES = (CacheGroup((0,)), StateGroup((1,), piece=4), RowGroup((1,), piece=4))
 
 
 class Replay:
@@ -65,11 +66,17 @@ class Replay:
                 assert +self.owned[g, r.id] == Counter(manager.owned(r, g))
 
 
-@pytest.mark.parametrize("groups", [(CacheGroup((0,)),), TWO])
+@pytest.mark.parametrize("groups", [(CacheGroup((0,)),), TWO, STATES])
 @pytest.mark.parametrize("seed", range(8))
 def test_the_events_rebuild_the_books(seed: int, groups: tuple[CacheGroup, ...]) -> None:
     rng, replay = random.Random(seed), Replay()
-    engine = fake_engine(num_blocks=20, groups=groups, num_host_blocks=rng.choice([6, 40]), max_num_batched_tokens=16)
+    engine = fake_engine(
+        num_blocks=20,
+        groups=groups,
+        num_host_blocks=rng.choice([6, 40]),
+        max_num_batched_tokens=16,
+        state_pools=StatePools(17, 12, 8),
+    )
     engine.listen(replay.take)
     stems = [[rng.randrange(VOCAB) for _ in range(20)] for _ in range(2)]
     for i in range(25):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.engine.engine import Engine
 from quire.engine.plan import Plan
 from quire.errors import QuireError, RequestError

@@ -104,7 +104,7 @@ class FaultyRunner(FakeRunner):
     moved = 0
 
     def move(self, batch: Batch) -> None:
-        moves = any(group.swap_out.src or group.swap_in.src or group.copies for group in batch.groups)
+        moves = any(group.swap_out.src or group.swap_in.src or group.copies for group in batch.moves)
         if not moves:
             return
         self.moved += 1
@@ -185,7 +185,7 @@ def test_an_interrupted_step_ends_its_requests_and_is_raised_again() -> None:
     move = engine.runner.move
 
     def interrupted(batch: Batch) -> None:
-        assert any(group.copies for group in batch.groups)
+        assert any(group.copies for group in batch.moves)
         raise KeyboardInterrupt
 
     engine.runner.move = interrupted

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams, ops
-from quire.cache.manager import CacheGroup, Heads
+from quire.cache.groups import CacheGroup, Heads
 from quire.cache.storage import KVCache, bytes_per_block
 from quire.errors import ConfigError, Unsupported
 from quire.ops.cpu import native

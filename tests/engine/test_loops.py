@@ -21,7 +21,7 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.events import BlockStored, CacheEvent
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.engine.engine import Engine
 from quire.engine.loops import Loop, OverlappedLoop, SequentialLoop
 from quire.engine.plan import INVALID_TOKEN, Plan, PlanItem, StepOutput

@@ -47,7 +47,7 @@ class OverlappedRun(RandomRun):
             manager.num_blocks, manager.block_size, self.groups, manager.host_pools[0].num_blocks
         )
         limits = (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-MAX_MODEL_LEN // manager.block_size))
-        self.buffers = Buffers(len(self.groups), manager.block_size, *limits)
+        self.buffers = Buffers(self.groups, manager.block_size, *limits)
         self.loop = OverlappedLoop()
         self.under_way: Plan | None = None
         self.fault_rate, self.failure_rate = self.failure_rate, 0.0  # a step fails in the runner

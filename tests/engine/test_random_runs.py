@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup, RowGroup, StateGroup, has_states
 from quire.config import MAX_SPECULATIVE_TOKENS, CacheConfig, EngineConfig
 from quire.engine.cost import DEVICES, ModelCost
 from quire.engine.flatten import Buffers, flatten
@@ -38,6 +38,9 @@ GROUPS = (
     (CacheGroup((0,), window=3), CacheGroup((1,), window=11)),
     (CacheGroup((0,)), CacheGroup((1,), window=2), CacheGroup((2,), window=17)),
     (CacheGroup((0,), window=1), CacheGroup((1,))),
+    (CacheGroup((0,)), StateGroup((1,), piece=4), RowGroup((1,), piece=4)),
+    (CacheGroup((0,), window=3), StateGroup((1,), piece=8), RowGroup((1,), piece=8)),
+    (StateGroup((0,), piece=4), RowGroup((0,), piece=4)),
 )
 
 SEEDS, LONG_SEEDS, SHARDS = 3_000, 10_000, 5
@@ -49,7 +52,7 @@ MAX_MODEL_LEN = 40
 # What every shard must have seen, so that the runs prove something about it.
 SEEN = """
 preempted, swapped out, swapped in, restarted, restarted from the host, copied, found a prefix, forked, refused, failed
-embedded, scored, preempted without drawing
+with states, embedded, scored, preempted without drawing
 aborted waiting, aborted running, aborted swapped, aborted unforked, aborted as it was preempted, aborted as it computed
 """.replace("\n", ", ").strip(", ").split(", ")  # fmt: skip
 
@@ -105,8 +108,9 @@ class RandomRun(Simulation):
         rng = self.rng = random.Random(seed)
         self.seen = seen
         self.groups = rng.choice(GROUPS)
+        self.seen["with states"] += has_states(self.groups)
         host_blocks = rng.choice([0, 0, 1, 4, 16, 64])
-        size = rng.choice([1, 2, 3, 4, 8, 16])
+        size = rng.choice([1, 2, 4] if has_states(self.groups) else [1, 2, 3, 4, 8, 16])
         enough = min(64, -(-rng.randint(20, MAX_MODEL_LEN) // size))  # for one long request, or nearly
         super().__init__(
             cost(self.groups),
@@ -120,6 +124,7 @@ class RandomRun(Simulation):
                     num_blocks=rng.choice([enough, min(64, enough + rng.randint(0, 8)), rng.randint(1, 64)]),
                     enable_prefix_caching=rng.random() < 0.7,
                     preemption="swap" if host_blocks else "recompute",
+                    state_snapshot_interval=rng.choice([8, 16]),
                 ),
             ),
             num_host_blocks=host_blocks,
@@ -127,11 +132,14 @@ class RandomRun(Simulation):
             sample_every=8,
         )
         scheduler = self.scheduler
+        if rng.random() < 0.3:  # more seats than there are states for
+            scheduler.max_num_seqs *= 3
         self.runner, self.replay = None, Replay()
         if checked:
             limits = (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-MAX_MODEL_LEN // size))
-            self.runner = FakeRunner(scheduler.manager.num_blocks, size, self.groups, host_blocks)
-            self.buffers = Buffers(len(self.groups), size, *limits)
+            pools = scheduler.manager.state_pools
+            self.runner = FakeRunner(scheduler.manager.num_blocks, size, self.groups, host_blocks, state_pools=pools)
+            self.buffers = Buffers(self.groups, size, *limits)
             scheduler.manager.listeners.append(self.replay.take)
             if rng.random() < 0.25:
                 self.break_things()
@@ -148,7 +156,7 @@ class RandomRun(Simulation):
     @property
     def window(self) -> int:
         """Tokens that the model sees; 0: all."""
-        windows = [group.window for group in self.groups]
+        windows = [group.window for group in self.groups]  # None also for groups of states and of rows
         return 0 if None in windows else max(windows)
 
     def break_things(self) -> None:

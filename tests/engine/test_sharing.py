@@ -5,7 +5,7 @@ import random
 import pytest
 
 from quire.cache.events import BlocksForked, BlocksShared
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.engine.engine import Engine
 from quire.engine.order import by_priority, shortest_prompt_first
 from quire.request import FinishReason, Miss, Request

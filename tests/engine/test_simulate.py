@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
-from quire.cache.manager import CacheGroup, Heads, Move
+from quire.cache.groups import CacheGroup, Heads
+from quire.cache.manager import Move
 from quire.cli import app
 from quire.config import engine_config
 from quire.engine.cost import DEVICES, CostModel, Device, ModelCost, attended, cost_of, model_cost

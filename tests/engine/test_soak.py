@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from quire.batch import Batch
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.engine.plan import StepOutput
 from quire.engine.speculation import PromptLookup
 from quire.errors import RequestError

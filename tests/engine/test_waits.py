@@ -196,7 +196,7 @@ def test_a_step_waits_once_for_what_was_drawn(
         request.tokens = array("i", range(7))
         request.cache.num_computed, request.cache.block_ids = 7 - num_new, [array("i", [i]) for _ in config.groups]
         plan.add(request, num_new)
-    buffers = Buffers(len(config.groups), 16, 512, 80, 12)
+    buffers = Buffers(config.groups, 16, 512, 80, 12)
     drawn: list[torch.Tensor] = []
 
     def read(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.cache.manager import CacheGroup, Heads
+from quire.cache.groups import CacheGroup, Heads
 from quire.cache.storage import KVCache
 from quire.errors import ConfigError
 from quire.ops.side_stream import SideStream, Swapper

@@ -12,7 +12,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup, RowGroup, StateGroup, StatePools
 from quire.engine.engine import Engine
 from quire.request import Event
 from quire.server.http.api_error import ApiError
@@ -24,15 +24,20 @@ from tests.server.watching import Books, EngineOnAThread, Hub, Served, expand, l
 
 ONE = (CacheGroup((0,)),)
 TWO = (CacheGroup((0,)), CacheGroup((1,), window=8))
+STATES = (CacheGroup((0,)), StateGroup((1,), piece=4), RowGroup((1,), piece=4))
 
 
-@pytest.mark.parametrize("groups", [ONE, TWO])
+@pytest.mark.parametrize("groups", [ONE, TWO, STATES])
 @pytest.mark.parametrize("seed", range(6))
 def test_snapshot_and_records_rebuild_the_books(seed: int, groups: tuple[CacheGroup, ...]) -> None:
     """Under forks, copies, swaps, evictions, preemptions, failures and aborts, whenever one begins to watch."""
     rng = random.Random(seed)
     engine = fake_engine(
-        num_blocks=20, groups=groups, num_host_blocks=rng.choice([0, 6, 40]), max_num_batched_tokens=16
+        num_blocks=20,
+        groups=groups,
+        num_host_blocks=rng.choice([0, 6, 40]),
+        max_num_batched_tokens=16,
+        state_pools=StatePools(17, 12, 8),
     )
     hub = Hub(engine)
     all_along, _ = hub.watch()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.server.watch import inspector
 from tests.engine.fakes import VOCAB, fake_engine, request, siblings
 from tests.server.watching import EngineOnAThread, Served, load

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from quire.cache import events as cache
 from quire.cache.events import CacheEvent
-from quire.cache.manager import BlockManager, CacheGroup
+from quire.cache.groups import CacheGroup
+from quire.cache.manager import BlockManager
 from quire.errors import ConfigError, QuireError
 from quire.server.run import build_parts, open_publisher
 from quire.server.server_config import ServerConfig

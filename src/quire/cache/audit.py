@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.cache.manager import BlockManager
+from quire.cache.manager import NONE, BlockManager
 from quire.errors import BadValue
 from quire.request import Request
 
@@ -31,23 +31,25 @@ def audit(manager: BlockManager, requests: Sequence[Request]) -> None:
 
 def _audit_table(manager: BlockManager, request: Request, g: int) -> None:
     """Prove one request's table in the group of that index."""
-    size, group, index, cache = manager.block_size, manager.groups[g], manager.indexes[g], request.cache
-    stored, table, freed = max(cache.num_computed, cache.num_cached), cache.block_ids[g], cache.num_freed[g]
-    if len(table) < manager.blocks_for(stored):
+    size, group, index, cache = manager.spans[g], manager.groups[g], manager.indexes[g], request.cache
+    stored, table, freed = group.stored(cache.num_computed, cache.num_cached), cache.block_ids[g], cache.num_freed[g]
+    needed = group.count(stored, size)
+    if len(table) < needed or NONE in table[freed:needed]:
         raise BadValue(
-            f"request {request.id} has computed {stored} tokens, but owns {len(table)} blocks of {size} in cache group "
-            f"{g}"
+            f"request {request.id} has computed {stored} tokens, but has not all blocks of {size} tokens for them in "
+            f"cache group {g}: {table[freed:].tolist()} from its block {freed} on"
         )
-    seen = 0 if group.window is None else max(0, cache.num_computed - group.window + 1)
-    if freed != seen // size:
+    if freed != (first := group.first(cache.num_computed, size)):
         raise BadValue(
-            f"request {request.id} freed {freed} blocks of {size} in cache group {g}; its next row sees the keys from "
-            f"{seen} on"
+            f"request {request.id} freed {freed} blocks of {size} in cache group {g}; its next row needs those from "
+            f"{first} on"
         )
     for i in range(freed, len(table)):
         block = table[i]
-        cached = index.by_block.get(block)
-        if cached is not None and cached.tokens != request.tokens[i * size : (i + 1) * size].tobytes():
+        if block == NONE:  # a state that a step passes
+            continue
+        cached, end = index.by_block.get(block), (i + 1) * size
+        if cached is not None and cached.tokens != request.tokens[end - manager.block_size : end].tobytes():
             raise BadValue(f"block {block} is reusable for other tokens than those of its owner, request {request.id}")
-        if manager.pools[g].ref_counts[block] > 1 and stored < (i + 1) * size and request.group is None:
+        if manager.pools[g].ref_counts[block] > 1 and stored < end and request.group is None:
             raise BadValue(f"block {block} of request {request.id} is shared, but neither full nor a sibling's")

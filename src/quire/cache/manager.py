@@ -6,12 +6,13 @@ import logging
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import takewhile
 
 from quire.cache import events
 from quire.cache.events import CacheEvent, Listener
+from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools, check_pieces
 from quire.cache.pool import BlockPool
-from quire.cache.prefix import HitCounts, PrefixIndex, block_digest, root_digest
+from quire.cache.prefix import HitCounts, PrefixIndex, block_digest, root_digest, why_missing
 from quire.errors import BadValue
 from quire.request import Miss, PrefixReport, Request
 
@@ -20,32 +21,19 @@ log = logging.getLogger("quire")
 NONE = -1  # instead of a block
 
 
-@dataclass(frozen=True)
-class Heads:
-    """The heads of a layer's attention: they decide how much memory a token takes there."""
-
-    num_heads: int  # Hq
-    num_kv_heads: int  # Hkv
-    head_dim: int  # D
-    latent: int | None = None  # V is the first so many numbers of K, and not stored again; None: V is as wide as K
-
-
-@dataclass(frozen=True)
-class CacheGroup:
-    """Layers whose requests share one block table: with the same window and heads. Most models have a single group."""
-
-    layers: tuple[int, ...]  # those with memory: a layer may read another one's, and then is not here
-    window: int | None = None  # keys that a row of these layers sees, its own included; None: all before it
-    heads: Heads = Heads(1, 1, 1)  # nothing here depends on them
+def present(blocks: array[int]) -> array[int]:
+    """These without NONE."""
+    return array("i", (block for block in blocks if block != NONE)) if NONE in blocks else blocks
 
 
 @dataclass(frozen=True)
 class Match:
     """The blocks in which a waiting request would find the beginning of its tokens."""
 
-    num_blocks: int  # full blocks that it need not compute
+    num_blocks: int  # full blocks of block_size tokens that it need not compute
+    reach: int  # the same if no state had to be found
     first: list[int]  # of each group, the first of them that a later row can see
-    blocks: list[array[int]]  # of each group, blocks first..num_blocks
+    blocks: list[array[int]]  # of each group, the blocks from the first one on
 
 
 @dataclass(frozen=True)
@@ -57,55 +45,66 @@ class Move:
     dst: int
 
 
-def most_blocks(num_tokens: int, growth: int, window: int | None, block_size: int) -> int:
-    """Blocks that a request owns at most in a group of that window, on its way to num_tokens, `growth` at a time."""
-    whole = -(-num_tokens // block_size)
-    if window is None:
-        return whole
-    # What the first row of a step sees before itself, then the step's tokens; both ends may cut a block.
-    return min(whole, -(-(window - 1 + growth) // block_size) + 1)
-
-
 class BlockManager:
     """Hands blocks to requests as they grow and takes them back. Knows ids, counts and tokens, no tensors.
 
     A request owns, in every group, the blocks that its computed and planned tokens need; full ones may be shared with
     any request that begins with the same tokens, the last one only with siblings, until one of them writes into it.
-    In a group with a window a request frees the blocks that no later row can see; their entries stay at the
-    front of its table, where nobody reads them.
+    A request frees the blocks that no later row needs: those that left a window, states before the last one, the rows
+    of full pieces. Their entries stay at the front of its table, where nobody reads them. A step stores no state but
+    the last one that it comes to, and those that others are likely to begin at; the entries of the others are NONE.
 
     Whatever raises here (OutOfBlocks) has taken nothing.
     """
 
     def __init__(
         self,
-        groups: Sequence[CacheGroup],
+        groups: Sequence[AnyGroup],
         num_blocks: int,
         block_size: int,
         max_growth: int,
         *,
         num_host_blocks: int = 0,
+        state_pools: StatePools = NO_STATES,
+        state_snapshot_interval: int = 512,
         enable_prefix_caching: bool = True,
         salt: str = "",
     ) -> None:
-        """num_blocks: N of each group; num_host_blocks: the same on the host, for requests that are swapped out.
+        """num_blocks: N of each attention group; num_host_blocks: the same on the host, for what is swapped out.
 
-        max_growth: tokens that a request grows by in one step at most. enable_prefix_caching: without it only siblings
-        share. salt: what, besides a request's own salt, makes K and V of the same tokens differ, such as their dtype.
+        state_pools: N of the other groups. state_snapshot_interval: tokens from one state that is kept for others to
+        the next; some others are kept, too: see `_is_kept`. max_growth: tokens that a request grows by in one step at
+        most. enable_prefix_caching: without it only siblings share. salt: what, besides a request's own salt, makes K
+        and V of the same tokens differ, such as their dtype.
+        Raises ConfigError where block_size or state_snapshot_interval do not suit layers that keep a state.
         """
+        check_pieces(groups, block_size, state_snapshot_interval)
         self.groups = tuple(groups)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_growth = max_growth
         self.enable_prefix_caching = enable_prefix_caching
         self.salt = salt
-        self.pools = tuple(BlockPool(num_blocks) for _ in groups)
-        self.host_pools = tuple(BlockPool(num_host_blocks) for _ in groups)
-        self.indexes = tuple(PrefixIndex(num_blocks) for _ in groups)
+        self.state_snapshot_interval = state_snapshot_interval
+        self.state_pools = state_pools
+        self.spans = tuple(group.span(block_size) for group in groups)
+        sizes = {CacheGroup: num_blocks, StateGroup: state_pools.states, RowGroup: state_pools.rows}
+        hosts = {CacheGroup: num_host_blocks, StateGroup: state_pools.hosts, RowGroup: state_pools.hosts}
+        self.pools = tuple(BlockPool(sizes[type(group)]) for group in groups)
+        self.host_pools = tuple(BlockPool(hosts[type(group)]) for group in groups)
+        self.indexes = tuple(PrefixIndex(sizes[type(group)]) for group in groups)
+        self.attention_groups = tuple(g for g, group in enumerate(groups) if isinstance(group, CacheGroup))
+        self.state_groups = tuple(g for g, group in enumerate(groups) if isinstance(group, StateGroup))
+        # Full attention leaves the fewest blocks to look for in the other groups.
+        self._match_order = sorted(
+            range(len(groups)), key=lambda g: (g not in self.attention_groups, groups[g].window is not None)
+        )
+        self.unit = max(self.spans)  # tokens: a prefix is shared as far as a multiple of it
         self.hits = HitCounts()
         self.now = 0.0  # seconds; set by Scheduler at the start of a step
         self.listeners: list[Listener] = []
-        self.has_windows = any(group.window is not None for group in groups)  # requests free blocks as they go on
+        # Requests free blocks as they go on. How much of a prompt is cached, the blocks from the first on do not say.
+        self.frees_early = any(group.window is not None or type(group) is not CacheGroup for group in groups)
 
     def _tell(self, event: CacheEvent) -> None:
         for listener in tuple(self.listeners):
@@ -117,13 +116,9 @@ class BlockManager:
 
     # --------------------------------------------------------------------------------------------- counting
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that this many tokens take in one group."""
-        return -(-num_tokens // self.block_size)
-
-    def most_blocks(self, num_tokens: int, growth: int, group: CacheGroup) -> int:
+    def most_blocks(self, num_tokens: int, growth: int, group: int) -> int:
         """Blocks of the group that a request owns at most on its way to this many tokens, `growth` at a time."""
-        return most_blocks(num_tokens, min(growth, self.max_growth), group.window, self.block_size)
+        return self.groups[group].most(num_tokens, min(growth, self.max_growth), self.spans[group])
 
     def has_free(self, counts: Sequence[int]) -> bool:
         """Whether each group has that many free blocks."""
@@ -132,13 +127,13 @@ class BlockManager:
     def lacking(self, request: Request) -> list[int]:
         """Blocks of each group that a running request still lacks to compute all tokens that it has."""
         return [
-            max(0, self.most_blocks(len(request.tokens), request.num_missing, group) - len(self.owned(request, g)))
-            for g, group in enumerate(self.groups)
+            max(0, self.most_blocks(len(request.tokens), request.num_missing, g) - len(self.owned(request, g)))
+            for g in range(len(self.groups))
         ]
 
     def owned(self, request: Request, group: int) -> array[int]:
         """The blocks that the request owns in the group of that index."""
-        return request.cache.block_ids[group][request.cache.num_freed[group] :]
+        return present(request.cache.block_ids[group][request.cache.num_freed[group] :])
 
     # ------------------------------------------------------------------------------------------ prefix cache
 
@@ -163,56 +158,68 @@ class BlockManager:
         return self.enable_prefix_caching or request.group is not None
 
     def num_reusable(self, request: Request) -> int:
-        """Full blocks of the request that may be taken from the cache."""
+        """Full blocks of the request that may be taken from the cache: a multiple of the unit that prefixes share."""
         if not self.shares(request):
             return 0
-        usable = len(request.tokens)
+        usable = len(request.tokens) - bool(self.state_groups)  # a state has the last token in it, or not
         if request.sampling.prompt_logprobs is not None and request.next_prompt_logprob < request.num_prompt - 1:
             usable = request.next_prompt_logprob
-        return usable // self.block_size
-
-    def _first_seen(self, num_tokens: int, window: int | None) -> int:
-        """The first block that the row after num_tokens tokens sees."""
-        return 0 if window is None else max(0, num_tokens - window + 1) // self.block_size
+        return usable // self.unit * self.unit // self.block_size
 
     def match(self, request: Request) -> Match:
         """Find the longest prefix of the request's tokens of which every block that is needed stands in every group."""
-        count, last = self.num_reusable(request), len(request.tokens) - 1
+        count, last, size = self.num_reusable(request), len(request.tokens) - 1, self.block_size
         self._know_digests(request, count)
         found: list[array[int]] = [array("i")] * len(self.groups)
         starts: dict[int, list[int]] = {}  # of a windowed group, for each count, where the blocks begin that lead to it
-        for g in sorted(range(len(self.groups)), key=lambda g: self.groups[g].window is not None):
-            if self.groups[g].window is None:
-                found[g] = array("i", takewhile(lambda block: block != NONE, self._find(request, g, count)))
+        for g in self._match_order:
+            there = self._find(request, g, 0, count * size // self.spans[g])
+            if isinstance(self.groups[g], CacheGroup) and self.groups[g].window is None:
+                found[g] = array("i", takewhile(lambda block: block != NONE, there))
                 count = len(found[g])
-            else:
-                found[g] = array("i", self._find(request, g, count))
+                continue
+            found[g] = array("i", there)
+            if isinstance(self.groups[g], CacheGroup):
                 starts[g] = [0]
                 for i, block in enumerate(found[g]):
                     starts[g].append(i + 1 if block == NONE else starts[g][i])
 
-        def seen(g: int) -> int:
-            return self._first_seen(min(count * self.block_size, last), self.groups[g].window)
+        def first(g: int) -> int:
+            return self.groups[g].first(min(count * size, last), self.spans[g])
 
-        while count > 0 and any(starts[g][count] > seen(g) for g in starts):
+        def has_states() -> bool:
+            ends = [divmod(count * size, self.spans[g]) for g in self.state_groups]
+            return all(
+                rest == 0 and found[g][i - 1] != NONE for g, (i, rest) in zip(self.state_groups, ends, strict=True)
+            )
+
+        while count > 0 and any(starts[g][count] > first(g) for g in starts):
             count -= 1
-        first = [min(count, seen(g)) for g in range(len(self.groups))]
-        return Match(count, first, [blocks[start:count] for blocks, start in zip(found, first, strict=True)])
+        reach = count
+        while count > 0 and not (has_states() and all(starts[g][count] <= first(g) for g in starts)):
+            count -= 1
+        ends = [count * size // span for span in self.spans]
+        begins = [min(end, first(g)) for g, end in enumerate(ends)]
+        blocks = [those[begin:end] for those, begin, end in zip(found, begins, ends, strict=True)]
+        return Match(count, reach if self.attention_groups else count, begins, blocks)
 
-    def _find(self, request: Request, group: int, count: int) -> Iterator[int]:
-        """The cached blocks with the request's first tokens, one by one; NONE for one that is not there."""
-        size, tokens, digests, find = self.block_size, request.tokens, request.cache.digests, self.indexes[group].find
-        for i in range(count):
-            block = find(digests[i + 1], digests[i], tokens[i * size : (i + 1) * size].tobytes())
-            yield NONE if block is None else block
+    def _find(self, request: Request, group: int, start: int, stop: int) -> Iterator[int]:
+        """The group's cached blocks start..stop of the request's tokens, one by one; NONE for one that is not there."""
+        size, span, tokens, digests = self.block_size, self.spans[group], request.tokens, request.cache.digests
+        for i in range(start, stop if self.groups[group].is_reusable else start):
+            at = (i + 1) * span // size - 1  # the block of tokens that it ends with names it
+            found = self.indexes[group].find(
+                digests[at + 1], digests[at], tokens[at * size : (at + 1) * size].tobytes()
+            )
+            yield NONE if found is None else found
 
     def needed(self, request: Request, match: Match) -> list[int]:
         """Free blocks of each group that a waiting request takes to compute all of its tokens."""
         growth = len(request.tokens) - match.num_blocks * self.block_size
         counts = []
-        for group, pool, blocks in zip(self.groups, self.pools, match.blocks, strict=True):
+        for g, (pool, blocks) in enumerate(zip(self.pools, match.blocks, strict=True)):
             idle = sum(pool.ref_counts[block] == 0 for block in blocks)  # leave the free order
-            most = self.most_blocks(len(request.tokens), growth, group)
+            most = self.most_blocks(len(request.tokens), growth, g)
             counts.append(max(0, most - len(blocks)) + idle)
         return counts
 
@@ -228,35 +235,46 @@ class BlockManager:
         request.cache.num_cached = match.num_blocks * self.block_size
         request.cache.num_computed = min(request.cache.num_cached, len(request.tokens) - 1)
         request.cache.num_published = match.num_blocks
+        request.cache.room = 0
+        request.cache.parted_at = self._parted(match) if self.state_groups else 0
         for g, (pool, blocks) in enumerate(zip(self.pools, match.blocks, strict=True)):
             pool.share(blocks)
             if self.listeners and blocks:
                 self._tell(events.BlocksShared(self.now, g, request.id, blocks.tolist()))
 
+    def _parted(self, match: Match) -> int:
+        """Where a state would have saved a request more tokens: there others may part from it, too. 0: nowhere."""
+        at = match.reach * self.block_size // self.unit * self.unit
+        return at if at > match.num_blocks * self.block_size else 0
+
     def _explain(self, request: Request, match: Match) -> PrefixReport:
-        size, at = self.block_size, match.num_blocks
-        full = request.num_prompt // size
+        size, count = self.block_size, match.num_blocks
+        full = (request.num_prompt - bool(self.state_groups)) // self.unit * self.unit // size
         reason, first_difference, seconds_ago = None, None, None
-        if at >= full:
+        if count >= full:
             reason = Miss.SHORT if full == 0 else None
         elif not self.enable_prefix_caching:
             reason = Miss.DISABLED
-        elif at >= self.num_reusable(request):
+        elif count >= self.num_reusable(request):
             reason = Miss.PROMPT_LOGPROBS
+        elif parted := self._parted(match):
+            reason, digest = Miss.STATE, self.digest(request, parted // size - 1)
+            lost = [at for g in self.state_groups if (at := self.indexes[g].evicted_at(digest)) is not None]
+            seconds_ago = self.now - max(lost) if lost else None
         else:
+            at = match.reach if self.attention_groups else count + self.unit // size - 1
             tokens = request.tokens[at * size : (at + 1) * size].tobytes()
-            parent, digest = request.cache.digests[at], request.cache.digests[at + 1]
-            index = next((index for index in self.indexes if digest not in index), self.indexes[0])
-            evicted_at, common = index.evicted_at(digest), index.nearest(parent, tokens)
-            if evicted_at is not None:
-                reason, seconds_ago = Miss.EVICTED, self.now - evicted_at
-            elif at == 0 and index.known_under_another_root(tokens, parent):
-                reason = Miss.SALT
-            elif common is None or at == common == 0:
-                reason = Miss.UNSEEN
-            else:
-                reason, first_difference = Miss.DIFFERS, at * size + common
-        return PrefixReport(request.num_prompt, min(at, full) * size, size, reason, first_difference, seconds_ago)
+            indexes = [self.indexes[g] for g in self.attention_groups or self.state_groups]
+            reason, more = why_missing(
+                indexes, request.cache.digests[at], request.cache.digests[at + 1], tokens, at == 0
+            )
+            if reason is Miss.DIFFERS:
+                first_difference = at * size + int(more)
+            elif reason is Miss.EVICTED:
+                seconds_ago = self.now - more
+        cached = min(count, full) * size
+        reach = max(cached, match.reach * size)
+        return PrefixReport(request.num_prompt, cached, self.unit, reason, first_difference, seconds_ago, reach)
 
     def _publish(self, request: Request) -> None:
         """Offer the request's full blocks for reuse, those of them that were not offered before.
@@ -268,11 +286,15 @@ class BlockManager:
             full = min(full, request.cache.nonfinite_at // size)
         self._know_digests(request, full)
         for i in range(request.cache.num_published, full):
-            tokens = request.tokens[i * size : (i + 1) * size]
+            end = (i + 1) * size
+            tokens = request.tokens[i * size : end]
             parent, digest = request.cache.digests[i], request.cache.digests[i + 1]
-            for g, index in enumerate(self.indexes):
-                block = request.cache.block_ids[g][i]
-                if i >= request.cache.num_freed[g] and block not in index.by_block:
+            for g, (group, span, index) in enumerate(zip(self.groups, self.spans, self.indexes, strict=True)):
+                at = end // span - 1
+                if end % span or not group.is_reusable or at < request.cache.num_freed[g]:
+                    continue
+                block = request.cache.block_ids[g][at]
+                if block != NONE and block not in index.by_block:
                     new = index.publish(block, digest, parent, tokens.tobytes(), first=i == 0)
                     if new and self.listeners:
                         names = ([block], [digest], parent if i else None)
@@ -291,7 +313,11 @@ class BlockManager:
 
     def most_taken(self, request: Request, num_tokens: int) -> int:
         """Blocks of each group that `grow` takes at most: only siblings share a block that is partly filled."""
-        return max(0, self.blocks_for(num_tokens) - len(request.cache.block_ids[0])) + (request.group is not None)
+        if num_tokens <= request.cache.room:
+            return 0
+        tables = zip(self.groups, self.spans, request.cache.block_ids, strict=True)
+        lacking = max(group.count(num_tokens, span) - len(table) for group, span, table in tables)
+        return max(0, lacking) + (request.group is not None)
 
     def grow(self, request: Request, num_tokens: int, copies: list[Move]) -> bool:
         """Give a running request room for its first num_tokens tokens. False, with nothing taken, if blocks are short.
@@ -299,36 +325,76 @@ class BlockManager:
         If the first of them falls into a block that others share, it gets a copy of its own: the copy is added to
         `copies`, to be made before anything is written.
         """
-        tables, size = request.cache.block_ids, self.block_size
-        count = -(-num_tokens // size) - len(tables[0])
-        written = (
-            request.cache.num_computed
-            if request.cache.num_computed > request.cache.num_cached
-            else request.cache.num_cached
-        )
-        at = written // size  # the block that is written first, if it is partly filled
-        is_shared = False
-        if written % size and written < num_tokens:
-            for pool, table in zip(self.pools, tables, strict=True):
-                is_shared = is_shared or pool.ref_counts[table[at]] > 1
-        if count <= 0 and not is_shared:
+        cache = request.cache
+        if num_tokens <= cache.room:
             return True
-        copied = [is_shared and pool.ref_counts[t[at]] > 1 for pool, t in zip(self.pools, tables, strict=True)]
-        wanted = [max(0, count) + own for own in copied]
+        sure = min(num_tokens, len(request.tokens))  # the others are guesses
+        if sure == len(request.tokens) and request.group is not None and not request.num_generated + request.driven:
+            sure -= 1  # siblings that are forked from here compute the last token once more
+        counts: list[int] = []  # entries that each table gets
+        passed: list[int] = []  # the first of them that gets a block
+        shared: list[int] = []  # the entry of the block that is written first, if others share it; else NONE
+        for g, (group, span, table) in enumerate(zip(self.groups, self.spans, cache.block_ids, strict=True)):
+            counts.append(max(len(table), group.count(num_tokens, span)))
+            passed.append(min(counts[g], max(len(table), group.passed(sure, span))))
+            stored = group.stored(cache.num_computed, cache.num_cached)
+            at, filled = divmod(stored, span)
+            is_open = filled > 0 and stored < num_tokens and at < len(table) and table[at] != NONE
+            shared.append(at if is_open and self.pools[g].ref_counts[table[at]] > 1 else NONE)
+        wanted = [count - start + (own != NONE) for count, start, own in zip(counts, passed, shared, strict=True)]
         if not self.has_free(wanted):
             return False
-        for g, blocks in enumerate(self._take(wanted)):
-            if copied[g]:
-                move = Move(g, tables[g][at], blocks.pop())
-                tables[g][at] = move.dst
+        for g, blocks in enumerate(self._take(wanted) if any(wanted) else ()):
+            table = cache.block_ids[g]
+            if shared[g] != NONE:
+                move = Move(g, table[shared[g]], blocks.pop())
+                table[shared[g]] = move.dst
                 self.pools[g].release([move.src])  # it has other owners
                 copies.append(move)
                 if self.listeners:
                     self._tell(events.BlockCopied(self.now, g, request.id, move.src, move.dst))
-            tables[g].extend(blocks)
+            table.extend([NONE] * (passed[g] - len(table)))
+            table.extend(blocks)
             if self.listeners and blocks:
                 self._tell(events.BlocksAllocated(self.now, g, request.id, blocks.tolist()))
+        if num_tokens > cache.num_cached:  # else a block that is shared may still be written
+            tables = zip(self.groups, self.spans, cache.block_ids, strict=True)
+            cache.room = min(group.room(len(table), span) for group, span, table in tables)
         return True
+
+    def keep_states(self, request: Request, start: int, end: int) -> None:
+        """Let a step from token `start` to token `end`, which has all blocks that it needs, store states for others.
+
+        For as many as there are free blocks for, the last ones first.
+        """
+        if not self.shares(request):
+            return
+        for g in self.state_groups:
+            span, table, pool = self.spans[g], request.cache.block_ids[g], self.pools[g]
+            last = min(end, len(request.tokens)) // span
+            holes = [
+                i for i in range(start // span, last) if table[i] == NONE and self._is_kept(request, (i + 1) * span)
+            ]
+            if not holes or not pool.num_free:
+                continue
+            counts = [0] * len(self.groups)
+            counts[g] = min(len(holes), pool.num_free)
+            blocks = self._take(counts)[g]
+            for i, block in zip(reversed(holes), blocks, strict=False):
+                table[i] = block
+            if self.listeners:
+                self._tell(events.BlocksAllocated(self.now, g, request.id, blocks.tolist()))
+
+    def _is_kept(self, request: Request, position: int) -> bool:
+        """Whether the state after so many tokens stays in the cache when the request has gone on.
+
+        Others begin where many tokens are common to all, where a prompt ended, and where prefixes were seen to part.
+        """
+        return (
+            position % self.state_snapshot_interval == 0
+            or position == (request.num_prompt - 1) // self.unit * self.unit
+            or position == request.cache.parted_at
+        )
 
     def _take(self, counts: Sequence[int]) -> list[array[int]]:
         """Free blocks of each group; what they held is evicted."""
@@ -354,15 +420,31 @@ class BlockManager:
         full = request.cache.num_computed // self.block_size
         if full > request.cache.num_published and self.shares(request):
             self._publish(request)
-        if self.has_windows:
+        if self.frees_early:
             self._trim(request)
 
     def _trim(self, request: Request) -> None:
-        """Free what lies wholly below the window of the request's next row."""
-        for g, group in enumerate(self.groups):
-            first = self._first_seen(request.cache.num_computed, group.window)
-            self._free(request, g, request.cache.block_ids[g][request.cache.num_freed[g] : first])
-            request.cache.num_freed[g] = max(first, request.cache.num_freed[g])
+        """Free what the request's next row does not need. States that are not kept for others are forgotten."""
+        cache = request.cache
+        for g, (group, span) in enumerate(zip(self.groups, self.spans, strict=True)):
+            first, freed = group.first(cache.num_computed, span), cache.num_freed[g]
+            if first <= freed:
+                continue
+            cache.num_freed[g] = first
+            self._free(request, g, present(cache.block_ids[g][freed:first]))
+            if g in self.state_groups:
+                for i in range(freed, first):
+                    if not self._is_kept(request, (i + 1) * span):
+                        self._forget(g, cache.block_ids[g][i])
+
+    def _forget(self, group: int, block: int) -> None:
+        """Let nobody find a block any more that nobody owns."""
+        pool, index = self.pools[group], self.indexes[group]
+        if block != NONE and pool.ref_counts[block] == 0 and block in index.by_block:
+            cached = index.withdraw(block)
+            pool.drop([block])
+            if self.listeners:
+                self._tell(events.BlockRemoved(self.now, group, [block], [cached.digest]))
 
     def _free(self, request: Request, group: int, blocks: Sequence[int]) -> None:
         """Take these blocks back; the last ones are freed first, so that tails are evicted before heads."""
@@ -382,6 +464,7 @@ class BlockManager:
         request.cache.block_ids, request.cache.host_block_ids, request.cache.num_freed = [], [], []
         request.cache.num_computed = request.cache.num_cached = request.cache.num_published = 0
         request.cache.nonfinite_at = None
+        request.cache.room = request.cache.parted_at = 0
 
     def forget_tokens(self, request: Request) -> None:
         """The request, which owns nothing, gets other tokens: their blocks have other digests."""
@@ -403,24 +486,28 @@ class BlockManager:
 
         Nothing is copied until one of them writes. Raises BadValue where the child would see what the parent freed.
         """
-        num_computed = min(len(parent.tokens), len(child.tokens) - 1)
-        for g, group in enumerate(self.groups):
-            if self._first_seen(num_computed, group.window) < parent.cache.num_freed[g]:
+        num_cached = min(len(parent.tokens), len(child.tokens))
+        num_computed = min(num_cached, len(child.tokens) - 1)
+        tables: list[array[int]] = []
+        first: list[int] = []
+        for g, (group, span) in enumerate(zip(self.groups, self.spans, strict=True)):
+            first.append(group.first(num_computed, span))
+            stop = group.count(group.stored(num_computed, num_cached), span)
+            tables.append(parent.cache.block_ids[g][:stop])
+            if first[g] < parent.cache.num_freed[g] or NONE in tables[g][first[g] :]:
                 raise BadValue(f"{child.id} needs blocks of {parent.id} that it freed; give it one more token")
-        child.cache.block_ids = [array("i", table) for table in parent.cache.block_ids]
-        child.cache.num_freed = list(parent.cache.num_freed)
-        child.cache.num_cached = min(len(parent.tokens), len(child.tokens))
-        child.cache.num_computed = num_computed
+        child.cache.block_ids, child.cache.num_freed = tables, first
+        child.cache.num_cached, child.cache.num_computed = num_cached, num_computed
+        child.cache.room = parent.cache.room = 0  # who writes first into what they share gets a copy
         child.cache.prefix_report = child.cache.prefix_report or parent.cache.prefix_report
-        child.cache.digests = parent.cache.digests[: child.cache.num_cached // self.block_size + 1]
-        child.cache.num_published = min(parent.cache.num_published, child.cache.num_cached // self.block_size)
+        child.cache.digests = parent.cache.digests[: num_cached // self.block_size + 1]
+        child.cache.num_published = min(parent.cache.num_published, num_cached // self.block_size)
         child.cache.nonfinite_at = parent.cache.nonfinite_at
         for g, pool in enumerate(self.pools):
-            blocks = self.owned(parent, g)
+            blocks = self.owned(child, g)
             pool.share(blocks)
             if self.listeners and blocks:
                 self._tell(events.BlocksForked(self.now, g, parent.id, child.id, blocks.tolist()))
-        self._trim(child)
 
     # --------------------------------------------------------------------------------------------- swapping
 
@@ -466,9 +553,9 @@ class BlockManager:
             growth = sum(
                 max(
                     0,
-                    self.most_blocks(len(r.tokens), r.num_missing, self.groups[g]) - len(r.cache.host_block_ids[g]),
+                    self.most_blocks(len(r.tokens), r.num_missing, g) - len(r.cache.host_block_ids[g]),
                     # whoever writes into a block that he shares takes one more
-                    int(r.num_missing > 0 and r.cache.num_computed % self.block_size > 0 and len(requests) > 1),
+                    int(r.num_missing > 0 and r.cache.num_computed % self.spans[g] > 0 and len(requests) > 1),
                 )
                 for r in requests
             )
@@ -479,8 +566,8 @@ class BlockManager:
         """Host blocks whose contents still stand in the prefix cache: host block -> block."""
         found: dict[int, int] = {}
         for request in requests:
-            start = request.cache.num_freed[group]
-            blocks = islice(self._find(request, group, request.cache.num_published), start, None)
+            stop = request.cache.num_published * self.block_size // self.spans[group]
+            blocks = self._find(request, group, request.cache.num_freed[group], stop)
             pairs = zip(request.cache.host_block_ids[group], blocks, strict=False)
             found |= {host: block for host, block in pairs if block != NONE}
         return found
@@ -517,5 +604,6 @@ class BlockManager:
                     shown = events.BlocksSwappedIn(self.now, g, request.id, blocks.tolist(), hosts.tolist())
                     self._tell(shown)
             request.cache.host_block_ids = []
+            request.cache.room = 0
             request.cache.num_published = 0  # what was moved may be offered again
         return [Move(g, host, block_of[g][host]) for g, hosts in enumerate(missing) for host in hosts]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from quire.errors import BadValue
-from quire.request import PrefixReport
+from quire.request import Miss, PrefixReport
 
 DIGEST_SIZE = 16  # bytes
 TOKEN_SIZE = 4  # bytes
@@ -78,7 +79,15 @@ class PrefixIndex:
         return True
 
     def evict(self, block: int, now: float) -> CachedBlock:
-        """Forget a block whose memory is needed."""
+        """Forget a block whose memory is needed, and remember when that was."""
+        cached = self.withdraw(block)
+        if len(self._evicted) >= self._num_remembered:
+            self._evicted.popitem(last=False)
+        self._evicted[cached.digest] = now
+        return cached
+
+    def withdraw(self, block: int) -> CachedBlock:
+        """Forget a block."""
         cached = self.by_block.pop(block)
         del self._by_digest[cached.digest]
         siblings = self._children.get(cached.parent, [])
@@ -91,9 +100,6 @@ class PrefixIndex:
         roots.discard(cached.parent)
         if not roots:
             self._roots.pop(cached.tokens, None)
-        if len(self._evicted) >= self._num_remembered:
-            self._evicted.popitem(last=False)
-        self._evicted[cached.digest] = now
         return cached
 
     def clear(self) -> None:
@@ -142,6 +148,23 @@ def _common_tokens(a: bytes, b: bytes) -> int:
     if different == 0:
         return len(a) // TOKEN_SIZE
     return ((different & -different).bit_length() - 1) // (8 * TOKEN_SIZE)
+
+
+def why_missing(
+    indexes: Sequence[PrefixIndex], parent: bytes, digest: bytes, tokens: bytes, is_first: bool
+) -> tuple[Miss, float]:
+    """Why a block does not stand in all of these: with DIFFERS the tokens that it has in common with the nearest one,
+    with EVICTED when that was.
+    """
+    index = next((index for index in indexes if digest not in index), indexes[0])
+    evicted_at, common = index.evicted_at(digest), index.nearest(parent, tokens)
+    if evicted_at is not None:
+        return Miss.EVICTED, evicted_at
+    if is_first and index.known_under_another_root(tokens, parent):
+        return Miss.SALT, 0
+    if common is None or (is_first and common == 0):
+        return Miss.UNSEEN, 0
+    return Miss.DIFFERS, common
 
 
 @dataclass

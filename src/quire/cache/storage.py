@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
-from quire.cache.manager import CacheGroup, Heads
-from quire.config import CacheConfig, parse_memory
-from quire.errors import ConfigError
+from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, Heads, RowGroup, StateGroup, StatePools
+from quire.config import CacheConfig
+from quire.errors import BadValue, ConfigError
 from quire.ops import AttentionSpec, Backend, PagedKV, load
 from quire.ops.memory import in_huge_pages
+from quire.ops.recurrent import RecurrentCache, RecurrentSpec
 from quire.ops.swap import HostSwap, Swap
 
 SCALE = torch.float32  # of a row of integers
+CACHE_LINE = 64  # bytes
 RESIDENT = 64 * 2**20  # bytes that are there from the start; more would be a part of a second before the first request
-DEFAULT_SWAP_SPACE = "4GiB"
+Record: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each tensor
 
 
 class KVCache:
-    """The K and V of every layer, one pool of blocks for each cache group.
+    """What every layer keeps, one pool of blocks for each cache group.
 
     A layer's memory is [N, 2, Hkv, B, D]: HND, a block's K and V side by side, so that copying or swapping a block
     of a layer moves one piece of memory. With integers, the scales [2, Hkv, B] follow them in the same piece, where an
-    fp32 may begin. A latent cache is [N, Hkv, B, D]: its V are columns of K. Nobody else knows this layout. On a CPU it
-    lies in huge pages where the system offers them, and its first blocks are there from the start: no step waits for
-    the system to find a page for them.
+    fp32 may begin. A latent cache is [N, Hkv, B, D]: its V are columns of K. A block of a layer that keeps a state is
+    the tensors of a record one after the other, each where a cache line begins. Nobody else knows these layouts. On a
+    CPU the memory lies in huge pages where the system offers them, and its first blocks are there from the start: no
+    step waits for the system to find a page for them.
 
     On a GPU blocks are swapped on a stream of their own, beside the computation; asking for a layer makes the current
     stream wait for that layer's blocks, and for no others.
@@ -36,43 +41,67 @@ class KVCache:
 
     def __init__(
         self,
-        groups: Sequence[CacheGroup],
+        groups: Sequence[AnyGroup],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: str = "cpu",
         num_host_blocks: int = 0,
         backend: Backend | None = None,
+        state_pools: StatePools = NO_STATES,
+        model_dtype: torch.dtype | None = None,
     ) -> None:
         """num_host_blocks: room on the host for requests that are swapped out; it takes memory when it is used.
 
-        backend: what moves blocks; None: the fastest one for the device.
+        dtype: of K and V. backend: what moves blocks; None: the fastest one for the device. state_pools: blocks of the
+        groups of layers that keep a state. model_dtype: that they compute in; None: dtype.
         """
         self._groups = tuple(groups)
-        heads = {layer: group.heads for group in groups for layer in group.layers}
-        make = partial(in_huge_pages, touched=RESIDENT // max(1, len(heads)))
+        make = partial(in_huge_pages, touched=RESIDENT // max(1, sum(len(group.layers) for group in groups)))
         if device != "cpu":
             make = partial(torch.empty, device=device)
-        widths = {layer: _layer_bytes(block_size, of, dtype) // dtype.itemsize for layer, of in heads.items()}
-        self._memory = {layer: make((num_blocks, width), dtype=dtype) for layer, width in widths.items()}
-        self._host = {layer: in_huge_pages((num_host_blocks, width), dtype) for layer, width in widths.items()}
-        self._swap: Swap = (
-            (backend or load("auto", device)).swap(device, list(self._host.values())) if num_host_blocks else HostSwap()
-        )
+        self._memory: list[dict[int, torch.Tensor]] = []  # of each group, by layer
+        self._host: list[dict[int, torch.Tensor]] = []
+        self._layers: dict[int, PagedKV | RecurrentCache] = {}
+        records: dict[int, dict[str, torch.Tensor]] = {}  # of a layer that keeps a state, by name
+        for group in groups:
+            if isinstance(group, CacheGroup):
+                width, count, hosts = _layer_bytes(block_size, group.heads, dtype), num_blocks, num_host_blocks
+                memory = {layer: make((count, width // dtype.itemsize), dtype=dtype) for layer in group.layers}
+                self._layers |= {layer: _views(own, block_size, group.heads) for layer, own in memory.items()}
+            else:
+                record = _record(group, recurrent_spec(group, state_pools, model_dtype or dtype, device))
+                width, count, hosts = _record_bytes(record), state_pools.of(group), state_pools.hosts
+                memory = {layer: make((count, width), dtype=torch.uint8) for layer in group.layers}
+                for layer, own in memory.items():
+                    records.setdefault(layer, {}).update(_record_views(own, record))
+            self._memory.append(memory)
+            self._host.append({k: in_huge_pages((hosts, own.shape[1]), own.dtype) for k, own in memory.items()})
+        self._layers |= {layer: RecurrentCache(**tensors) for layer, tensors in records.items()}
+        self._swap: Swap = HostSwap()
+        if num_host_blocks or state_pools.hosts:
+            host = [own for by_layer in self._host for own in by_layer.values()]
+            self._swap = (backend or load("auto", device)).swap(device, host)
         # Before any memory goes. At the interpreter's exit the system takes everything back by itself.
         weakref.finalize(self, self._swap.close).atexit = False
-        self._layers = {layer: _views(memory, block_size, heads[layer]) for layer, memory in self._memory.items()}
 
-    def layer(self, index: int) -> PagedKV:
-        """The layer's K and V: two views [N, Hkv, B, D], of int8 with scales [N, Hkv, B], the same object at each call.
+    def layer(self, index: int) -> PagedKV | RecurrentCache:
+        """What the layer keeps, the same object at each call. Who uses it asks for it in every step.
 
-        Who uses them asks for them in every step.
+        K and V are two views [N, Hkv, B, D], of int8 with scales [N, Hkv, B].
         """
         self._swap.wait(index)
         return self._layers[index]
 
-    def layers(self, group: int) -> list[PagedKV]:
-        """K and V of the layers of the cache group of that index."""
+    def kv(self, index: int) -> PagedKV:
+        """The K and V of a layer of attention, as `layer`. Raises BadValue for a layer that keeps a state."""
+        kept = self.layer(index)
+        if not isinstance(kept, PagedKV):
+            raise BadValue(f"layer {index} keeps a state; it has no K and V")
+        return kept
+
+    def layers(self, group: int) -> list[PagedKV | RecurrentCache]:
+        """What the layers of the cache group of that index keep."""
         return [self.layer(layer) for layer in self._groups[group].layers]
 
     def settle(self) -> None:
@@ -91,13 +120,13 @@ class KVCache:
     def _copy(
         self,
         group: int,
-        sources: Mapping[int, torch.Tensor],  # by layer
+        sources: Sequence[Mapping[int, torch.Tensor]],  # of each group, by layer
         src: Sequence[int],
-        targets: Mapping[int, torch.Tensor],  # by layer
+        targets: Sequence[Mapping[int, torch.Tensor]],  # of each group, by layer
         dst: Sequence[int],
     ) -> None:
         if src:
-            pairs = {layer: (sources[layer], targets[layer]) for layer in self._groups[group].layers}
+            pairs = {layer: (source, targets[group][layer]) for layer, source in sources[group].items()}
             self._swap.copy(pairs, src, dst)
 
 
@@ -132,9 +161,58 @@ def group_spec(
     )
 
 
-def bytes_per_block(groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block id over all layers: of each 2 (K and V) · Hkv · B · (D · bytes a number + a scale's)."""
-    return sum(len(group.layers) * _layer_bytes(block_size, group.heads, dtype) for group in groups)
+def recurrent_spec(
+    group: StateGroup | RowGroup, state_pools: StatePools, dtype: torch.dtype, device: str = "cpu"
+) -> RecurrentSpec:
+    """What the layers of a group that keep a state work on. dtype: that the model computes in."""
+    sizes = asdict(group.sizes)
+    return RecurrentSpec(**sizes, num_states=state_pools.states, num_rows=state_pools.rows, dtype=dtype, device=device)
+
+
+def bytes_per_block(groups: Sequence[AnyGroup], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block id over all layers of attention.
+
+    Of each 2 (K and V) · Hkv · B · (D · bytes a number + a scale's).
+    """
+    attention = [group for group in groups if isinstance(group, CacheGroup)]
+    return sum(len(group.layers) * _layer_bytes(block_size, group.heads, dtype) for group in attention)
+
+
+def bytes_of_states(groups: Sequence[AnyGroup], dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of a state and of the rows of a piece, over all layers that keep a state; zeros where there are none."""
+    found = {StateGroup: 0, RowGroup: 0}
+    for group in groups:
+        if not isinstance(group, CacheGroup):
+            spec = recurrent_spec(group, NO_STATES, dtype)
+            found[type(group)] += len(group.layers) * _record_bytes(_record(group, spec))
+    return found[StateGroup], found[RowGroup]
+
+
+def _record(group: StateGroup | RowGroup, spec: RecurrentSpec) -> Record:
+    return spec.state_record if isinstance(group, StateGroup) else spec.row_record
+
+
+def _record_bytes(record: Record) -> int:
+    """Of one block of one layer that keeps a state."""
+    return sum(_in_lines(math.prod(shape) * dtype.itemsize) for shape, dtype in record.values())
+
+
+def _in_lines(size: int) -> int:
+    """That many bytes, rounded up to whole cache lines."""
+    return -(-size // CACHE_LINE) * CACHE_LINE
+
+
+def _record_views(
+    memory: torch.Tensor,  # uint8 [N, bytes of a record]
+    record: Record,
+) -> dict[str, torch.Tensor]:
+    """The tensors of a layer's records, [N, ...] each, by name."""
+    views, at = {}, 0
+    for name, (shape, dtype) in record.items():
+        size = math.prod(shape) * dtype.itemsize
+        views[name] = memory[:, at : at + size].view(dtype).unflatten(1, shape)  # type: ignore[no-untyped-call]
+        at += _in_lines(size)
+    return views
 
 
 def cache_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
@@ -172,108 +250,3 @@ def _views(
     scales = memory.view(SCALE)[:, _scales_begin(rows * head_dim) // SCALE.itemsize :]
     k_scale, v_scale = scales.unflatten(1, (2, num_kv_heads, block_size)).unbind(1)  # type: ignore[no-untyped-call]
     return PagedKV(k, v, k_scale, v_scale)
-
-
-def choose_num_blocks(
-    config: CacheConfig,
-    block_bytes: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    free: int | None,
-    blocks_a_sequence: int | None = None,
-) -> int:
-    """N: as given, or what the memory budget holds, at most what max_num_seqs sequences of full length could use.
-
-    block_bytes: `bytes_per_block`. free: `free_memory`. blocks_a_sequence: what a sequence of max_model_len tokens owns
-    at most, where windows make that less than all of its tokens.
-    Raises ConfigError where the budget does not hold one sequence of max_model_len tokens, or is not there.
-    """
-    if config.num_blocks is not None:
-        _check_free(f"num_blocks={config.num_blocks}", config.num_blocks * block_bytes, free)
-        return config.num_blocks
-    budget = parse_memory(config.kv_cache_memory, free)
-    _check_free(f"kv_cache_memory={config.kv_cache_memory!r}", budget, free)
-    fitting = budget // block_bytes
-    needed = blocks_a_sequence or -(-max_model_len // config.block_size)
-    if fitting < needed:
-        shorter = f", or a max_model_len of at most {fitting * config.block_size:,}" if fitting else ""
-        raise ConfigError(
-            f"the KV cache may take {_mib(budget)} (kv_cache_memory={config.kv_cache_memory!r}), which holds "
-            f"{fitting * config.block_size:,} tokens; one sequence of max_model_len={max_model_len:,} tokens needs "
-            f"{_mib(needed * block_bytes)}. Give more memory{shorter}"
-        )
-    return min(fitting, needed * max_num_seqs)
-
-
-def choose_num_host_blocks(config: CacheConfig, block_bytes: int, most: int, free: int | None) -> int:
-    """Blocks on the host for swapped requests: what swap_space holds, at most `most`; none where nothing is swapped.
-
-    Raises ConfigError where it holds not one block, or is not there.
-    """
-    if config.preemption != "swap":
-        return 0
-    asked = DEFAULT_SWAP_SPACE if config.swap_space is None else config.swap_space
-    space = parse_memory(asked, free, name="swap_space")
-    fitting = min(space // block_bytes, most)
-    if fitting == 0:
-        raise ConfigError(
-            f"swap_space is {asked!r}, {space:,} bytes; one block takes {block_bytes:,}. Give a unit, as in '4GiB'"
-        )
-    _check_free(f"swap_space={asked!r}", fitting * block_bytes, free)
-    return fitting
-
-
-def _check_free(option: str, wanted: int, free: int | None) -> None:
-    if free is not None and wanted > free:
-        raise ConfigError(f"{option} asks for {_mib(wanted)}; only {_mib(free)} are free")
-
-
-def _mib(amount: int) -> str:
-    return f"{amount / 2**20:,.1f} MiB"
-
-
-def free_memory(device: str = "cpu", root: Path = Path("/")) -> int | None:
-    """Bytes that are really free: the GPU's, or MemAvailable held to what the control groups still allow.
-
-    None where the system does not say. root: where /proc and /sys are.
-    """
-    if device != "cpu":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        [available] = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    except (OSError, ValueError):
-        return None
-    return min([available, *_cgroup_headrooms(root)])
-
-
-def _cgroup_headrooms(root: Path) -> list[int]:
-    """What each control group that this process stands in, and each one above it, still allows."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    headrooms = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):  # version 2, version 1
-            top = root / "sys/fs/cgroup" / controllers
-            names = (
-                ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-            )
-            here = top / path.lstrip("/")
-            for group in (here, *here.parents):
-                if group.is_relative_to(top):
-                    headrooms += _cgroup_headroom(group / names[0], group / names[1], group / "memory.stat")
-    return headrooms
-
-
-def _cgroup_headroom(limit: Path, usage: Path, stat: Path) -> list[int]:
-    """What one control group still allows; nothing where it sets no limit."""
-    try:
-        headroom = int(limit.read_text()) - int(usage.read_text())
-        # File pages that the kernel drops when it needs room count as used, but are free for us.
-        cached = [int(line.split()[1]) for line in stat.read_text().splitlines() if line.startswith("inactive_file ")]
-    except (OSError, ValueError):  # no such group, or "max"
-        return []
-    return [max(0, headroom + sum(cached))]

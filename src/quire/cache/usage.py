@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from quire.cache.manager import BlockManager
+from quire.cache.groups import RowGroup, StateGroup
+from quire.cache.manager import NONE, BlockManager
 from quire.request import Request
 
 
 @dataclass(frozen=True)
 class CacheUsage:
-    """How the blocks of all groups are used at one moment."""
+    """How the blocks of some groups with blocks of the same size are used at one moment."""
 
-    block_size: int  # B
+    block_size: int  # tokens that a block stands for: B; of layers that keep a state, those of a piece
     num_blocks: int  # reserved: in the pools
     used_blocks: int  # owned by at least one request
     logical_blocks: int  # entries of all block tables: what would be owned if nothing were shared
@@ -43,22 +44,40 @@ class CacheUsage:
 
 
 def cache_usage(manager: BlockManager, requests: Iterable[Request]) -> CacheUsage:
-    """How the blocks are used, given all requests."""
-    size, logical, empty = manager.block_size, 0, 0
+    """How the blocks of attention are used, given all requests."""
+    return _usage(manager, requests, manager.attention_groups, manager.block_size)
+
+
+def state_usage(manager: BlockManager, requests: Iterable[Request]) -> tuple[CacheUsage, CacheUsage]:
+    """How the states, and how the rows of pieces in progress are used, given all requests."""
+    listed = list(requests)
+    kinds = [
+        [g for g, group in enumerate(manager.groups) if isinstance(group, kind)] for kind in (StateGroup, RowGroup)
+    ]
+    states, rows = (_usage(manager, listed, groups, manager.unit) for groups in kinds)
+    return states, rows
+
+
+def _usage(manager: BlockManager, requests: Iterable[Request], groups: Sequence[int], size: int) -> CacheUsage:
+    logical, empty = 0, 0
     listed = [request for request in requests if request.cache.block_ids]
-    for g in range(len(manager.groups)):
+    for g in groups:
         filled: dict[int, int] = {}  # of the blocks that are not full for every owner
         for request in listed:
-            logical += len(request.cache.block_ids[g]) - request.cache.num_freed[g]
-            stored = max(request.cache.num_computed, request.cache.num_cached)
-            for i in range(stored // size, len(request.cache.block_ids[g])):
-                block = request.cache.block_ids[g][i]
-                filled[block] = max(filled.get(block, 0), min(size, stored - i * size), 0)
+            cache = request.cache
+            logical += len(manager.owned(request, g))
+            stored = manager.groups[g].stored(cache.num_computed, cache.num_cached)
+            for i in range(max(stored // size, cache.num_freed[g]), len(cache.block_ids[g])):
+                block = cache.block_ids[g][i]
+                if block != NONE:
+                    filled[block] = max(filled.get(block, 0), min(size, stored - i * size), 0)
         empty += sum(size - count for count in filled.values())
-    used = sum(pool.num_used for pool in manager.pools)
+    pools, indexes = [manager.pools[g] for g in groups], [manager.indexes[g] for g in groups]
+    used = sum(pool.num_used for pool in pools)
     cached = sum(
         len(index) - sum(pool.ref_counts[block] > 0 for block in index.by_block)
-        for pool, index in zip(manager.pools, manager.indexes, strict=True)
+        for pool, index in zip(pools, indexes, strict=True)
     )
-    host = sum(pool.num_used for pool in manager.host_pools)
-    return CacheUsage(size, manager.num_blocks * len(manager.pools), used, logical, cached, used * size - empty, host)
+    host = sum(manager.host_pools[g].num_used for g in groups)
+    reserved = sum(pool.num_blocks for pool in pools)
+    return CacheUsage(size, reserved, used, logical, cached, used * size - empty, host)

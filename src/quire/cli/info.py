@@ -49,7 +49,7 @@ def _show_machine() -> None:
     import torch
 
     from quire import ops
-    from quire.cache.storage import free_memory
+    from quire.cache.sizing import free_memory
     from quire.config import EngineConfig
     from quire.ops.cpu import native
 
@@ -73,7 +73,8 @@ def _show_machine() -> None:
 
 def _cache_size(config: EngineConfig, free: int | None) -> str:
     """What the KV cache of the embedded model would be with these options."""
-    from quire.cache.storage import bytes_per_block, cache_dtype, choose_num_blocks
+    from quire.cache.sizing import choose_num_blocks
+    from quire.cache.storage import bytes_per_block, cache_dtype
     from quire.models import EMBEDDED, read_config
 
     cache = config.cache

@@ -10,7 +10,8 @@ from types import MappingProxyType
 
 import torch
 
-from quire.cache.manager import CacheGroup, Move
+from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
+from quire.cache.manager import Move
 from quire.engine.plan import Plan, PlanItem
 from quire.models import longest_sequence
 from quire.models.decoder_config import DecoderConfig, weight_shapes, weight_use
@@ -36,15 +37,18 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 )
 
 
+STATE_BYTES = 4  # of a number of a state, which is fp32
+
+
 @dataclass(frozen=True)
 class ModelCost:
     """What a model has to read and to multiply."""
 
-    groups: tuple[CacheGroup, ...]
+    groups: tuple[AnyGroup, ...]
     max_model_len: int  # tokens of the longest sequence
     layer_params: int  # every token is multiplied by each of them; those of experts are apart
     head_params: int  # of the output projection: only rows that draw a token are
-    number_bytes: int  # of an element of K and V
+    number_bytes: int  # of an element of K and V, and of what a convolution keeps
     weights: WeightBytes
     expert_params: int = 0  # of all experts of all layers
     expert_share: float = 0.0  # of a layer's experts, those that a token goes through
@@ -64,6 +68,30 @@ class ModelCost:
         heads = group.heads
         stored = (2 if heads.latent is None else 1) * heads.num_kv_heads * heads.head_dim
         return len(group.layers) * stored * self.number_bytes
+
+    def state_bytes(self, group: StateGroup | RowGroup) -> int:
+        """Bytes of one block of the group's layers: of a state, or of the rows of a piece."""
+        of = group.sizes
+        if isinstance(group, StateGroup):
+            numbers, inputs = of.num_heads * of.dim_k * of.dim_v, (of.taps - 1) * of.width
+        else:
+            numbers = group.piece * (of.num_k_heads * of.dim_k + of.num_heads * (of.dim_v + 1))
+            inputs = group.piece * of.width
+        return len(group.layers) * (numbers * STATE_BYTES + inputs * self.number_bytes)
+
+    def state_flops(self, group: StateGroup) -> int:
+        """Operations of one token in the group's layers.
+
+        Its key and query on the state and on the piece's rows, half of them on average, and its share of the next
+        state.
+        """
+        of = group.sizes
+        a_head = 6 * of.dim_k * of.dim_v + 2 * group.piece * (of.dim_k + of.dim_v)
+        return len(group.layers) * (of.num_heads * a_head + 2 * of.width * of.taps)
+
+    def block_bytes(self, group: AnyGroup, block_size: int) -> int:
+        """Bytes of one block of the group's layers."""
+        return block_size * self.kv_bytes(group) if isinstance(group, CacheGroup) else self.state_bytes(group)
 
     def attention_flops(self, group: CacheGroup) -> int:
         """Operations of one query token and one key in the group's layers: a dot product and a weighted sum."""
@@ -119,7 +147,7 @@ class CostModel:
     def __init__(self, model: ModelCost, device: Device, block_size: int) -> None:
         self.model = model
         self.device = device
-        self.block_bytes = [block_size * model.kv_bytes(group) for group in model.groups]
+        self.block_bytes = [model.block_bytes(group, block_size) for group in model.groups]
 
     def seconds(self, plan: Plan, num_drawn: int) -> float:
         """How long the plan takes, if that many of its requests draw a token. To be asked before its commit."""
@@ -129,10 +157,14 @@ class CostModel:
         if plan.items:
             size += model.weight_bytes(plan.num_tokens)
             flops = model.linear_flops(plan.num_tokens, num_drawn)
-        for group in model.groups:
-            keys, pairs = attended(plan.items, group.window)
-            size += (keys + plan.num_tokens) * model.kv_bytes(group)
-            flops += pairs * model.attention_flops(group)
+        for group, block_bytes in zip(model.groups, self.block_bytes, strict=True):
+            if isinstance(group, CacheGroup):
+                keys, pairs = attended(plan.items, group.window)
+                size += (keys + plan.num_tokens) * model.kv_bytes(group)
+                flops += pairs * model.attention_flops(group)
+            else:
+                size += recalled(plan.items, group) * block_bytes
+                flops += plan.num_tokens * model.state_flops(group) if isinstance(group, StateGroup) else 0
         seconds = max(size / device.bytes_per_second, flops / device.flops_per_second)
         return seconds + (self._moved(plan.swap_out) + self._moved(plan.swap_in)) / device.link_bytes_per_second
 
@@ -154,6 +186,21 @@ def attended(items: Sequence[PlanItem], window: int | None) -> tuple[int, int]:
             keys += min(context, window - 1 + num_new)
             pairs += _seen(context, window) - _seen(item.start, window)
     return keys, pairs
+
+
+def recalled(items: Sequence[PlanItem], group: StateGroup | RowGroup) -> float:
+    """Blocks of the group that a step reads and writes.
+
+    A state where a request begins and one where it ends another piece, and the rows of the piece in between.
+    """
+    piece, blocks = group.piece, 0.0
+    for item in items:
+        end = item.start + item.num_rows
+        if isinstance(group, StateGroup):
+            blocks += (item.start >= piece) + (end // piece > item.start // piece)
+        else:
+            blocks += (item.start % piece + min(item.num_rows, end % piece)) / piece
+    return blocks
 
 
 def _seen(num_tokens: int, window: int) -> int:

@@ -11,16 +11,10 @@ import torch
 
 from quire.batch import Batch
 from quire.cache.events import Listener
-from quire.cache.manager import BlockManager, most_blocks
-from quire.cache.storage import (
-    KVCache,
-    bytes_per_block,
-    cache_dtype,
-    choose_num_blocks,
-    choose_num_host_blocks,
-    free_memory,
-    group_spec,
-)
+from quire.cache.groups import CacheGroup, StateGroup, check_pieces, has_states
+from quire.cache.manager import BlockManager
+from quire.cache.sizing import BlockBytes, choose_host_pools, choose_pools, free_memory
+from quire.cache.storage import KVCache, bytes_of_states, bytes_per_block, cache_dtype, group_spec, recurrent_spec
 from quire.config import EngineConfig
 from quire.engine.exit import StepGuard
 from quire.engine.flatten import Buffers, flatten
@@ -193,18 +187,21 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         raise Unsupported("reproducible is True; a row's bits may depend on the batch with what transformers computes")
     groups, block_size = decoder.groups, cache_config.block_size
     kv_dtype = cache_dtype(cache_config, model.dtype)
+    attention = [group for group in groups if isinstance(group, CacheGroup)]
     specs = [  # of one block until their number is known
-        group_spec(group, block_size, 1, model.dtype, kv_dtype, config.device, config.reproducible) for group in groups
+        group_spec(group, block_size, 1, model.dtype, kv_dtype, config.device, config.reproducible)
+        for group in attention
     ]
+    check_pieces(groups, block_size, cache_config.state_snapshot_interval)
     if cache_config.kv_cache_dtype != "auto":  # before there is memory for it; a plan would say so after
         for spec in specs:
             check_supported(spec, backend.name, backend.limits)
-    block_bytes = bytes_per_block(groups, block_size, kv_dtype)
-    blocks_a_sequence = max(
-        most_blocks(model.max_model_len, config.max_num_batched_tokens, group.window, block_size) for group in groups
-    )
+    sizes = BlockBytes(bytes_per_block(groups, block_size, kv_dtype), *bytes_of_states(groups, model.dtype))
+    growth = config.max_num_batched_tokens
+    a_sequence = max((group.most(model.max_model_len, growth, block_size) for group in attention), default=0)
     device = torch.device(config.device)
-    is_queued = device.type == "cuda" and backend.graphable and model.capturable  # a step is kernels alone
+    # A step is kernels alone, of attention: a graph has no tables of states.
+    is_queued = device.type == "cuda" and backend.graphable and model.capturable and not has_states(groups)
     loop = _loop(config, is_queued)
     reserve = working_memory(decoder, model.dtype.itemsize, config.max_num_batched_tokens)
     if device.type == "cuda":
@@ -212,13 +209,13 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         reserve += FIXED_RESERVE
     free = free_memory(config.device)
     try:
-        num_blocks = choose_num_blocks(
+        num_blocks, state_pools = choose_pools(
             cache_config,
-            block_bytes,
+            sizes,
             model.max_model_len,
             config.max_num_seqs,
             None if free is None else max(0, free - reserve),
-            blocks_a_sequence,
+            a_sequence,
         )
     except ConfigError as error:
         raise ConfigError(
@@ -227,8 +224,11 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         ) from None
     left = free_memory()
     if left is not None and config.device == "cpu":  # the cache will be taken of the same memory
-        left = max(0, left - reserve - num_blocks * block_bytes)
-    num_host_blocks = choose_num_host_blocks(cache_config, block_bytes, blocks_a_sequence * config.max_num_seqs, left)
+        taken = num_blocks * sizes.attention + state_pools.states * sizes.state + state_pools.rows * sizes.rows
+        left = max(0, left - reserve - taken)
+    most = a_sequence * config.max_num_seqs
+    num_host_blocks, hosts = choose_host_pools(cache_config, sizes, most, config.max_num_seqs, left)
+    state_pools = state_pools._replace(hosts=hosts)
     scheduler = Scheduler(
         BlockManager(
             groups,
@@ -236,6 +236,8 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
             block_size,
             config.max_num_batched_tokens,
             num_host_blocks=num_host_blocks,
+            state_pools=state_pools,
+            state_snapshot_interval=cache_config.state_snapshot_interval,
             enable_prefix_caching=cache_config.enable_prefix_caching,
             salt=str(model.dtype) if kv_dtype == model.dtype else f"{model.dtype} in {kv_dtype}",
         ),
@@ -249,15 +251,22 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     limits = (config.max_num_batched_tokens, config.max_num_seqs, max_blocks)
     eager = Runner(
         model,
-        KVCache(groups, num_blocks, block_size, kv_dtype, config.device, num_host_blocks, backend),
+        KVCache(
+            groups, num_blocks, block_size, kv_dtype, config.device, num_host_blocks, backend, state_pools, model.dtype
+        ),
         backend,
         [replace(spec, num_blocks=num_blocks) for spec in specs],
         *limits,
+        [
+            recurrent_spec(group, state_pools, model.dtype, config.device)
+            for group in groups
+            if isinstance(group, StateGroup)
+        ],
     )
     runner: StepRunner = eager
     if is_queued:
         runner = GraphRunner(eager, config.max_num_seqs, max_blocks, CudaCapture(device))
-    buffers = Buffers(len(groups), block_size, *limits)
+    buffers = Buffers(groups, block_size, *limits)
     return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, config.seed, loop)
 
 

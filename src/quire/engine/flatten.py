@@ -9,8 +9,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.batch import Batch, DrawnRows, EmbedRows, GroupTables, Masks, Pairs, PromptRows, SamplingRows
-from quire.cache.manager import Move
+from quire.batch import (
+    Batch,
+    DrawnRows,
+    EmbedRows,
+    GroupMoves,
+    GroupTables,
+    Masks,
+    Pairs,
+    PromptRows,
+    RecurrentTables,
+    SamplingRows,
+)
+from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
+from quire.cache.manager import NONE, Move
 from quire.engine.philox import uniforms
 from quire.engine.plan import Plan, PlanItem
 from quire.request import Request
@@ -21,8 +33,13 @@ KEEP_ALL = 2**31 - 1  # a top_k that keeps every token
 class Buffers:
     """Host memory for the largest step: the tensors of a Batch are views of it."""
 
-    def __init__(self, num_groups: int, block_size: int, max_tokens: int, max_seqs: int, max_blocks: int) -> None:
+    def __init__(
+        self, groups: Sequence[AnyGroup], block_size: int, max_tokens: int, max_seqs: int, max_blocks: int
+    ) -> None:
         self.block_size = block_size
+        self.groups = tuple(groups)
+        self.attention = [g for g, group in enumerate(groups) if isinstance(group, CacheGroup)]
+        num_groups = len(self.attention)
         self.token_ids = np.zeros(max_tokens, np.int64)
         self.positions = np.zeros(max_tokens, np.int64)
         self.query_starts = np.zeros(max_seqs + 1, np.int32)
@@ -57,23 +74,14 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         if start < request.cache.num_cached:
             first = int(starts[s])
             known += range(first, first + min(request.cache.num_cached - start, num_new))
-    widest = max((len(table) for item in items for table in item.request.cache.block_ids), default=0)
-    for g, (tables, slots) in enumerate(zip(buffers.block_tables, buffers.slots, strict=True)):
+    groups = buffers.attention
+    widest = max((len(item.request.cache.block_ids[g]) for item in items for g in groups), default=0)
+    for g, tables, slots in zip(groups, buffers.block_tables, buffers.slots, strict=True):
         rows = b"".join([item.request.cache.block_ids[g].tobytes().ljust(4 * widest, b"\0") for item in items])
         tables[:num_seqs, :widest] = np.frombuffer(rows, np.int32).reshape(num_seqs, widest)
         block = tables[sequence, position // buffers.block_size]
         slots[:t] = block.astype(np.int64) * buffers.block_size + position % buffers.block_size
         slots[known] = -1
-    groups = tuple(
-        GroupTables(
-            swap_out=_pairs(plan.swap_out, g),
-            swap_in=_pairs(plan.swap_in, g),
-            copies=_in_turns([move for move in plan.copies if move.group == g]),
-            slots=torch.from_numpy(slots[:t]),
-            block_tables=torch.from_numpy(tables[:num_seqs, :widest]),
-        )
-        for g, (slots, tables) in enumerate(zip(buffers.slots, buffers.block_tables, strict=True))
-    )
     ends = starts[1:].tolist()
     # Rows to draw after: the last one of a request, with the number of tokens up to it that it has not yet.
     drawn = [
@@ -90,7 +98,19 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         positions=torch.from_numpy(buffers.positions[:t]),
         query_starts=torch.from_numpy(starts),
         context_lens=torch.from_numpy(buffers.context_lens[:num_seqs]),
-        groups=groups,
+        moves=tuple(
+            GroupMoves(
+                swap_out=_pairs(plan.swap_out, g),
+                swap_in=_pairs(plan.swap_in, g),
+                copies=_in_turns([move for move in plan.copies if move.group == g]),
+            )
+            for g in range(len(buffers.groups))
+        ),
+        groups=tuple(
+            GroupTables(torch.from_numpy(slots[:t]), torch.from_numpy(tables[:num_seqs, :widest]))
+            for slots, tables in zip(buffers.slots, buffers.block_tables, strict=True)
+        ),
+        recurrent=recurrent_tables(items, buffers.groups),
         drawn=DrawnRows(torch.tensor([row for row, _ in unknown], dtype=torch.int64), [name for _, name in unknown]),
         logit_rows=torch.tensor([row for _, row, _ in drawn], dtype=torch.int64),
         logit_ids=[request.id for request, _, _ in drawn],
@@ -98,6 +118,30 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         prompt=prompt_rows(items),
         embed=EmbedRows(torch.tensor([row for _, row in embedded], dtype=torch.int64), [name for name, _ in embedded]),
     )
+
+
+def recurrent_tables(items: Sequence[PlanItem], groups: Sequence[AnyGroup]) -> tuple[RecurrentTables, ...]:
+    """Where a step finds and leaves states and rows."""
+    found = []
+    for g, group in enumerate(groups):
+        if isinstance(group, StateGroup):
+            [r] = [r for r, other in enumerate(groups) if isinstance(other, RowGroup) and other.layers == group.layers]
+            tables = [(item.request.cache.block_ids[g], item.request.cache.block_ids[r]) for item in items]
+            first = [item.start // group.piece for item in items]
+            last = [(item.start + item.num_rows) // group.piece for item in items]
+            width = 1 + max((b - a for a, b in zip(first, last, strict=True)), default=0)
+            # The state before a piece is that at the end of the piece before it.
+            states = [_cut(own, at - 1, width) for (own, _), at in zip(tables, first, strict=True)]
+            rows = [_cut(own, at, width) for (_, own), at in zip(tables, first, strict=True)]
+            found.append(RecurrentTables(*(torch.tensor(x, dtype=torch.int32).view(-1, width) for x in (states, rows))))
+    return tuple(found)
+
+
+def _cut(table: array[int], start: int, width: int) -> list[int]:
+    """So many entries from that one on, NONE for those that are not there."""
+    there = table[max(0, start) : start + width].tolist()
+    before = [NONE] * max(0, -start)
+    return (before + there + [NONE] * width)[:width]
 
 
 def _pairs(moves: list[Move], group: int) -> Pairs:

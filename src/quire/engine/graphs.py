@@ -55,7 +55,7 @@ class Bucket:
 
     size: int
     inputs: Tensor  # int64 [2, size], on the device: token ids, positions
-    plans: tuple[AttentionPlan, ...]  # one a cache group
+    plans: tuple[AttentionPlan, ...]  # one a cache group; models with layers that keep a state are not captured
     replay: Callable[[], Tensor] | None = None  # set when the bucket is captured; returns the hidden states, [size, H]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.cache.groups import CacheGroup, RowGroup, StateGroup
 from quire.cache.manager import BlockManager
 from quire.errors import RequestError
 from quire.request import Request, Task
@@ -24,10 +25,10 @@ def check_size(request: Request, longest: int, manager: BlockManager, max_model_
             f"{longest - request.num_prompt}; it must have fewer"
         )
     stored = longest - is_drawn
-    needed = max(manager.most_blocks(stored, stored, group) for group in manager.groups)
+    most = [manager.most_blocks(stored, stored, g) for g in range(len(manager.groups))]
     what = ""
     if request.driven and request.group is not None:  # its siblings go on side by side, or not at all
-        width, shared = len(request.group.members), request.num_prompt // manager.block_size
+        width = len(request.group.members)
         if width > max_num_seqs:
             raise RequestError(
                 f"request {request.id} has {width} beams; with max_num_seqs={max_num_seqs} beam_width may be "
@@ -35,17 +36,27 @@ def check_size(request: Request, longest: int, manager: BlockManager, max_model_
                 "beam_width",
             )
         what = f" for each of {width} beams"
-        windowed = any(group.window is not None for group in manager.groups)
-        needed = width * needed if windowed else shared + width * (needed - shared)
-    existing = manager.num_blocks
-    if needed > existing:
+        whole = request.num_prompt // manager.block_size
+        # Of states, the one that only a prompt takes; blocks that leave a window are not shared to the end.
+        shared = [
+            whole if type(g) is CacheGroup and g.window is None else type(g) is StateGroup for g in manager.groups
+        ]
+        most = [min(n, once) + width * max(0, n - once) for n, once in zip(most, shared, strict=True)]
+    for group, pool, needed in zip(manager.groups, manager.pools, most, strict=True):
+        if needed <= pool.num_blocks:
+            continue
         new = f" and up to {longest - request.num_prompt} new ones" if is_drawn else ""
+        blocks = {
+            CacheGroup: f"KV blocks of {manager.block_size} tokens",
+            StateGroup: "states",
+            RowGroup: f"blocks of rows of {manager.unit} tokens",
+        }[type(group)]
         raise RequestError(
-            f"request {request.id} can never fit: {request.num_prompt} prompt tokens{new}{what} need {needed} KV "
-            f"blocks of {manager.block_size} tokens, and the cache has {existing}; "
+            f"request {request.id} can never fit: {request.num_prompt} prompt tokens{new}{what} need {needed} "
+            f"{blocks}, and the cache has {pool.num_blocks}; "
             + ("lower max_tokens or " if is_drawn else "")
             + "give the cache more blocks"
             + (", or lower beam_width" if what else "")
-            + (", or lower max_num_batched_tokens" if any(g.window for g in manager.groups) else ""),
+            + (", or lower max_num_batched_tokens" if group.window else ""),
             "beam_width" if what else "prompt",
         )

@@ -12,13 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.batch import Batch
+from quire.batch import Batch, Pairs
 from quire.cache.storage import KVCache
 from quire.engine.plan import Launched, StepOutput
 from quire.engine.sampler import sample, token_logprobs
 from quire.engine.transfer import all_queued, receive, send
 from quire.models.model import Model
-from quire.ops import AttentionPlan, AttentionSpec, Backend
+from quire.ops import AttentionPlan, AttentionSpec, Backend, PagedKV
+from quire.ops.program import Plan
+from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentSpec
 from quire.request import TokenLogprobs
 
 MAX_LOGIT_ROWS = 256  # rows of V numbers held at a time: 128 MiB for a vocabulary of 128k
@@ -27,7 +29,7 @@ Reader: TypeAlias = Callable[[StepOutput], None]  # writes what a part of a step
 
 
 class Runner:
-    """Runs a model eagerly, with one attention plan a cache group that every step updates.
+    """Runs a model eagerly, with a plan for each cache group of attention and of states that every step updates.
 
     On a GPU the host queues a whole step and waits once, for the tokens that were drawn and the logprobs asked for. It
     may queue the next one before: tokens that are drawn stay on the device as well, where that step takes them.
@@ -38,22 +40,27 @@ class Runner:
         model: Model,
         cache: KVCache,
         backend: Backend,
-        specs: Sequence[AttentionSpec],  # one a cache group
+        specs: Sequence[AttentionSpec],  # one a cache group of attention
         max_tokens: int,
         max_seqs: int,
         max_blocks: int,
+        recurrent: Sequence[RecurrentSpec] = (),  # one a cache group of states
     ) -> None:
         self.model = model
         self.cache = cache
         self.backend = backend
         self.specs = tuple(specs)
-        self.device = torch.device(specs[0].device)
-        self.plans = self.make_plans(max_tokens, max_seqs, max_blocks)
+        self.device = torch.device(specs[0].device if specs else recurrent[0].device)
+        max_pieces = max_tokens // PIECE + 2  # a step may begin and end within one
+        self.plans: tuple[Plan, ...] = (
+            *self.make_plans(max_tokens, max_seqs, max_blocks),
+            *(backend.make_recurrent_plan(spec, max_tokens, max_seqs, max_pieces) for spec in recurrent),
+        )
         self._drawn = torch.empty(0, dtype=torch.int64)  # [R], on the device: what the last step that drew has drawn
         self._row_of: dict[str, int] = {}  # by request id, its row of these
 
     def make_plans(self, max_tokens: int, max_seqs: int, max_blocks: int) -> tuple[AttentionPlan, ...]:
-        """An attention plan of that size for each cache group."""
+        """A plan of that size for each cache group of attention."""
         return tuple(self.backend.make_plan(spec, max_tokens, max_seqs, max_blocks) for spec in self.specs)
 
     def run(self, batch: Batch) -> StepOutput:
@@ -78,12 +85,21 @@ class Runner:
 
     def move(self, batch: Batch) -> None:
         """Swap out, swap in, copy."""
-        for g, group in enumerate(batch.groups):
+        for g, group in enumerate(batch.moves):
             self.cache.swap_out(g, *group.swap_out)
             self.cache.swap_in(g, *group.swap_in)
             for copied in group.copies:
-                for kv in self.cache.layers(g):
-                    self.backend.copy_blocks(kv, copied.src, copied.dst)
+                for kept in self.cache.layers(g):
+                    if isinstance(kept, PagedKV):
+                        self.backend.copy_blocks(kept, copied.src, copied.dst)
+                    else:
+                        self._copy_rows(kept, copied)
+
+    def _copy_rows(self, cache: RecurrentCache, pairs: Pairs) -> None:
+        """Copy the rows of pieces that siblings share until one of them goes on. States are never written twice."""
+        src, dst = send([torch.tensor(pairs.src), torch.tensor(pairs.dst)], self.device)
+        for rows in (cache.keys, cache.updates, cache.decays, cache.inputs):
+            rows.index_copy_(0, dst, rows.index_select(0, src))
 
     def compute(self, batch: Batch) -> Launched:
         """What `launch` does when blocks have moved."""
@@ -119,7 +135,7 @@ class Runner:
         self,
         batch: Batch,
         hidden: Tensor,  # [T, H]; or those that were kept
-        plans: Sequence[AttentionPlan],  # that the step was computed with
+        plans: Sequence[Plan],  # that the step was computed with
         kept: Tensor | None = None,  # int64, host, ascending: the rows that `hidden` has; None: all
     ) -> Launched:
         """Draw a token for each logit row, and gather the logprobs and hidden states that were asked for."""
@@ -201,10 +217,12 @@ class Runner:
         return read
 
 
-def update(plans: Sequence[AttentionPlan], batch: Batch) -> None:
-    """Give each cache group's plan the batch's metadata."""
-    for plan, group in zip(plans, batch.groups, strict=True):
-        plan.update(batch.query_starts, batch.context_lens, group.block_tables, group.slots)
+def update(plans: Sequence[Plan], batch: Batch) -> None:
+    """Give each plan the batch's metadata."""
+    tables = [(group.block_tables, group.slots) for group in batch.groups]
+    tables += [(group.state_tables, group.row_tables) for group in batch.recurrent]
+    for plan, own in zip(plans, tables, strict=True):
+        plan.update(batch.query_starts, batch.context_lens, *own)
 
 
 def _embed(
@@ -223,7 +241,7 @@ def _embed(
     return read
 
 
-def _nonfinite_rows(batch: Batch, plans: Sequence[AttentionPlan]) -> Reader:
+def _nonfinite_rows(batch: Batch, plans: Sequence[Plan]) -> Reader:
     """Report by sequence its first row whose K or V is not finite in any layer."""
     count = len(batch.token_ids)  # a plan of a graph has padding after them
     flags = [plan.nonfinite[:count] for plan in plans]

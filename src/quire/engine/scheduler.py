@@ -176,7 +176,17 @@ class Scheduler:
             # Nobody can go on: siblings that wait for one another hold what the next one in the queue needs. They
             # join the queue after it; from the host they would come back before it.
             self._preempt(self.running.last_unit(), None, plan)
+        self._keep_states(plan)
         return plan
+
+    def _keep_states(self, plan: Plan) -> None:
+        """Let the step store states that others may begin at, when all of its requests have what they need."""
+        if self.manager.state_groups:
+            for item in plan.items:
+                try:
+                    self.manager.keep_states(item.request, item.start, item.start + item.num_new)
+                except Exception:  # nothing was taken
+                    log.exception("request %s leaves no states to others", item.request.id)
 
     def _keep_running(self, plan: Plan) -> list[int]:
         """Plan what runs. Returns the blocks of each group that these requests will still need for their tokens.
@@ -410,6 +420,7 @@ class Scheduler:
             else:
                 plan.items.append(item)
                 plan.num_tokens += item.num_new
+        self._keep_states(plan)
         return plan if plan.items else None
 
     def _share_budget(self, going: list[tuple[Request, int, int]]) -> list[PlanItem]:
@@ -433,7 +444,7 @@ class Scheduler:
             return False
         if sum(item.num_new for item in items) >= self.max_num_batched_tokens:
             return False
-        if self.manager.has_windows:  # what the step before frees is not known
+        if self.manager.frees_early:  # what the step before frees is not known
             return True
         return not self._is_blocked(first, [pool.num_free for pool in self.manager.pools], self._num_plans + 1)
 

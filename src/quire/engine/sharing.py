@@ -11,7 +11,10 @@ from quire.request import Request
 
 
 class ComingBlocks:
-    """The blocks that requests fill next. Found anew in each step, so nothing outlives a request that ends."""
+    """The blocks that requests fill next, and the states that they are about to leave to others.
+
+    Found anew in each step, so nothing outlives a request that ends.
+    """
 
     def __init__(self, manager: BlockManager, requests: Iterable[Request]) -> None:
         self._manager = manager
@@ -20,22 +23,27 @@ class ComingBlocks:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        """Take in the next block of a running request.
+        """Take in the next block of a running request, and the state that it leaves where prefixes part.
 
         Left out is one that the cache has already, an open one, whose tokens are not all known, and one that will not
         be published, as something before it is not finite.
         """
         if request.cache.nonfinite_at is not None:
             return
-        manager, index = self._manager, request.cache.num_computed // self._manager.block_size
-        if (
-            request.cache.block_ids
-            and (index + 1) * manager.block_size <= len(request.tokens)
-            and manager.shares(request)
-        ):
-            digest = manager.digest(request, index)
-            if any(digest not in known for known in manager.indexes):
-                self._digests.setdefault(index, set()).add(digest)
+        manager, size = self._manager, self._manager.block_size
+        if not request.cache.block_ids or not manager.shares(request):
+            return
+        index = request.cache.num_computed // size
+        if (index + 1) * size <= len(request.tokens):
+            self._add(request, index, manager.attention_groups)
+        if request.cache.parted_at > request.cache.num_computed:
+            self._add(request, request.cache.parted_at // size - 1, manager.state_groups)
+
+    def _add(self, request: Request, index: int, groups: Iterable[int]) -> None:
+        """Take in the request's full block of that index, unless it stands in all of these groups."""
+        digest = self._manager.digest(request, index)
+        if any(digest not in self._manager.indexes[g] for g in groups):
+            self._digests.setdefault(index, set()).add(digest)
 
     def help(self, request: Request) -> bool:
         """Whether one of these is a block of the waiting request, which could then be taken from the cache."""

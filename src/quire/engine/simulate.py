@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cache.events import BlockRemoved, CacheEvent
+from quire.cache.groups import NO_STATES, has_states
 from quire.cache.manager import BlockManager
+from quire.cache.sizing import state_pools
 from quire.config import EngineConfig
 from quire.engine.cost import CostModel, Device, ModelCost
 from quire.engine.order import ORDERS
@@ -140,6 +142,7 @@ class Simulation:
                 f"preemption is {cache.preemption!r} with {num_host_blocks} blocks on the host; 'swap' needs some and "
                 f"'recompute' takes none"
             )
+        pools = state_pools(cache, cache.num_blocks, config.max_num_seqs) if has_states(model.groups) else NO_STATES
         self.clock = VirtualClock()
         self.seed = seed
         self.scheduler = Scheduler(
@@ -149,6 +152,8 @@ class Simulation:
                 cache.block_size,
                 config.max_num_batched_tokens,
                 num_host_blocks=num_host_blocks,
+                state_pools=pools._replace(hosts=config.max_num_seqs if num_host_blocks else 0),
+                state_snapshot_interval=cache.state_snapshot_interval,
                 enable_prefix_caching=cache.enable_prefix_caching,
             ),
             max_model_len=longest,

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.cache.storage import KVCache, cache_dtype, group_spec
 from quire.config import EngineConfig
 from quire.engine.flatten import sampling_rows
@@ -91,7 +91,8 @@ class _Case:
 
     @classmethod
     def of(cls, model: Model, backend: Backend, config: EngineConfig) -> _Case:
-        block_size, heads = config.cache.block_size, model.config.groups[0].heads
+        block_size = config.cache.block_size
+        heads = next(group.heads for group in model.config.groups if isinstance(group, CacheGroup))
         kv_heads = min(2, heads.num_kv_heads)
         few = replace(heads, num_heads=kv_heads * (heads.num_heads // heads.num_kv_heads), num_kv_heads=kv_heads)
         num_blocks = sum(-(-keys // block_size) for _, keys in SEQUENCES)
@@ -215,7 +216,7 @@ def _attention(case: _Case) -> Iterator[Tensor]:
     """A prompt, a chunk and a decoded token in one step, over a cache that was written before."""
     spec, backend = case.spec, case.backend
     D, block_size = spec.head_dim, spec.block_size
-    kv = KVCache([case.group], spec.num_blocks, block_size, spec.cache_dtype, spec.device, backend=backend).layer(0)
+    kv = KVCache([case.group], spec.num_blocks, block_size, spec.cache_dtype, spec.device, backend=backend).kv(0)
     keys = [keys for _, keys in SEQUENCES]
     width = -(-max(keys) // block_size)
     first = list(accumulate((-(-n // block_size) for n in keys[:-1]), initial=0))  # of each sequence, its first block

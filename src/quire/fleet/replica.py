@@ -253,7 +253,7 @@ class Replica:
             max_samples=self._worker.max_samples,
             block_size=self._manager.block_size,
             salt=self._manager.salt,
-            has_windows=self._manager.has_windows,
+            has_windows=self._manager.frees_early,
         )
 
     async def _lines(self, session: Session) -> AsyncIterator[bytes]:

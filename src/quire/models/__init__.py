@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # What a config.json calls its architecture -> the module that reads it.
 FAMILIES = {
+    "BambaForCausalLM": "quire.models.families.bamba",
     "BloomForCausalLM": "quire.models.families.bloom",
     "Cohere2ForCausalLM": "quire.models.families.cohere2",
     "CohereForCausalLM": "quire.models.families.cohere2",
@@ -48,6 +49,8 @@ FAMILIES = {
     "GlmForCausalLM": "quire.models.families.glm4",
     "GptOssForCausalLM": "quire.models.families.gpt_oss",
     "GraniteForCausalLM": "quire.models.families.granite",
+    "GraniteMoeHybridForCausalLM": "quire.models.families.granitemoehybrid",
+    "Lfm2ForCausalLM": "quire.models.families.lfm2",
     "LlamaForCausalLM": "quire.models.families.llama",
     "MistralForCausalLM": "quire.models.families.llama",
     "MixtralForCausalLM": "quire.models.families.mixtral",
@@ -56,6 +59,7 @@ FAMILIES = {
     "Phi3ForCausalLM": "quire.models.families.phi3",
     "Qwen2ForCausalLM": "quire.models.families.qwen2",
     "Qwen3ForCausalLM": "quire.models.families.qwen3",
+    "Qwen3_5ForCausalLM": "quire.models.families.qwen3_5",
     "Qwen3MoeForCausalLM": "quire.models.families.qwen3_moe",
     "SeedOssForCausalLM": "quire.models.families.seed_oss",
     "SmolLM3ForCausalLM": "quire.models.families.smollm3",

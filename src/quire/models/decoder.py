@@ -14,8 +14,10 @@ from quire.models.layers import write_program
 from quire.models.model import WeightBytes
 from quire.models.quantisation.stacking import Weight, matrix, tensor
 from quire.models.rope import rope_tables
-from quire.ops import AttentionPlan, Backend
+from quire.models.state_config import StateConfig
+from quire.ops import Backend
 from quire.ops.linear import Embedding, PlainEmbedding
+from quire.ops.program import Plan
 
 
 class Decoder:
@@ -70,14 +72,13 @@ class Decoder:
         if config.per_layer is not None:
             self.per_layer_embedding = tensor(weights["per_layer_embedding"])
             self.per_layer_scale = self._rounded(config.per_layer.size**0.5)
-        ropes = [(layer.mixer.rope, layer.mixer.rope_dim) for layer in config.layers]
+        mixers = [layer.mixer for layer in config.layers]
+        ropes = [(None, 0) if isinstance(one, StateConfig) else (one.rope, one.rope_dim) for one in mixers]
         tables = rope_tables(ropes, config.max_position_embeddings, max_model_len, self.device)
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
         self.layers = backend.compile(write_program(config, weights, linears, tables, slopes, self.dtype, self.device))
 
-    def forward(
-        self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan], rows: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm: [T, H]. Writes the batch's K and V to the cache.
 
         plans: one a cache group, updated for this batch.

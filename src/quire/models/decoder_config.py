@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from quire.cache.manager import CacheGroup, Heads
+from quire.cache.groups import CacheGroup, Heads, RowGroup, StateGroup
 from quire.errors import ModelError
-from quire.models.model import attention_width, cache_groups, mlp_width
+from quire.models.model import attention_width, cache_groups, mlp_width, state_groups, state_width
+from quire.models.state_config import StateConfig
 from quire.ops.activation import Activation
 
 
@@ -24,6 +25,7 @@ class AttentionConfig:
     rope: Mapping[str, Any] | None = None  # parameters as rope.py reads them; None: no RoPE
     bias: bool = False  # of the projection to q, k and v
     output_bias: bool = False
+    gated: bool = False  # what is attended is multiplied by the sigmoid of a gate, projected with q
     qk_norm: Literal["head", "all heads"] | None = None  # what of q, and of k, is normalised before RoPE
     scale: float | None = None  # of q·k; None: 1 / sqrt(D)
     softcap: float | None = None  # of the scores
@@ -53,10 +55,11 @@ class AttentionConfig:
 
     @property
     def projected(self) -> tuple[int, ...]:
-        """Sizes of what is projected: q, k and v, where the layer has them."""
+        """Sizes of what is projected: q, with its gate where it has one, k and v, where the layer has them."""
+        q = 2 * self.q_size if self.gated else self.q_size
         if self.kv_of is not None:
-            return (self.q_size,)
-        return (self.q_size, *(self.kv_size,) * (1 if self.v_is_k else 2))
+            return (q,)
+        return (q, *(self.kv_size,) * (1 if self.v_is_k else 2))
 
     @property
     def kv_size(self) -> int:
@@ -137,7 +140,7 @@ class ExpertsConfig:
 class LayerConfig:
     """One layer: what mixes the tokens, and what each of them goes through then."""
 
-    mixer: AttentionConfig | LatentConfig
+    mixer: AttentionConfig | LatentConfig | StateConfig
     mlp: MlpConfig | ExpertsConfig
     experts: ExpertsConfig | None = None  # besides the MLP, each with norms of its own; the router has one, too
 
@@ -195,7 +198,8 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         rotated = any(rope is not None for rope in self.ropes)
         positions = [rotated, self.learned_positions, self.alibi_slopes is not None]
-        if sum(positions) != 1:
+        # A state that passes over the tokens in order knows positions, too.
+        if sum(positions) > 1 or (sum(positions) == 0 and len(self.attention) == self.num_layers):
             raise ModelError(f"a decoder knows positions in exactly one way; this one in {sum(positions)}")
         if self.branches != "in turn" and not self.input_norms:
             raise ModelError("parallel branches without norms of their inputs are not served")
@@ -206,14 +210,20 @@ class DecoderConfig:
         return len(self.layers)
 
     @property
+    def attention(self) -> list[AttentionConfig | LatentConfig]:
+        """That of the layers that have some."""
+        return [layer.mixer for layer in self.layers if not isinstance(layer.mixer, StateConfig)]
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
-        """Each layer's: [L]."""
-        return tuple(layer.mixer.window for layer in self.layers)
+        """Each attention's."""
+        return tuple(attention.window for attention in self.attention)
 
     @property
     def ropes(self) -> tuple[Mapping[str, Any] | None, ...]:
-        """Each layer's: [L]."""
-        return tuple(layer.mixer.rope for layer in self.layers)
+        """Each layer's: [L]; None where there is no attention, too."""
+        mixers = [layer.mixer for layer in self.layers]
+        return tuple(None if isinstance(mixer, StateConfig) else mixer.rope for mixer in mixers)
 
     @property
     def experts(self) -> list[ExpertsConfig]:
@@ -222,11 +232,14 @@ class DecoderConfig:
         return [experts for experts in found if isinstance(experts, ExpertsConfig)]
 
     @property
-    def groups(self) -> tuple[CacheGroup, ...]:
-        """The layers with memory of their own, by window and heads."""
-        return cache_groups(
-            [None if shares_memory(layer) else (layer.mixer.heads, layer.mixer.window) for layer in self.layers]
-        )
+    def groups(self) -> tuple[CacheGroup | StateGroup | RowGroup, ...]:
+        """The layers with memory of their own: by window and heads, then by what they keep."""
+        mixers = [layer.mixer for layer in self.layers]
+        attention = [
+            None if isinstance(one, StateConfig) or shares_memory(one) else (one.heads, one.window) for one in mixers
+        ]
+        states = [one.sizes if isinstance(one, StateConfig) else None for one in mixers]
+        return (*cache_groups(attention), *state_groups(states))
 
     @property
     def layer_width(self) -> int:
@@ -234,12 +247,13 @@ class DecoderConfig:
 
         Experts also gather rows and results, some of them in fp32. Each kind of layer has room of its own.
         """
-        attention = {attention_width(layer.mixer.heads) for layer in self.layers}
+        attention = {attention_width(one.heads) for one in self.attention}
+        states = {state_width(layer.mixer.sizes) for layer in self.layers if isinstance(layer.mixer, StateConfig)}
         dense = {mlp_width(layer.mlp.size) for layer in self.layers if isinstance(layer.mlp, MlpConfig)}
         dense |= {mlp_width(of.shared.size) + self.hidden_size for of in self.experts if of.shared is not None}
         experts = {of.per_token * (mlp_width(of.mlp.size) + 6 * self.hidden_size) for of in self.experts}
         per_layer = 0 if self.per_layer is None else 3 * self.num_layers * self.per_layer.size + self.hidden_size
-        return sum(attention) + sum(dense) + max(experts, default=0) + per_layer
+        return sum(attention) + sum(states) + sum(dense) + max(experts, default=0) + per_layer
 
     @cached_property
     def weights(self) -> dict[str, WeightShape]:
@@ -254,9 +268,9 @@ class WeightShape(NamedTuple):
     parts: tuple[int, ...]
 
 
-def shares_memory(layer: LayerConfig) -> bool:
+def shares_memory(mixer: AttentionConfig | LatentConfig | StateConfig) -> bool:
     """Whether the layer reads what another one stores."""
-    return isinstance(layer.mixer, AttentionConfig) and layer.mixer.kv_of is not None
+    return isinstance(mixer, AttentionConfig) and mixer.kv_of is not None
 
 
 def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -307,6 +321,9 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
                 yield f"{prefix}shares", _whole(experts.count)
         if config.layer_scales:
             yield f"{prefix}scale", _whole(1)
+        if isinstance(layer.mixer, StateConfig):
+            for name, shape in layer.mixer.vectors():
+                yield prefix + name, _whole(*shape)
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.sinks:
             yield f"{prefix}sinks", _whole(layer.mixer.num_heads)
         norms |= {prefix + name: size for name, size in _norms(config, layer).items()}
@@ -322,7 +339,7 @@ def _whole(*shape: int) -> WeightShape:
 
 def _linears(config: DecoderConfig, layer: LayerConfig) -> Iterator[_Linear]:
     H = config.hidden_size
-    yield from _attention_linears(layer.mixer, H)
+    yield from _mixer_linears(layer.mixer, H)
     yield from _mlp_linears(layer.mlp, H)
     if layer.experts is not None:
         yield from _mlp_linears(layer.experts, H)
@@ -334,7 +351,7 @@ def _linears(config: DecoderConfig, layer: LayerConfig) -> Iterator[_Linear]:
 def _norms(config: DecoderConfig, layer: LayerConfig) -> dict[str, int]:
     """Name and size of a layer's norms."""
     norms: dict[str, int] = {}
-    attention = layer.mixer
+    mixer = layer.mixer
     if layer.experts is not None:
         names = "router_norm", "experts_norm", "experts_output_norm", "dense_output_norm"
         norms |= dict.fromkeys(names, config.hidden_size)
@@ -344,31 +361,34 @@ def _norms(config: DecoderConfig, layer: LayerConfig) -> dict[str, int]:
         norms["input_norm"] = config.hidden_size
         if config.branches != "parallel, one norm":
             norms["mlp_norm"] = config.hidden_size
-    if isinstance(attention, LatentConfig):
-        norms["latent_norm"] = attention.latent
-        if attention.q_rank is not None:
-            norms["q_norm"] = attention.q_rank
-    elif attention.qk_norm is not None:
-        D, by_head = attention.head_dim, attention.qk_norm == "head"
-        norms["q_norm"] = D if by_head else attention.q_size
-        if attention.kv_of is None:
-            norms["k_norm"] = D if by_head else attention.kv_size
+    if isinstance(mixer, LatentConfig):
+        norms["latent_norm"] = mixer.latent
+        if mixer.q_rank is not None:
+            norms["q_norm"] = mixer.q_rank
+    elif isinstance(mixer, AttentionConfig) and mixer.qk_norm is not None:
+        D, by_head = mixer.head_dim, mixer.qk_norm == "head"
+        norms["q_norm"] = D if by_head else mixer.q_size
+        if mixer.kv_of is None:
+            norms["k_norm"] = D if by_head else mixer.kv_size
     if config.branch_norms:
         norms |= {"output_norm": config.hidden_size, "mlp_output_norm": config.hidden_size}
     return norms
 
 
-def _attention_linears(attention: AttentionConfig | LatentConfig, hidden_size: int) -> Iterator[_Linear]:
-    if isinstance(attention, LatentConfig):
-        latent, heads, rank = attention.latent, attention.num_heads, attention.q_rank
-        yield _Linear("qkv", (rank or attention.q_size, latent + attention.rope_dim), hidden_size, attention.bias)
-        if rank is not None:
-            yield _Linear("q", (attention.q_size,), rank, False)
-        yield _Linear("kv", (heads * (attention.plain_dim + attention.v_dim),), latent, False)
-        yield _Linear("output", (hidden_size,), heads * attention.v_dim, attention.bias)
-        return
-    yield _Linear("qkv", attention.projected, hidden_size, attention.bias)
-    yield _Linear("output", (hidden_size,), attention.q_size, attention.output_bias)
+def _mixer_linears(mixer: AttentionConfig | LatentConfig | StateConfig, hidden_size: int) -> Iterator[_Linear]:
+    match mixer:
+        case AttentionConfig():
+            yield _Linear("qkv", mixer.projected, hidden_size, mixer.bias)
+            yield _Linear("output", (hidden_size,), mixer.q_size, mixer.output_bias)
+        case LatentConfig(latent=latent, num_heads=heads, q_rank=rank):
+            yield _Linear("qkv", (rank or mixer.q_size, latent + mixer.rope_dim), hidden_size, mixer.bias)
+            if rank is not None:
+                yield _Linear("q", (mixer.q_size,), rank, False)
+            yield _Linear("kv", (heads * (mixer.plain_dim + mixer.v_dim),), latent, False)
+            yield _Linear("output", (hidden_size,), heads * mixer.v_dim, mixer.bias)
+        case _:
+            yield _Linear("state_in", mixer.in_rows, hidden_size, mixer.bias)
+            yield _Linear("state_out", (hidden_size,), mixer.out_size, mixer.bias)
 
 
 def _mlp_linears(mlp: MlpConfig | ExpertsConfig, hidden_size: int, prefix: str = "") -> Iterator[_Linear]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
+from quire.cache.groups import RowGroup
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LatentConfig, MlpConfig
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
+from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig
 from quire.ops.activation import Activation
 from quire.ops.experts import Choice, ExpertLayer
 from quire.ops.linear import Linear, Linears
@@ -22,7 +24,11 @@ from quire.ops.program import (
     Activate,
     Add,
     Attend,
+    Convolve,
     Copy,
+    Gate,
+    GatedDelta,
+    GatedNormalize,
     Keep,
     MixExperts,
     Multiply,
@@ -33,6 +39,7 @@ from quire.ops.program import (
     Project,
     Rotate,
     Scale,
+    StateSpace,
     Write,
 )
 
@@ -81,7 +88,8 @@ class _Writer:
         if config.per_layer is not None:  # the caller gives the layers' rows after the embedding
             width = config.num_layers * config.per_layer.size
             self.input, self.per_layer = self.buffer("input", H + width), self.buffer("per layer", width)
-        self.group_of_layer = {layer: g for g, group in enumerate(config.groups) for layer in group.layers}
+        planned = [group for group in config.groups if not isinstance(group, RowGroup)]  # states and rows share a plan
+        self.group_of_layer = {layer: g for g, group in enumerate(planned) for layer in group.layers}
 
     # ------------------------------------------------------------------------------------------- the layer
 
@@ -109,15 +117,13 @@ class _Writer:
         """One layer. hidden: its attention's input. Returns where that of the next layer stands."""
         config, name, last = self.config, f"layers.{index}.", index == self.config.num_layers - 1
         layer = config.layers[index]
-        if isinstance(layer.mixer, LatentConfig):
-            attended = self.latent_attention(index, layer.mixer, hidden)
-        else:
-            attended = self.attention(index, layer.mixer, hidden)
+        mixed = self.mixed(index, layer.mixer, hidden)
         one_norm = config.branches == "parallel, one norm"
         if last:
             also = (hidden,) if one_norm else () if self.per_layer is None else (self.per_layer,)
-            self.write(Keep((attended, self.residual, *also)))
-        self.project(f"{name}output", attended, self.branch)
+            self.write(Keep((mixed, self.residual, *also)))
+        output = "state_out" if isinstance(layer.mixer, StateConfig) else "output"
+        self.project(f"{name}{output}", mixed, self.branch)
         self.end_branch(f"{name}output_norm")
         if config.branches == "in turn":
             hidden = self.add_branch(f"{name}mlp_norm")
@@ -164,6 +170,20 @@ class _Writer:
         self.normalize(f"{name}per_layer_norm", self.branch, self.branch)
         self.write(Add(self.branch, self.residual))
 
+    def mixed(self, index: int, config: AttentionConfig | LatentConfig | StateConfig, hidden: Place) -> Place:
+        """What a layer's mixer makes of the rows and those before them. Returns where the result stands."""
+        match config:
+            case AttentionConfig():
+                return self.attention(index, config, hidden)
+            case LatentConfig():
+                return self.latent_attention(index, config, hidden)
+            case GatedDeltaConfig():
+                return self.gated_delta(index, config, hidden)
+            case StateSpaceConfig():
+                return self.state_space(index, config, hidden)
+            case ConvolutionConfig():
+                return self.convolution(index, config, hidden)
+
     def attention(self, index: int, config: AttentionConfig, hidden: Place) -> Place:
         """Project, rotate, store, attend. Returns where the result stands."""
         name, D, q_size, kv_size = f"layers.{index}.", config.head_dim, config.q_size, config.kv_size
@@ -171,6 +191,8 @@ class _Writer:
         self.project(f"{name}qkv", hidden, qkv)
         q, *parts = self.columns(qkv, *config.projected)
         by_head = config.qk_norm == "head"
+        gate = Place(q.buffer, q_size, q_size)  # where it has one
+        q = Place(q.buffer, 0, q_size)
         if config.qk_norm is not None:
             packed, q = q, self.buffer("q", q_size)
             self.normalize(f"{name}q_norm", packed, q, config.num_heads if by_head else 1)
@@ -192,6 +214,8 @@ class _Writer:
             self.write(Write(k, v, index, group, D))
         sinks = tensor(self.weights[f"{name}sinks"]) if config.sinks else None
         self.write(Attend(q, attended, stored, group, D, config.scale, self.alibi_slopes, config.softcap, sinks))
+        if config.gated:
+            self.write(Gate(gate, attended))
         return attended
 
     def latent_attention(self, index: int, config: LatentConfig, hidden: Place) -> Place:
@@ -230,6 +254,54 @@ class _Writer:
         to_latent[:, :latent, rope:] = keys.transpose(1, 2)
         to_latent[:, latent:, :rope] = torch.eye(rope)  # what is rotated stays as it is
         return self.linears.heads(to_latent), self.linears.heads(values)
+
+    def gated_delta(self, index: int, config: GatedDeltaConfig, hidden: Place) -> Place:
+        """Project, convolve, recall, normalise. Returns where the result stands."""
+        name, group, H = f"layers.{index}.", self.group_of_layer[index], config.num_heads
+        projected = self.buffer("state_in", sum(config.in_rows))
+        self.project(f"{name}state_in", hidden, projected)
+        x, gate, b_and_a = self.columns(projected, config.width, config.out_size, 2 * H)
+        convolved, recalled = self.convolved(index, x, "silu"), self.buffer("recalled", config.out_size)
+        rate, dt_bias = -tensor(self.weights[f"{name}A_log"]).exp(), tensor(self.weights[f"{name}dt_bias"])
+        self.write(GatedDelta(convolved, b_and_a, recalled, rate, dt_bias, index, group))
+        weight = tensor(self.weights[f"{name}gate_norm.weight"]).repeat(H)  # the same for each head
+        return self.gated_norm(recalled, gate, weight, H, "norm")
+
+    def state_space(self, index: int, config: StateSpaceConfig, hidden: Place) -> Place:
+        """Project, convolve, recall, normalise. Returns where the result stands."""
+        name, group = f"layers.{index}.", self.group_of_layer[index]
+        projected = self.buffer("state_in", sum(config.in_rows))
+        self.project(f"{name}state_in", hidden, projected)
+        gate, x, dt = self.columns(projected, *config.in_rows)
+        convolved, recalled = self.convolved(index, x, "silu"), self.buffer("recalled", config.out_size)
+        rate = -tensor(self.weights[f"{name}A_log"]).exp()
+        skip, dt_bias = (tensor(self.weights[f"{name}{part}"]) for part in ("D", "dt_bias"))
+        self.write(StateSpace(convolved, dt, recalled, rate, skip, dt_bias, config.dt_limits, index, group))
+        weight = tensor(self.weights[f"{name}gate_norm.weight"])
+        return self.gated_norm(recalled, gate, weight, config.norm_groups, "gate")
+
+    def convolution(self, index: int, config: ConvolutionConfig, hidden: Place) -> Place:
+        """Project, gate, convolve, gate. Returns where the result stands."""
+        projected = self.buffer("state_in", sum(config.in_rows))
+        self.project(f"layers.{index}.state_in", hidden, projected)
+        before, after, x = self.columns(projected, *config.in_rows)
+        self.write(Multiply(before, x))
+        convolved = self.convolved(index, x, None)
+        self.write(Multiply(after, convolved))
+        return convolved
+
+    def convolved(self, index: int, x: Place, activation: Literal["silu"] | None) -> Place:
+        """Where the layer's convolution of x stands."""
+        name, out = f"layers.{index}.conv", self.buffer("convolved", x.size)
+        weight = tensor(self.weights[f"{name}.weight"])
+        self.write(Convolve(x, out, weight, self.bias(name), activation, index, self.group_of_layer[index]))
+        return out
+
+    def gated_norm(self, x: Place, gate: Place, weight: Tensor, heads: int, first: Literal["norm", "gate"]) -> Place:
+        """Where x stands normalised by heads, and multiplied by silu(gate) before or after that."""
+        out = self.buffer("gated", x.size)
+        self.write(GatedNormalize(x, gate, out, weight, self.config.norm_eps, heads, first))
+        return out
 
     def mlp(self, name: str, hidden: Place, config: MlpConfig, out: Place) -> None:
         """Project up, activate, project down."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from quire.batch import Batch
-from quire.cache.manager import CacheGroup, Heads
+from quire.cache.groups import CacheGroup, Heads, RowGroup, StateGroup, StateSizes
 from quire.cache.storage import KVCache
-from quire.ops import AttentionPlan
+from quire.ops.program import Plan
 
 
 class ModelShape(Protocol):
@@ -27,8 +27,8 @@ class ModelShape(Protocol):
         """H."""
 
     @property
-    def groups(self) -> tuple[CacheGroup, ...]:
-        """The layers with memory of their own, by window and heads."""
+    def groups(self) -> tuple[CacheGroup | StateGroup | RowGroup, ...]:
+        """The layers with memory of their own: those with attention by window and heads, then the others."""
 
     @property
     def layer_width(self) -> int:
@@ -44,9 +44,22 @@ def cache_groups(layers: Sequence[tuple[Heads, int | None] | None]) -> tuple[Cac
     )
 
 
+def state_groups(layers: Sequence[StateSizes | None]) -> tuple[StateGroup | RowGroup, ...]:
+    """Two groups for each kind of layers that keep a state, in order of first appearance; None: any other layer."""
+    kinds = [kind for kind in dict.fromkeys(layers) if kind is not None]
+    numbers = [tuple(i for i, layer in enumerate(layers) if layer == kind) for kind in kinds]
+    pairs = ((StateGroup(own, kind), RowGroup(own, kind)) for own, kind in zip(numbers, kinds, strict=True))
+    return tuple(group for pair in pairs for group in pair)
+
+
 def attention_width(heads: Heads) -> int:
     """Numbers of a row: q, k and v, what is attended, and a copy in rows."""
     return (3 * heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+
+
+def state_width(sizes: StateSizes) -> int:
+    """Numbers of a row: what is projected and convolved, gates, what is recalled, and that normalised."""
+    return 3 * sizes.width + 4 * sizes.num_heads * (sizes.dim_v + 1)
 
 
 def mlp_width(size: int) -> int:
@@ -108,9 +121,7 @@ class Model(Protocol):
     def capturable(self) -> bool:
         """Whether a step is kernels alone, so that a CUDA graph can repeat it."""
 
-    def forward(
-        self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan], rows: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm: [T, H]. Writes the batch's K and V to the cache.
 
         plans: one a cache group, updated for this batch.

@@ -31,6 +31,7 @@ from quire.ops.quantised import QuantisedWeight
 
 INDEX = "model.safetensors.index.json"
 MARKS = ("qweight", "weight_packed")  # tensors of quantised linears
+EXACT = re.compile(r"norm\.|\.conv\.|\.(sinks|correction|shares|scale|A_log|D|dt_bias)$")  # in our names
 SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "model.pt", "*.pt")
 
 
@@ -183,7 +184,7 @@ class Weights(Mapping[str, Weight]):
         device: str,
         quantisation: Quantisation = Quantisation(),  # noqa: B008  # frozen
     ) -> None:
-        """dtype: of all but norms, which are fp32.
+        """dtype: of all but those that are EXACT, which are fp32.
 
         Raises ModelError for a tensor that is missing or superfluous, ConfigError where the output projection is to be
         rounded and is quantised.
@@ -392,16 +393,12 @@ def _within_layer(name: str) -> tuple[str, str, list[str], str]:
 
 def _is_projection(name: str) -> bool:
     """Whether a weight of that name is multiplied with the rows within a layer."""
-    return name.startswith("layers.") and name.endswith(".weight") and "norm." not in name
+    return name.startswith("layers.") and name.endswith(".weight") and not EXACT.search(name)
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Of a weight that is not quantised. Norms are small, and multiply everything: they stay as exact as they came.
-
-    So do sinks, factors of layers, and what is done to scores of experts.
-    """
-    exact = "norm." in name or name.endswith((".sinks", ".correction", ".shares", ".scale"))
-    return torch.float32 if exact else dtype
+    """Of a weight that is not quantised. Those that are small and decide about much stay as exact as they came."""
+    return torch.float32 if EXACT.search(name) else dtype
 
 
 def _whole(part: str) -> str:

@@ -21,6 +21,7 @@ from quire.ops.compat.flash import attention_with_kvcache, update_and_gather, va
 from quire.ops.compat.vllm import choose_version, paged_attention, paged_attention_v1, paged_attention_v2
 from quire.ops.paged import paged_decode, paged_prefill
 from quire.ops.plan import AttentionPlan
+from quire.ops.recurrent import RecurrentCache, RecurrentPlan, RecurrentSpec
 from quire.ops.spec import AttentionSpec, Limits, PagedKV
 from quire.ops.state import AttentionState
 
@@ -35,6 +36,9 @@ __all__ = [
     "PagedKV",
     "PagedPrefill",
     "PagedPrefillInfo",
+    "RecurrentCache",
+    "RecurrentPlan",
+    "RecurrentSpec",
     "append_token",
     "attention_with_kvcache",
     "cascade_attention",

@@ -20,6 +20,7 @@ from quire.ops.experts import Choice, ExpertLayer, chosen_experts, weighted_expe
 from quire.ops.linear import Linears
 from quire.ops.plan import AttentionPlan
 from quire.ops.program import Executor, Program
+from quire.ops.recurrent_operators import RecurrentOperators
 from quire.ops.spec import AttentionSpec, Limits, PagedKV, check_supported
 from quire.ops.swap import Swap
 
@@ -97,7 +98,7 @@ def _rope_in_graph(backend: str, q: Tensor, k: Tensor, positions: Tensor, cos: T
     k.copy_(turned_k)
 
 
-class Backend(ABC):
+class Backend(RecurrentOperators, ABC):
     """Everything that depends on the device.
 
     A public operator checks its arguments once and calls the backend's own, whose name begins with an underscore. What

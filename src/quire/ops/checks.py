@@ -9,7 +9,9 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quire.errors import BadDtype, BadShape, BadStride, BadValue, QuireError
 from quire.ops import overlap
@@ -83,6 +85,15 @@ def check_written(
 def begin_alike(k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether each row of the one begins with the row of the other."""
     return k.data_ptr() == v.data_ptr() and used_strides(k)[:-1] == used_strides(v)[:-1]
+
+
+def host_integers(name: str, tensor: torch.Tensor, dims: int) -> NDArray[np.integer]:
+    """A step's metadata as numpy's view of it. Raises BadDtype, BadShape, or BadValue where it is not on the host."""
+    check_integers(name, tensor, dims)
+    if tensor.device.type != "cpu":
+        raise BadValue(f"{name} is on {tensor.device}; metadata is read on the host, so give a CPU tensor")
+    view: NDArray[np.integer] = tensor.numpy()
+    return view
 
 
 def to_host(name: str, tensor: torch.Tensor, dims: int) -> torch.Tensor:

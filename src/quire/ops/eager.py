@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,7 +16,11 @@ from quire.ops.program import (
     Activate,
     Add,
     Attend,
+    Convolve,
     Copy,
+    Gate,
+    GatedDelta,
+    GatedNormalize,
     Keep,
     LayerCaches,
     MixExperts,
@@ -24,12 +29,16 @@ from quire.ops.program import (
     Observer,
     Operator,
     Place,
+    Plan,
     Program,
     Project,
     Rotate,
     Scale,
+    StateSpace,
     Write,
 )
+from quire.ops.recurrent import RecurrentCache, RecurrentPlan
+from quire.ops.spec import PagedKV
 
 
 class EagerExecutor:
@@ -45,7 +54,7 @@ class EagerExecutor:
         x: Tensor,  # [T, width], contiguous: the input; overwritten
         positions: Tensor,  # int64 [T]
         caches: LayerCaches,
-        plans: Sequence[AttentionPlan],  # one a cache group
+        plans: Sequence[Plan],  # one a cache group or state kind
         rows: Tensor | None = None,  # int64 [R], ascending
     ) -> Tensor:
         """The output: [T, width], or [R, width]."""
@@ -83,7 +92,7 @@ class _Step:
         x: Tensor,
         positions: Tensor,
         caches: LayerCaches,
-        plans: Sequence[AttentionPlan],
+        plans: Sequence[Plan],
         rows: Tensor | None,
     ) -> None:
         self.backend, self.program, self.positions, self.caches = backend, program, positions, caches
@@ -99,6 +108,15 @@ class _Step:
         """What stands there, by heads: [T, size / dim, dim]."""
         x = self.at(place)
         return x.view(len(x), place.size // dim, dim)
+
+    def kv(self, operator: Write | Attend) -> tuple[PagedKV, AttentionPlan]:
+        """What the layer's attention works on."""
+        return cast(PagedKV, self.caches.layer(operator.layer)), cast(AttentionPlan, self.plans[operator.group])
+
+    def records(self, operator: Convolve | GatedDelta | StateSpace) -> tuple[RecurrentCache, RecurrentPlan]:
+        """What the layer's state is kept in."""
+        cache, plan = self.caches.layer(operator.layer), self.plans[operator.group]
+        return cast(RecurrentCache, cache), cast(RecurrentPlan, plan)
 
     def put(self, place: Place, value: Tensor) -> None:
         """Let this, [T, ...], stand there: in a buffer of its own where that is a whole one."""
@@ -118,13 +136,11 @@ class _Step:
             case Rotate(q=q, k=k, head_dim=dim):
                 backend.rope(self.heads(q, dim), self.heads(k, dim), self.positions, operator.cos, operator.sin)
             case Write(k=k, v=v, head_dim=dim):
-                kv, plan = self.caches.layer(operator.layer), self.plans[operator.group]
-                backend.write_kv(self.heads(k, dim), self.heads(v, v.size * dim // k.size), kv, plan)
+                backend.write_kv(self.heads(k, dim), self.heads(v, v.size * dim // k.size), *self.kv(operator))
             case Attend():
                 attended = backend.attention(
                     self.heads(operator.q, operator.head_dim),
-                    self.caches.layer(operator.layer),
-                    self.plans[operator.group],
+                    *self.kv(operator),
                     scale=operator.scale,
                     alibi_slopes=operator.alibi_slopes,
                     softcap=operator.softcap,
@@ -148,6 +164,20 @@ class _Step:
             case MixExperts():
                 seen = None if operator.seen is None else at(operator.seen)
                 self.put(operator.out, backend.experts(at(operator.x), operator.layer, seen))
+            case Gate():
+                backend.gate(at(operator.out), at(operator.x))
+            case GatedNormalize(weight=weight, eps=eps, heads=heads, first=first):
+                normed = backend.gated_norm(at(operator.x), at(operator.gate), weight, eps, heads, first)
+                self.put(operator.out, normed)
+            case Convolve(weight=weight, bias=bias, activation=activation):
+                convolved = backend.convolve(at(operator.x), weight, bias, activation, *self.records(operator))
+                self.put(operator.out, convolved)
+            case GatedDelta(decay_rate=rate, dt_bias=bias):
+                qkv, gates = at(operator.qkv), at(operator.gates)
+                self.put(operator.out, backend.gated_delta(qkv, gates, rate, bias, *self.records(operator)))
+            case StateSpace(decay_rate=rate, skip=skip, dt_bias=bias, dt_limits=limits):
+                xbc, dt, records = at(operator.xbc), at(operator.dt), self.records(operator)
+                self.put(operator.out, backend.state_space(xbc, dt, rate, skip, bias, limits, *records))
 
     def _normalized(self, norm: Normalize) -> Tensor:
         x = self.at(norm.x)

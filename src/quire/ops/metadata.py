@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from quire.errors import BadShape, BadValue
-from quire.ops.checks import INT32_MAX, check_integers
+from quire.ops.checks import INT32_MAX, host_integers
 from quire.ops.spec import AttentionSpec
 
 MAX_CONTEXT = 2**31 - 1024  # tokens: kernels count keys in an int32, a tile beyond the last one included
@@ -19,9 +19,9 @@ def step_sizes(
     block_tables: torch.Tensor,  # int32 [S, M], host
 ) -> tuple[int, int, int]:
     """T, S and M of a step whose values are still to be checked. Raises BadShape, BadDtype or BadValue."""
-    starts = _host_integers("query_starts", query_starts, 1)
-    lens = _host_integers("context_lens", context_lens, 1)
-    tables = _host_integers("block_tables", block_tables, 2)
+    starts = host_integers("query_starts", query_starts, 1)
+    lens = host_integers("context_lens", context_lens, 1)
+    tables = host_integers("block_tables", block_tables, 2)
     num_tokens = max(0, int(starts[-1])) if len(starts) else 0
     # Before room is made for so many.
     if num_tokens > INT32_MAX:
@@ -42,9 +42,9 @@ def check_metadata(
 ) -> None:
     """Check a step's metadata against a plan's spec and room. Raises BadShape, BadDtype or BadValue."""
     max_tokens, max_seqs, max_blocks = room
-    starts = _host_integers("query_starts", query_starts, 1)
-    lens = _host_integers("context_lens", context_lens, 1)
-    tables = _host_integers("block_tables", block_tables, 2)
+    starts = host_integers("query_starts", query_starts, 1)
+    lens = host_integers("context_lens", context_lens, 1)
+    tables = host_integers("block_tables", block_tables, 2)
     num_seqs = len(lens)
     if len(starts) != num_seqs + 1:
         raise BadShape(
@@ -57,22 +57,14 @@ def check_metadata(
         raise BadShape(f"the step has {num_seqs} sequences; the plan was made for at most {max_seqs}")
     if tables.shape[1] > max_blocks:
         raise BadShape(f"block_tables has {tables.shape[1]} columns; the plan was made for at most {max_blocks}")
-    num_tokens = _check_query_starts(starts, max_tokens)
+    num_tokens = check_query_starts(starts, max_tokens)
     _check_tables(spec, starts, lens, tables)
     if slots is not None:
-        _check_slots(spec, _host_integers("slots", slots, 1), num_tokens)
+        _check_slots(spec, host_integers("slots", slots, 1), num_tokens)
 
 
-def _host_integers(name: str, tensor: torch.Tensor, dims: int) -> NDArray[np.integer]:
-    """The tensor as a numpy view, if it is an int32 or int64 host tensor of that many dimensions."""
-    check_integers(name, tensor, dims)
-    if tensor.device.type != "cpu":
-        raise BadValue(f"{name} is on {tensor.device}; metadata is read on the host, so give a CPU tensor")
-    view: NDArray[np.integer] = tensor.numpy()
-    return view
-
-
-def _check_query_starts(starts: NDArray[np.integer], max_tokens: int) -> int:
+def check_query_starts(starts: NDArray[np.integer], max_tokens: int) -> int:
+    """T, where the starts ascend from 0 and the plan has room for it. Raises BadShape or BadValue."""
     if starts[0] != 0:
         raise BadValue(f"query_starts[0] is {starts[0]}; the first sequence's rows start at 0")
     falls = np.flatnonzero(starts[1:] < starts[:-1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import ClassVar, Protocol, TypeAlias
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from quire.ops.activation import Activation
 from quire.ops.experts import ExpertLayer
 from quire.ops.linear import HeadsLinear, JoinedLinear, Linear
 from quire.ops.plan import AttentionPlan
+from quire.ops.recurrent import RecurrentCache, RecurrentPlan
 from quire.ops.spec import PagedKV
 
 
@@ -212,9 +213,94 @@ class MixExperts(BaseOperator):
     seen: Place | None = None  # what the router sees; None: x
 
 
+@dataclass(frozen=True)
+class Gate(BaseOperator):
+    """out *= sigmoid(x)."""
+
+    kind = "gate"
+    changes_out = True
+    x: Place
+    out: Place
+
+
+@dataclass(frozen=True, eq=False)
+class GatedNormalize(BaseOperator):
+    """out = RMSNorm of each head of x, times silu(gate): in which order says `first`."""
+
+    kind = "gated_norm"
+    x: Place
+    gate: Place
+    out: Place
+    weight: Tensor  # fp32 [size]
+    eps: float
+    heads: int
+    first: Literal["norm", "gate"]
+
+
+@dataclass(frozen=True, eq=False)
+class Convolve(BaseOperator):
+    """out = the causal convolution of each channel of x."""
+
+    kind = "convolution"
+    x: Place
+    out: Place
+    weight: Tensor  # fp32 [W, K]
+    bias: Tensor | None  # fp32 [W]
+    activation: Literal["silu"] | None
+    layer: int
+    group: int  # state kind, whose plan has the records
+
+
+@dataclass(frozen=True, eq=False)
+class GatedDelta(BaseOperator):
+    """out = what the gated delta rule recalls for the queries of qkv."""
+
+    kind = "gated_delta"
+    qkv: Place
+    gates: Place  # b, then a
+    out: Place
+    decay_rate: Tensor  # fp32 [Hv]
+    dt_bias: Tensor  # fp32 [Hv]
+    layer: int
+    group: int  # state kind
+
+
+@dataclass(frozen=True, eq=False)
+class StateSpace(BaseOperator):
+    """out = what Mamba-2's state recalls, with the skip."""
+
+    kind = "state_space"
+    xbc: Place
+    dt: Place
+    out: Place
+    decay_rate: Tensor  # fp32 [Hv]
+    skip: Tensor  # fp32 [Hv]
+    dt_bias: Tensor  # fp32 [Hv]
+    dt_limits: tuple[float, float]
+    layer: int
+    group: int  # state kind
+
+
 Operator: TypeAlias = (
-    Project | Normalize | Rotate | Write | Attend | Activate | Multiply | Add | Copy | Scale | Keep | MixExperts
+    Project
+    | Normalize
+    | Rotate
+    | Write
+    | Attend
+    | Activate
+    | Multiply
+    | Add
+    | Copy
+    | Scale
+    | Keep
+    | MixExperts
+    | Gate
+    | GatedNormalize
+    | Convolve
+    | GatedDelta
+    | StateSpace
 )
+Plan: TypeAlias = AttentionPlan | RecurrentPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,8 +359,11 @@ class Program:
 class LayerCaches(Protocol):
     """The cache of each layer."""
 
-    def layer(self, index: int) -> PagedKV:
-        """The layer's K and V, the same object at each call. On a GPU, who uses them asks for them in every step."""
+    def layer(self, index: int) -> PagedKV | RecurrentCache:
+        """The layer's K and V, or its records, the same object at each call.
+
+        On a GPU, who uses them asks for them in every step.
+        """
 
 
 # Of an operator's name, its start by time.perf_counter, and the seconds that it took.
@@ -292,7 +381,7 @@ class Executor(Protocol):
         x: Tensor,  # [T, width], contiguous: the input; overwritten
         positions: Tensor,  # int64 [T]
         caches: LayerCaches,
-        plans: Sequence[AttentionPlan],  # one a cache group, updated for these tokens, with slots
+        plans: Sequence[Plan],  # one a cache group or state kind, updated for these tokens, with slots
         rows: Tensor | None = None,  # int64 [R], ascending: what `Keep` keeps; None: all
     ) -> Tensor:
         """The output: [T, width], or [R, width]."""

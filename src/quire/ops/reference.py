@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.errors import Unsupported
-from quire.ops import validate_small
+from quire.ops import reference_recurrent, validate_small
 from quire.ops.activation import Activation
 from quire.ops.backend import Backend, Scores, load, unavailable
 from quire.ops.eager import EagerExecutor
 from quire.ops.linear import Linears
 from quire.ops.plan import AttentionPlan
 from quire.ops.program import Executor, Program
+from quire.ops.recurrent import RecurrentCache, RecurrentPlan
 from quire.ops.rounding import quantised_rows
 from quire.ops.spec import AttentionSpec, Limits, PagedKV
 from quire.ops.swap import HostSwap, Swap
@@ -38,6 +39,7 @@ class ReferenceBackend(Backend):
         reproducible=False,
         case_budget=2_000,
     )
+    keeps_states = True
 
     def unavailable(self, device: str) -> str | None:
         """None wherever torch runs: on the CPU, and on a GPU that torch sees."""
@@ -177,6 +179,62 @@ class ReferenceBackend(Backend):
 
     def _gelu(self, x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
         return F.gelu(_widen(x), approximate=approximate).to(x.dtype)
+
+    def _gated_norm(
+        self,
+        x: Tensor,  # [T, H]
+        gate: Tensor,  # [T, H]
+        weight: Tensor,  # [H]
+        eps: float,
+        heads: int,
+        first: Literal["norm", "gate"],
+    ) -> Tensor:
+        wide, factor = _widen(x), F.silu(_widen(gate))
+        if first == "gate":
+            wide = wide * factor
+        parts = wide.view(len(x), heads, x.shape[1] // heads)
+        normed = (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(1) * weight.to(wide.dtype)
+        return (normed * factor if first == "norm" else normed).to(x.dtype)
+
+    def _gate(self, x: Tensor, gate: Tensor) -> None:
+        x.copy_(_widen(x) * torch.sigmoid(_widen(gate)))
+
+    # --------------------------------------------------------------------------- of layers that keep a state
+
+    def _convolve(
+        self,
+        x: Tensor,  # [T, W]
+        weight: Tensor,  # fp32 [W, K]
+        bias: Tensor | None,  # fp32 [W]
+        activation: Literal["silu"] | None,
+        cache: RecurrentCache,
+        plan: RecurrentPlan,
+    ) -> Tensor:
+        return reference_recurrent.convolve(x, weight, bias, activation, cache, plan)
+
+    def _gated_delta(
+        self,
+        qkv: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]
+        gates: Tensor,  # [T, 2 * Hv]
+        decay_rate: Tensor,  # fp32 [Hv]
+        dt_bias: Tensor,  # fp32 [Hv]
+        cache: RecurrentCache,
+        plan: RecurrentPlan,
+    ) -> Tensor:
+        return reference_recurrent.gated_delta(qkv, gates, decay_rate, dt_bias, cache, plan)
+
+    def _state_space(
+        self,
+        xbc: Tensor,  # [T, Hv * Dv + 2 * Hk * Dk]
+        dt: Tensor,  # [T, Hv]
+        decay_rate: Tensor,  # fp32 [Hv]
+        skip: Tensor,  # fp32 [Hv]
+        dt_bias: Tensor,  # fp32 [Hv]
+        dt_limits: tuple[float, float],
+        cache: RecurrentCache,
+        plan: RecurrentPlan,
+    ) -> Tensor:
+        return reference_recurrent.state_space(xbc, dt, decay_rate, skip, dt_bias, dt_limits, cache, plan)
 
     # -------------------------------------------------------------------------- for a sampler, and for a router
 

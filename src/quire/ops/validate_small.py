@@ -33,6 +33,40 @@ def check_norm(x: torch.Tensor, eps: float, **weights: torch.Tensor | None) -> N
     check_number(BadValue, "eps", eps, 0.0)
 
 
+def check_gated_norm(
+    x: torch.Tensor,  # [T, H]
+    gate: torch.Tensor,  # [T, H]
+    weight: torch.Tensor,  # [H]
+    eps: float,
+    heads: int,
+    first: str,
+) -> None:
+    """Check the arguments of gated_norm."""
+    if x.dim() != 2:
+        raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, H]")
+    check_norm(x, eps, weight=weight)
+    for name, rows in (("x", x), ("gate", gate)):
+        checks.check_tensor(name, rows, tuple(x.shape), x.dtype, x.device)
+    check_integer(BadValue, "heads", heads, 1)
+    if x.shape[1] % heads:
+        raise BadShape(f"x has shape {tuple(x.shape)}; {heads} heads of one size do not make {x.shape[1]} numbers")
+    if first not in ("norm", "gate"):
+        raise BadValue(f"first is {first!r}; it must be 'norm' or 'gate'")
+
+
+def check_gate(
+    x: torch.Tensor,  # [T, H], written
+    gate: torch.Tensor,  # [T, H]
+) -> None:
+    """Check the arguments of gate."""
+    if x.dim() != 2:
+        raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, H]")
+    checks.check_float("x", x)
+    for name, rows in (("x", x), ("gate", gate)):
+        checks.check_tensor(name, rows, tuple(x.shape), x.dtype, x.device)
+    checks.check_written({"x": x}, {"gate": gate})
+
+
 def check_rope(
     q: torch.Tensor,  # [T, Hq, D], written
     k: torch.Tensor,  # [T, Hkv, D], written

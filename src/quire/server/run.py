@@ -20,8 +20,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from quire import __version__
-from quire.cache.manager import most_blocks
-from quire.cache.storage import bytes_per_block, cache_dtype
+from quire.cache.groups import CacheGroup
+from quire.cache.storage import bytes_of_states, bytes_per_block, cache_dtype
 from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.errors import ConfigError
 from quire.fleet.replica import Replica
@@ -343,10 +343,9 @@ def _cache(parts: Parts) -> str:
     decoder, config, manager = parts.llm.decoder, parts.llm.config, parts.worker.engine.scheduler.manager
     groups, dtype = manager.groups, cache_dtype(config.cache, decoder.dtype)
     size = bytes_per_block(groups, manager.block_size, dtype)
-    a_sequence = max(
-        most_blocks(decoder.max_model_len, config.max_num_batched_tokens, group.window, manager.block_size)
-        for group in groups
-    )
+    growth = config.max_num_batched_tokens
+    attention = [group for group in groups if isinstance(group, CacheGroup)]
+    a_sequence = max((group.most(decoder.max_model_len, growth, manager.block_size) for group in attention), default=0)
     if config.cache.num_blocks is not None:
         why = "as asked for"
     elif manager.num_blocks == a_sequence * config.max_num_seqs:
@@ -355,7 +354,13 @@ def _cache(parts: Parts) -> str:
         why = f"kv_cache_memory={config.cache.kv_cache_memory!r}"
     memory = manager.num_blocks * size / 2**20
     held = "" if dtype == decoder.dtype else f" in {str(dtype).removeprefix('torch.')}"
-    return f"{manager.num_blocks:,} blocks of {manager.block_size} tokens{held}, {memory:,.0f} MiB ({why})"
+    blocks = f"{manager.num_blocks:,} blocks of {manager.block_size} tokens{held}, {memory:,.0f} MiB ({why})"
+    if not manager.state_groups:
+        return blocks
+    pools = manager.state_pools
+    state, rows = bytes_of_states(groups, decoder.dtype)
+    memory = (pools.states * state + pools.rows * rows) / 2**20
+    return f"{blocks}; {pools.states:,} states, {pools.rows:,} pieces in progress, {memory:,.0f} MiB"
 
 
 def _longest(parts: Parts) -> str:

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import torch
 
-from quire.cache.manager import BlockManager, CacheGroup, most_blocks
-from quire.cache.storage import bytes_per_block, free_memory
+from quire.cache.groups import CacheGroup
+from quire.cache.manager import BlockManager
+from quire.cache.sizing import free_memory
+from quire.cache.storage import bytes_per_block
 from quire.config import CacheConfig, parse_memory
 from quire.engine.plan import Plan
 from quire.engine.scheduler import Scheduler
@@ -350,7 +352,7 @@ class KVSize:
     def _blocks(self, num_tokens: int) -> list[int]:
         """Blocks of each group that a request of that length owns at most."""
         growth = min(num_tokens, MAX_NUM_BATCHED_TOKENS)
-        return [most_blocks(num_tokens, growth, group.window, self.block_size) for group in self.groups]
+        return [group.most(num_tokens, growth, self.block_size) for group in self.groups]
 
     def paged_bytes(self, num_tokens: int) -> int:
         """Bytes of the blocks that a request of that length owns at most."""
@@ -429,7 +431,10 @@ def model_fit(
     CacheConfig(block_size=block_size)
     budget = parse_memory(memory, free_memory(), name="memory")
     decoder, dtype = read_config(path)
-    size = KVSize(decoder.groups, dtype, block_size)
+    groups = tuple(group for group in decoder.groups if isinstance(group, CacheGroup))
+    if len(groups) < len(decoder.groups):
+        raise ConfigError(f"{config} has layers that keep a state; what keys and values take is not all it keeps")
+    size = KVSize(groups, dtype, block_size)
     most = longest_sequence(decoder)
     longest = most if max_model_len is None else max_model_len
     if longest > most and config is not None:

@@ -8,7 +8,8 @@ import time
 from array import array
 from dataclasses import asdict, dataclass
 
-from quire.cache.manager import BlockManager, CacheGroup
+from quire.cache.groups import CacheGroup
+from quire.cache.manager import BlockManager
 from quire.engine.scheduler import Scheduler
 from quire.request import Request, SamplingParams
 from quire_bench.engine.no_model import sampled

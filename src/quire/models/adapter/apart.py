@@ -78,7 +78,7 @@ class Apart:
                     layers.append(_Nothing(length - (stop - start)))
                 else:
                     plan = own[step.plans[stored]]
-                    kv = step.cache.layer(stored)
+                    kv = step.cache.kv(stored)
                     layers.append(_Layer(self._backend, self._dtype, kv, plan, length - (stop - start)))
             ids = step.token_ids[None, start:stop]
             parts.append(self._backbone(input_ids=ids, past_key_values=Cache(layers=layers), use_cache=True)[0][0])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.cache.manager import Heads
+from quire.cache.groups import Heads
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.integrations.gate import HARMLESS
@@ -84,7 +84,7 @@ class PagedPass:
         asked = LayerCall(q.shape[1], k.shape[1], q.shape[2], v.shape[2], options.get("sliding_window"))
         if asked != self.layers[index]:
             raise Unsupported(f"layer {index} asks for {asked}; when the model was loaded it was {self.layers[index]}")
-        plan, kv = self.step.plans[index], self.step.cache.layer(index)
+        plan, kv = self.step.plans[index], self.step.cache.kv(index)
         scale = options.get("scaling")
         sinks = options.get("s_aux")
         q_wide, k_wide, v_wide = (self._filled(x, asked.heads.head_dim) for x in (q, k, v))

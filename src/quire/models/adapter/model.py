@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quire.batch import Batch
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import CacheGroup
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.models.adapter.apart import Apart
@@ -35,6 +35,7 @@ from quire.models.adapter.together import Together
 from quire.models.model import WeightBytes, attention_width, cache_groups, mlp_width
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import AttentionPlan, Backend
+from quire.ops.program import Plan
 
 
 class AdaptedModel:
@@ -96,11 +97,10 @@ class AdaptedModel:
     capturable = False  # transformers' code may ask the host
     origin = "adapter"  # whoever chose it adds why
 
-    def forward(
-        self, batch: Batch, cache: KVCache, plans: Sequence[AttentionPlan], rows: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:
         """Hidden states as the model hands them to its output projection: [T, H], or [R, H] of the rows int64 [R]."""
-        hidden = self.run(batch.token_ids.to(self.device), batch.positions.to(self.device), cache, plans)
+        own = [plan for plan in plans if isinstance(plan, AttentionPlan)]  # it has no layers that keep a state
+        hidden = self.run(batch.token_ids.to(self.device), batch.positions.to(self.device), cache, own)
         return hidden if rows is None else hidden[rows]
 
     def run(

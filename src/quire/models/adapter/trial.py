@@ -117,7 +117,7 @@ def packed(served: AdaptedModel, texts: Sequence[Tensor]) -> list[tuple[int, Ten
     shape, blocks = served.config, -(-MAX_LEN // BLOCK_SIZE)
     num_blocks = blocks * len(texts)
     cache = KVCache(shape.groups, num_blocks, BLOCK_SIZE, served.dtype)
-    for kv in (kv for group in range(len(shape.groups)) for kv in cache.layers(group)):
+    for kv in (cache.kv(layer) for group in shape.groups for layer in group.layers):
         kv.k.fill_(float("nan"))  # nobody reads what nobody has written
         kv.v.fill_(float("nan"))
     tables = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(2)).view(len(texts), blocks)

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from quire.cache.groups import CacheGroup, RowGroup, StateGroup
 from quire.engine.engine import Engine
 from quire.request import Event
 from quire.server.http.api_error import ApiError
@@ -32,6 +33,7 @@ log = logging.getLogger("quire.server")
 INTERVAL = 0.05  # seconds from one record to the next
 MAX_HISTORY = 400_000  # bytes of events before a snapshot that it reports
 MAX_OUTSTANDING = 4 * 2**20  # bytes that may be on their way to a watcher; beyond, records are left out for him
+KINDS = {CacheGroup: "attention", StateGroup: "states", RowGroup: "rows"}
 PATIENCE = 0.2  # seconds after which a stream asks for what no record has reported yet
 T = TypeVar("T")
 
@@ -187,7 +189,11 @@ class Inspector:
             "config": {
                 "block_size": manager.block_size,
                 "num_blocks": manager.num_blocks,
-                "num_host_blocks": manager.host_pools[0].num_blocks,
+                "num_host_blocks": sum(pool.num_blocks for pool in manager.host_pools),
+                "kinds": [KINDS[type(group)] for group in manager.groups],
+                "pools": [pool.num_blocks for pool in manager.pools],
+                "hosts": [pool.num_blocks for pool in manager.host_pools],
+                "spans": manager.spans,  # tokens that a block stands for
                 "windows": [group.window for group in manager.groups],
                 "layers": [len(group.layers) for group in manager.groups],
                 "max_num_seqs": scheduler.max_num_seqs,

@@ -24,7 +24,7 @@ import zmq
 
 from quire.cache import events as cache
 from quire.cache.events import CacheEvent
-from quire.cache.manager import CacheGroup
+from quire.cache.groups import AnyGroup, StateGroup
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.request import Event
@@ -91,7 +91,7 @@ def wire_hash(digest: bytes) -> int:
     return int.from_bytes(digest[-HASH_SIZE:], "big")
 
 
-def wire_events(events: Sequence[CacheEvent], groups: Sequence[CacheGroup]) -> list[WireEvent]:
+def wire_events(events: Sequence[CacheEvent], groups: Sequence[AnyGroup]) -> list[WireEvent]:
     """The events of an engine's cache in the wire form, those left out that say nothing of what can be reused.
 
     groups: of that cache. Blocks of a group that follow one another become one event, as far as that changes nothing.
@@ -106,7 +106,8 @@ def wire_events(events: Sequence[CacheEvent], groups: Sequence[CacheGroup]) -> l
                 last.block_hashes += hashes
                 last.token_ids += event.token_ids
             else:
-                window = groups[event.group].window
+                group = groups[event.group]
+                attends = "full_attention" if group.window is None else "sliding_window"
                 stored[event.group] = BlockStored(
                     block_hashes=hashes,
                     parent_block_hash=parent,
@@ -116,8 +117,8 @@ def wire_events(events: Sequence[CacheEvent], groups: Sequence[CacheGroup]) -> l
                     medium=MEDIUM,
                     lora_name=None,
                     group_idx=event.group,
-                    kv_cache_spec_kind="full_attention" if window is None else "sliding_window",
-                    kv_cache_spec_sliding_window=window,
+                    kv_cache_spec_kind="mamba" if isinstance(group, StateGroup) else attends,  # vLLM's name for states
+                    kv_cache_spec_sliding_window=group.window,
                 )
                 wire.append(stored[event.group])
         elif isinstance(event, cache.BlockRemoved):
@@ -158,7 +159,7 @@ class KVEventPublisher:
         """
         self._how = "published at" if listens(endpoint) else "sent to"
         self._topic = topic.encode(errors="surrogateescape")
-        self._groups: Sequence[CacheGroup] = ()
+        self._groups: Sequence[AnyGroup] = ()
         self._context = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
         self._old: deque[tuple[int, bytes]] = deque(maxlen=MAX_REMEMBERED)  # numbers and batches, if they are kept

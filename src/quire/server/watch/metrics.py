@@ -17,6 +17,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from quire.cache.events import BlockCopied, BlockRemoved, BlocksSwappedIn, BlocksSwappedOut, CacheEvent
+from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
 from quire.engine.engine import Engine
 from quire.engine.scheduler import Scheduler
 from quire.request import FinishReason
@@ -284,8 +285,14 @@ class Metrics:
             yield self._family(GaugeMetricFamily, name, message, {"": gauge(engine)})
         for name, (message, read) in self._gauges.items():
             yield self._family(GaugeMetricFamily, name, message, {"": read()})
-        blocks, hosts = _blocks(engine.scheduler), manager.host_pools
+        blocks, hosts = _blocks(engine.scheduler, CacheGroup), manager.host_pools
         yield self._family(GaugeMetricFamily, "kv_blocks", "KV blocks by what they are.", blocks, "state")
+        if manager.state_groups:
+            for name, message, kind in (
+                ("states", "States at the ends of pieces, by what they are.", StateGroup),
+                ("open_pieces", "Rows of pieces in progress, by what they are.", RowGroup),
+            ):
+                yield self._family(GaugeMetricFamily, name, message, _blocks(engine.scheduler, kind), "state")
         blocks = {"used": sum(pool.num_used for pool in hosts), "free": sum(pool.num_free for pool in hosts)}
         yield self._family(GaugeMetricFamily, "kv_host_blocks", "KV blocks on the host.", blocks, "state")
         age = max(0.0, time.monotonic() - self._alive) if engine.has_work else 0.0
@@ -355,14 +362,18 @@ def _one_two_five(longest: int) -> list[float]:
 
 
 def _usage(scheduler: Scheduler) -> float:
-    pools = scheduler.manager.pools
-    return sum(pool.num_used for pool in pools) / sum(pool.num_blocks for pool in pools)
+    """Of the kind of blocks that is shortest."""
+    counts = [_blocks(scheduler, kind) for kind in (CacheGroup, StateGroup, RowGroup)]
+    return max(count["used"] / total for count in counts if (total := sum(count.values())))
 
 
-def _blocks(scheduler: Scheduler) -> dict[str, int]:
-    """KV blocks by what they are. The three make up all there are."""
+def _blocks(scheduler: Scheduler, kind: type[AnyGroup]) -> dict[str, int]:
+    """Blocks of the groups of a kind by what they are. The three make up all there are."""
     cached = free = total = 0
-    for pool, index in zip(scheduler.manager.pools, scheduler.manager.indexes, strict=True):
+    manager = scheduler.manager
+    for group, pool, index in zip(manager.groups, manager.pools, manager.indexes, strict=True):
+        if not isinstance(group, kind):
+            continue
         reusable = list(index.by_block)  # one operation of the interpreter: nobody can change it half-way
         idle = list(map(pool.ref_counts.__getitem__, reusable)).count(0)
         num_free = pool.num_free
@@ -378,9 +389,10 @@ def _waste(scheduler: Scheduler) -> float:
     empty: dict[tuple[int, int], int] = {}  # group and block: slots that not even the longest of its owners has
     for request in list(scheduler.running):
         num_tokens = len(request.tokens)
-        for g, table in enumerate(request.cache.block_ids):  # replaced as a whole, and a table only grows
-            if (room := len(table) * size - num_tokens) > 0:
+        tables = request.cache.block_ids  # replaced as a whole, and a table only grows
+        for g, table in enumerate(tables):
+            if g in scheduler.manager.attention_groups and (room := len(table) * size - num_tokens) > 0:
                 block = (g, table[-1])
                 empty[block] = min(room, empty.get(block, room))
-    used = sum(pool.num_used for pool in scheduler.manager.pools) * size
+    used = sum(scheduler.manager.pools[g].num_used for g in scheduler.manager.attention_groups) * size
     return min(1.0, sum(empty.values()) / used) if used else 0.0

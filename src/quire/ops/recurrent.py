@@ -1,0 +1,374 @@
+"""What layers that keep a state work on: the sizes of a state kind, its records, and the plan of a step.
+
+Dimensions, besides those of `quire.ops.spec`:
+
+| letter | is | letter | is |
+|---|---|---|---|
+| Hk, Hv | key heads, heads of the state | C | tokens of a piece: 32 |
+| Dk, Dv | numbers of a key, of a value | W, K | channels and taps of the convolution |
+| Ns, Nr | state records, row records | P | pieces in the widest table of records |
+
+A sequence is cut into pieces at absolute multiples of C tokens. What a layer computes of the row at position c·C + t
+depends on the state S at the beginning of piece c and on the rows 0..t of that piece, and on nothing else:
+
+    gated delta rule    u_t = beta_t · (v_t − e^{G_t} · Sᵀk_t − Σ_{j<t} e^{G_t − G_j} · (k_j·k_t) · u_j)
+    Mamba-2             u_t = dt_t · x_t
+    both                o_t = e^{G_t} · Sᵀq_t + Σ_{j≤t} e^{G_t − G_j} · (k_j·q_t) · u_j
+    after the piece     S' = e^{G_31} · S + Σ_j (e^{G_31 − G_j} · k_j) u_jᵀ
+
+G_t is the sum of the log-decays g_0 + … + g_t. All sums run in one order (j ascending), in fp32 (float64 for float64),
+so a row has the same bits whether it comes alone, in a chunk, or with its whole prompt. The convolution's row p reads
+the inputs p − K + 1 .. p, those before the sequence's start as zeros.
+
+With n tokens computed a sequence keeps the state record of piece n // C, which none needs for piece 0, and where n is
+no multiple of C the row record of that piece: the keys, updates, summed log-decays and convolution inputs of its rows.
+A state is written once, when a step reaches the end of a piece, and never changes. Rows may be written again, as those
+are that a speculation guessed wrong. Records that no sequence owns may hold anything, NaN included.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.errors import BadDtype, BadShape, BadStride, BadValue, check_integer
+from quire.ops.checks import FLOATS, INT32_MAX, check_tensor, host_integers
+from quire.ops.metadata import MAX_CONTEXT, check_query_starts
+
+PIECE = 32  # C
+MAX_DIM = 1024  # of keys and values
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentSpec:
+    """What stays the same from step to step for the layers of one state kind. Validated on construction.
+
+    With num_heads 0 the layers are convolutions alone.
+
+    Raises BadValue or BadDtype, naming the field.
+    """
+
+    num_heads: int  # Hv, a multiple of num_k_heads; 0: no state
+    num_k_heads: int  # Hk
+    dim_k: int  # Dk, 0..1024
+    dim_v: int  # Dv, 0..1024
+    width: int  # W; 0: no convolution
+    taps: int  # K, 1..C + 1
+    num_states: int  # Ns
+    num_rows: int  # Nr
+    dtype: torch.dtype  # of inputs and results; the records hold fp32 but for the convolution's inputs
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        _check_spec(self)
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """What sums are formed in and states are kept in: fp32, or float64 for float64."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def key_width(self) -> int:
+        """Hk · Dk: numbers of a token's keys."""
+        return self.num_k_heads * self.dim_k
+
+    @property
+    def value_width(self) -> int:
+        """Hv · Dv: numbers of a token's values."""
+        return self.num_heads * self.dim_v
+
+    @property
+    def state_record(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor of a state record."""
+        return {
+            "state": ((self.num_heads, self.dim_k, self.dim_v), self.state_dtype),
+            "tail": ((self.taps - 1, self.width), self.dtype),
+        }
+
+    @property
+    def row_record(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor of a row record."""
+        return {
+            "keys": ((self.num_k_heads, PIECE, self.dim_k), self.state_dtype),
+            "updates": ((self.num_heads, PIECE, self.dim_v), self.state_dtype),
+            "decays": ((self.num_heads, PIECE), self.state_dtype),
+            "inputs": ((PIECE, self.width), self.dtype),
+        }
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state record."""
+        return _bytes(self.state_record)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row record."""
+        return _bytes(self.row_record)
+
+
+def _bytes(record: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in record.values())
+
+
+@dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
+class RecurrentCache:
+    """One layer's records. Each record of a tensor is contiguous; from record to record there may be any stride.
+
+    Records that no sequence owns may hold anything, NaN included: no backend lets them reach a result.
+    """
+
+    # State records: what there is before a piece.
+    state: Tensor  # fp32 [Ns, Hv, Dk, Dv]
+    tail: Tensor  # dtype [Ns, K - 1, W]: the inputs of the convolution
+    # Row records: what there is of a piece's rows.
+    keys: Tensor  # fp32 [Nr, Hk, C, Dk], normalised where the layer does so
+    updates: Tensor  # fp32 [Nr, Hv, C, Dv]: u
+    decays: Tensor  # fp32 [Nr, Hv, C]: G
+    inputs: Tensor  # dtype [Nr, C, W]: of the convolution
+
+    @classmethod
+    def allocate(cls, spec: RecurrentSpec) -> RecurrentCache:
+        """Records of a layer, in memory of their own, not filled."""
+        parts = (spec.num_states, spec.state_record), (spec.num_rows, spec.row_record)
+        return cls(
+            **{
+                name: torch.empty(count, *shape, dtype=dtype, device=spec.device)
+                for count, record in parts
+                for name, (shape, dtype) in record.items()
+            }
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, by name."""
+        return dict(vars(self))
+
+
+def check_cache(cache: RecurrentCache, spec: RecurrentSpec) -> None:
+    """Check a layer's records against the spec. Raises BadShape, BadDtype, BadStride or BadValue."""
+    device = torch.device(spec.device)
+    for count, record in ((spec.num_states, spec.state_record), (spec.num_rows, spec.row_record)):
+        for name, (shape, dtype) in record.items():
+            tensor = getattr(cache, name)
+            check_tensor(f"cache.{name}", tensor, (count, *shape), dtype, device)
+            if tensor.numel() and not tensor[0].is_contiguous():
+                raise BadStride(
+                    f"cache.{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; each record must be "
+                    f"contiguous"
+                )
+
+
+class RecurrentPlan:
+    """The metadata of one step, validated once and then used by every layer of a state kind.
+
+    The tensors are allocated once and keep their addresses over all `update`s. Only their first `num_tokens` /
+    `num_seqs` entries count.
+
+    Several threads may use one plan: operators and updates take turns, each with the plan to itself.
+
+    Raises BadValue for a size that an int32 does not hold.
+    """
+
+    def __init__(self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int) -> None:
+        sizes = {"max_tokens": max_tokens, "max_seqs": max_seqs, "max_pieces": max_pieces}
+        for name, value in sizes.items():
+            check_integer(BadValue, name, value, 0, INT32_MAX)
+        self.spec = spec
+        self.max_tokens, self.max_seqs, self.max_pieces = max_tokens, max_seqs, max_pieces
+        self.num_tokens = 0  # T of the last update
+        self.num_seqs = 0  # S of the last update
+        self.query_starts = torch.zeros(max_seqs + 1, dtype=torch.int32)  # [max_seqs + 1]
+        self.context_lens = torch.zeros(max_seqs, dtype=torch.int32)  # [max_seqs]
+        self.state_tables = torch.zeros(max_seqs, max_pieces, dtype=torch.int32)  # [max_seqs, max_pieces]
+        self.row_tables = torch.zeros(max_seqs, max_pieces, dtype=torch.int32)  # [max_seqs, max_pieces]
+        self._nonfinite = torch.zeros(max_tokens, dtype=torch.int32)  # [max_tokens]
+        self.lock = Lock()  # held by whatever reads or changes the plan
+
+    def update(
+        self,
+        query_starts: Tensor,  # int32 [S+1], host
+        context_lens: Tensor,  # int32 [S], host
+        state_tables: Tensor,  # int32 [S, P], host
+        row_tables: Tensor,  # int32 [S, P], host
+    ) -> None:
+        """Take over the metadata of one step.
+
+        query_starts: sequence s owns the query rows query_starts[s]:query_starts[s+1].
+        context_lens: tokens of each sequence, this step's included.
+        state_tables, row_tables: entry j is the record of piece c + j, where c is the piece of the sequence's first
+            row in this step; -1 for none. Those beyond the piece context_len // C are not read.
+
+        What is read: the state before piece c unless c is 0, and the rows of piece c where the step begins within it.
+        What is written: the state before each later piece that the step reaches and that has a record, and the rows of
+        each piece that has one; the last piece needs one unless the step ends where that piece begins.
+
+        Raises BadShape, BadDtype or BadValue, naming the argument, the sequence and the value; the plan then keeps
+        what it held before.
+        """
+        with self.lock:
+            self._update(query_starts, context_lens, state_tables, row_tables)
+
+    def _update(
+        self,
+        query_starts: Tensor,  # int32 [S+1], host
+        context_lens: Tensor,  # int32 [S], host
+        state_tables: Tensor,  # int32 [S, P], host
+        row_tables: Tensor,  # int32 [S, P], host
+    ) -> None:
+        room = self.max_tokens, self.max_seqs, self.max_pieces
+        _check_step(self.spec, room, query_starts, context_lens, state_tables, row_tables)
+        num_seqs, num_pieces = state_tables.shape
+        self.query_starts[: num_seqs + 1].copy_(query_starts)
+        self.context_lens[:num_seqs].copy_(context_lens)
+        self.state_tables[:num_seqs, :num_pieces].copy_(state_tables)
+        self.row_tables[:num_seqs, :num_pieces].copy_(row_tables)
+        self.num_tokens, self.num_seqs = int(query_starts[-1]), num_seqs
+        self._nonfinite[: self.num_tokens].zero_()
+
+    @property
+    def nonfinite(self) -> Tensor:
+        """Rows whose key, update or decay was not finite, in any layer since the last update: int32 [T], else 0.
+
+        The states after such a row are of no use to other requests.
+        """
+        return self._nonfinite[: self.num_tokens]
+
+
+def num_pieces(first: int, context_len: int) -> int:
+    """P that a step needs which computes the tokens `first`..`context_len` - 1 of a sequence."""
+    return context_len // PIECE - first // PIECE + 1
+
+
+def step_sizes(
+    query_starts: Tensor,  # int32 [S+1], host
+    state_tables: Tensor,  # int32 [S, P], host
+) -> tuple[int, int, int]:
+    """T, S and P of a step whose values are still to be checked. Raises BadShape, BadDtype or BadValue."""
+    starts = host_integers("query_starts", query_starts, 1)
+    tables = host_integers("state_tables", state_tables, 2)
+    return (max(0, int(starts[-1])) if len(starts) else 0, *tables.shape)
+
+
+def _check_step(
+    spec: RecurrentSpec,
+    room: tuple[int, int, int],  # most query tokens, sequences and pieces a sequence
+    query_starts: Tensor,  # int32 [S+1], host
+    context_lens: Tensor,  # int32 [S], host
+    state_tables: Tensor,  # int32 [S, P], host
+    row_tables: Tensor,  # int32 [S, P], host
+) -> None:
+    max_tokens, max_seqs, max_pieces = room
+    starts = host_integers("query_starts", query_starts, 1)
+    lens = host_integers("context_lens", context_lens, 1).astype(np.int64)
+    states = host_integers("state_tables", state_tables, 2)
+    rows = host_integers("row_tables", row_tables, 2)
+    num_seqs = len(lens)
+    if len(starts) != num_seqs + 1:
+        raise BadShape(
+            f"query_starts has {len(starts)} entries and context_lens {num_seqs}; with S sequences they have S + 1 "
+            f"and S"
+        )
+    for name, table in (("state_tables", states), ("row_tables", rows)):
+        if table.shape != (num_seqs, states.shape[1]):
+            raise BadShape(f"{name} has shape {table.shape}; expected ({num_seqs}, P), with the P of state_tables")
+    if num_seqs > max_seqs:
+        raise BadShape(f"the step has {num_seqs} sequences; the plan was made for at most {max_seqs}")
+    if states.shape[1] > max_pieces:
+        raise BadShape(f"state_tables has {states.shape[1]} columns; the plan was made for at most {max_pieces}")
+    check_query_starts(starts, max_tokens)
+    first = lens - (starts[1:] - starts[:-1]).astype(np.int64)  # position of each sequence's first row
+    _check_lengths(lens, first, states.shape[1])
+    _check_records(spec, lens, first, states, rows)
+
+
+def _check_lengths(lens: NDArray[np.int64], first: NDArray[np.int64], width: int) -> None:
+    for s in np.flatnonzero((first < 0) | (lens > MAX_CONTEXT)):
+        raise BadValue(
+            f"context_lens[{s}] is {lens[s]}, and sequence {s} has {lens[s] - first[s]} rows in this step; it must lie "
+            f"in {lens[s] - first[s]}..{MAX_CONTEXT}"
+        )
+    pieces = np.where(first < lens, lens // PIECE - first // PIECE + 1, 0)
+    for s in np.flatnonzero(pieces > width):
+        raise BadValue(
+            f"sequence {s} computes the tokens {first[s]}..{lens[s] - 1} in this step; that takes {pieces[s]} entries "
+            f"of its tables, which have {width}"
+        )
+
+
+def _check_records(
+    spec: RecurrentSpec,
+    lens: NDArray[np.int64],
+    first: NDArray[np.int64],
+    states: NDArray[np.integer],
+    rows: NDArray[np.integer],
+) -> None:
+    """A valid id in every entry that is read or must be written, and no record that is written for two."""
+    column = np.arange(states.shape[1])
+    last = lens // PIECE - first // PIECE  # entry of the piece that the step ends in
+    busy = (first < lens)[:, None]
+    used = busy & (column <= last[:, None])
+    read_states = busy & (column == 0) & (first >= PIECE)[:, None]
+    read_rows = busy & (column == 0) & (first % PIECE > 0)[:, None]
+    needed_rows = read_rows | (busy & (column == last[:, None]) & (lens % PIECE > 0)[:, None])
+    if spec.num_heads == 0 and spec.taps == 1:  # nothing is kept
+        read_states, needed_rows = np.zeros_like(read_states), np.zeros_like(needed_rows)
+    for name, table, needed, count in (
+        ("state_tables", states, read_states, spec.num_states),
+        ("row_tables", rows, needed_rows, spec.num_rows),
+    ):
+        bad = (needed & (table < 0)) | (used & ((table < -1) | (table >= count)))
+        for s, j in np.argwhere(bad):
+            piece = first[s] // PIECE + j
+            allowed = "the step needs it, so it must be" if needed[s, j] else "it must be -1 (none) or"
+            raise BadValue(
+                f"{name}[{s}, {j}] is {table[s, j]}, for piece {piece} of sequence {s}, which computes the tokens "
+                f"{first[s]}..{lens[s] - 1}; {allowed} a record in 0..{count - 1}"
+            )
+    written_states = used & (column > 0) & (states >= 0)
+    written_rows = used & (rows >= 0)
+    _check_written("state_tables", states, written_states, read_states)
+    _check_written("row_tables", rows, written_rows, np.zeros_like(written_rows))
+
+
+def _check_written(name: str, table: NDArray[np.integer], written: NDArray[np.bool_], read: NDArray[np.bool_]) -> None:
+    """No record is written twice in a step, or written for one piece and read for another."""
+    ids, counts = np.unique(table[written], return_counts=True)
+    for record in ids[counts > 1]:
+        (s, j), (r, i) = np.argwhere(written & (table == record))[:2]
+        raise BadValue(f"{name}[{s}, {j}] and {name}[{r}, {i}] are both {record}; every piece needs its own record")
+    for s, j in np.argwhere(read & np.isin(table, ids)):
+        raise BadValue(f"{name}[{s}, {j}] is {table[s, j]}, which the step reads, and writes for another piece")
+
+
+def _check_spec(spec: RecurrentSpec) -> None:
+    """Raise BadValue or BadDtype for a field that no backend could serve."""
+    for name, lower, upper in (
+        ("num_heads", 0, INT32_MAX),
+        ("num_k_heads", 0, INT32_MAX),
+        ("dim_k", 0, MAX_DIM),
+        ("dim_v", 0, MAX_DIM),
+        ("width", 0, INT32_MAX),
+        ("taps", 1, PIECE + 1),
+        ("num_states", 0, INT32_MAX),
+        ("num_rows", 0, INT32_MAX),
+    ):
+        check_integer(BadValue, f"spec.{name}", getattr(spec, name), lower, upper)
+    heads = {"num_k_heads": spec.num_k_heads, "dim_k": spec.dim_k, "dim_v": spec.dim_v}
+    for name, value in heads.items():
+        if spec.num_heads > 0 and value == 0:
+            raise BadValue(f"spec.{name} is 0 with num_heads={spec.num_heads}; a state needs keys and values")
+        if spec.num_heads == 0 and value > 0:
+            raise BadValue(f"spec.{name} is {value} with num_heads=0; without a state it must be 0")
+    if spec.num_heads and spec.num_heads % spec.num_k_heads:
+        raise BadValue(f"spec.num_heads is {spec.num_heads}, no multiple of spec.num_k_heads, {spec.num_k_heads}")
+    if spec.dtype not in FLOATS:
+        raise BadDtype(f"spec.dtype is {spec.dtype!r}; it must be one of {', '.join(map(str, FLOATS))}")
+    try:
+        torch.device(spec.device)
+    except (RuntimeError, TypeError):
+        raise BadValue(f"spec.device is {spec.device!r}; it must name a device of torch, as 'cpu' does") from None

@@ -1,0 +1,249 @@
+"""The operators of layers that keep a state, as every backend offers them. `Backend` takes them up.
+
+What each computes is in `quire.ops.reference_recurrent`; records and letters are in `quire.ops.recurrent`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadValue, Unsupported, check_number
+from quire.ops import checks, validate_small
+from quire.ops.recurrent import RecurrentCache, RecurrentPlan, RecurrentSpec, check_cache, step_sizes
+from quire.ops.spec import Limits
+
+
+class RecurrentOperators:
+    """Convolutions and recurrences over the records of a `RecurrentCache`.
+
+    An operator reads and writes the records that the plan names, so each layer calls it once a step.
+    """
+
+    name: str
+    limits: Limits
+    keeps_states = False  # whether the backend has these operators
+
+    # --------------------------------------------------------------------------------------------------- plans
+
+    def make_recurrent_plan(
+        self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int
+    ) -> RecurrentPlan:
+        """An empty plan with room for `max_tokens` T, `max_seqs` S and `max_pieces` P; call its `update`.
+
+        Raises Unsupported for a spec that the backend does not serve.
+        """
+        if not self.keeps_states:
+            raise self._refusal()
+        if spec.dtype not in self.limits.kv_dtypes:
+            served = ", ".join(sorted(map(str, self.limits.kv_dtypes)))
+            raise Unsupported(f"backend {self.name!r} does not serve dtype {spec.dtype}; it serves {served}")
+        return self._make_recurrent_plan(spec, max_tokens, max_seqs, max_pieces)
+
+    def _make_recurrent_plan(
+        self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int
+    ) -> RecurrentPlan:
+        return RecurrentPlan(spec, max_tokens, max_seqs, max_pieces)
+
+    def recurrent_plan(
+        self,
+        spec: RecurrentSpec,
+        query_starts: Tensor,  # int32 [S+1], host
+        context_lens: Tensor,  # int32 [S], host
+        state_tables: Tensor,  # int32 [S, P], host
+        row_tables: Tensor,  # int32 [S, P], host
+    ) -> RecurrentPlan:
+        """`make_recurrent_plan` of exactly this size, updated once."""
+        plan = self.make_recurrent_plan(spec, *step_sizes(query_starts, state_tables))
+        plan.update(query_starts, context_lens, state_tables, row_tables)
+        return plan
+
+    def _refusal(self) -> Unsupported:
+        return Unsupported(f"the backend {self.name!r} has no operators of layers that keep a state")
+
+    # ----------------------------------------------------------------------------------------------- operators
+
+    def convolve(
+        self,
+        x: Tensor,  # [T, W]
+        weight: Tensor,  # fp32 [W, K]
+        bias: Tensor | None,  # fp32 [W]
+        activation: Literal["silu"] | None,
+        cache: RecurrentCache,
+        plan: RecurrentPlan,
+    ) -> Tensor:
+        """Causal convolution of each channel over its last K inputs, those before the step's included: [T, W].
+
+        out[p] = activation(bias + Σ_i weight[:, i] · x[p − K + 1 + i]), in the order of the taps.
+        """
+        with _plan(plan).lock:
+            spec = _checked(cache, plan)
+            if spec.width == 0:
+                raise BadValue("the plan's spec has width 0: its layers have no convolution")
+            _check_rows(plan, x=(x, spec.width))
+            _check_weights(spec, (spec.width, spec.taps), weight=weight)
+            _check_weights(spec, (spec.width,), bias=bias)
+            if activation not in ("silu", None):
+                raise BadValue(f"activation is {activation!r}; it must be 'silu' or None")
+            return self._convolve(x, weight, bias, activation, cache, plan)
+
+    def _convolve(
+        self,
+        x: Tensor,  # [T, W]
+        weight: Tensor,  # fp32 [W, K]
+        bias: Tensor | None,  # fp32 [W]
+        activation: Literal["silu"] | None,
+        cache: RecurrentCache,
+        plan: RecurrentPlan,
+    ) -> Tensor:
+        raise self._refusal()
+
+    def gated_delta(
+        self,
+        qkv: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]: queries, keys, values
+        gates: Tensor,  # [T, 2 * Hv]: b, then a
+        decay_rate: Tensor,  # fp32 [Hv], not above 0: -exp(A_log)
+        dt_bias: Tensor,  # fp32 [Hv]
+        cache: RecurrentCache,
+        plan: RecurrentPlan,
+    ) -> Tensor:
+        """The gated delta rule (Yang et al. 2024): [T, Hv * Dv].
+
+        g = decay_rate · softplus(a + dt_bias) and beta = sigmoid(b). Queries and keys are divided by
+        sqrt(Σx² + 1e-6), queries also by sqrt(Dk). Key head h serves the heads h·Hv/Hk up to the next one's.
+        """
+        with _plan(plan).lock:
+            spec = _with_state(_checked(cache, plan))
+            _check_rows(plan, qkv=(qkv, 2 * spec.key_width + spec.value_width), gates=(gates, 2 * spec.num_heads))
+            _check_weights(spec, (spec.num_heads,), decay_rate=decay_rate, dt_bias=dt_bias)
+            return self._gated_delta(qkv, gates, decay_rate, dt_bias, cache, plan)
+
+    def _gated_delta(
+        self,
+        qkv: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]
+        gates: Tensor,  # [T, 2 * Hv]
+        decay_rate: Tensor,  # fp32 [Hv]
+        dt_bias: Tensor,  # fp32 [Hv]
+        cache: RecurrentCache,
+        plan: RecurrentPlan,
+    ) -> Tensor:
+        raise self._refusal()
+
+    def state_space(
+        self,
+        xbc: Tensor,  # [T, Hv * Dv + 2 * Hk * Dk]: values x, keys B, queries C
+        dt: Tensor,  # [T, Hv]
+        decay_rate: Tensor,  # fp32 [Hv], not above 0: -exp(A_log)
+        skip: Tensor,  # fp32 [Hv]: D
+        dt_bias: Tensor,  # fp32 [Hv]
+        dt_limits: tuple[float, float],
+        cache: RecurrentCache,
+        plan: RecurrentPlan,
+    ) -> Tensor:
+        """Mamba-2's recurrence (Dao & Gu 2024): [T, Hv * Dv].
+
+        dt becomes softplus(dt + dt_bias) within dt_limits, g = decay_rate · dt, and the result is o + skip · x.
+        """
+        with _plan(plan).lock:
+            spec = _with_state(_checked(cache, plan))
+            _check_rows(plan, xbc=(xbc, 2 * spec.key_width + spec.value_width), dt=(dt, spec.num_heads))
+            _check_weights(spec, (spec.num_heads,), decay_rate=decay_rate, skip=skip, dt_bias=dt_bias)
+            check_dt_limits(dt_limits)
+            return self._state_space(xbc, dt, decay_rate, skip, dt_bias, dt_limits, cache, plan)
+
+    def _state_space(
+        self,
+        xbc: Tensor,  # [T, Hv * Dv + 2 * Hk * Dk]
+        dt: Tensor,  # [T, Hv]
+        decay_rate: Tensor,  # fp32 [Hv]
+        skip: Tensor,  # fp32 [Hv]
+        dt_bias: Tensor,  # fp32 [Hv]
+        dt_limits: tuple[float, float],
+        cache: RecurrentCache,
+        plan: RecurrentPlan,
+    ) -> Tensor:
+        raise self._refusal()
+
+    def gated_norm(
+        self,
+        x: Tensor,  # [T, H]
+        gate: Tensor,  # [T, H]
+        weight: Tensor,  # [H]
+        eps: float,
+        heads: int,
+        first: Literal["norm", "gate"],
+    ) -> Tensor:
+        """RMSNorm of each of `heads` equal parts of x, times silu(gate), in the order that `first` says: [T, H].
+
+        first: "norm" is rms_norm(x) * silu(gate), as in Qwen3.5; "gate" is rms_norm(x * silu(gate)), as in Mamba-2.
+        """
+        validate_small.check_gated_norm(x, gate, weight, eps, heads, first)
+        return self._gated_norm(x, gate, weight, eps, heads, first)
+
+    def _gated_norm(
+        self,
+        x: Tensor,  # [T, H]
+        gate: Tensor,  # [T, H]
+        weight: Tensor,  # [H]
+        eps: float,
+        heads: int,
+        first: Literal["norm", "gate"],
+    ) -> Tensor:
+        raise self._refusal()
+
+    def gate(
+        self,
+        x: Tensor,  # [T, H], changed in place; apart from gate
+        gate: Tensor,  # [T, H]
+    ) -> None:
+        """x *= sigmoid(gate)."""
+        validate_small.check_gate(x, gate)
+        self._gate(x, gate)
+
+    def _gate(self, x: Tensor, gate: Tensor) -> None:
+        raise self._refusal()
+
+
+def check_dt_limits(limits: tuple[float, float]) -> None:
+    """Raise BadValue unless they are a range of numbers not below 0, whose end may be infinite."""
+    if len(limits) != 2:
+        raise BadValue(f"dt_limits is {limits!r}; it must be a pair")
+    low, high = limits
+    check_number(BadValue, "dt_limits[0]", low, 0.0)
+    if high != math.inf:
+        check_number(BadValue, "dt_limits[1]", high, low)
+
+
+def _plan(plan: RecurrentPlan) -> RecurrentPlan:
+    if isinstance(plan, RecurrentPlan):
+        return plan
+    found = type(plan).__name__
+    raise BadValue(f"plan is a {found}; it must be what recurrent_plan or make_recurrent_plan returned")
+
+
+def _checked(cache: RecurrentCache, plan: RecurrentPlan) -> RecurrentSpec:
+    """The plan's spec, which the cache was found to fit."""
+    check_cache(cache, plan.spec)
+    return plan.spec
+
+
+def _with_state(spec: RecurrentSpec) -> RecurrentSpec:
+    if spec.num_heads == 0:
+        raise BadValue("the plan's spec has num_heads 0: its layers are convolutions alone")
+    return spec
+
+
+def _check_rows(plan: RecurrentPlan, **inputs: tuple[Tensor, int]) -> None:
+    """Inputs, by name, with their widths."""
+    device = torch.device(plan.spec.device)
+    for name, (x, width) in inputs.items():
+        checks.check_tensor(name, x, (plan.num_tokens, width), plan.spec.dtype, device)
+
+
+def _check_weights(spec: RecurrentSpec, shape: tuple[int, ...], **weights: Tensor | None) -> None:
+    for name, weight in weights.items():
+        if weight is not None:
+            checks.check_tensor(name, weight, shape, spec.state_dtype, torch.device(spec.device))

@@ -1,0 +1,229 @@
+"""The specification of layers that keep a state: plain PyTorch, row by row in the order that `recurrent.py` gives.
+
+Sums are formed in the dtype of the records, fp32 or float64, and rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentPlan
+
+EPS = 1e-6  # of the L2 norm of queries and keys
+
+
+class Sequence(NamedTuple):
+    """What a step computes of one sequence."""
+
+    rows: slice  # of the step's tokens
+    first: int  # position of the first one
+    end: int  # position after the last one
+    states: list[int]  # the record of each piece from that of the first row on; -1: none
+    records: list[int]  # the same of rows
+
+
+def sequences(plan: RecurrentPlan) -> Iterator[Sequence]:
+    """Those of the plan that have rows."""
+    starts = plan.query_starts.tolist()
+    for s in range(plan.num_seqs):
+        rows, end = slice(starts[s], starts[s + 1]), int(plan.context_lens[s])
+        if rows.stop > rows.start:
+            first = end - (rows.stop - rows.start)
+            yield Sequence(rows, first, end, plan.state_tables[s].tolist(), plan.row_tables[s].tolist())
+
+
+# ------------------------------------------------------------------------------------------------- convolution
+
+
+def convolve(
+    x: Tensor,  # [T, W]
+    weight: Tensor,  # fp32 [W, K]
+    bias: Tensor | None,  # fp32 [W]
+    activation: str | None,
+    cache: RecurrentCache,
+    plan: RecurrentPlan,
+) -> Tensor:
+    """`Backend.convolve`."""
+    taps = weight.shape[1]
+    out = torch.zeros_like(x, dtype=weight.dtype)
+    for seq in sequences(plan):
+        known = torch.cat([_inputs_before(seq, taps, cache), x[seq.rows]])  # [K - 1 + rows, W]
+        total = torch.zeros_like(out[seq.rows]) if bias is None else bias.expand_as(out[seq.rows])
+        for i in range(taps):
+            total = total + weight[:, i] * known[i : i + len(total)].to(weight.dtype)
+        out[seq.rows] = F.silu(total) if activation == "silu" else total
+        _keep_inputs(seq, taps, known, cache)
+    return out.to(x.dtype)
+
+
+def _inputs_before(seq: Sequence, taps: int, cache: RecurrentCache) -> Tensor:
+    """The K - 1 inputs before the step's first row: [K - 1, W]. Before the sequence's start they are zeros."""
+    piece, slot = divmod(seq.first, PIECE)
+    before = cache.inputs.new_zeros(taps - 1, cache.inputs.shape[2]) if piece == 0 else cache.tail[seq.states[0]]
+    if slot > 0:
+        before = torch.cat([before, cache.inputs[seq.records[0], :slot]])
+    return before[slot:]
+
+
+def _keep_inputs(seq: Sequence, taps: int, known: Tensor, cache: RecurrentCache) -> None:
+    """known: [K - 1 + rows, W], the last of them those of the step."""
+    begin = seq.first // PIECE
+    for j in range(seq.end // PIECE - begin + 1):
+        boundary = (begin + j) * PIECE
+        if j > 0 and seq.states[j] >= 0:
+            cache.tail[seq.states[j]] = known[boundary - seq.first :][: taps - 1]
+        low, high = max(seq.first, boundary), min(seq.end, boundary + PIECE)
+        if seq.records[j] >= 0 and low < high:
+            from_first = known[taps - 1 :]
+            cache.inputs[seq.records[j], low - boundary : high - boundary] = from_first[
+                low - seq.first : high - seq.first
+            ]
+
+
+# ------------------------------------------------------------------------------------------------- recurrences
+
+
+def gated_delta(
+    qkv: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]
+    gates: Tensor,  # [T, 2 * Hv]
+    decay_rate: Tensor,  # fp32 [Hv]
+    dt_bias: Tensor,  # fp32 [Hv]
+    cache: RecurrentCache,
+    plan: RecurrentPlan,
+) -> Tensor:
+    """`Backend.gated_delta`."""
+    spec = plan.spec
+    key_width, value_width = spec.key_width, spec.value_width
+    q, k, v = _parts(qkv.to(spec.state_dtype), key_width, key_width, value_width)
+    q, k = (_normalised(x.reshape(len(x), spec.num_k_heads, spec.dim_k)) for x in (q, k))
+    v = v.reshape(len(v), spec.num_heads, spec.dim_v)
+    b, a = gates.to(spec.state_dtype).chunk(2, dim=1)
+    beta, decay = torch.sigmoid(b), decay_rate * F.softplus(a + dt_bias)
+
+    def update(row: int, recalled: Tensor) -> Tensor:
+        return beta[row, :, None] * (v[row] - recalled)
+
+    out = _recur(q * (1 / math.sqrt(spec.dim_k)), k, decay, update, cache, plan)
+    return out.flatten(1).to(qkv.dtype)
+
+
+def _parts(x: Tensor, *widths: int) -> list[Tensor]:
+    """Its columns, divided so."""
+    return [x[:, end - width : end] for width, end in zip(widths, accumulate(widths), strict=True)]
+
+
+def _normalised(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+
+
+def state_space(
+    xbc: Tensor,  # [T, Hv * Dv + 2 * Hk * Dk]
+    dt: Tensor,  # [T, Hv]
+    decay_rate: Tensor,  # fp32 [Hv]
+    skip: Tensor,  # fp32 [Hv]
+    dt_bias: Tensor,  # fp32 [Hv]
+    dt_limits: tuple[float, float],
+    cache: RecurrentCache,
+    plan: RecurrentPlan,
+) -> Tensor:
+    """`Backend.state_space`."""
+    spec = plan.spec
+    key_width, value_width = spec.key_width, spec.value_width
+    x, k, q = _parts(xbc.to(spec.state_dtype), value_width, key_width, key_width)
+    q, k = (x.reshape(len(x), spec.num_k_heads, spec.dim_k) for x in (q, k))
+    x = x.reshape(len(x), spec.num_heads, spec.dim_v)
+    step = F.softplus(dt.to(spec.state_dtype) + dt_bias).clamp(*dt_limits)
+    out = _recur(q, k, decay_rate * step, lambda row, _: step[row, :, None] * x[row], cache, plan)
+    return (out + skip[:, None] * x).flatten(1).to(xbc.dtype)
+
+
+def _recur(
+    q: Tensor,  # [T, Hk, Dk]
+    k: Tensor,  # [T, Hk, Dk]
+    decay: Tensor,  # [T, Hv]: g
+    update: Callable[[int, Tensor], Tensor],  # u_t [Hv, Dv] of a row and what the state before it recalls for its key
+    cache: RecurrentCache,
+    plan: RecurrentPlan,
+) -> Tensor:
+    """o: [T, Hv, Dv]."""
+    spec = plan.spec
+    out = q.new_zeros(len(q), spec.num_heads, spec.dim_v)
+    plan.nonfinite.copy_((~(k.isfinite().all(2).all(1) & decay.isfinite().all(1))).int() | plan.nonfinite)
+    for seq in sequences(plan):
+        piece = _Piece.before(seq, cache, plan)
+        for row, position in zip(range(seq.rows.start, seq.rows.stop), range(seq.first, seq.end), strict=True):
+            if position % PIECE == 0 and position > seq.first:
+                piece = piece.after()
+            out[row] = piece.add(position % PIECE, q[row], k[row], decay[row], partial(update, row))
+            if not piece.updates[:, position % PIECE].isfinite().all():
+                plan.nonfinite[row] = 1
+            j = (position + 1) // PIECE - seq.first // PIECE
+            if (position + 1) % PIECE == 0 and seq.states[j] >= 0:
+                cache.state[seq.states[j]] = piece.after().state
+            record = seq.records[position // PIECE - seq.first // PIECE]
+            if record >= 0:
+                piece.keep(position % PIECE, record, cache)
+    return out
+
+
+class _Piece(NamedTuple):
+    """The state before a piece and its rows so far."""
+
+    state: Tensor  # [Hv, Dk, Dv]
+    keys: Tensor  # [Hk, C, Dk]
+    updates: Tensor  # [Hv, C, Dv]
+    decays: Tensor  # [Hv, C]
+
+    @classmethod
+    def empty(cls, state: Tensor, num_k_heads: int) -> _Piece:
+        heads, dim_k, dim_v = state.shape
+        keys, updates = state.new_zeros(num_k_heads, PIECE, dim_k), state.new_zeros(heads, PIECE, dim_v)
+        return cls(state, keys, updates, state.new_zeros(heads, PIECE))
+
+    @classmethod
+    def before(cls, seq: Sequence, cache: RecurrentCache, plan: RecurrentPlan) -> _Piece:
+        """That of the sequence's first row, as the records have it."""
+        spec, (index, slot) = plan.spec, divmod(seq.first, PIECE)
+        zeros = cache.state.new_zeros(spec.num_heads, spec.dim_k, spec.dim_v)
+        piece = cls.empty(zeros if index == 0 else cache.state[seq.states[0]], spec.num_k_heads)
+        if slot > 0:
+            for rows, records in zip(piece[1:], (cache.keys, cache.updates, cache.decays), strict=True):
+                rows[:, :slot] = records[seq.records[0], :, :slot]
+        return piece
+
+    def add(self, t: int, q: Tensor, k: Tensor, decay: Tensor, update: Callable[[Tensor], Tensor]) -> Tensor:
+        """o_t: [Hv, Dv], of q and k [Hk, Dk] and decay [Hv]."""
+        self.decays[:, t] = decay + (self.decays[:, t - 1] if t > 0 else 0.0)
+        self.keys[:, t] = k
+        self.updates[:, t] = update(self._recalled(k, t, t))
+        return self._recalled(q, t, t + 1)
+
+    def _recalled(self, x: Tensor, t: int, count: int) -> Tensor:
+        """What the state and the first `count` rows hold for x, [Hk, Dk], as row t sees them: [Hv, Dv]."""
+        groups = len(self.updates) // len(self.keys)
+        from_state = torch.einsum("hk,hkv->hv", x.repeat_interleave(groups, 0), self.state)
+        faded = torch.exp(self.decays[:, t, None] - self.decays[:, :count])  # [Hv, count]
+        weights = faded * torch.einsum("hk,hck->hc", x, self.keys[:, :count]).repeat_interleave(groups, 0)
+        mixed = torch.einsum("hc,hcv->hv", weights, self.updates[:, :count])
+        return torch.exp(self.decays[:, t, None]) * from_state + mixed
+
+    def after(self) -> _Piece:
+        """The piece that follows this one, whose rows are all there."""
+        groups = len(self.updates) // len(self.keys)
+        last = self.decays[:, -1:]  # [Hv, 1]
+        keys = torch.exp(last - self.decays)[..., None] * self.keys.repeat_interleave(groups, 0)
+        state = torch.exp(last)[..., None] * self.state + torch.einsum("hck,hcv->hkv", keys, self.updates)
+        return self.empty(state, len(self.keys))
+
+    def keep(self, t: int, record: int, cache: RecurrentCache) -> None:
+        """Store row t."""
+        for rows, records in zip(self[1:], (cache.keys, cache.updates, cache.decays), strict=True):
+            records[record, :, t] = rows[:, t]
