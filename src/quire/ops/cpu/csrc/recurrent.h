@@ -221,9 +221,8 @@ struct Recurrence {
     void run(const Stretch& seq) {
         Strip state[MAX_PANELS];  // before the piece
         const int64_t first_piece = seq.first / PIECE;
-        if (first_piece > 0 && whole(panels - 1) && panel == 0 && left(panels - 1) == PANEL) {  // all of its columns
+        if (first_piece > 0 && panels * PANEL >= sizes.dim_v)  // all of its columns
             ahead = (const char*)state_record(seq.states[0]), ahead_end = ahead + dim * sizes.dim_v * (int64_t)sizeof(float);
-        }
         for (int i = 0; i < panels; i++) state[i] = first_piece == 0 ? Strip{nullptr, 0} : state_of(seq.states[0], i);
         for (int64_t at = seq.first; at < seq.end();) {
             const int64_t begin = at / PIECE * PIECE, stop = begin + PIECE < seq.end() ? begin + PIECE : seq.end();
