@@ -178,7 +178,7 @@ struct Recurrence {
     const bool writes_keys, writes_decays;
     const int64_t dim, wide;  // of keys; the same in whole vectors
     float *products, *scaled, *recalled, *states, *columns;  // see room()
-    const char *ahead = nullptr, *ahead_end = nullptr;  // of the first state: what is to be fetched before it is read
+    const char *ahead = nullptr, *ahead_end = nullptr;  // what the next task reads first, to be fetched meanwhile
     alignas(64) float decays[PIECE], betas[PIECE];  // G; beta, or dt
     // Of row t with the rows j: -e^(G_t - G_j) k_j·k_t, and e^(G_t - G_j) k_j·q_t.
     alignas(64) float with_keys[PIECE][PIECE], with_queries[PIECE][PIECE];
@@ -218,11 +218,17 @@ struct Recurrence {
         return (const T*)p.x + row * p.x_stride + (DELTA ? 2 * sizes.k_heads * dim : 0) + head * sizes.dim_v;
     }
 
+    // Fetch the state that a task of this head and sequence begins with, a part at a time.
+    void fetch_for(const Stretch& seq, int64_t of_head) {
+        if (seq.count == 0 || seq.first < PIECE || panels * PANEL < sizes.dim_v) return;
+        const int64_t numbers = dim * sizes.dim_v;
+        ahead = (const char*)(p.cache.state + seq.states[0] * p.cache.state_record + of_head * numbers);
+        ahead_end = ahead + numbers * (int64_t)sizeof(float);
+    }
+
     void run(const Stretch& seq) {
         Strip state[MAX_PANELS];  // before the piece
         const int64_t first_piece = seq.first / PIECE;
-        if (first_piece > 0 && panels * PANEL >= sizes.dim_v)  // all of its columns
-            ahead = (const char*)state_record(seq.states[0]), ahead_end = ahead + dim * sizes.dim_v * (int64_t)sizeof(float);
         for (int i = 0; i < panels; i++) state[i] = first_piece == 0 ? Strip{nullptr, 0} : state_of(seq.states[0], i);
         for (int64_t at = seq.first; at < seq.end();) {
             const int64_t begin = at / PIECE * PIECE, stop = begin + PIECE < seq.end() ? begin + PIECE : seq.end();
@@ -248,6 +254,7 @@ struct Recurrence {
                 });
             }
             if (record >= 0) keep(record, low, high);
+            if (seq.count < PIECE) fetch_lines(INT32_MAX);
             at = stop;
         }
     }
@@ -286,7 +293,7 @@ struct Recurrence {
 
     // --------------------------------------------------------------------------------------------- what all columns share
 
-    // The next lines of the state, while the processor computes something else.
+    // Some lines of what is ahead: memory goes on reading while this task computes.
     QUIRE_INLINE_MEMBER void fetch_lines(int lines) {
         for (int i = 0; i < lines && ahead < ahead_end; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
     }
@@ -337,7 +344,7 @@ struct Recurrence {
     // To fp32, and for the delta rule to length 1; times `scale`.
     void widen(const T* from, float* to, float scale) {
         for (int64_t c = 0; c < wide; c += W) {
-            fetch_lines(W / 2);
+            fetch_lines(W / 4);
             store(to + c, get_part<E>(from + c, part(dim, c)));
         }
         if constexpr (!DELTA) return;
@@ -370,7 +377,7 @@ struct Recurrence {
         int64_t c = 0;
         for (; c + W <= dim; c += W) {
             const V own = load(x + c);
-            fetch_lines(W / 2);
+            fetch_lines(W / 4);
             QUIRE_UNROLL for (int i = 0; i < W; i++) sums[i] = fma(load(keys[i] + c), own, sums[i]);
         }
         if (c < dim) {
@@ -416,7 +423,7 @@ struct Recurrence {
         const int64_t lda = DELTA ? wide : 2 * wide;
         float* out = recalled + PRODUCTS * low * PANEL;
         const auto b = [&](int64_t k, int v) __attribute__((always_inline)) { return load(state.data + k * state.stride + v * W); };
-        const auto fetch = [&](int64_t) __attribute__((always_inline)) { fetch_lines((int)(sizes.dim_v / (64 / sizeof(float)))); };
+        const auto fetch = [&](int64_t) __attribute__((always_inline)) { fetch_lines(N * W * (int)sizeof(float) * 3 / 4 / 64); };
         const RowBlocks blocks(rows);
         for (int i = 0; i < blocks.blocks; i++)
             with_rows(blocks.rows(i), [&]<int R>() {
@@ -562,11 +569,16 @@ static void recur(ParallelFor parallel_for, const RecurrentStep& step, const Rec
     const int wanted = (int)((2 * p.threads + sizes.heads - 1) / sizes.heads), parts = p.threads == 1 || wanted <= 1 ? 1 : wanted < panels ? wanted : panels;
     // Of all sequences the same head first, so that threads share a long one.
     const int64_t work = sizes.dim_k * sizes.dim_v * (step.num_rows / step.num_seqs + 1);
-    parallel(parallel_for, sizes.heads * parts * step.num_seqs, rows_a_thread(work), [&](int64_t i) {
+    const int64_t tasks = sizes.heads * parts * step.num_seqs;
+    parallel(parallel_for, tasks, rows_a_thread(work), [&](int64_t i) {
         const Stretch seq(step, i % step.num_seqs);
         const int64_t head = i / step.num_seqs / parts;
         const int at = (int)(i / step.num_seqs % parts), first = panels * at / parts, end = panels * (at + 1) / parts;
-        if (seq.count > 0) Recurrence<E, RULE>(step, p, head, first, end - first).run(seq);
+        if (seq.count == 0) return;
+        Recurrence<E, RULE> task(step, p, head, first, end - first);
+        const int64_t next = i + 1;
+        if (next < tasks) task.fetch_for(Stretch(step, next % step.num_seqs), next / step.num_seqs / parts);
+        task.run(seq);
     });
 }
 
