@@ -178,7 +178,11 @@ struct Recurrence {
     const bool writes_keys, writes_decays;
     const int64_t dim, wide;  // of keys; the same in whole vectors
     float *products, *scaled, *recalled, *states, *columns;  // see room()
-    const char *ahead = nullptr, *ahead_end = nullptr;  // what the next task reads first, to be fetched meanwhile
+    struct Range {
+        const char *at, *end;
+    };
+    Range ahead[3];  // what the next task will read, to be fetched meanwhile
+    int ranges = 0, fetched = 0;  // of them: all, and those that are done with
     alignas(64) float decays[PIECE], betas[PIECE];  // G; beta, or dt
     // Of row t with the rows j: -e^(G_t - G_j) k_j·k_t, and e^(G_t - G_j) k_j·q_t.
     alignas(64) float with_keys[PIECE][PIECE], with_queries[PIECE][PIECE];
@@ -218,13 +222,17 @@ struct Recurrence {
         return (const T*)p.x + row * p.x_stride + (DELTA ? 2 * sizes.k_heads * dim : 0) + head * sizes.dim_v;
     }
 
-    // Fetch the state that a task of this head and sequence begins with, a part at a time.
+    // Fetch what a task of this head and sequence begins with, a part at a time: the rows of the piece, the state before it.
     void fetch_for(const Stretch& seq, int64_t of_head) {
-        if (seq.count == 0 || seq.first < PIECE || panels * PANEL < sizes.dim_v) return;
-        const int64_t numbers = dim * sizes.dim_v;
-        ahead = (const char*)(p.cache.state + seq.states[0] * p.cache.state_record + of_head * numbers);
-        ahead_end = ahead + numbers * (int64_t)sizeof(float);
+        if (seq.count == 0 || panels * PANEL < sizes.dim_v) return;
+        const int64_t of_key = of_head / (sizes.heads / sizes.k_heads), rows = seq.first % PIECE;
+        if (rows > 0) {
+            fetch_range(p.cache.keys + seq.records[0] * p.cache.keys_record + of_key * PIECE * dim, rows * dim);
+            fetch_range(p.cache.updates + seq.records[0] * p.cache.updates_record + of_head * PIECE * sizes.dim_v, rows * sizes.dim_v);
+        }
+        if (seq.first >= PIECE) fetch_range(p.cache.state + seq.states[0] * p.cache.state_record + of_head * dim * sizes.dim_v, dim * sizes.dim_v);
     }
+    void fetch_range(const float* from, int64_t numbers) { ahead[ranges++] = {(const char*)from, (const char*)(from + numbers)}; }
 
     void run(const Stretch& seq) {
         Strip state[MAX_PANELS];  // before the piece
@@ -295,7 +303,12 @@ struct Recurrence {
 
     // Some lines of what is ahead: memory goes on reading while this task computes.
     QUIRE_INLINE_MEMBER void fetch_lines(int lines) {
-        for (int i = 0; i < lines && ahead < ahead_end; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        for (; lines > 0 && fetched < ranges; lines--) {
+            Range& range = ahead[fetched];
+            __builtin_prefetch(range.at, 0, 2);
+            range.at += 64;
+            fetched += range.at >= range.end;
+        }
     }
 
     void report(int64_t row) const { __atomic_store_n(step.nonfinite + row, 1, __ATOMIC_RELAXED); }
@@ -423,13 +436,13 @@ struct Recurrence {
         const int64_t lda = DELTA ? wide : 2 * wide;
         float* out = recalled + PRODUCTS * low * PANEL;
         const auto b = [&](int64_t k, int v) __attribute__((always_inline)) { return load(state.data + k * state.stride + v * W); };
-        const auto fetch = [&](int64_t) __attribute__((always_inline)) { fetch_lines(N * W * (int)sizeof(float) * 3 / 4 / 64); };
+        const auto fetch = [&](int64_t) __attribute__((always_inline)) { fetch_lines((N * W * (int)sizeof(float) + 63) / 64); };
         const RowBlocks blocks(rows);
         for (int i = 0; i < blocks.blocks; i++)
             with_rows(blocks.rows(i), [&]<int R>() {
                 const float* a = x + blocks.first(i) * lda;
                 float* c = out + blocks.first(i) * PANEL;
-                if (ahead < ahead_end) micro_kernel<Multiply, R, N, Sums::REPLACED>(a, lda, b, c, PANEL, 0, (int)dim, fetch);
+                if (fetched < ranges) micro_kernel<Multiply, R, N, Sums::REPLACED>(a, lda, b, c, PANEL, 0, (int)dim, fetch);
                 else micro_kernel<Multiply, R, N, Sums::REPLACED>(a, lda, b, c, PANEL, 0, (int)dim, idle);
             });
     }
