@@ -141,7 +141,7 @@ class NativeExecutor:
                 return self._op(operator, attention, q, None, out, group=group)
             case Activate(x=x, out=out, activation=activation):
                 return self._op(operator, native.ActivationParams.of(activation, out.size), x, None, out)
-            case Multiply(x=x, out=out) | Add(x=x, out=out) | Copy(x=x, out=out):
+            case Multiply(x=x, out=out) | Add(x=x, out=out) | Copy(x=x, out=out) | Gate(x=x, out=out):
                 return self._op(operator, native.EachParams(out.size), x, None, out)
             case Scale(x=x, factor=factor):
                 return self._op(operator, native.EachParams(x.size, factor=factor), x, None, x)
@@ -153,8 +153,6 @@ class NativeExecutor:
                 experts = linears.params()
                 self._experts.add(linears, experts)
                 return self._op(operator, experts, x, seen or x, out)
-            case Gate(x=x, out=out):
-                return self._op(operator, native.EachParams(out.size), x, None, out)
             case GatedNormalize(x=x, gate=gate, out=out, weight=weight, eps=eps, heads=heads):
                 first, dim = operator.first == "gate", len(weight) // heads
                 gated = native.GatedNormParams(weight.data_ptr(), heads, dim, eps, first)
@@ -334,11 +332,9 @@ def _sizes(operator: Write | Attend | Convolve | GatedDelta | StateSpace) -> dic
     """What the spec of the operator's plan must have."""
     match operator:
         case Attend(q=q, out=out, head_dim=dim):
-            count = q.size // dim
-            return {"num_heads": count, "head_dim": dim, "dim_v": out.size // count}
+            return {"num_heads": q.size // dim, "head_dim": dim, "dim_v": out.size * dim // q.size}
         case Write(k=k, v=v, head_dim=dim):
-            count = k.size // dim
-            return {"num_kv_heads": count, "head_dim": dim, "dim_v": v.size // count}
+            return {"num_kv_heads": k.size // dim, "head_dim": dim, "dim_v": v.size * dim // k.size}
         case Convolve(x=x, weight=weight):
             return {"width": x.size, "taps": weight.shape[1]}
         case GatedDelta(qkv=x, out=out) | StateSpace(xbc=x, out=out):
