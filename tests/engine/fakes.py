@@ -28,7 +28,7 @@ from quire.request import Group, Request, SamplingParams, TokenLogprobs
 VOCAB = 251
 CIRCLE = 6  # tokens
 EMPTY = -1
-MAX_STATE = 256  # tokens that a state of the fake model can hold
+MAX_STATE = 2048  # tokens that a state of the fake model can hold
 
 
 def digest(context: list[int]) -> int:

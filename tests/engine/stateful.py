@@ -70,7 +70,9 @@ class SpecifiedStates(CpuBackend):
                     if seq.states[j + 1] >= 0:
                         cache.state[seq.states[j + 1]] = mine.state[0]
                 for name in ("keys", "updates", "decays") if seq.records[j] >= 0 else ():
-                    getattr(cache, name)[seq.records[j], :, position % PIECE] = getattr(mine, name)[0, :, position % PIECE]
+                    getattr(cache, name)[seq.records[j], :, position % PIECE] = getattr(mine, name)[
+                        0, :, position % PIECE
+                    ]
         return out
 
 
@@ -123,9 +125,7 @@ class StatefulModel:
         self.decay_rate = -torch.rand(own.num_heads, generator=generator) * 0.3
         self.dt_bias = torch.randn(own.num_heads, generator=generator)
 
-    def forward(
-        self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:
         """Hidden states: [T, H]."""
         x = self.embedding[batch.token_ids].to(self.dtype)
         for layer in range(4):

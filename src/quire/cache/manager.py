@@ -388,12 +388,13 @@ class BlockManager:
     def _is_kept(self, request: Request, position: int) -> bool:
         """Whether the state after so many tokens stays in the cache when the request has gone on.
 
-        Others begin where many tokens are common to all, where a prompt ended, and where prefixes were seen to part.
+        Others begin where a prompt ended, where prefixes were seen to part, where this request began itself; and for
+        what is not foreseen, at intervals.
         """
         return (
             position % self.state_snapshot_interval == 0
             or position == (request.num_prompt - 1) // self.unit * self.unit
-            or position == request.cache.parted_at
+            or position in (request.cache.parted_at, request.cache.num_cached)
         )
 
     def _take(self, counts: Sequence[int]) -> list[array[int]]:
