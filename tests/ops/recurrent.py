@@ -213,3 +213,13 @@ def exact_recurrence(layer: Layer, x: Tensor, gates: Tensor) -> Tensor:
 
 def _exact(x: Tensor) -> Tensor:
     return x.to("cpu", torch.float64)
+
+
+def make_plan(
+    backend: ops.Backend, spec: RecurrentSpec, starts: list[int], lens: list[int], states: object, rows: object
+) -> RecurrentPlan:
+    return backend.recurrent_plan(spec, *(torch.tensor(x, dtype=torch.int32) for x in (starts, lens, states, rows)))
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).cpu()

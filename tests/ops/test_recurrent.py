@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadStride, BadValue, QuireError, Unsupported
-from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentPlan, RecurrentSpec, num_pieces
-from tests.ops.recurrent import Layer, Run, Sizes, exact_convolution, exact_recurrence
+from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentSpec, num_pieces
+from tests.ops.recurrent import Layer, Run, Sizes, bits, exact_convolution, exact_recurrence, make_plan
 
 LENGTHS = (0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 150)
 SIZES = (
@@ -73,10 +73,6 @@ def check_same(backend: ops.Backend, got: Iterable[Tensor], want: Iterable[Tenso
         else:
             bound = (1e-5 + 8 * torch.finfo(a.dtype).eps) * b.abs().amax(-1, keepdim=True)
             assert ((a - b).abs() <= bound).all()
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).cpu()
 
 
 # ----------------------------------------------------------------------------------------- what is computed
@@ -229,13 +225,6 @@ def test_gate(backend, device):
 
 
 # ------------------------------------------------------------------------------------------------ bad input
-
-
-def make_plan(
-    backend: ops.Backend, spec: RecurrentSpec, starts: list[int], lens: list[int], states: object, rows: object
-) -> RecurrentPlan:
-    return backend.recurrent_plan(spec, *(torch.tensor(x, dtype=torch.int32) for x in (starts, lens, states, rows)))
-
 
 STEP = {"starts": [0, 3, 10], "lens": [40, 7], "states": [[1, -1], [-1, -1]], "rows": [[2, -1], [3, -1]]}
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Lock
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -153,8 +154,14 @@ def plan_of(
     return plan
 
 
+class Lockable(Protocol):
+    """A plan of any kind."""
+
+    lock: Lock
+
+
 @contextmanager
-def locked(plans: Iterable[AttentionPlan]) -> Iterator[None]:
+def locked(plans: Iterable[Lockable]) -> Iterator[None]:
     """Within it, no other thread uses or updates these plans."""
     with ExitStack() as stack:
         for plan in sorted(set(plans), key=id):  # in one order everywhere, so that two threads do not block each other

@@ -211,15 +211,24 @@ class RecurrentPlan:
         what it held before.
         """
         with self.lock:
-            room = self.max_tokens, self.max_seqs, self.max_pieces
-            _check_step(self.spec, room, query_starts, context_lens, state_tables, row_tables)
-            num_seqs, num_pieces = state_tables.shape
-            self.query_starts[: num_seqs + 1].copy_(query_starts)
-            self.context_lens[:num_seqs].copy_(context_lens)
-            self.state_tables[:num_seqs, :num_pieces].copy_(state_tables)
-            self.row_tables[:num_seqs, :num_pieces].copy_(row_tables)
-            self.num_tokens, self.num_seqs = int(query_starts[-1]), num_seqs
-            self._nonfinite[: self.num_tokens].zero_()
+            self._update(query_starts, context_lens, state_tables, row_tables)
+
+    def _update(
+        self,
+        query_starts: Tensor,  # int32 [S+1], host
+        context_lens: Tensor,  # int32 [S], host
+        state_tables: Tensor,  # int32 [S, P], host
+        row_tables: Tensor,  # int32 [S, P], host
+    ) -> None:
+        room = self.max_tokens, self.max_seqs, self.max_pieces
+        _check_step(self.spec, room, query_starts, context_lens, state_tables, row_tables)
+        num_seqs, num_pieces = state_tables.shape
+        self.query_starts[: num_seqs + 1].copy_(query_starts)
+        self.context_lens[:num_seqs].copy_(context_lens)
+        self.state_tables[:num_seqs, :num_pieces].copy_(state_tables)
+        self.row_tables[:num_seqs, :num_pieces].copy_(row_tables)
+        self.num_tokens, self.num_seqs = int(query_starts[-1]), num_seqs
+        self._nonfinite[: self.num_tokens].zero_()
 
     @property
     def nonfinite(self) -> Tensor:

@@ -41,6 +41,11 @@ class RecurrentOperators:
         if spec.dtype not in self.limits.kv_dtypes:
             served = ", ".join(sorted(map(str, self.limits.kv_dtypes)))
             raise Unsupported(f"backend {self.name!r} does not serve dtype {spec.dtype}; it serves {served}")
+        return self._make_recurrent_plan(spec, max_tokens, max_seqs, max_pieces)
+
+    def _make_recurrent_plan(
+        self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int
+    ) -> RecurrentPlan:
         return RecurrentPlan(spec, max_tokens, max_seqs, max_pieces)
 
     def recurrent_plan(

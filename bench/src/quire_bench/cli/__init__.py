@@ -18,6 +18,7 @@ from quire_bench.cli.machine import machine
 from quire_bench.cli.memory import memory
 from quire_bench.cli.planning import planning
 from quire_bench.cli.quantisation import quantisation
+from quire_bench.cli.recurrent import recurrent
 from quire_bench.cli.scheduler import scheduler
 from quire_bench.cli.serve import serve
 from quire_bench.cli.soak import soak
@@ -35,6 +36,7 @@ COMMANDS = (
     throughput,
     attention,
     cascade,
+    recurrent,
     machine,
     quantisation,
     startup,

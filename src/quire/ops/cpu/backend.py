@@ -13,7 +13,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from ctypes import byref
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,13 +21,14 @@ from torch import Tensor
 from quire.errors import Unsupported
 from quire.ops import overlap, validate_small
 from quire.ops.backend import Backend, Scores
-from quire.ops.cpu import fetching, native
+from quire.ops.cpu import fetching, native, recurrent
 from quire.ops.cpu.executor import NativeExecutor
 from quire.ops.cpu.linear import PackedLinears
 from quire.ops.cpu.worklist import CpuPlan
 from quire.ops.eager import EagerExecutor
 from quire.ops.linear import Linears
 from quire.ops.program import Executor, Program
+from quire.ops.recurrent import RecurrentCache, RecurrentSpec
 from quire.ops.rows import as_rows, count_rows, row_strides, used_strides
 from quire.ops.spec import AttentionSpec, Limits, PagedKV
 from quire.ops.swap import HostSwap, Swap
@@ -44,6 +45,7 @@ class CpuBackend(Backend):
         case_budget=2_000,
     )
     plan_type = CpuPlan
+    keeps_states = True
 
     @property
     def instruction_set(self) -> str:
@@ -278,6 +280,72 @@ class CpuBackend(Backend):
             dtype,
         )
         return out
+
+    # --------------------------------------------------------------------------- of layers that keep a state
+
+    def _make_recurrent_plan(
+        self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int
+    ) -> recurrent.CpuRecurrentPlan:
+        if torch.device(spec.device).type != "cpu":
+            raise Unsupported(f"backend {self.name!r} does not serve device {spec.device!r}; it serves 'cpu'")
+        return recurrent.CpuRecurrentPlan(spec, max_tokens, max_seqs, max_pieces)
+
+    def _convolve(
+        self,
+        x: Tensor,  # [T, W]
+        weight: Tensor,  # fp32 [W, K]
+        bias: Tensor | None,  # fp32 [W]
+        activation: Literal["silu"] | None,
+        cache: RecurrentCache,
+        plan: Any,  # CpuRecurrentPlan
+    ) -> Tensor:
+        transposed = weight.T.contiguous()
+        return recurrent.convolve(recurrent.convolution_params(transposed, bias, activation), x, cache, plan)
+
+    def _gated_delta(
+        self,
+        qkv: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]
+        gates: Tensor,  # [T, 2 * Hv]
+        decay_rate: Tensor,  # fp32 [Hv]
+        dt_bias: Tensor,  # fp32 [Hv]
+        cache: RecurrentCache,
+        plan: Any,  # CpuRecurrentPlan
+    ) -> Tensor:
+        return recurrent.recur(recurrent.recurrence_params(decay_rate, dt_bias), qkv, gates, cache, plan)
+
+    def _state_space(
+        self,
+        xbc: Tensor,  # [T, Hv * Dv + 2 * Hk * Dk]
+        dt: Tensor,  # [T, Hv]
+        decay_rate: Tensor,  # fp32 [Hv]
+        skip: Tensor,  # fp32 [Hv]
+        dt_bias: Tensor,  # fp32 [Hv]
+        dt_limits: tuple[float, float],
+        cache: RecurrentCache,
+        plan: Any,  # CpuRecurrentPlan
+    ) -> Tensor:
+        params = recurrent.recurrence_params(decay_rate, dt_bias, skip, dt_limits)
+        return recurrent.recur(params, xbc, dt, cache, plan)
+
+    def _gated_norm(
+        self,
+        x: Tensor,  # [T, H]
+        gate: Tensor,  # [T, H]
+        weight: Tensor,  # [H]
+        eps: float,
+        heads: int,
+        first: Literal["norm", "gate"],
+    ) -> Tensor:
+        dtype, weight = _dtype("x", x), _fp32(weight)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        params = native.GatedNormParams(weight.data_ptr(), heads, x.shape[1] // heads, eps, first == "gate")
+        rows = (y for z in (x, gate, out) for y in (z.data_ptr(), z.stride(0)))
+        native.default()("gated_norm", *rows, len(x), byref(params), dtype)
+        return out
+
+    def _gate(self, x: Tensor, gate: Tensor) -> None:
+        rows = (y for z in (gate, x) for y in (z.data_ptr(), z.stride(0)))
+        native.default()("gate", *rows, *x.shape, _dtype("x", x))
 
     # -------------------------------------------------------------------------- for a sampler, and for a router
 

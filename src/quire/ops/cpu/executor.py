@@ -11,22 +11,27 @@ import weakref
 from collections.abc import Sequence
 from ctypes import Structure, addressof, c_int64, c_void_p
 from threading import Lock
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from quire.errors import BadStride, BadValue, Unsupported
+from quire.errors import BadStride, BadValue
 from quire.ops import checks
-from quire.ops.cpu import native
+from quire.ops.cpu import native, recurrent
 from quire.ops.cpu.experts import ExpertLinears, ExpertsRoom
 from quire.ops.cpu.linear import PackedLinear
+from quire.ops.cpu.recurrent import CpuRecurrentPlan
 from quire.ops.cpu.worklist import CpuPlan
 from quire.ops.memory import in_huge_pages
 from quire.ops.plan import locked
 from quire.ops.program import (
     Add,
     Attend,
+    Convolve,
+    Gate,
+    GatedDelta,
+    GatedNormalize,
     Gelu,
     Keep,
     LayerCaches,
@@ -41,12 +46,16 @@ from quire.ops.program import (
     Project,
     Rotate,
     Scale,
+    StateSpace,
     Swiglu,
     Write,
 )
+from quire.ops.recurrent import RecurrentCache, RecurrentSpec, check_cache
 from quire.ops.spec import AttentionSpec, PagedKV
 
-RECURRENT = {"gate", "gated_norm", "convolution", "gated_delta", "state_space"}
+CachedParams: TypeAlias = (
+    native.WriteParams | native.AttentionParams | native.ConvolutionParams | native.RecurrenceParams
+)
 HOST = torch.device("cpu")
 
 
@@ -56,7 +65,7 @@ class NativeExecutor:
     @staticmethod
     def serves(program: Program) -> bool:
         """Whether the library takes the program's dtype and its linears, all packed for it."""
-        if program.dtype not in native.DTYPES or RECURRENT & set(program.kinds):
+        if program.dtype not in native.DTYPES:
             return False
         if not all(isinstance(linear, PackedLinear) for linear in program.linears):
             return False
@@ -82,8 +91,7 @@ class NativeExecutor:
             self._strides[name] = self._library("row_stride", self._strides[name], dtype)
         self._own_width = sum(self._strides[name] for name in own)
         self._kept: list[object] = []  # what the operators point to
-        self._writes: list[tuple[int, int, native.WriteParams]] = []  # with their layer and cache group
-        self._attends: list[tuple[int, int, native.AttentionParams]] = []
+        self._cached: list[tuple[int, int, CachedParams]] = []  # what works on a cache, with its layer and group
         self._linears: list[native.LinearParams] = []
         self._projections: list[tuple[PackedLinear, int]] = []  # with the stride of x
         self._rows = 0  # for which there is room
@@ -91,20 +99,20 @@ class NativeExecutor:
         self._scratch = torch.empty(0, dtype=program.dtype)
         self._copy = torch.empty(0)
         self._bound: weakref.ref[LayerCaches] | None = None
-        self._known: dict[int, AttentionSpec] = {}  # of each cache group: the last one that had the right heads
+        self._known: dict[
+            int, AttentionSpec | RecurrentSpec
+        ] = {}  # of each group: the last one that had the right sizes
         self._lock = Lock()
         parts = [(i, part) for i, operator in enumerate(program.operators) for part in _parts(operator)]
         self._operator_of = [i for i, _ in parts]  # of each op: several stand for a joined linear
         ops = [self._lowered(part) for _, part in parts]
         self._ops = (native.Op * len(ops))(*ops)
-        self._heads: dict[int, set[tuple[str, int, int]]] = {}  # of each cache group: which heads its plan must have
+        self._sizes: dict[int, set[tuple[str, object]]] = {}  # of each group: what its plan's spec must have
         for operator in program.operators:
-            if isinstance(operator, Attend):
-                heads = ("num_heads", operator.q.size // operator.head_dim, operator.head_dim)
-                self._heads.setdefault(operator.group, set()).add(heads)
-            elif isinstance(operator, Write):
-                heads = ("num_kv_heads", operator.k.size // operator.head_dim, operator.head_dim)
-                self._heads.setdefault(operator.group, set()).add(heads)
+            if isinstance(operator, (Write, Attend, Convolve, GatedDelta, StateSpace)):
+                self._sizes.setdefault(operator.group, set()).update(
+                    _sizes(operator).items(), [("dtype", program.dtype)]
+                )
 
     # ------------------------------------------------------------------------------------------ lowering it
 
@@ -121,7 +129,7 @@ class NativeExecutor:
                 return self._op(operator, rope, q, k)
             case Write(k=k, v=v, layer=layer, group=group):
                 write = native.WriteParams()
-                self._writes.append((layer, group, write))
+                self._cached.append((layer, group, write))
                 return self._op(operator, write, k, v, group=group)
             case Attend(q=q, out=out, layer=layer, group=group, head_dim=dim, alibi_slopes=slopes):
                 attention = native.AttentionParams(
@@ -129,7 +137,7 @@ class NativeExecutor:
                     scale=dim**-0.5 if operator.scale is None else operator.scale,
                     softcap=operator.softcap or 0.0,
                 )
-                self._attends.append((layer, group, attention))
+                self._cached.append((layer, group, attention))
                 return self._op(operator, attention, q, None, out, group=group)
             case Swiglu(x=x, out=out) | Multiply(x=x, out=out) | Add(x=x, out=out):
                 return self._op(operator, native.ActivationParams(out.size), x, None, out)
@@ -144,8 +152,34 @@ class NativeExecutor:
                 experts = linears.params()
                 self._experts.add(linears, experts)
                 return self._op(operator, experts, x, None, out)
-            case _:
-                raise Unsupported(f"the library has no {operator.kind}")
+            case Gate(x=x, out=out):
+                return self._op(operator, native.ActivationParams(out.size), x, None, out)
+            case GatedNormalize(x=x, gate=gate, out=out, weight=weight, eps=eps, heads=heads):
+                first, dim = operator.first == "gate", len(weight) // heads
+                gated = native.GatedNormParams(weight.data_ptr(), heads, dim, eps, first)
+                return self._op(operator, gated, x, gate, out)
+            case Convolve(x=x, out=out):
+                weight = operator.weight.T.contiguous()
+                self._kept.append(weight)
+                convolution = recurrent.convolution_params(weight, operator.bias, operator.activation)
+                return self._recurrent(operator, convolution, x, None, out)
+            case GatedDelta(qkv=qkv, gates=gates, out=out):
+                delta = recurrent.recurrence_params(operator.decay_rate, operator.dt_bias)
+                return self._recurrent(operator, delta, qkv, gates, out)
+            case StateSpace(xbc=xbc, dt=dt, out=out, decay_rate=rate, dt_bias=bias):
+                space = recurrent.recurrence_params(rate, bias, operator.skip, operator.dt_limits)
+                return self._recurrent(operator, space, xbc, dt, out)
+
+    def _recurrent(
+        self,
+        operator: Convolve | GatedDelta | StateSpace,
+        params: native.ConvolutionParams | native.RecurrenceParams,
+        x: Place,
+        y: Place | None,
+        out: Place,
+    ) -> native.Op:
+        self._cached.append((operator.layer, operator.group, params))
+        return self._op(operator, params, x, y, out, group=operator.group)
 
     def _linear(self, operator: Project, packed: PackedLinear) -> native.Op:
         params = packed.params()
@@ -204,45 +238,40 @@ class NativeExecutor:
             self._run(given, positions, own, rows)
         return out if rows is None else out[: len(rows)]
 
-    def _own(self, plans: Sequence[Plan]) -> list[CpuPlan]:
-        if len(plans) <= max(self._heads, default=-1):
-            raise BadValue(f"given are {len(plans)} plans; the program has {max(self._heads) + 1} cache groups")
+    def _own(self, plans: Sequence[Plan]) -> list[CpuPlan | CpuRecurrentPlan]:
+        if len(plans) <= max(self._sizes, default=-1):
+            raise BadValue(f"given are {len(plans)} plans; the program has {max(self._sizes) + 1} cache groups")
         for plan in plans:
-            if not isinstance(plan, CpuPlan):
+            if not isinstance(plan, (CpuPlan, CpuRecurrentPlan)):
                 raise BadValue(f"a plan is a {type(plan).__name__}; make it with the cpu backend")
-        return cast(list[CpuPlan], list(plans))
+        return cast(list[CpuPlan | CpuRecurrentPlan], list(plans))
 
-    def _check_plans(self, plans: Sequence[CpuPlan], count: int) -> None:
-        """Check what an update of a plan may change, its lock held, and its heads."""
+    def _check_plans(self, plans: Sequence[CpuPlan | CpuRecurrentPlan], count: int) -> None:
+        """Check what an update of a plan may change, its lock held, and its sizes."""
         for plan in plans:
-            if plan.num_tokens != count or not plan.writable:
+            if plan.num_tokens != count or not (isinstance(plan, CpuRecurrentPlan) or plan.writable):
                 raise BadValue(f"a plan is for {plan.num_tokens} tokens, the program for {count}; update it with slots")
-        for group, wanted in self._heads.items():
+        for group, wanted in self._sizes.items():
             spec = plans[group].spec
             if spec is self._known.get(group):
                 continue
-            for name, number, dim in wanted:
-                found = (spec.dtype, getattr(spec, name), spec.head_dim, spec.dim_v)
-                if found != (self.program.dtype, number, dim, dim):
-                    raise BadValue(
-                        f"a plan is for {spec}; the program has {name}={number}, head_dim={dim} and dtype "
-                        f"{self.program.dtype}"
-                    )
+            for name, value in wanted:
+                if getattr(spec, name, None) != value:
+                    raise BadValue(f"a plan is for {spec}; the program has {name}={value} in group {group}")
             self._known[group] = spec
 
-    def _bind(self, caches: LayerCaches, plans: Sequence[CpuPlan]) -> None:
-        """Let the layers' attention work on these caches."""
+    def _bind(self, caches: LayerCaches, plans: Sequence[CpuPlan | CpuRecurrentPlan]) -> None:
+        """Let the layers' attention and recurrences work on these caches."""
         if self._bound is not None and self._bound() is caches:
             return
-        found = [
-            (params, plans[group].cache(cast(PagedKV, caches.layer(layer))))
-            for layer, group, params in (*self._writes, *self._attends)
-        ]
+        found = [(params, _native_cache(plans[group], caches.layer(layer))) for layer, group, params in self._cached]
         for params, cache in found:  # all of them were checked
-            params.cache = cache.params
+            params.cache = cache
         self._bound = weakref.ref(caches)
 
-    def _run(self, given: list[Tensor], positions: Tensor, plans: Sequence[CpuPlan], rows: Tensor | None) -> None:
+    def _run(
+        self, given: list[Tensor], positions: Tensor, plans: Sequence[CpuPlan | CpuRecurrentPlan], rows: Tensor | None
+    ) -> None:
         count = len(positions)
         self._reserve(count)
         address, size = self._scratch.data_ptr(), self.program.dtype.itemsize
@@ -298,6 +327,28 @@ class NativeExecutor:
 def _parts(operator: Operator) -> Sequence[Operator]:
     """What the library does one after the other for one operator."""
     return operator.parts if isinstance(operator, Project) else [operator]
+
+
+def _sizes(operator: Write | Attend | Convolve | GatedDelta | StateSpace) -> dict[str, int]:
+    """What the spec of the operator's plan must have."""
+    match operator:
+        case Attend(q=q, head_dim=dim):
+            return {"num_heads": q.size // dim, "head_dim": dim, "dim_v": dim}
+        case Write(k=k, head_dim=dim):
+            return {"num_kv_heads": k.size // dim, "head_dim": dim, "dim_v": dim}
+        case Convolve(x=x, weight=weight):
+            return {"width": x.size, "taps": weight.shape[1]}
+        case GatedDelta(qkv=x, out=out) | StateSpace(xbc=x, out=out):
+            heads = len(operator.decay_rate)
+            return {"num_heads": heads, "value_width": out.size, "key_width": (x.size - out.size) // 2}
+
+
+def _native_cache(plan: CpuPlan | CpuRecurrentPlan, cache: PagedKV | RecurrentCache) -> Structure:
+    """A layer's cache as the kernels take it, once it was found to fit the plan."""
+    if isinstance(plan, CpuRecurrentPlan):
+        check_cache(cast(RecurrentCache, cache), plan.spec)
+        return recurrent.records(cast(RecurrentCache, cache))
+    return plan.cache(cast(PagedKV, cache)).params
 
 
 def _check(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -103,6 +103,48 @@ class LinearParams(Structure):
     ]
 
 
+class RecurrentStep(Structure):
+    """The sizes of a state kind, and one step's metadata."""
+
+    _fields_ = [
+        *((name, c_int64) for name in "heads k_heads dim_k dim_v width taps".split()),
+        *((name, c_void_p) for name in "query_starts context_lens state_tables row_tables nonfinite".split()),
+        *((name, c_int64) for name in "table_stride num_seqs num_rows".split()),
+    ]
+
+
+class RecurrentRecords(Structure):
+    """A layer's records: addresses, and elements from record to record."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "state tail keys updates decays inputs".split()),
+        *((f"{name}_record", c_int64) for name in "state tail keys updates decays inputs".split()),
+    ]
+
+
+class ConvolutionParams(Structure):
+    """One call of convolve: addresses, and strides from row to row."""
+
+    _fields_ = [
+        ("cache", RecurrentRecords),
+        *((name, c_void_p) for name in "weight bias x out".split()),
+        *((name, c_int64) for name in "x_stride out_stride".split()),
+        ("silu", c_int32),
+    ]
+
+
+class RecurrenceParams(Structure):
+    """One call of the gated delta rule, or with a skip of Mamba-2's recurrence."""
+
+    _fields_ = [
+        ("cache", RecurrentRecords),
+        *((name, c_void_p) for name in "decay_rate dt_bias skip x gates out".split()),
+        *((name, c_int64) for name in "x_stride gates_stride out_stride".split()),
+        *((name, c_float) for name in "dt_low dt_high".split()),
+        ("threads", c_int32),
+    ]
+
+
 OPS = (
     "linear",
     "norm",
@@ -116,6 +158,11 @@ OPS = (
     "scale",
     "keep",
     "experts",
+    "gate",
+    "gated_norm",
+    "convolution",
+    "gated_delta",
+    "state_space",
 )  # in the order of their numbers
 MAX_BUFFERS = 12
 
@@ -141,6 +188,17 @@ class NormParams(Structure):
     """A norm over `heads` rows of each token; without a bias it is an RMSNorm."""
 
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("heads", c_int64), ("dim", c_int64), ("eps", c_float)]
+
+
+class GatedNormParams(Structure):
+    """A gated norm over `heads` parts of each row."""
+
+    _fields_ = [
+        ("weight", c_void_p),
+        *((name, c_int64) for name in "heads dim".split()),
+        ("eps", c_float),
+        ("gate_first", c_int32),
+    ]
 
 
 class RopeParams(Structure):
@@ -212,6 +270,10 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "unpack": (_L, (POINTER(LinearParams), _P, _L, _P)),
     "swiglu": (None, (_P, _L, _P, _L, _L, _L, _I)),
     "gelu": (None, (_P, _L, _L, _L, _P, _L, _L, _L, _I, _I)),
+    "gate": (None, (_P, _L, _P, _L, _L, _L, _I)),
+    "gated_norm": (None, (_P, _L, _P, _L, _P, _L, _L, POINTER(GatedNormParams), _I)),
+    "convolve": (None, (POINTER(RecurrentStep), POINTER(ConvolutionParams), _I)),
+    "recur": (None, (POINTER(RecurrentStep), POINTER(RecurrenceParams), _I)),
     "logsumexp": (None, (_P, _L, _P, _L, _L)),
     "top_k": (None, (_P, _L, _P, _P, _L, _L, _L)),
     "top_k_softmax": (None, (_P, _L, _P, _P, _P, _L, _L, _L)),

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "ceilings.h"
 #include "linear.h"
+#include "recurrent.h"
 #include "rounding.h"
 #include "small.h"
 
@@ -228,6 +229,41 @@ ENTRY(gelu)(
         const Rows<const T> from{(const T*)x, outer_stride, inner, inner_stride};
         const Rows<T> to{(T*)out, out_stride, inner, dim};
         parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) { gelu_row<E>(from[i], to[i], dim, tanh != 0); });
+    });
+}
+
+// x *= sigmoid(gate).
+ENTRY(gate)(
+    ParallelFor parallel_for, const void* gate, int64_t stride, void* x, int64_t x_stride, int64_t rows, int64_t dim, int32_t dtype) {
+    with_element(dtype, [&](auto element) {
+        combine_rows<decltype(element)>(parallel_for, gate, stride, x, x_stride, rows, dim, [](V value, V by) { return value * sigmoid(by); });
+    });
+}
+
+// Rows of `heads` parts, each with a norm of its own.
+ENTRY(gated_norm)(
+    ParallelFor parallel_for, const void* x, int64_t stride, const void* gate, int64_t gate_stride, void* out, int64_t out_stride,
+    int64_t rows, const GatedNormParams* p, int32_t dtype) {
+    with_element(dtype, [&](auto element) {
+        using E = decltype(element);
+        using T = typename E::T;
+        parallel(parallel_for, rows * p->heads, rows_a_thread(p->dim), [&](int64_t i) {
+            const int64_t row = i / p->heads, at = i % p->heads * p->dim;
+            gated_norm_row<E>((const T*)x + row * stride + at, (const T*)gate + row * gate_stride + at, p->weight + at,
+                              (T*)out + row * out_stride + at, p->dim, p->eps, p->gate_first);
+        });
+    });
+}
+
+ENTRY(convolve)(ParallelFor parallel_for, const RecurrentStep* step, const ConvolutionParams* params, int32_t dtype) {
+    with_element(dtype, [&](auto element) { convolve<decltype(element)>(parallel_for, *step, *params); });
+}
+
+ENTRY(recur)(ParallelFor parallel_for, const RecurrentStep* step, const RecurrenceParams* params, int32_t dtype) {
+    with_element(dtype, [&](auto element) {
+        using E = decltype(element);
+        if (params->skip) recur<E, Rule::SPACE>(parallel_for, *step, *params);
+        else recur<E, Rule::DELTA>(parallel_for, *step, *params);
     });
 }
 

@@ -82,10 +82,63 @@ struct LinearParams {
     const int64_t* order;  // [in]: the input that each of the weight's belongs to; null: its own
 };
 
+// -------------------------------------------------------------------------- layers that keep a state, see recurrent.h
+
+struct RecurrentSizes {
+    int64_t heads, k_heads, dim_k, dim_v;  // of the state; heads 0: none
+    int64_t width, taps;                   // of the convolution
+};
+
+// One step's metadata, as validated by Python.
+struct RecurrentStep {
+    RecurrentSizes sizes;
+    const int32_t* query_starts;  // [S + 1]
+    const int32_t* context_lens;  // [S]
+    const int32_t* state_tables;  // [S, table_stride]
+    const int32_t* row_tables;    // [S, table_stride]
+    int32_t* nonfinite;           // [T], 0; becomes 1 for rows whose key, update or decay is not finite
+    int64_t table_stride;
+    int64_t num_seqs, num_rows;  // S, T
+};
+
+// A layer's records, each contiguous; from record to record there are so many elements.
+struct RecurrentRecords {
+    float* state;    // [Ns, Hv, Dk, Dv]
+    void* tail;      // [Ns, K - 1, W]
+    float* keys;     // [Nr, Hk, C, Dk]
+    float* updates;  // [Nr, Hv, C, Dv]
+    float* decays;   // [Nr, Hv, C]
+    void* inputs;    // [Nr, C, W]
+    int64_t state_record, tail_record, keys_record, updates_record, decays_record, inputs_record;
+};
+
+struct ConvolutionParams {
+    RecurrentRecords cache;
+    const float* weight;  // [K, W]
+    const float* bias;    // [W]; null: none
+    const void* x;        // [T, W]
+    void* out;            // [T, W]
+    int64_t x_stride, out_stride;  // from row to row
+    int32_t silu;
+};
+
+// The gated delta rule of queries, keys, values and gates b, a; or with a skip Mamba-2 of values, keys, queries and dt.
+struct RecurrenceParams {
+    RecurrentRecords cache;
+    const float *decay_rate, *dt_bias, *skip;  // [Hv]; skip null: the delta rule
+    const void* x;      // [T, 2 Hk Dk + Hv Dv]
+    const void* gates;  // [T, 2 Hv], or [T, Hv]
+    void* out;          // [T, Hv Dv]
+    int64_t x_stride, gates_stride, out_stride;  // from row to row
+    float dt_low, dt_high;
+    int32_t threads;
+};
+
 // ------------------------------------------------------------------------------------------- programs, see program.h
 
 enum OpKind : int32_t {
-    OP_LINEAR, OP_NORM, OP_ROPE, OP_WRITE, OP_ATTENTION, OP_SWIGLU, OP_GELU, OP_MULTIPLY, OP_ADD, OP_SCALE, OP_KEEP, OP_EXPERTS
+    OP_LINEAR, OP_NORM, OP_ROPE, OP_WRITE, OP_ATTENTION, OP_SWIGLU, OP_GELU, OP_MULTIPLY, OP_ADD, OP_SCALE, OP_KEEP, OP_EXPERTS,
+    OP_GATE, OP_GATED_NORM, OP_CONVOLUTION, OP_GATED_DELTA, OP_STATE_SPACE
 };
 
 // Numbers of a buffer's rows, from a column on.
@@ -106,6 +159,13 @@ struct NormParams {
     const float* bias;    // [dim]; null: RMSNorm
     int64_t heads, dim;   // rows of x within a token
     float eps;
+};
+
+struct GatedNormParams {
+    const float* weight;  // [heads * dim]
+    int64_t heads, dim;   // rows of x within a token
+    float eps;
+    int32_t gate_first;
 };
 
 struct RopeParams {
@@ -146,7 +206,7 @@ struct ProgramParams {
     int64_t num_ops;
     double* seconds;  // [num_ops], what each one took; null: not wanted
     const int64_t* positions;  // [rows]
-    const struct Plan* const* plans;  // [groups]
+    const void* const* plans;  // [groups]: a Plan, or a RecurrentStep
     void* buffers[MAX_BUFFERS];
     int64_t strides[MAX_BUFFERS];  // from row to row, in numbers
     int64_t rows;

@@ -42,20 +42,23 @@ struct Program {
                                            r.k_heads, r.head_dim, p.positions, r.cos, r.sin, rows, r.length, r.half, p.dtype) < 0;
     }
 
+    const Plan* plan(const Op& op) const { return (const Plan*)p.plans[op.group]; }
+    const RecurrentStep* step(const Op& op) const { return (const RecurrentStep*)p.plans[op.group]; }
+
     void run(const Op& op, const WriteParams& write) const {
-        const SpecParams& spec = p.plans[op.group]->spec;
+        const SpecParams& spec = plan(op)->spec;
         WriteParams call = write;
         call.k_new = at(op.x), call.k_new_token = stride(op.x), call.k_new_head = spec.head_dim;
         call.v_new = at(op.y), call.v_new_token = stride(op.y), call.v_new_head = spec.head_dim_v;
-        QUIRE_NAME(write_kv, QUIRE_ISA)(parallel_for, p.plans[op.group], &call);
+        QUIRE_NAME(write_kv, QUIRE_ISA)(parallel_for, plan(op), &call);
     }
 
     void run(const Op& op, const AttentionParams& attention) const {
-        const SpecParams& spec = p.plans[op.group]->spec;
+        const SpecParams& spec = plan(op)->spec;
         AttentionParams call = attention;
         call.q = at(op.x), call.q_token = stride(op.x), call.q_head = spec.head_dim;
         call.out = at(op.out), call.out_token = stride(op.out), call.out_head = spec.head_dim_v;
-        QUIRE_NAME(attention, QUIRE_ISA)(parallel_for, p.plans[op.group], &call);
+        QUIRE_NAME(attention, QUIRE_ISA)(parallel_for, plan(op), &call);
     }
 
     template <class F>
@@ -75,6 +78,24 @@ struct Program {
             else if (e.mlp_in->bits == 8) run.template operator()<Integers<8>>();
             else run.template operator()<F>();
         });
+    }
+
+    void run(const Op& op, const GatedNormParams& norm) const {
+        QUIRE_NAME(gated_norm, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), at(op.y), stride(op.y), at(op.out), stride(op.out), rows,
+                                          &norm, p.dtype);
+    }
+
+    void run(const Op& op, const ConvolutionParams& convolution) const {
+        ConvolutionParams call = convolution;
+        call.x = at(op.x), call.x_stride = stride(op.x), call.out = at(op.out), call.out_stride = stride(op.out);
+        QUIRE_NAME(convolve, QUIRE_ISA)(parallel_for, step(op), &call, p.dtype);
+    }
+
+    void run(const Op& op, const RecurrenceParams& recurrence) const {
+        RecurrenceParams call = recurrence;
+        call.x = at(op.x), call.x_stride = stride(op.x), call.gates = at(op.y), call.gates_stride = stride(op.y);
+        call.out = at(op.out), call.out_stride = stride(op.out), call.threads = p.threads;
+        QUIRE_NAME(recur, QUIRE_ISA)(parallel_for, step(op), &call, p.dtype);
     }
 
     // The rows that are wanted move to the front. Whether there are such rows.
@@ -112,6 +133,13 @@ struct Program {
             case OP_SCALE: combine(op, *activation, [&](V, V x) { return x * activation->factor; }); break;
             case OP_KEEP: return keep(op);
             case OP_EXPERTS: run(op, *(const ExpertsParams*)op.params); break;
+            case OP_GATE:
+                QUIRE_NAME(gate, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, activation->dim, p.dtype);
+                break;
+            case OP_GATED_NORM: run(op, *(const GatedNormParams*)op.params); break;
+            case OP_CONVOLUTION: run(op, *(const ConvolutionParams*)op.params); break;
+            case OP_GATED_DELTA:
+            case OP_STATE_SPACE: run(op, *(const RecurrenceParams*)op.params); break;
         }
         return true;
     }

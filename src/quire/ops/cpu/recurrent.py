@@ -1,0 +1,108 @@
+"""Layers that keep a state, as the native library takes them."""
+
+from __future__ import annotations
+
+import math
+from ctypes import addressof, byref
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quire.ops.cpu import native
+from quire.ops.recurrent import RecurrentCache, RecurrentPlan, RecurrentSpec
+
+
+class CpuRecurrentPlan(RecurrentPlan):
+    """A plan with the structure that the kernels take, which points to its tensors."""
+
+    def __init__(self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int) -> None:
+        super().__init__(spec, max_tokens, max_seqs, max_pieces)
+        self.step = native.RecurrentStep(
+            heads=spec.num_heads,
+            k_heads=spec.num_k_heads,
+            dim_k=spec.dim_k,
+            dim_v=spec.dim_v,
+            width=spec.width,
+            taps=spec.taps,
+            query_starts=self.query_starts.data_ptr(),
+            context_lens=self.context_lens.data_ptr(),
+            state_tables=self.state_tables.data_ptr(),
+            row_tables=self.row_tables.data_ptr(),
+            nonfinite=self._nonfinite.data_ptr(),
+            table_stride=max_pieces,
+        )
+        self.view = addressof(self.step)  # what the kernels take
+
+    def _update(
+        self,
+        query_starts: Tensor,  # int32 [S+1], host
+        context_lens: Tensor,  # int32 [S], host
+        state_tables: Tensor,  # int32 [S, P], host
+        row_tables: Tensor,  # int32 [S, P], host
+    ) -> None:
+        super()._update(query_starts, context_lens, state_tables, row_tables)
+        self.step.num_seqs, self.step.num_rows = self.num_seqs, self.num_tokens
+
+
+def records(cache: RecurrentCache) -> native.RecurrentRecords:
+    """A layer's records, checked by the caller."""
+    tensors = cache.tensors()
+    strides = {f"{name}_record": x.stride(0) for name, x in tensors.items()}
+    return native.RecurrentRecords(**{name: x.data_ptr() for name, x in tensors.items()}, **strides)
+
+
+def convolution_params(
+    weight: Tensor,  # fp32 [K, W], contiguous: transposed
+    bias: Tensor | None,  # fp32 [W]
+    activation: Literal["silu"] | None,
+) -> native.ConvolutionParams:
+    """All but the cache and the rows."""
+    offset = None if bias is None else bias.data_ptr()
+    return native.ConvolutionParams(weight=weight.data_ptr(), bias=offset, silu=activation == "silu")
+
+
+def recurrence_params(
+    decay_rate: Tensor,  # fp32 [Hv]
+    dt_bias: Tensor,  # fp32 [Hv]
+    skip: Tensor | None = None,  # fp32 [Hv]; None: the gated delta rule
+    dt_limits: tuple[float, float] = (0.0, math.inf),
+) -> native.RecurrenceParams:
+    """All but the cache and the rows."""
+    return native.RecurrenceParams(
+        decay_rate=decay_rate.data_ptr(),
+        dt_bias=dt_bias.data_ptr(),
+        skip=None if skip is None else skip.data_ptr(),
+        dt_low=dt_limits[0],
+        dt_high=dt_limits[1],
+    )
+
+
+def convolve(
+    params: native.ConvolutionParams,
+    x: Tensor,  # [T, W]
+    cache: RecurrentCache,
+    plan: CpuRecurrentPlan,
+) -> Tensor:
+    """[T, W]."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    params.cache = records(cache)
+    params.x, params.x_stride, params.out, params.out_stride = x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)
+    native.default()("convolve", byref(plan.step), byref(params), native.DTYPES[x.dtype])
+    return out
+
+
+def recur(
+    params: native.RecurrenceParams,
+    x: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]
+    gates: Tensor,  # [T, 2 * Hv] or [T, Hv]
+    cache: RecurrentCache,
+    plan: CpuRecurrentPlan,
+) -> Tensor:
+    """[T, Hv * Dv]."""
+    out = torch.empty(len(x), plan.spec.value_width, dtype=x.dtype)
+    params.cache, params.threads = records(cache), torch.get_num_threads()
+    params.x, params.x_stride, params.out, params.out_stride = x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)
+    params.gates, params.gates_stride = gates.data_ptr(), gates.stride(0)
+    native.default()("recur", byref(plan.step), byref(params), native.DTYPES[x.dtype])
+    return out
