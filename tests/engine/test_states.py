@@ -19,7 +19,7 @@ from tests.engine.fakes import VOCAB, circling, continuation, fake_engine, reque
 from tests.engine.stateful import stateful_engine
 
 ATTENTION = (CacheGroup((0,)),)
-HYBRID = (*ATTENTION, StateGroup((1,)), RowGroup((1,)))
+HYBRID = (*ATTENTION, StateGroup((1,), 32), RowGroup((1,), 32))
 SMALL = (*ATTENTION, StateGroup((1,), piece=4), RowGroup((1,), piece=4))
 
 

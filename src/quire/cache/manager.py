@@ -87,7 +87,7 @@ class BlockManager:
         self.salt = salt
         self.state_snapshot_interval = state_snapshot_interval
         self.state_pools = state_pools
-        self.spans = tuple(group.span(block_size) for group in groups)
+        self.spans = tuple(group.piece or block_size for group in groups)
         sizes = {CacheGroup: num_blocks, StateGroup: state_pools.states, RowGroup: state_pools.rows}
         hosts = {CacheGroup: num_host_blocks, StateGroup: state_pools.hosts, RowGroup: state_pools.hosts}
         self.pools = tuple(BlockPool(sizes[type(group)]) for group in groups)
@@ -104,7 +104,7 @@ class BlockManager:
         self.now = 0.0  # seconds; set by Scheduler at the start of a step
         self.listeners: list[Listener] = []
         # Requests free blocks as they go on. How much of a prompt is cached, the blocks from the first on do not say.
-        self.frees_early = any(group.window is not None or type(group) is not CacheGroup for group in groups)
+        self.frees_early = any(group.window is not None or group.piece is not None for group in groups)
 
     def _tell(self, event: CacheEvent) -> None:
         for listener in tuple(self.listeners):

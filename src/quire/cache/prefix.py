@@ -162,7 +162,7 @@ def why_missing(
         return Miss.EVICTED, evicted_at
     if is_first and index.known_under_another_root(tokens, parent):
         return Miss.SALT, 0
-    if common is None or is_first and common == 0:
+    if common is None or (is_first and common == 0):
         return Miss.UNSEEN, 0
     return Miss.DIFFERS, common
 
