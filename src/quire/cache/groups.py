@@ -150,6 +150,16 @@ class RowGroup(Group):
 AnyGroup: TypeAlias = CacheGroup | StateGroup | RowGroup
 
 
+def plans_of_layers(groups: Sequence[AnyGroup]) -> dict[int, int]:
+    """By layer, the index of its plan: there is one for each group of attention and one for each group of states."""
+    planned = [group for group in groups if isinstance(group, CacheGroup)]
+    return {
+        layer: index
+        for index, group in enumerate([*planned, *(group for group in groups if isinstance(group, StateGroup))])
+        for layer in group.layers
+    }
+
+
 def has_states(groups: Sequence[AnyGroup]) -> bool:
     """Whether any of these layers keep a state."""
     return any(isinstance(group, StateGroup) for group in groups)

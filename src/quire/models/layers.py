@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from quire.cache.groups import plans_of_layers
 from quire.models.decoder_config import DecoderConfig, ExpertsConfig
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
 from quire.ops.experts import ExpertLayer
@@ -69,7 +70,7 @@ class _Writer:
         self.buffers: dict[str, int] = {}  # widths
         H = config.hidden_size
         self.residual, self.hidden, self.branch = (self.buffer(name, H) for name in ("residual", "hidden", "branch"))
-        groups = {layer: g for g, group in enumerate(config.groups) for layer in group.layers}
+        groups = plans_of_layers(config.groups)
         self.group_of_layer = [groups[layer] for layer in range(config.num_layers)]
 
     # ------------------------------------------------------------------------------------------- the layer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.batch import Batch
-from quire.cache.groups import CacheGroup, Heads
+from quire.cache.groups import AnyGroup, CacheGroup, Heads
 from quire.cache.storage import KVCache
 from quire.ops.program import Plan
 
@@ -27,8 +27,8 @@ class ModelShape(Protocol):
         """H."""
 
     @property
-    def groups(self) -> tuple[CacheGroup, ...]:
-        """The layers with memory of their own, by window and heads."""
+    def groups(self) -> tuple[AnyGroup, ...]:
+        """The layers with memory of their own: attention by window and heads, then those that keep a state."""
 
     @property
     def layer_width(self) -> int:

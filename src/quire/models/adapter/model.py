@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from quire.batch import Batch
-from quire.cache.groups import CacheGroup, Heads
+from quire.cache.groups import CacheGroup, Heads, plans_of_layers
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.models.adapter.attention import NAME, LayerCall, PagedPass, Pass, Passes, Recorder, attention
@@ -82,7 +82,7 @@ class AdaptedModel:
         self._layers, output = self._tried(model)
         self._head = _Head(model, self._backbone, output)
         self.config = _shape(model, self._layers, output[0].shape[-1])
-        self._group_of_layer = {layer: g for g, group in enumerate(self.config.groups) for layer in group.layers}
+        self._group_of_layer = plans_of_layers(self.config.groups)
         self.rows_depend = rows_depend(model)  # why a row's bits may depend on the rows beside it
 
     @property
