@@ -131,6 +131,40 @@ def test_beams_score_the_same_with_and_without_room(dtype: torch.dtype) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("at", [20, 40, 64])
+def test_no_state_after_what_is_not_finite_is_left_to_others(at: int) -> None:
+    engine = stateful_engine(torch.float32)
+    model = engine.runner.model
+    model.embedding[7] = float("nan")
+    prompt = [1 + i % 5 for i in range(70)]
+    prompt[at] = 7
+    engine.add(request("broken", prompt, max_tokens=3))
+    events = [event for _ in range(5) if engine.has_work for event in engine.step()]
+    assert "no finite logit" in events[-1].error
+    engine.scheduler.audit()
+    assert [len(index) for index in engine.scheduler.manager.indexes[2:]] == [0, 0]
+    model.embedding[7] = 0.5
+    r = request("again", prompt, max_tokens=3)
+    engine.add(r)
+    assert run_all(engine)["again"] == run_all(engine_with("again", prompt))["again"]
+    assert r.cache.prefix_report.num_cached <= at
+
+
+def engine_with(name: str, prompt: list[int]) -> Engine:
+    engine = stateful_engine(torch.float32)
+    engine.runner.model.embedding[7] = 0.5
+    engine.add(request(name, prompt, max_tokens=3))
+    return engine
+
+
+def run_all(engine: Engine) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            found.setdefault(event.request_id, []).append(event.token)
+    return found
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
