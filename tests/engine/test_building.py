@@ -17,7 +17,7 @@ from quire.engine.engine import FIXED_RESERVE, LOGIT_BYTES, Engine, build_engine
 from quire.engine.loops import OverlappedLoop, SequentialLoop
 from quire.errors import ConfigError, Unsupported
 from quire.models import EMBEDDED, load_model
-from quire.models.decoder_config import ExpertsConfig
+from quire.models.decoder_config import ExpertsConfig, MlpConfig
 from quire.models.families import llama
 from quire.ops.cpu import native
 from quire.ops.cpu.executor import NativeExecutor
@@ -106,8 +106,9 @@ def test_graphs_are_for_backends_that_read_everything_on_the_device(monkeypatch:
 
 def test_steps_of_experts_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which rows an expert gets is known on the host only, which a graph does not ask."""
-    experts = ExpertsConfig(layers=frozenset((0,)), count=4, per_token=2, size=8, renormalised=True)
-    served = on_gpu(monkeypatch, 8 * GIB, experts=experts)
+    experts = ExpertsConfig(count=4, per_token=2, mlp=MlpConfig(size=8), renormalised=True)
+    layers = llama.decoder_config(LLAMA_8B).layers
+    served = on_gpu(monkeypatch, 8 * GIB, layers=(replace(layers[0], mlp=experts), *layers[1:]))
     assert served.runner.kind == "eager"  # type: ignore[attr-defined]
 
 
@@ -115,8 +116,9 @@ def test_experts_take_memory_too() -> None:
     dense = llama.decoder_config(LLAMA_8B)
     memory = []
     for per_token in (1, 8):
-        experts = ExpertsConfig(layers=frozenset((0,)), count=8, per_token=per_token, size=14_336, renormalised=True)
-        memory.append(working_memory(replace(dense, experts=experts), 2, 2_048))
+        experts = ExpertsConfig(count=8, per_token=per_token, mlp=MlpConfig(size=14_336), renormalised=True)
+        layers = replace(dense.layers[0], mlp=experts), *dense.layers[1:]
+        memory.append(working_memory(replace(dense, layers=layers), 2, 2_048))
     assert working_memory(dense, 2, 2_048) < memory[0]
     assert memory[1] - memory[0] > 7 * 2_048 * 2 * (
         3 * 14_336 + 2 * 4_096

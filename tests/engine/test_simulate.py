@@ -21,7 +21,7 @@ from quire.engine.simulate import Histogram, Simulation, _written
 from quire.engine.trace import TraceRow, poisson, write_trace
 from quire.errors import BadValue, ConfigError
 from quire.models import EMBEDDED, read_config
-from quire.models.decoder_config import ExpertsConfig, weight_shapes
+from quire.models.decoder_config import ExpertsConfig, MlpConfig, weight_shapes
 from quire.models.model import Model, WeightBytes
 from quire.request import FinishReason, Group, Request
 
@@ -113,12 +113,15 @@ def test_experts_are_read_where_they_are_chosen() -> None:
     assert model.weight_bytes(1000) == 2400 + 6000
     assert model.linear_flops(3, 1) == 2 * (3 * (1000 + 2000) + 200)
     plain, dtype = read_config(EMBEDDED)
-    experts = ExpertsConfig(layers=frozenset((0, 2)), count=4, per_token=1, size=16, renormalised=True)
-    cost, dense = (model_cost(config, dtype) for config in (replace(plain, experts=experts), plain))
+    experts = ExpertsConfig(count=4, per_token=1, mlp=MlpConfig(size=16), renormalised=True)
+    layers = tuple(replace(layer, mlp=experts) if i in (0, 2) else layer for i, layer in enumerate(plain.layers))
+    cost, dense = (model_cost(config, dtype) for config in (replace(plain, layers=layers), plain))
     assert cost.expert_params == 2 * 4 * 3 * 16 * plain.hidden_size
     assert cost.weights.experts == cost.expert_params * dtype.itemsize
     assert cost.expert_share == 0.25
-    mlps, routers = 2 * 3 * plain.intermediate_size * plain.hidden_size, 2 * 4 * plain.hidden_size
+    mlp = plain.layers[0].mlp
+    assert isinstance(mlp, MlpConfig)
+    mlps, routers = 2 * 3 * mlp.size * plain.hidden_size, 2 * 4 * plain.hidden_size
     assert cost.layer_params == dense.layer_params - mlps + routers
 
 
@@ -349,7 +352,8 @@ def test_every_group_costs_what_its_rows_see() -> None:
 def test_only_what_is_multiplied_is_counted() -> None:
     config, dtype = read_config(EMBEDDED)
     tied = model_cost(config, dtype)
-    untied = model_cost(replace(config, tied_embeddings=False, learned_positions=True, ropes=()), dtype)
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, rope=None)) for layer in config.layers)
+    untied = model_cost(replace(config, tied_embeddings=False, learned_positions=True, layers=layers), dtype)
     assert (untied.layer_params, untied.head_params) == (tied.layer_params, tied.head_params)
 
 

@@ -40,6 +40,23 @@ PHI3 = SHORT | {"original_max_position_embeddings": 64}
 MIXTRAL = TINY | {"num_local_experts": 4}
 QWEN3_MOE = TINY | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "norm_topk_prob": True}
 BASES = {"GPT2": GPT2, "Bloom": BLOOM, "Phi3": PHI3, "GPTNeoX": NEOX, "Mixtral": MIXTRAL, "Qwen3Moe": QWEN3_MOE}
+GLM4_MOE = TINY | {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "use_qk_norm": True}
+ERNIE_MOE = TINY | {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 36}
+LATENT = {
+    "num_key_value_heads": 6, "kv_lora_rank": 32, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "first_k_dense_replace": 1,
+}  # fmt: skip
+DEEPSEEK = {key: value for key, value in TINY.items() if key != "head_dim"} | LATENT
+GPT_OSS = TINY | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}
+BASES |= {
+    "Glm4Moe": GLM4_MOE,
+    "Ernie4_5_Moe": ERNIE_MOE,
+    "GptOss": GPT_OSS,
+    "Cohere": SHORT,
+    "Cohere2": SHORT,
+    "DeepseekV2": DEEPSEEK,
+    "DeepseekV3": DEEPSEEK,
+}
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 
 
@@ -52,6 +69,9 @@ def save(directory: Path, kind: str = "Llama", dtype: torch.dtype = torch.float3
     config._experts_implementation = "eager"  # the one that takes experts of every size
     for parameter in model.parameters():  # the usual initialisation is so small that attention would hardly matter
         parameter.data.normal_(0, 0.2) if parameter.dim() > 1 else parameter.data.normal_(1, 0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.2)
     model.to(dtype).save_pretrained(directory)
     return model
 

@@ -132,14 +132,13 @@ def test_a_model_that_would_answer_wrongly_is_refused(monkeypatch: pytest.Monkey
             "depend on the batch",
         ),
         ("Mamba", {}, "it keeps a state beside keys and values"),
-        ("Falcon", {}, "does not let its attention be replaced"),
+        ("Reformer", {}, "does not let its attention be replaced; one sequence at a time, "),
         ("Bart", {}, "it is the decoder of an encoder-decoder model"),
-        ("Doge", {}, "makes a mask of its own"),
-        ("Diffllama", {}, "each must call it once"),
+        ("BigBird", {"is_decoder": True}, "its attention is sparse in long sequences; 'original_full' would be served"),
+        ("XLNet", {}, "one sequence at a time, "),
     ],
 )
 def test_reasons(tmp_path: Path, kind: str, changes: dict[str, Any], reason: str) -> None:
-    kind = {"Diffllama": "DiffLlama"}.get(kind, kind)
     config = getattr(transformers, f"{kind}Config")()
     config.architectures = [f"{kind}ForCausalLM"]
     raw = shrink(config.to_dict()) | changes
@@ -182,7 +181,7 @@ def test_weights_that_do_not_fit(tmp_path: Path, change: str, what: str) -> None
 def test_no_weights(tmp_path: Path) -> None:
     save(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="transformers cannot load its weights"):
+    with pytest.raises(ModelError, match="holds no weights"):
         loaded(tmp_path)
 
 
@@ -296,8 +295,7 @@ def test_what_a_small_copy_keeps() -> None:
     assert check(transformers.MiniCPM3ForCausalLM, minicpm, ops.load()).error < 1e-4
     phimoe = transformers.PhimoeConfig(sliding_window=131072, max_position_embeddings=131072)
     assert check(transformers.PhimoeForCausalLM, phimoe, ops.load()).error < 5e-4
-    with pytest.raises(Unsupported, match="its layers differ in heads"):
-        check(transformers.Gemma4ForCausalLM, transformers.Gemma4TextConfig(), ops.load())
+    assert check(transformers.Gemma4ForCausalLM, transformers.Gemma4TextConfig(), ops.load()).error < 5e-4
 
 
 def test_masks_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:

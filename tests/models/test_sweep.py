@@ -1,22 +1,25 @@
-"""The types of models that are served are those that the package and the documents list, and none answers wrongly."""
+"""The models that are served are those that the package and the documents list, and none answers wrongly."""
 
 from importlib.metadata import version
 
 import pytest
 
 from quire.models import FAMILIES
-from quire.models.supported import read
-from tests.models.sweep import DOCS, TYPES, document, sweep
+from quire.models.supported import HOW, read
+from tests.models.published import REPOSITORIES
+from tests.models.sweep import DOCS, SIDED, TYPES, document, sweep, sweep_repository
 
 SHARDS = 24
+NAMES = sorted({*TYPES, *SIDED})
 LISTED = {found.name: found for found in read().types}
+PUBLISHED = {found.name: found for found in read().repositories}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_each_type(shard: int) -> None:
     """Whoever is served agrees with eager attention: `sweep` asserts that."""
-    for name in TYPES[shard::SHARDS]:
+    for name in NAMES[shard::SHARDS]:
         found = sweep(name).supported
         if version("transformers") == read().transformers:
             assert found._replace(reason="") == LISTED[name]._replace(reason=""), found.reason
@@ -24,8 +27,26 @@ def test_each_type(shard: int) -> None:
             assert found.reason
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("maker", REPOSITORIES)
+def test_each_published_checkpoint(maker: str) -> None:
+    """As it is listed, and as eager attention."""
+    for name, raw in REPOSITORIES[maker].items():
+        found = sweep_repository(maker, name, raw)
+        assert found._replace(reason="") == PUBLISHED[name]._replace(reason=""), found.reason
+        if found.how == "refused":
+            assert found.reason
+
+
+def test_all_are_listed() -> None:
+    assert list(LISTED) == NAMES
+    assert list(PUBLISHED) == [name for some in REPOSITORIES.values() for name in some]
+    assert {found.how for found in LISTED.values()} <= set(HOW)
+
+
 def test_enough_are_served() -> None:
-    assert sum(found.how != "refused" for found in LISTED.values()) >= 80
+    assert sum(LISTED[name].how != "refused" for name in TYPES) >= 120
+    assert sum(found.how != "refused" for found in PUBLISHED.values()) >= 25
     own = {found.name for found in LISTED.values() if found.how == "own decoder"}
     assert len(own) >= len(set(FAMILIES.values()))
 

@@ -35,7 +35,7 @@ def info(
         choice = choose(directory)
         row(model, str(choice))
         dtype = choice.dtype
-        size = sum(path.stat().st_size for path in weight_files(directory) if path.exists())
+        size = sum(path.stat().st_size for path in weight_files(directory, choice.part) if path.exists())
         scheme = "not quantised" if choice.scheme is None else choice.scheme.description
         row("weights", scheme if size == 0 else f"{scheme}, {size / 2**20:,.1f} MiB")
         row("KV cache", f"{str(dtype).removeprefix('torch.')}, {8 * dtype.itemsize} bits a number")

@@ -108,6 +108,7 @@ def model_cost(config: DecoderConfig, dtype: torch.dtype, weights: WeightBytes |
         params[weight_use(config, name)] += math.prod(shape)
     if weights is None:
         weights = WeightBytes(**{use: count * dtype.itemsize for use, count in params.items()})
+    chosen = sum(of.per_token * of.mlp.size for of in config.experts)
     return ModelCost(
         groups=config.groups,
         max_model_len=longest_sequence(config),
@@ -116,7 +117,7 @@ def model_cost(config: DecoderConfig, dtype: torch.dtype, weights: WeightBytes |
         number_bytes=dtype.itemsize,
         weights=weights,
         expert_params=params["experts"],
-        expert_share=0.0 if config.experts is None else config.experts.per_token / config.experts.count,
+        expert_share=chosen / sum(of.count * of.mlp.size for of in config.experts) if chosen else 0.0,
     )
 
 

@@ -30,7 +30,7 @@ from quire.fleet.fingerprint import DIGEST_SIZE
 from quire.models.decoder_config import DecoderConfig
 from quire.models.model import Model
 from quire.ops import AttentionPlan, AttentionSpec, Backend
-from quire.ops.experts import ExpertLayer
+from quire.ops.experts import Choice, ExpertLayer
 from quire.ops.linear import Linear, Linears
 from quire.ops.quantised import QuantisedWeight
 from quire.request import Request, SamplingParams
@@ -74,7 +74,7 @@ def probe(model: Model, backend: Backend, config: EngineConfig) -> dict[str, str
     }
     if model.quantisation is not None and config.quantization_activations == "int8":
         kinds["integer linear"] = _integer_linears
-    if isinstance(model.config, DecoderConfig) and model.config.experts is not None:
+    if isinstance(model.config, DecoderConfig) and model.config.experts:
         kinds["experts"] = _experts
     with torch.inference_mode():
         return {kind: _digest(compute(case)) for kind, compute in kinds.items()}
@@ -204,7 +204,8 @@ def _experts(case: _Case) -> Iterator[Tensor]:
     mlp_in = [linears.linear(case.numbers(10 + i, 2 * inner, INPUTS)) for i in range(count)]
     mlp_out = [linears.linear(case.numbers(20 + i, INPUTS, inner)) for i in range(count)]
     for renormalised in (False, True):
-        layer = ExpertLayer(router, mlp_in, mlp_out, 2, renormalised)
+        choice = Choice(num_chosen=2, renormalised=renormalised)
+        layer = ExpertLayer(router, mlp_in, mlp_out, choice)
         for rows in ROWS:
             yield case.backend.experts(case.numbers(3, rows, INPUTS, scale=4.0), layer)
 

@@ -7,22 +7,22 @@ normalised. A branch is added where the next norm is computed: one operator does
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from quire.cache.groups import plans_of_layers
-from quire.models.decoder_config import DecoderConfig, ExpertsConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LatentConfig, MlpConfig
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
-from quire.ops.experts import ExpertLayer
-from quire.ops.linear import Linears
+from quire.ops.experts import Choice, ExpertLayer
+from quire.ops.linear import Linear, Linears
 from quire.ops.program import (
+    Activate,
     Add,
     Attend,
-    Gelu,
     Keep,
     MixExperts,
-    Multiply,
     Normalize,
     Operator,
     Place,
@@ -30,7 +30,6 @@ from quire.ops.program import (
     Project,
     Rotate,
     Scale,
-    Swiglu,
     Write,
 )
 
@@ -41,7 +40,7 @@ def write_program(
     config: DecoderConfig,
     weights: Mapping[str, Weight],
     linears: Linears,
-    tables: Sequence[Table | None],  # of each layer, or none at all
+    tables: Sequence[Table | None],  # of each layer
     alibi_slopes: Tensor | None,  # fp32 [Hq]
     dtype: torch.dtype,  # of the hidden states
 ) -> Program:
@@ -70,8 +69,7 @@ class _Writer:
         self.buffers: dict[str, int] = {}  # widths
         H = config.hidden_size
         self.residual, self.hidden, self.branch = (self.buffer(name, H) for name in ("residual", "hidden", "branch"))
-        groups = plans_of_layers(config.groups)
-        self.group_of_layer = [groups[layer] for layer in range(config.num_layers)]
+        self.group_of_layer = plans_of_layers(config.groups)
 
     # ------------------------------------------------------------------------------------------- the layer
 
@@ -84,75 +82,118 @@ class _Writer:
     def layer(self, index: int, hidden: Place) -> Place:
         """One layer. hidden: its attention's input. Returns where that of the next layer stands."""
         config, name, last = self.config, f"layers.{index}.", index == self.config.num_layers - 1
-        attended = self.attention(index, hidden)
+        layer = config.layers[index]
+        if isinstance(layer.mixer, LatentConfig):
+            attended = self.latent_attention(index, layer.mixer, hidden)
+        else:
+            attended = self.attention(index, layer.mixer, hidden)
+        one_norm = config.branches == "parallel, one norm"
         if last:
-            self.write(Keep((attended, self.residual)))
+            self.write(Keep((attended, self.residual, hidden) if one_norm else (attended, self.residual)))
         self.project(f"{name}output", attended, self.branch)
         self.end_branch(f"{name}output_norm")
-        if config.parallel_branches:
-            hidden = self.normalized_residual(f"{name}mlp_norm")
-            self.write(Add(self.branch, self.residual))
-        else:
+        if config.branches == "in turn":
             hidden = self.add_branch(f"{name}mlp_norm")
-        if config.experts is not None and index in config.experts.layers:
-            self.experts(name, hidden, config.experts)
         else:
-            self.mlp(name, hidden)
+            if not one_norm:
+                hidden = self.normalized_residual(f"{name}mlp_norm")
+            self.write(Add(self.branch, self.residual))
+        if isinstance(layer.mlp, ExpertsConfig):
+            self.experts(name, hidden, layer.mlp)
+        else:
+            self.mlp(name, hidden, layer.mlp, self.branch)
         self.end_branch(f"{name}mlp_output_norm")
         if last:
             self.normalize("final_norm", self.branch, self.hidden, residual=self.residual)
             return self.hidden
         return self.add_branch(f"layers.{index + 1}.input_norm")
 
-    def attention(self, index: int, hidden: Place) -> Place:
+    def attention(self, index: int, config: AttentionConfig, hidden: Place) -> Place:
         """Project, rotate, store, attend. Returns where the result stands."""
-        config, name, D = self.config, f"layers.{index}.", self.config.head_dim
-        q_size, kv_size = config.num_heads * D, config.num_kv_heads * D
+        name, D, q_size, kv_size = f"layers.{index}.", config.head_dim, config.q_size, config.kv_size
         qkv = self.buffer("qkv", q_size + 2 * kv_size)
         self.project(f"{name}qkv", hidden, qkv)
-        q, k, v = Place("qkv", 0, q_size), Place("qkv", q_size, kv_size), Place("qkv", q_size + kv_size, kv_size)
+        q, k, v = self.columns(qkv, q_size, kv_size, kv_size)
         if config.qk_norm is not None:
             by_head = config.qk_norm == "head"
             packed_q, packed_k = q, k
             q, k = self.buffer("q", q_size), self.buffer("k", kv_size)
             self.normalize(f"{name}q_norm", packed_q, q, config.num_heads if by_head else 1)
             self.normalize(f"{name}k_norm", packed_k, k, config.num_kv_heads if by_head else 1)
-        if self.tables and (table := self.tables[index]) is not None:
+        if (table := self.tables[index]) is not None:
             self.write(Rotate(q, k, *table, D))
         group, attended = self.group_of_layer[index], self.buffer("attended", q_size)
         self.write(Write(k, v, index, group, D))
-        scale, softcap = config.attention_scale, config.attention_softcap
-        self.write(Attend(q, attended, index, group, D, scale, self.alibi_slopes, softcap))
+        sinks = tensor(self.weights[f"{name}sinks"]) if config.sinks else None
+        self.write(Attend(q, attended, index, group, D, config.scale, self.alibi_slopes, config.softcap, sinks))
         return attended
 
-    def mlp(self, name: str, hidden: Place) -> None:
+    def latent_attention(self, index: int, config: LatentConfig, hidden: Place) -> Place:
+        """As above, to one latent row a token."""
+        name, heads, rope = f"layers.{index}.", config.num_heads, config.rope_dim
+        q_size = config.q_rank or config.q_size
+        qkv = self.buffer("qkv", q_size + config.latent + rope)
+        self.project(f"{name}qkv", hidden, qkv)
+        q, latent, k_rope = self.columns(qkv, q_size, config.latent, rope)
+        if config.q_rank is not None:
+            self.normalize(f"{name}q_norm", q, row := self.buffer("q row", q_size))
+            q = self.buffer("q", config.q_size)
+            self.project(f"{name}q", row, q)
+        self.normalize(f"{name}latent_norm", latent, latent)
+        table = self.tables[index]
+        assert table is not None
+        for place, dim in ((q, rope + config.plain_dim), (k_rope, rope)):
+            self.write(Rotate(place, Place(place.buffer, 0, 0), *table, dim))
+        to_latent, to_value = self.latent_heads(name, config)
+        wide_q = self.buffer("latent q", heads * (config.latent + rope))
+        self.write(Project(q, to_latent, wide_q))
+        group, dim = self.group_of_layer[index], config.latent + rope
+        self.write(Write(Place(qkv.buffer, latent.first, dim), latent, index, group, dim))
+        mixed = self.buffer("attended", heads * config.latent)
+        self.write(Attend(wide_q, mixed, index, group, dim, config.scale, None, None))
+        values = self.buffer("values", heads * config.v_dim)
+        self.write(Project(mixed, to_value, values))
+        return values
+
+    def latent_heads(self, name: str, config: LatentConfig) -> tuple[Linear, Linear]:
+        """What makes a head's query for latent rows of its own query, and a value of what was attended."""
+        weight = tensor(self.weights[f"{name}kv.weight"]).unflatten(0, (config.num_heads, -1))  # type: ignore[no-untyped-call]
+        keys, values = weight[:, : config.plain_dim], weight[:, config.plain_dim :]  # [Hq, dim, latent]
+        rope, latent = config.rope_dim, config.latent
+        to_latent = weight.new_zeros(config.num_heads, latent + rope, rope + config.plain_dim)
+        to_latent[:, :latent, rope:] = keys.transpose(1, 2)
+        to_latent[:, latent:, :rope] = torch.eye(rope)  # what is rotated stays as it is
+        return self.linears.heads(to_latent), self.linears.heads(values)
+
+    def mlp(self, name: str, hidden: Place, config: MlpConfig, out: Place) -> None:
         """Project up, activate, project down."""
-        config, size = self.config, self.config.intermediate_size
-        inner = self.buffer("inner", (2 if config.gated_mlp else 1) * size)
-        activated = self.buffer("activated", size)
+        inner, activated = self.buffer("inner", sum(config.in_rows)), self.buffer("activated", config.size)
         self.project(f"{name}mlp_in", hidden, inner)
-        if config.activation == "silu":
-            self.write(Swiglu(inner, activated))
-        else:
-            self.write(Gelu(Place("inner", 0, size), activated, "none" if config.activation == "gelu" else "tanh"))
-            if config.gated_mlp:
-                self.write(Multiply(Place("inner", size, size), activated))
-        self.project(f"{name}mlp_out", activated, self.branch)
+        self.write(Activate(inner, activated, config.activation))
+        self.project(f"{name}mlp_out", activated, out)
 
     def experts(self, name: str, hidden: Place, config: ExpertsConfig) -> None:
         """Each row through the few of many MLPs that the router prefers."""
         # A head, so that its logits are as exact as they can be.
-        router = self.linears.head(matrix(self.weights[f"{name}router.weight"]))
-        linears = [
-            tuple(
-                self.linears.linear(matrix(self.weights[f"{name}experts.{i}.{part}.weight"]))
-                for part in ("mlp_in", "mlp_out")
-            )
-            for i in range(config.count)
-        ]
-        mlp_in, mlp_out = zip(*linears, strict=True)
-        layer = ExpertLayer(router, mlp_in, mlp_out, config.per_token, config.renormalised)
+        router = self.linears.head(matrix(self.weights[f"{name}router.weight"]), self.bias(f"{name}router"))
+        parts = [f"{name}experts.{i}." for i in range(config.count)]
+        mlp_in, mlp_out = ([self.expert(f"{part}{kind}") for part in parts] for kind in ("mlp_in", "mlp_out"))
+        choice = Choice(
+            num_chosen=config.per_token,
+            renormalised=config.renormalised,
+            scores=config.scores,
+            bias=tensor(self.weights[f"{name}correction"]) if config.corrected else None,
+            groups=config.groups,
+            groups_chosen=config.groups_chosen,
+            group_best=config.group_best,
+            factor=config.factor,
+        )
+        layer = ExpertLayer(router, mlp_in, mlp_out, choice, config.mlp.activation)
         self.write(MixExperts(hidden, layer, self.branch))
+        if config.shared is not None:
+            shared = self.buffer("shared", self.branch.size)
+            self.mlp(f"{name}shared.", hidden, config.shared, shared)
+            self.write(Add(shared, self.branch))
 
     # ------------------------------------------------------------------------------------ norms and branches
 
@@ -185,14 +226,29 @@ class _Writer:
         return f"{name}.weight" in self.weights
 
     def buffer(self, name: str, width: int) -> Place:
-        """A whole buffer, as wide in every layer."""
-        self.buffers[name] = width
+        """A whole buffer. Layers whose rows are as wide share theirs."""
+        if self.buffers.setdefault(name, width) != width:
+            name = f"{name} {width}"
+            self.buffers[name] = width
         return Place(name, 0, width)
+
+    def columns(self, place: Place, *sizes: int) -> list[Place]:
+        """So many columns each, one after the other."""
+        ends = accumulate(sizes, initial=place.first)
+        return [Place(place.buffer, first, size) for first, size in zip(ends, sizes, strict=False)]
+
+    def bias(self, name: str) -> Tensor | None:
+        """The bias of that linear, where it has one."""
+        return tensor(self.weights[f"{name}.bias"]) if f"{name}.bias" in self.weights else None
+
+    def expert(self, name: str) -> Linear:
+        """A linear of an expert."""
+        weight = matrix(self.weights[f"{name}.weight"])
+        return self.linears.linear(weight, self.bias(name))
 
     def project(self, name: str, x: Place, out: Place) -> None:
         """out = the linear of that name of x."""
-        weight = self.weights[f"{name}.weight"]
-        bias = tensor(self.weights[f"{name}.bias"]) if f"{name}.bias" in self.weights else None
+        weight, bias = self.weights[f"{name}.weight"], self.bias(name)
         if isinstance(weight, StackedWeight):
             linear = self.linears.joined(weight.parts, bias)
         else:
@@ -201,8 +257,9 @@ class _Writer:
 
     def normalize(self, name: str, x: Place, out: Place, heads: int = 1, residual: Place | None = None) -> None:
         """out = the norm of that name of x, or of the residual once x was added to it."""
-        bias = None if self.config.norm == "rms" else tensor(self.weights[f"{name}.bias"])
-        weight = tensor(self.weights[f"{name}.weight"])
+        weight, bias = tensor(self.weights[f"{name}.weight"]), self.bias(name)
+        if self.config.norm == "layer" and bias is None:
+            bias = torch.zeros_like(weight)  # what says that this is a LayerNorm
         self.write(Normalize(x, out, weight, bias, self.config.norm_eps, residual, heads))
 
     def write(self, operator: Operator) -> None:

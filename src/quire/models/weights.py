@@ -8,8 +8,9 @@ import pickle
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.errors import ConfigError, ModelError
-from quire.models.decoder_config import DecoderConfig, stacked_rows, weight_shapes, weight_use
+from quire.models.decoder_config import DecoderConfig, weight_shapes, weight_use
 from quire.models.model import WeightBytes
 from quire.models.quantisation.module import Form, Module, Scheme, form_of
 from quire.models.quantisation.policy import Quantisation, Rounding, dequantised_into
 from quire.models.quantisation.stacking import StackedWeight, Weight, stacked
+from quire.models.text_part import TextPart
 from quire.ops.memory import mapped
 from quire.ops.quantised import QuantisedWeight
 
@@ -34,22 +36,30 @@ SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "mod
 class Checkpoint:
     """The named tensors of a directory: safetensors, in one file or several, or an old state dict."""
 
-    def __init__(self, directory: Path) -> None:
-        """Open the files. Raises ModelError where there are none, or one is unreadable."""
+    def __init__(self, directory: Path, part: TextPart | None = None) -> None:
+        """Open the files. Raises ModelError where there are none, or one is unreadable.
+
+        part: what is asked for, under the names of a model of its own; None: all there is.
+        """
         self.directory = directory
-        self._reader_of: dict[str, Callable[[str], Tensor]] = {}
-        paths = weight_files(directory)
+        self._reader_of: dict[str, Callable[[int | None], Tensor]] = {}
+        paths = weight_files(directory, part)
         if not paths:
             others = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
             raise ModelError(f"{directory} holds no weights ({', '.join(SINGLE_FILES)}); it holds {others}")
         for path in paths:
             try:
+                names: Iterable[str]
+                read: Callable[[str, int | None], Tensor]
                 if path.suffix == ".safetensors":
                     file = safe_open(path, framework="pt")
-                    self._reader_of |= dict.fromkeys(file.keys(), file.get_tensor)  # type: ignore[no-untyped-call]
+                    names, read = file.keys(), partial(_stored, file)  # type: ignore[no-untyped-call]
                 else:
                     tensors = _state_dict(path)
-                    self._reader_of |= dict.fromkeys(tensors, tensors.__getitem__)
+                    names, read = tensors, partial(_held, tensors)
+                for theirs in names:
+                    if (name := theirs if part is None else part.name(theirs)) is not None:
+                        self._reader_of[name] = partial(read, theirs)
             except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 raise ModelError(f"{path} cannot be read as weights: {error}") from error
 
@@ -59,16 +69,31 @@ class Checkpoint:
         return frozenset(self._reader_of)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._reader_of[name](name)
+        """The tensor; of a name as "x[3]" that entry of the tensor x, and no others are read."""
+        whole, _, entry = name.partition("[")
+        return self._reader_of[whole](int(entry[:-1]) if entry else None)
 
 
-def weight_files(directory: Path) -> list[Path]:
+def _stored(file: Any, name: str, entry: int | None) -> Tensor:
+    tensor: Tensor = file.get_tensor(name) if entry is None else file.get_slice(name)[entry]
+    return tensor
+
+
+def _held(tensors: Mapping[str, Tensor], name: str, entry: int | None) -> Tensor:
+    return tensors[name] if entry is None else tensors[name][entry]
+
+
+def weight_files(directory: Path, part: TextPart | None = None) -> list[Path]:
     """The files that hold the weights; of several forms of the same weights the first of SINGLE_FILES.
 
     None at all where a directory has a config.json alone.
+
+    part: what is asked for; files that an index gives to other parts alone are left out.
     """
     if (directory / INDEX).exists():
-        return [directory / name for name in sorted(set(read_json(directory / INDEX)["weight_map"].values()))]
+        files = read_json(directory / INDEX)["weight_map"]
+        wanted = {file for name, file in files.items() if part is None or part.name(name) is not None}
+        return [directory / name for name in sorted(wanted)]
     for pattern in SINGLE_FILES:
         if found := sorted(directory.glob(pattern)):
             return found
@@ -89,12 +114,17 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ModelError where it is missing or malformed."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_hook=_infinite)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}; expected a JSON object")
     return content
+
+
+def _infinite(found: dict[str, Any]) -> Any:
+    """A number that JSON has no word for, as transformers writes it."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 @dataclass(frozen=True)
@@ -103,10 +133,12 @@ class Sources:
 
     ends: Mapping[str, str]  # ours -> theirs, outside the layers
     layer_prefix: str  # of their tensors of layer {}
-    # Ours -> theirs within a layer, with {} for the number of an expert; several are stacked in this order.
+    # Ours -> theirs within a layer, with {} for the number of an expert; several are stacked in this order. Ours may
+    # end with a kind, as in "mlp_in.bias": then theirs does, too, and may be one entry of a tensor, as in "down[{}]".
     layer: Mapping[str, tuple[str, ...]]
     ignored: re.Pattern[str] | None = None  # their tensors that are known not to be needed
-    adapt: Callable[[str, Tensor], Tensor] | None = None  # our name, their tensor -> our form of it
+    # Our name, their name and their tensor -> our form of it.
+    adapt: Callable[[str, str, Tensor], Tensor] | None = None
 
     def of(self, name: str) -> tuple[str, ...]:
         """The checkpoint's tensors that make up our weight of that name, as in `weight_shapes`."""
@@ -114,6 +146,8 @@ class Sources:
             return (self.ends[name],)
         layer, part, expert, kind = _within_layer(name)
         prefix = self.layer_prefix.format(layer)
+        if (whole := f"{part}.{kind}".removeprefix(".")) in self.layer:
+            return tuple(f"{prefix}{theirs.format(*expert)}" for theirs in self.layer[whole])
         return tuple(f"{prefix}{theirs.format(*expert)}.{kind}" for theirs in self.layer[part])
 
 
@@ -140,7 +174,8 @@ class Weights(Mapping[str, Weight]):
         rounded and is quantised.
         """
         self._checkpoint, self._sources, self._dtype, self._device = checkpoint, sources, dtype, device
-        self._shapes, self._rows = weight_shapes(config), stacked_rows(config)
+        self._shapes = weight_shapes(config)
+        self._parts = {name: weight.parts for name, weight in config.weights.items()}  # rows of each
         self._tied, self._quantisation = config.tied_embeddings, quantisation
         self._uses = {name: weight_use(config, name) for name in self._shapes}
         self._bytes: Counter[str] = Counter()
@@ -168,7 +203,7 @@ class Weights(Mapping[str, Weight]):
     def _check_names(self) -> None:
         """Raise ModelError for a tensor that is missing or superfluous."""
         checkpoint, forms = self._checkpoint, self._forms
-        needed = {part for name in self._shapes for part in self._sources.of(name)}
+        needed = {_whole(part) for name in self._shapes for part in self._sources.of(name)}
         allowed: set[str] = set()
         for part, form in forms.items():
             module = _module(part)
@@ -224,10 +259,15 @@ class Weights(Mapping[str, Weight]):
         return WeightBytes(**self._bytes)
 
     def _rounding(self, name: str) -> Rounding | None:
-        """To what a weight is rounded at load: a router decides about much and is small, so it is not."""
+        """To what a weight is rounded at load.
+
+        A router decides about much and is small, so it is not, nor what makes keys and values of a latent: that becomes
+        part of the query.
+        """
         if name == ("embedding" if self._tied else "lm_head"):
             return self._quantisation.head
-        return self._quantisation.linears if _is_projection(name) and ".router." not in name else None
+        kept = ".router." in name or ".kv." in name
+        return self._quantisation.linears if _is_projection(name) and not kept else None
 
     def _plain(self, name: str, parts: Sequence[str]) -> Tensor:
         """A weight that the checkpoint has as numbers."""
@@ -247,7 +287,7 @@ class Weights(Mapping[str, Weight]):
         tensor = self._checkpoint[part]
         ours = tensor
         if self._sources.adapt is not None and tensor.numel() == home.numel():
-            ours = self._sources.adapt(name, tensor)
+            ours = self._sources.adapt(name, part, tensor)
         if ours.shape != home.shape:
             raise ModelError(
                 f"{self._checkpoint.directory}: {part} has shape {tuple(tensor.shape)}; config.json asks for "
@@ -288,12 +328,12 @@ class Weights(Mapping[str, Weight]):
             return weight
         # Rows move as a bias does. All formats have [out, in] in mind, also where the plain weight is [in, out].
         usual = torch.arange(rows)
-        moved = self._sources.adapt(name.removesuffix("weight") + "bias", usual)
+        moved = self._sources.adapt(name.removesuffix("weight") + "bias", part, usual)
         return weight if torch.equal(moved, usual) else weight.rows(moved)
 
     def _lengths(self, name: str, parts: Sequence[str]) -> list[int]:
         """Rows of each part of a weight."""
-        return list(self._rows[_within_layer(name)[1]] if len(parts) > 1 else self._shapes[name][:1])
+        return list(self._parts[name] if len(parts) > 1 else self._shapes[name][:1])
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Memory of our own for numbers of that dtype, by default the model's."""
@@ -313,10 +353,9 @@ class Weights(Mapping[str, Weight]):
 def expected_bytes(config: DecoderConfig, sources: Sources, dtype: torch.dtype, scheme: Scheme | None) -> WeightBytes:
     """What `Weights.nbytes` would be at the end, if the files are as config.json says."""
     found: Counter[str] = Counter()
-    rows = stacked_rows(config)
-    for name, shape in weight_shapes(config).items():
+    for name, (shape, rows) in config.weights.items():
         parts = sources.of(name)
-        lengths = rows[_within_layer(name)[1]] if len(parts) > 1 else shape[:1]
+        lengths = rows if len(parts) > 1 else shape[:1]
         for part, length in zip(parts, lengths, strict=True):
             module = _module(part)
             form = None
@@ -342,8 +381,17 @@ def _is_projection(name: str) -> bool:
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Of a weight that is not quantised. Norms are small, and multiply everything: they stay as exact as they came."""
-    return torch.float32 if "norm." in name else dtype
+    """Of a weight that is not quantised. Norms are small, and multiply everything: they stay as exact as they came.
+
+    So do what is added to scores of experts, and sinks.
+    """
+    exact = "norm." in name or name.endswith((".sinks", ".correction"))
+    return torch.float32 if exact else dtype
+
+
+def _whole(part: str) -> str:
+    """The tensor's name, of one of its entries too."""
+    return part.partition("[")[0]
 
 
 def _module(tensor: str) -> str:

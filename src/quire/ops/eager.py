@@ -13,13 +13,14 @@ from torch import Tensor
 from quire.ops.backend import Backend
 from quire.ops.plan import AttentionPlan
 from quire.ops.program import (
+    Activate,
     Add,
     Attend,
     Convolve,
+    Copy,
     Gate,
     GatedDelta,
     GatedNormalize,
-    Gelu,
     Keep,
     LayerCaches,
     MixExperts,
@@ -34,7 +35,6 @@ from quire.ops.program import (
     Rotate,
     Scale,
     StateSpace,
-    Swiglu,
     Write,
 )
 from quire.ops.recurrent import RecurrentCache, RecurrentPlan
@@ -119,8 +119,11 @@ class _Step:
         return cast(RecurrentCache, cache), cast(RecurrentPlan, plan)
 
     def put(self, place: Place, value: Tensor) -> None:
-        """Let this, [T, ...], be the whole buffer."""
-        self.values[place.buffer] = value.flatten(1)
+        """Let this, [T, ...], stand there: in a buffer of its own where that is a whole one."""
+        if place.size == self.program.buffers[place.buffer]:
+            self.values[place.buffer] = value.flatten(1)
+        else:
+            self.at(place).copy_(value.flatten(1))
 
     def run(self, operator: Operator) -> None:
         """Run one operator."""
@@ -133,7 +136,8 @@ class _Step:
             case Rotate(q=q, k=k, head_dim=dim):
                 backend.rope(self.heads(q, dim), self.heads(k, dim), self.positions, operator.cos, operator.sin)
             case Write(k=k, v=v, head_dim=dim):
-                backend.write_kv(self.heads(k, dim), self.heads(v, dim), *self.kv(operator))
+                heads = self.heads(k, dim), self.heads(v, v.size * dim // k.size)
+                backend.write_kv(*heads, *self.kv(operator))
             case Attend():
                 attended = backend.attention(
                     self.heads(operator.q, operator.head_dim),
@@ -141,16 +145,17 @@ class _Step:
                     scale=operator.scale,
                     alibi_slopes=operator.alibi_slopes,
                     softcap=operator.softcap,
+                    sinks=operator.sinks,
                 )
                 self.put(operator.out, attended)
-            case Swiglu():
-                self.put(operator.out, backend.swiglu(at(operator.x)))
-            case Gelu():
-                self.put(operator.out, backend.gelu(at(operator.x), operator.approximate))
+            case Activate():
+                self.put(operator.out, backend.activate(at(operator.x), operator.activation))
             case Multiply():
                 at(operator.out).mul_(at(operator.x))
             case Add():
                 at(operator.out).add_(at(operator.x))
+            case Copy():
+                self.put(operator.out, at(operator.x).clone())
             case Scale():
                 at(operator.x).mul_(operator.factor)
             case Keep():

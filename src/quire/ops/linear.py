@@ -108,6 +108,19 @@ class JoinedLinear:
         return torch.cat([part(x) for part in self.parts], 1)
 
 
+@dataclass(frozen=True)
+class HeadsLinear:
+    """A projection of each head by a weight of its own; a row of x, and of the result, is one head after the other."""
+
+    parts: Sequence[Linear]  # [heads]
+    in_size: int  # of each head
+    out_size: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        pairs = zip(self.parts, torch.split(x, self.in_size, 1), strict=True)
+        return torch.cat([part(head) for part, head in pairs], 1)
+
+
 def padded_rows(count: int) -> int:
     """Rows that oneDNN multiplies where there are so many: beyond the first 64 at most an eighth more.
 
@@ -155,14 +168,22 @@ class Linears:
         biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
         return JoinedLinear([self.linear(w, b) for w, b in zip(weights, biases, strict=True)], sizes)
 
+    def heads(
+        self,
+        weights: Tensor,  # [heads, out, in]
+    ) -> HeadsLinear:
+        """The projection of each head by its own weight."""
+        return HeadsLinear([self.linear(weight) for weight in weights], weights.shape[2], weights.shape[1])
+
     def head(
         self,
         weight: Tensor | QuantisedWeight,  # [V, H]
+        bias: Tensor | None = None,  # [V]
     ) -> Linear:
         """The linear that makes logits: in fp32 where the product has them so, rounded to its dtype elsewhere."""
         if isinstance(weight, QuantisedWeight):
-            return QuantisedLinear(weight, None, torch.float32)
-        return self.linear(weight)
+            return QuantisedLinear(weight, bias, torch.float32)
+        return self.linear(weight, bias)
 
     def tied(
         self,

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadValue
+from quire.ops.activation import Activation
 from quire.ops.experts import ExpertLayer
-from quire.ops.linear import JoinedLinear, Linear
+from quire.ops.linear import HeadsLinear, JoinedLinear, Linear
 from quire.ops.plan import AttentionPlan
 from quire.ops.recurrent import RecurrentCache, RecurrentPlan
 from quire.ops.spec import PagedKV
@@ -29,6 +30,10 @@ class Place:
     buffer: str
     first: int
     size: int
+
+
+def _heads_of(place: Place, size: int, count: int) -> list[Place]:
+    return [Place(place.buffer, place.first + i * size, size) for i in range(count)]
 
 
 class BaseOperator:
@@ -66,6 +71,12 @@ class Project(BaseOperator):
     @property
     def parts(self) -> list[Project]:
         """The same as one projection for each weight, which fills its own columns of `out`."""
+        if isinstance(self.linear, HeadsLinear):
+            count, sizes = len(self.linear.parts), (self.linear.in_size, self.linear.out_size)
+            heads = [_heads_of(place, size, count) for place, size in zip((self.x, self.out), sizes, strict=True)]
+            return [
+                Project(x, linear, out) for x, linear, out in zip(heads[0], self.linear.parts, heads[1], strict=True)
+            ]
         if not isinstance(self.linear, JoinedLinear):
             return [self]
         ends = accumulate(self.linear.sizes, initial=self.out.first)
@@ -75,7 +86,10 @@ class Project(BaseOperator):
 
 @dataclass(frozen=True, eq=False)
 class Normalize(BaseOperator):
-    """out = the norm of x, or of the residual once x was added to it: RMSNorm, or with a bias LayerNorm."""
+    """out = the norm of x, or of the residual once x was added to it: RMSNorm, or with a bias LayerNorm.
+
+    Where out is x, that is changed where it stands.
+    """
 
     kind = "norm"
     x: Place
@@ -85,6 +99,11 @@ class Normalize(BaseOperator):
     eps: float
     residual: Place | None = None
     heads: int = 1  # rows of each token
+
+    @property
+    def fills(self) -> list[Place]:
+        """What it fills, whatever was there before."""
+        return [] if self.out == self.x else [self.out]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +120,7 @@ class Rotate(BaseOperator):
 
 @dataclass(frozen=True)
 class Write(BaseOperator):
-    """Store K and V in the layer's cache."""
+    """Store K and V in the layer's cache. V may be the first columns of K, where the cache is a latent one."""
 
     kind = "write"
     k: Place
@@ -124,25 +143,17 @@ class Attend(BaseOperator):
     scale: float | None
     alibi_slopes: Tensor | None  # fp32 [Hq]
     softcap: float | None
+    sinks: Tensor | None = None  # fp32 [Hq]
 
 
 @dataclass(frozen=True)
-class Swiglu(BaseOperator):
-    """out = silu(gate) * up; x holds the gates, then the ups."""
+class Activate(BaseOperator):
+    """out = the activation of x."""
 
-    kind = "swiglu"
+    kind = "activation"
     x: Place
     out: Place
-
-
-@dataclass(frozen=True)
-class Gelu(BaseOperator):
-    """out = GELU of x."""
-
-    kind = "gelu"
-    x: Place
-    out: Place
-    approximate: Literal["none", "tanh"]
+    activation: Activation
 
 
 @dataclass(frozen=True)
@@ -166,6 +177,15 @@ class Add(BaseOperator):
 
 
 @dataclass(frozen=True)
+class Copy(BaseOperator):
+    """out = x."""
+
+    kind = "copy"
+    x: Place
+    out: Place
+
+
+@dataclass(frozen=True)
 class Scale(BaseOperator):
     """x *= factor."""
 
@@ -179,7 +199,7 @@ class Keep(BaseOperator):
     """Go on with the rows that the caller wants, in these whole buffers; the other rows end here."""
 
     kind = "keep"
-    buffers: tuple[Place, Place]
+    buffers: tuple[Place, ...]  # three at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,10 +286,10 @@ Operator: TypeAlias = (
     | Rotate
     | Write
     | Attend
-    | Swiglu
-    | Gelu
+    | Activate
     | Multiply
     | Add
+    | Copy
     | Scale
     | Keep
     | MixExperts

@@ -29,7 +29,7 @@ from quire.engine.plan import Launched, StepOutput
 from quire.errors import QuireError
 from quire.llm import LLM
 from quire.models.decoder import Decoder
-from quire.models.decoder_config import DecoderConfig, weight_shapes
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig, weight_shapes
 from quire.models.families import gpt2
 from quire.request import Request
 from quire_bench.engine.throughput import measure
@@ -48,18 +48,21 @@ GPT2 = {
     "eos_token_id": 1,
     "dtype": "bfloat16",
 }
+
+
+def llama_layer(*, num_heads: int, num_kv_heads: int, head_dim: int, inner: int) -> LayerConfig:
+    """A layer of Llama 3."""
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    attention = AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rope=rope)
+    return LayerConfig(mixer=attention, mlp=MlpConfig(size=inner))
+
+
 EIGHT_B = DecoderConfig(  # Llama 3's shape
     vocab_size=128256,
     hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
     max_position_embeddings=8192,
-    windows=(None,) * 32,
     tied_embeddings=False,
-    ropes=({"rope_type": "default", "rope_theta": 500000.0},) * 32,
+    layers=(llama_layer(num_heads=32, num_kv_heads=8, head_dim=128, inner=14336),) * 32,
 )
 TINY_CONFIG = {"vocab_size": 2048, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 2}
 
@@ -237,9 +240,8 @@ def steps(bench: Bench) -> None:
     """Stage: a step of decoding, against the time to read the weights and the KV once."""
     tiny = bench.settings.tiny
     small = gpt2.decoder_config(gpt2_config(bench))
-    cut: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2}
-    cut |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "windows": (None, None), "ropes": EIGHT_B.ropes[:2]}
-    large = replace(EIGHT_B, **cut) if tiny else EIGHT_B
+    few = (llama_layer(num_heads=4, num_kv_heads=2, head_dim=16, inner=96),) * 2
+    large = replace(EIGHT_B, vocab_size=256, hidden_size=64, layers=few) if tiny else EIGHT_B
     bandwidth = copy(bench).work / race(bench, "memory", {"copy": copy(bench)})["copy"]
     shapes = (("gpt2, batch 64", small, 64, 900), ("8B, batch 32", large, 32, 2048), ("8B, batch 1", large, 1, 2048))
     for reproducible in (False, True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.cache.groups import Heads
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.integrations.gate import HARMLESS
@@ -31,9 +32,19 @@ class LayerCall:
     window: int | None
 
     @property
-    def width(self) -> int:
-        """D of the cache: K and V are filled up with zeros to it."""
-        return max(self.head_dim, self.head_dim_v)
+    def heads(self) -> Heads:
+        """As the cache has them: K and V are filled up with zeros to one width."""
+        return Heads(self.num_heads, self.num_kv_heads, max(self.head_dim, self.head_dim_v))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step brings to the layers."""
+
+    token_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    cache: KVCache
+    plans: Sequence[AttentionPlan]  # one a layer
 
 
 class Pass(Protocol):
@@ -60,11 +71,9 @@ class PagedPass:
     """One step over the cache: the i-th call is layer i."""
 
     backend: Backend
-    cache: KVCache
-    plans: Sequence[AttentionPlan]  # one a cache group
-    group_of_layer: Mapping[int, int]
+    step: Step
     layers: Sequence[LayerCall]  # as they were recorded
-    dtype: torch.dtype  # of the cache
+    dtype: torch.dtype  # of the model
     done: int = 0  # layers
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -75,10 +84,10 @@ class PagedPass:
         asked = LayerCall(q.shape[1], k.shape[1], q.shape[2], v.shape[2], options.get("sliding_window"))
         if asked != self.layers[index]:
             raise Unsupported(f"layer {index} asks for {asked}; when the model was loaded it was {self.layers[index]}")
-        plan, kv = self.plans[self.group_of_layer[index]], self.cache.kv(index)
+        plan, kv = self.step.plans[index], self.step.cache.kv(index)
         scale = options.get("scaling")
         sinks = options.get("s_aux")
-        q_wide, k_wide, v_wide = (self._filled(x, asked.width) for x in (q, k, v))
+        q_wide, k_wide, v_wide = (self._filled(x, asked.heads.head_dim) for x in (q, k, v))
         self.backend.write_kv(k_wide, v_wide, kv, plan)
         out = self.backend.attention(
             q_wide,

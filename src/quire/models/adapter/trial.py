@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from quire.cache.storage import KVCache, group_spec
 from quire.errors import Unsupported
-from quire.models.adapter.attention import NAME
+from quire.models.adapter.apart import Apart
 from quire.models.adapter.model import AdaptedModel
 from quire.models.adapter.tiny import VOCAB, shrink
+from quire.models.adapter.together import Together
 from quire.ops import Backend
 
 BLOCK_SIZE, MAX_LEN = 4, 16
@@ -33,16 +34,16 @@ class Verdict(NamedTuple):
     scale: float  # the largest logit
 
 
-def check(model: type, config: Any, backend: Backend) -> Verdict:
-    """Compare the small form of a model with eager attention.
+def check(model: type, config: Any, backend: Backend, way: type[Together | Apart] = Together) -> Verdict:
+    """Compare the small form of a model with eager attention over whole sequences.
 
-    model: a causal language model's class; config: the checkpoint's.
+    model: a causal language model's class; config: the checkpoint's; way: how steps are to go through it.
     Raises Unsupported, with the reason, where it cannot be built small, cannot be served, or answers differently.
     """
-    eager, ours = _pair(model, config)
+    eager, ours = _pair(model, config, way.implementation)
     try:
         with torch.inference_mode():
-            served = AdaptedModel(ours, backend, MAX_LEN)
+            served = AdaptedModel(ours, backend, MAX_LEN, way=way)
             verdict = _compared(eager, served)
     except Unsupported:
         raise
@@ -60,11 +61,11 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _pair(model: type, config: Any) -> tuple[Any, Any]:
-    """Two small models with the same weights: with eager attention and with paged attention."""
+def _pair(model: type, config: Any, implementation: str) -> tuple[Any, Any]:
+    """Two small models with the same weights: with eager attention and with that one."""
     try:
         small = type(config).from_dict(shrink(config.to_dict()))
-        made = [_made(model, type(config).from_dict(small.to_dict()), name) for name in ("eager", NAME)]
+        made = [_made(model, type(config).from_dict(small.to_dict()), name) for name in ("eager", implementation)]
     except Exception as error:
         raise Unsupported(f"no small copy of it can be made: {_line(error)}") from error
     randomise(made[0])
@@ -94,6 +95,9 @@ def _compared(eager: Any, served: AdaptedModel) -> Verdict:
     generator = torch.Generator().manual_seed(1)
     lengths = [sum(step.get(s, 0) for step in STEPS) for s in range(3)]
     texts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+    padding = getattr(eager.config.get_text_config(), "pad_token_id", None)
+    if padding is not None:  # some count positions without it
+        texts = [torch.where(text == padding, (padding + 1) % VOCAB, text) for text in texts]
     expected = [_alone(eager, text) for text in texts]
     got: list[list[Tensor]] = [[] for _ in texts]
     for s, logits in packed(served, texts):

@@ -158,9 +158,10 @@ class PackedLinears(Linears):
     def head(
         self,
         weight: Tensor | QuantisedWeight,  # [V, H]
+        bias: Tensor | None = None,  # [V]
     ) -> Linear:
         """The linear that makes logits, in fp32."""
-        return self._pack(weight, out_dtype=torch.float32) if self._serves(weight) else super().head(weight)
+        return self._pack(weight, bias, torch.float32) if self._serves(weight) else super().head(weight, bias)
 
     def tied(
         self,

@@ -1,0 +1,63 @@
+"""Command R, R7B, A: both branches see one norm, RoPE of neighbouring pairs; layers that see everything have none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, MlpConfig, layers_with
+from quire.models.families import llama
+from quire.models.families.llama import read_sizes, whole_rope
+from quire.models.families.pairs import pairs_apart
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+DEFAULTS = {"max_position_embeddings": 8192, "layer_norm_eps": 1e-5}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader({**DEFAULTS, **raw}, "cohere2")
+    sizes, rope = read_sizes(config, tied=True, norm_eps="layer_norm_eps"), whole_rope(config)
+    config.only("hidden_act", "silu")
+    config.only("use_qk_norm", False)
+    for key in ("use_parallel_block", "use_embedding_sharing", "use_gated_activation"):
+        config.only(key, True)
+    config.get("use_parallel_embedding")  # how the original was computed
+    config.only("position_embedding_type", "rope_gptj")
+    config.only("layer_switch", config.get("sliding_window_pattern", 4))  # the same again
+    config.only("rotary_pct", 1.0)
+    config.only("order_of_interleaved_layers", "local_attn_first")
+    bias = config.flag("attention_bias")
+    attention = AttentionConfig(**sizes.heads, bias=bias, output_bias=bias)
+    if "CohereForCausalLM" in raw.get("architectures", []):
+        windows: tuple[int | None, ...] = (None,) * sizes.num_layers
+        ropes: list[dict[str, Any] | None] = [rope] * sizes.num_layers
+    else:
+        windows = _windows(config, sizes.num_layers)
+        ropes = [None if window is None else rope for window in windows]
+    decoder = DecoderConfig(
+        **sizes.decoder,
+        layers=layers_with(attention, MlpConfig(size=sizes.inner), windows, ropes),
+        norm="layer",
+        norm_bias=False,
+        branches="parallel, one norm",
+        logit_scale=config.number("logit_scale", 0.0625),
+    )
+    config.finish()
+    return decoder
+
+
+def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's: by `layer_types`, or all but each n-th."""
+    every = config.integer("sliding_window_pattern", 4)
+    alternating = ["full_attention" if i % every == every - 1 else "sliding_attention" for i in range(num_layers)]
+    config.get("_sliding_window_pattern")  # what layer_types was made by
+    return config.windows(config.get("layer_types", alternating), config.window("sliding_window", 4096), num_layers)
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    return replace(llama.weight_sources(config, names), adapt=partial(pairs_apart, config))

@@ -1,0 +1,136 @@
+"""DeepSeek-V2, V3, R1: attention to one latent row a token, and experts of which some see all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelError
+from quire.models.decoder_config import DecoderConfig, ExpertsConfig, LatentConfig, MlpConfig
+from quire.models.families import llama
+from quire.models.families.glm4_moe import EXPERTS, first_dense, sigmoid_experts
+from quire.models.families.llama import read_sizes, whole_rope
+from quire.models.hf_config import ConfigReader
+from quire.models.rope import rope_type, yarn_magnitude
+from quire.models.weights import Sources
+
+V3 = "DeepseekV3ForCausalLM"
+V3_DEFAULTS = {
+    "max_position_embeddings": 4096,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    third = V3 in raw.get("architectures", [])
+    config = ConfigReader({**(V3_DEFAULTS if third else {}), **raw}, "deepseek")
+    sizes = read_sizes(config)
+    config.only("hidden_act", "silu")
+    config.only("mlp_bias", False)
+    config.only("rms_norm_eps", 1e-6)  # that of the latent's norm is always this
+    for key in (
+        "head_dim",
+        "qk_head_dim",
+        "auto_map",
+        "aux_loss_alpha",
+        "seq_aux",
+        "ep_size",
+        "moe_layer_freq",
+        "num_nextn_predict_layers",
+        "num_mtp_layers",
+    ):  # follow from others, training, guessing ahead
+        config.get(key)
+    mixer = _attention(config, sizes.heads["num_heads"], interleaved=not third or config.flag("rope_interleave", True))
+    experts = _v3_experts(config) if third else _v2_experts(config)
+    layers = first_dense(config, mixer, sizes.inner, experts, 3 if third else 0, sizes.num_layers)
+    decoder = DecoderConfig(**sizes.decoder, layers=layers)
+    config.finish()
+    return decoder
+
+
+def _attention(config: ConfigReader, num_heads: int, interleaved: bool) -> LatentConfig:
+    if not interleaved:
+        raise ModelError("config.json: rope_interleave is False; family 'deepseek' serves True only")
+    rope = whole_rope(config)
+    plain_dim, rope_dim = config.integer("qk_nope_head_dim", 128), config.integer("qk_rope_head_dim", 64)
+    scale = (plain_dim + rope_dim) ** -0.5
+    if rope_type(rope) != "default" and rope.get("mscale_all_dim"):
+        scale *= yarn_magnitude(rope["factor"], rope["mscale_all_dim"]) ** 2
+    return LatentConfig(
+        num_heads=num_heads,
+        latent=config.integer("kv_lora_rank", 512),
+        rope_dim=rope_dim,
+        plain_dim=plain_dim,
+        v_dim=config.integer("v_head_dim", 128),
+        q_rank=None if config.is_null("q_lora_rank") else config.integer("q_lora_rank", 1536),
+        rope=rope,
+        bias=config.flag("attention_bias"),
+        scale=scale,
+    )
+
+
+def _v3_experts(config: ConfigReader) -> ExpertsConfig:
+    config.only("scoring_func", "sigmoid")
+    config.only("topk_method", "noaux_tc")
+    return sigmoid_experts(config)
+
+
+def _v2_experts(config: ConfigReader) -> ExpertsConfig:
+    config.only("scoring_func", "softmax")
+    config.only("norm_topk_prob", False)
+    config.only("topk_method", "greedy", "group_limited_greedy")
+    in_groups = config.get("topk_method") == "group_limited_greedy"
+    for key in ("n_group", "topk_group"):  # there in all configs
+        config.get(key)
+    size, shared = config.integer("moe_intermediate_size", 1407), config.count("n_shared_experts", 2)
+    return ExpertsConfig(
+        count=config.integer("n_routed_experts", 64),
+        per_token=config.integer("num_experts_per_tok"),
+        mlp=MlpConfig(size=size),
+        renormalised=False,
+        groups=config.integer("n_group") if in_groups else 1,
+        groups_chosen=config.integer("topk_group") if in_groups else 1,
+        group_best=1,
+        factor=config.number("routed_scaling_factor", 1.0),
+        shared=MlpConfig(size=size * shared) if shared else None,
+    )
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs, mixer = llama.weight_sources(config, names), config.layers[0].mixer
+    has_row = isinstance(mixer, LatentConfig) and mixer.q_rank is not None
+    layer = {
+        "qkv": ("self_attn.q_a_proj" if has_row else "self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
+        "q": ("self_attn.q_b_proj",),
+        "kv": ("self_attn.kv_b_proj",),
+        "q_norm": ("self_attn.q_a_layernorm",),
+        "latent_norm": ("self_attn.kv_a_layernorm",),
+    }
+    adapt = partial(_adapt, config)
+    return replace(theirs, layer={**theirs.layer, **EXPERTS, **layer}, ignored=llama.beyond(config), adapt=adapt)
+
+
+def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
+    """What is rotated comes first in a head of q, and turns in pairs (i, i + half) in place of (2 i, 2 i + 1)."""
+    mixer = config.layers[int(name.split(".")[1])].mixer if name.startswith("layers.") else None
+    if not isinstance(mixer, LatentConfig):
+        return tensor
+    if ".kv_a_proj_with_mqa." in part:
+        latent, turned = tensor[: mixer.latent], tensor[mixer.latent :]
+        return torch.cat([latent, turned[::2], turned[1::2]])
+    if ".q_proj." in part or ".q_b_proj." in part:
+        heads = tensor.unflatten(0, (mixer.num_heads, -1))  # type: ignore[no-untyped-call]
+        plain, turned = heads[:, : mixer.plain_dim], heads[:, mixer.plain_dim :]
+        return torch.cat([turned[:, ::2], turned[:, 1::2], plain], 1).flatten(0, 1)
+    return tensor

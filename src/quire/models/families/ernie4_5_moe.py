@@ -1,0 +1,67 @@
+"""ERNIE 4.5 with experts: a correction of each expert's score decides who is chosen, and some experts see all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig
+from quire.models.families import llama
+from quire.models.families.ernie4_5 import DEFAULTS, THETA
+from quire.models.families.glm4_moe import EXPERTS
+from quire.models.families.llama import read_sizes, whole_rope
+from quire.models.families.pairs import pairs_apart
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+LAYER = {**EXPERTS, "correction": ("mlp.moe_statics.e_score_correction_bias",)}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader({**DEFAULTS, **raw}, "ernie4_5_moe")
+    sizes = read_sizes(config, num_kv_heads=4, tied=True)
+    config.only("hidden_act", "silu")
+    config.only("moe_norm_min", 1e-12)  # no sum of shares is as small
+    config.get("router_aux_loss_coef")  # for training
+    config.only("use_bias", False)
+    size = config.integer("moe_intermediate_size", 1536)
+    attention = AttentionConfig(**sizes.heads, rope=THETA | whole_rope(config))
+    dense, shared = MlpConfig(size=sizes.inner), config.count("moe_num_shared_experts", 2)
+    experts = ExpertsConfig(
+        count=config.integer("moe_num_experts", 64),
+        per_token=config.integer("moe_k", 6),
+        mlp=MlpConfig(size=size),
+        renormalised=True,
+        corrected=True,
+        shared=MlpConfig(size=size * shared) if shared else None,
+    )
+    layers = tuple(
+        LayerConfig(mixer=attention, mlp=experts if sparse else dense) for sparse in _sparse(config, sizes.num_layers)
+    )
+    decoder = DecoderConfig(**sizes.decoder, layers=layers)
+    config.finish()
+    return decoder
+
+
+def _sparse(config: ConfigReader, num_layers: int) -> list[bool]:
+    """Whether each layer has experts."""
+    first, every = config.count("moe_layer_start_index", 1), config.integer("moe_layer_interval", 1)
+    last = config.get("moe_layer_end_index", -1)
+    last = num_layers - 1 if last == -1 else config.count("moe_layer_end_index", 0)
+    return [first <= i <= last and (i + 1) % every == 0 for i in range(num_layers)]
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = llama.weight_sources(config, names)
+    return replace(theirs, layer={**theirs.layer, **LAYER}, adapt=partial(_adapt, config))
+
+
+def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
+    """The correction is stored as one row."""
+    return tensor.flatten() if name.endswith(".correction") else pairs_apart(config, name, part, tensor)

@@ -1,0 +1,54 @@
+"""EXAONE 4: norms after the branches, normalised q and k, and layers that see everything but have no RoPE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, MlpConfig, layers_with
+from quire.models.families import llama
+from quire.models.families.llama import read_sizes, whole_rope
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+DEFAULTS = {"rms_norm_eps": 1e-5}
+LAYER = {
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "output_norm": ("post_attention_layernorm",),
+    "mlp_output_norm": ("post_feedforward_layernorm",),
+}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader({**DEFAULTS, **raw}, "exaone4")
+    sizes, rope = read_sizes(config, num_kv_heads=32), whole_rope(config)
+    config.only("hidden_act", "silu")
+    window = config.window("sliding_window", 4096)
+    kinds = config.get("layer_types", _by_pattern(config, window, sizes.num_layers))
+    windows = config.windows(kinds, window, sizes.num_layers)
+    ropes = [rope if window is None or own is not None else None for own in windows]
+    attention = AttentionConfig(**sizes.heads, qk_norm="head")
+    layers = layers_with(attention, MlpConfig(size=sizes.inner), windows, ropes)
+    decoder = DecoderConfig(**sizes.decoder, layers=layers, input_norms=False, branch_norms=True)
+    config.finish()
+    return decoder
+
+
+def _by_pattern(config: ConfigReader, window: int | None, num_layers: int) -> list[str]:
+    """The kinds of layers as older configs tell them: each n-th sees everything, or, as in "LLLG", each with a G."""
+    pattern = config.get("sliding_window_pattern", 4)
+    if isinstance(pattern, str):
+        return [
+            "full_attention" if pattern[i % len(pattern)] == "G" else "sliding_attention" for i in range(num_layers)
+        ]
+    every = 1 if window is None else config.integer("sliding_window_pattern", 4)
+    return ["full_attention" if i % every == every - 1 else "sliding_attention" for i in range(num_layers)]
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = llama.weight_sources(config, names)
+    return replace(theirs, layer={**theirs.layer, **LAYER})

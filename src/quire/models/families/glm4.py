@@ -1,0 +1,39 @@
+"""GLM-4: Llama with a RoPE of every other pair of a part of each head; GLM-4-0414 has a norm after each branch, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
+from quire.models.families import llama
+from quire.models.families.llama import read_sizes, rope_parameters
+from quire.models.families.pairs import pairs_apart
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+DEFAULTS = {"max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5}
+LAYER = {"mlp_in": ("mlp.gate_up_proj",)}
+BRANCH_NORMS = {"output_norm": ("post_self_attn_layernorm",), "mlp_output_norm": ("post_mlp_layernorm",)}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader({**DEFAULTS, **raw}, "glm4")
+    sizes, rope = read_sizes(config, num_kv_heads=2, head_dim=128), rope_parameters(config)
+    config.only("hidden_act", "silu")
+    attention = AttentionConfig(**sizes.heads, rope=rope, bias=config.flag("attention_bias", True))
+    layer = LayerConfig(mixer=attention, mlp=MlpConfig(size=sizes.inner))
+    branch_norms = "Glm4ForCausalLM" in raw.get("architectures", [])
+    decoder = DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers, branch_norms=branch_norms)
+    config.finish()
+    return decoder
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = llama.weight_sources(config, names)
+    norms = BRANCH_NORMS if config.branch_norms else {}
+    return replace(theirs, layer={**theirs.layer, **LAYER, **norms}, adapt=partial(pairs_apart, config))

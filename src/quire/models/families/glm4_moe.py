@@ -1,0 +1,90 @@
+"""GLM-4.5, GLM-4.6: GLM-4 with experts, chosen by corrected sigmoids out of groups, one of which sees all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.models.decoder_config import (
+    AttentionConfig,
+    DecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    LayerConfig,
+    MlpConfig,
+)
+from quire.models.families import llama
+from quire.models.families.llama import read_sizes, rope_parameters
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+DEFAULTS = {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
+EXPERTS = {
+    "router": ("mlp.gate",),
+    "correction": ("mlp.gate.e_score_correction_bias",),
+    "experts.mlp_in": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    "experts.mlp_out": ("mlp.experts.{}.down_proj",),
+    "shared.mlp_in": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "shared.mlp_out": ("mlp.shared_experts.down_proj",),
+}
+NORMS = {"q_norm": ("self_attn.q_norm",), "k_norm": ("self_attn.k_norm",)}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader({**DEFAULTS, **raw}, "glm4_moe")
+    sizes, rope = read_sizes(config, num_kv_heads=8), rope_parameters(config)
+    config.only("hidden_act", "silu")
+    attention = AttentionConfig(
+        **sizes.heads,
+        rope=rope,
+        bias=config.flag("attention_bias"),
+        qk_norm="head" if config.flag("use_qk_norm") else None,
+    )
+    experts = sigmoid_experts(config)
+    decoder = DecoderConfig(
+        **sizes.decoder, layers=first_dense(config, attention, sizes.inner, experts, 1, sizes.num_layers)
+    )
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):  # layers after the last one, that guess tokens ahead
+        config.get(key)
+    config.finish()
+    return decoder
+
+
+def sigmoid_experts(config: ConfigReader) -> ExpertsConfig:
+    """Experts as DeepSeek-V3 has chosen them first."""
+    size, shared = config.integer("moe_intermediate_size", 1408), config.count("n_shared_experts", 1)
+    return ExpertsConfig(
+        count=config.integer("n_routed_experts", 128),
+        per_token=config.integer("num_experts_per_tok", 8),
+        mlp=MlpConfig(size=size),
+        renormalised=config.flag("norm_topk_prob", True),
+        scores="sigmoid",
+        corrected=True,
+        groups=config.integer("n_group", 1),
+        groups_chosen=config.integer("topk_group", 1),
+        factor=config.number("routed_scaling_factor", 1.0),
+        shared=MlpConfig(size=size * shared) if shared else None,
+    )
+
+
+def first_dense(
+    config: ConfigReader,
+    attention: AttentionConfig | LatentConfig,
+    inner: int,
+    experts: ExpertsConfig,
+    usual: int,
+    num_layers: int,
+) -> tuple[LayerConfig, ...]:
+    """Layers of which the first few have an MLP, and the others experts. usual: how many where a config is silent."""
+    dense, sparse = (LayerConfig(mixer=attention, mlp=mlp) for mlp in (MlpConfig(size=inner), experts))
+    first = config.count("first_k_dense_replace", usual)
+    return tuple(dense if i < first else sparse for i in range(num_layers))
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = llama.weight_sources(config, names)
+    layer = {**theirs.layer, **EXPERTS, **NORMS}
+    return replace(theirs, layer=layer, ignored=llama.beyond(config))

@@ -1,0 +1,77 @@
+"""gpt-oss: sinks in the softmax, windows in every other layer, experts with biases and a clamped activation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, MlpConfig, layers_with
+from quire.models.families import llama
+from quire.models.families.llama import read_sizes, whole_rope
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+from quire.ops.activation import Activation
+
+DEFAULTS = {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
+ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+ROPE |= {"original_max_position_embeddings": 4096}  # where a config says nothing
+LAYER = {
+    "sinks": ("self_attn.sinks",),
+    "router": ("mlp.router",),
+    # One tensor has those of all experts.
+    "experts.mlp_in.weight": ("mlp.experts.gate_up_proj[{}]",),
+    "experts.mlp_in.bias": ("mlp.experts.gate_up_proj_bias[{}]",),
+    "experts.mlp_out.weight": ("mlp.experts.down_proj[{}]",),
+    "experts.mlp_out.bias": ("mlp.experts.down_proj_bias[{}]",),
+}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    scaled = any(raw.get(key) for key in ("rope_scaling", "rope_parameters"))
+    config = ConfigReader({**DEFAULTS, **({} if scaled else {"rope_scaling": ROPE}), **raw}, "gpt_oss")
+    sizes, rope = read_sizes(config, num_kv_heads=8, head_dim=64), {"rope_theta": 150_000.0} | whole_rope(config)
+    config.only("hidden_act", "silu")
+    config.only("initial_context_length", rope.get("original_max_position_embeddings"))  # the same again
+    for key in ("router_aux_loss_coef", "experts_per_token"):  # for training; the same again
+        config.get(key)
+    activation = Activation(
+        "silu",
+        slope=config.number("swiglu_alpha", 1.702),
+        limit=config.number("swiglu_limit", 7.0),
+        offset=1.0,
+    )
+    experts = ExpertsConfig(
+        count=config.integer("num_local_experts", 128),
+        per_token=config.integer("num_experts_per_tok", 4),
+        mlp=MlpConfig(size=sizes.inner, activation=activation, bias=True),
+        renormalised=True,
+        router_bias=True,
+    )
+    alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes.num_layers)]
+    window = config.window("sliding_window", 128)
+    windows = config.windows(config.get("layer_types", alternating), window, sizes.num_layers)
+    bias = config.flag("attention_bias", True)
+    attention = AttentionConfig(**sizes.heads, bias=bias, output_bias=bias, sinks=True)
+    layers = layers_with(attention, experts, windows, (rope,) * sizes.num_layers)
+    decoder = DecoderConfig(**sizes.decoder, layers=layers)
+    config.finish()
+    return decoder
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = llama.weight_sources(config, names)
+    return replace(theirs, layer={**theirs.layer, **LAYER}, adapt=_adapt)
+
+
+def _adapt(name: str, part: str, tensor: Tensor) -> Tensor:
+    """Experts' weights are [in, out], and their gates and ups take turns."""
+    if ".experts." not in name:
+        return tensor
+    ours = tensor.T if tensor.dim() == 2 else tensor
+    return torch.cat([ours[::2], ours[1::2]]) if ".mlp_in." in name else ours
