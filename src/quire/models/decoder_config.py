@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from quire.cache.groups import CacheGroup, Heads, RowGroup, StateGroup
+from quire.cache.groups import AnyGroup, Heads
 from quire.errors import ModelError
 from quire.models.model import attention_width, cache_groups, mlp_width, state_groups, state_width
 from quire.models.state_config import StateConfig
@@ -232,7 +232,7 @@ class DecoderConfig:
         return [experts for experts in found if isinstance(experts, ExpertsConfig)]
 
     @property
-    def groups(self) -> tuple[CacheGroup | StateGroup | RowGroup, ...]:
+    def groups(self) -> tuple[AnyGroup, ...]:
         """The layers with memory of their own: by window and heads, then by what they keep."""
         mixers = [layer.mixer for layer in self.layers]
         attention = [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.batch import Batch
-from quire.cache.groups import CacheGroup, Heads, RowGroup, StateGroup, StateSizes
+from quire.cache.groups import AnyGroup, CacheGroup, Heads, RowGroup, StateGroup, StateSizes
 from quire.cache.storage import KVCache
 from quire.ops.program import Plan
 
@@ -27,8 +27,8 @@ class ModelShape(Protocol):
         """H."""
 
     @property
-    def groups(self) -> tuple[CacheGroup | StateGroup | RowGroup, ...]:
-        """The layers with memory of their own: those with attention by window and heads, then the others."""
+    def groups(self) -> tuple[AnyGroup, ...]:
+        """The layers with memory of their own: attention by window and heads, then those that keep a state."""
 
     @property
     def layer_width(self) -> int:
@@ -48,7 +48,7 @@ def state_groups(layers: Sequence[StateSizes | None]) -> tuple[StateGroup | RowG
     """Two groups for each kind of layers that keep a state, in order of first appearance; None: any other layer."""
     kinds = [kind for kind in dict.fromkeys(layers) if kind is not None]
     numbers = [tuple(i for i, layer in enumerate(layers) if layer == kind) for kind in kinds]
-    pairs = ((StateGroup(own, kind), RowGroup(own, kind)) for own, kind in zip(numbers, kinds, strict=True))
+    pairs = ((StateGroup(own, sizes=kind), RowGroup(own, sizes=kind)) for own, kind in zip(numbers, kinds, strict=True))
     return tuple(group for pair in pairs for group in pair)
 
 
