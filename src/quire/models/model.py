@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.batch import Batch
-from quire.cache.groups import AnyGroup, CacheGroup, Heads, RowGroup, StateGroup, StateSizes
+from quire.cache import storage
+from quire.cache.groups import AnyGroup, CacheGroup, Heads, StateSizes
 from quire.cache.storage import KVCache
 from quire.ops.program import Plan
 
@@ -44,11 +45,10 @@ def cache_groups(layers: Sequence[tuple[Heads, int | None] | None]) -> tuple[Cac
     )
 
 
-def state_groups(layers: Sequence[StateSizes | None]) -> tuple[StateGroup | RowGroup, ...]:
+def state_groups(layers: Sequence[StateSizes | None]) -> tuple[AnyGroup, ...]:
     """Two groups for each kind of layers that keep a state, in order of first appearance; None: any other layer."""
     kinds = [kind for kind in dict.fromkeys(layers) if kind is not None]
-    numbers = [tuple(i for i, layer in enumerate(layers) if layer == kind) for kind in kinds]
-    pairs = ((StateGroup(own, sizes=kind), RowGroup(own, sizes=kind)) for own, kind in zip(numbers, kinds, strict=True))
+    pairs = (storage.state_groups(tuple(i for i, own in enumerate(layers) if own == kind), kind) for kind in kinds)
     return tuple(group for pair in pairs for group in pair)
 
 
