@@ -229,10 +229,9 @@ class _Writer:
             q = self.buffer("q", config.q_size)
             self.project(f"{name}q", row, q)
         self.normalize(f"{name}latent_norm", latent, latent)
-        table = self.tables[index]
-        assert table is not None
-        for place, dim in ((q, rope + config.plain_dim), (k_rope, rope)):
-            self.write(Rotate(place, Place(place.buffer, 0, 0), *table, dim))
+        if (table := self.tables[index]) is not None:
+            for place, dim in ((q, rope + config.plain_dim), (k_rope, rope)):
+                self.write(Rotate(place, Place(place.buffer, 0, 0), *table, dim))
         to_latent, to_value = self.latent_heads(name, config)
         wide_q = self.buffer("latent q", heads * (config.latent + rope))
         self.write(Project(q, to_latent, wide_q))
