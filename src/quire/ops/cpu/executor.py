@@ -145,16 +145,16 @@ class NativeExecutor:
                 return self._op(operator, native.EachParams(out.size), x, None, out)
             case Scale(x=x, factor=factor):
                 return self._op(operator, native.EachParams(x.size, factor=factor), x, None, x)
-            case Keep(buffers=(x, *others)):
-                second, third = (*others, None, None)[:2]
-                return self._op(operator, native.EachParams(), x, second, third)
+            case Keep(buffers=buffers):
+                second, third = (*buffers[1:], None, None)[:2]
+                return self._op(operator, native.EachParams(), buffers[0], second, third)
             case MixExperts(x=x, layer=layer, out=out):
                 linears = ExpertLinears.of(layer)
                 experts = linears.params()
                 self._experts.add(linears, experts)
                 return self._op(operator, experts, x, None, out)
             case Gate(x=x, out=out):
-                return self._op(operator, native.EachParams(out.size), x, None, out)
+                return self._op(operator, native.GateParams(x.size, out.size), x, None, out)
             case GatedNormalize(x=x, gate=gate, out=out, weight=weight, eps=eps, heads=heads):
                 first, dim = operator.first == "gate", len(weight) // heads
                 gated = native.GatedNormParams(weight.data_ptr(), heads, dim, eps, first)
