@@ -218,6 +218,87 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         {"swiglu_limit": 0.5, "swiglu_alpha": 1.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     ),
+    "qwen3_5": ("Qwen3_5", {}),
+    "qwen3_5, biases, as many heads of keys": (
+        "Qwen3_5",
+        {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "linear_num_key_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_conv_kernel_dim": 2,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        },
+    ),
+    "qwen3_5, one head of keys, other share": (
+        "Qwen3_5",
+        {
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_value_head_dim": 20,
+            "full_attention_interval": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "lfm2": ("Lfm2", {}),
+    "lfm2, biases, more taps": (
+        "Lfm2",
+        {
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "conv", "conv"],
+        },
+    ),
+    "bamba": ("Bamba", {}),
+    "bamba, biases, one group, limits of time": (
+        "Bamba",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 3,
+            "attn_layer_indices": [0, 3],
+            "time_step_limit": [0.05, 0.4],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granitemoehybrid, no experts": ("GraniteMoeHybrid", {}),
+    "granitemoehybrid, rope, multipliers": (
+        "GraniteMoeHybrid",
+        {
+            "position_embedding_type": "rope",
+            "residual_multiplier": 0.3,
+            "logits_scaling": 2.0,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_n_groups": 4,
+            "mamba_expand": 1,
+        },
+    ),
+    "granitemoehybrid, experts": ("GraniteMoeHybrid", {"num_local_experts": 5, "num_experts_per_tok": 3}),
+    "qwen3_5 moe": ("Qwen3_5Moe", {}),
+    "qwen3 next": ("Qwen3Next", {}),
+    "qwen3 next, some layers dense, more heads of keys": (
+        "Qwen3Next",
+        {
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 6,
+            "full_attention_interval": 3,
+        },
+    ),
+    "lfm2 moe": ("Lfm2Moe", {}),
+    "lfm2 moe, shares as they are": (
+        "Lfm2Moe",
+        {"norm_topk_prob": False, "use_expert_bias": False, "routed_scaling_factor": 1.5, "num_dense_layers": 0},
+    ),
 }
 FAMILIES = {kind: (kind, changes) for kind, changes in reversed(VARIANTS.values())}  # the first variant of each
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 33, 50)
@@ -239,7 +320,14 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(checkpoint: tuple[Pa
     """Seven sequences, prompts in chunks of at most 24 tokens a step mixed with decoding, blocks of 4."""
     directory, theirs = checkpoint
     # 114 tokens are the longest sequence; all of them would need 150 blocks: some are preempted, and blocks reused.
-    ours = engine(directory, block_size=4, num_blocks=70, max_num_batched_tokens=24, dtype="float32")
+    ours = engine(
+        directory,
+        block_size=4,
+        num_blocks=70,
+        max_num_batched_tokens=24,
+        dtype="float32",
+        attention_backend="reference",
+    )
     probe, generated = probed_logits(ours, prompts(), max_tokens=64)
     assert probe.preempted or ours.scheduler.manager.groups[0].window
     assert {"prefill", "decode"} in probe.steps

@@ -121,6 +121,7 @@ class ExpertsConfig:
     per_token: int  # k, that each row goes through
     mlp: MlpConfig  # each of them
     renormalised: bool  # a row's shares are those among its own experts, not among all
+    epsilon: float = 0.0  # added to the sum by which they are divided then
     scores: Literal["softmax", "sigmoid"] = "softmax"
     scaled: bool = False  # a weight of each expert multiplies its share
     corrected: bool = False  # a weight of each expert is added to its scores where experts are chosen
@@ -130,6 +131,7 @@ class ExpertsConfig:
     factor: float = 1.0  # multiplies the shares
     router_bias: bool = False
     shared: MlpConfig | None = None  # all rows go through this one as well
+    shared_gate: bool = False  # and its result is multiplied by the sigmoid of a number of each row
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
@@ -399,5 +401,7 @@ def _mlp_linears(mlp: MlpConfig | ExpertsConfig, hidden_size: int, prefix: str =
     yield _Linear("router", (mlp.count,), hidden_size, mlp.router_bias)
     if mlp.shared is not None:
         yield from _mlp_linears(mlp.shared, hidden_size, "shared.")
+    if mlp.shared_gate:
+        yield _Linear("shared_gate", (1,), hidden_size, False)
     for i in range(mlp.count):
         yield from _mlp_linears(mlp.mlp, hidden_size, f"experts.{i}.")

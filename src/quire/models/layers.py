@@ -317,6 +317,7 @@ class _Writer:
         choice = Choice(
             num_chosen=config.per_token,
             renormalised=config.renormalised,
+            epsilon=config.epsilon,
             scores=config.scores,
             bias=tensor(self.weights[f"{name}correction"]) if config.corrected else None,
             groups=config.groups,
@@ -330,6 +331,10 @@ class _Writer:
         if config.shared is not None:
             shared = self.buffer("shared", out.size)
             self.mlp(f"{name}shared.", hidden, config.shared, shared)
+            if config.shared_gate:
+                gate = self.buffer("shared gate", 1)
+                self.project(f"{name}shared_gate", hidden, gate)
+                self.write(Gate(gate, shared))
             self.write(Add(shared, out))
 
     # ------------------------------------------------------------------------------------ norms and branches

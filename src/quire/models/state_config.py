@@ -18,7 +18,9 @@ class GatedDeltaConfig:
     dim_k: int  # Dk
     dim_v: int  # Dv
     taps: int  # K
-    bias: bool = False  # of the projections
+    in_pairs: bool = False  # checkpoints keep two of the parts of its first projection as one, twice
+
+    bias = False  # of the projections
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_k_heads:
@@ -49,6 +51,8 @@ class GatedDeltaConfig:
     @property
     def in_rows(self) -> tuple[int, ...]:
         """Rows of its first projection: what is convolved, the gate of the result, b, a."""
+        if self.in_pairs:
+            return (self.width + self.out_size, 2 * self.num_heads)
         return (self.width, self.out_size, self.num_heads, self.num_heads)
 
     def vectors(self) -> Iterator[tuple[str, tuple[int, ...]]]:

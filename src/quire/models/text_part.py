@@ -27,6 +27,8 @@ WHOLES = frozenset(
 ORDINARY = {
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
+    "qwen3_5_moe_text": "qwen3_5_moe_text",
+    "qwen3_5_text": "qwen3_5_text",
     "qwen3_vl_text": "qwen3",
 }
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # their published configs have the text's keys among their own

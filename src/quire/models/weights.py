@@ -277,12 +277,12 @@ class Weights(Mapping[str, Weight]):
     def _rounding(self, name: str) -> Rounding | None:
         """To what a weight is rounded at load.
 
-        A router decides about much and is small, so it is not, nor what makes keys and values of a latent: that becomes
-        part of the query.
+        A router or the gate of a shared expert decides about much and is small, so it is not, nor what makes keys and
+        values of a latent: that becomes part of the query.
         """
         if name == ("embedding" if self._tied else "lm_head"):
             return self._quantisation.head
-        kept = ".router." in name or ".kv." in name
+        kept = any(part in name for part in (".router.", ".shared_gate.", ".kv."))
         return self._quantisation.linears if _is_projection(name) and not kept else None
 
     def _plain(self, name: str, parts: Sequence[str]) -> Tensor:

@@ -24,6 +24,7 @@ class Choice:
 
     num_chosen: int  # k
     renormalised: bool  # a row's shares are its experts' scores over their sum, not the scores
+    epsilon: float = 0.0  # added to that sum
     scores: Literal["softmax", "sigmoid"] = "softmax"
     bias: Tensor | None = None  # fp32 [E]
     groups: int = 1  # of neighbouring experts, as many in each
@@ -119,6 +120,7 @@ def chosen_experts(
         total = torch.zeros_like(shares[:, 0])
         for rank in range(choice.num_chosen):  # one after the other: a sum's order is the framework's matter
             total += shares[:, rank]
+        total += choice.epsilon
         shares = shares / total[:, None]
     shares = shares * choice.factor
     return chosen, shares if choice.scales is None else shares * choice.scales[chosen]

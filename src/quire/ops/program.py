@@ -215,7 +215,7 @@ class MixExperts(BaseOperator):
 
 @dataclass(frozen=True)
 class Gate(BaseOperator):
-    """out *= sigmoid(x)."""
+    """out *= sigmoid(x), which has as many numbers, or one for all of a row."""
 
     kind = "gate"
     changes_out = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig
 from quire.models.families.bamba import MIXER, adapted, read_state_space
 from quire.models.families.llama import ENDS, read_sizes, whole_rope
 from quire.models.hf_config import ConfigReader
@@ -18,6 +18,14 @@ LAYER = MIXER | {
     "mlp_in": ("shared_mlp.input_linear",),
     "mlp_out": ("shared_mlp.output_linear",),
 }
+EXPERTS = {
+    "router": ("block_sparse_moe.router.layer",),
+    # One tensor has those of all experts.
+    "experts.mlp_in.weight": ("block_sparse_moe.input_linear.weight[{}]",),
+    "experts.mlp_out.weight": ("block_sparse_moe.output_linear.weight[{}]",),
+    "shared.mlp_in": ("shared_mlp.input_linear",),
+    "shared.mlp_out": ("shared_mlp.output_linear",),
+}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -25,9 +33,8 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config = ConfigReader(raw, "granitemoehybrid")
     sizes = read_sizes(config)
     config.only("hidden_act", "silu")
-    config.only("num_local_experts", 0)
-    for key in ("num_experts_per_tok", "router_aux_loss_coef", "init_method"):
-        config.get(key)  # of experts, and for training
+    for key in ("router_aux_loss_coef", "init_method"):
+        config.get(key)  # for training
     config.only("normalization_function", "rmsnorm")
     rope = whole_rope(config)
     config.only("position_embedding_type", "rope", "nope")
@@ -46,7 +53,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     }
     kinds = config.get("layers_block_type") or config.get("layer_types", ["linear_attention"] * sizes.num_layers)
     config.get("layer_types")
-    mlp = MlpConfig(size=config.integer("shared_intermediate_size", 1024))
+    mlp = read_mlp(config, sizes.inner)
     decoder = DecoderConfig(
         **sizes.decoder,
         layers=tuple(LayerConfig(mixer=one, mlp=mlp) for one in config.of_layers(mixers, kinds, sizes.num_layers)),
@@ -58,6 +65,16 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     return decoder
 
 
+def read_mlp(config: ConfigReader, inner: int) -> MlpConfig | ExpertsConfig:
+    """What the rows of each layer go through: one MLP, and experts as well where there are some. inner: of these."""
+    count, per_token = config.count("num_local_experts", 8), config.count("num_experts_per_tok", 2)
+    shared = MlpConfig(size=config.integer("shared_intermediate_size", 1024))
+    if not count:
+        return shared
+    mlp = MlpConfig(size=inner)
+    return ExpertsConfig(count=count, per_token=per_token, mlp=mlp, renormalised=True, shared=shared)
+
+
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Where the decoder's weights stand in a checkpoint with tensors of these names."""
-    return Sources(ENDS, "model.layers.{}.", LAYER, adapt=adapted)
+    return Sources(ENDS, "model.layers.{}.", LAYER | EXPERTS, adapt=adapted)

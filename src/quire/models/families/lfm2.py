@@ -40,6 +40,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config = ConfigReader(raw, "lfm2")
     sizes = read_lfm2_sizes(config)
     config.get("block_ff_dim")
+    config.only("use_pos_enc", True)
     size, multiple = sizes.inner, config.integer("block_multiple_of", 256)
     factor = config.number("block_ffn_dim_multiplier", 1.0)
     if config.flag("block_auto_adjust_ff_dim", True):

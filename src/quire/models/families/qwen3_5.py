@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from quire.models.hf_config import ConfigReader
 from quire.models.state_config import GatedDeltaConfig
 from quire.models.weights import Sources
 
+AHEAD = re.compile(rf"mtp\..*|{llama.FREQUENCIES.pattern}")  # layers that guess tokens ahead
 LAYER = {
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
@@ -37,6 +39,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config = ConfigReader(raw, "qwen3_5")
     sizes = read_text_sizes(config)
     config.only("hidden_act", "silu")
+    config.only("mlp_only_layers", [])
     mlp = MlpConfig(size=sizes.inner)
     layers = tuple(LayerConfig(mixer=mixer, mlp=mlp) for mixer in read_mixers(config, sizes))
     decoder = DecoderConfig(**sizes.decoder, layers=layers)
@@ -44,15 +47,17 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     return decoder
 
 
-def read_text_sizes(config: ConfigReader) -> Sizes:
+def read_text_sizes(config: ConfigReader, num_kv_heads: int = 4) -> Sizes:
     """The sizes that this family keeps as Llama does, with its own defaults."""
-    sizes = read_sizes(config, num_kv_heads=4, head_dim=256)
+    sizes = read_sizes(config, num_kv_heads=num_kv_heads, head_dim=256)
     sizes.decoder["max_position_embeddings"] = config.integer("max_position_embeddings", 32768)
+    for key in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"):  # of layers that guess tokens ahead
+        config.get(key)
     return sizes
 
 
-def read_mixers(config: ConfigReader, sizes: Sizes) -> list[AttentionConfig | GatedDeltaConfig]:
-    """What mixes the tokens in each layer."""
+def read_mixers(config: ConfigReader, sizes: Sizes, in_pairs: bool = False) -> list[AttentionConfig | GatedDeltaConfig]:
+    """What mixes the tokens in each layer. in_pairs: as in GatedDeltaConfig."""
     rope = {"partial_rotary_factor": 0.25} | rope_parameters(config)
     config.only("attn_output_gate", True)
     config.only("mamba_ssm_dtype", "float32")  # of the states
@@ -64,6 +69,7 @@ def read_mixers(config: ConfigReader, sizes: Sizes) -> list[AttentionConfig | Ga
         dim_k=config.integer("linear_key_head_dim", 128),
         dim_v=config.integer("linear_value_head_dim", 128),
         taps=config.integer("linear_conv_kernel_dim", 4),
+        in_pairs=in_pairs,
     )
     every = config.integer("full_attention_interval", 4)
     usual = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(sizes.num_layers)]
@@ -74,7 +80,7 @@ def read_mixers(config: ConfigReader, sizes: Sizes) -> list[AttentionConfig | Ga
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Where the decoder's weights stand in a checkpoint with tensors of these names."""
     theirs = llama.weight_sources(config, names)
-    return replace(theirs, layer={**theirs.layer, **LAYER}, adapt=partial(adapted, config))
+    return replace(theirs, layer={**theirs.layer, **LAYER}, ignored=AHEAD, adapt=partial(adapted, config))
 
 
 def adapted(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ class NativeExecutor:
                 return self._op(operator, attention, q, None, out, group=group)
             case Activate(x=x, out=out, activation=activation):
                 return self._op(operator, native.ActivationParams.of(activation, out.size), x, None, out)
-            case Multiply(x=x, out=out) | Add(x=x, out=out) | Copy(x=x, out=out) | Gate(x=x, out=out):
+            case Multiply(x=x, out=out) | Add(x=x, out=out) | Copy(x=x, out=out):
                 return self._op(operator, native.EachParams(out.size), x, None, out)
             case Scale(x=x, factor=factor):
                 return self._op(operator, native.EachParams(x.size, factor=factor), x, None, x)
@@ -153,6 +153,8 @@ class NativeExecutor:
                 experts = linears.params()
                 self._experts.add(linears, experts)
                 return self._op(operator, experts, x, seen or x, out)
+            case Gate(x=x, out=out):
+                return self._op(operator, native.GateParams(x.size, out.size), x, None, out)
             case GatedNormalize(x=x, gate=gate, out=out, weight=weight, eps=eps, heads=heads):
                 first, dim = operator.first == "gate", len(weight) // heads
                 gated = native.GatedNormParams(weight.data_ptr(), heads, dim, eps, first)

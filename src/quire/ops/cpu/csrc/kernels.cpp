@@ -252,9 +252,9 @@ ENTRY(choose)(
 
 // x *= sigmoid(gate).
 ENTRY(gate)(
-    ParallelFor parallel_for, const void* gate, int64_t stride, void* x, int64_t x_stride, int64_t rows, int64_t dim, int32_t dtype) {
+    ParallelFor parallel_for, const void* gate, int64_t stride, void* x, int64_t x_stride, int64_t rows, const GateParams* p, int32_t dtype) {
     with_element(dtype, [&](auto element) {
-        combine_rows<decltype(element)>(parallel_for, gate, stride, x, x_stride, rows, dim, [](V value, V by) { return value * sigmoid(by); });
+        gate_rows<decltype(element)>(parallel_for, gate, stride, x, x_stride, rows, *p);
     });
 }
 

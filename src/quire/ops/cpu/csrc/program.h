@@ -137,7 +137,7 @@ struct Program {
             case OP_KEEP: return keep(op);
             case OP_EXPERTS: run(op, *(const ExpertsParams*)op.params); break;
             case OP_GATE:
-                QUIRE_NAME(gate, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, each->dim, p.dtype);
+                QUIRE_NAME(gate, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, (const GateParams*)op.params, p.dtype);
                 break;
             case OP_GATED_NORM: run(op, *(const GatedNormParams*)op.params); break;
             case OP_CONVOLUTION: run(op, *(const ConvolutionParams*)op.params); break;
