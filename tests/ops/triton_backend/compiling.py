@@ -37,7 +37,8 @@ BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 COUNTED = re.compile(r"(attend \w+|linear) \d+ bf16")  # the kernels whose instructions are of interest
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512, 1024)
 SOME_HEAD_DIMS = (64, 128, 256)
-UNALIGNED = ("scale", "cap", "window", "eps", "num_rows", "inner", "rows")  # arguments that are multiples of nothing
+SCALARS = ("scale", "cap", "eps", "slope", "limit", "offset")
+UNALIGNED = (*SCALARS, "window", "num_rows", "inner", "rows")  # arguments that are multiples of nothing
 
 
 @dataclass
@@ -175,7 +176,7 @@ def other_kernels(chip: str) -> Iterator[Kernel]:
     types = pointers("bf16", "gate_up", "out")
     yield Kernel("swiglu", small.swiglu_part, types, {"SIZE": 14_336, "TILE": 1024}, {})
     for function, gated in ((0, True), (1, False), (2, True), (4, False), (5, False)):
-        types = {**pointers("bf16", "x", "out"), **dict.fromkeys(("slope", "limit", "offset"), "fp32")}
+        types = pointers("bf16", "x", "out")
         constants = {"SIZE": 14_336, "TILE": 1024, "FUNCTION": function, "GATED": gated, "LIMITED": gated}
         yield Kernel(f"activation {function}", small.activate_part, types, constants, {})
     for tanh in (False, True):
@@ -197,7 +198,7 @@ def other_kernels(chip: str) -> Iterator[Kernel]:
 def compiled(kernel: Kernel, chip: str) -> Compiled:
     """The kernel for that chip, and what is known of it."""
     names = kernel.function.arg_names
-    types = {"scale": "fp32", "cap": "fp32", "eps": "fp32"}
+    types = dict.fromkeys(SCALARS, "fp32")
     types |= {name: f"*{dtype}" for name, dtype in kernel.pointers.items() if name != "eps"}
     signature = {name: "constexpr" if name in kernel.constants else types.get(name, "i32") for name in names}
     aligned = [
