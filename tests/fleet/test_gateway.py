@@ -22,6 +22,7 @@ from quire.fleet.membership import StaticMembers
 from tests.fleet.asks import CHAT, COMPLETIONS, EMBEDDINGS, Answer, compared, take
 from tests.fleet.fake_replica import END, STATE, Calls, faking, frame
 from tests.fleet.gateways import SECRET, Front, drain, fronting, lose, replica_of, replicas, slow, slowed, until, value
+from tests.fleet.serving import gateway
 from tests.server.serving import Answer as HttpAnswer
 from tests.server.serving import Serving, serving
 
@@ -237,6 +238,12 @@ LIES: dict[str, Calls] = {
     "a frame is none": lambda call: [{"frames": [{}]}],
     "an end is none": lambda call: [frame(call, 0, 0, [], 0, "", None, ["done", None, None])],
     "logprobs are missing": lambda call: [frame(call, 0, 0, [7], 0, "x")],
+    "what is rare is a number": lambda call: [frame(call, 0, 0, [7], 0, "x", None, None, 5)],
+    "a count is a text": lambda call: [frame(call, 0, 0, [7], 0, "x", None, None, {"cached": "a"})],
+    "a block event is a number": lambda call: [{"event": 0, "events": [5]}],
+    "a snapshot has lists": lambda call: [{"event": 0, "snapshot": [[1]]}],
+    "frames are a number": lambda call: [{"frames": 5}],
+    "a status is none": lambda call: [{"failed": [[call["flow"], 7, {"error": "text"}]]}],
     "a line is no object": lambda call: [b"[]\n"],
     "a line is no JSON": lambda call: [b"{]\n"],
     "a block event is missing": lambda call: [{"event": 7, "events": [["+", 1]]}],
@@ -254,6 +261,41 @@ def test_who_contradicts_himself_is_left_and_another_goes_on(two: list[Serving],
         assert found.json()["choices"] == two[0].ask("POST", COMPLETIONS, body).json()["choices"]
         assert value(fleet, "quire:fleet_contradictions_total", replica=fake.url) >= 1
         assert value(fleet, "quire:fleet_resume_mismatch_total") == 0
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_end_that_comes_with_what_cannot_be_is_none(two: list[Serving], is_stream: bool) -> None:
+    """Else the sample has ended where nothing counts it, and its client waits for ever."""
+    body = BODY | {"prompt_logprobs": 1, "stream": is_stream}
+
+    def called(call: dict[str, Any]) -> list[Any]:
+        return [frame(call, 0, 0, [7], 0, "x", None, ["stop", None, None], {"prompt_logprobs": [99, []]})]
+
+    with faking(two[0], called) as fake, fronting(fake.url, two[0].url) as fleet:
+        found, expected = (each.ask("POST", COMPLETIONS, body) for each in (fleet, two[0]))
+        assert fake.calls, "it was not asked"
+        if is_stream:
+            assert put_together(found.body).choices == put_together(expected.body).choices
+        else:
+            assert found.json()["choices"] == expected.json()["choices"]
+        assert value(fleet, "quire:fleet_contradictions_total", replica=fake.url) >= 1
+
+
+@pytest.mark.parametrize("body", [{"error": "text"}, [1], "text", {"error": [1]}, {"error": {"code": []}}], ids=str)
+def test_a_refusal_may_be_any_json(two: list[Serving], body: Any) -> None:
+    with faking(two[0], lambda call: (500, body)) as fake, fronting(fake.url, two[0].url) as fleet:
+        assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == text_of(two[0].ask("POST", COMPLETIONS, BODY))
+        assert fake.calls, "it was not asked"
+
+
+@pytest.mark.parametrize("change", [{"block_size": 0}, {"block_size": "16"}, {"has_windows": 1}], ids=str)
+def test_a_replica_that_cannot_be_gets_nothing(two: list[Serving], change: dict[str, Any]) -> None:
+    with faking(two[0], lambda call: []) as fake:
+        fake.hello |= change
+        with gateway(two[0].url, fake.url) as fleet:
+            until(lambda: value(fleet, "quire:fleet_contradictions_total", replica=fake.url) >= 1)
+            assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == text_of(two[0].ask("POST", COMPLETIONS, BODY))
+            assert not fake.calls
 
 
 def test_frames_of_what_was_never_asked_are_counted_and_dropped(two: list[Serving]) -> None:
