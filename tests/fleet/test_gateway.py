@@ -169,7 +169,7 @@ def test_the_other_routes_answer_as_a_plain_server_does(two: list[Serving], flee
 
 
 def test_tenants_share_no_blocks(two: list[Serving]) -> None:
-    """Nor does anybody without a key get an answer."""
+    """Nor does a client without a key get an answer."""
     with fronting(*(each.url for each in two), api_key=("one", "another")) as fleet:
 
         def cached(key: str) -> int:

@@ -161,7 +161,7 @@ class Fleet:
         self._open[job] = timer
 
     def _close(self, job: Job, error: ApiError | None = None) -> None:
-        """Let whoever waits for a job go on, and take back what replicas still do for it."""
+        """Let the one that waits for a job go on, and take back what replicas still do for it."""
         if job not in self._open:
             return
         timer = self._open.pop(job)

@@ -140,7 +140,7 @@ class Link:
             return await task
         except asyncio.CancelledError:
             if task in self._posts:
-                raise  # whoever waited is cancelled
+                raise  # the one that waited is cancelled
             raise LinkLost(f"{self.url}: {self.failure}") from None
         finally:
             self._posts.discard(task)

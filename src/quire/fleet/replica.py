@@ -94,7 +94,7 @@ class Replica:
         return routes
 
     def drain(self) -> None:
-        """Take no further calls, and let gateways move those that run. What nobody moves is served to its end."""
+        """Take no further calls, and let gateways move those that run. What none of them moves is served to its end."""
         self.draining = True
         for session in self._sessions.values():
             session.draining = True
@@ -288,7 +288,7 @@ class Replica:
                 session.wake()
 
     def _end(self, session: Session) -> None:
-        """A gateway has gone: nobody waits for what it asked for."""
+        """A gateway has gone: nothing that it asked for is waited for."""
         session.close()
         if self._sessions.pop(session.name, None) is not None:
             for flow in session.flows.values():
