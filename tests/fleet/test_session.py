@@ -95,7 +95,7 @@ def test_a_gateway_that_reads_too_slowly_is_dropped(kind: str) -> None:
     async def main() -> list[bytes]:
         return [line async for line in one.lines()]
 
-    assert len(asyncio.run(main())) == 1  # what it is, and nothing of the blocks
+    assert len(asyncio.run(asyncio.wait_for(main(), 20))) == 1  # what it is, and nothing of the blocks
     assert not one._events
     assert not one._frames
 
