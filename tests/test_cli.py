@@ -67,7 +67,7 @@ def test_bench_says_how_to_get_it_where_it_is_not_installed(arguments: list[str]
 def test_bench_lists_its_commands_and_passes_arguments_on() -> None:
     listed = CliRunner().invoke(app, ["bench", "--help"])
     assert listed.exit_code == 0
-    for command in ("attention", "blocks", "cascade", "gpu", "http", "latency", "memory", "planning", "scheduler",
+    for command in ("attention", "blocks", "cascade", "gpu", "http", "latency", "memory", "planning", "recurrent", "scheduler",
                     "serve", "soak", "startup", "throughput"):  # fmt: skip
         assert re.search(rf"^\W*{command} ", listed.stdout, re.MULTILINE), command
     for arguments in (["planning", "--sequences", "0"], ["planning", "--", "--json"], ["nothing"], []):
