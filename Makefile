@@ -87,7 +87,7 @@ sanitize-threads: $(INSTALLED)  ## calls from several threads, and several threa
 	cmake -S . -B build/sanitize-threads -D QUIRE_SANITIZE=threads
 	cmake --build build/sanitize-threads --parallel
 	TSAN_OPTIONS=halt_on_error=1 LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" \
-	setarch --addr-no-randomize $(BIN)/python -m pytest -s tests/ops/test_threads.py tests/models/test_native.py tests/models/test_experts.py -k "threads and not reference and not gather and not triton" --timeout 1800 --native-library build/sanitize-threads/libquire_cpu.so
+	setarch --addr-no-randomize $(BIN)/python -m pytest -s tests/ops/test_threads.py tests/ops/cpu/test_recurrent_program.py tests/models/test_native.py tests/models/test_experts.py -k "threads and not reference and not gather and not triton" --timeout 1800 --native-library build/sanitize-threads/libquire_cpu.so
 
 clean:
 	rm -rf .venv .venv-* build dist

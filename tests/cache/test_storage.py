@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from quire.cache import storage
-from quire.cache.groups import CacheGroup, Heads
+from quire.cache.groups import CacheGroup, Heads, StatePools, StateSizes
 from quire.cache.sizing import choose_num_blocks, free_memory
-from quire.cache.storage import KVCache, bytes_per_block, group_spec
+from quire.cache.storage import KVCache, bytes_of_states, bytes_per_block, group_spec, recurrent_spec, state_groups
 from quire.config import CacheConfig, parse_memory
-from quire.errors import ConfigError
+from quire.errors import BadValue, ConfigError
 from quire.ops.memory import HUGE_PAGE
+from quire.ops.recurrent import RecurrentCache, check_cache
 from quire.ops.spec import check_kv
 
 HEADS = Heads(num_heads=4, num_kv_heads=2, head_dim=8)
@@ -162,3 +163,38 @@ def test_free_memory_of_this_machine_and_of_one_that_does_not_tell(tmp_path: Pat
 def test_the_page_says_how_much_of_the_cache_is_there_from_the_start() -> None:
     page = (Path(__file__).parents[2] / "docs" / "cpu.md").read_text()
     assert f"the cache's first {storage.RESIDENT // 2**20} MiB are there" in page
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_and_rows_lie_apart_and_move_whole(dtype: torch.dtype) -> None:
+    """Each number of each record is its own; what is swapped out comes back in another record, bit for bit."""
+    sizes = StateSizes(num_heads=4, num_k_heads=2, dim_k=3, dim_v=5, width=7, taps=4)
+    groups = (CacheGroup((0,), heads=Heads(2, 2, 8)), *state_groups((1, 2), sizes))
+    pools = StatePools(3, 4, 2)
+    cache = KVCache(groups, 5, 4, dtype, num_host_blocks=2, state_pools=pools)
+    records = cache.layer(1)
+    assert isinstance(records, RecurrentCache)
+    check_cache(records, recurrent_spec(groups[1], pools, dtype))
+    tensors = records.tensors()
+    assert {name: len(tensor) for name, tensor in tensors.items()} == {
+        "state": 3, "tail": 3, "keys": 4, "updates": 4, "decays": 4, "inputs": 4,
+    }  # fmt: skip
+    for i, tensor in enumerate(tensors.values()):
+        for record in range(len(tensor)):
+            tensor[record] = 10 * i + record
+    for i, tensor in enumerate(tensors.values()):
+        assert all((tensor[record] == 10 * i + record).all() for record in range(len(tensor)))
+    cache.swap_out(1, [2, 0], [0, 1])
+    cache.swap_out(2, [3], [1])
+    for tensor in tensors.values():
+        tensor.fill_(float("nan"))
+    cache.swap_in(1, [1, 0], [1, 2])
+    cache.swap_in(2, [1], [0])
+    assert records.state[1:].flatten(1).unique(dim=1).flatten().tolist() == [0, 2]
+    assert records.tail[1:].flatten(1).unique(dim=1).flatten().tolist() == [10, 12]
+    assert [tensor[0].unique().item() for tensor in list(tensors.values())[2:]] == [23, 33, 43, 53]
+    state, rows = bytes_of_states(groups, dtype)
+    assert state % 128 == rows % 128 == 0
+    assert state >= 2 * sum(tensor[0].numel() * tensor.element_size() for tensor in list(tensors.values())[:2])
+    with pytest.raises(BadValue, match="layer 1 keeps a state; it has no K and V"):
+        cache.kv(1)

@@ -28,7 +28,7 @@ from quire.request import Group, Request, SamplingParams, TokenLogprobs
 VOCAB = 251
 CIRCLE = 6  # tokens
 EMPTY = -1
-MAX_STATE = 256  # tokens that a state of the fake model can hold
+MAX_STATE = 2048  # tokens that a state of the fake model can hold
 
 
 def digest(context: list[int]) -> int:
@@ -81,7 +81,7 @@ class FakeRunner:
         self.block_size = block_size
         self.groups = groups
         self.windows = [group.window for group in groups if isinstance(group, CacheGroup)]
-        self.spans = [group.span(block_size) for group in groups]
+        self.spans = [group.piece or block_size for group in groups]
         # Of each group, a row for each block: a token in each slot; in a state's, all tokens that went into it.
         self.memory, self.host = [], []
         for group, span in zip(groups, self.spans, strict=True):

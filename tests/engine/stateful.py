@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.batch import Batch
-from quire.cache.groups import AnyGroup, CacheGroup, Heads, StateSizes, state_groups
-from quire.cache.storage import KVCache
+from quire.cache.groups import AnyGroup, CacheGroup, Heads, StateSizes
+from quire.cache.storage import KVCache, state_groups
 from quire.config import engine_config
 from quire.engine.engine import Engine, build_engine
 from quire.models.model import WeightBytes

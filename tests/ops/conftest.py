@@ -36,6 +36,7 @@ OF_KERNELS = (
     "test_conformance.py",
     "test_int8_cache.py",
     "test_not_finite.py",
+    "test_recurrent.py",
     "test_sampling_operators.py",
     "test_sizes.py",
     "test_small_operators.py",

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.cache import events as cache
 from quire.cache.events import CacheEvent
-from quire.cache.groups import CacheGroup
+from quire.cache.groups import CacheGroup, RowGroup, StateGroup
 from quire.cache.manager import BlockManager
 from quire.errors import ConfigError, QuireError
 from quire.server.run import build_parts, open_publisher
@@ -92,7 +92,8 @@ class Index:
                 blocks, size = self.blocks.setdefault(event.group_idx, {}), event.block_size
                 assert len(event.token_ids) == size * len(event.block_hashes)
                 assert len({event.parent_block_hash, *event.block_hashes}) == len(event.block_hashes) + 1
-                if event.parent_block_hash is not None:
+                # The blocks before a state are those of attention.
+                if event.parent_block_hash is not None and event.kv_cache_spec_kind != "mamba":
                     assert (event.group_idx, event.parent_block_hash) in self.known
                 for i, each in enumerate(event.block_hashes):
                     assert each not in blocks
@@ -444,6 +445,7 @@ def test_where_the_server_listens(endpoint: str, expected: bool) -> None:
 # ---------------------------------------------------------------------------------------------- several cache groups
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 2**20), sizes=st.lists(st.integers(1, 60), max_size=12))
 def test_any_cut_into_batches_tells_what_the_manager_has(seed: int, sizes: list[int]) -> None:
     state, rng, heard = machine(seed), random.Random(seed), []
@@ -466,6 +468,17 @@ def sent(events: Sequence[CacheEvent], groups: Sequence[CacheGroup]) -> KVEventB
 
 def stored(group: int, digests: list[bytes], parent: bytes | None) -> cache.BlockStored:
     return cache.BlockStored(0.0, group, "r", [0] * len(digests), digests, parent, [7] * 2 * len(digests), 2)
+
+
+def test_a_state_is_one_event_with_the_block_that_it_ends_with() -> None:
+    a, b = bytes([1]) * 16, bytes([2]) * 16
+    groups = [CacheGroup((0,)), StateGroup((1,), 4), RowGroup((1,), 4)]
+    found = sent([stored(0, [a], None), stored(0, [b], a), stored(1, [b], a)], groups).events
+    assert [(event.group_idx, event.kv_cache_spec_kind, event.block_hashes) for event in found] == [
+        (0, "full_attention", [wire_hash(a), wire_hash(b)]),
+        (1, "mamba", [wire_hash(b)]),
+    ]
+    assert found[1].parent_block_hash == wire_hash(a)
 
 
 def test_groups_are_told_apart_and_runs_of_each_are_one_event() -> None:

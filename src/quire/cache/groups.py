@@ -1,19 +1,55 @@
 """Cache groups: layers whose requests share one block table, and which blocks of it a request needs.
 
 A block is the unit of a group's pool. In attention it holds the K and V of block_size tokens. Layers that keep a state
-have two groups, because their recurrence is computed in pieces of PIECE tokens: in one a block is the state at the end
+have two groups, because their recurrence is computed in pieces: in one a block is the state at the end
 of a piece, in the other it is the rows of the piece in progress. In every group, block i of a request's table belongs
 to the tokens i * span .. (i + 1) * span - 1, where span is the number of tokens a block stands for.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, TypeAlias
 
 from quire.errors import ConfigError
-from quire.ops.recurrent import PIECE
+
+
+class Group(ABC):
+    """Which blocks a request needs, the same questions to every kind of group. span: tokens that a block stands for."""
+
+    layers: tuple[int, ...]
+    window: int | None  # keys that a row of these layers sees, its own included; None: all before it
+    piece: int | None  # tokens of a piece, where the layers keep a state
+    is_reusable: ClassVar[bool] = True  # full blocks may be found by other requests
+
+    @abstractmethod
+    def first(self, num_computed: int, span: int) -> int:
+        """The first block that the row after num_computed tokens needs; those before it are free."""
+
+    @abstractmethod
+    def most(self, num_tokens: int, growth: int, span: int) -> int:
+        """Blocks that a request owns at most on its way to num_tokens tokens, `growth` at a time."""
+
+    def count(self, num_tokens: int, span: int) -> int:
+        """Entries of a table for that many tokens."""
+        return -(-num_tokens // span)
+
+    def room(self, entries: int, span: int) -> int:
+        """Tokens that so many entries of a table are enough for."""
+        return entries * span
+
+    def passed(self, num_sure: int, span: int) -> int:
+        """The first block that a step has to store which computes num_sure tokens or more.
+
+        Layers that keep a state pass it on from piece to piece, so a step stores only what comes after it.
+        """
+        return 0 if self.piece is None else self.first(num_sure, span)
+
+    def stored(self, num_computed: int, num_cached: int) -> int:
+        """Tokens that the blocks hold and that are not written again: also those that were found, but for a state."""
+        return max(num_computed, num_cached) if self.piece is None else num_computed
 
 
 @dataclass(frozen=True)
@@ -27,41 +63,21 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class CacheGroup:
+class CacheGroup(Group):
     """Attention layers with the same window and heads. Most models have a single group."""
 
     layers: tuple[int, ...]  # those with memory: a layer may read another one's, and then is not here
-    window: int | None = None  # keys that a row of these layers sees, its own included; None: all before it
+    window: int | None = None
     heads: Heads = Heads(1, 1, 1)  # the books do not depend on them
 
-    is_reusable: ClassVar[bool] = True  # full blocks may be found by other requests
-
-    def span(self, block_size: int) -> int:
-        """Tokens that a block stands for."""
-        return block_size
+    piece: int | None = field(default=None, init=False, repr=False)
 
     def first(self, num_computed: int, span: int) -> int:
-        """The first block that the row after num_computed tokens needs; those before it are free."""
+        """As in Group: the window's first key is in it."""
         return 0 if self.window is None else max(0, num_computed - self.window + 1) // span
 
-    def count(self, num_tokens: int, span: int) -> int:
-        """Entries of a table for that many tokens."""
-        return -(-num_tokens // span)
-
-    def room(self, entries: int, span: int) -> int:
-        """Tokens that so many entries of a table are enough for."""
-        return entries * span
-
-    def passed(self, num_sure: int, span: int) -> int:
-        """The first block that a step needs which computes at least up to num_sure tokens, of those it has not."""
-        return 0
-
-    def stored(self, num_computed: int, num_cached: int) -> int:
-        """Tokens that the blocks hold: num_cached of them are not written again."""
-        return max(num_computed, num_cached)
-
     def most(self, num_tokens: int, growth: int, span: int) -> int:
-        """Blocks that a request owns at most on its way to num_tokens tokens, `growth` at a time."""
+        """As in Group."""
         whole = self.count(num_tokens, span)
         if self.window is None:
             return whole
@@ -82,93 +98,66 @@ class StateSizes:
 
 
 @dataclass(frozen=True)
-class StateGroup:
+class StateGroup(Group):
     """Layers that keep a state of the same sizes. A block is their state at the end of a piece; it is written once."""
 
     layers: tuple[int, ...]
+    piece: int
     sizes: StateSizes = StateSizes()  # the books do not depend on them
-    piece: int = PIECE
 
-    is_reusable: ClassVar[bool] = True
-    window: ClassVar[None] = None
-
-    def span(self, block_size: int) -> int:
-        """As in CacheGroup."""
-        return self.piece
+    window: int | None = field(default=None, init=False, repr=False)
 
     def first(self, num_computed: int, span: int) -> int:
-        """As in CacheGroup: a row needs the state at the end of the last full piece."""
+        """As in Group: the state at the end of the last full piece."""
         return max(0, num_computed // span - 1)
 
     def count(self, num_tokens: int, span: int) -> int:
-        """As in CacheGroup."""
+        """As in Group: a piece that is not full has no state at its end."""
         return num_tokens // span
 
     def room(self, entries: int, span: int) -> int:
-        """As in CacheGroup."""
+        """As in Group."""
         return (entries + 1) * span - 1
 
-    def passed(self, num_sure: int, span: int) -> int:
-        """As in CacheGroup: states between the first and the last one of a step are not stored."""
-        return self.first(num_sure, span)
-
-    def stored(self, num_computed: int, num_cached: int) -> int:
-        """As in CacheGroup."""
-        return num_computed
-
     def most(self, num_tokens: int, growth: int, span: int) -> int:
-        """As in CacheGroup."""
-        # In a step the state it begins with and the one it ends with; where siblings are to be forked after a prompt,
-        # also the one before that.
+        """As in Group: in a step the state that it begins with and the one that it ends with.
+
+        Where siblings are to be forked after a prompt, also the one before that.
+        """
         return min(self.count(num_tokens, span), 2 if growth == 1 else 3)
 
 
 @dataclass(frozen=True)
-class RowGroup:
+class RowGroup(Group):
     """The same layers as a StateGroup. A block is what they keep of the rows of a piece that is not full."""
 
     layers: tuple[int, ...]
+    piece: int
     sizes: StateSizes = StateSizes()
-    piece: int = PIECE
 
+    window: int | None = field(default=None, init=False, repr=False)
     is_reusable: ClassVar[bool] = False
-    window: ClassVar[None] = None
-
-    def span(self, block_size: int) -> int:
-        """As in CacheGroup."""
-        return self.piece
 
     def first(self, num_computed: int, span: int) -> int:
-        """As in CacheGroup: the rows of a full piece have gone into a state."""
+        """As in Group: the rows of a full piece have gone into a state."""
         return num_computed // span
 
-    def count(self, num_tokens: int, span: int) -> int:
-        """As in CacheGroup."""
-        return -(-num_tokens // span)
-
-    def room(self, entries: int, span: int) -> int:
-        """As in CacheGroup."""
-        return entries * span
-
-    def passed(self, num_sure: int, span: int) -> int:
-        """As in CacheGroup: rows of pieces that a step fills are not stored."""
-        return self.first(num_sure, span)
-
-    def stored(self, num_computed: int, num_cached: int) -> int:
-        """As in CacheGroup: a row that is computed again is written again."""
-        return num_computed
-
     def most(self, num_tokens: int, growth: int, span: int) -> int:
-        """As in CacheGroup."""
-        return min(self.count(num_tokens, span), 1 if growth == 1 else 2)  # the rows it begins with, and ends with
+        """As in Group: the rows that a step begins with and those that it ends with."""
+        return min(self.count(num_tokens, span), 1 if growth == 1 else 2)
 
 
 AnyGroup: TypeAlias = CacheGroup | StateGroup | RowGroup
 
 
-def state_groups(layers: tuple[int, ...], sizes: StateSizes) -> tuple[StateGroup, RowGroup]:
-    """The groups of layers that keep a state: in a model's `groups` they come after those of attention."""
-    return StateGroup(layers, sizes), RowGroup(layers, sizes)
+def plans_of_layers(groups: Sequence[AnyGroup]) -> dict[int, int]:
+    """By layer, the index of its plan: there is one for each group of attention and one for each group of states."""
+    planned = [group for group in groups if isinstance(group, CacheGroup)]
+    return {
+        layer: index
+        for index, group in enumerate([*planned, *(group for group in groups if isinstance(group, StateGroup))])
+        for layer in group.layers
+    }
 
 
 def has_states(groups: Sequence[AnyGroup]) -> bool:

@@ -87,7 +87,7 @@ class BlockManager:
         self.salt = salt
         self.state_snapshot_interval = state_snapshot_interval
         self.state_pools = state_pools
-        self.spans = tuple(group.span(block_size) for group in groups)
+        self.spans = tuple(group.piece or block_size for group in groups)
         sizes = {CacheGroup: num_blocks, StateGroup: state_pools.states, RowGroup: state_pools.rows}
         hosts = {CacheGroup: num_host_blocks, StateGroup: state_pools.hosts, RowGroup: state_pools.hosts}
         self.pools = tuple(BlockPool(sizes[type(group)]) for group in groups)
@@ -104,7 +104,7 @@ class BlockManager:
         self.now = 0.0  # seconds; set by Scheduler at the start of a step
         self.listeners: list[Listener] = []
         # Requests free blocks as they go on. How much of a prompt is cached, the blocks from the first on do not say.
-        self.frees_early = any(group.window is not None or type(group) is not CacheGroup for group in groups)
+        self.frees_early = any(group.window is not None or group.piece is not None for group in groups)
 
     def _tell(self, event: CacheEvent) -> None:
         for listener in tuple(self.listeners):
@@ -388,12 +388,13 @@ class BlockManager:
     def _is_kept(self, request: Request, position: int) -> bool:
         """Whether the state after so many tokens stays in the cache when the request has gone on.
 
-        Others begin where many tokens are common to all, where a prompt ended, and where prefixes were seen to part.
+        Others begin where a prompt ended, where prefixes were seen to part, where this request began itself; and for
+        what is not foreseen, at intervals.
         """
         return (
             position % self.state_snapshot_interval == 0
             or position == (request.num_prompt - 1) // self.unit * self.unit
-            or position == request.cache.parted_at
+            or position in (request.cache.parted_at, request.cache.num_cached)
         )
 
     def _take(self, counts: Sequence[int]) -> list[array[int]]:

@@ -11,12 +11,12 @@ from typing import TypeAlias
 
 import torch
 
-from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, Heads, RowGroup, StateGroup, StatePools
+from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, Heads, RowGroup, StateGroup, StatePools, StateSizes
 from quire.config import CacheConfig
 from quire.errors import BadValue, ConfigError
 from quire.ops import AttentionSpec, Backend, PagedKV, load
 from quire.ops.memory import in_huge_pages
-from quire.ops.recurrent import RecurrentCache, RecurrentSpec
+from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentSpec
 from quire.ops.swap import HostSwap, Swap
 
 SCALE = torch.float32  # of a row of integers
@@ -167,6 +167,11 @@ def recurrent_spec(
     """What the layers of a group that keep a state work on. dtype: that the model computes in."""
     sizes = asdict(group.sizes)
     return RecurrentSpec(**sizes, num_states=state_pools.states, num_rows=state_pools.rows, dtype=dtype, device=device)
+
+
+def state_groups(layers: tuple[int, ...], sizes: StateSizes) -> tuple[StateGroup, RowGroup]:
+    """The groups of layers that keep a state: in a model's `groups` they come after those of attention."""
+    return StateGroup(layers, PIECE, sizes), RowGroup(layers, PIECE, sizes)
 
 
 def bytes_per_block(groups: Sequence[AnyGroup], block_size: int, dtype: torch.dtype) -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # The fields of EngineConfig and CacheConfig that the scheduler reads.
 SCHEDULING = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "block_size",
-              "enable_prefix_caching", "preemption")  # fmt: skip
+              "enable_prefix_caching", "preemption", "state_snapshot_interval")  # fmt: skip
 
 
 @with_options(*ENGINE, only=SCHEDULING)

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.cache.groups import CacheGroup
+from quire.cache.groups import CacheGroup, Heads
 from quire.cache.storage import KVCache, cache_dtype, group_spec
 from quire.config import EngineConfig
 from quire.engine.flatten import sampling_rows
@@ -91,8 +91,9 @@ class _Case:
 
     @classmethod
     def of(cls, model: Model, backend: Backend, config: EngineConfig) -> _Case:
-        block_size = config.cache.block_size
-        heads = next(group.heads for group in model.config.groups if isinstance(group, CacheGroup))
+        block_size, groups = config.cache.block_size, model.config.groups
+        attention = [group for group in groups if isinstance(group, CacheGroup)]
+        heads = attention[0].heads if attention else Heads(4, 4, 64)
         kv_heads = min(2, heads.num_kv_heads)
         few = replace(heads, num_heads=kv_heads * (heads.num_heads // heads.num_kv_heads), num_kv_heads=kv_heads)
         num_blocks = sum(-(-keys // block_size) for _, keys in SEQUENCES)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from quire.cache.groups import CacheGroup, Heads, RowGroup, StateGroup
+from quire.cache.groups import AnyGroup, Heads
 from quire.errors import ModelError
-from quire.models.model import attention_width, cache_groups, mlp_width, state_groups, state_width
+from quire.models.model import attention_width, cache_groups, groups_of_states, mlp_width, state_width
 from quire.models.state_config import StateConfig
 from quire.ops.activation import Activation
 
@@ -210,12 +210,12 @@ class DecoderConfig:
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsConfig)]
 
     @property
-    def groups(self) -> tuple[CacheGroup | StateGroup | RowGroup, ...]:
+    def groups(self) -> tuple[AnyGroup, ...]:
         """The layers with memory of their own: by window and heads, then by what they keep."""
         mixers = [layer.mixer for layer in self.layers]
         attention = [None if isinstance(one, StateConfig) else (one.heads, one.window) for one in mixers]
         states = [one.sizes if isinstance(one, StateConfig) else None for one in mixers]
-        return (*cache_groups(attention), *state_groups(states))
+        return (*cache_groups(attention), *groups_of_states(states))
 
     @property
     def layer_width(self) -> int:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quire.cache.groups import RowGroup
+from quire.cache.groups import plans_of_layers
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LatentConfig, MlpConfig
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
 from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig
@@ -77,8 +77,7 @@ class _Writer:
         self.buffers: dict[str, int] = {}  # widths
         H = config.hidden_size
         self.residual, self.hidden, self.branch = (self.buffer(name, H) for name in ("residual", "hidden", "branch"))
-        planned = [group for group in config.groups if not isinstance(group, RowGroup)]  # states and rows share a plan
-        self.group_of_layer = {layer: g for g, group in enumerate(planned) for layer in group.layers}
+        self.group_of_layer = plans_of_layers(config.groups)
 
     # ------------------------------------------------------------------------------------------- the layer
 

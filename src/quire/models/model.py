@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.batch import Batch
-from quire.cache.groups import CacheGroup, Heads, RowGroup, StateGroup, StateSizes
-from quire.cache.storage import KVCache
+from quire.cache.groups import AnyGroup, CacheGroup, Heads, StateSizes
+from quire.cache.storage import KVCache, state_groups
 from quire.ops.program import Plan
 
 
@@ -27,8 +27,8 @@ class ModelShape(Protocol):
         """H."""
 
     @property
-    def groups(self) -> tuple[CacheGroup | StateGroup | RowGroup, ...]:
-        """The layers with memory of their own: those with attention by window and heads, then the others."""
+    def groups(self) -> tuple[AnyGroup, ...]:
+        """The layers with memory of their own: attention by window and heads, then those that keep a state."""
 
     @property
     def layer_width(self) -> int:
@@ -44,12 +44,11 @@ def cache_groups(layers: Sequence[tuple[Heads, int | None] | None]) -> tuple[Cac
     )
 
 
-def state_groups(layers: Sequence[StateSizes | None]) -> tuple[StateGroup | RowGroup, ...]:
+def groups_of_states(layers: Sequence[StateSizes | None]) -> tuple[AnyGroup, ...]:
     """Two groups for each kind of layers that keep a state, in order of first appearance; None: any other layer."""
     kinds = [kind for kind in dict.fromkeys(layers) if kind is not None]
     numbers = [tuple(i for i, layer in enumerate(layers) if layer == kind) for kind in kinds]
-    pairs = ((StateGroup(own, kind), RowGroup(own, kind)) for own, kind in zip(numbers, kinds, strict=True))
-    return tuple(group for pair in pairs for group in pair)
+    return tuple(group for own, kind in zip(numbers, kinds, strict=True) for group in state_groups(own, kind))
 
 
 def attention_width(heads: Heads) -> int:

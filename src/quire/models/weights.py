@@ -54,7 +54,7 @@ class Checkpoint:
                 read: Callable[[str, int | None], Tensor]
                 if path.suffix == ".safetensors":
                     file = safe_open(path, framework="pt")
-                    names, read = file.keys(), partial(_stored, file)
+                    names, read = file.keys(), partial(_stored, file)  # type: ignore[no-untyped-call]
                 else:
                     tensors = _state_dict(path)
                     names, read = tensors, partial(_held, tensors)

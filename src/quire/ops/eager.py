@@ -136,7 +136,8 @@ class _Step:
             case Rotate(q=q, k=k, head_dim=dim):
                 backend.rope(self.heads(q, dim), self.heads(k, dim), self.positions, operator.cos, operator.sin)
             case Write(k=k, v=v, head_dim=dim):
-                backend.write_kv(self.heads(k, dim), self.heads(v, v.size * dim // k.size), *self.kv(operator))
+                heads = self.heads(k, dim), self.heads(v, v.size * dim // k.size)
+                backend.write_kv(*heads, *self.kv(operator))
             case Attend():
                 attended = backend.attention(
                     self.heads(operator.q, operator.head_dim),

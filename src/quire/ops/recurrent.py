@@ -39,6 +39,7 @@ from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadStride, BadValue, check_integer
 from quire.ops.checks import FLOATS, INT32_MAX, check_tensor, host_integers
+from quire.ops.memory import in_huge_pages
 from quire.ops.metadata import MAX_CONTEXT, check_query_starts
 
 PIECE = 32  # C
@@ -134,15 +135,12 @@ class RecurrentCache:
 
     @classmethod
     def allocate(cls, spec: RecurrentSpec) -> RecurrentCache:
-        """Records of a layer, in memory of their own, not filled."""
+        """Records of a layer, not filled, in memory of their own: on a CPU in huge pages where there are any."""
         parts = (spec.num_states, spec.state_record), (spec.num_rows, spec.row_record)
-        return cls(
-            **{
-                name: torch.empty(count, *shape, dtype=dtype, device=spec.device)
-                for count, record in parts
-                for name, (shape, dtype) in record.items()
-            }
-        )
+        sizes = {name: ((count, *shape), dtype) for count, record in parts for name, (shape, dtype) in record.items()}
+        if torch.device(spec.device).type == "cpu":
+            return cls(**{name: in_huge_pages(*size) for name, size in sizes.items()})
+        return cls(**{name: torch.empty(size[0], dtype=size[1], device=spec.device) for name, size in sizes.items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them, by name."""

@@ -42,7 +42,7 @@ class Apart:
         with torch.inference_mode():
             self.output = backbone(input_ids=tokens, past_key_values=found, use_cache=True)
         self._stored: dict[int, int] = {}  # the model's number of a layer -> the cache's
-        layers = []
+        layers: list[LayerCall] = []
         for index, layer in enumerate(found.layers):
             if not layer.is_initialized:
                 continue

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quire.batch import Batch
-from quire.cache.groups import CacheGroup
+from quire.cache.groups import CacheGroup, plans_of_layers
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.models.adapter.apart import Apart
@@ -84,7 +84,7 @@ class AdaptedModel:
         output = self._way.output
         self._head = _Head(model, self._backbone, output)
         self.config = _shape(model, self._way, output[0].shape[-1])
-        groups = {layer: g for g, group in enumerate(self.config.groups) for layer in group.layers}
+        groups = plans_of_layers(self.config.groups)
         self._group_of_layer = [groups[layer] for layer in range(len(groups))]
         self.rows_depend = way.rows_depend or rows_depend(model)  # why a row's bits may depend on the rows beside it
 

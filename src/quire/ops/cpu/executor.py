@@ -146,8 +146,8 @@ class NativeExecutor:
             case Scale(x=x, factor=factor):
                 return self._op(operator, native.EachParams(x.size, factor=factor), x, None, x)
             case Keep(buffers=buffers):
-                second, third = (*buffers[1:], None, None)[:2]
-                return self._op(operator, native.EachParams(), buffers[0], second, third)
+                places: list[Place | None] = [*buffers, None]
+                return self._op(operator, native.EachParams(), buffers[0], places[1], places[2])
             case MixExperts(x=x, layer=layer, out=out):
                 linears = ExpertLinears.of(layer)
                 experts = linears.params()
@@ -334,11 +334,9 @@ def _sizes(operator: Write | Attend | Convolve | GatedDelta | StateSpace) -> dic
     """What the spec of the operator's plan must have."""
     match operator:
         case Attend(q=q, out=out, head_dim=dim):
-            count = q.size // dim
-            return {"num_heads": count, "head_dim": dim, "dim_v": out.size // count}
+            return {"num_heads": q.size // dim, "head_dim": dim, "dim_v": out.size * dim // q.size}
         case Write(k=k, v=v, head_dim=dim):
-            count = k.size // dim
-            return {"num_kv_heads": count, "head_dim": dim, "dim_v": v.size // count}
+            return {"num_kv_heads": k.size // dim, "head_dim": dim, "dim_v": v.size * dim // k.size}
         case Convolve(x=x, weight=weight):
             return {"width": x.size, "taps": weight.shape[1]}
         case GatedDelta(qkv=x, out=out) | StateSpace(xbc=x, out=out):

@@ -195,7 +195,11 @@ struct Recurrence {
     const bool writes_keys, writes_decays;
     const int64_t dim, wide;  // of keys; the same in whole vectors
     float *products, *scaled, *recalled, *states, *columns;  // see room()
-    const char *ahead = nullptr, *ahead_end = nullptr;  // of the first state: what is to be fetched before it is read
+    struct Range {
+        const char *at, *end;
+    };
+    Range ahead[3];  // what the next task will read, to be fetched meanwhile
+    int ranges = 0, fetched = 0;  // of them: all, and those that are done with
     alignas(64) float decays[PIECE], betas[PIECE];  // G; beta, or dt
     // Of row t with the rows j: -e^(G_t - G_j) k_j·k_t, and e^(G_t - G_j) k_j·q_t.
     alignas(64) float with_keys[PIECE][PIECE], with_queries[PIECE][PIECE];
@@ -235,12 +239,21 @@ struct Recurrence {
         return (const T*)p.x + row * p.x_stride + (DELTA ? 2 * sizes.k_heads * dim : 0) + head * sizes.dim_v;
     }
 
+    // Fetch what a task of this head and sequence begins with, a part at a time: the rows of the piece, the state before it.
+    void fetch_for(const Stretch& seq, int64_t of_head) {
+        if (seq.count == 0 || panels * PANEL < sizes.dim_v) return;
+        const int64_t of_key = of_head / (sizes.heads / sizes.k_heads), rows = seq.first % PIECE;
+        if (rows > 0) {
+            fetch_range(p.cache.keys + seq.records[0] * p.cache.keys_record + of_key * PIECE * dim, rows * dim);
+            fetch_range(p.cache.updates + seq.records[0] * p.cache.updates_record + of_head * PIECE * sizes.dim_v, rows * sizes.dim_v);
+        }
+        if (seq.first >= PIECE) fetch_range(p.cache.state + seq.states[0] * p.cache.state_record + of_head * dim * sizes.dim_v, dim * sizes.dim_v);
+    }
+    void fetch_range(const float* from, int64_t numbers) { ahead[ranges++] = {(const char*)from, (const char*)(from + numbers)}; }
+
     void run(const Stretch& seq) {
         Strip state[MAX_PANELS];  // before the piece
         const int64_t first_piece = seq.first / PIECE;
-        if (first_piece > 0 && whole(panels - 1) && panel == 0 && left(panels - 1) == PANEL) {  // all of its columns
-            ahead = (const char*)state_record(seq.states[0]), ahead_end = ahead + dim * sizes.dim_v * (int64_t)sizeof(float);
-        }
         for (int i = 0; i < panels; i++) state[i] = first_piece == 0 ? Strip{nullptr, 0} : state_of(seq.states[0], i);
         for (int64_t at = seq.first; at < seq.end();) {
             const int64_t begin = at / PIECE * PIECE, stop = begin + PIECE < seq.end() ? begin + PIECE : seq.end();
@@ -266,6 +279,7 @@ struct Recurrence {
                 });
             }
             if (record >= 0) keep(record, low, high);
+            if (seq.count < PIECE) fetch_lines(INT32_MAX);
             at = stop;
         }
     }
@@ -304,9 +318,14 @@ struct Recurrence {
 
     // --------------------------------------------------------------------------------------------- what all columns share
 
-    // The next lines of the state, while the processor computes something else.
+    // Some lines of what is ahead: memory goes on reading while this task computes.
     QUIRE_INLINE_MEMBER void fetch_lines(int lines) {
-        for (int i = 0; i < lines && ahead < ahead_end; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        for (; lines > 0 && fetched < ranges; lines--) {
+            Range& range = ahead[fetched];
+            __builtin_prefetch(range.at, 0, 2);
+            range.at += 64;
+            fetched += range.at >= range.end;
+        }
     }
 
     void report(int64_t row) const { __atomic_store_n(step.nonfinite + row, 1, __ATOMIC_RELAXED); }
@@ -355,7 +374,7 @@ struct Recurrence {
     // To fp32, and for the delta rule to length 1; times `scale`.
     void widen(const T* from, float* to, float scale) {
         for (int64_t c = 0; c < wide; c += W) {
-            fetch_lines(W / 2);
+            fetch_lines(W / 4);
             store(to + c, get_part<E>(from + c, part(dim, c)));
         }
         if constexpr (!DELTA) return;
@@ -388,7 +407,7 @@ struct Recurrence {
         int64_t c = 0;
         for (; c + W <= dim; c += W) {
             const V own = load(x + c);
-            fetch_lines(W / 2);
+            fetch_lines(W / 4);
             QUIRE_UNROLL for (int i = 0; i < W; i++) sums[i] = fma(load(keys[i] + c), own, sums[i]);
         }
         if (c < dim) {
@@ -434,13 +453,13 @@ struct Recurrence {
         const int64_t lda = DELTA ? wide : 2 * wide;
         float* out = recalled + PRODUCTS * low * PANEL;
         const auto b = [&](int64_t k, int v) __attribute__((always_inline)) { return load(state.data + k * state.stride + v * W); };
-        const auto fetch = [&](int64_t) __attribute__((always_inline)) { fetch_lines((int)(sizes.dim_v / (64 / sizeof(float)))); };
+        const auto fetch = [&](int64_t) __attribute__((always_inline)) { fetch_lines((N * W * (int)sizeof(float) + 63) / 64); };
         const RowBlocks blocks(rows);
         for (int i = 0; i < blocks.blocks; i++)
             with_rows(blocks.rows(i), [&]<int R>() {
                 const float* a = x + blocks.first(i) * lda;
                 float* c = out + blocks.first(i) * PANEL;
-                if (ahead < ahead_end) micro_kernel<Multiply, R, N, Sums::REPLACED>(a, lda, b, c, PANEL, 0, (int)dim, fetch);
+                if (fetched < ranges) micro_kernel<Multiply, R, N, Sums::REPLACED>(a, lda, b, c, PANEL, 0, (int)dim, fetch);
                 else micro_kernel<Multiply, R, N, Sums::REPLACED>(a, lda, b, c, PANEL, 0, (int)dim, idle);
             });
     }
@@ -580,11 +599,16 @@ static void recur(ParallelFor parallel_for, const RecurrentStep& step, const Rec
     const int wanted = (int)((2 * p.threads + sizes.heads - 1) / sizes.heads), parts = p.threads == 1 || wanted <= 1 ? 1 : wanted < panels ? wanted : panels;
     // Of all sequences the same head first, so that threads share a long one.
     const int64_t work = sizes.dim_k * sizes.dim_v * (step.num_rows / step.num_seqs + 1);
-    parallel(parallel_for, sizes.heads * parts * step.num_seqs, rows_a_thread(work), [&](int64_t i) {
+    const int64_t tasks = sizes.heads * parts * step.num_seqs;
+    parallel(parallel_for, tasks, rows_a_thread(work), [&](int64_t i) {
         const Stretch seq(step, i % step.num_seqs);
         const int64_t head = i / step.num_seqs / parts;
         const int at = (int)(i / step.num_seqs % parts), first = panels * at / parts, end = panels * (at + 1) / parts;
-        if (seq.count > 0) Recurrence<E, RULE>(step, p, head, first, end - first).run(seq);
+        if (seq.count == 0) return;
+        Recurrence<E, RULE> task(step, p, head, first, end - first);
+        const int64_t next = i + 1;
+        if (next < tasks) task.fetch_for(Stretch(step, next % step.num_seqs), next / step.num_seqs / parts);
+        task.run(seq);
     });
 }
 
