@@ -47,6 +47,10 @@ LATENT = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 36, "first_k_dense_replace": 1,
 }  # fmt: skip
 DEEPSEEK = {key: value for key, value in TINY.items() if key != "head_dim"} | LATENT
+GEMMA4 = TINY | {
+    "num_hidden_layers": 6, "global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97,
+    "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 9,
+}  # fmt: skip
 GPT_OSS = TINY | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}
 BASES |= {
     "Glm4Moe": GLM4_MOE,
@@ -56,8 +60,38 @@ BASES |= {
     "Cohere2": SHORT,
     "DeepseekV2": DEEPSEEK,
     "DeepseekV3": DEEPSEEK,
+    "Gemma4": GEMMA4,
 }
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+DELTA = TINY | {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}  # fmt: skip
+MAMBA = SHORT | {"num_hidden_layers": 4, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10}
+BASES |= {
+    "Qwen3_5": DELTA,
+    "Lfm2": SHORT | {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
+    "Bamba": MAMBA | {"attn_layer_indices": [1]},
+    "GraniteMoeHybrid": MAMBA | {
+        "num_local_experts": 0, "shared_intermediate_size": 56, "mamba_n_groups": 1,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    },
+}  # fmt: skip
+GATED_EXPERTS = DELTA | {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "shared_expert_intermediate_size": 40,
+}  # fmt: skip
+BASES |= {
+    "Qwen3_5Moe": GATED_EXPERTS,
+    "Qwen3Next": GATED_EXPERTS,
+    "Lfm2Moe": BASES["Lfm2"] | {
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "num_dense_layers": 1,
+    },
+}  # fmt: skip
+CONFIGS = {
+    "Gemma3": "Gemma3TextConfig",
+    "Gemma4": "Gemma4TextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
+}
 
 
 def save(directory: Path, kind: str = "Llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -67,11 +101,16 @@ def save(directory: Path, kind: str = "Llama", dtype: torch.dtype = torch.float3
     model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config).eval()
     config._attn_implementation = "eager"  # the one that knows about softcaps
     config._experts_implementation = "eager"  # the one that takes experts of every size
-    for parameter in model.parameters():  # the usual initialisation is so small that attention would hardly matter
-        parameter.data.normal_(0, 0.2) if parameter.dim() > 1 else parameter.data.normal_(1, 0.1)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("A_log", "dt_bias")):  # so that states remember hundreds of tokens, and some a few
+            parameter.data.normal_(-2, 1.5)
+        else:  # the usual initialisation is so small that attention would hardly matter
+            parameter.data.normal_(0, 0.2) if parameter.dim() > 1 else parameter.data.normal_(1, 0.1)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.normal_(0, 0.2)
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
     model.to(dtype).save_pretrained(directory)
     return model
 

@@ -365,6 +365,28 @@ GRANITE_4_H: dict[str, Any] = {
     "router_aux_loss_coef": 0.01, "shared_intermediate_size": 1024, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 100352,
 }  # fmt: skip
+GRANITE_4_H_MICRO = GRANITE_4_H | {
+    "attention_multiplier": 0.015625, "hidden_size": 2048, "intermediate_size": 8192, "logits_scaling": 8,
+    "mamba_n_heads": 64, "num_attention_heads": 32, "num_experts_per_tok": 0, "num_key_value_heads": 8,
+    "num_local_experts": 0, "shared_intermediate_size": 8192,
+}  # fmt: skip
+GRANITE_4_H_1B = GRANITE_4_H | {
+    "intermediate_size": 4096, "num_experts_per_tok": 0, "num_local_experts": 0, "shared_intermediate_size": 4096,
+}  # fmt: skip
+LFM2_350M = LFM2 | {
+    "block_dim": 1024, "block_ff_dim": 6656, "conv_dim": 1024, "hidden_size": 1024, "num_attention_heads": 16,
+    "num_heads": 16,
+}  # fmt: skip
+BAMBA: dict[str, Any] = {
+    "architectures": ["BambaForCausalLM"], "model_type": "bamba", "attention_bias": False, "attention_dropout": 0.0,
+    "attn_layer_indices": [9, 18, 27], "attn_rotary_emb": 64, "bos_token_id": 128000, "eos_token_id": 128001,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128,
+    "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 128, "mamba_proj_bias": False,
+    "max_position_embeddings": 4096, "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "num_logits_to_keep": 1, "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
 DEEPSEEK_V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "attention_bias": False,
     "attention_dropout": 0.0, "aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001,
@@ -503,9 +525,12 @@ REPOSITORIES: dict[str, dict[str, dict[str, Any]]] = {
     "Z.ai": {"zai-org/GLM-4.5-Air": GLM4_AIR, "zai-org/GLM-4-9B-0414": GLM4},
     "IBM": {
         "ibm-granite/granite-4.0-h-tiny": GRANITE_4_H,
+        "ibm-granite/granite-4.0-h-micro": GRANITE_4_H_MICRO,
+        "ibm-granite/granite-4.0-h-1b": GRANITE_4_H_1B,
+        "ibm-ai-platform/Bamba-9B": BAMBA,
         "ibm-granite/granite-3.3-2b-instruct": json.loads(GRANITE_3),
     },
-    "Liquid": {"LiquidAI/LFM2-1.2B": LFM2},
+    "Liquid": {"LiquidAI/LFM2-1.2B": LFM2, "LiquidAI/LFM2-350M": LFM2_350M},
     "Hugging Face": {
         "HuggingFaceTB/SmolLM3-3B": json.loads(SMOLLM3),
         "HuggingFaceTB/SmolLM2-135M-Instruct": json.loads(SMOLLM2),

@@ -10,7 +10,6 @@ import logging
 import re
 import tempfile
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,15 +38,22 @@ DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SIDED = sorted(WHOLES)
 # What a config of that type cannot be without, and its defaults leave out.
-DECODERS = "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert".split()
-ENCODER_DECODERS = "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper"
+DECODERS = (
+    "bert bert-generation camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm "
+    "roc_bert roformer"
+).split()
+ENCODER_DECODERS = "bart blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper"
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
 GIVEN: dict[str, dict[str, Any]] = {
     **{name: {"is_decoder": True} for name in [*DECODERS, "xlm-roberta", "xlm-roberta-xl"]},
     **{name: {"head_dim": 128} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "big_bird": {"is_decoder": True, "attention_type": "original_full"},
+    "dbrx": {"attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000.0}},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "nemotron": {"num_key_value_heads": 8},
     **{name: {"is_decoder": True, "is_encoder_decoder": False} for name in ENCODER_DECODERS.split()},
+    "bigbird_pegasus": {"is_decoder": True, "is_encoder_decoder": False, "attention_type": "original_full"},
     **{name: {"text_config": {"rope_parameters": MROPE}} for name in ("qwen2_vl", "qwen2_5_vl")},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
 }
@@ -294,12 +300,12 @@ def main() -> None:
     """Write what there is."""
     names = sorted({*TYPES, *SIDED})
     published = [(maker, *one) for maker, some in REPOSITORIES.items() for one in some.items()]
-    with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=_hush, max_tasks_per_child=20) as pool:
+    with get_context("spawn").Pool(initializer=_hush, maxtasksperchild=20) as pool:
         repositories, types = [], []
-        for found in pool.map(sweep_repository, *zip(*published, strict=True)):
+        for found in pool.starmap(sweep_repository, published, chunksize=1):
             repositories.append(found)
             print(*found, flush=True)
-        for row in pool.map(sweep, names):
+        for row in pool.imap(sweep, names):
             types.append(row.supported)
             print(*row.supported, "" if row.error is None else f"{row.error:.1e}", flush=True)
     content = {"transformers": version("transformers"), "repositories": repositories, "types": types}

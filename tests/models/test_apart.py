@@ -62,8 +62,8 @@ def test_it_agrees_with_whole_sequences(tmp_path: Path, kind: str, backend: str)
 
 def test_prefix_hits_and_preemption_change_nothing(tmp_path: Path) -> None:
     save_apart(tmp_path, "gptj")
-    prompts = [{"prompt_token_ids": [7, 8, 9] * 12 + [i]} for i in range(6)]
-    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [7, 8, 9] * 12 + [i]} for i in range(4)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
     def texts(**options: Any) -> list[list[int]]:
         llm = LLM(str(tmp_path), max_model_len=64, block_size=4, **options)

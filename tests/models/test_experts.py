@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from quire.errors import BadShape, BadValue, ModelError, Unsupported
 from quire.models.decoder_config import ExpertsConfig, MlpConfig
 from quire.ops import load, unavailable
+from quire.ops.activation import Activation
 from quire.ops.cpu import native
 from quire.ops.cpu.executor import NativeExecutor
 from quire.ops.cpu.experts import ExpertLinears
@@ -223,6 +225,52 @@ def test_layers_of_several_shapes_in_one_program() -> None:
         for layer in layers:
             expected = layer.made()(expected)
         assert torch.equal(run(program, x), expected)
+
+
+CHOICES = {
+    "sigmoids, groups": {"scores": "sigmoid", "groups": 3, "groups_chosen": 2, "factor": 2.5},
+    "corrected": {"bias": torch.linspace(-0.2, 0.2, 12)},
+    "corrected sigmoids": {"scores": "sigmoid", "bias": torch.linspace(-0.2, 0.2, 12), "renormalised": False},
+    "scaled": {"scales": torch.linspace(0.5, 1.5, 12)},
+}
+ACTIVATIONS = {
+    "clamped": Activation("silu", slope=1.702, limit=0.5, offset=1.0),
+    "gelu": Activation("gelu_tanh"),
+    "no gate": Activation("relu_squared", gated=False),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.mark.parametrize("options", CHOICES.values(), ids=CHOICES)
+def test_the_native_operator_has_the_same_bits_with_all_options(
+    options: dict[str, Any], activation: Activation, dtype: torch.dtype
+) -> None:
+    """Biases of the router and of experts, and a router that sees other rows than these."""
+    generator = torch.Generator().manual_seed(7)
+
+    def weight(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+    hidden, inner, count, pack = 48, 40, 12, Packer()
+    both = 2 * inner if activation.gated else inner
+    layer = ExpertLayer(
+        pack(3 * weight(count, hidden), weight(1, count)[0], torch.float32),
+        [pack(weight(both, hidden), weight(1, both)[0]) for _ in range(count)],
+        [pack(weight(hidden, inner), weight(1, hidden)[0]) for _ in range(count)],
+        Choice(**{"num_chosen": 4, "renormalised": True} | options),
+        activation,
+    )
+    x, seen, out = (Place(name, first, hidden) for name, first in (("in", 0), ("in", hidden), ("out", 0)))
+    given, widths = Place("in", 0, 2 * hidden), {"in": 2 * hidden, "out": hidden}
+    program = NativeExecutor(Program(dtype, given, out, widths, [MixExperts(x, layer, out, seen)]))
+    rows = torch.randn(50, 2 * hidden, generator=generator).to(dtype)
+    expected = load("cpu").experts(rows[:, :hidden], layer, rows[:, hidden:])
+    together = run(program, rows)
+    assert torch.equal(together, expected)
+    for count in (1, 7):
+        assert torch.equal(run(program, rows[:count]), together[:count])
 
 
 @needs_native

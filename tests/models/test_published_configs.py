@@ -1,6 +1,7 @@
 """Configurations as they were published: each is understood, and means what its authors meant."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import torch
 
 from quire.errors import ModelError
 from quire.models import read_config
-from quire.models.decoder_config import DecoderConfig, ExpertsConfig, MlpConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, MlpConfig
+from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig
 from tests.models.published import (
+    BAMBA,
     BLOOM,
     DISTILGPT2,
     GEMMA2,
@@ -18,6 +21,11 @@ from tests.models.published import (
     GEMMA3_1B,
     GPT2,
     GRANITE_3,
+    GRANITE_4_H,
+    GRANITE_4_H_1B,
+    GRANITE_4_H_MICRO,
+    LFM2,
+    LFM2_350M,
     LLAMA_3_2,
     MISTRAL,
     MIXTRAL,
@@ -28,7 +36,9 @@ from tests.models.published import (
     PYTHIA,
     QWEN2_5,
     QWEN3,
+    QWEN3_5,
     QWEN3_MOE,
+    QWEN3_NEXT,
     SMOLLM,
     SMOLLM2,
     SMOLLM3,
@@ -94,6 +104,39 @@ def test_what_a_missing_key_means_depends_on_the_architecture(tmp_path: Path) ->
         assert (decoder.windows[0], decoder.layers[0].mixer.num_kv_heads) == (window, num_kv_heads)
     (tmp_path / "config.json").write_text(json.dumps(raw | {"sliding_window": None}))
     assert read_config(tmp_path)[0].windows[0] is None
+
+
+DELTA = GatedDeltaConfig(num_heads=16, num_k_heads=16, dim_k=128, dim_v=128, taps=4)
+SPACE = StateSpaceConfig(
+    num_heads=48, num_groups=1, head_dim=64, state_dim=128, taps=4, bias=False, conv_bias=True,
+    dt_limits=(0.0, math.inf), norm_groups=1,
+)  # fmt: skip
+SHORT = ConvolutionConfig(width=2048, taps=3, bias=False, conv_bias=False)
+WITH_STATES = {
+    "Qwen 3.5 0.8B": (QWEN3_5, DELTA, [3, 7, 11, 15, 19, 23], 3584),
+    "Qwen3-Next": (QWEN3_NEXT, replace(DELTA, num_heads=32, in_pairs=True), list(range(3, 48, 4)), 512),
+    "LFM2 1.2B": (LFM2, SHORT, [2, 5, 8, 10, 12, 14], 8192),
+    "LFM2 350M": (LFM2_350M, replace(SHORT, width=1024), [2, 5, 8, 10, 12, 14], 4608),
+    "Granite 4 H Tiny": (GRANITE_4_H, SPACE, [5, 15, 25, 35], 512),
+    "Granite 4 H Micro": (GRANITE_4_H_MICRO, replace(SPACE, num_heads=64), [5, 15, 25, 35], 8192),
+    "Granite 4 H 1B": (GRANITE_4_H_1B, SPACE, [5, 15, 25, 35], 4096),
+    "Bamba 9B": (BAMBA, replace(SPACE, num_heads=128), [9, 18, 27], 14336),
+}
+
+
+@pytest.mark.parametrize(("raw", "state", "attention", "inner"), WITH_STATES.values(), ids=WITH_STATES)
+def test_layers_that_keep_a_state(
+    tmp_path: Path, raw: dict[str, object], state: StateConfig, attention: list[int], inner: int
+) -> None:
+    """Which layers have attention, what the others keep, and the size of their MLPs."""
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    decoder, dtype = read_config(tmp_path)
+    mixers = [layer.mixer for layer in decoder.layers]
+    assert [i for i, mixer in enumerate(mixers) if isinstance(mixer, AttentionConfig)] == attention
+    assert {mixer for i, mixer in enumerate(mixers) if i not in attention} == {state}
+    sizes = {layer.mlp.mlp.size if isinstance(layer.mlp, ExpertsConfig) else layer.mlp.size for layer in decoder.layers}
+    assert sizes == {inner}
+    assert dtype is BF16
 
 
 def test_experts(tmp_path: Path) -> None:

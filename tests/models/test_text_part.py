@@ -22,6 +22,7 @@ from tests.models.published import GEMMA3_4B, MISTRAL_SMALL, QWEN2_5_VL, QWEN3_V
 from tests.models.test_loading import change_config
 
 PROMPTS = [[5], [7, 3, 9, 11], list(range(2, 40))]
+LEFT_OUT = ("architectures", "dtype", "tie_word_embeddings")  # by those who publish a whole, of its text
 VISION = {
     "model_type": "siglip_vision_model",
     "hidden_size": 32,
@@ -42,7 +43,7 @@ def save_whole(directory: Path) -> None:
         "model_type": "gemma3",
         "image_token_index": 96,
         "mm_tokens_per_image": 4,
-        "text_config": {key: value for key, value in text.items() if key not in ("architectures", "dtype")},
+        "text_config": {key: value for key, value in text.items() if key not in LEFT_OUT},
         "vision_config": VISION,
         "dtype": "float32",
     }
@@ -158,7 +159,7 @@ def test_positions_in_an_image_are_left_out() -> None:
 def test_the_files_say_whether_the_embedding_is_tied(tmp_path: Path) -> None:
     """Where no key says so: what a missing one means differs between the whole and its text."""
     save_whole(tmp_path)
-    assert choose(tmp_path).raw["tie_word_embeddings"]
+    assert choose(tmp_path).raw["tie_word_embeddings"] is True
     files = json.loads((tmp_path / INDEX).read_text())
     weights = load_file(tmp_path / "text.safetensors")
     weights["language_model.lm_head.weight"] = weights["language_model.model.embed_tokens.weight"].flip(0).contiguous()

@@ -222,6 +222,9 @@ def test_gate(backend, device):
         want = x.double().cpu() * gate.double().cpu().sigmoid()
         backend.gate(x, gate)
         check(x, want, 2e-6)
+        want = x.double().cpu() * gate[:, :1].double().cpu().sigmoid()
+        backend.gate(x, gate[:, :1])  # one for all of a row
+        check(x, want, 2e-6)
 
 
 # ------------------------------------------------------------------------------------------------ bad input

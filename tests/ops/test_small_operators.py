@@ -5,6 +5,7 @@ Inputs are rounded to the dtype first; the result may be off by its one rounding
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadValue, QuireError
+from quire.ops.activation import Activation
+from quire.ops.experts import Choice
 from tests.ops.dense import check_close
 
 SHAPES = [(1, 1), (3, 2), (5, 7), (2, 3, 64), (4, 129), (2, 1000), (0, 8), (33,), (70, 31)]
@@ -163,6 +166,17 @@ def test_rope_keeps_the_score_of_a_distance(backend, device):
     check_close("score", scores, scores[:1].expand(3), 2e-4)
 
 
+def test_rope_of_q_alone(backend, device):
+    """K may have no head at all."""
+    cos, sin = angles(50, 8)
+    positions = torch.tensor([4, 0, 49])
+    for dtype in dtypes(backend):
+        q, none = draw((3, 4, 24), dtype, device), torch.empty(3, 0, 24, dtype=dtype, device=device)
+        want, size = rotated(exact(q), positions, cos, sin)
+        backend.rope(q, none, positions.to(device), cos.to(device), sin.to(device))
+        check_rounded("q", q, want, dtype, size)
+
+
 def test_rope_of_no_rows(backend, device):
     cos, sin = (x.to(device) for x in angles(4, 4))
     rows = torch.zeros(0, 2, 8, device=device)
@@ -200,6 +214,122 @@ def test_gelu(backend, device, shape, size):
 def test_the_two_forms_of_gelu_differ(backend, device):
     x = torch.tensor([2.0], device=device)
     assert (backend.gelu(x, "none") - backend.gelu(x, "tanh")).abs() > 5e-5
+
+
+FORMULAS = {
+    "silu": lambda x, slope: x / (1 + torch.exp(-slope * x)),
+    "gelu": lambda x, _: x * 0.5 * torch.erfc(-x / math.sqrt(2)),
+    "gelu_tanh": lambda x, _: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x, _: x.clamp(min=0),
+    "relu_squared": lambda x, _: x.clamp(min=0) ** 2,
+    "sigmoid": lambda x, _: 1 / (1 + torch.exp(-x)),
+}
+
+
+@pytest.mark.parametrize("function", FORMULAS)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 6), (4, 258), (2, 2000), (0, 8), (70, 62)])
+def test_activations(backend, device, shape, function):
+    slopes = (1.0, 1.702) if function == "silu" else (1.0,)
+    for dtype, slope in itertools.product(dtypes(backend), slopes):
+        x = draw(shape, dtype, device, 10.0)
+        before, f = exact(x), FORMULAS[function]
+        plain = f(before, slope)
+        room = before.abs() + before**2 + (function == "sigmoid")  # what may be formed on the way
+        got = backend.activate(x, Activation(function, gated=False, slope=slope))
+        check_rounded(function, got, plain, dtype, room + 1e-24)
+        gate, up = before.chunk(2, dim=-1)
+        for limit, offset in ((None, 0.0), (None, 1.0), (7.0, 1.0)):
+            low, high = (-math.inf, math.inf) if limit is None else (-limit, limit)
+            factor = up.clamp(low, high) + offset
+            want = f(gate.clamp(max=high), slope) * factor
+            size = (gate.abs() + gate**2 + 1) * (up.abs() + 1)
+            got = backend.activate(x, Activation(function, slope=slope, limit=limit, offset=offset))
+            check_rounded(f"{function} {limit} {offset}", got, want, dtype, size)
+        assert torch.equal(exact(x), before)
+
+
+@pytest.mark.parametrize("function", FORMULAS)
+def test_activations_show_what_is_not_finite(backend, device, function):
+    """A NaN among the gates, or the ups, stays one; so does one that is clamped."""
+    x = torch.ones(2, 80, device=device)
+    x[0, 3] = x[1, 50] = torch.nan
+    for limit in (None, 7.0):
+        got = backend.activate(x, Activation(function, limit=limit))
+        assert got.isnan().nonzero().tolist() == [[0, 3], [1, 10]]
+
+
+def test_activations_that_mean_nothing_are_refused(backend, device):
+    for options, shown in (
+        ({"function": "swish"}, "'swish'; it must be one of silu, gelu"),
+        ({"function": "relu", "slope": 2.0}, "a slope of 2.0 is silu's"),
+        ({"gated": False, "offset": 1.0}, "an offset of 1.0 is for gated"),
+        ({"limit": 0.0}, "limit is 0.0; it must be positive"),
+    ):
+        with pytest.raises(BadValue, match=shown):
+            Activation(**options)
+    for shape in ((3, 7), (3, 2, 8)):
+        with pytest.raises(BadShape, match=r"expected \[T, 2 I\]"):
+            backend.activate(torch.ones(shape, device=device), Activation())
+
+
+# ------------------------------------------------------------------------------------------ choices of experts
+
+
+def chosen(logits: Tensor, choice: Choice) -> tuple[list[list[int]], list[list[float]]]:
+    """The definition, row by row, in float64."""
+    ids, shares = [], []
+    for row in exact(logits):
+        scores = row.softmax(-1) if choice.scores == "softmax" else row.sigmoid()
+        preferred = scores if choice.bias is None else scores + exact(choice.bias)
+        groups = list(preferred.view(choice.groups, -1))
+        best = [float(group.sort(descending=True).values[: choice.group_best].sum()) for group in groups]
+        kept = sorted(range(choice.groups), key=lambda g: (-best[g], g))[: choice.groups_chosen]
+        size = len(row) // choice.groups
+        allowed = [e for e in range(len(row)) if e // size in kept]
+        own = sorted(allowed, key=lambda e: (-float(preferred[e]), e))[: choice.num_chosen]
+        weights = scores[own] / (scores[own].sum() if choice.renormalised else 1) * choice.factor
+        ids.append(own)
+        shares.append((weights if choice.scales is None else weights * exact(choice.scales)[own]).tolist())
+    return ids, shares
+
+
+@pytest.mark.parametrize("renormalised", [False, True])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("count", "k", "groups", "groups_chosen", "group_best"),
+    [(1, 1, 1, 1, 2), (7, 3, 1, 1, 2), (64, 6, 8, 3, 2), (12, 2, 4, 2, 1), (40, 8, 40, 9, 2), (130, 8, 1, 1, 2)],
+)
+def test_choices(backend, device, count, k, groups, groups_chosen, group_best, scores, renormalised):
+    gen = torch.Generator().manual_seed(count)
+    logits = 2 * torch.randn(50, count, generator=gen).to(device)
+    bias, scales = ((torch.randn(count, generator=gen) / 5 + mean).to(device) for mean in (0.0, 1.0))
+    for added, scaled in itertools.product((None, bias), (None, scales)):
+        choice = Choice(
+            num_chosen=k, renormalised=renormalised, scores=scores, bias=added, groups=groups,
+            groups_chosen=groups_chosen, group_best=group_best, factor=1.5, scales=scaled,
+        )  # fmt: skip
+        before = logits.clone()
+        ids, shares = backend.choose(logits, choice)
+        want_ids, want = chosen(logits, choice)
+        assert torch.equal(logits, before)
+        assert ids.tolist() == want_ids
+        torch.testing.assert_close(exact(shares), torch.tensor(want, dtype=torch.float64), atol=1e-6, rtol=1e-5)
+
+
+def test_of_equal_experts_and_groups_the_first_are_chosen(backend, device):
+    choice = Choice(num_chosen=3, renormalised=True, scores="sigmoid", groups=4, groups_chosen=2)
+    ids, shares = backend.choose(torch.zeros(2, 8, device=device), choice)
+    assert ids.tolist() == [[0, 1, 2]] * 2
+    torch.testing.assert_close(shares, torch.full((2, 3), 1 / 3, device=device))
+
+
+def test_choices_that_cannot_be_made_are_refused():
+    for options, shown in (
+        ({"num_chosen": 0}, "0 experts are to be chosen"),
+        ({"groups": 4, "groups_chosen": 5}, "5 groups of experts of 4"),
+    ):
+        with pytest.raises(BadValue, match=shown):
+            Choice(**{"num_chosen": 2, "renormalised": True} | options)
 
 
 # ------------------------------------------------------------------------------------------------- refusals

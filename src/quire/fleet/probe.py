@@ -30,6 +30,7 @@ from quire.fleet.fingerprint import DIGEST_SIZE
 from quire.models.decoder_config import DecoderConfig
 from quire.models.model import Model
 from quire.ops import AttentionPlan, AttentionSpec, Backend
+from quire.ops.activation import Activation
 from quire.ops.experts import Choice, ExpertLayer
 from quire.ops.linear import Linear, Linears
 from quire.ops.quantised import QuantisedWeight
@@ -53,6 +54,7 @@ SAMPLINGS = (
     SamplingParams(temperature=0.9, logprobs=5, frequency_penalty=0.3, presence_penalty=0.7),
     SamplingParams(temperature=3.0, logprobs=5, top_p=0.99, top_k=500, min_p=0.01, repetition_penalty=0.9),
 )
+CLAMPED = Activation("silu", slope=1.702, limit=7.0, offset=1.0)  # gpt-oss's
 
 
 def probe(model: Model, backend: Backend, config: EngineConfig) -> dict[str, str]:
@@ -277,6 +279,8 @@ def _activations(case: _Case) -> Iterator[Tensor]:
         yield case.backend.swiglu(x)
         yield case.backend.gelu(x, "none")
         yield case.backend.gelu(x, "tanh")
+        for activation in (Activation(), Activation("gelu_tanh"), Activation("relu_squared", gated=False), CLAMPED):
+            yield case.backend.activate(x, activation)
 
 
 def _functions(case: _Case) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ from quire.models.layers import write_program
 from quire.models.model import WeightBytes
 from quire.models.quantisation.stacking import Weight, matrix, tensor
 from quire.models.rope import rope_tables
+from quire.models.state_config import StateConfig
 from quire.ops import Backend
 from quire.ops.linear import Embedding, PlainEmbedding
 from quire.ops.program import Plan
@@ -66,11 +67,16 @@ class Decoder:
             self.positions = tensor(weights["positions"])
         self.embedding_scale = config.embedding_scale
         if config.embedding_scale is not None and config.rounds_embedding_scale:
-            self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
-        ropes = [(layer.mixer.rope, layer.mixer.rope_dim) for layer in config.layers]
+            self.embedding_scale = self._rounded(config.embedding_scale)
+        self.per_layer_embedding: Tensor | None = None  # [V, L * size]
+        if config.per_layer is not None:
+            self.per_layer_embedding = tensor(weights["per_layer_embedding"])
+            self.per_layer_scale = self._rounded(config.per_layer.size**0.5)
+        mixers = [layer.mixer for layer in config.layers]
+        ropes = [(None, 0) if isinstance(one, StateConfig) else (one.rope, one.rope_dim) for one in mixers]
         tables = rope_tables(ropes, config.max_position_embeddings, max_model_len, self.device)
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
-        self.layers = backend.compile(write_program(config, weights, linears, tables, slopes, self.dtype))
+        self.layers = backend.compile(write_program(config, weights, linears, tables, slopes, self.dtype, self.device))
 
     def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm: [T, H]. Writes the batch's K and V to the cache.
@@ -98,4 +104,9 @@ class Decoder:
             embedded = embedded * self.embedding_scale
         if self.positions is not None:
             embedded = embedded + self.positions[positions]
+        if self.per_layer_embedding is not None:
+            embedded = torch.cat([embedded, self.per_layer_embedding[token_ids] * self.per_layer_scale], 1)
         return embedded
+
+    def _rounded(self, factor: float) -> float:
+        return float(torch.tensor(factor, dtype=self.dtype))

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from quire.cache.groups import CacheGroup, Heads
+from quire.cache.groups import AnyGroup, Heads
 from quire.errors import ModelError
-from quire.models.model import attention_width, cache_groups, mlp_width
+from quire.models.model import attention_width, cache_groups, mlp_width, state_groups, state_width
+from quire.models.state_config import StateConfig
 from quire.ops.activation import Activation
 
 
@@ -24,10 +25,14 @@ class AttentionConfig:
     rope: Mapping[str, Any] | None = None  # parameters as rope.py reads them; None: no RoPE
     bias: bool = False  # of the projection to q, k and v
     output_bias: bool = False
+    gated: bool = False  # what is attended is multiplied by the sigmoid of a gate, projected with q
     qk_norm: Literal["head", "all heads"] | None = None  # what of q, and of k, is normalised before RoPE
     scale: float | None = None  # of q·k; None: 1 / sqrt(D)
     softcap: float | None = None  # of the scores
     sinks: bool = False  # each head has one more logit, without a value
+    v_norm: bool = False  # each head of v is normalised, without a weight
+    v_is_k: bool = False  # v is what was projected for k
+    kv_of: int | None = None  # the layer whose keys and values this one reads; None: it has its own
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -47,6 +52,14 @@ class AttentionConfig:
     def q_size(self) -> int:
         """Hq D."""
         return self.num_heads * self.head_dim
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """Sizes of what is projected: q, with its gate where it has one, k and v, where the layer has them."""
+        q = 2 * self.q_size if self.gated else self.q_size
+        if self.kv_of is not None:
+            return (q,)
+        return (q, *(self.kv_size,) * (1 if self.v_is_k else 2))
 
     @property
     def kv_size(self) -> int:
@@ -108,7 +121,9 @@ class ExpertsConfig:
     per_token: int  # k, that each row goes through
     mlp: MlpConfig  # each of them
     renormalised: bool  # a row's shares are those among its own experts, not among all
+    epsilon: float = 0.0  # added to the sum by which they are divided then
     scores: Literal["softmax", "sigmoid"] = "softmax"
+    scaled: bool = False  # a weight of each expert multiplies its share
     corrected: bool = False  # a weight of each expert is added to its scores where experts are chosen
     groups: int = 1
     groups_chosen: int = 1
@@ -116,6 +131,7 @@ class ExpertsConfig:
     factor: float = 1.0  # multiplies the shares
     router_bias: bool = False
     shared: MlpConfig | None = None  # all rows go through this one as well
+    shared_gate: bool = False  # and its result is multiplied by the sigmoid of a number of each row
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
@@ -126,8 +142,17 @@ class ExpertsConfig:
 class LayerConfig:
     """One layer: what mixes the tokens, and what each of them goes through then."""
 
-    mixer: AttentionConfig | LatentConfig
+    mixer: AttentionConfig | LatentConfig | StateConfig
     mlp: MlpConfig | ExpertsConfig
+    experts: ExpertsConfig | None = None  # besides the MLP, each with norms of its own; the router has one, too
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerLayerConfig:
+    """What each layer gets of a token besides the embedding: a row of a table of its own, mixed with a projection."""
+
+    vocab_size: int
+    size: int  # of a layer's row
 
 
 def layers_with(
@@ -164,6 +189,8 @@ class DecoderConfig:
     # Whether the MLP sees what attention added, or the same residual; then also whether through the same norm.
     branches: Literal["in turn", "parallel", "parallel, one norm"] = "in turn"
     branch_scale: float | None = None  # multiplies what a branch adds to the residual
+    layer_scales: bool = False  # each layer ends with a factor of the residual
+    per_layer: PerLayerConfig | None = None
     # Both ends.
     embedding_scale: float | None = None  # multiplies the embeddings
     rounds_embedding_scale: bool = False  # to the weights' dtype first, as Gemma was trained
@@ -173,7 +200,8 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         rotated = any(rope is not None for rope in self.ropes)
         positions = [rotated, self.learned_positions, self.alibi_slopes is not None]
-        if sum(positions) != 1:
+        # A state that passes over the tokens in order knows positions, too.
+        if sum(positions) > 1 or (sum(positions) == 0 and len(self.attention) == self.num_layers):
             raise ModelError(f"a decoder knows positions in exactly one way; this one in {sum(positions)}")
         if self.branches != "in turn" and not self.input_norms:
             raise ModelError("parallel branches without norms of their inputs are not served")
@@ -184,24 +212,36 @@ class DecoderConfig:
         return len(self.layers)
 
     @property
+    def attention(self) -> list[AttentionConfig | LatentConfig]:
+        """That of the layers that have some."""
+        return [layer.mixer for layer in self.layers if not isinstance(layer.mixer, StateConfig)]
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
-        """Each layer's: [L]."""
-        return tuple(layer.mixer.window for layer in self.layers)
+        """Each attention's."""
+        return tuple(attention.window for attention in self.attention)
 
     @property
     def ropes(self) -> tuple[Mapping[str, Any] | None, ...]:
-        """Each layer's: [L]."""
-        return tuple(layer.mixer.rope for layer in self.layers)
+        """Each layer's: [L]; None where there is no attention, too."""
+        mixers = [layer.mixer for layer in self.layers]
+        return tuple(None if isinstance(mixer, StateConfig) else mixer.rope for mixer in mixers)
 
     @property
     def experts(self) -> list[ExpertsConfig]:
         """Those of the layers that have some."""
-        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsConfig)]
+        found = (layer.mlp if layer.experts is None else layer.experts for layer in self.layers)
+        return [experts for experts in found if isinstance(experts, ExpertsConfig)]
 
     @property
-    def groups(self) -> tuple[CacheGroup, ...]:
-        """The layers with memory of their own, by window and heads."""
-        return cache_groups([(layer.mixer.heads, layer.mixer.window) for layer in self.layers])
+    def groups(self) -> tuple[AnyGroup, ...]:
+        """The layers with memory of their own: by window and heads, then by what they keep."""
+        mixers = [layer.mixer for layer in self.layers]
+        attention = [
+            None if isinstance(one, StateConfig) or shares_memory(one) else (one.heads, one.window) for one in mixers
+        ]
+        states = [one.sizes if isinstance(one, StateConfig) else None for one in mixers]
+        return (*cache_groups(attention), *state_groups(states))
 
     @property
     def layer_width(self) -> int:
@@ -209,11 +249,13 @@ class DecoderConfig:
 
         Experts also gather rows and results, some of them in fp32. Each kind of layer has room of its own.
         """
-        attention = {attention_width(layer.mixer.heads) for layer in self.layers}
+        attention = {attention_width(one.heads) for one in self.attention}
+        states = {state_width(layer.mixer.sizes) for layer in self.layers if isinstance(layer.mixer, StateConfig)}
         dense = {mlp_width(layer.mlp.size) for layer in self.layers if isinstance(layer.mlp, MlpConfig)}
         dense |= {mlp_width(of.shared.size) + self.hidden_size for of in self.experts if of.shared is not None}
         experts = {of.per_token * (mlp_width(of.mlp.size) + 6 * self.hidden_size) for of in self.experts}
-        return sum(attention) + sum(dense) + max(experts, default=0)
+        per_layer = 0 if self.per_layer is None else 3 * self.num_layers * self.per_layer.size + self.hidden_size
+        return sum(attention) + sum(states) + sum(dense) + max(experts, default=0) + per_layer
 
     @cached_property
     def weights(self) -> dict[str, WeightShape]:
@@ -228,6 +270,11 @@ class WeightShape(NamedTuple):
     parts: tuple[int, ...]
 
 
+def shares_memory(mixer: AttentionConfig | LatentConfig | StateConfig) -> bool:
+    """Whether the layer reads what another one stores."""
+    return isinstance(mixer, AttentionConfig) and mixer.kv_of is not None
+
+
 def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight."""
     return {name: weight.shape for name, weight in config.weights.items()}
@@ -237,7 +284,7 @@ def weight_use(config: DecoderConfig, name: str) -> Literal["layers", "experts",
     """What a step reads of the weight of that name, as `WeightBytes` has it."""
     if name == ("embedding" if config.tied_embeddings else "lm_head"):
         return "head"
-    if name in ("embedding", "positions"):
+    if name in ("embedding", "positions", "per_layer_embedding"):
         return "looked_up"
     return "experts" if ".experts." in name else "layers"
 
@@ -257,18 +304,31 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
     if not config.tied_embeddings:
         yield "lm_head", _whole(config.vocab_size, H)
     norms = {"final_norm": H} | ({"embedding_norm": H} if config.embedding_norm else {})
+    if config.per_layer is not None:
+        width = config.num_layers * config.per_layer.size
+        yield "per_layer_embedding", _whole(config.per_layer.vocab_size, width)
+        yield "per_layer_projection.weight", _whole(width, H)
+        norms["per_layer_projection_norm"] = config.per_layer.size
     for i, layer in enumerate(config.layers):
         prefix = f"layers.{i}."
-        for linear in (*_attention_linears(layer.mixer, H), *_mlp_linears(layer.mlp, H)):
+        for linear in _linears(config, layer):
             rows = sum(linear.rows)
             yield f"{prefix}{linear.name}.weight", WeightShape((rows, linear.columns), linear.rows)
             if linear.bias:
                 yield f"{prefix}{linear.name}.bias", WeightShape((rows,), linear.rows)
-        if isinstance(layer.mlp, ExpertsConfig) and layer.mlp.corrected:
-            yield f"{prefix}correction", _whole(layer.mlp.count)
+        for experts in (layer.mlp, layer.experts):
+            if isinstance(experts, ExpertsConfig) and experts.corrected:
+                yield f"{prefix}correction", _whole(experts.count)
+            if isinstance(experts, ExpertsConfig) and experts.scaled:
+                yield f"{prefix}shares", _whole(experts.count)
+        if config.layer_scales:
+            yield f"{prefix}scale", _whole(1)
+        if isinstance(layer.mixer, StateConfig):
+            for name, shape in layer.mixer.vectors():
+                yield prefix + name, _whole(*shape)
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.sinks:
             yield f"{prefix}sinks", _whole(layer.mixer.num_heads)
-        norms |= {prefix + name: size for name, size in _norms(config, layer.mixer).items()}
+        norms |= {prefix + name: size for name, size in _norms(config, layer).items()}
     for name, size in norms.items():
         yield f"{name}.weight", _whole(size)
         if config.norm == "layer" and config.norm_bias:
@@ -279,37 +339,58 @@ def _whole(*shape: int) -> WeightShape:
     return WeightShape(shape, shape[:1])
 
 
-def _norms(config: DecoderConfig, attention: AttentionConfig | LatentConfig) -> dict[str, int]:
+def _linears(config: DecoderConfig, layer: LayerConfig) -> Iterator[_Linear]:
+    H = config.hidden_size
+    yield from _mixer_linears(layer.mixer, H)
+    yield from _mlp_linears(layer.mlp, H)
+    if layer.experts is not None:
+        yield from _mlp_linears(layer.experts, H)
+    if config.per_layer is not None:
+        yield _Linear("per_layer_gate", (config.per_layer.size,), H, False)
+        yield _Linear("per_layer_output", (H,), config.per_layer.size, False)
+
+
+def _norms(config: DecoderConfig, layer: LayerConfig) -> dict[str, int]:
     """Name and size of a layer's norms."""
     norms: dict[str, int] = {}
+    mixer = layer.mixer
+    if layer.experts is not None:
+        names = "router_norm", "experts_norm", "experts_output_norm", "dense_output_norm"
+        norms |= dict.fromkeys(names, config.hidden_size)
+    if config.per_layer is not None:
+        norms["per_layer_norm"] = config.hidden_size
     if config.input_norms:
         norms["input_norm"] = config.hidden_size
         if config.branches != "parallel, one norm":
             norms["mlp_norm"] = config.hidden_size
-    if isinstance(attention, LatentConfig):
-        norms["latent_norm"] = attention.latent
-        if attention.q_rank is not None:
-            norms["q_norm"] = attention.q_rank
-    elif attention.qk_norm is not None:
-        D, by_head = attention.head_dim, attention.qk_norm == "head"
-        norms |= {"q_norm": D if by_head else attention.q_size, "k_norm": D if by_head else attention.kv_size}
+    if isinstance(mixer, LatentConfig):
+        norms["latent_norm"] = mixer.latent
+        if mixer.q_rank is not None:
+            norms["q_norm"] = mixer.q_rank
+    elif isinstance(mixer, AttentionConfig) and mixer.qk_norm is not None:
+        D, by_head = mixer.head_dim, mixer.qk_norm == "head"
+        norms["q_norm"] = D if by_head else mixer.q_size
+        if mixer.kv_of is None:
+            norms["k_norm"] = D if by_head else mixer.kv_size
     if config.branch_norms:
         norms |= {"output_norm": config.hidden_size, "mlp_output_norm": config.hidden_size}
     return norms
 
 
-def _attention_linears(attention: AttentionConfig | LatentConfig, hidden_size: int) -> Iterator[_Linear]:
-    if isinstance(attention, LatentConfig):
-        latent, heads, rank = attention.latent, attention.num_heads, attention.q_rank
-        yield _Linear("qkv", (rank or attention.q_size, latent + attention.rope_dim), hidden_size, attention.bias)
-        if rank is not None:
-            yield _Linear("q", (attention.q_size,), rank, False)
-        yield _Linear("kv", (heads * (attention.plain_dim + attention.v_dim),), latent, False)
-        yield _Linear("output", (hidden_size,), heads * attention.v_dim, attention.bias)
-        return
-    q, kv = attention.q_size, attention.kv_size
-    yield _Linear("qkv", (q, kv, kv), hidden_size, attention.bias)
-    yield _Linear("output", (hidden_size,), q, attention.output_bias)
+def _mixer_linears(mixer: AttentionConfig | LatentConfig | StateConfig, hidden_size: int) -> Iterator[_Linear]:
+    match mixer:
+        case AttentionConfig():
+            yield _Linear("qkv", mixer.projected, hidden_size, mixer.bias)
+            yield _Linear("output", (hidden_size,), mixer.q_size, mixer.output_bias)
+        case LatentConfig(latent=latent, num_heads=heads, q_rank=rank):
+            yield _Linear("qkv", (rank or mixer.q_size, latent + mixer.rope_dim), hidden_size, mixer.bias)
+            if rank is not None:
+                yield _Linear("q", (mixer.q_size,), rank, False)
+            yield _Linear("kv", (heads * (mixer.plain_dim + mixer.v_dim),), latent, False)
+            yield _Linear("output", (hidden_size,), heads * mixer.v_dim, mixer.bias)
+        case _:
+            yield _Linear("state_in", mixer.in_rows, hidden_size, mixer.bias)
+            yield _Linear("state_out", (hidden_size,), mixer.out_size, mixer.bias)
 
 
 def _mlp_linears(mlp: MlpConfig | ExpertsConfig, hidden_size: int, prefix: str = "") -> Iterator[_Linear]:
@@ -320,5 +401,7 @@ def _mlp_linears(mlp: MlpConfig | ExpertsConfig, hidden_size: int, prefix: str =
     yield _Linear("router", (mlp.count,), hidden_size, mlp.router_bias)
     if mlp.shared is not None:
         yield from _mlp_linears(mlp.shared, hidden_size, "shared.")
+    if mlp.shared_gate:
+        yield _Linear("shared_gate", (1,), hidden_size, False)
     for i in range(mlp.count):
         yield from _mlp_linears(mlp.mlp, hidden_size, f"experts.{i}.")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.errors import ModelError
+
+Kind = TypeVar("Kind")
 
 # Keys that say nothing about what the model computes at inference: bookkeeping, training, generation defaults.
 IMMATERIAL = frozenset(
@@ -102,14 +104,17 @@ class ConfigReader:
 
     def windows(self, layer_types: list[str], window: int | None, num_layers: int) -> tuple[int | None, ...]:
         """Each layer's window, by the names that transformers gives the kinds of layers."""
-        kinds = {"full_attention": None, "sliding_attention": window}
+        return tuple(self.of_layers({"full_attention": None, "sliding_attention": window}, layer_types, num_layers))
+
+    def of_layers(self, kinds: Mapping[str, Kind], layer_types: list[str], num_layers: int) -> list[Kind]:
+        """What each layer is, by the names of the kinds of layers. Raises ModelError for any other name."""
         named = isinstance(layer_types, list) and all(isinstance(kind, str) and kind in kinds for kind in layer_types)
         if not named or len(layer_types) != num_layers:
             raise ModelError(
                 f"config.json: layer_types is {layer_types!r}; it must name one of {', '.join(kinds)} for each of "
                 f"{num_layers} layers"
             )
-        return tuple(kinds[kind] for kind in layer_types)
+        return [kinds[kind] for kind in layer_types]
 
     def only(self, key: str, *allowed: object) -> None:
         """Raise ModelError unless the key is missing, null, or one of these values."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -15,14 +16,22 @@ from torch import Tensor
 from quire.cache.groups import plans_of_layers
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LatentConfig, MlpConfig
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
+from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig
+from quire.ops.activation import Activation
 from quire.ops.experts import Choice, ExpertLayer
 from quire.ops.linear import Linear, Linears
 from quire.ops.program import (
     Activate,
     Add,
     Attend,
+    Convolve,
+    Copy,
+    Gate,
+    GatedDelta,
+    GatedNormalize,
     Keep,
     MixExperts,
+    Multiply,
     Normalize,
     Operator,
     Place,
@@ -30,6 +39,7 @@ from quire.ops.program import (
     Project,
     Rotate,
     Scale,
+    StateSpace,
     Write,
 )
 
@@ -43,13 +53,17 @@ def write_program(
     tables: Sequence[Table | None],  # of each layer
     alibi_slopes: Tensor | None,  # fp32 [Hq]
     dtype: torch.dtype,  # of the hidden states
+    device: torch.device,
 ) -> Program:
-    """All layers, from the embedded tokens to the final norm. Takes the weights one after the other."""
-    writer = _Writer(config, weights, linears, tables, alibi_slopes)
+    """All layers, from the embedded tokens to the final norm. Takes the weights one after the other.
+
+    Where layers get rows of their own, those of all layers follow the embedding in the program's input.
+    """
+    writer = _Writer(config, weights, linears, tables, alibi_slopes, device)
     hidden = writer.begin()
     for index in range(config.num_layers):
         hidden = writer.layer(index, hidden)
-    return Program(dtype, writer.residual, hidden, writer.buffers, writer.operators)
+    return Program(dtype, writer.input, hidden, writer.buffers, writer.operators)
 
 
 class _Writer:
@@ -62,35 +76,53 @@ class _Writer:
         linears: Linears,
         tables: Sequence[Table | None],
         alibi_slopes: Tensor | None,
+        device: torch.device,
     ) -> None:
         self.config, self.weights, self.linears = config, weights, linears
-        self.tables, self.alibi_slopes = tables, alibi_slopes
+        self.tables, self.alibi_slopes, self.device = tables, alibi_slopes, device
         self.operators: list[Operator] = []
         self.buffers: dict[str, int] = {}  # widths
         H = config.hidden_size
         self.residual, self.hidden, self.branch = (self.buffer(name, H) for name in ("residual", "hidden", "branch"))
+        self.input, self.per_layer = self.residual, cast(Place | None, None)
+        if config.per_layer is not None:  # the caller gives the layers' rows after the embedding
+            width = config.num_layers * config.per_layer.size
+            self.input, self.per_layer = self.buffer("input", H + width), self.buffer("per layer", width)
         self.group_of_layer = plans_of_layers(config.groups)
 
     # ------------------------------------------------------------------------------------------- the layer
 
     def begin(self) -> Place:
         """What comes before the first layer. Returns where the first attention's input stands."""
+        if self.per_layer is not None:
+            self.write_per_layer(self.per_layer)
         if self.has("embedding_norm"):
             self.normalize("embedding_norm", self.residual, self.residual)
         return self.normalized_residual("layers.0.input_norm")
+
+    def write_per_layer(self, out: Place) -> None:
+        """What each layer gets of the token, and of a projection of its embedding."""
+        config = self.config
+        embedding, given = self.columns(self.input, config.hidden_size, out.size)
+        self.write(Copy(embedding, self.residual))
+        projected = self.buffer("projected", out.size)
+        self.project("per_layer_projection", self.residual, projected)
+        self.write(Scale(projected, config.hidden_size**-0.5))
+        self.normalize("per_layer_projection_norm", projected, out, config.num_layers)
+        self.write(Add(given, out))
+        self.write(Scale(out, 0.5**0.5))
 
     def layer(self, index: int, hidden: Place) -> Place:
         """One layer. hidden: its attention's input. Returns where that of the next layer stands."""
         config, name, last = self.config, f"layers.{index}.", index == self.config.num_layers - 1
         layer = config.layers[index]
-        if isinstance(layer.mixer, LatentConfig):
-            attended = self.latent_attention(index, layer.mixer, hidden)
-        else:
-            attended = self.attention(index, layer.mixer, hidden)
+        mixed = self.mixed(index, layer.mixer, hidden)
         one_norm = config.branches == "parallel, one norm"
         if last:
-            self.write(Keep((attended, self.residual, hidden) if one_norm else (attended, self.residual)))
-        self.project(f"{name}output", attended, self.branch)
+            also = (hidden,) if one_norm else () if self.per_layer is None else (self.per_layer,)
+            self.write(Keep((mixed, self.residual, *also)))
+        output = "state_out" if isinstance(layer.mixer, StateConfig) else "output"
+        self.project(f"{name}{output}", mixed, self.branch)
         self.end_branch(f"{name}output_norm")
         if config.branches == "in turn":
             hidden = self.add_branch(f"{name}mlp_norm")
@@ -99,33 +131,90 @@ class _Writer:
                 hidden = self.normalized_residual(f"{name}mlp_norm")
             self.write(Add(self.branch, self.residual))
         if isinstance(layer.mlp, ExpertsConfig):
-            self.experts(name, hidden, layer.mlp)
+            self.experts(name, hidden, layer.mlp, self.branch)
         else:
             self.mlp(name, hidden, layer.mlp, self.branch)
+        if layer.experts is not None:
+            self.add_experts(name, layer.experts)
         self.end_branch(f"{name}mlp_output_norm")
-        if last:
-            self.normalize("final_norm", self.branch, self.hidden, residual=self.residual)
-            return self.hidden
-        return self.add_branch(f"layers.{index + 1}.input_norm")
+        after = "final_norm" if last else f"layers.{index + 1}.input_norm"
+        if self.per_layer is None and not config.layer_scales:
+            return self.add_branch(after)
+        self.write(Add(self.branch, self.residual))
+        if config.per_layer is not None and self.per_layer is not None:
+            size = config.per_layer.size
+            self.add_own_row(name, Place(self.per_layer.buffer, index * size, size))
+        if config.layer_scales:
+            self.write(Scale(self.residual, float(tensor(self.weights[f"{name}scale"]))))
+        return self.normalized_residual(after)
+
+    def add_experts(self, name: str, config: ExpertsConfig) -> None:
+        """Add to the branch what experts compute of the residual."""
+        self.normalize(f"{name}dense_output_norm", self.branch, self.branch)
+        H = self.residual.size
+        seen, row, mixed = (self.buffer(name, H) for name in ("seen by router", "row of experts", "mixed"))
+        self.normalize(f"{name}router_norm", self.residual, seen)
+        self.normalize(f"{name}experts_norm", self.residual, row)
+        self.experts(name, row, config, mixed, seen)
+        self.normalize(f"{name}experts_output_norm", mixed, mixed)
+        self.write(Add(mixed, self.branch))
+
+    def add_own_row(self, name: str, row: Place) -> None:
+        """Add to the residual what the layer makes of its own row of the token."""
+        gate, opened = self.buffer("gate", row.size), self.buffer("opened", row.size)
+        self.project(f"{name}per_layer_gate", self.residual, gate)
+        self.write(Activate(gate, opened, Activation("gelu_tanh", gated=False)))
+        self.write(Multiply(row, opened))
+        self.project(f"{name}per_layer_output", opened, self.branch)
+        self.normalize(f"{name}per_layer_norm", self.branch, self.branch)
+        self.write(Add(self.branch, self.residual))
+
+    def mixed(self, index: int, config: AttentionConfig | LatentConfig | StateConfig, hidden: Place) -> Place:
+        """What a layer's mixer makes of the rows and those before them. Returns where the result stands."""
+        match config:
+            case AttentionConfig():
+                return self.attention(index, config, hidden)
+            case LatentConfig():
+                return self.latent_attention(index, config, hidden)
+            case GatedDeltaConfig():
+                return self.gated_delta(index, config, hidden)
+            case StateSpaceConfig():
+                return self.state_space(index, config, hidden)
+            case ConvolutionConfig():
+                return self.convolution(index, config, hidden)
 
     def attention(self, index: int, config: AttentionConfig, hidden: Place) -> Place:
         """Project, rotate, store, attend. Returns where the result stands."""
         name, D, q_size, kv_size = f"layers.{index}.", config.head_dim, config.q_size, config.kv_size
-        qkv = self.buffer("qkv", q_size + 2 * kv_size)
+        qkv = self.buffer("qkv", sum(config.projected))
         self.project(f"{name}qkv", hidden, qkv)
-        q, k, v = self.columns(qkv, q_size, kv_size, kv_size)
+        q, *parts = self.columns(qkv, *config.projected)
+        by_head = config.qk_norm == "head"
+        gate = Place(q.buffer, q_size, q_size)  # where it has one
+        q = Place(q.buffer, 0, q_size)
         if config.qk_norm is not None:
-            by_head = config.qk_norm == "head"
-            packed_q, packed_k = q, k
-            q, k = self.buffer("q", q_size), self.buffer("k", kv_size)
-            self.normalize(f"{name}q_norm", packed_q, q, config.num_heads if by_head else 1)
-            self.normalize(f"{name}k_norm", packed_k, k, config.num_kv_heads if by_head else 1)
+            packed, q = q, self.buffer("q", q_size)
+            self.normalize(f"{name}q_norm", packed, q, config.num_heads if by_head else 1)
+        if config.kv_of is None:
+            k, v = parts[0], parts[-1]
+            if config.qk_norm is not None:
+                k = self.buffer("k", kv_size)
+                self.normalize(f"{name}k_norm", parts[0], k, config.num_kv_heads if by_head else 1)
+            if config.v_norm:
+                packed, v = v, self.buffer("v", kv_size)
+                self.normalize_plainly(packed, v, config.num_kv_heads)
+        else:
+            k = Place(q.buffer, 0, 0)
         if (table := self.tables[index]) is not None:
             self.write(Rotate(q, k, *table, D))
-        group, attended = self.group_of_layer[index], self.buffer("attended", q_size)
-        self.write(Write(k, v, index, group, D))
+        stored = index if config.kv_of is None else config.kv_of
+        group, attended = self.group_of_layer[stored], self.buffer("attended", q_size)
+        if config.kv_of is None:
+            self.write(Write(k, v, index, group, D))
         sinks = tensor(self.weights[f"{name}sinks"]) if config.sinks else None
-        self.write(Attend(q, attended, index, group, D, config.scale, self.alibi_slopes, config.softcap, sinks))
+        self.write(Attend(q, attended, stored, group, D, config.scale, self.alibi_slopes, config.softcap, sinks))
+        if config.gated:
+            self.write(Gate(gate, attended))
         return attended
 
     def latent_attention(self, index: int, config: LatentConfig, hidden: Place) -> Place:
@@ -140,10 +229,9 @@ class _Writer:
             q = self.buffer("q", config.q_size)
             self.project(f"{name}q", row, q)
         self.normalize(f"{name}latent_norm", latent, latent)
-        table = self.tables[index]
-        assert table is not None
-        for place, dim in ((q, rope + config.plain_dim), (k_rope, rope)):
-            self.write(Rotate(place, Place(place.buffer, 0, 0), *table, dim))
+        if (table := self.tables[index]) is not None:
+            for place, dim in ((q, rope + config.plain_dim), (k_rope, rope)):
+                self.write(Rotate(place, Place(place.buffer, 0, 0), *table, dim))
         to_latent, to_value = self.latent_heads(name, config)
         wide_q = self.buffer("latent q", heads * (config.latent + rope))
         self.write(Project(q, to_latent, wide_q))
@@ -165,6 +253,54 @@ class _Writer:
         to_latent[:, latent:, :rope] = torch.eye(rope)  # what is rotated stays as it is
         return self.linears.heads(to_latent), self.linears.heads(values)
 
+    def gated_delta(self, index: int, config: GatedDeltaConfig, hidden: Place) -> Place:
+        """Project, convolve, recall, normalise. Returns where the result stands."""
+        name, group, H = f"layers.{index}.", self.group_of_layer[index], config.num_heads
+        projected = self.buffer("state_in", sum(config.in_rows))
+        self.project(f"{name}state_in", hidden, projected)
+        x, gate, b_and_a = self.columns(projected, config.width, config.out_size, 2 * H)
+        convolved, recalled = self.convolved(index, x, "silu"), self.buffer("recalled", config.out_size)
+        rate, dt_bias = -tensor(self.weights[f"{name}A_log"]).exp(), tensor(self.weights[f"{name}dt_bias"])
+        self.write(GatedDelta(convolved, b_and_a, recalled, rate, dt_bias, index, group))
+        weight = tensor(self.weights[f"{name}gate_norm.weight"]).repeat(H)  # the same for each head
+        return self.gated_norm(recalled, gate, weight, H, "norm")
+
+    def state_space(self, index: int, config: StateSpaceConfig, hidden: Place) -> Place:
+        """Project, convolve, recall, normalise. Returns where the result stands."""
+        name, group = f"layers.{index}.", self.group_of_layer[index]
+        projected = self.buffer("state_in", sum(config.in_rows))
+        self.project(f"{name}state_in", hidden, projected)
+        gate, x, dt = self.columns(projected, *config.in_rows)
+        convolved, recalled = self.convolved(index, x, "silu"), self.buffer("recalled", config.out_size)
+        rate = -tensor(self.weights[f"{name}A_log"]).exp()
+        skip, dt_bias = (tensor(self.weights[f"{name}{part}"]) for part in ("D", "dt_bias"))
+        self.write(StateSpace(convolved, dt, recalled, rate, skip, dt_bias, config.dt_limits, index, group))
+        weight = tensor(self.weights[f"{name}gate_norm.weight"])
+        return self.gated_norm(recalled, gate, weight, config.norm_groups, "gate")
+
+    def convolution(self, index: int, config: ConvolutionConfig, hidden: Place) -> Place:
+        """Project, gate, convolve, gate. Returns where the result stands."""
+        projected = self.buffer("state_in", sum(config.in_rows))
+        self.project(f"layers.{index}.state_in", hidden, projected)
+        before, after, x = self.columns(projected, *config.in_rows)
+        self.write(Multiply(before, x))
+        convolved = self.convolved(index, x, None)
+        self.write(Multiply(after, convolved))
+        return convolved
+
+    def convolved(self, index: int, x: Place, activation: Literal["silu"] | None) -> Place:
+        """Where the layer's convolution of x stands."""
+        name, out = f"layers.{index}.conv", self.buffer("convolved", x.size)
+        weight = tensor(self.weights[f"{name}.weight"])
+        self.write(Convolve(x, out, weight, self.bias(name), activation, index, self.group_of_layer[index]))
+        return out
+
+    def gated_norm(self, x: Place, gate: Place, weight: Tensor, heads: int, first: Literal["norm", "gate"]) -> Place:
+        """Where x stands normalised by heads, and multiplied by silu(gate) before or after that."""
+        out = self.buffer("gated", x.size)
+        self.write(GatedNormalize(x, gate, out, weight, self.config.norm_eps, heads, first))
+        return out
+
     def mlp(self, name: str, hidden: Place, config: MlpConfig, out: Place) -> None:
         """Project up, activate, project down."""
         inner, activated = self.buffer("inner", sum(config.in_rows)), self.buffer("activated", config.size)
@@ -172,8 +308,8 @@ class _Writer:
         self.write(Activate(inner, activated, config.activation))
         self.project(f"{name}mlp_out", activated, out)
 
-    def experts(self, name: str, hidden: Place, config: ExpertsConfig) -> None:
-        """Each row through the few of many MLPs that the router prefers."""
+    def experts(self, name: str, hidden: Place, config: ExpertsConfig, out: Place, seen: Place | None = None) -> None:
+        """Each row through the few of many MLPs that the router prefers. seen: what that sees; None: hidden."""
         # A head, so that its logits are as exact as they can be.
         router = self.linears.head(matrix(self.weights[f"{name}router.weight"]), self.bias(f"{name}router"))
         parts = [f"{name}experts.{i}." for i in range(config.count)]
@@ -181,19 +317,25 @@ class _Writer:
         choice = Choice(
             num_chosen=config.per_token,
             renormalised=config.renormalised,
+            epsilon=config.epsilon,
             scores=config.scores,
             bias=tensor(self.weights[f"{name}correction"]) if config.corrected else None,
             groups=config.groups,
             groups_chosen=config.groups_chosen,
             group_best=config.group_best,
             factor=config.factor,
+            scales=tensor(self.weights[f"{name}shares"]) if config.scaled else None,
         )
         layer = ExpertLayer(router, mlp_in, mlp_out, choice, config.mlp.activation)
-        self.write(MixExperts(hidden, layer, self.branch))
+        self.write(MixExperts(hidden, layer, out, seen))
         if config.shared is not None:
-            shared = self.buffer("shared", self.branch.size)
+            shared = self.buffer("shared", out.size)
             self.mlp(f"{name}shared.", hidden, config.shared, shared)
-            self.write(Add(shared, self.branch))
+            if config.shared_gate:
+                gate = self.buffer("shared gate", 1)
+                self.project(f"{name}shared_gate", hidden, gate)
+                self.write(Gate(gate, shared))
+            self.write(Add(shared, out))
 
     # ------------------------------------------------------------------------------------ norms and branches
 
@@ -261,6 +403,11 @@ class _Writer:
         if self.config.norm == "layer" and bias is None:
             bias = torch.zeros_like(weight)  # what says that this is a LayerNorm
         self.write(Normalize(x, out, weight, bias, self.config.norm_eps, residual, heads))
+
+    def normalize_plainly(self, x: Place, out: Place, heads: int) -> None:
+        """out = the RMSNorm of each head of x, without a weight."""
+        weight = torch.ones(x.size // heads, dtype=torch.float32, device=self.device)
+        self.write(Normalize(x, out, weight, None, self.config.norm_eps, None, heads))
 
     def write(self, operator: Operator) -> None:
         """The next operator."""

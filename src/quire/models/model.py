@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.batch import Batch
-from quire.cache.groups import AnyGroup, CacheGroup, Heads
+from quire.cache import storage
+from quire.cache.groups import AnyGroup, CacheGroup, Heads, StateSizes
 from quire.cache.storage import KVCache
 from quire.ops.program import Plan
 
@@ -44,9 +45,21 @@ def cache_groups(layers: Sequence[tuple[Heads, int | None] | None]) -> tuple[Cac
     )
 
 
+def state_groups(layers: Sequence[StateSizes | None]) -> tuple[AnyGroup, ...]:
+    """Two groups for each kind of layers that keep a state, in order of first appearance; None: any other layer."""
+    kinds = [kind for kind in dict.fromkeys(layers) if kind is not None]
+    pairs = (storage.state_groups(tuple(i for i, own in enumerate(layers) if own == kind), kind) for kind in kinds)
+    return tuple(group for pair in pairs for group in pair)
+
+
 def attention_width(heads: Heads) -> int:
     """Numbers of a row: q, k and v, what is attended, and a copy in rows."""
     return (3 * heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+
+
+def state_width(sizes: StateSizes) -> int:
+    """Numbers of a row: what is projected and convolved, gates, what is recalled, and that normalised."""
+    return 3 * sizes.width + 4 * sizes.num_heads * (sizes.dim_v + 1)
 
 
 def mlp_width(size: int) -> int:

@@ -27,6 +27,8 @@ VARIANTS: dict[str, tuple[set[str], set[str]]] = {
         {"factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"}
         | {"original_max_position_embeddings"},
     ),
+    # Of the whole head, but the slower rotations stand still.
+    "proportional": (set(), {"factor"}),
     "longrope": ({"short_factor", "long_factor"}, {"factor", "attention_factor", "original_max_position_embeddings"}),
 }
 
@@ -83,7 +85,7 @@ def takes_original(parameters: Mapping[str, Any]) -> bool:
 def rotated_share(parameters: Mapping[str, Any]) -> float:
     """How much of each head is rotated: its first dimensions, or all of them."""
     share = parameters.get("partial_rotary_factor")
-    return 1.0 if share is None else float(share)
+    return 1.0 if share is None or rope_type(parameters) == "proportional" else float(share)
 
 
 def rope_tables(
@@ -119,6 +121,10 @@ def rope_table(
     original = int(parameters.get("original_max_position_embeddings") or max_position_embeddings)
     if kind == "linear":
         frequencies = frequencies / parameters["factor"]
+    elif kind == "proportional":
+        turning = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0) // 2)
+        frequencies = frequencies / (parameters.get("factor") or 1.0)
+        frequencies[turning:] = 0.0
     elif kind == "llama3":
         frequencies = _llama3(frequencies, parameters, original)
     elif kind == "yarn":

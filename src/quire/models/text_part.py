@@ -17,23 +17,24 @@ from quire.models.hf_config import IMMATERIAL, SCHEMES
 # Types of models whose text part is known to compute the same alone: `python -m tests.models.sweep` compares each.
 WHOLES = frozenset(
     """
-    deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3 gemma3n gemma4 gemma4_unified
-    got_ocr2 hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lfm2_vl lfm3_vl lighton_ocr llama4
-    llava llava_next llava_next_video llava_onevision minicpmv4_6 mistral3 nemotron_h_omni qwen2_5_vl qwen2_vl
-    qwen3_5 qwen3_5_moe qwen3_vl qwen4_exp smolvlm video_llama_3 video_llava vipllava
+    deepseek_vl deepseek_vl_hybrid exaone4_5 fuyu gemma3 gemma3n gemma4 gemma4_unified got_ocr2
+    hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm2_vl lfm3_vl lighton_ocr llama4 llava llava_next
+    llava_next_video llava_onevision minicpmv4_6 mistral3 nemotron_h_omni qwen2_5_vl qwen2_vl qwen3_5
+    qwen3_5_moe qwen3_vl qwen4_exp smolvlm video_llama_3 video_llava vipllava
     """.split()
 )
 # Types of text parts that are an ordinary type but for positions in an image: in a text all of a token's are the same.
 ORDINARY = {
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
+    "qwen3_5_moe_text": "qwen3_5_moe_text",
+    "qwen3_5_text": "qwen3_5_text",
     "qwen3_vl_text": "qwen3",
 }
 FLAT = ("qwen2_vl", "qwen2_5_vl")  # their published configs have the text's keys among their own
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # of a rope
 # What a text part would call its architecture if it were published alone, by type.
 ARCHITECTURES = {
-    "deepseek_v3": "DeepseekV3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
@@ -54,7 +55,7 @@ SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id"
 OTHER_SIDES = re.compile(
     r"\w*(image|video|vision|visual|audio|speech|speaker|projector|projection|alignment|adapter|boi|eoi|boa|eoa|mm_|"
     r"spatial|patch|pixel|downsample|merge|insert_layer|grid|tile|frame|qformer|perceiver|_config$)\w*|scale_factor"
-    r"|_pad_token_id"
+    r"|_pad_token_id|num_channels"
 )
 # How tensors of the text part begin in the files -> in a model of its own, the first that fits.
 PREFIXES = (

@@ -21,6 +21,7 @@ from torch import Tensor
 from quire.errors import ConfigError, ModelError
 from quire.models.decoder_config import DecoderConfig, weight_shapes, weight_use
 from quire.models.model import WeightBytes
+from quire.models.quantisation import mxfp4
 from quire.models.quantisation.module import Form, Module, Scheme, form_of
 from quire.models.quantisation.policy import Quantisation, Rounding, dequantised_into
 from quire.models.quantisation.stacking import StackedWeight, Weight, stacked
@@ -30,6 +31,7 @@ from quire.ops.quantised import QuantisedWeight
 
 INDEX = "model.safetensors.index.json"
 MARKS = ("qweight", "weight_packed")  # tensors of quantised linears
+EXACT = re.compile(r"norm\.|\.conv\.|\.(sinks|correction|shares|scale|A_log|D|dt_bias)$")  # in our names
 SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "model.pt", "*.pt")
 
 
@@ -62,6 +64,11 @@ class Checkpoint:
                         self._reader_of[name] = partial(read, theirs)
             except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 raise ModelError(f"{path} cannot be read as weights: {error}") from error
+        for name in [name for name in self._reader_of if name.endswith(mxfp4.BLOCKS)]:
+            whole = name.removesuffix(mxfp4.BLOCKS)
+            if (scales := whole + mxfp4.SCALES) in self._reader_of:  # the two are one tensor
+                halves = self._reader_of.pop(name), self._reader_of.pop(scales)
+                self._reader_of[whole] = partial(_of_blocks, whole, *halves)
 
     @property
     def names(self) -> frozenset[str]:
@@ -77,6 +84,12 @@ class Checkpoint:
 def _stored(file: Any, name: str, entry: int | None) -> Tensor:
     tensor: Tensor = file.get_tensor(name) if entry is None else file.get_slice(name)[entry]
     return tensor
+
+
+def _of_blocks(
+    name: str, blocks: Callable[[int | None], Tensor], scales: Callable[[int | None], Tensor], entry: int | None
+) -> Tensor:
+    return mxfp4.numbers(name, blocks(entry), scales(entry))
 
 
 def _held(tensors: Mapping[str, Tensor], name: str, entry: int | None) -> Tensor:
@@ -139,6 +152,8 @@ class Sources:
     ignored: re.Pattern[str] | None = None  # their tensors that are known not to be needed
     # Our name, their name and their tensor -> our form of it.
     adapt: Callable[[str, str, Tensor], Tensor] | None = None
+    # Our layer and part -> theirs, where these depend on the layer; None: as in `layer`.
+    parts: Callable[[int, str], tuple[str, ...] | None] | None = None
 
     def of(self, name: str) -> tuple[str, ...]:
         """The checkpoint's tensors that make up our weight of that name, as in `weight_shapes`."""
@@ -148,7 +163,8 @@ class Sources:
         prefix = self.layer_prefix.format(layer)
         if (whole := f"{part}.{kind}".removeprefix(".")) in self.layer:
             return tuple(f"{prefix}{theirs.format(*expert)}" for theirs in self.layer[whole])
-        return tuple(f"{prefix}{theirs.format(*expert)}.{kind}" for theirs in self.layer[part])
+        own = None if self.parts is None else self.parts(int(layer), part)
+        return tuple(f"{prefix}{theirs.format(*expert)}.{kind}" for theirs in own or self.layer[part])
 
 
 class Weights(Mapping[str, Weight]):
@@ -168,7 +184,7 @@ class Weights(Mapping[str, Weight]):
         device: str,
         quantisation: Quantisation = Quantisation(),  # noqa: B008  # frozen
     ) -> None:
-        """dtype: of all but norms, which are fp32.
+        """dtype: of all but those that are EXACT, which are fp32.
 
         Raises ModelError for a tensor that is missing or superfluous, ConfigError where the output projection is to be
         rounded and is quantised.
@@ -261,12 +277,12 @@ class Weights(Mapping[str, Weight]):
     def _rounding(self, name: str) -> Rounding | None:
         """To what a weight is rounded at load.
 
-        A router decides about much and is small, so it is not, nor what makes keys and values of a latent: that becomes
-        part of the query.
+        A router or the gate of a shared expert decides about much and is small, so it is not, nor what makes keys and
+        values of a latent: that becomes part of the query.
         """
         if name == ("embedding" if self._tied else "lm_head"):
             return self._quantisation.head
-        kept = ".router." in name or ".kv." in name
+        kept = any(part in name for part in (".router.", ".shared_gate.", ".kv."))
         return self._quantisation.linears if _is_projection(name) and not kept else None
 
     def _plain(self, name: str, parts: Sequence[str]) -> Tensor:
@@ -377,16 +393,12 @@ def _within_layer(name: str) -> tuple[str, str, list[str], str]:
 
 def _is_projection(name: str) -> bool:
     """Whether a weight of that name is multiplied with the rows within a layer."""
-    return name.startswith("layers.") and name.endswith(".weight") and "norm." not in name
+    return name.startswith("layers.") and name.endswith(".weight") and not EXACT.search(name)
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Of a weight that is not quantised. Norms are small, and multiply everything: they stay as exact as they came.
-
-    So do what is added to scores of experts, and sinks.
-    """
-    exact = "norm." in name or name.endswith((".sinks", ".correction"))
-    return torch.float32 if exact else dtype
+    """Of a weight that is not quantised. Those that are small and decide about much stay as exact as they came."""
+    return torch.float32 if EXACT.search(name) else dtype
 
 
 def _whole(part: str) -> str:

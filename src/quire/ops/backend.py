@@ -469,13 +469,14 @@ class Backend(RecurrentOperators, ABC):
         self,
         x: Tensor,  # [T, H]
         layer: ExpertLayer,
+        seen: Tensor | None = None,  # [T, H], what the router sees; None: x
     ) -> Tensor:
         """What each row's experts compute of it, weighted by the router: [T, H] (Shazeer et al. 2017).
 
         Rows are gathered by expert, so that a weight is read once for all rows that want it. How many those are has to
         be known on the host, which waits for a GPU here. The sum is formed in fp32, the preferred expert first.
         """
-        return weighted_experts(x, layer, self.choose, self.activate)
+        return weighted_experts(x, layer, self.choose, self.activate, seen)
 
     # -------------------------------------------------------------------------- for a sampler, and for a router
 

@@ -136,8 +136,7 @@ class _Step:
             case Rotate(q=q, k=k, head_dim=dim):
                 backend.rope(self.heads(q, dim), self.heads(k, dim), self.positions, operator.cos, operator.sin)
             case Write(k=k, v=v, head_dim=dim):
-                heads = self.heads(k, dim), self.heads(v, v.size * dim // k.size)
-                backend.write_kv(*heads, *self.kv(operator))
+                backend.write_kv(self.heads(k, dim), self.heads(v, v.size * dim // k.size), *self.kv(operator))
             case Attend():
                 attended = backend.attention(
                     self.heads(operator.q, operator.head_dim),
@@ -163,7 +162,8 @@ class _Step:
                     for place in operator.buffers:
                         self.put(place, at(place)[self.rows])
             case MixExperts():
-                self.put(operator.out, backend.experts(at(operator.x), operator.layer))
+                seen = None if operator.seen is None else at(operator.seen)
+                self.put(operator.out, backend.experts(at(operator.x), operator.layer, seen))
             case Gate():
                 backend.gate(at(operator.out), at(operator.x))
             case GatedNormalize(weight=weight, eps=eps, heads=heads, first=first):

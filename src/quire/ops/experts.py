@@ -24,6 +24,7 @@ class Choice:
 
     num_chosen: int  # k
     renormalised: bool  # a row's shares are its experts' scores over their sum, not the scores
+    epsilon: float = 0.0  # added to that sum
     scores: Literal["softmax", "sigmoid"] = "softmax"
     bias: Tensor | None = None  # fp32 [E]
     groups: int = 1  # of neighbouring experts, as many in each
@@ -78,10 +79,11 @@ def weighted_experts(
     layer: ExpertLayer,
     choose: Callable[[Tensor, Choice], tuple[Tensor, Tensor]],
     activate: Callable[[Tensor, Activation], Tensor],
+    seen: Tensor | None = None,  # [T, H]
 ) -> Tensor:
     """`Backend.experts` out of a backend's other operators."""
     num_chosen = layer.choice.num_chosen
-    chosen, shares = choose(layer.router(x).float(), layer.choice)
+    chosen, shares = choose(layer.router(x if seen is None else seen).float(), layer.choice)
     by_expert, places = chosen.flatten().sort(stable=True)  # all T k choices
     ends = torch.searchsorted(by_expert, torch.arange(len(layer.mlp_in), device=x.device), right=True).tolist()
     gathered = x[places // num_chosen]
@@ -118,6 +120,7 @@ def chosen_experts(
         total = torch.zeros_like(shares[:, 0])
         for rank in range(choice.num_chosen):  # one after the other: a sum's order is the framework's matter
             total += shares[:, rank]
+        total += choice.epsilon
         shares = shares / total[:, None]
     shares = shares * choice.factor
     return chosen, shares if choice.scales is None else shares * choice.scales[chosen]

@@ -210,11 +210,12 @@ class MixExperts(BaseOperator):
     x: Place
     layer: ExpertLayer
     out: Place
+    seen: Place | None = None  # what the router sees; None: x
 
 
 @dataclass(frozen=True)
 class Gate(BaseOperator):
-    """out *= sigmoid(x)."""
+    """out *= sigmoid(x), which has as many numbers, or one for all of a row."""
 
     kind = "gate"
     changes_out = True

@@ -197,7 +197,7 @@ class RecurrentOperators:
     def gate(
         self,
         x: Tensor,  # [T, H], changed in place; apart from gate
-        gate: Tensor,  # [T, H]
+        gate: Tensor,  # [T, H], or [T, 1]: one for all of a row
     ) -> None:
         """x *= sigmoid(gate)."""
         validate_small.check_gate(x, gate)

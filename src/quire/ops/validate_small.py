@@ -56,14 +56,15 @@ def check_gated_norm(
 
 def check_gate(
     x: torch.Tensor,  # [T, H], written
-    gate: torch.Tensor,  # [T, H]
+    gate: torch.Tensor,  # [T, H] or [T, 1]
 ) -> None:
     """Check the arguments of gate."""
     if x.dim() != 2:
         raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, H]")
     checks.check_float("x", x)
-    for name, rows in (("x", x), ("gate", gate)):
-        checks.check_tensor(name, rows, tuple(x.shape), x.dtype, x.device)
+    alone = gate.dim() == 2 and gate.shape[1] == 1
+    for name, rows, width in (("x", x, x.shape[1]), ("gate", gate, 1 if alone else x.shape[1])):
+        checks.check_tensor(name, rows, (len(x), width), x.dtype, x.device)
     checks.check_written({"x": x}, {"gate": gate})
 
 

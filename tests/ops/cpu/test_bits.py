@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire import ops
+from quire.ops.activation import Activation
 from quire.ops.rounding import quantised_rows
 from tests.ops.cases import Case, Step
 
@@ -231,6 +232,7 @@ def test_small_operators_row_by_row(backend, dtype):
         "swiglu": lambda rows: backend.swiglu(x[rows]),
         "gelu": lambda rows: backend.gelu(x[rows], "none"),
         "gelu_tanh": lambda rows: backend.gelu(x[rows], "tanh"),
+        "activate": lambda rows: backend.activate(x[rows], Activation("silu", slope=1.702, limit=1.0, offset=1.0)),
     }
     for name, operator in operators.items():
         torch.set_num_threads(1)

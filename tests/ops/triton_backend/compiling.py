@@ -174,6 +174,10 @@ def other_kernels(chip: str) -> Iterator[Kernel]:
     yield Kernel("rope", small.rope_row, types, constants, {})
     types = pointers("bf16", "gate_up", "out")
     yield Kernel("swiglu", small.swiglu_part, types, {"SIZE": 14_336, "TILE": 1024}, {})
+    for function, gated in ((0, True), (1, False), (2, True), (4, False), (5, False)):
+        types = {**pointers("bf16", "x", "out"), **dict.fromkeys(("slope", "limit", "offset"), "fp32")}
+        constants = {"SIZE": 14_336, "TILE": 1024, "FUNCTION": function, "GATED": gated, "LIMITED": gated}
+        yield Kernel(f"activation {function}", small.activate_part, types, constants, {})
     for tanh in (False, True):
         constants = {"H": 3072, "TILE": 1024, "TANH": tanh}
         yield Kernel(f"gelu {tanh}", small.gelu_part, pointers("bf16", "x", "out"), constants, {})

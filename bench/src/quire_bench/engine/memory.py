@@ -431,7 +431,10 @@ def model_fit(
     CacheConfig(block_size=block_size)
     budget = parse_memory(memory, free_memory(), name="memory")
     decoder, dtype = read_config(path)
-    size = KVSize(decoder.groups, dtype, block_size)
+    groups = tuple(group for group in decoder.groups if isinstance(group, CacheGroup))
+    if len(groups) < len(decoder.groups):
+        raise ConfigError(f"{config} has layers that keep a state; what keys and values take is not all it keeps")
+    size = KVSize(groups, dtype, block_size)
     most = longest_sequence(decoder)
     longest = most if max_model_len is None else max_model_len
     if longest > most and config is not None:

@@ -119,13 +119,7 @@ class RecurrentFigure:
 
 
 QWEN3_5: dict[str, Any] = {"num_heads": 16, "num_k_heads": 16, "dim_k": 128, "dim_v": 128, "taps": 4}  # of 0.8B
-MAMBA2: dict[str, Any] = {
-    "num_heads": 48,
-    "num_k_heads": 1,
-    "dim_k": 128,
-    "dim_v": 64,
-    "taps": 4,
-}  # as in Granite 4 Tiny
+MAMBA2: dict[str, Any] = {"num_heads": 48, "num_k_heads": 1, "dim_k": 128, "dim_v": 64, "taps": 4}  # Granite 4 Tiny
 
 
 def shapes() -> list[RecurrentShape]:

@@ -114,6 +114,9 @@ CASES = (
         for quantization in ("int8", "int4")
         for work in ("single", "decode", "mixed")
     ),
+    Case("single", "qwen35_08b", {"vllm": 1.3, "llama-cpp": 1.3}),
+    Case("decode", "qwen35_08b", {"vllm": 1.3, "llama-cpp": 3.0}),
+    Case("prefix", "qwen35_08b", {"vllm": 1.3}),
     *(
         Case(work, model, {"vllm": target, "vllm-w4a8": target}, quantization="awq")
         for model in ("llama1b", "smol135")

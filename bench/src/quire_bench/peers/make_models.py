@@ -1,6 +1,6 @@
 """The checkpoints that engines are compared on: real shapes, random weights in bf16, on which speed does not depend.
 
-python -m quire_bench.peers.make_models DIRECTORY [gpt2] [smol135] [llama1b]
+python -m quire_bench.peers.make_models DIRECTORY [gpt2] [smol135] [llama1b] [qwen35_08b] [qwen35_2b]
 """
 
 from __future__ import annotations
@@ -12,10 +12,22 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast, Qwen3_5TextConfig
 
 SPECIAL: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
 LLAMA = {"max_position_embeddings": 8192, "tie_word_embeddings": True} | SPECIAL
+QWEN35: dict[str, Any] = {  # three layers of four keep a state
+    "vocab_size": 248320,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+} | LLAMA
 CONFIGS = {
     "gpt2": GPT2Config(**SPECIAL),
     "smol135": LlamaConfig(
@@ -39,6 +51,8 @@ CONFIGS = {
         rope_theta=500000,
         **LLAMA,
     ),
+    "qwen35_08b": Qwen3_5TextConfig(hidden_size=1024, intermediate_size=3584, **QWEN35),
+    "qwen35_2b": Qwen3_5TextConfig(hidden_size=2048, intermediate_size=6144, **QWEN35),
 }
 
 

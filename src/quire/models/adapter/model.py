@@ -75,11 +75,12 @@ class AdaptedModel:
         self.quantisation = quantisation.description
         if quantisation.linears is not None and any(weight.dim() == 3 for weight in left):
             self.quantisation = f"{self.quantisation}; experts not quantised"  # transformers multiplies these
-        # The decoder within an OPT, say; some call their output projection a decoder.
-        inner = model.get_decoder()
-        self._backbone = inner if isinstance(inner, PreTrainedModel) and inner is not model else model.base_model
-        if self._backbone is model:
+        # The decoder within an OPT, say; some call their output projection a decoder, or their base by another name.
+        parts = [model.get_decoder(), model.base_model, *model.children()]
+        found = [part for part in parts if isinstance(part, PreTrainedModel) and part is not model]
+        if not found:
             raise Unsupported(f"{type(model).__name__} has no part that ends before its logits")
+        self._backbone = found[0]
         self._way = way(self._backbone, backend, self.dtype)
         output = self._way.output
         self._head = _Head(model, self._backbone, output)

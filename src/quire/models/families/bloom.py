@@ -79,5 +79,5 @@ def apart(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor
     """From q, k and v of one head after the other to all of q, all of k, all of v."""
     if ".qkv." not in name:
         return tensor
-    heads = tensor.view(config.layers[0].mixer.num_heads, 3, -1, *tensor.shape[1:])
+    heads = tensor.view(config.attention[0].num_heads, 3, -1, *tensor.shape[1:])
     return heads.transpose(0, 1).reshape(tensor.shape)

@@ -31,16 +31,15 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config.only("rotary_pct", 1.0)
     config.only("order_of_interleaved_layers", "local_attn_first")
     bias = config.flag("attention_bias")
-    attention = AttentionConfig(**sizes.heads, bias=bias, output_bias=bias)
+    attention, mlp = AttentionConfig(**sizes.heads, bias=bias, output_bias=bias), MlpConfig(size=sizes.inner)
     if "CohereForCausalLM" in raw.get("architectures", []):
-        windows: tuple[int | None, ...] = (None,) * sizes.num_layers
-        ropes: list[dict[str, Any] | None] = [rope] * sizes.num_layers
+        layers = layers_with(attention, mlp, (None,) * sizes.num_layers, (rope,) * sizes.num_layers)
     else:
         windows = _windows(config, sizes.num_layers)
-        ropes = [None if window is None else rope for window in windows]
+        layers = layers_with(attention, mlp, windows, [None if window is None else rope for window in windows])
     decoder = DecoderConfig(
         **sizes.decoder,
-        layers=layers_with(attention, MlpConfig(size=sizes.inner), windows, ropes),
+        layers=layers,
         norm="layer",
         norm_bias=False,
         branches="parallel, one norm",

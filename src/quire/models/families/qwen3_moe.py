@@ -36,7 +36,7 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         **sizes.heads, window=window, rope=rope, qk_norm="head", bias=attention_bias, output_bias=attention_bias
     )
     dense, experts = MlpConfig(size=sizes.inner), _experts(config)
-    sparse = _sparse(config, sizes.num_layers)
+    sparse = sparse_layers(config, sizes.num_layers)
     layers = tuple(LayerConfig(mixer=attention, mlp=experts if chosen else dense) for chosen in sparse)
     decoder = DecoderConfig(**sizes.decoder, layers=layers)
     config.finish()
@@ -54,7 +54,7 @@ def _experts(config: ConfigReader) -> ExpertsConfig:
     )
 
 
-def _sparse(config: ConfigReader, num_layers: int) -> list[bool]:
+def sparse_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     """Whether each layer has experts."""
     step, dense = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
     if not isinstance(dense, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):

@@ -16,6 +16,7 @@ from quire.models.quantisation.awq import Awq
 from quire.models.quantisation.compressed_tensors import CompressedTensors
 from quire.models.quantisation.gptq import Gptq
 from quire.models.quantisation.module import WHOLE, Scheme
+from quire.models.quantisation.mxfp4 import Mxfp4
 from quire.models.quantisation.reader import unserved
 from quire.ops.memory import mapped
 from quire.ops.quantised import QuantisedWeight, quantised
@@ -24,6 +25,7 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": Awq.of,
     "compressed-tensors": CompressedTensors.of,
     "gptq": Gptq.of,
+    "mxfp4": Mxfp4.of,
 }
 CHUNK = 2**22  # numbers of a weight that are made of integers at a time: what is on the way takes more
 

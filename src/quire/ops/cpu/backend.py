@@ -364,7 +364,7 @@ class CpuBackend(Backend):
 
     def _gate(self, x: Tensor, gate: Tensor) -> None:
         rows = (y for z in (gate, x) for y in (z.data_ptr(), z.stride(0)))
-        native.default()("gate", *rows, *x.shape, _dtype("x", x))
+        native.default()("gate", *rows, len(x), native.GateParams(gate.shape[1], x.shape[1]), _dtype("x", x))
 
     # -------------------------------------------------------------------------- for a sampler, and for a router
 

@@ -99,9 +99,8 @@ class NativeExecutor:
         self._scratch = torch.empty(0, dtype=program.dtype)
         self._copy = torch.empty(0)
         self._bound: weakref.ref[LayerCaches] | None = None
-        self._known: dict[
-            int, AttentionSpec | RecurrentSpec
-        ] = {}  # of each group: the last one that had the right sizes
+        # Of each group: the last spec that had the right sizes.
+        self._known: dict[int, AttentionSpec | RecurrentSpec] = {}
         self._lock = Lock()
         parts = [(i, part) for i, operator in enumerate(program.operators) for part in _parts(operator)]
         self._operator_of = [i for i, _ in parts]  # of each op: several stand for a joined linear
@@ -142,18 +141,20 @@ class NativeExecutor:
                 return self._op(operator, attention, q, None, out, group=group)
             case Activate(x=x, out=out, activation=activation):
                 return self._op(operator, native.ActivationParams.of(activation, out.size), x, None, out)
-            case Multiply(x=x, out=out) | Add(x=x, out=out) | Copy(x=x, out=out) | Gate(x=x, out=out):
+            case Multiply(x=x, out=out) | Add(x=x, out=out) | Copy(x=x, out=out):
                 return self._op(operator, native.EachParams(out.size), x, None, out)
             case Scale(x=x, factor=factor):
                 return self._op(operator, native.EachParams(x.size, factor=factor), x, None, x)
             case Keep(buffers=buffers):
                 places: list[Place | None] = [*buffers, None]
                 return self._op(operator, native.EachParams(), buffers[0], places[1], places[2])
-            case MixExperts(x=x, layer=layer, out=out):
+            case MixExperts(x=x, layer=layer, out=out, seen=seen):
                 linears = ExpertLinears.of(layer)
                 experts = linears.params()
                 self._experts.add(linears, experts)
-                return self._op(operator, experts, x, None, out)
+                return self._op(operator, experts, x, seen or x, out)
+            case Gate(x=x, out=out):
+                return self._op(operator, native.GateParams(x.size, out.size), x, None, out)
             case GatedNormalize(x=x, gate=gate, out=out, weight=weight, eps=eps, heads=heads):
                 first, dim = operator.first == "gate", len(weight) // heads
                 gated = native.GatedNormParams(weight.data_ptr(), heads, dim, eps, first)

@@ -219,6 +219,12 @@ class EachParams(Structure):
     _fields_ = [("dim", c_int64), ("factor", c_float)]
 
 
+class GateParams(Structure):
+    """`dim` numbers of a row times the sigmoid of as many gates, or of one for all of them."""
+
+    _fields_ = [("gates", c_int64), ("dim", c_int64)]
+
+
 class ActivationParams(Structure):
     """An activation that makes `dim` numbers of a row."""
 
@@ -243,7 +249,7 @@ class ChoiceParams(Structure):
         *((name, c_void_p) for name in "bias scales".split()),
         *((name, c_int64) for name in "num_experts num_chosen groups groups_chosen group_best".split()),
         *((name, c_int32) for name in "sigmoid renormalised".split()),
-        ("factor", c_float),
+        *((name, c_float) for name in "epsilon factor".split()),
     ]
 
     @classmethod
@@ -251,7 +257,7 @@ class ChoiceParams(Structure):
         """The choice among so many experts. It points to the choice's tensors."""
         bias, scales = (None if x is None else x.data_ptr() for x in (choice.bias, choice.scales))
         sizes = count, choice.num_chosen, choice.groups, choice.groups_chosen, choice.group_best
-        return cls(bias, scales, *sizes, choice.scores == "sigmoid", choice.renormalised, choice.factor)
+        return cls(bias, scales, *sizes, choice.scores == "sigmoid", choice.renormalised, choice.epsilon, choice.factor)
 
 
 class ExpertsParams(Structure):
@@ -308,12 +314,12 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "unpack": (_L, (POINTER(LinearParams), _P, _L, _P)),
     "swiglu": (None, (_P, _L, _P, _L, _L, _L, _I)),
     "gelu": (None, (_P, _L, _L, _L, _P, _L, _L, _L, _I, _I)),
-    "gate": (None, (_P, _L, _P, _L, _L, _L, _I)),
+    "activate": (None, (_P, _L, _P, _L, _L, POINTER(ActivationParams), _I)),
+    "choose": (None, (_P, _P, _P, _P, _P, _L, POINTER(ChoiceParams))),
+    "gate": (None, (_P, _L, _P, _L, _L, POINTER(GateParams), _I)),
     "gated_norm": (None, (_P, _L, _P, _L, _P, _L, _L, POINTER(GatedNormParams), _I)),
     "convolve": (None, (POINTER(RecurrentStep), POINTER(ConvolutionParams), _I)),
     "recur": (None, (POINTER(RecurrentStep), POINTER(RecurrenceParams), _I)),
-    "activate": (None, (_P, _L, _P, _L, _L, POINTER(ActivationParams), _I)),
-    "choose": (None, (_P, _P, _P, _P, _P, _L, POINTER(ChoiceParams))),
     "logsumexp": (None, (_P, _L, _P, _L, _L)),
     "top_k": (None, (_P, _L, _P, _P, _L, _L, _L)),
     "top_k_softmax": (None, (_P, _L, _P, _P, _P, _L, _L, _L)),

@@ -22,10 +22,11 @@ struct Experts {
     const int64_t rows;
     const int threads;
 
-    void run(const void* x, int64_t x_stride, void* out, int64_t out_stride) const {
+    // seen: what the router sees of each row.
+    void run(const void* x, int64_t x_stride, const void* seen, int64_t seen_stride, void* out, int64_t out_stride) const {
         if (rows == 0) return;
         const int64_t k = p.choice.num_chosen, hidden = p.mlp_in->in_size, inner = p.mlp_out->in_size, all = rows * k;
-        choose(x, x_stride);
+        choose(seen, seen_stride);
         const std::vector<int64_t> starts = sort();
         const int64_t lanes = x_lanes<K>(*p.mlp_in), apart = row_stride<F>(inner);
         parallel(parallel_for, rows, rows_a_thread(hidden * k), [&](int64_t i) {

@@ -232,11 +232,29 @@ ENTRY(gelu)(
     });
 }
 
+ENTRY(activate)(
+    ParallelFor parallel_for, const void* x, int64_t stride, void* out, int64_t out_stride, int64_t rows,
+    const ActivationParams* activation, int32_t dtype) {
+    with_element(dtype, [&](auto element) {
+        activate_rows<decltype(element)>(parallel_for, x, stride, out, out_stride, rows, *activation);
+    });
+}
+
+// logits: [rows, E], overwritten. scores: [rows, E] and heaps: [rows, k] of scratch.
+ENTRY(choose)(
+    ParallelFor parallel_for, float* logits, float* scores, uint64_t* heaps, int64_t* chosen, float* shares, int64_t rows,
+    const ChoiceParams* choice) {
+    const int64_t count = choice->num_experts, k = choice->num_chosen;
+    parallel(parallel_for, rows, rows_a_thread(count), [&](int64_t i) {
+        choose_row(logits + i * count, scores + i * count, *choice, heaps + i * k, chosen + i * k, shares + i * k);
+    });
+}
+
 // x *= sigmoid(gate).
 ENTRY(gate)(
-    ParallelFor parallel_for, const void* gate, int64_t stride, void* x, int64_t x_stride, int64_t rows, int64_t dim, int32_t dtype) {
+    ParallelFor parallel_for, const void* gate, int64_t stride, void* x, int64_t x_stride, int64_t rows, const GateParams* p, int32_t dtype) {
     with_element(dtype, [&](auto element) {
-        combine_rows<decltype(element)>(parallel_for, gate, stride, x, x_stride, rows, dim, [](V value, V by) { return value * sigmoid(by); });
+        gate_rows<decltype(element)>(parallel_for, gate, stride, x, x_stride, rows, *p);
     });
 }
 
@@ -264,24 +282,6 @@ ENTRY(recur)(ParallelFor parallel_for, const RecurrentStep* step, const Recurren
         using E = decltype(element);
         if (params->skip) recur<E, Rule::SPACE>(parallel_for, *step, *params);
         else recur<E, Rule::DELTA>(parallel_for, *step, *params);
-    });
-}
-
-ENTRY(activate)(
-    ParallelFor parallel_for, const void* x, int64_t stride, void* out, int64_t out_stride, int64_t rows,
-    const ActivationParams* activation, int32_t dtype) {
-    with_element(dtype, [&](auto element) {
-        activate_rows<decltype(element)>(parallel_for, x, stride, out, out_stride, rows, *activation);
-    });
-}
-
-// logits: [rows, E], overwritten. scores: [rows, E] and heaps: [rows, k] of scratch.
-ENTRY(choose)(
-    ParallelFor parallel_for, float* logits, float* scores, uint64_t* heaps, int64_t* chosen, float* shares, int64_t rows,
-    const ChoiceParams* choice) {
-    const int64_t count = choice->num_experts, k = choice->num_chosen;
-    parallel(parallel_for, rows, rows_a_thread(count), [&](int64_t i) {
-        choose_row(logits + i * count, scores + i * count, *choice, heaps + i * k, chosen + i * k, shares + i * k);
     });
 }
 

@@ -181,6 +181,11 @@ struct EachParams {
 
 enum Function : int32_t { FUNCTION_SILU, FUNCTION_GELU, FUNCTION_GELU_TANH, FUNCTION_RELU, FUNCTION_RELU_SQUARED, FUNCTION_SIGMOID };
 
+// dim numbers of a row times the sigmoid of as many gates, or of one for all of them.
+struct GateParams {
+    int64_t gates, dim;
+};
+
 // f(gate) * (up + offset) of `dim` gates and as many ups, or f of `dim` numbers.
 struct ActivationParams {
     int64_t dim;
@@ -198,6 +203,7 @@ struct ChoiceParams {
     int64_t groups, groups_chosen, group_best;
     int32_t sigmoid;       // scores are the sigmoid of each logit, else the softmax of all
     int32_t renormalised;  // shares are scores over the sum of those that were chosen
+    float epsilon;         // added to that sum
     float factor;          // of the shares
 };
 

@@ -78,7 +78,8 @@ struct Program {
     void run(const Op& op, const ExpertsParams& e) const {
         with_kind(p.dtype, [&]<class F>() {
             const auto run = [&]<class K>() {
-                Experts<F, K>{parallel_for, e, rows, p.threads}.run(at(op.x), stride(op.x), at(op.out), stride(op.out));
+                Experts<F, K>{parallel_for, e, rows, p.threads}.run(
+                    at(op.x), stride(op.x), at(op.y), stride(op.y), at(op.out), stride(op.out));
             };
             if (e.mlp_in->bits == 4) run.template operator()<Integers<4>>();
             else if (e.mlp_in->bits == 8) run.template operator()<Integers<8>>();
@@ -136,7 +137,7 @@ struct Program {
             case OP_KEEP: return keep(op);
             case OP_EXPERTS: run(op, *(const ExpertsParams*)op.params); break;
             case OP_GATE:
-                QUIRE_NAME(gate, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, each->dim, p.dtype);
+                QUIRE_NAME(gate, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, (const GateParams*)op.params, p.dtype);
                 break;
             case OP_GATED_NORM: run(op, *(const GatedNormParams*)op.params); break;
             case OP_CONVOLUTION: run(op, *(const ConvolutionParams*)op.params); break;

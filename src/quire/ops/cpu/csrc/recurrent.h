@@ -35,6 +35,23 @@ QUIRE_INLINE V softplus(V x) {
 
 QUIRE_INLINE V sigmoid(V x) { return 1.0f / (1.0f + exp_any(-x)); }
 
+// x *= sigmoid(gate).
+template <class E>
+static void gate_rows(
+    ParallelFor parallel_for, const void* gate, int64_t stride, void* x, int64_t x_stride, int64_t rows, const GateParams& p) {
+    using T = typename E::T;
+    if (p.gates == p.dim)
+        return combine_rows<E>(parallel_for, gate, stride, x, x_stride, rows, p.dim, [](V value, V by) { return value * sigmoid(by); });
+    parallel(parallel_for, rows, rows_a_thread(p.dim), [&](int64_t i) {
+        const V factor = splat(sigmoid(get_part<E>((const T*)gate + i * stride, 1))[0]);
+        T* row = (T*)x + i * x_stride;
+        for (int64_t c = 0; c < p.dim; c += W) {
+            const int n = part(p.dim, c);
+            put_part<E>(row + c, get_part<E>(row + c, n) * factor, n);
+        }
+    });
+}
+
 // What a step computes of one sequence.
 struct Stretch {
     int64_t row, count;    // of the step's rows

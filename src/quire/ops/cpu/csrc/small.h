@@ -293,6 +293,7 @@ static void choose_row(float* logits, float* scores, const ChoiceParams& c, uint
     if (c.renormalised) {
         total = 0.0f;
         for (int64_t r = 0; r < k; r++) total += shares[r];
+        total += c.epsilon;
     }
     for (int64_t r = 0; r < k; r++) shares[r] = shares[r] / total * c.factor * (c.scales ? c.scales[chosen[r]] : 1.0f);
 }

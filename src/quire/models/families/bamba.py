@@ -1,0 +1,99 @@
+"""Bamba: Mamba-2 in most layers, attention in a few."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from quire.errors import ModelError
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
+from quire.models.families.llama import ENDS, read_sizes, rope_parameters
+from quire.models.hf_config import ConfigReader
+from quire.models.state_config import StateSpaceConfig
+from quire.models.weights import Sources
+
+MIXER = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "state_in": ("mamba.in_proj",),
+    "conv": ("mamba.conv1d",),
+    "": ("mamba",),  # vectors of the state
+    "gate_norm": ("mamba.norm",),
+    "state_out": ("mamba.out_proj",),
+}
+LAYER = MIXER | {
+    "input_norm": ("input_layernorm",),
+    "mlp_norm": ("pre_ff_layernorm",),
+    "mlp_in": ("feed_forward.gate_proj", "feed_forward.up_proj"),
+    "mlp_out": ("feed_forward.down_proj",),
+}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader(raw, "bamba")
+    sizes = read_sizes(config, num_kv_heads=8)
+    sizes.decoder["norm_eps"] = config.number("rms_norm_eps", 1e-5)
+    sizes.decoder["max_position_embeddings"] = config.integer("max_position_embeddings", 262_144)
+    config.only("hidden_act", "silu")
+    for key in ("num_logits_to_keep", "z_loss_coefficient"):
+        config.get(key)
+    rope = rope_parameters(config, share_key="attn_rotary_share") | {"partial_rotary_factor": 0.5}  # as in its code
+    config.only("attn_rotary_emb", sizes.heads["head_dim"] // 2)
+    config.only("partial_rotary_factor", 0.5)
+    bias = config.flag("attention_bias")
+    attention = AttentionConfig(**sizes.heads, rope=rope, bias=bias, output_bias=bias)
+    indices = config.get("attn_layer_indices", [])
+    if not isinstance(indices, list) or not all(isinstance(i, int) and 0 <= i < sizes.num_layers for i in indices):
+        raise ModelError(
+            f"config.json: attn_layer_indices is {indices!r}; it must list layers in 0..{sizes.num_layers - 1}"
+        )
+    state = read_state_space(config, sizes.decoder["hidden_size"])
+    mlp = MlpConfig(size=sizes.inner, bias=config.flag("mlp_bias"))
+    mixers = [attention if i in indices else state for i in range(sizes.num_layers)]
+    decoder = DecoderConfig(**sizes.decoder, layers=tuple(LayerConfig(mixer=mixer, mlp=mlp) for mixer in mixers))
+    config.finish()
+    return decoder
+
+
+def read_state_space(config: ConfigReader, hidden_size: int) -> StateSpaceConfig:
+    """Mamba-2's sizes, as Bamba and Granite name them."""
+    num_heads, num_groups = config.integer("mamba_n_heads", 128), config.integer("mamba_n_groups", 1)
+    width = config.integer("mamba_expand", 2) * hidden_size
+    config.only("mamba_d_head", "auto", width // num_heads)
+    config.get("mamba_chunk_size")  # of a kernel
+    if width % num_heads:
+        raise ModelError(f"config.json: mamba_n_heads is {num_heads}, which does not divide the {width} inner channels")
+    limits = config.get("time_step_limit", [0.0, float("inf")])
+    if (
+        not isinstance(limits, (list, tuple))
+        or len(limits) != 2
+        or not all(isinstance(x, (int, float)) for x in limits)
+    ):
+        raise ModelError(f"config.json: time_step_limit is {limits!r}; it must be two numbers")
+    for key in ("time_step_min", "time_step_max", "time_step_floor"):
+        config.get(key)  # of the initial weights
+    return StateSpaceConfig(
+        num_heads=num_heads,
+        num_groups=num_groups,
+        head_dim=width // num_heads,
+        state_dim=config.integer("mamba_d_state", 256),
+        taps=config.integer("mamba_d_conv", 4),
+        bias=config.flag("mamba_proj_bias"),
+        conv_bias=config.flag("mamba_conv_bias", True),
+        dt_limits=(float(limits[0]), float(limits[1])),
+        norm_groups=num_groups,
+    )
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    ends = {**ENDS, "final_norm.weight": "model.final_layernorm.weight"}
+    return Sources(ends, "model.layers.{}.", LAYER, adapt=adapted)
+
+
+def adapted(name: str, part: str, tensor: Tensor) -> Tensor:
+    """Our form of a tensor: a convolution has a weight for each channel and tap."""
+    return tensor.squeeze(1) if part.endswith("conv1d.weight") else tensor

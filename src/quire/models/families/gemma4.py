@@ -1,0 +1,194 @@
+"""Gemma 4, its text: heads differ by layer, some layers read another one's keys, and each has rows of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from quire.errors import ModelError
+from quire.models.decoder_config import (
+    AttentionConfig,
+    DecoderConfig,
+    ExpertsConfig,
+    LayerConfig,
+    MlpConfig,
+    PerLayerConfig,
+)
+from quire.models.families import gemma2
+from quire.models.families.llama import Sizes, check_whole_heads, read_sizes
+from quire.models.hf_config import ConfigReader
+from quire.models.rope import check_rope
+from quire.models.weights import Sources
+from quire.ops.activation import Activation
+
+DEFAULTS = {"max_position_embeddings": 131_072}
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}  # where a config says nothing
+ENDS = {
+    "per_layer_embedding": "model.embed_tokens_per_layer.weight",
+    "per_layer_projection.weight": "model.per_layer_model_projection.weight",
+    "per_layer_projection_norm.weight": "model.per_layer_projection_norm.weight",
+}
+LAYER = {
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "scale": ("layer_scalar",),
+    "per_layer_gate": ("per_layer_input_gate",),
+    "per_layer_output": ("per_layer_projection",),
+    "per_layer_norm": ("post_per_layer_input_norm",),
+    "dense_output_norm": ("post_feedforward_layernorm_1",),
+    "experts_norm": ("pre_feedforward_layernorm_2",),
+    "experts_output_norm": ("post_feedforward_layernorm_2",),
+    "router": ("router.proj",),
+    "router_norm.weight": ("router.scale",),
+    "shares": ("router.per_expert_scale",),
+    # One tensor has those of all experts.
+    "experts.mlp_in.weight": ("experts.gate_up_proj[{}]",),
+    "experts.mlp_out.weight": ("experts.down_proj[{}]",),
+}
+UNUSED = re.compile(r"model\.layers\.\d+\.self_attn\.([kv]_proj|[kv]_norm)\.weight")  # of layers that read others' K
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader({**DEFAULTS, **raw}, "gemma4")
+    sizes = read_sizes(config, num_kv_heads=4, head_dim=256, tied=True)
+    config.only("hidden_activation", "gelu_pytorch_tanh")
+    config.only("use_bidirectional_attention", "vision")  # of images' tokens only
+    decoder = DecoderConfig(
+        **sizes.decoder,
+        layers=_layers(config, sizes),
+        branch_norms=True,
+        layer_scales=True,
+        per_layer=_per_layer(config),
+        logit_softcap=config.optional_number("final_logit_softcapping"),
+        embedding_scale=sizes.decoder["hidden_size"] ** 0.5,
+        rounds_embedding_scale=True,
+    )
+    config.finish()
+    return decoder
+
+
+def _layers(config: ConfigReader, sizes: Sizes) -> tuple[LayerConfig, ...]:
+    num_layers = sizes.num_layers
+    alternating = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(num_layers)]
+    kinds = [*config.get("layer_types", alternating)]
+    kinds[-1:] = ["full_attention"]  # whatever a config says
+    windows = config.windows(kinds, config.window("sliding_window", 512), num_layers)
+    heads, ropes = _heads(config, sizes, kinds), _ropes(config)
+    bias, k_is_v = config.flag("attention_bias"), config.flag("attention_k_eq_v")
+    first_sharing = num_layers - config.count("num_kv_shared_layers", 0)
+    widens, experts = config.flag("use_double_wide_mlp"), _experts(config)
+    layers = []
+    for i, kind in enumerate(kinds):
+        shares = i >= first_sharing
+        if shares and kind not in kinds[:first_sharing]:
+            raise ModelError(
+                f"config.json: num_kv_shared_layers is {num_layers - first_sharing}; layer {i} of {kind} would read "
+                "the keys of an earlier layer of its kind, and there is none"
+            )
+        mixer = AttentionConfig(
+            **heads[i],
+            window=windows[i],
+            rope=ropes[kind],
+            bias=bias,
+            output_bias=bias,
+            qk_norm="head",
+            scale=1.0,
+            v_norm=True,
+            v_is_k=k_is_v and kind == "full_attention",
+            kv_of=max(j for j in range(first_sharing) if kinds[j] == kind) if shares else None,
+        )
+        inner = 2 * sizes.inner if widens and shares else sizes.inner
+        mlp = MlpConfig(size=inner, activation=Activation("gelu_tanh"))
+        layers.append(LayerConfig(mixer=mixer, mlp=mlp, experts=experts))
+    return tuple(layers)
+
+
+def _heads(config: ConfigReader, sizes: Sizes, kinds: list[str]) -> list[dict[str, Any]]:
+    """Each layer's heads: those of full attention differ, as `per_layer_config` says or, before it, two keys."""
+    full = {"head_dim": config.integer("global_head_dim", 512)}
+    kv_heads = config.get("num_global_key_value_heads")
+    if kv_heads is not None and config.flag("attention_k_eq_v"):
+        full["num_kv_heads"] = config.integer("num_global_key_value_heads")
+    usual = {str(i): full for i, kind in enumerate(kinds) if kind == "full_attention"}
+    names = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
+    listed = config.mapping("per_layer_config")
+    own = usual
+    if listed:
+        own = {}
+        for layer, changes in listed.items():
+            if not isinstance(changes, dict) or not changes.keys() <= names.keys():
+                raise ModelError(
+                    f"config.json: per_layer_config has {changes!r} for layer {layer}; family 'gemma4' serves "
+                    f"{', '.join(names)} there"
+                )
+            own[layer] = {names[key]: value for key, value in changes.items()}
+    return [sizes.heads | own.get(str(i), {}) for i in range(len(kinds))]
+
+
+def _ropes(config: ConfigReader) -> dict[str, dict[str, Any]]:
+    """The rope parameters of each kind of layer."""
+    given = config.mapping("rope_parameters") or ROPES
+    if given.keys() != ROPES.keys() or not all(isinstance(rope, dict) for rope in given.values()):
+        raise ModelError(
+            f"config.json: rope_parameters is {given!r}; it must have one object for each of {', '.join(ROPES)}"
+        )
+    for rope in given.values():
+        check_rope(rope)
+        check_whole_heads(config, rope)
+    return given
+
+
+def _per_layer(config: ConfigReader) -> PerLayerConfig | None:
+    vocab_size = config.integer("vocab_size_per_layer_input", 262_144)
+    size = config.count("hidden_size_per_layer_input", 256)
+    return PerLayerConfig(vocab_size=vocab_size, size=size) if size else None
+
+
+def _experts(config: ConfigReader) -> ExpertsConfig | None:
+    if not config.flag("enable_moe_block"):
+        for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+            config.get(key)
+        return None
+    return ExpertsConfig(
+        count=config.integer("num_experts"),
+        per_token=config.integer("top_k_experts"),
+        mlp=MlpConfig(size=config.integer("moe_intermediate_size"), activation=Activation("gelu_tanh")),
+        renormalised=True,
+        scaled=True,
+    )
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = gemma2.weight_sources(config, names)
+    layer = {**theirs.layer, **LAYER}
+    return replace(
+        theirs,
+        ends={**theirs.ends, **ENDS},
+        layer=layer,
+        parts=partial(_parts, config),
+        ignored=UNUSED,
+        adapt=partial(_adapt, config),
+    )
+
+
+def _parts(config: DecoderConfig, layer: int, part: str) -> tuple[str, ...] | None:
+    """Layers that read others' keys have but q, and some take their values for keys."""
+    mixer = config.layers[layer].mixer
+    if part != "qkv" or not isinstance(mixer, AttentionConfig):
+        return None
+    return tuple(f"self_attn.{name}_proj" for name in "qkv"[: len(mixer.projected)])
+
+
+def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
+    """What the router sees is scaled down as well."""
+    return tensor.float() * config.hidden_size**-0.5 if ".router_norm." in name else tensor

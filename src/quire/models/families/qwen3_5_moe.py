@@ -1,0 +1,59 @@
+"""Qwen3.5 with experts, its text: in each layer a gated expert sees all rows as well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.models.decoder_config import DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig
+from quire.models.families import qwen3_5, qwen3_moe
+from quire.models.families.qwen3_5 import read_mixers, read_text_sizes
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+SHARED = {
+    "shared.mlp_in": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "shared.mlp_out": ("mlp.shared_expert.down_proj",),
+    "shared_gate": ("mlp.shared_expert_gate",),
+}
+TOGETHER = {  # where one tensor has those of all experts
+    "experts.mlp_in.weight": ("mlp.experts.gate_up_proj[{}]",),
+    "experts.mlp_out.weight": ("mlp.experts.down_proj[{}]",),
+}
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader({"intermediate_size": 1, **raw}, "qwen3_5_moe")  # of layers without experts: there are none
+    sizes = read_text_sizes(config, num_kv_heads=2)
+    config.only("hidden_act", "silu")
+    config.only("mlp_only_layers", [])
+    config.only("norm_topk_prob", True)
+    experts = read_experts(config, count=256, per_token=8)
+    layers = tuple(LayerConfig(mixer=mixer, mlp=experts) for mixer in read_mixers(config, sizes))
+    decoder = DecoderConfig(**sizes.decoder, layers=layers)
+    config.finish()
+    return decoder
+
+
+def read_experts(config: ConfigReader, count: int, per_token: int) -> ExpertsConfig:
+    """The experts of a layer. count, per_token: where a config says nothing."""
+    config.get("router_aux_loss_coef")  # for training
+    return ExpertsConfig(
+        count=config.integer("num_experts", count),
+        per_token=config.integer("num_experts_per_tok", per_token),
+        mlp=MlpConfig(size=config.integer("moe_intermediate_size", 512)),
+        renormalised=config.flag("norm_topk_prob", True),
+        shared=MlpConfig(size=config.integer("shared_expert_intermediate_size", 512)),
+        shared_gate=True,
+    )
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = qwen3_5.weight_sources(config, names)
+    layer = {**theirs.layer, **qwen3_moe.LAYER, **SHARED}
+    if any(name.endswith(".mlp.experts.gate_up_proj") for name in names):
+        layer |= TOGETHER
+    return replace(theirs, layer=layer)

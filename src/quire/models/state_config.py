@@ -1,0 +1,153 @@
+"""Mixers that keep a state beside keys and values: their sizes, and the shapes of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire.cache.groups import StateSizes
+from quire.errors import ModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaConfig:
+    """The gated delta rule (Yang et al. 2024), after a short convolution."""
+
+    num_heads: int  # Hv
+    num_k_heads: int  # Hk
+    dim_k: int  # Dk
+    dim_v: int  # Dv
+    taps: int  # K
+    in_pairs: bool = False  # checkpoints keep two of the parts of its first projection as one, twice
+
+    bias = False  # of the projections
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_k_heads:
+            raise ModelError(f"{self.num_heads} value heads cannot share {self.num_k_heads} key heads evenly")
+
+    @property
+    def sizes(self) -> StateSizes:
+        """What the cache has to know of it."""
+        return StateSizes(
+            num_heads=self.num_heads,
+            num_k_heads=self.num_k_heads,
+            dim_k=self.dim_k,
+            dim_v=self.dim_v,
+            width=self.width,
+            taps=self.taps,
+        )
+
+    @property
+    def width(self) -> int:
+        """W: queries, keys and values."""
+        return 2 * self.num_k_heads * self.dim_k + self.out_size
+
+    @property
+    def out_size(self) -> int:
+        """Numbers of a row of what it recalls."""
+        return self.num_heads * self.dim_v
+
+    @property
+    def in_rows(self) -> tuple[int, ...]:
+        """Rows of its first projection: what is convolved, the gate of the result, b, a."""
+        if self.in_pairs:
+            return (self.width + self.out_size, 2 * self.num_heads)
+        return (self.width, self.out_size, self.num_heads, self.num_heads)
+
+    def vectors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of its weights that are no linears."""
+        yield "conv.weight", (self.width, self.taps)
+        yield "A_log", (self.num_heads,)
+        yield "dt_bias", (self.num_heads,)
+        yield "gate_norm.weight", (self.dim_v,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpaceConfig:
+    """Mamba-2's state space (Dao & Gu 2024), after a short convolution."""
+
+    num_heads: int
+    num_groups: int  # heads of one group share B and C
+    head_dim: int  # numbers of x that a head has
+    state_dim: int  # numbers of B and of C
+    taps: int  # K
+    bias: bool  # of the projections
+    conv_bias: bool
+    dt_limits: tuple[float, float]
+    norm_groups: int  # parts of the result that are normalised by themselves
+
+    def __post_init__(self) -> None:
+        for name, count in (("groups", self.num_groups), ("parts of the norm", self.norm_groups)):
+            if self.num_heads % count:
+                raise ModelError(f"{self.num_heads} heads of a state cannot form {count} {name} evenly")
+
+    @property
+    def sizes(self) -> StateSizes:
+        """What the cache has to know of it."""
+        return StateSizes(
+            num_heads=self.num_heads,
+            num_k_heads=self.num_groups,
+            dim_k=self.state_dim,
+            dim_v=self.head_dim,
+            width=self.width,
+            taps=self.taps,
+        )
+
+    @property
+    def width(self) -> int:
+        """W: x, B and C."""
+        return self.out_size + 2 * self.num_groups * self.state_dim
+
+    @property
+    def out_size(self) -> int:
+        """Numbers of a row of what it recalls."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def in_rows(self) -> tuple[int, ...]:
+        """Rows of its first projection: the gate of the result, what is convolved, dt."""
+        return (self.out_size, self.width, self.num_heads)
+
+    def vectors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of its weights that are no linears."""
+        yield "conv.weight", (self.width, self.taps)
+        if self.conv_bias:
+            yield "conv.bias", (self.width,)
+        for name in ("A_log", "D", "dt_bias"):
+            yield name, (self.num_heads,)
+        yield "gate_norm.weight", (self.out_size,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionConfig:
+    """A short convolution between two gates (LFM2)."""
+
+    width: int  # W
+    taps: int  # K
+    bias: bool  # of the projections
+    conv_bias: bool
+
+    @property
+    def sizes(self) -> StateSizes:
+        """What the cache has to know of it."""
+        return StateSizes(width=self.width, taps=self.taps)
+
+    @property
+    def out_size(self) -> int:
+        """Numbers of a row of the result."""
+        return self.width
+
+    @property
+    def in_rows(self) -> tuple[int, ...]:
+        """Rows of its first projection: the gate before, the gate after, what is convolved."""
+        return (self.width,) * 3
+
+    def vectors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of its weights that are no linears."""
+        yield "conv.weight", (self.width, self.taps)
+        if self.conv_bias:
+            yield "conv.bias", (self.width,)
+
+
+StateConfig = GatedDeltaConfig | StateSpaceConfig | ConvolutionConfig
