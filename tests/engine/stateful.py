@@ -6,7 +6,7 @@ Products are formed row by row, so a row has the same bits in every batch as far
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,69 +17,12 @@ from quire.cache.storage import KVCache, state_groups
 from quire.config import engine_config
 from quire.engine.engine import Engine, build_engine
 from quire.models.model import WeightBytes
-from quire.ops import AttentionPlan, Backend, RecurrentCache, RecurrentPlan, load, reference_recurrent
-from quire.ops.cpu.backend import CpuBackend
+from quire.ops import AttentionPlan, RecurrentCache, RecurrentPlan, load
 from quire.ops.program import Plan
-from quire.ops.recurrent import PIECE
 
 VOCABULARY, WIDTH = 500, 32
 HEADS = Heads(4, 2, 16)
 SIZES = StateSizes(num_heads=4, num_k_heads=2, dim_k=8, dim_v=16, width=2 * 2 * 8 + 4 * 16, taps=4)
-
-
-class SpecifiedStates(CpuBackend):
-    """Native attention, and the specification of layers that keep a state, row by row: PyTorch's sums and functions
-    depend on how many numbers there are.
-    """
-
-    keeps_states = True
-
-    def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, *records) -> Tensor:  # type: ignore[no-untyped-def, override]
-        return reference_recurrent.convolve(x, weight, bias, activation, *records)
-
-    def _gated_delta(  # type: ignore[override]
-        self,
-        qkv: Tensor,
-        gates: Tensor,
-        decay_rate: Tensor,
-        dt_bias: Tensor,
-        cache: RecurrentCache,
-        plan: RecurrentPlan,
-    ) -> Tensor:
-        spec = replace(plan.spec, num_states=2, num_rows=1)
-        one = RecurrentPlan(spec, 1, 1, 2)
-        out = qkv.new_empty(len(qkv), spec.value_width)
-        for seq in reference_recurrent.sequences(plan):
-            mine = RecurrentCache.allocate(spec)  # of the piece in progress; state records: before it, and after it
-            begin, slot = divmod(seq.first, PIECE)
-            if begin:
-                mine.state[0] = cache.state[seq.states[0]]
-            for name in ("keys", "updates", "decays") if slot else ():
-                getattr(mine, name)[0] = getattr(cache, name)[seq.records[0]]
-            for row, position in enumerate(range(seq.first, seq.end), seq.rows.start):
-                j = position // PIECE - begin
-                tables = [torch.tensor([entries], dtype=torch.int32) for entries in ([0, 1], [0, -1])]
-                lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([position + 1], dtype=torch.int32)
-                one.update(*lens, *tables)
-                rows = slice(row, row + 1)
-                args = (qkv[rows], gates[rows], decay_rate, dt_bias, mine, one)
-                out[row] = reference_recurrent.gated_delta(*args)[0]
-                plan._nonfinite[row] |= one.nonfinite[0]
-                if (position + 1) % PIECE == 0:
-                    mine.state[0] = mine.state[1]
-                    if seq.states[j + 1] >= 0:
-                        cache.state[seq.states[j + 1]] = mine.state[0]
-                for name in ("keys", "updates", "decays") if seq.records[j] >= 0 else ():
-                    getattr(cache, name)[seq.records[j], :, position % PIECE] = getattr(mine, name)[
-                        0, :, position % PIECE
-                    ]
-        return out
-
-
-def backend() -> Backend:
-    """The fastest one that has the operators."""
-    native = load("auto")
-    return native if native.keeps_states else SpecifiedStates()
 
 
 @dataclass(frozen=True)
@@ -106,7 +49,7 @@ class StatefulModel:
     rows_keep_bits, capturable = True, False
 
     def __init__(self, dtype: torch.dtype, shape: Shape = Shape()) -> None:
-        self.dtype, self.config, self.backend = dtype, shape, backend()
+        self.dtype, self.config, self.backend = dtype, shape, load("auto")
         generator = torch.Generator().manual_seed(4)
 
         def weight(*sizes: int) -> Tensor:

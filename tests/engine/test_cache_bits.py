@@ -172,5 +172,11 @@ def test_the_same_bits(
     assert (served.scheduler.num_preemptions > 0) == (preemption != "none")
     assert bool(moved) == (preemption == "swap")
     has_states = bool(served.scheduler.manager.state_groups)  # of few prompts no whole piece is common
-    if caching and (batch > 8 if has_states else batch > 1 or preemption == "none"):  # else the elder takes everything
+    if isinstance(directory, torch.dtype):  # and it stays where there is room
+        found_some = caching and batch == 64 and preemption == "none"
+    elif has_states:
+        found_some = caching and batch > 8
+    else:  # else the elder takes everything
+        found_some = caching and (batch > 1 or preemption == "none")
+    if found_some:
         assert served.scheduler.manager.hits.cached_tokens > 0

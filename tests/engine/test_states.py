@@ -14,10 +14,12 @@ from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine
 from quire.engine.speculation import PromptLookup
 from quire.errors import ConfigError
+from quire.ops.cpu import native
 from quire.request import Miss
 from tests.engine.fakes import VOCAB, circling, continuation, fake_engine, request, run, siblings
 from tests.engine.stateful import stateful_engine
 
+NATIVE = pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")  # rows keep their bits
 ATTENTION = (CacheGroup((0,)),)
 HYBRID = (*ATTENTION, StateGroup((1,), 32), RowGroup((1,), 32))
 SMALL = (*ATTENTION, StateGroup((1,), piece=4), RowGroup((1,), piece=4))
@@ -109,6 +111,7 @@ def test_too_few_states_for_all_preempt_and_nothing_is_lost(num_host_blocks: int
     assert engine.scheduler.num_preemptions > 0
 
 
+@NATIVE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_beams_score_the_same_with_and_without_room(dtype: torch.dtype) -> None:
     found = []
@@ -131,6 +134,7 @@ def test_beams_score_the_same_with_and_without_room(dtype: torch.dtype) -> None:
     assert found[0] == found[1]
 
 
+@NATIVE
 @pytest.mark.parametrize("at", [20, 40, 64])
 def test_no_state_after_what_is_not_finite_is_left_to_others(at: int) -> None:
     engine = stateful_engine(torch.float32)

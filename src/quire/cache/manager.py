@@ -329,8 +329,9 @@ class BlockManager:
         if num_tokens <= cache.room:
             return True
         sure = min(num_tokens, len(request.tokens))  # the others are guesses
-        if sure == len(request.tokens) and request.group is not None and not request.num_generated + request.driven:
-            sure -= 1  # siblings that are forked from here compute the last token once more
+        is_forked = request.group is not None and request.num_generated == 0 and not request.driven
+        if is_forked and sure == len(request.tokens):
+            sure -= 1  # its siblings compute the last token once more
         counts: list[int] = []  # entries that each table gets
         passed: list[int] = []  # the first of them that gets a block
         shared: list[int] = []  # the entry of the block that is written first, if others share it; else NONE
