@@ -19,10 +19,11 @@ test: $(INSTALLED)  ## the whole test suite
 test-fast: $(INSTALLED)  ## the inner loop: what takes long is left out (the marker `slow`)
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "not slow"
 
-test-long: $(INSTALLED)  ## the random runs and the compiled kernels with all their repetitions
+test-long: $(INSTALLED)  ## the random runs, the compiled kernels and what has one result in many ways, with all repetitions
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal --long --timeout 3600 \
-	  tests/engine/test_soak.py tests/engine/test_random_runs.py tests/ops/triton_backend/test_compiled.py \
-	  tests/ops/test_conformance.py tests/cache/test_machine.py
+	  tests/engine/test_soak.py tests/engine/test_random_runs.py tests/engine/test_engine.py tests/engine/test_failures.py \
+	  tests/engine/test_loops.py tests/engine/test_tasks.py tests/engine/test_cache_bits.py tests/engine/test_reproducible.py \
+	  tests/ops/triton_backend/test_compiled.py tests/ops/test_conformance.py tests/ops/test_registered.py tests/cache/test_machine.py
 
 test-lowest: $(LOWEST)  ## the same with the lowest versions that pyproject.toml allows, in an environment of their own
 	.venv-lowest/bin/python -m pytest --numprocesses auto --dist worksteal

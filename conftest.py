@@ -2,11 +2,14 @@
 
 import gc
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.forks import Spawner
 
 LONGEST = ("test_compiled.py", "test_wheel.py")  # half a minute a test; at the end one worker would wait for it
 
@@ -23,6 +26,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def long(pytestconfig: pytest.Config) -> bool:
     """Whether to do all repetitions, of which the suite does a part."""
     return bool(pytestconfig.getoption("long"))
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spawner]:
+    """Starts `quire` in processes that have imported all they need."""
+    with Spawner(tmp_path_factory.mktemp("forks")) as found:
+        yield found
 
 
 def pytest_configure() -> None:
@@ -43,5 +53,9 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("long"):
+        more = [item for item in items if item.get_closest_marker("long") is not None]
+        config.hook.pytest_deselected(items=more)
+        items[:] = [item for item in items if item not in set(more)]
     items.sort(key=lambda item: item.path.name not in LONGEST)

@@ -11,7 +11,7 @@ from array import array
 import torch
 from torch import Tensor
 
-from quire.cache.manager import BlockManager, CacheGroup, Move
+from quire.cache.manager import BlockManager, CacheGroup, Heads, Move
 from quire.cache.storage import KVCache
 from quire.errors import BadShape, BadValue, OutOfBlocks
 from quire.request import Request, SamplingParams
@@ -25,9 +25,9 @@ class LayerwiseCache:
         dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         """One pool of num_blocks blocks for all layers."""
-        groups = (CacheGroup(tuple(range(num_layers))),)
+        groups = (CacheGroup(tuple(range(num_layers)), heads=Heads(num_kv_heads, num_kv_heads, head_dim)),)
         self.manager = BlockManager(groups, num_blocks, block_size, max_growth=2**30, enable_prefix_caching=False)
-        self.memory = KVCache(groups, num_blocks, block_size, num_kv_heads, head_dim, dtype)
+        self.memory = KVCache(groups, num_blocks, block_size, dtype)
         self.num_layers, self.num_kv_heads, self.block_size, self.head_dim = (
             num_layers, num_kv_heads, block_size, head_dim,
         )  # fmt: skip

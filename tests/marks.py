@@ -1,4 +1,4 @@
-"""What of a test's many runs belongs to the inner loop."""
+"""What of a test's many runs belongs to the inner loop, and what to the long one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,18 @@ from typing import Any
 import pytest
 
 
-def quick(values: Iterable[Any], count: int) -> list[Any]:
-    """Parameters of which the first `count` run in `make test-fast`, and the others are slow."""
-    return [pytest.param(value, marks=pytest.mark.slow if i >= count else ()) for i, value in enumerate(values)]
+def quick(values: Iterable[Any], count: int, usual: int | None = None) -> list[Any]:
+    """Parameters of which the first `count` run in `make test-fast`, and the others are slow.
+
+    usual: as many run in `make test`, and the others with `pytest --long` alone. None: all.
+    """
+
+    def marks(i: int) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.slow] * (i >= count) + [pytest.mark.long] * (usual is not None and i >= usual)
+
+    return [pytest.param(value, marks=marks(i)) for i, value in enumerate(values)]
+
+
+def of_long_runs(*values: Any) -> Any:
+    """A test's parameters that are more of the same: `pytest --long` alone runs them."""
+    return pytest.param(*values, marks=pytest.mark.long)

@@ -42,6 +42,7 @@ VARIANTS: dict[str, Object] = {
         "secretName": "other",
         "options": {"model": "a/b", "max-num-seqs": "64"},
         "replicas": VALUES["replicas"] | {"count": 3, "maxCount": 3},
+        "head": VALUES["head"] | {"redisAddress": "redis:6379", "redisSecretName": "redis"},
     },
 }
 
@@ -233,7 +234,13 @@ SCHEMAS = {
                         "authOptions": record({"mode": {"const": "token"}}),
                         "headGroupSpec": GROUP,
                         "workerGroupSpecs": several(WORKERS),
-                    }
+                    },
+                    gcsFaultToleranceOptions=record(
+                        {"redisAddress": TEXT},
+                        redisPassword=record(
+                            {"valueFrom": record({"secretKeyRef": record({"name": NAME, "key": TEXT})})}
+                        ),
+                    ),
                 ),
             }
         ),
@@ -299,6 +306,8 @@ def test_the_values_are_what_the_schema_wants() -> None:
         {"replicas": VALUES["replicas"] | {"count": 257}},
         {"port": 0},
         {"secretName": "Quire Fleet"},
+        {"head": VALUES["head"] | {"redisAddress": "http://redis:6379"}},
+        {"head": VALUES["head"] | {"redisAddress": "redis"}},
     ],
 )
 def test_values_that_cannot_be_are_refused(wrong: Object) -> None:
@@ -457,6 +466,14 @@ def test_serves_config_is_one_that_the_application_takes(variant: str) -> None:
     for one in (replica, gateway):
         [mount] = [mount for mount in one["volumeMounts"] if mount["name"] == "secret"]
         assert fleet.secret_file == f"{mount['mountPath']}/secret"
+
+
+def test_the_head_keeps_what_it_knows_in_a_redis_that_is_named() -> None:
+    for variant, expected in (("ray", None), ("ray, other values", "redis:6379")):
+        [service] = [each for each in objects_of(variant) if each["kind"] == "RayService"]
+        found = service["spec"]["rayClusterConfig"].get("gcsFaultToleranceOptions")
+        assert (found and found["redisAddress"]) == expected
+    assert found["redisPassword"]["valueFrom"]["secretKeyRef"]["name"] == "redis"
 
 
 def test_the_versions_are_those_of_the_project() -> None:

@@ -17,7 +17,8 @@ import quire
 from quire import ops
 from quire.cli import app
 from quire.ops.cpu import native
-from tests.server.test_serve_command import Process, running
+from tests.forks import Process, Spawner
+from tests.server.test_serve_command import running
 
 ROOT = Path(__file__).parent.parent
 # tests/server/test_serving_page.py and tests/fleet/test_fleet_page.py run what is in these.
@@ -43,9 +44,9 @@ COMMANDS = [(name, line[2:]) for name, body in blocks("console") for line in bod
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Process]:
+def server(forks: Spawner) -> Iterator[Process]:
     """What `quire serve` starts, at a port of its own."""
-    with running() as found:
+    with running(forks) as found:
         yield found
 
 

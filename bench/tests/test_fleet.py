@@ -18,6 +18,7 @@ from quire_bench.fleet.running import fetch, fleet, pieces, waited_for
 from quire_bench.fleet.traces import ANSWER, BLOCK, TURNS, Trace, sessions, shared_prefixes
 from quire_bench.proc import cpu_seconds
 from quire_bench.server.prompts import Prompt
+from tests.forks import Spawner
 
 OPTIONS = ("--num-blocks", "256", "--max-num-seqs", "8")
 
@@ -25,14 +26,21 @@ OPTIONS = ("--num-blocks", "256", "--max-num-seqs", "8")
 # ------------------------------------------------------------------------------------------------------- the traces
 
 
-@pytest.mark.parametrize("make", [sessions, shared_prefixes])
-def test_traces_are_the_same_every_time_and_fit(make) -> None:  # type: ignore[no-untyped-def]
-    trace = make(60, 3)
-    assert trace == make(60, 3)
-    assert trace != make(60, 4)
+@pytest.mark.parametrize("longest", [1024, 4096])
+@pytest.mark.parametrize("name", routing.TRACES)
+def test_traces_are_the_same_every_time_and_fit(name: str, longest: int) -> None:
+    make = routing.TRACES[name]
+    trace = make(60, 3, longest)
+    assert trace == make(60, 3, longest)
+    assert trace != make(60, 4, longest)
     assert len(trace.prompts) == 60
-    assert max(len(one.content) for one in trace.prompts) + ANSWER <= 1024  # the embedded model's longest sequence
-    assert 0.4 < trace.infinite_hit_rate < 0.95
+    lengths = [len(one.content) + ANSWER for one in trace.prompts]
+    assert longest / 10 < max(lengths) <= longest
+    if name == "unshared":
+        assert trace.working_set == trace.hit_rate() == 0
+    else:
+        assert max(lengths) > longest / 2
+        assert 0.4 < trace.hit_rate() < 0.95
 
 
 def test_a_conversation_goes_on() -> None:
@@ -56,7 +64,9 @@ def test_the_hit_rate_and_working_set_of_a_trace() -> None:
     a, b, c = ([token] * BLOCK for token in (5, 6, 7))
     trace = Trace("by hand", (Prompt(a + b + [1], 1), Prompt(a + c, 1), Prompt(a + b, 1), Prompt(b + a, 1)))
     assert trace.working_set == 2
-    assert trace.infinite_hit_rate == (0 + 1 + 1 + 0) * BLOCK / (8 * BLOCK + 1)
+    assert trace.hit_rate() == (0 + 1 + 1 + 0) * BLOCK / (8 * BLOCK + 1)
+    assert trace.hit_rate(1) == trace.hit_rate()  # of a prompt's blocks the first one is evicted last
+    assert trace.hit_rate(0) == 0
 
 
 # ------------------------------------------------------------------------------------------------------- the figures
@@ -96,6 +106,8 @@ def test_cpu_time_of_a_process() -> None:
         ("kills --kills 0", "kills is 0"),
         ("kills --prompt-len 0", "prompt_len is 0"),
         ("routing --jobs 13", "jobs is 13; it must be at least 14"),
+        ("routing --trace-len 100", "trace_len is 100; it must be"),
+        ("routing --traces sessions,x", "there is no trace 'x'; choose from sessions, documents, unshared"),
         ("leaving --runs 0", "runs is 0"),
     ],
 )
@@ -118,7 +130,15 @@ def test_what_does_not_come_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 # ------------------------------------------------------------------------------------------------ each measurement
 
 
+@pytest.fixture
+def _forked(forks: Spawner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes start in a fraction of the time. tests/fleet/test_fleet_command.py starts them as everywhere."""
+    monkeypatch.setattr("quire_bench.fleet.running.running", forks.running)
+    monkeypatch.setattr("quire_bench.fleet.overhead.running", forks.running)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_forked")
 def test_a_fleet_is_read_killed_and_restarted() -> None:
     with fleet(2, *OPTIONS) as found:
         [first, second] = found.replicas
@@ -138,6 +158,7 @@ def test_a_fleet_is_read_killed_and_restarted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_forked")
 def test_what_a_gateway_costs() -> None:
     ticks: list[int] = []
     shown = overhead.measure(OPTIONS, [1, 3], 12, 5, 2, lambda: ticks.append(1)).as_dict()
@@ -150,6 +171,7 @@ def test_what_a_gateway_costs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_forked")
 def test_a_kill_is_noticed_by_its_stall_alone() -> None:
     found = kills.measure(OPTIONS, 1, 24)
     assert [one.is_same for one in found.kills] == [True]
@@ -157,7 +179,10 @@ def test_a_kill_is_noticed_by_its_stall_alone() -> None:
 
 
 @pytest.mark.slow
-def test_a_replica_that_is_left_alone() -> None:
+@pytest.mark.usefixtures("_forked")
+def test_a_replica_that_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaving, "BEFORE", 0.2)
+    monkeypatch.setattr(leaving, "AFTER", 0.2)
     found = leaving.measure(OPTIONS, 3, 1)
     assert [one.what for one in found] == ["hung", "killed", "drained"]
     for one in found:
@@ -167,20 +192,24 @@ def test_a_replica_that_is_left_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_forked")
 def test_traces_that_are_routed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "LOADS", (0.8,))
+    monkeypatch.setattr(routing, "WARM_UP", 4)
     ticks: list[int] = []
-    found = routing.measure((), 2 * TURNS, advance=lambda: ticks.append(1))
-    assert len(ticks) == 2 * (1 + 2)
+    found = routing.measure((), ["documents", "unshared"], 2 * TURNS, advance=lambda: ticks.append(1))
+    assert len(ticks) == 2 * routing.RUNS - 2 * 2  # as there is one load, not two
     assert [(one.trace, one.way) for one in found] == [
-        (trace, way) for trace in ("sessions", "shared prefixes") for way in ("round robin", "gateway")
+        (trace, way) for trace in ("shared prefixes", "nothing shared") for way in ("round robin", "gateway")
     ]
     for one in found:
-        assert 0 < one.hit_rate <= one.infinite_hit_rate
+        assert (one.hit_rate > 0) == (one.trace != "nothing shared")
+        assert one.hit_rate <= one.infinite_hit_rate >= one.pooled_hit_rate
         assert one.p99_first_token >= one.mean_first_token > 0
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_forked")
 def test_the_command() -> None:
     tiny = "gateway --streams 2 --requests 2 --output-len 4 --runs 1".split()
     result = CliRunner().invoke(app, ["bench", "fleet", *tiny])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from quire.cache.manager import BlockManager, CacheGroup
+from quire.cache.manager import BlockManager, CacheGroup, Heads
 from quire.cli import app
 from quire.engine.workloads import WORKLOADS
 from quire.errors import BadValue, ConfigError, ModelError, QuireError
@@ -21,6 +21,8 @@ from quire_bench.engine.contiguous import ContiguousAllocator, ContiguousSchedul
 from quire_bench.engine.memory import KVSize, Moment, Setup
 
 pytestmark = pytest.mark.slow
+
+HEADS = Heads(2, 2, 8)
 
 # ---------------------------------------------------------------------------------------------- the allocator
 
@@ -287,13 +289,13 @@ def test_a_request_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_with_a_window_take_fewer_blocks() -> None:
-    windowed = KVSize((CacheGroup((0, 2), 64), CacheGroup((1, 3))), 2, 8, torch.float32)
-    whole = KVSize((CacheGroup((0, 1, 2, 3)),), 2, 8, torch.float32)
+    windowed = KVSize((CacheGroup((0, 2), 64, HEADS), CacheGroup((1, 3), None, HEADS)), torch.float32)
+    whole = KVSize((CacheGroup((0, 1, 2, 3), None, HEADS),), torch.float32)
     assert windowed.bytes_per_token == whole.bytes_per_token == 2 * 4 * 2 * 8 * 4
     assert whole.paged_bytes(4096) == 4096 * whole.bytes_per_token
     assert windowed.paged_bytes(4096) == (4096 + 2128) * whole.bytes_per_token // 2  # 63 keys before 2,048 new ones
     assert windowed.paged_fit(2**30, 4096) == whole.paged_fit(2**30, 4096)  # both groups have the same blocks
-    sliding = KVSize((CacheGroup((0, 1, 2, 3), 64),), 2, 8, torch.float32)
+    sliding = KVSize((CacheGroup((0, 1, 2, 3), 64, HEADS),), torch.float32)
     assert sliding.paged_fit(2**30, 4096) == 2**30 // (2128 * whole.bytes_per_token)
 
 

@@ -9,7 +9,7 @@ from tests.cache.machine import GROUPS, Machine, operate
 
 pytestmark = pytest.mark.slow
 
-SEEDS, STEPS, LONG_STEPS = 40, 10_000, 25_000  # the long ones make a million operations
+SEEDS, STEPS, LONG_STEPS = 40, 5_000, 25_000  # the long ones make a million operations
 
 PICK = st.integers(0, 10_000)
 

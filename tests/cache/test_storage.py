@@ -6,17 +6,19 @@ import pytest
 import torch
 
 from quire.cache import storage
-from quire.cache.manager import CacheGroup
-from quire.cache.storage import KVCache, bytes_per_block, choose_num_blocks, free_memory
+from quire.cache.manager import CacheGroup, Heads
+from quire.cache.storage import KVCache, bytes_per_block, choose_num_blocks, free_memory, group_spec
 from quire.config import CacheConfig, parse_memory
 from quire.errors import ConfigError
 from quire.ops.memory import HUGE_PAGE
+from quire.ops.spec import check_kv
 
-GROUP = (CacheGroup((0, 1, 2)),)
+HEADS = Heads(num_heads=4, num_kv_heads=2, head_dim=8)
+GROUP = (CacheGroup((0, 1, 2), heads=HEADS),)
 
 
 def test_layers_are_separate_views_with_k_and_v_side_by_side() -> None:
-    cache = KVCache(GROUP, num_blocks=5, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
+    cache = KVCache(GROUP, num_blocks=5, block_size=4, dtype=torch.bfloat16)
     for layer in range(3):
         kv = cache.layer(layer)
         assert kv.k.shape == kv.v.shape == (5, 2, 4, 8)
@@ -31,7 +33,7 @@ def test_layers_are_separate_views_with_k_and_v_side_by_side() -> None:
 def test_memory_on_a_cpu_starts_at_a_huge_page_and_holds_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     for resident in (0, 2**20, 2**40):
         monkeypatch.setattr(storage, "RESIDENT", resident)
-        cache = KVCache(GROUP, num_blocks=300, block_size=16, num_kv_heads=4, head_dim=64, dtype=torch.float16)
+        cache = KVCache(GROUP, num_blocks=4800, block_size=16, dtype=torch.float16)
         for layer in range(3):
             kv = cache.layer(layer)
             assert kv.k.data_ptr() % HUGE_PAGE == 0
@@ -42,11 +44,35 @@ def test_memory_on_a_cpu_starts_at_a_huge_page_and_holds_zeros(monkeypatch: pyte
 
 def test_bytes_of_a_block() -> None:
     """Llama-3.2-1B: 32 KiB of KV a token over its 16 layers."""
-    groups = (CacheGroup(tuple(range(16))),)
-    assert bytes_per_block(groups, 16, 8, 64, torch.bfloat16) == 16 * 32 * 1024
-    cache = KVCache(groups, 3, 16, 8, 64, torch.bfloat16)
+    groups = (CacheGroup(tuple(range(16)), heads=Heads(32, 8, 64)),)
+    assert bytes_per_block(groups, 16, torch.bfloat16) == 16 * 32 * 1024
+    cache = KVCache(groups, 3, 16, torch.bfloat16)
     total = sum(2 * cache.layer(i).k.numel() * 2 for i in range(16))
-    assert total == 3 * bytes_per_block(groups, 16, 8, 64, torch.bfloat16)
+    assert total == 3 * bytes_per_block(groups, 16, torch.bfloat16)
+
+
+def test_groups_differ_in_heads() -> None:
+    groups = (CacheGroup((0, 2), heads=Heads(4, 2, 8)), CacheGroup((1,), window=6, heads=Heads(4, 1, 32)))
+    cache = KVCache(groups, 3, 4, torch.float32)
+    assert [tuple(cache.layer(i).k.shape) for i in range(3)] == [(3, 2, 4, 8), (3, 1, 4, 32), (3, 2, 4, 8)]
+    assert bytes_per_block(groups, 4, torch.float32) == 2 * (2 * 2 * 4 * 8 + 4 * 32) * 4
+    specs = [group_spec(group, 4, 3, torch.float32) for group in groups]
+    assert [(spec.num_kv_heads, spec.head_dim, spec.window) for spec in specs] == [(2, 8, None), (1, 32, 6)]
+    for spec, group in zip(specs, range(2), strict=True):
+        for kv in cache.layers(group):
+            check_kv(kv, spec)
+
+
+def test_a_latent_cache_stores_v_within_k() -> None:
+    """DeepSeek-V3: 576 numbers a token and layer, of which 512 are the latent."""
+    group = CacheGroup((0, 1), heads=Heads(128, 1, 576, latent=512))
+    assert bytes_per_block((group,), 16, torch.bfloat16) == 2 * 16 * 576 * 2
+    kv = KVCache((group,), 3, 16, torch.bfloat16).layer(1)
+    check_kv(kv, group_spec(group, 16, 3, torch.bfloat16))
+    kv.k[1, 0, 5] = torch.arange(576)
+    assert torch.equal(kv.v[1, 0, 5], kv.k[1, 0, 5, :512])
+    with pytest.raises(ConfigError, match="one latent row"):
+        group_spec(group, 16, 3, torch.bfloat16, torch.int8)
 
 
 @pytest.mark.parametrize(

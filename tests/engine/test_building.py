@@ -17,7 +17,7 @@ from quire.engine.engine import FIXED_RESERVE, LOGIT_BYTES, Engine, build_engine
 from quire.engine.loops import OverlappedLoop, SequentialLoop
 from quire.errors import ConfigError, Unsupported
 from quire.models import EMBEDDED, load_model
-from quire.models.decoder_config import ExpertsConfig
+from quire.models.decoder_config import ExpertsConfig, MlpConfig
 from quire.models.families import llama
 from quire.ops.cpu import native
 from quire.ops.cpu.executor import NativeExecutor
@@ -65,7 +65,7 @@ def on_gpu(
 
 def test_the_cache_leaves_room_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = load_model(EMBEDDED, engine_config(), ops.load()).config
-    a_block = bytes_per_block(decoder.groups, 16, decoder.num_kv_heads, decoder.head_dim, llama_dtype())
+    a_block = bytes_per_block(decoder.groups, 16, llama_dtype())
     reserve = working_memory(decoder, llama_dtype().itemsize, 2_048) + FIXED_RESERVE
     served = on_gpu(monkeypatch, reserve + 200 * a_block, kv_cache_memory="100%")
     assert served.scheduler.manager.num_blocks == 200
@@ -78,7 +78,7 @@ def test_the_cache_leaves_room_for_a_step(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_cpu_keeps_room_for_a_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(EMBEDDED, engine_config(), ops.load())
-    a_block = bytes_per_block(model.config.groups, 16, model.config.num_kv_heads, model.config.head_dim, llama_dtype())
+    a_block = bytes_per_block(model.config.groups, 16, llama_dtype())
     reserve = working_memory(model.config, llama_dtype().itemsize, 512)
     options = {"kv_cache_memory": "100%", "max_num_batched_tokens": 512}
     monkeypatch.setattr(engine_module, "free_memory", lambda device="cpu": reserve + 200 * a_block)
@@ -106,8 +106,9 @@ def test_graphs_are_for_backends_that_read_everything_on_the_device(monkeypatch:
 
 def test_steps_of_experts_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which rows an expert gets is known on the host only, which a graph does not ask."""
-    experts = ExpertsConfig(layers=frozenset((0,)), count=4, per_token=2, size=8, renormalised=True)
-    served = on_gpu(monkeypatch, 8 * GIB, experts=experts)
+    experts = ExpertsConfig(count=4, per_token=2, mlp=MlpConfig(size=8), renormalised=True)
+    layers = llama.decoder_config(LLAMA_8B).layers
+    served = on_gpu(monkeypatch, 8 * GIB, layers=(replace(layers[0], mlp=experts), *layers[1:]))
     assert served.runner.kind == "eager"  # type: ignore[attr-defined]
 
 
@@ -115,8 +116,9 @@ def test_experts_take_memory_too() -> None:
     dense = llama.decoder_config(LLAMA_8B)
     memory = []
     for per_token in (1, 8):
-        experts = ExpertsConfig(layers=frozenset((0,)), count=8, per_token=per_token, size=14_336, renormalised=True)
-        memory.append(working_memory(replace(dense, experts=experts), 2, 2_048))
+        experts = ExpertsConfig(count=8, per_token=per_token, mlp=MlpConfig(size=14_336), renormalised=True)
+        layers = replace(dense.layers[0], mlp=experts), *dense.layers[1:]
+        memory.append(working_memory(replace(dense, layers=layers), 2, 2_048))
     assert working_memory(dense, 2, 2_048) < memory[0]
     assert memory[1] - memory[0] > 7 * 2_048 * 2 * (
         3 * 14_336 + 2 * 4_096

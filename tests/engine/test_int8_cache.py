@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams, ops
-from quire.cache.manager import CacheGroup
+from quire.cache.manager import CacheGroup, Heads
 from quire.cache.storage import KVCache, bytes_per_block
 from quire.errors import ConfigError, Unsupported
 from quire.ops.cpu import native
@@ -104,13 +104,17 @@ def test_a_dtype_that_the_backend_lacks_is_refused_before_there_is_a_cache(
 
 # --------------------------------------------------------------------------------------------------- memory
 
-GROUPS = [CacheGroup((0, 1)), CacheGroup((2,))]
+
+def groups_of(num_kv_heads: int, head_dim: int) -> list[CacheGroup]:
+    heads = Heads(num_kv_heads, num_kv_heads, head_dim)
+    return [CacheGroup((0, 1), heads=heads), CacheGroup((2,), heads=heads)]
 
 
 @pytest.mark.parametrize(("block_size", "heads", "dim"), list(product((1, 3, 16, 255), (1, 3), (1, 2, 3, 7, 16, 33))))
 def test_a_block_holds_integers_and_scales(block_size: int, heads: int, dim: int) -> None:
-    cache = KVCache(GROUPS, 5, block_size, heads, dim, torch.int8, num_host_blocks=2)
-    a_layer = bytes_per_block(GROUPS, block_size, heads, dim, torch.int8) // 3
+    groups = groups_of(heads, dim)
+    cache = KVCache(groups, 5, block_size, torch.int8, num_host_blocks=2)
+    a_layer = bytes_per_block(groups, block_size, torch.int8) // 3
     assert 2 * heads * block_size * (dim + 4) <= a_layer < 2 * heads * block_size * (dim + 4) + 4
     for layer in range(3):
         kv = cache.layer(layer)
@@ -133,7 +137,7 @@ def test_a_block_holds_integers_and_scales(block_size: int, heads: int, dim: int
 
 
 def test_swapped_blocks_come_back_with_their_scales() -> None:
-    cache = KVCache(GROUPS, 5, 4, 2, 6, torch.int8, num_host_blocks=3)
+    cache = KVCache(groups_of(2, 6), 5, 4, torch.int8, num_host_blocks=3)
     before = []
     for layer in range(3):
         kv = cache.layer(layer)

@@ -60,9 +60,6 @@ def cost(groups: tuple[CacheGroup, ...]) -> ModelCost:
         max_model_len=MAX_MODEL_LEN,
         layer_params=10_000,
         head_params=1_000,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
         number_bytes=2,
         weights=WeightBytes(layers=20_000, head=2_000),
     )

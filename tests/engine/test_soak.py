@@ -34,7 +34,7 @@ from tests.engine.fakes import (
 from tests.test_text import byte_level
 
 SHARDS = 10  # each with its own pool, budget and groups
-EVENTS, LONG_EVENTS = 2_000, 10_000  # adds, aborts and ends of a shard
+EVENTS, LONG_EVENTS = 1_000, 10_000  # adds, aborts and ends of a shard
 
 pytestmark = pytest.mark.slow
 

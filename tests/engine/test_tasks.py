@@ -12,6 +12,7 @@ from array import array
 from collections import Counter
 from copy import deepcopy
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from quire.ops.cpu import native
 from quire.request import FinishReason, Request, SamplingParams, Task
 from quire.scoring import score_request
 from tests.engine.fakes import fake_engine, run
+from tests.marks import of_long_runs
 from tests.models.checkpoints import engine, save
 
 pytestmark = pytest.mark.slow
@@ -140,10 +142,19 @@ def test_what_is_told_is_what_transformers_computes(model: tuple[Path, Any]) -> 
                 assert [rank for _, _, rank in shown] == ranks
 
 
+def combinations() -> list[Any]:
+    """All of them for the first model; for the others a half, in which each two of the values meet."""
+    found = []
+    for shape, (i, preemption), (j, chunk), caching in product(
+        SHAPES, enumerate(["none", "recompute", "swap"]), enumerate([7, 2048]), [True, False]
+    ):
+        values = (shape, preemption, chunk, caching)
+        found.append(values if shape == next(iter(SHAPES)) or (i + j) % 2 == caching else of_long_runs(*values))
+    return found
+
+
 @pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
-@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
-@pytest.mark.parametrize("chunk", [7, 2048])
-@pytest.mark.parametrize("preemption", ["none", "recompute", "swap"])
+@pytest.mark.parametrize(("model", "preemption", "chunk", "caching"), combinations(), indirect=["model"])
 def test_the_same_bits(model: tuple[Path, Any], preemption: str, chunk: int, caching: bool) -> None:
     directory, _ = model
     served = engine(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire import ops
 from quire.batch import SamplingRows
-from quire.cache.storage import KVCache
+from quire.cache.storage import KVCache, group_spec
 from quire.engine import runner as runner_module
 from quire.engine import sampler
 from quire.engine.flatten import Buffers, flatten, sampling_rows
@@ -29,7 +30,6 @@ from quire.engine.transfer import send, staging, views
 from quire.models import FAMILIES
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import weight_shapes
-from quire.ops import AttentionSpec
 from quire.ops.linear import Linears
 from quire.ops.reference import ReferenceBackend
 from quire.request import Request, SamplingParams
@@ -187,17 +187,9 @@ def test_a_step_waits_once_for_what_was_drawn(
     save(tmp_path, kind)
     model = far_model(json.loads((tmp_path / "config.json").read_text()))
     config = model.config
-    spec = AttentionSpec(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=16,
-        num_blocks=90,
-        dtype=torch.bfloat16,
-        device="meta",
-    )
-    cache = KVCache(config.groups, 90, 16, config.num_kv_heads, config.head_dim, torch.bfloat16, "meta")
-    runner = Runner(model, cache, OPS, [spec for _ in config.groups], 512, 80, 12)
+    specs = [group_spec(replace(group, window=None), 16, 90, torch.bfloat16, device="meta") for group in config.groups]
+    cache = KVCache(config.groups, 90, 16, torch.bfloat16, "meta")
+    runner = Runner(model, cache, OPS, specs, 512, 80, 12)
     asked = requests(70)
     plan = Plan()
     for i, request in enumerate(asked):

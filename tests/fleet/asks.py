@@ -6,10 +6,12 @@ import json
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
+
+from quire.fleet.work import seed_of
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 BASES = (
@@ -77,7 +79,7 @@ def draw_ask(rng: random.Random, key: str) -> Ask:
     if path != EMBEDDINGS:
         if kind == "several" or (kind != "beam" and rng.random() < 0.8):
             body["seed"] = rng.randrange(2**63)
-        body.setdefault("max_tokens", rng.choice((1, 8, 40, 100, 100, 160)))
+        body.setdefault("max_tokens", rng.choice((1, 8, 40, 60, 60, 100)))
         if kind not in WHOLE_ONLY and rng.random() < 0.7:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         if body.pop("is_chat", False):
@@ -119,7 +121,7 @@ def _stops(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 def _penalties(rng: random.Random) -> tuple[str, dict[str, Any]]:
     values = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
-    return _either(rng, **values, min_tokens=30, max_tokens=100, temperature=rng.choice((0, 0.9)), ignore_eos=False)
+    return _either(rng, **values, min_tokens=30, max_tokens=60, temperature=rng.choice((0, 0.9)), ignore_eos=False)
 
 
 def _echo(rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -178,6 +180,16 @@ async def receive(
                 on_event()
     if not answer.is_done:
         raise aiohttp.ClientPayloadError("the stream ended without [DONE]")
+
+
+async def receive_plain(http: aiohttp.ClientSession, url: str, ask: Ask, name: str) -> Answer:
+    """What a plain server answers. A request without a seed has one that follows from its name in the fleet."""
+    body = dict(ask.body)
+    if ask.path != EMBEDDINGS and ask.kind != "beam" and "seed" not in body and name:
+        body["seed"] = seed_of(f"{name}-0")
+    answer = Answer()
+    await receive(http, url, replace(ask, body=body), answer)
+    return answer
 
 
 def take(answer: Answer, event: bytes) -> None:

@@ -24,9 +24,9 @@ from typing import Any
 
 import aiohttp
 
-from quire.fleet.work import seed_of
-from tests.fleet.asks import EMBEDDINGS, Answer, Ask, draw_ask, receive, verdict
-from tests.fleet.processes import Connection, Gate, Process, Spawner
+from tests.fleet.asks import Answer, Ask, draw_ask, receive, receive_plain, verdict
+from tests.fleet.gates import Connection, Gate
+from tests.forks import QUIRE, Process, Spawner
 
 SECRET = "of the fleet"
 NUM_REPLICAS, NUM_GATEWAYS = 3, 2
@@ -40,7 +40,9 @@ NAME = re.compile(rb'"name":"([a-z]+-[0-9a-f]{32})')
 ROUND_LIMIT = 60.0  # s after which a client counts as forgotten
 END_LIMIT = 20.0  # s from SIGTERM to the end of a process
 PREFILL = 0.004  # s after a call was taken
-SHORT, LONG = 0.4, 2.2  # s of a hang or a partition: the gateway notices the long one only
+SILENCE = 0.9  # s after which a gateway counts a replica as hung here; rounds would wait for the usual ones
+SHORT, LONG = 0.4, 1.6  # s of a hang or a partition: the gateway notices the long one only
+GATEWAY = f"from quire.fleet import link; link.SILENCE = {SILENCE}; {QUIRE}"
 COUNTERS = ("resumed", "resume_mismatch", "late_frames", "contradictions", "left_out")
 MAY_NOT_BE = ("resume_mismatch", "contradictions", "left_out")
 
@@ -171,6 +173,8 @@ class Cluster:
         await asyncio.gather(*self._repairs.values())
         for gate in self.all_gates:
             await gate.stop()
+        for process in (self.plain, *self.replicas, *self.gateways):
+            process.kill()
 
     @property
     def all_gates(self) -> list[Gate]:
@@ -178,7 +182,8 @@ class Cluster:
 
     def _start_gateway(self, number: int) -> Process:
         urls = ",".join(f"http://127.0.0.1:{gate.port}" for gate in self._gates[number])
-        return self._spawner.start("fleet", "--replicas", urls, "--fleet-secret", SECRET, "--port", "0")
+        arguments = ("--replicas", urls, "--fleet-secret", SECRET, "--port", "0")
+        return self._spawner.start("fleet", *arguments, program=GATEWAY)
 
     async def _admit(self, number: int) -> None:
         process = await self.replicas[number].listening()
@@ -309,7 +314,9 @@ class Round:
         cluster.aim = aim
         found = await asyncio.gather(*map(self._client, asks, delays))
         cluster.aim = None
-        expected = await asyncio.gather(*map(self._plain, asks, found))
+        plain = cluster.plain.url
+        rights = [receive_plain(cluster.http, plain, ask, own.name) for ask, own in zip(asks, found, strict=True)]
+        expected = await asyncio.gather(*rights)
         row = report.rows.setdefault(self.fault, Row())
         row.rounds += 1
         row.clients += len(asks)
@@ -365,15 +372,6 @@ class Round:
             answer.errors.append(f"no end in {ROUND_LIMIT:g} s")
         return answer
 
-    async def _plain(self, ask: Ask, found: Answer) -> Answer:
-        """What a plain server answers. A request without a seed has one that follows from its name."""
-        body = dict(ask.body)
-        if ask.path != EMBEDDINGS and ask.kind != "beam" and "seed" not in body and found.name:
-            body["seed"] = seed_of(f"{found.name}-0")
-        answer = Answer()
-        await receive(self._cluster.http, self._cluster.plain.url, replace(ask, body=body), answer)
-        return answer
-
     def _measure(self, answer: Answer) -> None:
         """How long a stream stood still when the replica was killed that computed it."""
         for at, names in self._stalled:
@@ -383,14 +381,14 @@ class Round:
                 self._report.stalls.append((after[0] - before[-1], f"{self._seed} ({self.fault})"))
 
 
-async def play(rounds: range, seed: int, directory: Path, show: Callable[[str], None] = lambda line: None) -> Report:
-    """Play these rounds. directory: for the processes' logs."""
+async def play(rounds: range, seed: int, spawner: Spawner, show: Callable[[str], None] = lambda line: None) -> Report:
+    """Play these rounds."""
     report = Report()
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    with Spawner(directory) as spawner:
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
-            cluster = Cluster(spawner, report)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+        cluster = Cluster(spawner, report)
+        try:
             await cluster.start(http)
             shown = 0
             for number in rounds:
@@ -402,6 +400,7 @@ async def play(rounds: range, seed: int, directory: Path, show: Callable[[str], 
             report.failures += [
                 f"a replica still has work at the end: {line}" for line in await cluster.busy_replicas()
             ]
+        finally:
             await cluster.stop()
     for name in MAY_NOT_BE:
         if report.total(name):
@@ -420,7 +419,8 @@ def main() -> None:
         logs = given.logs or Path(directory)
         logs.mkdir(parents=True, exist_ok=True)
         rounds = range(given.first, given.first + given.rounds)
-        report = asyncio.run(play(rounds, given.seed, logs, lambda line: print(line, flush=True)))
+        with Spawner(logs) as spawner:
+            report = asyncio.run(play(rounds, given.seed, spawner, lambda line: print(line, flush=True)))
     print(report.table())
     sys.exit(1 if report.failures else 0)
 

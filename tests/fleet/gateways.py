@@ -21,7 +21,8 @@ from tests.server.serving import Serving, serving
 def fronting(*urls: str, **config: Any) -> Iterator[Front]:
     """A gateway that is connected to replicas at these URLs."""
     with gateway(*urls, **config) as front:
-        until(lambda: front.gateway.fleet.links and all(link.is_up for link in front.gateway.fleet.links.values()))
+        links = front.gateway.fleet.roster.links
+        until(lambda: links and all(link.is_up for link in links.values()))
         yield front
 
 

@@ -11,6 +11,7 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from statistics import fmean
@@ -139,6 +140,7 @@ class Replica:
         self.num_blocks = num_blocks
         self.slowness = slowness  # its steps take so many times as long
         self.rates = StepRates()
+        self.began = 0.0  # when it sent its state, and began the latest step
         self.num_steps = 0
         self.inbox: list[Work] = []  # came after the last state was sent
         self.waiting: list[Work] = []
@@ -172,8 +174,9 @@ class Replica:
             seconds_a_sequence=self.rates.seconds_a_sequence,
         )
 
-    def begin(self) -> tuple[list[tuple[Work, int]], float] | None:
+    def begin(self, now: float) -> tuple[list[tuple[Work, int]], float] | None:
         """The next step's prompts with their tokens, and its seconds; None: there is nothing to do."""
+        self.began = now
         self.waiting += self.inbox
         self.inbox.clear()
         self._admit_all()
@@ -270,7 +273,7 @@ class Replica:
                 self.idle[digest] = None
 
 
-Rule = Callable[["Fleet", Job], Choice | int]
+Rule = Callable[["Fleet", Job, float], Choice | int]  # the last one: now
 
 
 @dataclass
@@ -290,7 +293,7 @@ class Fleet:
         slowness = self.slowness or [1.0] * self.num_replicas
         self.replicas = [Replica(self.num_blocks, slow) for slow in slowness]
 
-    def candidates(self, job: Job) -> list[Candidate]:
+    def candidates(self, job: Job, now: float) -> list[Candidate]:
         """All replicas, as a gateway sees them."""
         runs = self.index.runs(job.prompt)
         return [
@@ -300,6 +303,7 @@ class Fleet:
                 fingerprint="",
                 healthy=True,
                 state=replica.state(),
+                step_age=now - replica.began,
                 num_blocks=runs.get(slot, 0),
                 unseen_tokens=sum(work.uncached for work in replica.inbox),
                 unseen_requests=len(replica.inbox),
@@ -312,9 +316,9 @@ class Fleet:
         hit_rate = self.cached_tokens / max(1, self.prompt_tokens)
         return Demand(request_id=job.name, num_tokens=job.num_tokens, new_tokens=new_tokens, hit_rate=hit_rate)
 
-    def route(self, job: Job) -> int:
+    def route(self, job: Job, now: float) -> int:
         """Send a job to the replica that the rule says. Returns its slot."""
-        chosen = self.rule(self, job)
+        chosen = self.rule(self, job, now)
         self.num_routed += 1
         if isinstance(chosen, int):
             self.replicas[chosen].inbox.append(Work(job, job.num_tokens, None))
@@ -331,13 +335,17 @@ class Fleet:
         self.replicas[slot].events.clear()
 
 
-def round_robin(fleet: Fleet, job: Job) -> int:
+def round_robin(fleet: Fleet, job: Job, now: float) -> int:
     return fleet.num_routed % fleet.num_replicas
 
 
 def by_score(new_tokens: float) -> Rule:
     """The product's rule, with so many new tokens expected of every job."""
-    return lambda fleet, job: choose(fleet.demand(job, new_tokens), fleet.candidates(job))
+
+    def chosen(fleet: Fleet, job: Job, now: float) -> Choice:
+        return choose(fleet.demand(job, new_tokens), fleet.candidates(job, now))
+
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -362,7 +370,7 @@ def simulate(trace: Trace, rate: float, fleet: Fleet, warm_up: float = 0.2) -> R
     counted = {job.name for job in trace[int(warm_up * len(trace)) :]}
 
     def start(slot: int) -> None:
-        begun = fleet.replicas[slot].begin()
+        begun = fleet.replicas[slot].begin(now)
         fleet.hear(slot)
         if begun is not None:
             busy.add(slot)
@@ -371,7 +379,7 @@ def simulate(trace: Trace, rate: float, fleet: Fleet, warm_up: float = 0.2) -> R
     while events:
         now, _, what, prompts = heappop(events)
         if isinstance(what, Job):
-            slot = fleet.route(what)
+            slot = fleet.route(what, now)
             routed[slot] += 1
             if slot not in busy:
                 start(slot)
@@ -422,7 +430,7 @@ def report(name: str, trace: Trace, num_blocks: int, num_replicas: int = 4) -> N
 
     print(f"{name}: one infinite cache has {infinite:.1%} of the prompt tokens")
     for limit in rules:
-        most = sustained_rate(trace, lambda limit=limit: fleet(limit))
+        most = sustained_rate(trace, partial(fleet, limit))
         for load in (0.3, 0.8):
             print(f"  {load:.0%} of what {limit} sustains, {load * most:.2f} jobs a second")
             for rule in rules:

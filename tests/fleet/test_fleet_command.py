@@ -10,16 +10,17 @@ import pytest
 
 from quire_bench.fleet.running import fetch
 from quire_bench.server.process import running
+from tests.forks import Spawner
 
 pytestmark = pytest.mark.slow
 
 SECRET = ("--fleet-secret", "a secret of this test")
 
 
-def test_a_gateway_leaves_no_files(tmp_path: Path) -> None:
+def test_a_gateway_leaves_no_files(tmp_path: Path, forks: Spawner) -> None:
     """Those of the model are gone before it serves, so that no signal can leave them; and it needs them no more."""
     chat = {"messages": [{"role": "user", "content": "a stack"}], "max_tokens": 4}
-    with running("serve", "--port", "0", "--num-blocks", "64", *SECRET) as replica:
+    with forks.running("serve", "--port", "0", "--num-blocks", "64", *SECRET) as replica:
         arguments = ("fleet", "--port", "0", "--replicas", replica.url, *SECRET)
         with running(*arguments, environment={"TMPDIR": str(tmp_path)}) as gateway:
             assert not list(tmp_path.glob("quire-gateway-*"))

@@ -14,7 +14,7 @@ import pytest
 
 from quire.fleet.placement import PARTS
 from quire_bench.fleet.running import fetch
-from quire_bench.server.process import running
+from tests.forks import Spawner
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ PORT = re.compile(r"--port (\d+)")
 
 
 @pytest.fixture(scope="module")
-def addresses() -> Iterator[dict[str, str]]:
+def addresses(forks: Spawner) -> Iterator[dict[str, str]]:
     """The page's addresses, and those of the same servers here, at ports of their own."""
     found: dict[str, str] = {}
     with ExitStack() as stack:
@@ -37,7 +37,7 @@ def addresses() -> Iterator[dict[str, str]]:
             port = PORT.search(command)
             assert port
             _, *arguments = shlex.split(here(PORT.sub("--port 0", command), found))
-            process = stack.enter_context(running(*arguments, environment={"OMP_NUM_THREADS": "1"}))
+            process = stack.enter_context(forks.running(*arguments))
             found[f"http://127.0.0.1:{port[1]}"] = process.url
         yield found
 

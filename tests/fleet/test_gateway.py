@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import re
+import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,7 +17,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.fleet.config import GatewayConfig
-from quire.fleet.gateway import find_model
+from quire.fleet.gateway import FleetServer, find_model
 from quire.fleet.membership import StaticMembers
 from tests.fleet.asks import CHAT, COMPLETIONS, EMBEDDINGS, Answer, compared, take
 from tests.fleet.fake_replica import END, STATE, Calls, faking, frame
@@ -368,8 +372,9 @@ def test_an_unknown_session_is_refused_by_its_code(two: list[Serving]) -> None:
 def test_a_replica_that_refuses_is_passed_over(two: list[Serving], refusal: tuple[int, str | None]) -> None:
     status, code = refusal
     error = {"error": {"message": "no", "type": "x", "param": None, "code": code}}
+    expected = text_of(two[0].ask("POST", COMPLETIONS, BODY))  # from now on it knows what its steps take
     with faking(two[0], lambda call: (status, error)) as fake, fronting(fake.url, two[0].url) as fleet:
-        assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == text_of(two[0].ask("POST", COMPLETIONS, BODY))
+        assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == expected
         search = {"prompt": "x", "use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 5}
         found = fleet.ask("POST", COMPLETIONS, search)
         assert found.json()["choices"] == two[0].ask("POST", COMPLETIONS, search).json()["choices"]
@@ -416,6 +421,27 @@ def test_a_replica_that_comes_in_time_is_waited_for(two: list[Serving]) -> None:
             assert text_of(asked.result()) == text_of(two[1].ask("POST", COMPLETIONS, BODY))
 
 
+@pytest.mark.parametrize("extra", [{}, {"use_beam_search": True, "n": 2, "seed": None}])
+def test_what_the_only_replica_refuses_as_it_drains_waits_for_another_one(
+    two: list[Serving], extra: dict[str, Any]
+) -> None:
+    """The others may be on their way back when it stops: its refusal is no answer."""
+    error = {"error": {"message": "no", "type": "x", "param": None, "code": "draining"}}
+    body = BODY | extra
+    with (
+        faking(two[0], lambda call: (503, error)) as fake,
+        ThreadPoolExecutor(1) as pool,
+        fronting(fake.url, two[0].url, patience=20.0) as fleet,
+    ):
+        drain(two[0])
+        asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
+        until(lambda: len(fake.calls) > 0)
+        replica_of(two[0]).draining = False
+        lose(two[0])
+        found = asked.result()
+        assert found.json()["choices"] == two[1].ask("POST", COMPLETIONS, body).json()["choices"]
+
+
 def test_no_event_of_a_sample_comes_before_its_prompts_logprobs(two: list[Serving]) -> None:
     """Samples that go on one by one may be faster than the one with the prompt's logprobs, which all are to have."""
     prompt = "".join(f"x{i} = {i * i}\n" for i in range(30))
@@ -441,3 +467,53 @@ def test_a_request_that_kills_each_replica_is_given_up(two: list[Serving]) -> No
         assert (found.status, found.error()["code"]) == (503, "no_replica")
         assert "9 replicas in a row were lost with the request before a new token came" in found.error()["message"]
         assert len(fake.calls) < 15
+
+
+# ----------------------------------------------------------------------------------------------- its end
+
+
+def test_one_that_is_stopped_lets_open_answers_end_and_takes_no_others(two: list[Serving]) -> None:
+    lines: list[str] = []
+    server = FleetServer(StaticMembers([two[0].url]), GatewayConfig(port=0, fleet_secret=SECRET), lines.append)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    until(lambda: len(lines) == 2)
+    [port] = re.findall(r"http://127.0.0.1:(\d+)", lines[1])
+    body = BODY | {"stream": True, "max_tokens": 40}
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
+    slow(two[0], 0.02)
+    try:
+        connection.request("POST", COMPLETIONS, json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        beginning = answer.read(100)
+        server.stop()
+        until(lambda: is_refused(int(port)))
+        slow(two[0], 0.0)
+        found = put_together(beginning + answer.read())
+    finally:
+        slow(two[0], 0.0)
+        connection.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert found.is_done
+    assert found.choices[0]["text"] == text_of(two[0].ask("POST", COMPLETIONS, BODY | {"max_tokens": 40}))
+
+
+def is_refused(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_one_that_is_stopped_waits_for_no_replica() -> None:
+    lines: list[str] = []
+    server = FleetServer(StaticMembers(["http://127.0.0.1:9"]), GatewayConfig(port=0, fleet_secret="s"), lines.append)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    until(lambda: lines)
+    server.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert lines == ["waiting for a replica"]

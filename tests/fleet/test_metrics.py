@@ -178,7 +178,7 @@ class TestServing:
 
     def test_no_replica(self, servers: list[Serving]) -> None:
         with fronting(servers[0].url, patience=0.0) as front:
-            link = front.gateway.fleet.links[servers[0].url]
+            link = front.gateway.fleet.roster.links[servers[0].url]
             front.on_loop(link._drop)
             assert front.post("/v1/completions", prompt="a").status == 503
             assert value(front, "quire:fleet_refused_total", status="503") == 1

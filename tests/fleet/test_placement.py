@@ -20,7 +20,7 @@ IDLE = {"waiting_tokens": 0, "num_waiting": 0, "num_running": 0, "max_running": 
 def candidate(slot: int, num_blocks: int = 0, **state: Any) -> Candidate:
     return Candidate(
         slot=slot, name=f"http://{slot}", fingerprint="f", healthy=True, state=ReplicaState(**IDLE | state),
-        num_blocks=num_blocks, unseen_tokens=0, unseen_requests=0,
+        step_age=0.0, num_blocks=num_blocks, unseen_tokens=0, unseen_requests=0,
     )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def test_the_only_one() -> None:
 
 def test_the_cheapest_and_what_makes_it_so() -> None:
     assert reason(candidate(0), candidate(1, waiting_tokens=500)) == (
-        "it costs 500.0 ms less than the next one, most of it for prompt tokens ahead of it"
+        "it costs 500.0 ms less than the next one, most of it for what is computed before it"
     )
     assert "most of it for its tokens that are not cached" in reason(candidate(0), candidate(1, num_blocks=9))
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,6 +20,7 @@ from quire.server.watch.traces import Traces
 from tests.fleet.gateways import at, drain, fronting, lose, replicas, slow
 from tests.fleet.serving import SECRET, Front
 from tests.fleet.test_metrics import Asked, serving_one
+from tests.forks import Spawner
 from tests.server.collected import ENDPOINT, Kept, collecting, is_below, until
 from tests.server.serving import Serving
 
@@ -73,7 +69,8 @@ def service(span: Any) -> str:
 
 def test_a_request(fleet: Any) -> None:
     kept, servers, front = clear(fleet)
-    assert front.post("/v1/completions", **BODY | {"n": 2}).status == 200
+    asked = {"prompt": list(range(200, 240)), "n": 2}  # which nothing else has asked
+    assert front.post("/v1/completions", **BODY | asked).status == 200
     flush(front, *servers)
     [root] = kept.named("POST /v1/completions")
     [placement] = kept.named("placement")
@@ -107,7 +104,7 @@ def test_what_is_cached() -> None:
     with traced(1) as (kept, servers, front):
         for _ in range(2):
             front.post("/v1/completions", **BODY | {"prompt": list(range(50, 100))})
-            until(lambda: front.on_loop(lambda: len(front.gateway.fleet.index)) >= 3)
+            until(lambda: front.on_loop(lambda: len(front.gateway.fleet.roster.index)) >= 3)
         flush(front, *servers)
         _, second = kept.named("placement")
         assert second.attributes["quire.placement.cached_tokens"] == 48
@@ -207,38 +204,14 @@ def test_replicas_without_traces_serve_a_gateway_that_has_them() -> None:
     assert sorted({span.name for span in kept.spans}) == ["POST /v1/completions", "placement"]
 
 
-@contextmanager
-def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process of the command line, and its URL."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "quire", *arguments, "--port", "0", "--fleet-secret", SECRET],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    try:
-        lines: list[str] = []
-        assert process.stdout is not None
-        while not (found := re.search(r"http://\S+", next((one for one in lines if " serves " in one), ""))):
-            lines.append(process.stdout.readline())
-            assert lines[-1], "".join(lines)
-        reading = threading.Thread(target=process.stdout.read)
-        reading.start()
-        yield process, found[0]
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-        reading.join()
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.slow
-def test_processes_and_a_collector() -> None:
+def test_processes_and_a_collector(forks: Spawner) -> None:
     """Two replicas and a gateway, as the command line starts them; one replica is killed while it serves."""
     with collecting() as collector, ExitStack() as stack:
-        traces = ("--otlp-traces-endpoint", collector.url)
-        processes = [stack.enter_context(started("serve", "--num-blocks", "128", *traces)) for _ in range(2)]
-        urls = [url for _, url in processes]
-        _, front = stack.enter_context(started("fleet", "--replicas", ",".join(urls), *traces))
+        own = ("--port", "0", "--fleet-secret", SECRET, "--otlp-traces-endpoint", collector.url)
+        processes = [stack.enter_context(forks.running("serve", "--num-blocks", "128", *own)) for _ in range(2)]
+        urls = [process.url for process in processes]
+        front = stack.enter_context(forks.running("fleet", "--replicas", ",".join(urls), *own)).url
 
         def metric(name: str, url: str = front) -> float:
             text = urlopen(f"{url}/metrics").read().decode()
@@ -251,7 +224,7 @@ def test_processes_and_a_collector() -> None:
         request = Request(f"{front}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
         with urlopen(request, timeout=60) as answer:
             answer.readline()
-            [victim] = [process for process, url in processes if metric("quire:fleet_calls", url) == 1]
+            [victim] = [process for process in processes if metric("quire:fleet_calls", process.url) == 1]
             victim.kill()
             rest = answer.read()
         assert rest.endswith(b"data: [DONE]\n\n")

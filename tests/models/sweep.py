@@ -7,35 +7,52 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import tempfile
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from quire.errors import ModelError
-from quire.models import Own, choose
-from quire.models.adapter.tiny import VOCAB, shrink
+from quire.models import Adapted, Own, choose
+from quire.models.adapter.tiny import DEPTH, VOCAB, shrink
 from quire.models.adapter.trial import randomise
-from quire.models.supported import PATH, Supported, Sweep, read
+from quire.models.supported import HOW, PATH, Repository, Supported, Sweep, read
+from quire.models.text_part import OTHER_SIDES, WHOLES
 from tests.models.checkpoints import engine, probed_logits
+from tests.models.published import REPOSITORIES
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+SIDED = sorted(WHOLES)
 # What a config of that type cannot be without, and its defaults leave out.
 DECODERS = "bert bert-generation camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert".split()
+ENCODER_DECODERS = "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper"
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
 GIVEN: dict[str, dict[str, Any]] = {
     **{name: {"is_decoder": True} for name in [*DECODERS, "xlm-roberta", "xlm-roberta-xl"]},
     **{name: {"head_dim": 128} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "nemotron": {"num_key_value_heads": 8},
+    **{name: {"is_decoder": True, "is_encoder_decoder": False} for name in ENCODER_DECODERS.split()},
+    **{name: {"text_config": {"rope_parameters": MROPE}} for name in ("qwen2_vl", "qwen2_5_vl")},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
 }
+ALL_FORMS = "AWQ, GPTQ, compressed-tensors; int8, int4 at load"
+LOADED_FORMS = "int8, int4 at load, experts as they are"
 LENGTHS = (1, 9, 23)
 STEP = 12  # tokens: prompts are cut into chunks, beside single tokens of the others
 TOLERANCE = 1e-4  # of the largest logit
@@ -56,33 +73,97 @@ def sweep(name: str) -> Row:
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         directory = Path(place)
-        kinds = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]]
-        kind = kinds[0] if isinstance(kinds, tuple) else kinds
+        kind = _class(name)
         try:
             config = CONFIG_MAPPING[name](**GIVEN.get(name, {}))
         except Exception as error:
             return Row(Supported(name, "refused", f"its config has no defaults: {_line(error)}"), None)
         config.architectures = [kind.__name__]
         config.save_pretrained(directory)
-        try:
-            choice = choose(directory)  # of the config alone: some that are refused take long to make
-            model = _saved(kind, config, directory)
-            made = engine(directory, max_num_batched_tokens=STEP, block_size=4)
-        except ModelError as error:
-            return Row(Supported(name, "refused", str(error).rpartition("be served: ")[2]), None)
-        return Row(Supported(name, "own decoder" if isinstance(choice, Own) else "adapter", ""), _error(made, model))
+        return Row(*_tried(name, config.to_dict(), directory)[:2])
 
 
-def _saved(kind: Any, config: Any, directory: Path) -> Any:
-    """A small model with its files in the directory; None, and the config alone, where none can be made."""
+def sweep_repository(maker: str, name: str, raw: dict[str, Any]) -> Repository:
+    """As `sweep`, with a small copy of a published config: the same keys, fewer layers, smaller sizes."""
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        directory = Path(place)
+        (directory / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+        found, _, choice = _tried(name, raw, directory, json.dumps(_small(raw)))
+        experts = any("experts" in key for key in (raw.get("text_config") or raw))
+        forms = "" if choice is None else LOADED_FORMS if experts and isinstance(choice, Adapted) else ALL_FORMS
+        part = "" if choice is None or choice.part is None else ", text part"
+        return Repository(maker, name, found.how + part, forms, found.reason)
+
+
+def _tried(
+    name: str, raw: dict[str, Any], directory: Path, small_text: str = ""
+) -> tuple[Supported, float | None, Own | Adapted | None]:
+    """What becomes of a directory with a config.json, and how far its small copy is from eager attention.
+
+    raw: what the config says; small_text: the config.json of the small copy, if not as transformers saves it.
+    """
     try:
-        small = type(config).from_dict(shrink(config.to_dict()))
-        model = kind._from_config(small, attn_implementation="eager", dtype=torch.float32).eval()
-        randomise(model)
-        model.save_pretrained(directory)
+        choice = choose(directory)  # of the config alone: some that are refused take long to make
+        model = _saved(_small(raw), directory)
+        if small_text:
+            (directory / "config.json").write_text(small_text, encoding="utf-8")
+        made = engine(directory, max_num_batched_tokens=STEP, block_size=4)
+    except ModelError as error:
+        return Supported(name, "refused", str(error).rpartition("be served: ")[2]), None, None
+    how = "own decoder" if isinstance(choice, Own) else f"adapter{choice.found.way.note}"
+    return Supported(name, how, ""), _error(made, model), choice
+
+
+def _class(name: str) -> Any:
+    """Of the whole, where a type is one of several sides."""
+    config = CONFIG_MAPPING[name]
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if config in mapping and (name in WHOLES or mapping is MODEL_FOR_CAUSAL_LM_MAPPING):
+            kinds = mapping[config]
+            return kinds[0] if isinstance(kinds, tuple) else kinds
+    raise KeyError(name)
+
+
+def _small(raw: dict[str, Any]) -> dict[str, Any]:
+    """A config.json made small: of a whole its text part, and one layer in each of its other sides."""
+    if raw["model_type"] not in WHOLES:
+        return shrink(raw)
+    if "text_config" in raw:
+        small = {**raw, "text_config": shrink(raw["text_config"])}
+    else:
+        small = {**raw, **shrink({key: value for key, value in raw.items() if not OTHER_SIDES.fullmatch(key)})}
+    for key, value in raw.items():
+        if key.endswith(("_token_id", "_token_index")) and isinstance(value, int):
+            small[key] = value % VOCAB
+        elif key.endswith("_config") and key != "text_config" and isinstance(value, dict):
+            small[key] = value | dict.fromkeys((*DEPTH, "depth"), 1)
+    return small
+
+
+def _saved(raw: dict[str, Any], directory: Path) -> Any:
+    """The model of a config with its files in the directory; None, and the config alone, where none can be made."""
+    try:
+        kind, config = _class(raw["model_type"]), CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
+        model = kind._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    except ImportError:  # of what sees: then the text part alone stands for the whole
+        model = _text_of(config)
     except Exception:
         return None
+    randomise(model)
+    model.save_pretrained(directory)
+    if config.model_type != model.config.model_type:
+        tensors = load_file(directory / "model.safetensors")
+        renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+        save_file(renamed, directory / "model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(directory)
     return model
+
+
+def _text_of(config: Any) -> Any:
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config.get_text_config())]
+    made = kind._from_config(config.get_text_config(), attn_implementation="eager", dtype=torch.float32)
+    return made.eval()
 
 
 def _line(error: Exception) -> str:
@@ -92,7 +173,9 @@ def _line(error: Exception) -> str:
 @torch.inference_mode()
 def _error(made: Any, eager: Any) -> float:
     generator = torch.Generator().manual_seed(3)
+    padding = eager.config.get_text_config().pad_token_id  # some count positions without it
     prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+    prompts = [[token if token != padding else 2 + (padding == 2) for token in prompt] for prompt in prompts]
     probe, tokens = probed_logits(made, prompts, max_tokens=4)
     assert {"prefill", "decode"} in probe.steps, "no step had prompts and single tokens"
     worst, largest = 0.0, 0.0
@@ -108,28 +191,54 @@ def _error(made: Any, eager: Any) -> float:
 
 PAGE = """# Models
 
-Point Quire at a checkpoint. `quire info --model DIRECTORY` says in one line who computes it, or why nobody does:
+Point Quire at a checkpoint. `quire info --model DIRECTORY` says in one line who computes it, or why it is refused:
 
 - **own decoder**: Quire's, the fastest. A family is chosen only if it understands every key of the config.
 - **adapter**: transformers' modelling code with Quire's paged attention and linears. Before a checkpoint is served, a
-  small random copy of it answers a mixed batch and has to agree with eager attention, to 1e-4 of the largest logit;
-  else it is refused.
+  small random copy of it answers a mixed batch and has to agree with eager attention, to 1e-4 of the largest logit.
+- **adapter, one sequence at a time**: where transformers does not let attention be replaced, each sequence of a step goes
+  through its code alone. Keys and values are in Quire's blocks, so prefixes are shared and requests preempted as usual. The
+  same trial decides. It is slower, and a row's bits may depend on how its prompt was cut.
 - **refused**, with the reason.
+
+Of a checkpoint that also sees or hears, such as `Gemma3ForConditionalGeneration`, the **text part** is served. The weights of
+the other parts are not read. An image in a chat request is refused.
 
 `LLM(model, model_impl="quire")` or `model_impl="transformers"` asks for one of the two. Products that are not plain
 linears (experts, convolutions) stay transformers' own in the adapter: then a row's bits may depend on the batch, and no
 tokens are guessed.
 
-Below are the types of causal language models of transformers {release}, each tried with a small random checkpoint of
-its default config in a mixed batch of prompts, chunks and single tokens: {own} on Quire's decoder, {adapter} through
-the adapter, {refused} refused. A published checkpoint may have more than its type's defaults, such as dynamic
-RoPE or layers that differ in heads; then it is refused with the reason. Quantised weights
-[are served](quantisation.md).
-`python -m tests.models.sweep` writes this page; `quire models` prints the same.
+`python -m tests.models.sweep` writes this page with transformers {release}; `quire models` prints the same.
+
+## Published checkpoints
+
+Each was tried with a small random copy: the keys of its published config.json with fewer layers and smaller sizes, in a
+mixed batch of prompts, chunks and single tokens. How quantised weights are served is [a page of its own](quantisation.md).
+
+| repository | computed by | quantised weights |
+|---|---|---|
+{repositories}
+
+Refused:
+
+| repository | because |
+|---|---|
+{refused_repositories}
+
+## Types of models
+
+Below are the {count} types of causal language models of transformers {release}, each tried likewise with its default config:
+{own} on Quire's decoder, {adapter} through the adapter, {apart} through it one sequence at a time, {refused} refused. Checkpoints
+of several sides are listed by themselves: of {wholes} types the text part is served. A published checkpoint may have more than
+its type's defaults; then it is refused with the reason.
 
 **Own decoder**: {own_names}.
 
 **Adapter**: {adapter_names}.
+
+**Adapter, one sequence at a time**: {apart_names}.
+
+**Text part**: {whole_names}.
 
 | refused | because |
 |---|---|
@@ -139,33 +248,62 @@ RoPE or layers that differ in heads; then it is refused with the reason. Quantis
 
 def document(found: Sweep) -> str:
     """docs/models.md."""
-    kinds = ("own decoder", "adapter", "refused")
-    own, adapted, refused = ([row for row in found.types if row.how == how] for how in kinds)
+    types = [row for row in found.types if row.name in TYPES]
+    wholes = [row for row in found.types if row.name in WHOLES and row.how != "refused"]
+    own, adapted, apart, refused = ([row for row in types if row.how == how] for how in HOW)
+    served = [one for one in found.repositories if one.how != "refused"]
+
+    def names(rows: list[Supported]) -> str:
+        return ", ".join(row.name for row in rows if row.name not in WHOLES)
+
     return PAGE.format(
         release=found.transformers,
+        count=len(types),
         own=len(own),
         adapter=len(adapted),
+        apart=len(apart),
         refused=len(refused),
-        own_names=", ".join(row.name for row in own),
-        adapter_names=", ".join(row.name for row in adapted),
-        reasons="\n".join(f"| {row.name} | {row.reason.replace('|', '/')} |" for row in refused),
+        wholes=len(wholes),
+        own_names=names(own),
+        adapter_names=names(adapted),
+        apart_names=names(apart),
+        whole_names=", ".join(f"{row.name} ({row.how})" for row in wholes),
+        repositories="\n".join(f"| {one.name} | {one.how} | {one.forms} |" for one in served),
+        refused_repositories="\n".join(
+            f"| {one.name} | {_cell(one.reason)} |" for one in found.repositories if one.how == "refused"
+        ),
+        reasons="\n".join(f"| {row.name} | {_cell(row.reason)} |" for row in found.types if row.how == "refused"),
     )
+
+
+def _cell(reason: str) -> str:
+    """A reason in a table, without the directory of the trial."""
+    return re.sub(r"/\S*/tmp\w+", "the checkpoint", reason.replace("|", "/"))
+
+
+def _hush() -> None:
+    logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
 
 
 def main() -> None:
     """Write what there is."""
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    rows = []
-    for name in TYPES:
-        row = sweep(name)
-        rows.append(row.supported)
-        print(*row.supported, "" if row.error is None else f"{row.error:.1e}", flush=True)
-    content = {"transformers": version("transformers"), "types": [list(row) for row in rows]}
+    names = sorted({*TYPES, *SIDED})
+    published = [(maker, *one) for maker, some in REPOSITORIES.items() for one in some.items()]
+    with ProcessPoolExecutor(mp_context=get_context("spawn"), initializer=_hush, max_tasks_per_child=20) as pool:
+        repositories, types = [], []
+        for found in pool.map(sweep_repository, *zip(*published, strict=True)):
+            repositories.append(found)
+            print(*found, flush=True)
+        for row in pool.map(sweep, names):
+            types.append(row.supported)
+            print(*row.supported, "" if row.error is None else f"{row.error:.1e}", flush=True)
+    content = {"transformers": version("transformers"), "repositories": repositories, "types": types}
     PATH.write_text(json.dumps(content, indent=0) + "\n", encoding="utf-8")
     DOCS.write_text(document(read()), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)
     main()

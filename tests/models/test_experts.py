@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadShape, BadValue, ModelError, Unsupported
-from quire.models.decoder_config import ExpertsConfig
+from quire.models.decoder_config import ExpertsConfig, MlpConfig
 from quire.ops import load, unavailable
 from quire.ops.cpu import native
 from quire.ops.cpu.executor import NativeExecutor
 from quire.ops.cpu.experts import ExpertLinears
 from quire.ops.cpu.linear import Packer
-from quire.ops.experts import ExpertLayer, choose, weighted_experts
+from quire.ops.experts import Choice, ExpertLayer, weighted_experts
 from quire.ops.linear import PlainLinear
 from quire.ops.program import MixExperts, Place, Program
 from quire.ops.quantised import quantised
@@ -52,7 +52,8 @@ class Made:
         return load(self.backend, self.device).experts(x, self.layer)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return choose(x, self.layer, load(self.backend, self.device).top_k_softmax)
+        logits = self.layer.router(x).float()
+        return load(self.backend, self.device).choose(logits, self.layer.choice)
 
 
 class Layer:
@@ -70,15 +71,18 @@ class Layer:
         self.x = torch.randn(max(ROWS), hidden, generator=generator).to(dtype)
         self.x[:, 0] = 1
 
+    def choice(self, renormalised: bool) -> Choice:
+        return Choice(num_chosen=self.k, renormalised=renormalised)
+
     def made(self, *, backend: str = "cpu", renormalised: bool = True) -> Made:
         linears = load(backend).linears("cpu")
         mlp_in, mlp_out = ([linears.linear(weight) for weight in weights] for weights in (self.mlp_in, self.mlp_out))
-        return Made(ExpertLayer(linears.head(self.router), mlp_in, mlp_out, self.k, renormalised), backend)
+        return Made(ExpertLayer(linears.head(self.router), mlp_in, mlp_out, self.choice(renormalised)), backend)
 
     def packed(self, *, renormalised: bool = True) -> ExpertLayer:
         pack = Packer()
         mlp_in, mlp_out = ([pack(weight) for weight in weights] for weights in (self.mlp_in, self.mlp_out))
-        return ExpertLayer(pack(self.router, out_dtype=torch.float32), mlp_in, mlp_out, self.k, renormalised)
+        return ExpertLayer(pack(self.router, out_dtype=torch.float32), mlp_in, mlp_out, self.choice(renormalised))
 
     def program(self, *, renormalised: bool = True) -> NativeExecutor:
         x, out = (Place(name, 0, self.x.shape[1]) for name in ("in", "out"))
@@ -131,7 +135,7 @@ def test_with_the_frameworks_own_product(backend: str, shape: tuple[int, int, in
         return PlainLinear(weight.to(device), None)
 
     mlp_in, mlp_out = ([plain(weight) for weight in weights] for weights in (layer.mlp_in, layer.mlp_out))
-    made = Made(ExpertLayer(plain(layer.router), mlp_in, mlp_out, layer.k, True), backend, device)
+    made = Made(ExpertLayer(plain(layer.router), mlp_in, mlp_out, layer.choice(True)), backend, device)
     for rows in (0, 1, 17):
         x = layer.x[:rows]
         torch.testing.assert_close(made(x.to(device)).cpu().double(), layer.exact(x, True), atol=2e-6, rtol=1e-5)
@@ -236,13 +240,13 @@ def test_linears_that_do_not_fit_are_refused() -> None:
     with pytest.raises(BadValue, match=r"2 experts of 0 are to be chosen"):
         replace(packed, mlp_in=[], mlp_out=[])
     with pytest.raises(BadValue, match=r"7 experts of 6 are to be chosen; it must be 1\.\.6"):
-        replace(packed, num_chosen=7)
+        replace(packed, choice=Choice(num_chosen=7, renormalised=True))
 
 
 @pytest.mark.parametrize("per_token", [0, 5])
 def test_a_number_of_experts_that_cannot_be_chosen(per_token: int) -> None:
     with pytest.raises(ModelError, match=f"{per_token} experts a token cannot be chosen of 4"):
-        ExpertsConfig(layers=frozenset((0,)), count=4, per_token=per_token, size=8, renormalised=True)
+        ExpertsConfig(count=4, per_token=per_token, mlp=MlpConfig(size=8), renormalised=True)
 
 
 @needs_native
@@ -256,10 +260,10 @@ def test_quantised_experts(shape: tuple[int, int, int, int], bits: int, group_si
         [pack(quantised(weight, bits, group_size, torch.bfloat16)) for weight in weights]
         for weights in (plain.mlp_in, plain.mlp_out)
     )
-    layer = ExpertLayer(pack(plain.router, out_dtype=torch.float32), mlp_in, mlp_out, plain.k, True)
+    layer = ExpertLayer(pack(plain.router, out_dtype=torch.float32), mlp_in, mlp_out, plain.choice(True))
     place = Place("x", 0, shape[0])
     program = NativeExecutor(Program(torch.bfloat16, place, place, {"x": shape[0]}, [MixExperts(place, layer, place)]))
-    one_by_one = weighted_experts(plain.x, layer, load("cpu").top_k_softmax, load("cpu").swiglu)
+    one_by_one = weighted_experts(plain.x, layer, load("cpu").choose, load("cpu").activate)
     together = run(program, plain.x)
     assert torch.equal(together, one_by_one)
     for rows in ROWS:
@@ -272,4 +276,4 @@ def test_experts_that_are_quantised_in_different_ways_are_refused() -> None:
     mlp_in = [pack(quantised(weight, 8, 10**6, torch.float32)) for weight in plain.mlp_in]
     router, mlp_out = pack(plain.router, out_dtype=torch.float32), [pack(weight) for weight in plain.mlp_out]
     with pytest.raises(Unsupported, match="quantised in different ways"):
-        ExpertLinears.of(ExpertLayer(router, mlp_in, mlp_out, 2, True))
+        ExpertLinears.of(ExpertLayer(router, mlp_in, mlp_out, plain.choice(True)))

@@ -263,10 +263,9 @@ def test_what_a_family_does_not_serve_is_refused(
 def test_a_decoder_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     save(tmp_path)
     config, _ = read_config(tmp_path)
-    with pytest.raises(ModelError, match="3 layers has 2 windows and 3 ropes"):
-        replace(config, windows=(None, None))
-    with pytest.raises(ModelError, match="3 layers has 3 windows and 1 ropes"):
-        replace(config, ropes=config.ropes[:1])
+    attention = config.layers[0].mixer
+    with pytest.raises(ModelError, match="6 query heads cannot share 4 KV heads evenly"):
+        replace(attention, num_kv_heads=4)
     with pytest.raises(ModelError, match="parallel branches without norms of their inputs"):
         replace(config, parallel_branches=True, input_norms=False)
 

@@ -15,6 +15,7 @@ from torch.library import opcheck
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadValue, QuireError, Unsupported
 from quire.ops import registered
+from tests.marks import of_long_runs
 from tests.ops.cases import Case, Step, half_dtype
 from tests.ops.conftest import choose
 
@@ -127,14 +128,15 @@ def test_a_compiled_layer_equals_an_eager_one(backend, device, kv_dtype):
     assert check_layer(backend, device, "aot_eager", kv_dtype, dynamic=True) == 1
 
 
-def test_a_layer_through_inductor_equals_an_eager_one():
-    backend, device = ops.load("auto"), "cpu"
-    for dynamic, graphs in ((None, 2), (True, 1)):  # None: the second size makes the first one dynamic
-        torch._dynamo.reset()
-        assert check_layer(backend, device, "inductor", dynamic=dynamic) == graphs
+@pytest.mark.parametrize(
+    ("dynamic", "graphs"),
+    [(None, 2), of_long_runs(True, 1)],  # None: the second size makes the first one dynamic
+)
+def test_a_layer_through_inductor_equals_an_eager_one(dynamic, graphs):
+    assert check_layer(ops.load("auto"), "cpu", "inductor", dynamic=dynamic) == graphs
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, of_long_runs(3)])
 def test_inductor_rotates_clones_of_slices(rows):
     """Where an operator itself writes to such a clone of one row, Inductor (2.13) hands it the wrong memory."""
     backend, device = ops.load("auto"), "cpu"

@@ -6,18 +6,19 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from quire.cache.manager import CacheGroup
+from quire.cache.manager import CacheGroup, Heads
 from quire.cache.storage import KVCache
 from quire.errors import ConfigError
 from quire.ops.side_stream import SideStream, Swapper
 
-GROUPS = (CacheGroup((0, 2, 3)), CacheGroup((1, 4), window=8))
+GROUPS = (CacheGroup((0, 2, 3), heads=Heads(2, 1, 4)), CacheGroup((1, 4), 8, Heads(4, 2, 8)))
 
 
 class Event:
@@ -126,7 +127,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 
 
 def filled_cache() -> KVCache:
-    cache = KVCache(GROUPS, 12, 2, 1, 4, torch.float32, num_host_blocks=9)
+    cache = KVCache(GROUPS, 12, 2, torch.float32, num_host_blocks=9)
     for pool in (cache._memory, cache._host):
         for layer, memory in pool.items():
             memory.copy_(torch.arange(memory.numel()).view(memory.shape) + 1_000 * layer)
@@ -193,7 +194,8 @@ def test_whatever_order_streams_run_in_the_results_are_those_of_one_after_the_ot
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu() -> None:
     """Blocks go to the host and come back while the current stream is busy, and the pool is not pinned for ever."""
-    cache = KVCache(GROUPS, 64, 16, 8, 128, torch.bfloat16, "cuda", num_host_blocks=32)
+    groups = [replace(group, heads=Heads(8, 8, 128)) for group in GROUPS]
+    cache = KVCache(groups, 64, 16, torch.bfloat16, "cuda", num_host_blocks=32)
     host = cache._host[0]
     assert host.is_pinned()
     work = torch.randn(4_096, 4_096, device="cuda")

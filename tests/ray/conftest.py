@@ -17,6 +17,7 @@ def serve() -> Iterator[Any]:
 
     patch = pytest.MonkeyPatch()
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    patch.setenv("RAY_worker_niceness", "0")  # else what Ray starts yields to all others
     patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray writes one into the home directory
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     serve.start(proxy_location="Disabled")

@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,25 @@ def answer(url: str) -> str:
     body = json.dumps({"prompt": "import", "max_tokens": 8, "temperature": 0}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     return str(json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["text"])
+
+
+def streamed(url: str, body: dict[str, Any]) -> str:
+    """The text of an answer that comes in pieces."""
+    data = json.dumps(body | {"stream": True}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+    texts = []
+    with urllib.request.urlopen(request, timeout=120) as events:
+        for line in events:
+            if line == b"data: [DONE]\n":
+                return "".join(texts)
+            if line.startswith(b"data: "):
+                texts.append(json.loads(line[6:])["choices"][0]["text"])
+    raise AssertionError(f"it ends without [DONE] after {len(texts)} pieces")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def servers() -> set[int]:
@@ -98,8 +119,7 @@ def test_replicas_come_are_replaced_when_they_die_and_leave_nothing(serve: Any) 
 
 
 def test_the_application_answers_at_its_gateway_also_after_a_death(serve: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     args = {"replicas": "2", "num_cpus": "0.5", "gateway_port": str(port), "num-blocks": "64", "max-num-seqs": "4"}
     serve.run(build(args), name="quire", route_prefix=None)
     gateway = f"http://127.0.0.1:{port}"
@@ -118,6 +138,47 @@ def test_the_application_answers_at_its_gateway_also_after_a_death(serve: Any) -
         assert [answer(gateway) for _ in range(10)] == [text] * 10
         wait_for(lambda: len(servers() - {min(before)}) == 2)
         assert answer(gateway) == text
+    finally:
+        serve.delete("quire")
+    wait_for(lambda: not servers())
+
+
+def test_no_answer_is_cut_when_the_application_is_deployed_again(serve: Any, tmp_path: Path) -> None:
+    """Streams move from old replicas to new ones, and the old gateway ends after its last one.
+
+    There is one gateway, so requests that come before the new one listens are refused.
+    """
+    port, secret = free_port(), tmp_path / "secret"
+    secret.write_text("s3cret")
+    args = {"replicas": "2", "num_cpus": "0.5", "gateway_port": str(port), "secret_file": str(secret)}
+    args |= {"num-blocks": "512", "max-num-seqs": "4"}
+    url, body = f"http://127.0.0.1:{port}", {"max_tokens": 800, "ignore_eos": True, "temperature": 0.9}
+    bodies = [body | {"prompt": f"def f{i}(x):\n", "seed": i} for i in range(4)]
+    is_over, found = threading.Event(), [list[str]() for _ in bodies]
+
+    def client(number: int) -> None:
+        while not is_over.is_set():
+            try:
+                found[number].append(streamed(url, bodies[number]))
+            except urllib.error.URLError:  # it takes no connection
+                time.sleep(0.05)
+
+    serve.run(build(args), name="quire", route_prefix=None)
+    try:
+        before = servers()
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            clients = [pool.submit(client, i) for i in range(len(bodies))]
+            try:
+                wait_for(lambda: all(found))
+                serve.run(build(args), name="quire", route_prefix=None)
+                wait_for(lambda: len(servers()) == 2 and not servers() & before)
+                counts = [len(texts) for texts in found]
+                wait_for(lambda: all(len(texts) > count for texts, count in zip(found, counts, strict=True)))
+            finally:
+                is_over.set()
+            for one in clients:
+                one.result()
+        assert [len(set(texts)) for texts in found] == [1] * len(bodies)
     finally:
         serve.delete("quire")
     wait_for(lambda: not servers())

@@ -146,6 +146,17 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert words in answer.error()["message"]
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "file", "image"])
+def test_images_and_sounds_are_refused_by_their_place(server: Serving, kind: str) -> None:
+    said = {"role": "user", "content": "a"}
+    seen = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": kind, kind: {"url": "x"}}]}
+    answer = server.post("/v1/chat/completions", messages=[said, seen], max_tokens=4)
+    assert answer.status == 400
+    assert answer.error()["message"] == (
+        f"messages[1].content[1] is of type '{kind}'; models are served for text alone, in parts of type 'text'"
+    )
+
+
 def test_neutral_values_of_unserved_fields_are_taken(server: Serving) -> None:
     neutral = {"tools": [], "tool_choice": "none", "logit_bias": {}, "store": False, "user": "me"}
     neutral |= {"prompt_cache_key": "k", "safety_identifier": "me", "verbosity": "medium", "reasoning_effort": None}

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import http.client
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.forks import Process, Spawner
 from tests.server.interrupts import obey
 
 pytestmark = pytest.mark.slow
@@ -48,66 +49,50 @@ main()
 """
 
 
-def deaf() -> None:
-    """For a process that is about to begin: SIGTERM means nothing, as to the first process of a container."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+# SIGTERM means nothing, as to the first process of a container.
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+SERVE = ("serve", "--port", "0", "--num-blocks", "64")
 
 
 @contextmanager
-def in_a_step(
-    *options: str, prefix: tuple[str, ...] = (), prepare: Callable[[], None] = obey
-) -> Iterator[subprocess.Popen[str]]:
-    """A server that computes its first step."""
-    command = [*prefix, sys.executable, "-c", ENDLESS, "serve", "--port", "0", "--num-blocks", "64", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=prepare)
+def in_a_step(process: Process) -> Iterator[Process]:
+    """A server, while it computes its first step."""
     try:
-        assert process.stderr is not None
-        said = ""
-        for line in process.stderr:
-            said += line
-            if "limits" in line:
-                break
-        found = re.search(r"http://([\d.]+):(\d+)", said)
-        assert found, said
+        found = process.said(r"http://([\d.]+):(\d+) ")
         client = http.client.HTTPConnection(found[1], int(found[2]), timeout=60)
         client.request("POST", "/v1/completions", b'{"prompt": [5, 6]}', {"Content-Type": "application/json"})
-        for line in process.stderr:
-            said += line
-            if "in a step" in line:
-                break
-        assert "in a step" in said, said
+        process.said("in a step")
         yield process
         client.close()
     finally:
         process.kill()
-        process.communicate()
 
 
-def test_an_interrupt_ends_it_with_130() -> None:
-    with in_a_step("--shutdown-timeout", "0") as process:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+def test_an_interrupt_ends_it_with_130(forks: Spawner) -> None:
+    with in_a_step(forks.start(*SERVE, "--shutdown-timeout", "0", program=ENDLESS)) as process:
+        process.send(signal.SIGINT)
+        assert process.wait() == 130
 
 
-def test_a_second_interrupt_ends_it_at_once() -> None:
-    with in_a_step("--shutdown-timeout", "3600") as process:
-        process.send_signal(signal.SIGINT)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(1)  # it drains
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+def test_a_second_interrupt_ends_it_at_once(forks: Spawner) -> None:
+    with in_a_step(forks.start(*SERVE, "--shutdown-timeout", "3600", program=ENDLESS)) as process:
+        process.send(signal.SIGINT)
+        time.sleep(0.5)
+        assert process.is_alive  # it drains
+        process.send(signal.SIGINT)
+        assert process.wait() == 130
 
 
-def test_sigterm_ends_it_with_the_signal() -> None:
-    with in_a_step("--shutdown-timeout", "0.5") as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == -signal.SIGTERM
+def test_sigterm_ends_it_with_the_signal(forks: Spawner) -> None:
+    with in_a_step(forks.start(*SERVE, "--shutdown-timeout", "0.5", program=ENDLESS)) as process:
+        process.send(signal.SIGTERM)
+        assert process.wait() == -signal.SIGTERM
 
 
-def test_where_sigterm_alone_ends_nothing_it_ends_with_143() -> None:
-    with in_a_step("--shutdown-timeout", "0", prepare=deaf) as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 143
+def test_where_sigterm_alone_ends_nothing_it_ends_with_143(forks: Spawner) -> None:
+    with in_a_step(forks.start(*SERVE, "--shutdown-timeout", "0", program=DEAF + ENDLESS)) as process:
+        process.send(signal.SIGTERM)
+        assert process.wait() == 143
 
 
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -125,10 +110,14 @@ def first_process(unshare: int) -> int:
 
 
 @pytest.mark.usefixtures("_namespaces")
-def test_the_first_process_of_a_container_ends_with_143_at_sigterm() -> None:
-    with in_a_step("--shutdown-timeout", "0", prefix=NAMESPACE) as process:
-        os.kill(first_process(process.pid), signal.SIGTERM)
-        assert process.wait(60) == 143
+def test_the_first_process_of_a_container_ends_with_143_at_sigterm(tmp_path: Path) -> None:
+    command = [*NAMESPACE, sys.executable, "-c", ENDLESS, *SERVE, "--shutdown-timeout", "0"]
+    log = tmp_path / "log"
+    with log.open("wb") as stderr:
+        started = subprocess.Popen(command, stderr=stderr, preexec_fn=obey)
+    with in_a_step(Process(started.pid, log)):
+        os.kill(first_process(started.pid), signal.SIGTERM)
+        assert started.wait(60) == 143
 
 
 @pytest.mark.usefixtures("_namespaces")

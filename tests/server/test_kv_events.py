@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +25,9 @@ from quire.server.watch import kv_events
 from quire.server.watch.kv_events import END, KVEventPublisher, listens, wire_events, wire_hash
 from tests.cache.machine import machine
 from tests.engine.fakes import fake_engine
+from tests.forks import Spawner
 from tests.server.serving import Serving, serving
-from tests.server.test_serve_command import failing, running
+from tests.server.test_serve_command import failing, post, running
 
 ANYWHERE = "tcp://127.0.0.1:*"
 COMPLETIONS = "/v1/completions"
@@ -567,18 +567,16 @@ def test_a_missing_package_is_told_with_the_extra_that_brings_it(name: str, monk
 
 
 @pytest.mark.slow
-def test_the_command_says_where_and_publishes() -> None:
-    with running("--kv-events", ANYWHERE, "--kv-events-replay", ANYWHERE, "--num-blocks", "100") as server:
-        line = server.process.stderr.readline()  # type: ignore[union-attr]
-        found = re.fullmatch(r"  events   published at (tcp://\S+), and again at (tcp://\S+)\n", line)
-        assert found, line
+def test_the_command_says_where_and_publishes(forks: Spawner) -> None:
+    with running(forks, "--kv-events", ANYWHERE, "--kv-events-replay", ANYWHERE, "--num-blocks", "100") as server:
+        found = server.said(r"^  events   published at (tcp://\S+), and again at (tcp://\S+)\n")
         router = Subscriber(found[1], found[2])
         try:
-            server.post(prompt=TEXTS[0], max_tokens=1)
+            post(server, prompt=TEXTS[0], max_tokens=1)
             while not (batches := router.again(0)):
                 pass
             assert batches[0][0] == 0
             assert isinstance(batches[0][1].events[0], BlockStored)
         finally:
             router.close()
-    assert "kv_events is 'x'" in failing("--kv-events", "x")
+    assert "kv_events is 'x'" in failing(forks, "--kv-events", "x")

@@ -6,11 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.server.test_serve_command import Process, running
+from tests.forks import Process, Spawner
+from tests.server.test_serve_command import lines, running
 
 pytestmark = pytest.mark.slow
 
@@ -24,9 +26,9 @@ COMMANDS = [
 
 
 @pytest.fixture(scope="module")
-def server():  # type: ignore[no-untyped-def]
+def server(forks: Spawner) -> Iterator[Process]:
     assert COMMANDS[0] == ".venv/bin/quire serve"  # what `running` starts, at a port of its own
-    with running() as found:
+    with running(forks) as found:
         yield found
 
 
@@ -51,7 +53,7 @@ def test_python(server: Process) -> None:
 def test_the_lines_that_the_page_shows_are_those_of_the_server(server: Process) -> None:
     shown = next(body for body in PAGE.split("```") if body.startswith("\nQuire 0"))
     plain = [re.sub(r"[\d.,]+|a[vm]x\w*", "0", line).strip() for line in shown.strip().splitlines()]
-    reported = [re.sub(r"[\d.,]+|a[vm]x\w*", "0", line).strip() for line in server.lines]
+    reported = [re.sub(r"[\d.,]+|a[vm]x\w*", "0", line).strip() for line in lines(server)]
     assert [line.split("(")[0] for line in plain] == [line.split("(")[0] for line in reported]
 
 

@@ -21,11 +21,22 @@ NONE = -1  # instead of a block
 
 
 @dataclass(frozen=True)
-class CacheGroup:
-    """Layers whose requests share one block table: those with the same window. Most models have a single group."""
+class Heads:
+    """The heads of a layer's attention: they decide how much memory a token takes there."""
 
-    layers: tuple[int, ...]
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hkv
+    head_dim: int  # D
+    latent: int | None = None  # V is the first so many numbers of K, and not stored again; None: V is as wide as K
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers whose requests share one block table: with the same window and heads. Most models have a single group."""
+
+    layers: tuple[int, ...]  # those with memory: a layer may read another one's, and then is not here
     window: int | None = None  # keys that a row of these layers sees, its own included; None: all before it
+    heads: Heads = Heads(1, 1, 1)  # nothing here depends on them
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from quire.cache.manager import CacheGroup
+from quire.cache.manager import CacheGroup, Heads
 from quire.config import CacheConfig, parse_memory
 from quire.errors import ConfigError
-from quire.ops import Backend, PagedKV, load
+from quire.ops import AttentionSpec, Backend, PagedKV, load
 from quire.ops.memory import in_huge_pages
 from quire.ops.swap import HostSwap, Swap
 
@@ -26,8 +26,9 @@ class KVCache:
 
     A layer's memory is [N, 2, Hkv, B, D]: HND, a block's K and V side by side, so that copying or swapping a block
     of a layer moves one piece of memory. With integers, the scales [2, Hkv, B] follow them in the same piece, where an
-    fp32 may begin. Nobody else knows this layout. On a CPU it lies in huge pages where the system
-    offers them, and its first blocks are there from the start: no step waits for the system to find a page for them.
+    fp32 may begin. A latent cache is [N, Hkv, B, D]: its V are columns of K. Nobody else knows this layout. On a CPU it
+    lies in huge pages where the system offers them, and its first blocks are there from the start: no step waits for
+    the system to find a page for them.
 
     On a GPU blocks are swapped on a stream of their own, beside the computation; asking for a layer makes the current
     stream wait for that layer's blocks, and for no others.
@@ -38,8 +39,6 @@ class KVCache:
         groups: Sequence[CacheGroup],
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: str = "cpu",
         num_host_blocks: int = 0,
@@ -50,21 +49,19 @@ class KVCache:
         backend: what moves blocks; None: the fastest one for the device.
         """
         self._groups = tuple(groups)
-        layers = [layer for group in groups for layer in group.layers]
-        make = partial(in_huge_pages, touched=RESIDENT // max(1, len(layers)))
+        heads = {layer: group.heads for group in groups for layer in group.layers}
+        make = partial(in_huge_pages, touched=RESIDENT // max(1, len(heads)))
         if device != "cpu":
             make = partial(torch.empty, device=device)
-        size = _layer_bytes(block_size, num_kv_heads, head_dim, dtype)
-        shape = (num_blocks, size // dtype.itemsize)
-        self._memory = {layer: make(shape, dtype=dtype) for layer in layers}
-        self._host = {layer: in_huge_pages((num_host_blocks, *shape[1:]), dtype) for layer in layers}
+        widths = {layer: _layer_bytes(block_size, of, dtype) // dtype.itemsize for layer, of in heads.items()}
+        self._memory = {layer: make((num_blocks, width), dtype=dtype) for layer, width in widths.items()}
+        self._host = {layer: in_huge_pages((num_host_blocks, width), dtype) for layer, width in widths.items()}
         self._swap: Swap = (
             (backend or load("auto", device)).swap(device, list(self._host.values())) if num_host_blocks else HostSwap()
         )
         # Before any memory goes. At the interpreter's exit the system takes everything back by itself.
         weakref.finalize(self, self._swap.close).atexit = False
-        sizes = (num_kv_heads, block_size, head_dim)
-        self._layers = {layer: _views(memory, sizes) for layer, memory in self._memory.items()}
+        self._layers = {layer: _views(memory, block_size, heads[layer]) for layer, memory in self._memory.items()}
 
     def layer(self, index: int) -> PagedKV:
         """The layer's K and V: two views [N, Hkv, B, D], of int8 with scales [N, Hkv, B], the same object at each call.
@@ -104,12 +101,40 @@ class KVCache:
             self._swap.copy(pairs, src, dst)
 
 
-def bytes_per_block(
-    groups: Sequence[CacheGroup], block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> int:
-    """Bytes of one block id over all layers: 2 (K and V) · layers · Hkv · B · (D · bytes a number + a scale's)."""
-    layers = sum(len(group.layers) for group in groups)
-    return layers * _layer_bytes(block_size, num_kv_heads, head_dim, dtype)
+def group_spec(
+    group: CacheGroup,
+    block_size: int,
+    num_blocks: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    reproducible: bool = False,
+) -> AttentionSpec:
+    """The attention of a group's layers. Raises ConfigError for a latent cache of integers.
+
+    dtype: of q; kv_dtype: of the cache, None: the same.
+    """
+    heads = group.heads
+    if heads.latent is not None and kv_dtype == torch.int8:
+        raise ConfigError("kv_cache_dtype is 'int8'; this model's K and V are one latent row, which auto or fp8 store")
+    return AttentionSpec(
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        head_dim_v=heads.latent,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        window=group.window,
+        device=device,
+        reproducible=reproducible,
+    )
+
+
+def bytes_per_block(groups: Sequence[CacheGroup], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block id over all layers: of each 2 (K and V) · Hkv · B · (D · bytes a number + a scale's)."""
+    return sum(len(group.layers) * _layer_bytes(block_size, group.heads, dtype) for group in groups)
 
 
 def cache_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
@@ -117,11 +142,11 @@ def cache_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
     return {"auto": dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[config.kv_cache_dtype]
 
 
-def _layer_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+def _layer_bytes(block_size: int, heads: Heads, dtype: torch.dtype) -> int:
     """Of one block of one layer."""
-    rows = 2 * num_kv_heads * block_size
-    numbers = rows * head_dim * dtype.itemsize
-    return numbers if dtype != torch.int8 else _scales_begin(rows * head_dim) + rows * SCALE.itemsize
+    rows = (2 if heads.latent is None else 1) * heads.num_kv_heads * block_size
+    numbers = rows * heads.head_dim
+    return numbers * dtype.itemsize if dtype != torch.int8 else _scales_begin(numbers) + rows * SCALE.itemsize
 
 
 def _scales_begin(numbers: int) -> int:
@@ -131,10 +156,15 @@ def _scales_begin(numbers: int) -> int:
 
 def _views(
     memory: torch.Tensor,  # [N, numbers of a block]
-    sizes: tuple[int, int, int],  # Hkv, B, D
+    block_size: int,
+    heads: Heads,
 ) -> PagedKV:
     """K and V of a layer, and their scales where there are any."""
-    num_kv_heads, block_size, head_dim = sizes
+    num_kv_heads, head_dim = heads.num_kv_heads, heads.head_dim
+    sizes = num_kv_heads, block_size, head_dim
+    if heads.latent is not None:
+        k = memory.unflatten(1, sizes)  # type: ignore[no-untyped-call]
+        return PagedKV(k, k[..., : heads.latent])
     rows = 2 * num_kv_heads * block_size
     k, v = memory[:, : rows * head_dim].unflatten(1, (2, *sizes)).unbind(1)  # type: ignore[no-untyped-call]
     if memory.dtype != torch.int8:

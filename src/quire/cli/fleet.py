@@ -29,12 +29,12 @@ def fleet(
 
         obey_as_first_process()
         config = GatewayConfig(**taken(GatewayConfig, options))
-        from quire.fleet.gateway import serve_fleet  # all that is heavy
+        from quire.fleet.gateway import FleetServer  # all that is heavy
         from quire.fleet.membership import parse_members
 
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         members = parse_members(config.replicas)
-        serve_fleet(members, config, lambda line: print(line, file=sys.stderr, flush=True))
+        FleetServer(members, config, lambda line: print(line, file=sys.stderr, flush=True)).run()
     except QuireError as error:
         fail(error)

@@ -35,7 +35,7 @@ def info(
         choice = choose(directory)
         row(model, str(choice))
         dtype = choice.dtype
-        size = sum(path.stat().st_size for path in weight_files(directory) if path.exists())
+        size = sum(path.stat().st_size for path in weight_files(directory, choice.part) if path.exists())
         scheme = "not quantised" if choice.scheme is None else choice.scheme.description
         row("weights", scheme if size == 0 else f"{scheme}, {size / 2**20:,.1f} MiB")
         row("KV cache", f"{str(dtype).removeprefix('torch.')}, {8 * dtype.itemsize} bits a number")
@@ -79,7 +79,7 @@ def _cache_size(config: EngineConfig, free: int | None) -> str:
     cache = config.cache
     model, dtype = read_config(EMBEDDED)
     kv_dtype = cache_dtype(cache, dtype)
-    block_bytes = bytes_per_block(model.groups, cache.block_size, model.num_kv_heads, model.head_dim, kv_dtype)
+    block_bytes = bytes_per_block(model.groups, cache.block_size, kv_dtype)
     try:
         blocks = choose_num_blocks(cache, block_bytes, model.max_position_embeddings, config.max_num_seqs, free)
     except QuireError as error:

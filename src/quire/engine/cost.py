@@ -44,9 +44,6 @@ class ModelCost:
     max_model_len: int  # tokens of the longest sequence
     layer_params: int  # every token is multiplied by each of them; those of experts are apart
     head_params: int  # of the output projection: only rows that draw a token are
-    num_heads: int  # Hq
-    num_kv_heads: int  # Hkv
-    head_dim: int  # D
     number_bytes: int  # of an element of K and V
     weights: WeightBytes
     expert_params: int = 0  # of all experts of all layers
@@ -64,11 +61,13 @@ class ModelCost:
 
     def kv_bytes(self, group: CacheGroup) -> int:
         """Bytes of one token's K and V in the group's layers."""
-        return 2 * len(group.layers) * self.num_kv_heads * self.head_dim * self.number_bytes
+        heads = group.heads
+        stored = (2 if heads.latent is None else 1) * heads.num_kv_heads * heads.head_dim
+        return len(group.layers) * stored * self.number_bytes
 
     def attention_flops(self, group: CacheGroup) -> int:
         """Operations of one query token and one key in the group's layers: a dot product and a weighted sum."""
-        return 4 * len(group.layers) * self.num_heads * self.head_dim
+        return 4 * len(group.layers) * group.heads.num_heads * group.heads.head_dim
 
 
 def model_cost(config: DecoderConfig, dtype: torch.dtype, weights: WeightBytes | None = None) -> ModelCost:
@@ -81,35 +80,29 @@ def model_cost(config: DecoderConfig, dtype: torch.dtype, weights: WeightBytes |
         params[weight_use(config, name)] += math.prod(shape)
     if weights is None:
         weights = WeightBytes(**{use: count * dtype.itemsize for use, count in params.items()})
+    chosen = sum(of.per_token * of.mlp.size for of in config.experts)
     return ModelCost(
         groups=config.groups,
         max_model_len=longest_sequence(config),
         layer_params=params["layers"],
         head_params=params["head"],
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         number_bytes=dtype.itemsize,
         weights=weights,
         expert_params=params["experts"],
-        expert_share=0.0 if config.experts is None else config.experts.per_token / config.experts.count,
+        expert_share=chosen / sum(of.count * of.mlp.size for of in config.experts) if chosen else 0.0,
     )
 
 
 def cost_of(model: Model) -> ModelCost:
-    """What a loaded model has to read and to multiply; of one whose layers are not ours, this by its sizes alone."""
+    """What a loaded model has to read and to multiply; of one whose layers are not ours, as if none were quantised."""
     shape = model.config
     if isinstance(shape, DecoderConfig):
         return model_cost(shape, model.dtype, model.weight_bytes)
-    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
     return ModelCost(
         groups=shape.groups,
         max_model_len=model.max_model_len,
-        layer_params=len(shape.windows) * shape.hidden_size * (attention + 3 * shape.intermediate_size),
+        layer_params=model.weight_bytes.layers // model.dtype.itemsize,
         head_params=shape.vocab_size * shape.hidden_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
         number_bytes=model.dtype.itemsize,
         weights=model.weight_bytes,
     )

@@ -19,6 +19,7 @@ from quire.cache.storage import (
     choose_num_blocks,
     choose_num_host_blocks,
     free_memory,
+    group_spec,
 )
 from quire.config import EngineConfig
 from quire.engine.exit import StepGuard
@@ -34,7 +35,7 @@ from quire.engine.speculation import NUM_GUESSES, PromptLookup
 from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError, RequestError, Unsupported
 from quire.models.model import Model, ModelShape
-from quire.ops import AttentionSpec, Backend
+from quire.ops import Backend
 from quire.ops.spec import check_supported
 from quire.request import MAX_SEED, Event, FinishReason, Request
 
@@ -192,21 +193,13 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         raise Unsupported("reproducible is True; a row's bits may depend on the batch with what transformers computes")
     groups, block_size = decoder.groups, cache_config.block_size
     kv_dtype = cache_dtype(cache_config, model.dtype)
-    spec = AttentionSpec(
-        num_heads=decoder.num_heads,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        block_size=block_size,
-        num_blocks=1,  # until it is known
-        dtype=model.dtype,
-        kv_dtype=kv_dtype,
-        device=config.device,
-        reproducible=config.reproducible,
-    )
+    specs = [  # of one block until their number is known
+        group_spec(group, block_size, 1, model.dtype, kv_dtype, config.device, config.reproducible) for group in groups
+    ]
     if cache_config.kv_cache_dtype != "auto":  # before there is memory for it; a plan would say so after
-        check_supported(spec, backend.name, backend.limits)
-    shape = (decoder.num_kv_heads, decoder.head_dim, kv_dtype)
-    block_bytes = bytes_per_block(groups, block_size, *shape)
+        for spec in specs:
+            check_supported(spec, backend.name, backend.limits)
+    block_bytes = bytes_per_block(groups, block_size, kv_dtype)
     blocks_a_sequence = max(
         most_blocks(model.max_model_len, config.max_num_batched_tokens, group.window, block_size) for group in groups
     )
@@ -256,9 +249,9 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     limits = (config.max_num_batched_tokens, config.max_num_seqs, max_blocks)
     eager = Runner(
         model,
-        KVCache(groups, num_blocks, block_size, *shape, config.device, num_host_blocks, backend),
+        KVCache(groups, num_blocks, block_size, kv_dtype, config.device, num_host_blocks, backend),
         backend,
-        [replace(spec, num_blocks=num_blocks, window=group.window) for group in groups],
+        [replace(spec, num_blocks=num_blocks) for spec in specs],
         *limits,
     )
     runner: StepRunner = eager
@@ -301,7 +294,5 @@ def working_memory(decoder: ModelShape, itemsize: int, max_tokens: int) -> int:
     For each of max_tokens tokens all that a layer computes, then the logits of MAX_LOGIT_ROWS rows with what is made of
     them.
     """
-    heads = 3 * decoder.num_heads + 2 * decoder.num_kv_heads  # q, k and v, what is attended, and a copy in rows
-    width = 3 * decoder.hidden_size + heads * decoder.head_dim  # the residual, its norm and the branch are first
-    width += decoder.mlp_width
+    width = 3 * decoder.hidden_size + decoder.layer_width  # the residual, its norm and the branch are first
     return max_tokens * (width * itemsize + ROW_PADDING) + MAX_LOGIT_ROWS * decoder.vocab_size * LOGIT_BYTES

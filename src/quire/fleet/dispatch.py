@@ -5,50 +5,41 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
-
 from quire.engine.beam import BeamSearchParams
 from quire.errors import NoReplica
+from quire.fleet.attempts import Attempts, client_error, no_replica
+from quire.fleet.choosing import Chooser
 from quire.fleet.config import GatewayConfig
 from quire.fleet.fingerprint import Fingerprint
-from quire.fleet.index import MAX_SLOTS, FleetIndex
 from quire.fleet.link import Link, LinkLost, Refused
 from quire.fleet.membership import Membership
 from quire.fleet.metrics import FleetMetrics
 from quire.fleet.placement import NEW, Cause, Placement
-from quire.fleet.score import Candidate, Choice, Demand, choose, eligible
-from quire.fleet.spans import attributes_of
+from quire.fleet.roster import Roster
+from quire.fleet.score import Choice
+from quire.fleet.search import FleetSearch
+from quire.fleet.spans import span_of
 from quire.fleet.stream import NumberedStream
 from quire.fleet.wire import Frame, Hello
-from quire.fleet.work import Assignment, FarGuide, FleetSearch, Work, wire_digests
+from quire.fleet.work import Assignment, Work
 from quire.request import FinishReason, Request
 from quire.server.api.jobs import Generation, Job
 from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, internal_error
 
 if TYPE_CHECKING:  # its packages are an extra
-    from opentelemetry.context import Context
-
-    from quire.server.watch.traces import CallSpan, Traces
+    from quire.server.watch.traces import Traces
 
 log = logging.getLogger("quire.fleet")
 
-# Of a fingerprint: what makes a model another one. Replicas that differ in other parts compute other bits of the same.
-MODEL_PARTS = ("weights", "config", "tokenizer", "template")
-MAX_POSTS = 512  # at a time, to each replica
-WAIT_FOR_ROOM = 1.0  # s, if nothing changes before: then a replica that was full is asked again
-MATCH_TIMEOUT = 0.05  # s that a replica has to say what it has cached
 MAX_PLACEMENTS = 256  # that are kept, so that people can see them
 MOST_LOST = 8  # replicas, as a request that kills each of them must not go through the whole fleet
-MEMORY = 0.05  # weight of the latest request in what is expected of the next one
-REFUSED_ELSEWHERE_TOO = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
 class Fleet:
@@ -59,47 +50,35 @@ class Fleet:
         metrics: FleetMetrics, traces: Traces | None,
     ) -> None:  # fmt: skip
         """model, first: of the replica whose tokenizer the gateway has."""
-        self.links: dict[str, Link] = {}  # by URL
-        self.index = FleetIndex()
+        self.roster = Roster(membership, model, secret)
         self.placements: deque[Placement] = deque(maxlen=MAX_PLACEMENTS)  # the latest ones
-        self.model = model
-        self._membership = membership
-        self._secret = secret
+        self._secret = secret.encode()
         self._first = first
         self._config = config
         self._metrics = metrics
         self._traces = traces
-        self._http: aiohttp.ClientSession | None = None
-        self._runs: dict[str, asyncio.Task[None]] = {}  # of the links
         self._tasks: set[asyncio.Task[Any]] = set()
         self._draining: set[Link] = set()
-        self._fitting: set[str] = set()  # URLs of replicas that have the gateway's tokenizer and template
-        self._free_slots = list(range(MAX_SLOTS))
         self._open: dict[Job, asyncio.TimerHandle | None] = {}  # with its deadline
         self._works: dict[Generation, list[Work]] = {}
         self._assignments: dict[int, Assignment] = {}  # by flow
+        self._chooser = Chooser(self.roster, secret, self._assignments)
         self._next_flow = 0
-        self._news = asyncio.Event()  # something about a replica has changed
-        self._new_tokens = 128.0  # that a request generates, on the average
-        self._hit_rate = 0.5  # share of the prompts' tokens that were cached, lately
         self._failure: str | None = None
 
     # ---------------------------------------------------------------------------------------------------- as a Host
 
     def start(self) -> None:
         """Connect to the members."""
-        connector = aiohttp.TCPConnector(limit=0, limit_per_host=MAX_POSTS, keepalive_timeout=20.0)
-        self._http = aiohttp.ClientSession(connector=connector, auto_decompress=False)
-        self._spawn(self._follow())
+        self._spawn(self.roster.follow(self))
 
     async def stop(self) -> None:
         """End. Who still waits gets an error."""
         self.end_all("the gateway is stopping")
-        for task in (*self._tasks, *self._runs.values()):
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._runs.values(), return_exceptions=True)
-        if self._http is not None:
-            await self._http.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.roster.stop()
 
     def end_all(self, why: str) -> None:
         """End all jobs with an error, and take no others."""
@@ -117,16 +96,12 @@ class Fleet:
         """The beam searches that are open."""
         return [job for job in self._open if isinstance(job, FleetSearch)]
 
-    def is_fitting(self, link: Link) -> bool:
-        """Whether a replica that has answered has the gateway's tokenizer and template."""
-        return link.url in self._fitting
-
     def check_health(self) -> None:
         """Raise ApiError (503) if no replica serves."""
         try:
-            eligible(self._candidates(set(), lambda _: ()))
+            self._chooser.check_health()
         except NoReplica as error:
-            raise _nobody(str(error)) from error
+            raise no_replica(str(error)) from error
 
     def check_room(self, num_samples: int, name: str = "n") -> None:
         """Raise ApiError, naming a field, if a replica takes fewer samples."""
@@ -148,7 +123,7 @@ class Fleet:
         self.check_room(job.num_samples)
         if isinstance(job, FleetSearch):
             self._admit(job)
-            job.task = self._spawn(self._search(job))
+            job.task = self._spawn(self._serve_search(job))
             return
         if not isinstance(job, Generation):
             raise TypeError(f"a fleet serves no {type(job).__name__}")
@@ -213,7 +188,7 @@ class Fleet:
         """Hear no more of an assignment. why: what traces say of it. False: that is so already."""
         if self._assignments.pop(assignment.flow, None) is None:
             return False
-        self.index.settle(assignment.expectation)
+        self.roster.index.settle(assignment.expectation)
         if assignment.span is not None:
             assignment.span.end(why, is_error=is_error)
         for sample in assignment.samples:
@@ -233,9 +208,7 @@ class Fleet:
         without: a replica that must not get them. Raises ApiError if all refuse, or none is there for a while. What has
         begun waits for room as long as it takes.
         """
-        deadline = asyncio.get_running_loop().time() + self._config.patience
-        excluded = set() if without is None else {without}
-        refusal: Refused | None = None
+        attempts = Attempts(self.roster, self._config.patience, without, work.requests[0].guide)
         while work.job in self._open:
             wanted = [sample for sample in work.open_samples if not samples or sample in samples]
             if not wanted:
@@ -244,27 +217,17 @@ class Fleet:
                 await asyncio.gather(*(self._place(work, cause, [sample], without) for sample in wanted))
                 return
             try:
-                choice = await self._choose(work, wanted, excluded)
-                link = self._link_at(choice.best.candidate.slot)
+                link, choice = await self._chooser.for_work(work, wanted, attempts.passed_over)
+            except NoReplica as error:
+                await attempts.found_none(error, has_begun=work.is_admitted)
+                continue
+            try:
                 await self._assign(work, wanted, link, self._placement(work, wanted, cause, choice))
                 return
             except LinkLost:
-                excluded.add(link)
-            except Refused as error:
-                if error.status in REFUSED_ELSEWHERE_TOO or (refusal is not None and error.is_own_fault):
-                    raise _client_error(error, work) from error
-                excluded.add(link)
-                refusal = error
-            except NoReplica as error:
-                if without is not None:
-                    raise _nobody(f"{error}{_without(excluded)}") from error
-                is_full = refusal is not None and refusal.status == HTTPStatus.TOO_MANY_REQUESTS
-                if refusal is not None and not (is_full and work.is_admitted):
-                    raise _client_error(refusal, work) from error
-                left = deadline - asyncio.get_running_loop().time()
-                if not await self._change(WAIT_FOR_ROOM if is_full else left) and not is_full:
-                    raise _nobody(str(error)) from error
-                excluded, refusal = set(), None
+                attempts.lost(link)
+            except Refused as refusal:
+                attempts.refused(link, refusal)
 
     def _placement(self, work: Work, samples: Sequence[int], cause: Cause, choice: Choice) -> Placement:
         delivered = len(work.ledgers[samples[0]].tokens)
@@ -276,12 +239,12 @@ class Fleet:
         hello, fingerprint = link.hello, link.fingerprint
         if hello is None or fingerprint is None:
             raise LinkLost(link.url)
-        digests = work.digests(samples, hello, self._secret.encode())
-        span = self._span(placement, work.context)
+        digests = work.digests(samples, hello, self._secret)
+        span = span_of(placement, self._traces, work.context)
         trace = None if span is None else span.traceparent
         call = work.call(flow, samples, is_strict=self._config.resume == "exact", trace=trace)
         call = replace(call, uncached=placement.choice.best.uncached_tokens)
-        expected = self.index.expect(link.slot, digests)
+        expected = self.roster.index.expect(link.slot, digests)
         before = {sample: work.assigned[sample] for sample in samples if sample in work.assigned}
         assignment = Assignment(flow, work, link, set(samples), expected, placement, span, dict(before))
         self._assignments[flow] = assignment
@@ -323,180 +286,101 @@ class Fleet:
             if not other.samples:
                 self._give_up(other, "moved")
 
-    def _span(self, placement: Placement, context: Context | None) -> CallSpan | None:
-        """The span of a placement, where there are traces. context: what it goes below."""
-        if self._traces is None or context is None:
-            return None
-        return self._traces.call("placement", context, attributes_of(placement))
-
-    async def _choose(self, work: Work, samples: Sequence[int], excluded: set[Link]) -> Choice:
-        """Raises NoReplica."""
-        secret = self._secret.encode()
-        found = self._candidates(excluded, lambda hello: work.digests(samples, hello, secret))
-        candidates = eligible(found, work.wanted_fingerprint if work.is_untouched else work.fingerprint)
-        if any(link.hello is not None and link.hello.has_windows for link in self.links.values()):
-            candidates = await self._asked(work, samples, candidates)
-        most = work.sampling.max_tokens
-        expected = self._new_tokens if most is None else min(most, self._new_tokens)
-        return choose(
-            Demand(
-                request_id=work.output.request_id,
-                num_tokens=len(work.tokens(samples)),
-                new_tokens=expected * len(samples),
-                hit_rate=self._hit_rate,
-            ),
-            candidates,
-        )
-
-    def _candidates(self, excluded: set[Link], digests: Callable[[Hello], Sequence[int]]) -> list[Candidate]:
-        """All replicas that could make sense of the gateway's prompts. digests: of a prompt, as a replica has them."""
-        found, unseen = [], self._unseen()
-        runs: dict[tuple[str, int], dict[int, int]] = {}
-        for link in self.links.values():
-            if link in excluded or link.state is None or link.hello is None or link.fingerprint is None:
-                continue
-            if link.url not in self._fitting:
-                continue
-            kind = (link.hello.salt, link.hello.block_size)
-            if kind not in runs:
-                runs[kind] = self.index.runs(digests(link.hello))
-            uncached, requests = unseen.get(link, (0, 0))
-            found.append(
-                Candidate(
-                    slot=link.slot,
-                    name=link.url,
-                    fingerprint=link.fingerprint.digest,
-                    healthy=link.is_up,
-                    state=link.state,
-                    num_blocks=runs[kind].get(link.slot, 0),
-                    unseen_tokens=uncached,
-                    unseen_requests=requests,
-                )
-            )
-        return found
-
-    def _unseen(self) -> dict[Link, tuple[int, int]]:
-        """Tokens and requests that were sent to each replica and are not in its state yet."""
-        found: dict[Link, tuple[int, int]] = {}
-        for one in self._assignments.values():
-            if not one.is_seen:
-                tokens, requests = found.get(one.link, (0, 0))
-                found[one.link] = (tokens + one.placement.choice.best.uncached_tokens, requests + len(one.samples))
-        return found
-
-    async def _asked(self, work: Work, samples: Sequence[int], candidates: list[Candidate]) -> list[Candidate]:
-        """The candidates, with what each says that it has cached: of windowed layers the index does not know."""
-        call = work.call(0, samples, is_strict=False)
-
-        async def ask(one: Candidate) -> Candidate:
-            try:
-                link = self._link_at(one.slot)
-                if one.num_blocks == 0 or link.hello is None or not link.hello.has_windows:
-                    return one
-                answer = await asyncio.wait_for(link.post("/fleet/match", call), MATCH_TIMEOUT)
-            except (LinkLost, Refused, asyncio.TimeoutError):
-                return replace(one, num_blocks=0)
-            return replace(one, num_blocks=answer["cached"] // one.state.block_size)
-
-        return list(await asyncio.gather(*map(ask, candidates)))
-
     async def _search(self, job: FleetSearch) -> None:
         """Let a replica do a beam search. When it is lost, another one does it from the start, with the same result."""
-        name, excluded, cause = job.call.name, set[Link](), NEW
         context = None if self._traces is None else self._traces.current()
-        refusal: Refused | None = None
-        deadline = asyncio.get_running_loop().time() + self._config.patience
-        tokens, salt, secret = array("i", job.call.prompt), job.call.salt, self._secret.encode()
-        while job in self._open:
+        attempts, cause = Attempts(self.roster, self._config.patience), NEW
+        while True:
             try:
-                found = self._candidates(excluded, lambda hello: wire_digests(tokens, salt, hello, secret))
-                candidates = eligible(found)
-                new = float(job.call.max_tokens * job.num_samples)
-                demand = Demand(request_id=name, num_tokens=len(tokens), new_tokens=new, hit_rate=self._hit_rate)
-                choice = choose(demand, candidates)
-                link = self._link_at(choice.best.candidate.slot)
-                job.replica = link.url
-                self._metrics.routed(link.url, choice)
-                placement = Placement(time.time(), name, (), 0, cause, choice)
-                self.placements.append(placement)
-                job.finish(await self._searched(job, link, self._span(placement, context)))
+                link, choice = self._chooser.for_search(job, attempts.passed_over)
+            except NoReplica as error:
+                await attempts.found_none(error)
+                continue
+            job.replica = link.url
+            placement = Placement(time.time(), job.call.name, (), 0, cause, choice)
+            self._metrics.routed(link.url, choice)
+            self.placements.append(placement)
+            try:
+                await job.run_at(link, span_of(placement, self._traces, context))
+                return
             except LinkLost:
-                excluded.add(link)
+                attempts.lost(link)
                 cause = Cause("lost", link.url)
                 self._metrics.resumed("lost")
-            except Refused as error:
-                if error.status in REFUSED_ELSEWHERE_TOO or error.is_own_fault:
-                    self._close(job, _client_error(error))
-                excluded.add(link)
-                refusal = error
-            except NoReplica as error:
-                if refusal is not None:
-                    self._close(job, _client_error(refusal))
-                elif not await self._change(deadline - asyncio.get_running_loop().time()):
-                    self._close(job, _nobody(str(error)))
-                excluded.clear()
-            else:
-                self._close(job)
+            except Refused as refusal:
+                attempts.refused(link, refusal)
 
-    async def _searched(self, job: FleetSearch, link: Link, span: CallSpan | None) -> dict[str, Any]:
-        """What a replica answers to a search. Raises as Link.post."""
-        if span is None:
-            return await link.post("/fleet/search", job.call)
-        outcome = "not finished"
+    async def _serve_search(self, job: FleetSearch) -> None:
         try:
-            answer = await link.post("/fleet/search", replace(job.call, trace=span.traceparent))
-            outcome = "finished"
-            return answer
-        finally:
-            span.end(outcome, is_error=outcome != "finished")
+            await self._search(job)
+        except ApiError as error:
+            self._close(job, error)
+        except Exception as error:  # a client must not wait for ever
+            log.exception("a search cannot go on")
+            self._close(job, internal_error(error))
+        else:
+            self._close(job)
 
     # ------------------------------------------------------------------------------------ as the Listener of its links
 
     def connected(self, link: Link) -> None:
         """A replica has said what it is."""
-        self._fitting.discard(link.url)
-        if link.fingerprint is not None and not self._same_model(link.fingerprint):
-            parts = ", ".join(self.model.difference(link.fingerprint))
-            log.error("replica %s is left out: it serves another model than this gateway's (%s)", link.url, parts)
+        if not self.roster.connected(link):
             self._metrics.left_out(link.url)
             return
-        self._fitting.add(link.url)
-        if link.fingerprint is not None and (different := self.model.difference(link.fingerprint)):
-            log.warning("replica %s computes other bits: %s differ", link.url, ", ".join(different))
-        log.info("replica %s is connected", link.url)
         for other in self._draining:  # what found no other place may find one now
             self._spawn(self._empty(other))
 
-    def frame(self, link: Link, frame: Frame) -> None:
-        """Something came to a call."""
-        assignment = self._assignments.get(frame.flow)
-        if assignment is None or assignment.link is not link or frame.sample not in assignment.samples:
-            self._metrics.late()
-            return
-        work, job = assignment.work, assignment.work.job
+    def frames(self, link: Link, frames: Sequence[Frame]) -> None:
+        """What came to calls in a step. A client gets what is new of all its samples together."""
+        grown: dict[Work, None] = {}
+        try:
+            for frame in frames:
+                assignment = self._assignments.get(frame.flow)
+                if assignment is None or assignment.link is not link or frame.sample not in assignment.samples:
+                    self._metrics.late()
+                elif self._enter(assignment, frame):
+                    grown[assignment.work] = None
+        finally:  # what was entered is a client's, whatever comes after it
+            for work in grown:
+                self._report(work)
+
+    def _enter(self, assignment: Assignment, frame: Frame) -> bool:
+        """Take in a frame. False: there is nothing new in it. Raises WireError where it cannot be."""
+        work = assignment.work
         is_new = work.enter(frame)
         if not assignment.is_placed:
             self._placed(assignment)
-        ledger = work.ledgers[frame.sample]
-        if frame.more is not None and (count := frame.more.get("differences", 0)):
-            self._metrics.mismatched(count)
-            log.error("replica %s draws other tokens than those that were delivered before it took over", link.url)
         if is_new and frame.tokens:
             self._token_came(assignment, frame.sample)
+        ledger = work.ledgers[frame.sample]
         if ledger.output.finished:
             assignment.samples.discard(frame.sample)
             if not assignment.samples:
                 self._forget(assignment, "finished")
             if is_new:
                 work.output.num_running -= 1
-                job.num_open -= work.output.finished
-                self._new_tokens += MEMORY * (len(ledger.tokens) - self._new_tokens)
-        if frame.more is not None and "cached" in frame.more:
-            share = frame.more["cached"] / max(1, len(work.output.prompt_token_ids))
-            self._hit_rate += MEMORY * (share - self._hit_rate)
-            self._metrics.cached(frame.more["cached"], len(work.output.prompt_token_ids))
+                work.job.num_open -= work.output.finished
+                self._chooser.ended(len(ledger.tokens))
+        if frame.more is None:
+            return is_new
+        if count := frame.more.get("differences", 0):
+            self._metrics.mismatched(count)
+            url = assignment.link.url
+            log.error("replica %s draws other tokens than those that were delivered before it took over", url)
+        if "cached" in frame.more:
+            cached, num_prompt = frame.more["cached"], len(work.output.prompt_token_ids)
+            self._chooser.began(cached, num_prompt)
+            self._metrics.cached(cached, num_prompt)
+        return True
+
+    def _report(self, work: Work) -> None:
+        """Let the job of an output that has grown know."""
+        job = work.job
+        if job not in self._open:
+            return
         try:
-            if (is_new or frame.more) and (deltas := job.news(work.output)):
+            if deltas := job.news(work.output):
                 job.take(deltas)
         except Exception as error:  # no fault of the replica's
             log.exception("an answer cannot be made")
@@ -527,19 +411,11 @@ class Fleet:
         elif status == HTTPStatus.SERVICE_UNAVAILABLE:  # its engine has failed
             self._lose(assignment, "failed")
         else:
-            self._close(assignment.work.job, _client_error(Refused(status, body)))
+            self._close(assignment.work.job, client_error(Refused(status, body)))
 
     def blocks(self, link: Link, snapshot: list[int] | None, events: list[list[Any]]) -> None:
         """The blocks that a replica holds, or what happened to them."""
-        if snapshot is not None:
-            self.index.replace(link.slot, snapshot)
-        for kind, *digests in events:
-            if kind == "+":
-                self.index.store(link.slot, digests)
-            elif kind == "-":
-                self.index.remove(link.slot, digests)
-            else:
-                self.index.clear(link.slot)
+        self.roster.blocks(link, snapshot, events)
 
     def started(self, link: Link, flows: Sequence[int]) -> None:
         """The replica's state counts these calls."""
@@ -550,7 +426,7 @@ class Fleet:
 
     def changed(self, link: Link) -> None:
         """A replica's state is another one."""
-        self._news.set()
+        self.roster.changed()
         if link.state is not None and link.state.draining and link not in self._draining:
             self._draining.add(link)
             self._spawn(self._empty(link))
@@ -562,8 +438,7 @@ class Fleet:
     def lost(self, link: Link) -> None:
         """Whatever a replica was asked for is asked of others."""
         self._draining.discard(link)
-        self.index.clear(link.slot)
-        self._news.set()
+        self.roster.lost(link)
         self._metrics.lost(link.url)
         for assignment in [one for one in self._assignments.values() if one.link is link and one.is_placed]:
             self._lose(assignment, "lost")
@@ -574,12 +449,12 @@ class Fleet:
         if work.job not in self._open:
             return
         if self._config.resume == "never":
-            self._close(work.job, _nobody(f"{assignment.link.url} was lost, and --resume is 'never'"))
+            self._close(work.job, no_replica(f"{assignment.link.url} was lost, and --resume is 'never'"))
             return
         work.num_lost += 1
         if work.num_lost > MOST_LOST:
             message = f"{work.num_lost} replicas in a row were lost with the request before a new token came"
-            self._close(work.job, _nobody(f"{message}, the last one at {assignment.link.url}"))
+            self._close(work.job, no_replica(f"{message}, the last one at {assignment.link.url}"))
             return
         self._metrics.resumed(why)
         if not assignment.is_moving:  # else its move goes on, or ends in the same
@@ -620,44 +495,6 @@ class Fleet:
             await self._resume(work, [sample for sample in samples if sample not in work.assigned], cause)
         return why
 
-    # -------------------------------------------------------------------------------------------------- membership
-
-    async def _follow(self) -> None:
-        """Be connected to all members, and to no others."""
-        if self._http is None:
-            return
-        async for members in self._membership.changes():
-            wanted = {member.url for member in members}
-            for url in [url for url in self.links if url not in wanted]:
-                link = self.links.pop(url)
-                self._runs.pop(url).cancel()
-                self._free_slots.insert(0, link.slot)
-            for url in sorted(wanted - self.links.keys()):
-                if not self._free_slots:
-                    log.error("replica %s is left out: a gateway has room for %d", url, MAX_SLOTS)
-                    continue
-                link = Link(self._free_slots.pop(0), url, self._secret, self._http, self)
-                self.links[url] = link
-                self._runs[url] = asyncio.create_task(link.run())
-
-    def _link_at(self, slot: int) -> Link:
-        for link in self.links.values():
-            if link.slot == slot:
-                return link
-        raise LinkLost("the replica has left the fleet")
-
-    def _same_model(self, fingerprint: Fingerprint) -> bool:
-        return not set(self.model.difference(fingerprint)) & set(MODEL_PARTS)
-
-    async def _change(self, seconds: float) -> bool:
-        """Wait until something about a replica changes. False: nothing did for that long."""
-        self._news.clear()
-        try:
-            await asyncio.wait_for(self._news.wait(), max(0.0, seconds))
-        except asyncio.TimeoutError:
-            return False
-        return True
-
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -668,22 +505,3 @@ class Fleet:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a task of the gateway failed", exc_info=task.exception())
-
-
-def _without(links: Collection[Link]) -> str:
-    return f"; without {', '.join(sorted(link.url for link in links))}" if links else ""
-
-
-def _nobody(why: str) -> ApiError:
-    return ApiError(why, HTTPStatus.SERVICE_UNAVAILABLE, code="no_replica", headers={"Retry-After": "1"})
-
-
-def _client_error(error: Refused, work: Work | None = None) -> ApiError:
-    """What a replica has refused, as the client would have been refused without a fleet."""
-    found = error.error
-    param, code = found.get("param"), found.get("code")
-    guide = None if work is None else work.requests[0].guide
-    if code == "bad_grammar" and isinstance(guide, FarGuide):
-        param, code = guide.field, None
-    headers = {"Retry-After": "1"} if error.status == HTTPStatus.TOO_MANY_REQUESTS else None
-    return ApiError(str(error), HTTPStatus(error.status), param=param, code=code, headers=headers)

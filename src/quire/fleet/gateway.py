@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import time
@@ -99,28 +100,63 @@ class Found:
     files: dict[str, str]  # that prompts are made with
 
 
-def serve_fleet(membership: Membership, config: GatewayConfig, tell: Callable[[str], None]) -> None:
-    """Serve until a signal, which ends the process. tell: is given the lines that say what is served.
+class FleetServer:
+    """Serves a fleet under one address, from the search for its model to its end."""
 
-    Raises QuireError where an option cannot be honoured; nothing was served then.
-    """
-    listening = listen(config.host, config.port)
-    allow_connections()
-    try:
-        tell("waiting for a replica")
-        found = asyncio.run(find_model(membership, config))
-        with TemporaryDirectory(prefix="quire-gateway-") as directory:  # gone before a signal can end the process
-            gateway = build_gateway(membership, config, found, Path(directory))
+    def __init__(self, membership: Membership, config: GatewayConfig, tell: Callable[[str], None]) -> None:
+        """tell: is given the lines that say what is served."""
+        self._membership = membership
+        self._config = config
+        self._tell = tell
+        self._server: GatewayServer | None = None
+        self._is_stopped = False
 
-        def ready() -> None:
-            host, port = listening.getsockname()[:2]
-            address = f"[{host}]" if ":" in host else host
-            name = gateway.service.model.names[0]
-            tell(f"Quire {__version__} serves {name} at http://{address}:{port} with a fleet")
+    def run(self) -> None:
+        """Serve until `stop`, or until a signal, which ends the process.
 
-        run_until_stopped(GatewayServer(settings(gateway.app(), config), gateway, ready), listening)
-    finally:
-        listening.close()
+        Raises QuireError where an option cannot be honoured; nothing was served then.
+        """
+        listening = listen(self._config.host, self._config.port)
+        allow_connections()
+        try:
+            self._tell("waiting for a replica")
+            found = asyncio.run(self._find())
+            if found is None:
+                return
+            with TemporaryDirectory(prefix="quire-gateway-") as directory:  # gone before a signal can end the process
+                gateway = build_gateway(self._membership, self._config, found, Path(directory))
+            gc.collect()
+            gc.freeze()  # what is loaded stays: no token has to wait until the collector has looked through it
+
+            def ready() -> None:
+                host, port = listening.getsockname()[:2]
+                address = f"[{host}]" if ":" in host else host
+                name = gateway.service.model.names[0]
+                self._tell(f"Quire {__version__} serves {name} at http://{address}:{port} with a fleet")
+
+            self._server = GatewayServer(settings(gateway.app(), self._config), gateway, ready)
+            if not self._is_stopped:
+                run_until_stopped(self._server, listening)
+        finally:
+            listening.close()
+
+    def stop(self) -> None:
+        """Take no further connections. `run` returns when open answers have ended, or their time is over.
+
+        May be called by any thread, at any time.
+        """
+        self._is_stopped = True
+        if self._server is not None:
+            self._server.should_exit = True
+
+    async def _find(self) -> Found | None:
+        """What the first replica that answers says of its model; None: this is stopped."""
+        finding = asyncio.create_task(find_model(self._membership, self._config))
+        while not self._is_stopped:
+            await asyncio.wait([finding], timeout=ASK_AGAIN)
+            if finding.done():
+                return finding.result()
+        return None
 
 
 @dataclass

@@ -32,6 +32,21 @@ class Ledger:
         missing before the frame, and where it goes on after the end.
         """
         output = self.output
+        is_next = frame.at == len(output.token_ids) and frame.characters == len(output.text)
+        if is_next and not output.finished and output.logprobs is None:  # as nearly all are
+            tokens, text = frame.tokens, frame.text
+        else:
+            tokens, text = self._unknown(frame)
+        output.token_ids += tokens
+        output.text += text
+        if frame.end is not None and not output.finished:
+            output.finish_reason, output.stop_reason, output.error = frame.end
+            return True
+        return bool(tokens or text)
+
+    def _unknown(self, frame: Frame) -> tuple[list[int], str]:
+        """What of a frame is not known yet; its logprobs are entered. Raises WireError."""
+        output = self.output
         known, known_text = len(output.token_ids) - frame.at, len(output.text) - frame.characters
         if known < 0 or known_text < 0:
             message = f"comes after {len(output.token_ids)} tokens and {len(output.text)} characters"
@@ -44,7 +59,7 @@ class Ledger:
         if output.finished:
             if tokens or text:
                 raise WireError(f"{_place(frame)} goes on after the end")
-            return False
+            return [], ""
         if frame.end is not None and (known > len(frame.tokens) or known_text > len(frame.text)):
             raise WireError(f"{_place(frame)} is an end, and {len(output.token_ids)} tokens are known")
         if output.logprobs is not None and tokens:
@@ -59,11 +74,7 @@ class Ledger:
                 total += found[token].logprob
             output.logprobs += positions
             output.cumulative_logprob = total
-        output.token_ids += tokens
-        output.text += text
-        if frame.end is not None:
-            output.finish_reason, output.stop_reason, output.error = frame.end
-        return bool(tokens or text or frame.end)
+        return tokens, text
 
 
 def _position(candidates: list[list[Any]], frame: Frame) -> dict[int, Logprob]:

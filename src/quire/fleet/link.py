@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import aiohttp
 
 from quire.errors import QuireError
 from quire.fleet.fingerprint import Fingerprint
+from quire.fleet.lines import HttpRefused, read_lines
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import PROTOCOL, SILENCE, Call, Frame, Hello, SearchCall, WireError, dumps, loads, read
 
@@ -32,7 +34,8 @@ class Refused(QuireError):
 
     def __init__(self, status: int, body: dict[str, Any]) -> None:
         self.error: dict[str, Any] = body.get("error") or {}
-        self.is_own_fault = status >= 500 and self.error.get("code") not in BUSY  # not of the replica's state
+        self.is_away = self.error.get("code") in BUSY  # as one that is lost: it says nothing of the call
+        self.is_own_fault = status >= 500 and not self.is_away
         super().__init__(str(self.error.get("message", f"HTTP status {status}")))
         self.status = status
 
@@ -43,8 +46,8 @@ class Listener(Protocol):
     def connected(self, link: Link) -> None:
         """The replica has said what it is."""
 
-    def frame(self, link: Link, frame: Frame) -> None:
-        """Something came to a call. Raises WireError where it cannot be."""
+    def frames(self, link: Link, frames: Sequence[Frame]) -> None:
+        """What came to calls in a step. Raises WireError where it cannot be; what stands before that is taken."""
 
     def failed(self, link: Link, flow: int, status: int, body: dict[str, Any]) -> None:
         """A call has ended before its samples did."""
@@ -75,6 +78,7 @@ class Link:
         self.hello: Hello | None = None  # while it is connected
         self.fingerprint: Fingerprint | None = None  # of the last session
         self.state: ReplicaState | None = None
+        self.state_time = 0.0  # s of time.monotonic(), when it came
         self.failure = "it has not answered yet"  # why it is not connected
         self._http = http
         self._headers = {"Authorization": f"Bearer {secret}"}
@@ -140,29 +144,24 @@ class Link:
         return dict(found)
 
     async def _serve(self) -> None:
-        lines = self._lines()
+        """Hear the replica until its session ends."""
+        url, self._next_event = f"{self.url}/fleet/session", None
         try:
-            found = loads(await anext(lines, b"{}"))
-            if (spoken := found.get("protocol")) != PROTOCOL:
-                raise WireError(f"it speaks version {spoken} of the fleet's protocol; this gateway {PROTOCOL}")
-            hello = read(Hello, found)
-            self.fingerprint = Fingerprint.from_json(hello.fingerprint)
-            self.hello, self._next_event = hello, None
-            async for line in lines:
-                self._take(loads(line))
-        finally:
-            await lines.aclose()
+            await read_lines(url, self._headers, self._hear, connect=CONNECT, silence=SILENCE)
+        except HttpRefused as error:
+            raise Refused(error.status, json.loads(error.body)) from error
 
-    async def _lines(self) -> AsyncGenerator[bytes, None]:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT, sock_read=SILENCE)
-        async with self._http.post(f"{self.url}/fleet/session", headers=self._headers, timeout=timeout) as answer:
-            if answer.status != 200:
-                raise Refused(answer.status, json.loads(await answer.read()))
-            rest = b""
-            async for piece in answer.content.iter_any():
-                *whole, rest = (rest + piece).split(b"\n")
-                for line in whole:
-                    yield line
+    def _hear(self, line: bytes) -> None:
+        """Take in a line, of which the first one says what the replica is. Raises WireError."""
+        message = loads(line)
+        if self.hello is not None:
+            self._take(message)
+            return
+        if (spoken := message.get("protocol")) != PROTOCOL:
+            raise WireError(f"it speaks version {spoken} of the fleet's protocol; this gateway {PROTOCOL}")
+        hello = read(Hello, message)
+        self.fingerprint = Fingerprint.from_json(hello.fingerprint)
+        self.hello = hello
 
     def _take(self, message: dict[str, Any]) -> None:
         was_up, listener = self.is_up, self._listener
@@ -184,13 +183,12 @@ class Link:
             self._next_event += len(events)
             listener.blocks(self, None, events)
         if state is not None:
-            self.state = state
+            self.state, self.state_time = state, time.monotonic()
             if not was_up:
                 listener.connected(self)
             listener.started(self, started)
             listener.changed(self)
-        for frame in frames:
-            listener.frame(self, frame)
+        listener.frames(self, frames)
         for flow, status, body in failed:
             listener.failed(self, flow, status, body)
 

@@ -12,7 +12,7 @@ from quire.fleet.score import Choice, Parts
 # What each part of a cost is, for people. Their order is that of Parts.
 PARTS: Mapping[str, str] = MappingProxyType(
     {
-        "queue": "prompt tokens ahead of it",
+        "queue": "what is computed before it",
         "step": "the step of its first token",
         "compute": "its tokens that are not cached",
         "delay": "what it delays for others",

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.cache.manager import CacheGroup
-from quire.cache.storage import KVCache, cache_dtype
+from quire.cache.storage import KVCache, cache_dtype, group_spec
 from quire.config import EngineConfig
 from quire.engine.flatten import sampling_rows
 from quire.engine.sampler import sample, token_logprobs
@@ -30,7 +30,7 @@ from quire.fleet.fingerprint import DIGEST_SIZE
 from quire.models.decoder_config import DecoderConfig
 from quire.models.model import Model
 from quire.ops import AttentionPlan, AttentionSpec, Backend
-from quire.ops.experts import ExpertLayer
+from quire.ops.experts import Choice, ExpertLayer
 from quire.ops.linear import Linear, Linears
 from quire.ops.quantised import QuantisedWeight
 from quire.request import Request, SamplingParams
@@ -74,7 +74,7 @@ def probe(model: Model, backend: Backend, config: EngineConfig) -> dict[str, str
     }
     if model.quantisation is not None and config.quantization_activations == "int8":
         kinds["integer linear"] = _integer_linears
-    if isinstance(model.config, DecoderConfig) and model.config.experts is not None:
+    if isinstance(model.config, DecoderConfig) and model.config.experts:
         kinds["experts"] = _experts
     with torch.inference_mode():
         return {kind: _digest(compute(case)) for kind, compute in kinds.items()}
@@ -86,24 +86,19 @@ class _Case:
 
     backend: Backend
     linears: Linears
-    spec: AttentionSpec  # of layers without a window
+    group: CacheGroup
+    spec: AttentionSpec  # of its layers, without a window
 
     @classmethod
     def of(cls, model: Model, backend: Backend, config: EngineConfig) -> _Case:
-        shape, block_size = model.config, config.cache.block_size
-        kv_heads = min(2, shape.num_kv_heads)
-        spec = AttentionSpec(
-            num_heads=kv_heads * (shape.num_heads // shape.num_kv_heads),
-            num_kv_heads=kv_heads,
-            head_dim=shape.head_dim,
-            block_size=block_size,
-            num_blocks=sum(-(-keys // block_size) for _, keys in SEQUENCES),
-            dtype=model.dtype,
-            kv_dtype=cache_dtype(config.cache, model.dtype),
-            device=config.device,
-            reproducible=config.reproducible,
-        )
-        return cls(backend, backend.linears(config.device, config.reproducible), spec)
+        block_size, heads = config.cache.block_size, model.config.groups[0].heads
+        kv_heads = min(2, heads.num_kv_heads)
+        few = replace(heads, num_heads=kv_heads * (heads.num_heads // heads.num_kv_heads), num_kv_heads=kv_heads)
+        num_blocks = sum(-(-keys // block_size) for _, keys in SEQUENCES)
+        dtypes = model.dtype, cache_dtype(config.cache, model.dtype)
+        group = CacheGroup((0,), heads=few)
+        spec = group_spec(group, block_size, num_blocks, *dtypes, config.device, config.reproducible)
+        return cls(backend, backend.linears(config.device, config.reproducible), group, spec)
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -207,7 +202,8 @@ def _experts(case: _Case) -> Iterator[Tensor]:
     mlp_in = [linears.linear(case.numbers(10 + i, 2 * inner, INPUTS)) for i in range(count)]
     mlp_out = [linears.linear(case.numbers(20 + i, INPUTS, inner)) for i in range(count)]
     for renormalised in (False, True):
-        layer = ExpertLayer(router, mlp_in, mlp_out, 2, renormalised)
+        choice = Choice(num_chosen=2, renormalised=renormalised)
+        layer = ExpertLayer(router, mlp_in, mlp_out, choice)
         for rows in ROWS:
             yield case.backend.experts(case.numbers(3, rows, INPUTS, scale=4.0), layer)
 
@@ -219,8 +215,7 @@ def _attention(case: _Case) -> Iterator[Tensor]:
     """A prompt, a chunk and a decoded token in one step, over a cache that was written before."""
     spec, backend = case.spec, case.backend
     D, block_size = spec.head_dim, spec.block_size
-    layout = (block_size, spec.num_kv_heads, D, spec.cache_dtype)
-    kv = KVCache([CacheGroup((0,))], spec.num_blocks, *layout, spec.device, backend=backend).layer(0)
+    kv = KVCache([case.group], spec.num_blocks, block_size, spec.cache_dtype, spec.device, backend=backend).layer(0)
     keys = [keys for _, keys in SEQUENCES]
     width = -(-max(keys) // block_size)
     first = list(accumulate((-(-n // block_size) for n in keys[:-1]), initial=0))  # of each sequence, its first block
@@ -232,6 +227,8 @@ def _attention(case: _Case) -> Iterator[Tensor]:
         return backend.plan(replace(spec, window=window), ends, torch.tensor(keys, dtype=torch.int32), tables, slots)
 
     k, v = (case.numbers(seed, sum(keys), spec.num_kv_heads, D, scale=2.0) for seed in (30, 31))
+    if case.group.heads.latent is not None:
+        v = k[..., : spec.dim_v]
     backend.write_kv(k, v, kv, plan(None, keys, slots))
     rows = [rows for rows, _ in SEQUENCES]
     q = case.numbers(32, sum(rows), spec.num_heads, D, scale=8.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
@@ -68,6 +69,7 @@ class Replica:
         self._uncached: dict[str, int] = {}  # tokens that a request is expected to compute, until it ends
         self._num_planned = self._num_computed = self._num_decoded = 0
         self._num_mismatches = 0  # delivered tokens that were drawn otherwise
+        self._latest = self._state()  # as gateways may know it
         llm.engine.listen(self._hear)
         worker.observers.append(self._observe)
         metrics.show_gauge("fleet_sessions", "Gateways that are connected.", lambda: len(self._sessions))
@@ -78,15 +80,19 @@ class Replica:
 
     def router(self) -> APIRouter:
         """The routes."""
-        routes = APIRouter(prefix="/fleet", include_in_schema=False)
-        routes.add_api_route("/model", self._model, methods=["GET"], response_model=None)
-        routes.add_api_route("/session", self._open, methods=["POST"], response_model=None)
-        routes.add_api_route("/generate", self._generate, methods=["POST"], response_model=None)
-        routes.add_api_route("/abort", self._abort, methods=["POST"], response_model=None)
-        routes.add_api_route("/search", self._search, methods=["POST"], response_model=None)
-        routes.add_api_route("/match", self._match, methods=["POST"], response_model=None)
-        routes.add_api_route("/state", self._report, methods=["GET"], response_model=None)
-        routes.add_api_route("/drain", self._drain, methods=["POST"], response_model=None)
+        routes = APIRouter()
+        # Plain ones: what FastAPI does to find the arguments of a call would delay its first token.
+        for path, method, endpoint in (
+            ("/model", "GET", self._model),
+            ("/session", "POST", self._open),
+            ("/generate", "POST", self._generate),
+            ("/abort", "POST", self._abort),
+            ("/search", "POST", self._search),
+            ("/match", "POST", self._match),
+            ("/state", "GET", self._report),
+            ("/drain", "POST", self._drain),
+        ):
+            routes.add_route(f"/fleet{path}", endpoint, methods=[method], include_in_schema=False)
         return routes
 
     def drain(self) -> None:
@@ -105,7 +111,7 @@ class Replica:
 
     # ------------------------------------------------------------------------------------------------------- routes
 
-    async def _model(self) -> Response:
+    async def _model(self, _: HttpRequest) -> Response:
         """What it is, and the files that a gateway makes prompts with, by their names."""
         directory, template = self._llm.directory, self._service.model.template
         found = {name: (directory / name).read_text("utf-8") for name in MODEL_FILES if (directory / name).exists()}
@@ -113,7 +119,7 @@ class Replica:
             found[TEMPLATE_FILE] = template.source
         return JsonBody({"hello": asdict(self._hello("")), "files": found})
 
-    async def _open(self) -> Response:
+    async def _open(self, _: HttpRequest) -> Response:
         self._worker.check_health()
         self._loop = asyncio.get_running_loop()
         if self._beats is None:
@@ -170,12 +176,12 @@ class Replica:
 
         return JsonBody({"cached": await self._worker.call(look)})
 
-    async def _report(self) -> Response:
+    async def _report(self, _: HttpRequest) -> Response:
         """Its state, and the tokens that it has computed and decoded since it began: what a fleet is scaled by."""
         found = asdict(await self._worker.call(self._state))
         return JsonBody(found | {"prompt_tokens": self._num_computed, "decoded_tokens": self._num_decoded})
 
-    async def _drain(self) -> Response:
+    async def _drain(self, _: HttpRequest) -> Response:
         self.drain()
         return Response()
 
@@ -302,9 +308,10 @@ class Replica:
 
     def _subscribe(self, session: Session) -> None:
         """Let a session know all blocks, then every event: in this order, as both go the same way."""
-        self._flush(self._state())
+        self._latest = self._state()
+        self._flush()
         digests = [self._digest(block.digest) for block in self._manager.indexes[0].by_block.values()]
-        self._post(partial(self._join, session, digests, self._next_event, self._state()))
+        self._post(partial(self._join, session, digests, self._next_event, self._latest))
 
     def _hear(self, event: CacheEvent) -> None:
         if isinstance(event, (BlockStored, BlockRemoved)):
@@ -327,16 +334,23 @@ class Replica:
         self._num_computed += computed
         self._num_decoded += decoded
         self._rates.observe(computed, decoded, seconds)
-        self._flush(self._state())
+        sessions, now = list(self._sessions.values()), time.monotonic()
+        has_ended = any(event.finish_reason is not None for event in events)  # it may be the last step for long
+        has_changed = has_ended or computed > 0 or any(session.started for session in sessions)  # its load
+        if has_changed or any(session.is_due(now) for session in sessions):
+            self._latest = self._state()
+        elif not self._events:
+            return
+        self._flush()
 
-    def _flush(self, state: ReplicaState) -> None:
+    def _flush(self) -> None:
         events, self._events = self._events, []
         self._next_event += len(events)
         started = []
         for session in list(self._sessions.values()):
             flows, session.started = session.started, []
             started.append((session, flows))
-        self._post(partial(self._publish, events, state, started))
+        self._post(partial(self._publish, events, self._latest, started))
 
     def _digest(self, digest: bytes) -> int:
         return wire_digest(digest, self._secret)

@@ -44,6 +44,9 @@ class Candidate:
     fingerprint: str  # digest of what its bits depend on
     healthy: bool  # connected, and heard of lately
     state: ReplicaState  # the last one that it sent
+    # s since it began a step, as far as is known: since that state came or, where it was idle then, since a request was
+    # sent there
+    step_age: float
     num_blocks: int  # leading full blocks of the request that it holds or is expected to: FleetIndex.runs
     unseen_tokens: int  # prompt tokens not expected to be cached, of requests that were sent there after that state
     unseen_requests: int
@@ -51,17 +54,18 @@ class Candidate:
     def __post_init__(self) -> None:
         for name in ("num_blocks", "unseen_tokens", "unseen_requests"):
             check_integer(BadValue, name, getattr(self, name), 0)
+        check_number(BadValue, "step_age", self.step_age, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a request costs at a replica, in seconds. The sum decides; the parts are for people to read."""
 
-    queue: float  # prompt tokens that are computed before its own
+    queue: float  # what is left of the step under way, and prompt tokens that are computed before its own
     step: float  # the step that draws its first token, with all sequences that decode in it
     compute: float  # its own tokens that are not cached
     delay: float  # the same once more: whatever comes next waits for them
-    decode: float  # its new tokens, each step of which decodes all running sequences, too
+    decode: float  # its new tokens, each step of which decodes other sequences, too
     room: float  # until enough requests have ended for it to find a seat and blocks
     evict: float  # computing again what must be evicted for it, as far as that will be asked for
 
@@ -161,10 +165,15 @@ def uncached_tokens(demand: Demand, candidate: Candidate) -> int:
 
 def _cost(demand: Demand, candidate: Candidate, uncached: int, rates: _Rates) -> Parts:
     state = candidate.state
-    waiting = state.waiting_tokens + candidate.unseen_tokens
-    ahead = state.num_running + state.num_waiting + candidate.unseen_requests
+    reported = state.num_running + state.num_waiting
+    ahead = reported + candidate.unseen_requests
     running = min(ahead, state.max_running)
     step = rates.step + running * rates.sequence
+    # Some of what has begun is done by now. What was sent since has begun, too, where it came to an idle replica.
+    waiting = state.waiting_tokens + candidate.unseen_tokens
+    begun = state.waiting_tokens if reported else waiting
+    left = begun * rates.prompt_token + (step if ahead else 0.0) - candidate.step_age
+    queue = max(0.0, left) + (waiting - begun) * rates.prompt_token
 
     blocks = -(-(demand.num_tokens + round(demand.new_tokens)) // state.block_size) - candidate.num_blocks
     promised = -(-waiting // state.block_size)  # blocks that those before it take first
@@ -175,11 +184,12 @@ def _cost(demand: Demand, candidate: Candidate, uncached: int, rates: _Rates) ->
 
     compute = uncached * rates.prompt_token
     return Parts(
-        queue=waiting * rates.prompt_token,
+        queue=queue,
         step=step,
         compute=compute,
         delay=compute,
-        decode=demand.new_tokens * (running + 1) * rates.sequence,
+        # Each of those that run ends, on average, when half of it is done, and what comes then goes where least runs.
+        decode=demand.new_tokens * (running / 2 + 1) * rates.sequence,
         room=max(seats, memory) * demand.new_tokens * step,
         evict=min(evicted, state.cached_blocks) * state.block_size * rates.prompt_token * demand.hit_rate,
     )

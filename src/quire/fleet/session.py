@@ -14,7 +14,8 @@ from quire.request import Request
 from quire.server.api.jobs import Generation
 from quire.text import CompletionOutput, Logprob, RequestOutput, TextEngine
 
-STATE_EVERY = 0.05  # s: with each step it would cost the gateway more than the step's tokens
+# s, while nothing but tokens of the same requests is drawn: with each step it would cost more than the step's tokens
+STATE_EVERY = 0.05
 MAX_UNSENT = 2**16  # frames and events: a gateway that reads so slowly is dropped
 
 
@@ -60,7 +61,7 @@ class Session:
         self._events += events
         self._state = state
         self._started += started
-        if events:
+        if events or self._load_differs():
             self.wake()
 
     def report(self, frames: list[Frame]) -> None:
@@ -75,6 +76,14 @@ class Session:
         self.flows.pop(flow, None)
         self._failed.append([flow, status, body])
         self.wake()
+
+    def is_due(self, now: float) -> bool:
+        """Whether the state is to be sent with the next line, whatever it is."""
+        return now >= self._next_state
+
+    def _load_differs(self) -> bool:
+        """Whether a request began or ended, or a part of a prompt was computed, since a state was sent."""
+        return _load(self._state) != _load(self._sent_state)
 
     async def lines(self) -> AsyncIterator[bytes]:
         """What is sent."""
@@ -100,12 +109,16 @@ class Session:
             self._first_event += len(self._events)
             self._events = []
         now, state = time.monotonic(), self._state
-        is_due = now >= self._next_state and state is not self._sent_state
-        if state is not None and (is_due or self.draining != self._sent_draining):
+        is_new = state is not self._sent_state and (self.is_due(now) or self._load_differs())
+        if state is not None and (is_new or self.draining != self._sent_draining):
             message["state"] = replace(state, draining=self.draining)
             message["started"], self._started = self._started, []
             self._next_state, self._sent_state, self._sent_draining = now + STATE_EVERY, state, self.draining
         return message
+
+
+def _load(state: ReplicaState | None) -> tuple[int, ...] | None:
+    return None if state is None else (state.waiting_tokens, state.num_waiting, state.num_running)
 
 
 class Flow(Generation):

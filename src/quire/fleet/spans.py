@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.fleet.placement import Placement, reason_of, seconds_of
+
+if TYPE_CHECKING:  # its packages are an extra
+    from opentelemetry.context import Context
+
+    from quire.server.watch.traces import CallSpan, Traces
+
+
+def span_of(placement: Placement, traces: Traces | None, context: Context | None) -> CallSpan | None:
+    """The span of a placement, where there are traces. context: what it goes below."""
+    if traces is None or context is None:
+        return None
+    return traces.call("placement", context, attributes_of(placement))
 
 
 def attributes_of(placement: Placement) -> dict[str, Any]:

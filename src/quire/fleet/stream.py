@@ -76,6 +76,7 @@ class NumberedStream(Stream):
             )
         self.is_continued = bool(known)
         self._delivered = list(known) or [NOTHING] * len(self._places)
+        self._shown = [_shown(one) for one in self._delivered]
         # Of a sample of which the client has nothing, it lacks the echo, too.
         begun = zip(self._places, self._delivered, strict=True)
         self._known = {place: one for place, one in begun if one != NOTHING}
@@ -118,16 +119,19 @@ class NumberedStream(Stream):
         if delta.is_known:
             return events
         place = self._places[delta.output.request_id, delta.sample]
-        before = self._delivered[place]
-        characters, tokens = before.characters + len(delta.text), before.tokens + len(delta.token_ids)
-        found = []
-        for event in events[:-1]:
-            self._delivered[place] = Known(characters, tokens, False)
-            found.append(self._mark() + event)
-        self._delivered[place] = Known(characters, tokens, delta.finish_reason is not None)
-        found += [self._mark() + event for event in events[-1:]]
-        return found
+        characters, tokens, _ = self._delivered[place]
+        now = Known(characters + len(delta.text), tokens + len(delta.token_ids), delta.finish_reason is not None)
+        self._delivered[place] = now
+        before_last = [self._mark(place, now._replace(is_whole=False)) + event for event in events[:-1]]
+        return before_last + [self._mark(place, now) + event for event in events[-1:]]
 
-    def _mark(self) -> bytes:
-        places = ",".join([f"{one.characters}:{one.tokens}{'e' * one.is_whole}" for one in self._delivered])
+    def _mark(self, place: int, now: Known) -> bytes:
+        """The line before an event, with which the client has so much of that sample."""
+        self._shown[place] = _shown(now)
+        places = ",".join(self._shown)
         return f"id: {self._identity.name}/{self._identity.created}/{self.fingerprint}/{places}\n".encode("ascii")
+
+
+def _shown(known: Known) -> str:
+    """A sample in an event's id."""
+    return f"{known.characters}:{known.tokens}{'e' if known.is_whole else ''}"

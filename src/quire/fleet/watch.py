@@ -23,8 +23,9 @@ from quire.fleet.dispatch import Fleet
 from quire.fleet.link import Link
 from quire.fleet.placement import PARTS, Placement, reason_of, seconds_of
 from quire.fleet.score import Ranked
+from quire.fleet.search import FleetSearch
 from quire.fleet.view import ReplicaView, Status
-from quire.fleet.work import FleetSearch, Work
+from quire.fleet.work import Work
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import EventStream, dumps
 from quire.server.watch.page import HEARTBEAT, MAX_WATCHERS, STILL_HERE, page_at
@@ -80,12 +81,12 @@ class FleetWatch:
     def replicas(self) -> list[ReplicaView]:
         """The replicas, in the order in which they came."""
         samples = Counter(one.link.url for work in self._fleet.works for one in work.assigned.values())
-        return [self._replica(link, samples[link.url]) for link in self._fleet.links.values()]
+        return [self._replica(link, samples[link.url]) for link in self._fleet.roster.links.values()]
 
     def _replica(self, link: Link, num_samples: int) -> ReplicaView:
         if not link.is_up or link.state is None:
             status = Status.LOST
-        elif not self._fleet.is_fitting(link):
+        elif not self._fleet.roster.is_fitting(link):
             status = Status.LEFT_OUT
         else:
             status = Status.DRAINING if link.state.draining else Status.UP
@@ -95,9 +96,9 @@ class FleetWatch:
             status=status,
             failure=link.failure if status is Status.LOST else None,
             fingerprint=None if fingerprint is None else fingerprint.digest,
-            different=() if fingerprint is None else tuple(self._fleet.model.difference(fingerprint)),
+            different=() if fingerprint is None else tuple(self._fleet.roster.model.difference(fingerprint)),
             state=link.state,
-            held_blocks=self._fleet.index.num_held(link.slot),
+            held_blocks=self._fleet.roster.index.num_held(link.slot),
             num_samples=num_samples,
         )
 
@@ -107,7 +108,7 @@ class FleetWatch:
         requests = [*map(self._work, works[-MAX_SHOWN:]), *map(self._search, searches[-MAX_SHOWN:])]
         return {
             "about": self._about,
-            "fingerprint": self._fleet.model.digest,
+            "fingerprint": self._fleet.roster.model.digest,
             "parts": dict(PARTS),
             "replicas": [asdict(one) for one in self.replicas()],
             "num_requests": len(works) + len(searches),

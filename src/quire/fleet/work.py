@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from array import array
 from collections.abc import Sequence
@@ -13,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quire.cache.prefix import block_digest, root_digest
-from quire.engine.beam import BeamSearchParams, Hypothesis
 from quire.errors import BadValue
 from quire.fleet.index import Expectation
 from quire.fleet.ledger import Ledger
 from quire.fleet.link import Link
 from quire.fleet.placement import Placement
-from quire.fleet.wire import Call, Frame, Hello, SearchCall, WireError, wire_digest
+from quire.fleet.wire import Call, Frame, Hello, WireError, wire_digest
 from quire.request import MAX_SEED, FinishReason, PrefixReport, Request
 from quire.server.api.jobs import Generation
-from quire.server.http.api_error import ApiError
 from quire.server.sandbox.grammar import Spec
 from quire.text import Logprob, RequestOutput
 
@@ -72,6 +69,7 @@ class Assignment:
     placement: Placement
     span: CallSpan | None  # where there are traces
     replaced: dict[int, Assignment]  # of samples that were computed elsewhere until now
+    sent: float = field(default_factory=time.monotonic)  # s
     is_placed: bool = False  # the replica has taken it
     is_seen: bool = False  # the replica's state may count it
     is_moving: bool = False  # another replica is to go on with it
@@ -184,54 +182,6 @@ class Work:
         for one in self.output.outputs:
             if not one.finished:
                 one.finish_reason = reason.value
-
-
-class FleetSearch:
-    """A beam search that a replica does: a `SearchJob`."""
-
-    def __init__(self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str) -> None:
-        self.call = SearchCall(
-            name=name,
-            prompt=list(prompt),
-            salt=salt,
-            beam_width=params.beam_width,
-            max_tokens=params.max_tokens,
-            ignore_eos=params.ignore_eos,
-            length_penalty=params.length_penalty,
-        )
-        self.num_samples = params.beam_width
-        self.requests: list[Request] = []
-        self.ended = asyncio.Event()
-        self.error: ApiError | None = None
-        self.failure: str | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.replica: str | None = None  # the URL of the one that does it
-        self.began = time.monotonic()  # s
-        self._found: list[Hypothesis] = []
-
-    def finish(self, answer: dict[str, Any]) -> None:
-        """Take a replica's answer."""
-        self.failure = answer["failure"]
-        self._found = [
-            Hypothesis(tuple(tokens), logprob, score, FinishReason(reason))
-            for tokens, logprob, score, reason in answer["found"]
-        ]
-
-    def results(self) -> list[Hypothesis]:
-        """What was found, best first."""
-        return self._found
-
-    def check(self, engine: Any) -> None:
-        """The replica checks it."""
-
-    def start(self, processor: Any) -> None:
-        """The replica starts it."""
-
-    def stop(self, engine: Any) -> None:
-        """The replica stops it when its caller goes."""
-
-    def take(self, deltas: list[Any]) -> None:
-        """Nothing comes before its end."""
 
 
 def seed_of(name: str) -> int:

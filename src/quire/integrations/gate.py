@@ -14,6 +14,8 @@ HARMLESS = frozenset(
 )
 # Kinds of layers whose rows see all keys before them, or a window of these.
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
+# Kinds of layers whose rows see some of these, by a mask of transformers'.
+MASKED_LAYERS = {"chunked_attention"}
 # What the others are, where it can be said better than by their name.
 OTHER_LAYERS = {
     "chunked_attention": "chunked attention, whose rows see only the keys of their own chunk",
@@ -65,12 +67,25 @@ def refusal(model: type, config: Any) -> str | None:
         return f"it is made of several models ({', '.join(towers)}); only text models are served"
     if getattr(model, "_is_stateful", False):
         return "it keeps a state beside keys and values"
+    if getattr(config, "attention_type", None) == "block_sparse":
+        return "its attention is sparse in long sequences; 'original_full' would be served as its attention_type"
+    if (kind := _dynamic_rope(config)) is not None:
+        return f"its rope type is {kind!r}: its angles depend on the batch"
+    for kind in getattr(config.get_text_config(), "layer_types", None) or ():
+        if kind not in SERVED_LAYERS and kind not in MASKED_LAYERS:
+            return f"it has layers of {OTHER_LAYERS.get(kind, kind)}"
+    return None
+
+
+def together_refusal(model: type, config: Any) -> str | None:
+    """Why the sequences of a step cannot go through a model together; None: nothing is known.
+
+    model: its class, of which `refusal` knows nothing.
+    """
     if not getattr(model, "_supports_attention_backend", False):
         return "transformers does not let its attention be replaced"
     if "position_ids" not in inspect.signature(model.forward).parameters:  # type: ignore[attr-defined]
         return "it cannot be given the positions of its tokens"
-    if (kind := _dynamic_rope(config)) is not None:
-        return f"its rope type is {kind!r}: its angles depend on the batch"
     return attention_refusal(model, config, SERVED_LAYERS)
 
 

@@ -21,7 +21,8 @@ from quire.models.model import Model, WeightBytes
 from quire.models.quantisation.module import Scheme
 from quire.models.quantisation.policy import Quantisation, read_scheme
 from quire.models.rope import longest_rotated
-from quire.models.weights import Checkpoint, Sources, Weights, expected_bytes, read_json
+from quire.models.text_part import TextPart, text_part
+from quire.models.weights import Checkpoint, Sources, Weights, expected_bytes, read_json, weight_files
 from quire.ops import Backend
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def expected_weight_bytes(path: Path) -> WeightBytes:
 
 def _config_and_family(path: Path) -> tuple[Mapping[str, Any], Family]:
     """Of a config.json, or of a directory with one."""
-    raw = read_json(path / "config.json" if path.is_dir() else path)
+    raw, _ = text_part(read_json(path / "config.json" if path.is_dir() else path))
     return raw, _family_of(raw, path)
 
 
@@ -147,6 +148,7 @@ class Own(NamedTuple):
     """A model of Quire's decoder."""
 
     raw: Mapping[str, Any]  # its config.json
+    part: TextPart | None  # of its checkpoint that it is; None: all
     family: Family
     config: DecoderConfig
     scheme: Scheme | None  # of quantised weights
@@ -157,13 +159,14 @@ class Own(NamedTuple):
         return _dtype("auto", self.raw)
 
     def __str__(self) -> str:
-        return Decoder.origin
+        return f"{Decoder.origin}{_of_part(self.part)}"
 
 
 class Adapted(NamedTuple):
     """A model of transformers' code."""
 
     raw: Mapping[str, Any]  # its config.json
+    part: TextPart | None  # of its checkpoint that it is; None: all
     found: Found
     reason: str  # why it is not of Quire's decoder
     scheme: Scheme | None  # of quantised weights
@@ -174,7 +177,11 @@ class Adapted(NamedTuple):
         return _dtype("auto", self.raw)
 
     def __str__(self) -> str:
-        return f"adapter: because {self.reason}"
+        return f"adapter{self.found.way.note}{_of_part(self.part)}: because {self.reason}"
+
+
+def _of_part(part: TextPart | None) -> str:
+    return "" if part is None else f", {part}"
 
 
 def choose(directory: Path, model_impl: str = "auto") -> Own | Adapted:
@@ -182,13 +189,16 @@ def choose(directory: Path, model_impl: str = "auto") -> Own | Adapted:
 
     model_impl: "auto", "quire" or "transformers". Raises ModelError, with all reasons, where nobody does.
     """
-    raw = read_json(directory / "config.json")
+    raw, part = text_part(read_json(directory / "config.json"))
+    if part is not None and raw.get("tie_word_embeddings") is None and weight_files(directory, part):
+        # What a missing key means differs between the whole, its text part, and the release that wrote them.
+        raw = {**raw, "tie_word_embeddings": "lm_head.weight" not in Checkpoint(directory, part).names}
     scheme = read_scheme(raw)
     reason = "model_impl is 'transformers'"
     if model_impl != "transformers":
         try:
             family = _family_of(raw, directory)
-            return Own(raw, family, family.decoder_config(raw), scheme)
+            return Own(raw, part, family, family.decoder_config(raw), scheme)
         except ModelError as error:
             if model_impl == "quire":
                 raise
@@ -196,7 +206,7 @@ def choose(directory: Path, model_impl: str = "auto") -> Own | Adapted:
     from quire.models.adapter.load import find  # two seconds to import, which Quire's decoder does not take
 
     try:
-        return Adapted(raw, find(directory, raw), reason, scheme)
+        return Adapted(raw, part, find(raw), reason, scheme)
     except Unsupported as error:
         raise ModelError(f"{reason}. Nor can transformers' code be served: {error}") from error
 
@@ -210,14 +220,14 @@ def load_model(directory: Path, config: EngineConfig, backend: Backend) -> Model
     quantisation = Quantisation.of(config, choice.scheme)
     if isinstance(choice, Adapted):
         return _adapted(choice, directory, config, backend, quantisation)
-    raw, family, decoder, _ = choice
+    raw, part, family, decoder, _ = choice
     max_model_len = _max_model_len(config, directory, decoder.max_position_embeddings, longest_sequence(decoder))
-    checkpoint = Checkpoint(directory)
+    checkpoint = Checkpoint(directory, part)
     sources = family.weight_sources(decoder, checkpoint.names)
     weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device, quantisation)
     eos_token_ids = _eos_token_ids(raw, directory, decoder.vocab_size)
     model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible)
-    model.quantisation, model.weight_bytes = quantisation.description, weights.nbytes
+    model.quantisation, model.weight_bytes, model.origin = quantisation.description, weights.nbytes, str(choice)
     return model
 
 
@@ -233,7 +243,7 @@ def _adapted(
     dtype = _dtype(config.dtype, raw)
     try:
         model = adapter.load(
-            directory,
+            Checkpoint(directory, choice.part),
             found,
             backend,
             dtype,

@@ -29,7 +29,7 @@ class Decoder:
     @property
     def capturable(self) -> bool:
         """Experts ask the host who chose whom."""
-        return self.config.experts is None
+        return not self.config.experts
 
     def __init__(
         self,
@@ -66,7 +66,8 @@ class Decoder:
         self.embedding_scale = config.embedding_scale
         if config.embedding_scale is not None and config.rounds_embedding_scale:
             self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
-        tables = rope_tables(config.ropes, config.head_dim, config.max_position_embeddings, max_model_len, self.device)
+        ropes = [(layer.mixer.rope, layer.mixer.head_dim) for layer in config.layers]
+        tables = rope_tables(ropes, config.max_position_embeddings, max_model_len, self.device)
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
         self.layers = backend.compile(write_program(config, weights, linears, tables, slopes, self.dtype))
 

@@ -7,21 +7,21 @@ normalised. A branch is added where the next norm is computed: one operator does
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from quire.models.decoder_config import DecoderConfig, ExpertsConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, MlpConfig
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
-from quire.ops.experts import ExpertLayer
-from quire.ops.linear import Linears
+from quire.ops.experts import Choice, ExpertLayer
+from quire.ops.linear import Linear, Linears
 from quire.ops.program import (
+    Activate,
     Add,
     Attend,
-    Gelu,
     Keep,
     MixExperts,
-    Multiply,
     Normalize,
     Operator,
     Place,
@@ -29,7 +29,6 @@ from quire.ops.program import (
     Project,
     Rotate,
     Scale,
-    Swiglu,
     Write,
 )
 
@@ -40,7 +39,7 @@ def write_program(
     config: DecoderConfig,
     weights: Mapping[str, Weight],
     linears: Linears,
-    tables: Sequence[Table | None],  # of each layer, or none at all
+    tables: Sequence[Table | None],  # of each layer
     alibi_slopes: Tensor | None,  # fp32 [Hq]
     dtype: torch.dtype,  # of the hidden states
 ) -> Program:
@@ -69,8 +68,7 @@ class _Writer:
         self.buffers: dict[str, int] = {}  # widths
         H = config.hidden_size
         self.residual, self.hidden, self.branch = (self.buffer(name, H) for name in ("residual", "hidden", "branch"))
-        groups = {layer: g for g, group in enumerate(config.groups) for layer in group.layers}
-        self.group_of_layer = [groups[layer] for layer in range(config.num_layers)]
+        self.group_of_layer = {layer: g for g, group in enumerate(config.groups) for layer in group.layers}
 
     # ------------------------------------------------------------------------------------------- the layer
 
@@ -83,7 +81,8 @@ class _Writer:
     def layer(self, index: int, hidden: Place) -> Place:
         """One layer. hidden: its attention's input. Returns where that of the next layer stands."""
         config, name, last = self.config, f"layers.{index}.", index == self.config.num_layers - 1
-        attended = self.attention(index, hidden)
+        layer = config.layers[index]
+        attended = self.attention(index, layer.mixer, hidden)
         if last:
             self.write(Keep((attended, self.residual)))
         self.project(f"{name}output", attended, self.branch)
@@ -93,64 +92,51 @@ class _Writer:
             self.write(Add(self.branch, self.residual))
         else:
             hidden = self.add_branch(f"{name}mlp_norm")
-        if config.experts is not None and index in config.experts.layers:
-            self.experts(name, hidden, config.experts)
+        if isinstance(layer.mlp, ExpertsConfig):
+            self.experts(name, hidden, layer.mlp)
         else:
-            self.mlp(name, hidden)
+            self.mlp(name, hidden, layer.mlp)
         self.end_branch(f"{name}mlp_output_norm")
         if last:
             self.normalize("final_norm", self.branch, self.hidden, residual=self.residual)
             return self.hidden
         return self.add_branch(f"layers.{index + 1}.input_norm")
 
-    def attention(self, index: int, hidden: Place) -> Place:
+    def attention(self, index: int, config: AttentionConfig, hidden: Place) -> Place:
         """Project, rotate, store, attend. Returns where the result stands."""
-        config, name, D = self.config, f"layers.{index}.", self.config.head_dim
-        q_size, kv_size = config.num_heads * D, config.num_kv_heads * D
+        name, D, q_size, kv_size = f"layers.{index}.", config.head_dim, config.q_size, config.kv_size
         qkv = self.buffer("qkv", q_size + 2 * kv_size)
         self.project(f"{name}qkv", hidden, qkv)
-        q, k, v = Place("qkv", 0, q_size), Place("qkv", q_size, kv_size), Place("qkv", q_size + kv_size, kv_size)
+        q, k, v = self.columns(qkv, q_size, kv_size, kv_size)
         if config.qk_norm is not None:
             by_head = config.qk_norm == "head"
             packed_q, packed_k = q, k
             q, k = self.buffer("q", q_size), self.buffer("k", kv_size)
             self.normalize(f"{name}q_norm", packed_q, q, config.num_heads if by_head else 1)
             self.normalize(f"{name}k_norm", packed_k, k, config.num_kv_heads if by_head else 1)
-        if self.tables and (table := self.tables[index]) is not None:
+        if (table := self.tables[index]) is not None:
             self.write(Rotate(q, k, *table, D))
         group, attended = self.group_of_layer[index], self.buffer("attended", q_size)
         self.write(Write(k, v, index, group, D))
-        scale, softcap = config.attention_scale, config.attention_softcap
-        self.write(Attend(q, attended, index, group, D, scale, self.alibi_slopes, softcap))
+        sinks = tensor(self.weights[f"{name}sinks"]).float() if config.sinks else None
+        self.write(Attend(q, attended, index, group, D, config.scale, self.alibi_slopes, config.softcap, sinks))
         return attended
 
-    def mlp(self, name: str, hidden: Place) -> None:
+    def mlp(self, name: str, hidden: Place, config: MlpConfig) -> None:
         """Project up, activate, project down."""
-        config, size = self.config, self.config.intermediate_size
-        inner = self.buffer("inner", (2 if config.gated_mlp else 1) * size)
-        activated = self.buffer("activated", size)
+        inner, activated = self.buffer("inner", sum(config.in_rows)), self.buffer("activated", config.size)
         self.project(f"{name}mlp_in", hidden, inner)
-        if config.activation == "silu":
-            self.write(Swiglu(inner, activated))
-        else:
-            self.write(Gelu(Place("inner", 0, size), activated, "none" if config.activation == "gelu" else "tanh"))
-            if config.gated_mlp:
-                self.write(Multiply(Place("inner", size, size), activated))
+        self.write(Activate(inner, activated, config.activation))
         self.project(f"{name}mlp_out", activated, self.branch)
 
     def experts(self, name: str, hidden: Place, config: ExpertsConfig) -> None:
         """Each row through the few of many MLPs that the router prefers."""
         # A head, so that its logits are as exact as they can be.
         router = self.linears.head(matrix(self.weights[f"{name}router.weight"]))
-        linears = [
-            tuple(
-                self.linears.linear(matrix(self.weights[f"{name}experts.{i}.{part}.weight"]))
-                for part in ("mlp_in", "mlp_out")
-            )
-            for i in range(config.count)
-        ]
-        mlp_in, mlp_out = zip(*linears, strict=True)
-        layer = ExpertLayer(router, mlp_in, mlp_out, config.per_token, config.renormalised)
+        parts = [f"{name}experts.{i}." for i in range(config.count)]
+        mlp_in, mlp_out = ([self.expert(f"{part}{kind}") for part in parts] for kind in ("mlp_in", "mlp_out"))
+        choice = Choice(num_chosen=config.per_token, renormalised=config.renormalised)
+        layer = ExpertLayer(router, mlp_in, mlp_out, choice, config.mlp.activation)
         self.write(MixExperts(hidden, layer, self.branch))
 
     # ------------------------------------------------------------------------------------ norms and branches
@@ -184,14 +170,29 @@ class _Writer:
         return f"{name}.weight" in self.weights
 
     def buffer(self, name: str, width: int) -> Place:
-        """A whole buffer, as wide in every layer."""
-        self.buffers[name] = width
+        """A whole buffer. Layers whose rows are as wide share theirs."""
+        if self.buffers.setdefault(name, width) != width:
+            name = f"{name} {width}"
+            self.buffers[name] = width
         return Place(name, 0, width)
+
+    def columns(self, place: Place, *sizes: int) -> list[Place]:
+        """So many columns each, one after the other."""
+        ends = accumulate(sizes, initial=place.first)
+        return [Place(place.buffer, first, size) for first, size in zip(ends, sizes, strict=False)]
+
+    def bias(self, name: str) -> Tensor | None:
+        """The bias of that linear, where it has one."""
+        return tensor(self.weights[f"{name}.bias"]) if f"{name}.bias" in self.weights else None
+
+    def expert(self, name: str) -> Linear:
+        """A linear of an expert."""
+        weight = matrix(self.weights[f"{name}.weight"])
+        return self.linears.linear(weight, self.bias(name))
 
     def project(self, name: str, x: Place, out: Place) -> None:
         """out = the linear of that name of x."""
-        weight = self.weights[f"{name}.weight"]
-        bias = tensor(self.weights[f"{name}.bias"]) if f"{name}.bias" in self.weights else None
+        weight, bias = self.weights[f"{name}.weight"], self.bias(name)
         if isinstance(weight, StackedWeight):
             linear = self.linears.joined(weight.parts, bias)
         else:

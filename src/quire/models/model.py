@@ -10,35 +10,48 @@ import torch
 from torch import Tensor
 
 from quire.batch import Batch
-from quire.cache.manager import CacheGroup
+from quire.cache.manager import CacheGroup, Heads
 from quire.cache.storage import KVCache
 from quire.ops import AttentionPlan
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
+class ModelShape(Protocol):
     """The sizes that decide about memory and about the attention plans."""
 
-    vocab_size: int  # V
-    hidden_size: int  # H
-    intermediate_size: int  # I, of the MLP
-    num_heads: int  # Hq
-    num_kv_heads: int  # Hkv
-    head_dim: int  # D
-    windows: tuple[int | None, ...]  # [L], keys that a row of the layer sees; None: all before it
+    @property
+    def vocab_size(self) -> int:
+        """V."""
 
     @property
-    def mlp_width(self) -> int:
-        """Numbers that a layer's MLP computes of a row: gate and up, the activation, and that in fp32 or on the way."""
-        return 5 * self.intermediate_size
+    def hidden_size(self) -> int:
+        """H."""
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """The layers by window, in order of first appearance."""
-        return tuple(
-            CacheGroup(tuple(i for i, w in enumerate(self.windows) if w == window), window)
-            for window in dict.fromkeys(self.windows)
-        )
+        """The layers with memory of their own, by window and heads."""
+
+    @property
+    def layer_width(self) -> int:
+        """Numbers that a layer computes of a row at most, besides the residual, its norm and a branch."""
+
+
+def cache_groups(layers: Sequence[tuple[Heads, int | None] | None]) -> tuple[CacheGroup, ...]:
+    """The layers by heads and window, in order of first appearance; None: a layer without memory of its own."""
+    return tuple(
+        CacheGroup(tuple(i for i, layer in enumerate(layers) if layer == kind), kind[1], kind[0])
+        for kind in dict.fromkeys(layers)
+        if kind is not None
+    )
+
+
+def attention_width(heads: Heads) -> int:
+    """Numbers of a row: q, k and v, what is attended, and a copy in rows."""
+    return (3 * heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+
+
+def mlp_width(size: int) -> int:
+    """Numbers of a row: gate and up, the activation, and that in fp32 or on the way."""
+    return 5 * size
 
 
 @dataclass(frozen=True, kw_only=True)

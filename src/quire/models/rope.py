@@ -87,19 +87,18 @@ def rotated_share(parameters: Mapping[str, Any]) -> float:
 
 
 def rope_tables(
-    ropes: Sequence[Mapping[str, Any] | None],
-    head_dim: int,
+    ropes: Sequence[tuple[Mapping[str, Any] | None, int]],  # of each layer, with its head_dim
     max_position_embeddings: int,
     max_model_len: int,
     device: torch.device,
 ) -> list[tuple[Tensor, Tensor] | None]:
     """Each layer's table, None for one that rotates nothing. Layers with the same parameters share theirs."""
-    tables: dict[str, tuple[Tensor, Tensor] | None] = {repr(None): None}
-    for parameters in ropes:
-        if parameters is not None and repr(parameters) not in tables:
+    tables: dict[str, tuple[Tensor, Tensor]] = {}
+    for parameters, head_dim in ropes:
+        if parameters is not None and repr((parameters, head_dim)) not in tables:
             cos, sin = rope_table(parameters, head_dim, max_position_embeddings, max_model_len)
-            tables[repr(parameters)] = cos.to(device), sin.to(device)
-    return [tables[repr(parameters)] for parameters in ropes]
+            tables[repr((parameters, head_dim))] = cos.to(device), sin.to(device)
+    return [tables.get(repr(rope)) for rope in ropes]
 
 
 def rope_table(

@@ -8,8 +8,9 @@ import pickle
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.errors import ConfigError, ModelError
-from quire.models.decoder_config import DecoderConfig, stacked_rows, weight_shapes, weight_use
+from quire.models.decoder_config import DecoderConfig, weight_shapes, weight_use
 from quire.models.model import WeightBytes
 from quire.models.quantisation.module import Form, Module, Scheme, form_of
 from quire.models.quantisation.policy import Quantisation, Rounding, dequantised_into
 from quire.models.quantisation.stacking import StackedWeight, Weight, stacked
+from quire.models.text_part import TextPart
 from quire.ops.memory import mapped
 from quire.ops.quantised import QuantisedWeight
 
@@ -34,22 +36,30 @@ SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "mod
 class Checkpoint:
     """The named tensors of a directory: safetensors, in one file or several, or an old state dict."""
 
-    def __init__(self, directory: Path) -> None:
-        """Open the files. Raises ModelError where there are none, or one is unreadable."""
+    def __init__(self, directory: Path, part: TextPart | None = None) -> None:
+        """Open the files. Raises ModelError where there are none, or one is unreadable.
+
+        part: what is asked for, under the names of a model of its own; None: all there is.
+        """
         self.directory = directory
-        self._reader_of: dict[str, Callable[[str], Tensor]] = {}
-        paths = weight_files(directory)
+        self._reader_of: dict[str, Callable[[], Tensor]] = {}
+        paths = weight_files(directory, part)
         if not paths:
             others = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
             raise ModelError(f"{directory} holds no weights ({', '.join(SINGLE_FILES)}); it holds {others}")
         for path in paths:
             try:
+                names: Iterable[str]
+                read: Callable[[str], Tensor]
                 if path.suffix == ".safetensors":
                     file = safe_open(path, framework="pt")
-                    self._reader_of |= dict.fromkeys(file.keys(), file.get_tensor)  # type: ignore[no-untyped-call]
+                    names, read = file.keys(), file.get_tensor  # type: ignore[no-untyped-call]
                 else:
                     tensors = _state_dict(path)
-                    self._reader_of |= dict.fromkeys(tensors, tensors.__getitem__)
+                    names, read = tensors, tensors.__getitem__
+                for theirs in names:
+                    if (name := theirs if part is None else part.name(theirs)) is not None:
+                        self._reader_of[name] = partial(read, theirs)
             except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 raise ModelError(f"{path} cannot be read as weights: {error}") from error
 
@@ -59,16 +69,20 @@ class Checkpoint:
         return frozenset(self._reader_of)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._reader_of[name](name)
+        return self._reader_of[name]()
 
 
-def weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path, part: TextPart | None = None) -> list[Path]:
     """The files that hold the weights; of several forms of the same weights the first of SINGLE_FILES.
 
     None at all where a directory has a config.json alone.
+
+    part: what is asked for; files that an index gives to other parts alone are left out.
     """
     if (directory / INDEX).exists():
-        return [directory / name for name in sorted(set(read_json(directory / INDEX)["weight_map"].values()))]
+        files = read_json(directory / INDEX)["weight_map"]
+        wanted = {file for name, file in files.items() if part is None or part.name(name) is not None}
+        return [directory / name for name in sorted(wanted)]
     for pattern in SINGLE_FILES:
         if found := sorted(directory.glob(pattern)):
             return found
@@ -89,12 +103,17 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ModelError where it is missing or malformed."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_hook=_infinite)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a {type(content).__name__}; expected a JSON object")
     return content
+
+
+def _infinite(found: dict[str, Any]) -> Any:
+    """A number that JSON has no word for, as transformers writes it."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
 @dataclass(frozen=True)
@@ -140,7 +159,8 @@ class Weights(Mapping[str, Weight]):
         rounded and is quantised.
         """
         self._checkpoint, self._sources, self._dtype, self._device = checkpoint, sources, dtype, device
-        self._shapes, self._rows = weight_shapes(config), stacked_rows(config)
+        self._shapes = weight_shapes(config)
+        self._parts = {name: weight.parts for name, weight in config.weights.items()}  # rows of each
         self._tied, self._quantisation = config.tied_embeddings, quantisation
         self._uses = {name: weight_use(config, name) for name in self._shapes}
         self._bytes: Counter[str] = Counter()
@@ -293,7 +313,7 @@ class Weights(Mapping[str, Weight]):
 
     def _lengths(self, name: str, parts: Sequence[str]) -> list[int]:
         """Rows of each part of a weight."""
-        return list(self._rows[_within_layer(name)[1]] if len(parts) > 1 else self._shapes[name][:1])
+        return list(self._parts[name] if len(parts) > 1 else self._shapes[name][:1])
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Memory of our own for numbers of that dtype, by default the model's."""
@@ -313,10 +333,9 @@ class Weights(Mapping[str, Weight]):
 def expected_bytes(config: DecoderConfig, sources: Sources, dtype: torch.dtype, scheme: Scheme | None) -> WeightBytes:
     """What `Weights.nbytes` would be at the end, if the files are as config.json says."""
     found: Counter[str] = Counter()
-    rows = stacked_rows(config)
-    for name, shape in weight_shapes(config).items():
+    for name, (shape, rows) in config.weights.items():
         parts = sources.of(name)
-        lengths = rows[_within_layer(name)[1]] if len(parts) > 1 else shape[:1]
+        lengths = rows if len(parts) > 1 else shape[:1]
         for part, length in zip(parts, lengths, strict=True):
             module = _module(part)
             form = None

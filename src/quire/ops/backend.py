@@ -15,7 +15,8 @@ from torch.compiler import is_compiling
 
 from quire.errors import BadValue, Unsupported
 from quire.ops import metadata, validate, validate_small
-from quire.ops.experts import ExpertLayer, weighted_experts
+from quire.ops.activation import Activation
+from quire.ops.experts import Choice, ExpertLayer, chosen_experts, weighted_experts
 from quire.ops.linear import Linears
 from quire.ops.plan import AttentionPlan
 from quire.ops.program import Executor, Program
@@ -437,6 +438,33 @@ class Backend(RecurrentOperators, ABC):
     @abstractmethod
     def _gelu(self, x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor: ...
 
+    def activate(
+        self,
+        x: Tensor,  # [T, 2 I] with a gate, else [T, I]
+        activation: Activation,
+    ) -> Tensor:
+        """What stands between the linears of an MLP: [T, I], computed in fp32."""
+        validate_small.check_activation(x, activation)
+        return self._activate(x, activation)
+
+    @abstractmethod
+    def _activate(self, x: Tensor, activation: Activation) -> Tensor: ...
+
+    def choose(
+        self,
+        logits: Tensor,  # fp32 [T, E], no NaN
+        choice: Choice,
+    ) -> tuple[Tensor, Tensor]:
+        """Each row's experts, int64 [T, k], the preferred one first, and their shares, fp32 [T, k].
+
+        Of experts that are equally preferred, the first one comes first.
+        """
+        validate_small.check_logits(logits, choice.num_chosen)
+        return self._choose(logits, choice)
+
+    def _choose(self, logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+        return chosen_experts(logits, choice, self.top_k_softmax, self.top_k)
+
     def experts(
         self,
         x: Tensor,  # [T, H]
@@ -445,9 +473,9 @@ class Backend(RecurrentOperators, ABC):
         """What each row's experts compute of it, weighted by the router: [T, H] (Shazeer et al. 2017).
 
         Rows are gathered by expert, so that a weight is read once for all rows that want it. How many those are has to
-        be known on the host, which waits for a GPU here. The sum is formed in fp32, the most probable expert first.
+        be known on the host, which waits for a GPU here. The sum is formed in fp32, the preferred expert first.
         """
-        return weighted_experts(x, layer, self.top_k_softmax, self.swiglu)
+        return weighted_experts(x, layer, self.choose, self.activate)
 
     # -------------------------------------------------------------------------- for a sampler, and for a router
 

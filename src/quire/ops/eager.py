@@ -13,13 +13,14 @@ from torch import Tensor
 from quire.ops.backend import Backend
 from quire.ops.plan import AttentionPlan
 from quire.ops.program import (
+    Activate,
     Add,
     Attend,
     Convolve,
+    Copy,
     Gate,
     GatedDelta,
     GatedNormalize,
-    Gelu,
     Keep,
     LayerCaches,
     MixExperts,
@@ -34,7 +35,6 @@ from quire.ops.program import (
     Rotate,
     Scale,
     StateSpace,
-    Swiglu,
     Write,
 )
 from quire.ops.recurrent import RecurrentCache, RecurrentPlan
@@ -141,16 +141,17 @@ class _Step:
                     scale=operator.scale,
                     alibi_slopes=operator.alibi_slopes,
                     softcap=operator.softcap,
+                    sinks=operator.sinks,
                 )
                 self.put(operator.out, attended)
-            case Swiglu():
-                self.put(operator.out, backend.swiglu(at(operator.x)))
-            case Gelu():
-                self.put(operator.out, backend.gelu(at(operator.x), operator.approximate))
+            case Activate():
+                self.put(operator.out, backend.activate(at(operator.x), operator.activation))
             case Multiply():
                 at(operator.out).mul_(at(operator.x))
             case Add():
                 at(operator.out).add_(at(operator.x))
+            case Copy():
+                self.put(operator.out, at(operator.x).clone())
             case Scale():
                 at(operator.x).mul_(operator.factor)
             case Keep():

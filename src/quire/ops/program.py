@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import ClassVar, Literal, Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from quire.errors import BadValue
+from quire.ops.activation import Activation
 from quire.ops.experts import ExpertLayer
 from quire.ops.linear import JoinedLinear, Linear
 from quire.ops.plan import AttentionPlan
@@ -124,25 +125,17 @@ class Attend(BaseOperator):
     scale: float | None
     alibi_slopes: Tensor | None  # fp32 [Hq]
     softcap: float | None
+    sinks: Tensor | None = None  # fp32 [Hq]
 
 
 @dataclass(frozen=True)
-class Swiglu(BaseOperator):
-    """out = silu(gate) * up; x holds the gates, then the ups."""
+class Activate(BaseOperator):
+    """out = the activation of x."""
 
-    kind = "swiglu"
+    kind = "activation"
     x: Place
     out: Place
-
-
-@dataclass(frozen=True)
-class Gelu(BaseOperator):
-    """out = GELU of x."""
-
-    kind = "gelu"
-    x: Place
-    out: Place
-    approximate: Literal["none", "tanh"]
+    activation: Activation
 
 
 @dataclass(frozen=True)
@@ -166,6 +159,15 @@ class Add(BaseOperator):
 
 
 @dataclass(frozen=True)
+class Copy(BaseOperator):
+    """out = x."""
+
+    kind = "copy"
+    x: Place
+    out: Place
+
+
+@dataclass(frozen=True)
 class Scale(BaseOperator):
     """x *= factor."""
 
@@ -179,7 +181,7 @@ class Keep(BaseOperator):
     """Go on with the rows that the caller wants, in these whole buffers; the other rows end here."""
 
     kind = "keep"
-    buffers: tuple[Place, Place]
+    buffers: tuple[Place, ...]  # three at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,10 +268,10 @@ Operator: TypeAlias = (
     | Rotate
     | Write
     | Attend
-    | Swiglu
-    | Gelu
+    | Activate
     | Multiply
     | Add
+    | Copy
     | Scale
     | Keep
     | MixExperts

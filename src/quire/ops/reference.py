@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from quire.errors import Unsupported
 from quire.ops import reference_recurrent, validate_small
+from quire.ops.activation import Activation
 from quire.ops.backend import Backend, Scores, load, unavailable
 from quire.ops.eager import EagerExecutor
 from quire.ops.linear import Linears
@@ -172,6 +173,9 @@ class ReferenceBackend(Backend):
     def _swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = _widen(gate_up).chunk(2, dim=-1)
         return (F.silu(gate) * up).to(gate_up.dtype)
+
+    def _activate(self, x: Tensor, activation: Activation) -> Tensor:
+        return activation.of(_widen(x)).to(x.dtype)
 
     def _gelu(self, x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
         return F.gelu(_widen(x), approximate=approximate).to(x.dtype)

@@ -6,6 +6,7 @@ import torch
 
 from quire.errors import BadDtype, BadShape, BadValue, check_integer, check_number
 from quire.ops import checks
+from quire.ops.activation import Activation
 
 
 def check_residual(
@@ -127,6 +128,16 @@ def check_gelu(
     _check_rows("x", x)
     if approximate not in ("none", "tanh"):
         raise BadValue(f"approximate is {approximate!r}; it must be 'none' or 'tanh'")
+
+
+def check_activation(
+    x: torch.Tensor,  # [T, 2 I] or [T, I]
+    activation: Activation,
+) -> None:
+    """Check the arguments of activate."""
+    _check_rows("x", x)
+    if x.dim() != 2 or (activation.gated and x.shape[1] % 2):
+        raise BadShape(f"x has shape {tuple(x.shape)}; expected [T, {'2 I' if activation.gated else 'I'}]")
 
 
 def _check_rows(name: str, x: torch.Tensor) -> None:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from quire.config import CacheConfig, EngineConfig, check_options, option, options_of
 from quire.errors import ConfigError, QuireError
 from quire.fleet.config import GatewayConfig
-from quire.fleet.membership import Membership
 from quire.fleet.process import ServerProcess
 from quire.ray.membership import MEMBERS, URL
 from quire.ray.scaling import Meter, stats
@@ -37,6 +36,8 @@ log = logging.getLogger("quire.ray")
 REPLICA, GATEWAY = "QuireReplica", "QuireGateway"
 GRACE = 15.0  # seconds that Ray gives a replica to end: it needs one for its streams, and they for what is left
 DRAIN = 5.0  # seconds in which a replica's streams have moved
+LEAVE = 10.0  # seconds for which a gateway may be there after the time of its open answers is over
+NO_CALLS = 0.1  # seconds between Ray's looks at its own calls that are to end first: there are none
 HEALTH_PERIOD = 2.0  # seconds between two looks at a replica's health
 # Options of the two commands that the application gives them, and what is given instead.
 OWN = {
@@ -136,12 +137,15 @@ def build(args: dict[str, Any]) -> Application:
     fleet = found.fleet
     secret = "" if fleet.secret_file else secrets.token_urlsafe(32)
     resources = {fleet.gateway_resource: 1.0} if fleet.gateway_resource else {}
+    config = GatewayConfig(fleet_secret="-", **found.gateway)  # each gateway reads the secret itself
     gateway = serve.deployment(
         name=GATEWAY,
         num_replicas=fleet.gateways,
         max_replicas_per_node=1,  # a port is there once
         ray_actor_options={"num_cpus": 0.1, "resources": resources},
         health_check_period_s=HEALTH_PERIOD,
+        graceful_shutdown_wait_loop_s=NO_CALLS,
+        graceful_shutdown_timeout_s=config.shutdown_timeout + LEAVE,
     )
     return gateway(Gateway).bind(replicas(fleet, found.replica, secret), fleet, found.gateway, secret)
 
@@ -168,6 +172,7 @@ def replicas(fleet: FleetConfig, options: dict[str, Any], secret: str) -> Applic
         ray_actor_options={"num_cpus": fleet.num_cpus},
         request_router_config=RequestRouterConfig(request_router_class="quire.ray.router.QuireRouter"),
         health_check_period_s=HEALTH_PERIOD,
+        graceful_shutdown_wait_loop_s=NO_CALLS,
         graceful_shutdown_timeout_s=GRACE,
         **number,
     )
@@ -244,6 +249,8 @@ class Gateway:
         replicas: a handle, of which nothing is needed but that its first call makes the router in this process.
         options: of `quire fleet`.
         """
+        from quire.fleet.gateway import FleetServer  # all that is heavy
+
         self._first_call = replicas.url.remote()
         config = GatewayConfig(
             host=fleet.gateway_host,
@@ -251,7 +258,8 @@ class Gateway:
             fleet_secret=read_secret(secret, fleet.secret_file),
             **options,
         )
-        self._thread = threading.Thread(target=start_gateway, args=(MEMBERS, config), name="quire-gateway", daemon=True)
+        self._server = FleetServer(MEMBERS, config, log.info)
+        self._thread = threading.Thread(target=self._server.run, name="quire-gateway", daemon=True)
         self._thread.start()
 
     def check_health(self) -> None:
@@ -259,12 +267,11 @@ class Gateway:
         if not self._thread.is_alive():
             raise QuireError("the gateway has ended; its error stands in the log")
 
-
-def start_gateway(membership: Membership, config: GatewayConfig) -> None:
-    """Run the gateway until it fails. Raises what it fails with."""
-    from quire.fleet.gateway import serve_fleet  # all that is heavy
-
-    serve_fleet(membership, config, log.info)
+    def __del__(self) -> None:
+        """Ray's way to end a gateway: open answers end first. Those that take longer than Ray waits are cut."""
+        if hasattr(self, "_thread"):  # it has started
+            self._server.stop()
+            self._thread.join()
 
 
 def _end_actor(status: int) -> None:

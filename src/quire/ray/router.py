@@ -22,7 +22,11 @@ class QuireRouter(FIFOMixin, RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """For a call from Python, which any replica can answer: all of them, in one rank."""
+        """All replicas, in one rank.
+
+        No client's request comes here: a replica has no method that computes tokens, and the gateway chooses by its
+        score. What comes is the one call with which a gateway's process gets its router, and any replica can answer it.
+        """
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # Ray waits between two tries only if this is set
         return [candidate_replicas]

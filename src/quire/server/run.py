@@ -341,9 +341,8 @@ def _model_info(llm: LLM) -> dict[str, str]:
 
 def _cache(parts: Parts) -> str:
     decoder, config, manager = parts.llm.decoder, parts.llm.config, parts.worker.engine.scheduler.manager
-    groups, model = manager.groups, decoder.config
-    dtype = cache_dtype(config.cache, decoder.dtype)
-    size = bytes_per_block(groups, manager.block_size, model.num_kv_heads, model.head_dim, dtype)
+    groups, dtype = manager.groups, cache_dtype(config.cache, decoder.dtype)
+    size = bytes_per_block(groups, manager.block_size, dtype)
     a_sequence = max(
         most_blocks(decoder.max_model_len, config.max_num_batched_tokens, group.window, manager.block_size)
         for group in groups

@@ -26,7 +26,9 @@ def fleet(
     runs: Annotated[int, typer.Option(help="With so many streams each way, and of each way to leave.")] = 5,
     kills: Annotated[int, typer.Option(help="Answers, in each of which a replica is killed.")] = 20,
     prompt_len: Annotated[int, typer.Option(help="Tokens of their prompts.")] = 128,
-    jobs: Annotated[int, typer.Option(help="Requests of each trace that is routed.")] = 240,
+    traces: Annotated[str, typer.Option(help="That are routed.")] = "sessions,documents,unshared",
+    jobs: Annotated[int, typer.Option(help="Requests of each of them.")] = 240,
+    trace_len: Annotated[int, typer.Option(help="Tokens of their longest prompts.")] = 1024,
     as_json: AsJson = False,
 ) -> None:
     """What a gateway costs, how long a kill stalls an answer, what routing brings, how soon a replica is left alone.
@@ -48,8 +50,10 @@ def fleet(
             with progress_bar("kills", kills) as advance:
                 figures["kills"] = killing.measure(options, kills, prompt_len, advance=advance).as_dict()
         if "routing" in chosen:
-            with progress_bar("routing", routing.NUM_RUNS) as advance:
-                figures["routing"] = [one.as_dict() for one in routing.measure(options, jobs, advance=advance)]
+            names = traces.split(",")
+            with progress_bar("routing", routing.RUNS * len(names)) as advance:
+                found = routing.measure(options, names, jobs, trace_len, advance=advance)
+                figures["routing"] = [one.as_dict() for one in found]
         if "leaving" in chosen:
             with progress_bar("leaving", 3 * runs) as advance:
                 figures["leaving"] = [one.as_dict() for one in leaving.measure(options, 8, runs, advance)]
@@ -89,7 +93,7 @@ def _rows(figures: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "stall at a kill", f"{shown} ms; {found['kills']} kills, {found['different']} answers differ"
     for one in figures.get("routing", ()):
         shown = f"first token {1e3 * one['mean_first_token']:.0f} ms, p99 {1e3 * one['p99_first_token']:.0f} ms"
-        hits = f"{one['hit_rate']:.1%} cached, {one['of_infinite']:.1%} of an infinite cache"
+        hits = f"{one['hit_rate']:.1%} cached, {one['of_infinite']:.1%} of what an infinite cache has"
         yield one["trace"], f"{one['load']:4.0%} load, {one['way']:11s}  {shown}; {hits}"
     for one in figures.get("leaving", ()):
         wait = f"longest wait of a client {1e3 * one['longest_wait']:.0f} ms"

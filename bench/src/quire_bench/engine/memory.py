@@ -336,8 +336,6 @@ class KVSize:
     """The sizes of a model's K and V, and what they come to."""
 
     groups: tuple[CacheGroup, ...]
-    num_kv_heads: int  # Hkv
-    head_dim: int  # D
     dtype: torch.dtype
     block_size: int = 16  # B
 
@@ -347,7 +345,7 @@ class KVSize:
         return self._bytes(self.groups, 1)
 
     def _bytes(self, groups: Sequence[CacheGroup], num_slots: int) -> int:
-        return bytes_per_block(groups, num_slots, self.num_kv_heads, self.head_dim, self.dtype)
+        return bytes_per_block(groups, num_slots, self.dtype)
 
     def _blocks(self, num_tokens: int) -> list[int]:
         """Blocks of each group that a request of that length owns at most."""
@@ -386,8 +384,8 @@ class ModelFit:
             "model": self.model,
             "dtype": str(size.dtype).removeprefix("torch."),
             "layers": self.num_layers,
-            "kv_heads": size.num_kv_heads,
-            "head_dim": size.head_dim,
+            "kv_heads": [group.heads.num_kv_heads for group in size.groups],
+            "head_dim": [group.heads.head_dim for group in size.groups],
             "block_size": size.block_size,
             "max_model_len": self.max_model_len,
             "bytes_per_token": size.bytes_per_token,
@@ -403,7 +401,8 @@ class ModelFit:
     def table(self) -> list[tuple[str, str]]:
         """The figures, named, for a reader."""
         size = self.size
-        kind = f"{self.num_layers} layers, {size.num_kv_heads} KV heads of {size.head_dim}, {size.dtype}"
+        heads = dict.fromkeys(f"{of.num_kv_heads} KV heads of {of.head_dim}" for of in (g.heads for g in size.groups))
+        kind = f"{self.num_layers} layers, {' and '.join(heads)}, {size.dtype}"
         contiguous = size.contiguous_fit(self.memory, self.max_model_len)
         lines = [
             ("model", f"{self.model}: {kind.replace('torch.', '')}"),
@@ -430,7 +429,7 @@ def model_fit(
     CacheConfig(block_size=block_size)
     budget = parse_memory(memory, free_memory(), name="memory")
     decoder, dtype = read_config(path)
-    size = KVSize(decoder.groups, decoder.num_kv_heads, decoder.head_dim, dtype, block_size)
+    size = KVSize(decoder.groups, dtype, block_size)
     most = longest_sequence(decoder)
     longest = most if max_model_len is None else max_model_len
     if longest > most and config is not None:

@@ -1,28 +1,32 @@
 """What a gateway's choice of replicas brings: traces through it, and to the same replicas in turns.
 
-Two replicas of one thread have caches that hold half of what a trace reads more than once, and a little for what runs.
+Two replicas of one thread have caches that hold half of what a trace reads more than once, and one longest request.
+Loads are shares of what the two sustain when they are asked in turns.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any
 
 from quire.errors import ConfigError, QuireError, check_integer
 from quire_bench.fleet.running import Fleet, fleet
-from quire_bench.fleet.traces import ANSWER, BLOCK, TURNS, Trace, sessions, shared_prefixes
+from quire_bench.fleet.traces import ANSWER, BLOCK, LONGEST, TURNS, Trace, sessions, shared_prefixes, unshared
 from quire_bench.server.client import Record, Server, send
-from quire_bench.server.prompts import Prompt, arrival_times, random_prompts, request_body
+from quire_bench.server.prompts import MAX_TOKENS, Prompt, arrival_times, random_prompts, request_body
 from quire_bench.server.report import percentile
 
-LOADS = (0.3, 0.8)  # of what the replicas sustain when they are asked in turns
+LOADS = (0.3, 0.8)  # of what the replicas sustain
 AT_A_TIME = 4  # requests at each replica, to find that out
-ROOM = 64  # blocks of each cache besides: for the longest request
+TRACES: Mapping[str, Callable[[int, int, int], Trace]] = MappingProxyType(
+    {"sessions": sessions, "documents": shared_prefixes, "unshared": unshared}
+)
 WARM_UP = 16  # requests that share nothing
 OPTIONS = {"temperature": 0.0, "ignore_eos": True}
 
@@ -38,35 +42,52 @@ class Routed:
     mean_first_token: float  # seconds
     p99_first_token: float
     hit_rate: float  # share of the prompts' tokens that were cached
+    pooled_hit_rate: float  # of one cache as large as all replicas' together
     infinite_hit_rate: float  # of one cache that never evicts
 
     def as_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
-        return asdict(self) | {"of_infinite": self.hit_rate / self.infinite_hit_rate}
+        return asdict(self) | {"of_infinite": self.hit_rate / (self.infinite_hit_rate or 1.0)}
 
 
 Way = Callable[[Fleet, Sequence[bytes], Sequence[float]], list[Record]]
 
 
 def measure(
-    options: Sequence[str], jobs: int, seed: int = 0, advance: Callable[[], None] = lambda: None
+    options: Sequence[str],
+    names: Collection[str],
+    jobs: int,
+    longest: int = LONGEST,
+    seed: int = 0,
+    advance: Callable[[], None] = lambda: None,
 ) -> list[Routed]:
-    """Send both traces at both loads both ways, each time to fresh processes.
+    """Send traces at both loads both ways, each time to fresh processes.
 
-    options: of each replica. jobs: requests of a trace. advance: is called for each of the NUM_RUNS.
-    Raises QuireError where a request fails.
+    options: of each replica. names: of TRACES. jobs: requests of a trace. longest: tokens of its longest prompts.
+    advance: is called for each of the RUNS of a trace. Raises QuireError where a request fails.
     """
     check_integer(ConfigError, "jobs", jobs, 2 * TURNS)
+    check_integer(ConfigError, "trace_len", longest, 512, MAX_TOKENS)
+    for one in names:
+        if one not in TRACES:
+            raise ConfigError(f"there is no trace {one!r}; choose from {', '.join(TRACES)}")
     found = []
-    for trace in (sessions(jobs, seed), shared_prefixes(jobs, seed)):
-        own = (*options, "--block-size", str(BLOCK), "--num-blocks", str(trace.working_set // 2 + ROOM))
+    for one in names:
+        trace = TRACES[one](jobs, seed, longest)
+        num_blocks = trace.working_set // 2 + -(-longest // BLOCK)
+        own = (*options, "--block-size", str(BLOCK), "--num-blocks", str(num_blocks))
         with _fresh(own) as running:
             sustained = _sustained(running, trace)
         advance()
         for load in LOADS:
             for name, way in WAYS.items():
                 with _fresh(own) as running:
-                    found.append(_measured(running, trace, load, load * sustained, name, way, seed))
+                    records, hit_rate = _asked(running, trace, load * sustained, way, seed)
+                times = sorted(record.answer.times[0] - record.due for record in records)
+                rates = hit_rate, trace.hit_rate(2 * num_blocks), trace.hit_rate()
+                found.append(
+                    Routed(trace.name, load, name, load * sustained, fmean(times), percentile(times, 99), *rates)
+                )
                 advance()
     return found
 
@@ -87,13 +108,12 @@ def _sustained(running: Fleet, trace: Trace) -> float:
     return len(trace.prompts) / (time.perf_counter() - began)
 
 
-def _measured(running: Fleet, trace: Trace, load: float, rate: float, name: str, way: Way, seed: int) -> Routed:
+def _asked(running: Fleet, trace: Trace, rate: float, way: Way, seed: int) -> tuple[list[Record], float]:
+    """What became of each request, and the share of the prompts' tokens that were cached."""
     before = _hits(running)
     records = way(running, [_body(one) for one in trace.prompts], arrival_times(len(trace.prompts), rate, seed))
     looked_for, found = (after - other for after, other in zip(_hits(running), before, strict=True))
-    times = sorted(record.answer.times[0] - record.due for record in records)
-    hit_rate = found / looked_for
-    return Routed(trace.name, load, name, rate, fmean(times), percentile(times, 99), hit_rate, trace.infinite_hit_rate)
+    return records, found / looked_for
 
 
 def _hits(running: Fleet) -> tuple[float, float]:
@@ -121,7 +141,7 @@ def _in_turns(
 
 
 WAYS: dict[str, Way] = {"round robin": _in_turns, "gateway": _through_gateway}
-NUM_RUNS = 2 * (1 + len(LOADS) * len(WAYS))
+RUNS = 1 + len(LOADS) * len(WAYS)
 
 
 def _body(prompt: Prompt) -> bytes:

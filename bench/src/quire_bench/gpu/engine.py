@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.batch import Batch
+from quire.cache.storage import bytes_per_block
 from quire.config import engine_config
 from quire.engine.engine import build_engine
 from quire.engine.loops import StepRunner
@@ -28,7 +29,7 @@ from quire.engine.plan import Launched, StepOutput
 from quire.errors import QuireError
 from quire.llm import LLM
 from quire.models.decoder import Decoder
-from quire.models.decoder_config import DecoderConfig, weight_shapes
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig, weight_shapes
 from quire.models.families import gpt2
 from quire.request import Request
 from quire_bench.engine.throughput import measure
@@ -47,18 +48,21 @@ GPT2 = {
     "eos_token_id": 1,
     "dtype": "bfloat16",
 }
+
+
+def llama_layer(*, num_heads: int, num_kv_heads: int, head_dim: int, inner: int) -> LayerConfig:
+    """A layer of Llama 3."""
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    attention = AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rope=rope)
+    return LayerConfig(mixer=attention, mlp=MlpConfig(size=inner))
+
+
 EIGHT_B = DecoderConfig(  # Llama 3's shape
     vocab_size=128256,
     hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
     max_position_embeddings=8192,
-    windows=(None,) * 32,
     tied_embeddings=False,
-    ropes=({"rope_type": "default", "rope_theta": 500000.0},) * 32,
+    layers=(llama_layer(num_heads=32, num_kv_heads=8, head_dim=128, inner=14336),) * 32,
 )
 TINY_CONFIG = {"vocab_size": 2048, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 2}
 
@@ -236,9 +240,8 @@ def steps(bench: Bench) -> None:
     """Stage: a step of decoding, against the time to read the weights and the KV once."""
     tiny = bench.settings.tiny
     small = gpt2.decoder_config(gpt2_config(bench))
-    cut: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2}
-    cut |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "windows": (None, None), "ropes": EIGHT_B.ropes[:2]}
-    large = replace(EIGHT_B, **cut) if tiny else EIGHT_B
+    few = (llama_layer(num_heads=4, num_kv_heads=2, head_dim=16, inner=96),) * 2
+    large = replace(EIGHT_B, vocab_size=256, hidden_size=64, layers=few) if tiny else EIGHT_B
     bandwidth = copy(bench).work / race(bench, "memory", {"copy": copy(bench)})["copy"]
     shapes = (("gpt2, batch 64", small, 64, 900), ("8B, batch 32", large, 32, 2048), ("8B, batch 1", large, 1, 2048))
     for reproducible in (False, True):
@@ -264,7 +267,7 @@ def _steps(
     count = 4 if bench.settings.tiny else 60
     dtype = torch.float32 if bench.settings.tiny else torch.bfloat16
     model = random_model(bench, config, dtype, reproducible)
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    per_token = bytes_per_block(config.groups, 1, dtype)
     weight_bytes = sum(
         math.prod(shape) * (4 if "norm." in key else dtype.itemsize)
         for key, shape in weight_shapes(config).items()

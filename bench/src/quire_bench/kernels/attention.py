@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire import ops
-from quire.cache.manager import CacheGroup
+from quire.cache.manager import CacheGroup, Heads
 from quire.cache.storage import KVCache
 from quire.errors import ConfigError
 from quire.ops.cpu import native
@@ -289,8 +289,8 @@ def _dense(shape: Shape) -> Callable[[], object]:
 
 def filled_cache(spec: ops.AttentionSpec) -> ops.PagedKV:
     """A cache full of numbers that lies where the engine's does: on a CPU in huge pages if there are any."""
-    sizes = spec.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim
-    kv = KVCache((CacheGroup((0,)),), *sizes, spec.cache_dtype, spec.device).layer(0)
+    group = CacheGroup((0,), heads=Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim))
+    kv = KVCache((group,), spec.num_blocks, spec.block_size, spec.cache_dtype, spec.device).layer(0)
     piece = random_numbers(*kv.k.shape[1:], dtype=spec.dtype).to(spec.device)
     if kv.k_scale is None or kv.v_scale is None:
         piece = piece.to(spec.cache_dtype)

@@ -27,6 +27,9 @@ securityContext:
 # Seconds that Ray's processes on a node, and with them the fleet's, outlive a head that is gone.
 - name: RAY_gcs_rpc_server_reconnect_timeout_s
   value: "600"
+# Replicas and gateways are processes of Ray's workers, which else yield to all others.
+- name: RAY_worker_niceness
+  value: "0"
 {{- end }}
 
 {{- define "quire.secret" -}}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.cache.manager import Heads
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.integrations.gate import HARMLESS
@@ -29,6 +30,11 @@ class LayerCall:
     head_dim: int  # D
     head_dim_v: int  # Dv
     window: int | None
+
+    @property
+    def heads(self) -> Heads:
+        """As the cache has them: K and V are filled up with zeros to one width."""
+        return Heads(self.num_heads, self.num_kv_heads, max(self.head_dim, self.head_dim_v))
 
 
 class Pass(Protocol):
@@ -56,11 +62,9 @@ class PagedPass:
 
     backend: Backend
     cache: KVCache
-    plans: Sequence[AttentionPlan]  # one a cache group
-    group_of_layer: Sequence[int]
+    plans: Sequence[AttentionPlan]  # one a layer
     layers: Sequence[LayerCall]  # as they were recorded
-    dtype: torch.dtype  # of the cache
-    width: int  # D of the cache: K and V are filled up with zeros to it
+    dtype: torch.dtype  # of the model
     done: int = 0  # layers
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -71,12 +75,13 @@ class PagedPass:
         asked = LayerCall(q.shape[1], k.shape[1], q.shape[2], v.shape[2], options.get("sliding_window"))
         if asked != self.layers[index]:
             raise Unsupported(f"layer {index} asks for {asked}; when the model was loaded it was {self.layers[index]}")
-        plan, kv = self.plans[self.group_of_layer[index]], self.cache.layer(index)
+        plan, kv = self.plans[index], self.cache.layer(index)
         scale = options.get("scaling")
         sinks = options.get("s_aux")
-        self.backend.write_kv(self._filled(k), self._filled(v), kv, plan)
+        q_wide, k_wide, v_wide = (self._filled(x, asked.heads.head_dim) for x in (q, k, v))
+        self.backend.write_kv(k_wide, v_wide, kv, plan)
         out = self.backend.attention(
-            self._filled(q),
+            q_wide,
             kv,
             plan,
             scale=asked.head_dim**-0.5 if scale is None else float(scale),
@@ -85,10 +90,10 @@ class PagedPass:
         )
         return out[..., : asked.head_dim_v].to(q.dtype)
 
-    def _filled(self, x: Tensor) -> Tensor:
+    def _filled(self, x: Tensor, width: int) -> Tensor:
         x = x.to(self.dtype)
-        if x.shape[2] < self.width:
-            return F.pad(x, (0, self.width - x.shape[2]))
+        if x.shape[2] < width:
+            return F.pad(x, (0, width - x.shape[2]))
         return x if x.stride(2) == 1 else x.contiguous()
 
 

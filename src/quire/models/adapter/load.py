@@ -6,13 +6,11 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
@@ -20,10 +18,11 @@ from transformers.utils import logging as transformers_logging
 
 from quire import ops as ops_room
 from quire.errors import ModelError, Unsupported
-from quire.integrations.gate import refusal
-from quire.models.adapter.attention import NAME
+from quire.integrations.gate import refusal, together_refusal
+from quire.models.adapter.apart import Apart
 from quire.models.adapter.model import AdaptedModel
 from quire.models.adapter.modules import Unread
+from quire.models.adapter.together import Together
 from quire.models.adapter.trial import check
 from quire.models.hf_config import SCHEMES
 from quire.models.quantisation.module import Form, Module, Scheme, form_of
@@ -40,12 +39,11 @@ class Found(NamedTuple):
 
     model: Any  # the class of its causal language model
     config: Any
+    way: type[Together | Apart]  # how steps go through it
 
 
-def find(directory: Path, raw: Mapping[str, Any]) -> Found:
-    """The class and the config of a checkpoint, or of a directory with its config.json alone, after its trial.
-
-    raw: the config.json.
+def find(raw: Mapping[str, Any]) -> Found:
+    """The class and the config of a model with that config.json, after its trial.
 
     Raises Unsupported, with the reason, where transformers has none, or has one that cannot be served.
     """
@@ -53,7 +51,7 @@ def find(directory: Path, raw: Mapping[str, Any]) -> Found:
     if kind not in CONFIG_MAPPING:
         raise Unsupported(f"transformers {transformers.__version__} knows no model of type {kind!r}")
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = CONFIG_MAPPING[kind].from_dict(dict(raw))
     except Exception as error:  # a config's ways to be wrong are many
         raise Unsupported(f"transformers cannot read its config.json: {' '.join(str(error).split())[:200]}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -65,8 +63,24 @@ def find(directory: Path, raw: Mapping[str, Any]) -> Found:
     reason = refusal(model, config)
     if reason is not None:
         raise Unsupported(reason)
-    check(model, config, ops_room.load("auto", "cpu"))
-    return Found(model, config)
+    return Found(model, config, _way(model, config))
+
+
+def _way(model: Any, config: Any) -> type[Together | Apart]:
+    """The faster one of those in which its trial succeeds. Raises Unsupported, with the reason, where none does."""
+    reason = together_refusal(model, config)
+    backend = ops_room.load("auto", "cpu")
+    if reason is None:
+        try:
+            check(model, config, backend, Together)
+            return Together
+        except Unsupported as error:
+            reason = str(error)
+    try:
+        check(model, config, backend, Apart)
+    except Unsupported as error:
+        raise Unsupported(f"{reason}; one sequence at a time, {error}") from error
+    return Apart
 
 
 def longest_sequence(config: Any) -> int:
@@ -79,7 +93,7 @@ def longest_sequence(config: Any) -> int:
 
 
 def load(
-    directory: Path,
+    checkpoint: Checkpoint,
     found: Found,
     backend: Backend,
     dtype: torch.dtype,
@@ -96,14 +110,15 @@ def load(
     unread: dict[str, Form] = {}  # by module
     kind = found.model
     if quantisation.scheme is not None:
-        kind = _with_unread(kind, quantisation.scheme, Checkpoint(directory), dtype, unread)
+        kind = _with_unread(kind, quantisation.scheme, checkpoint, dtype, unread)
     with _silence():
         try:
             model, report = kind.from_pretrained(
-                directory,
+                None,
                 config=found.config,
+                state_dict={name: checkpoint[name] for name in checkpoint.names},  # mapped, not read
                 dtype=dtype,
-                attn_implementation=NAME,
+                attn_implementation=found.way.implementation,
                 trust_remote_code=False,
                 output_loading_info=True,
             )
@@ -111,18 +126,18 @@ def load(
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
-            raise ModelError(f"{directory}: transformers cannot load its weights: {reason}") from error
+            raise ModelError(f"{checkpoint.directory}: transformers cannot load its weights: {reason}") from error
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         names = sorted(name for name in map(str, report.get(what) or ()) if not BUFFERS.search(name))
         if what == "unexpected_keys":
-            names = [name for name in names if not _is_of(name, unread, directory)]
+            names = [name for name in names if not _is_of(name, unread, checkpoint)]
         if names:
             raise ModelError(
-                f"{directory} has {len(names)} {what.replace('_', ' ')}, among them {', '.join(names[:3])}; running "
+                f"{checkpoint.directory} has {len(names)} {what.replace('_', ' ')}, among them {', '.join(names[:3])}; running "
                 "with them would be a different model"
             )
     model.eval()
-    return AdaptedModel(model.to(device), backend, max_model_len, eos_token_ids, reproducible, quantisation)
+    return AdaptedModel(model.to(device), backend, max_model_len, eos_token_ids, reproducible, quantisation, found.way)
 
 
 def _with_unread(kind: Any, scheme: Scheme, checkpoint: Checkpoint, dtype: torch.dtype, unread: dict[str, Form]) -> Any:
@@ -153,13 +168,13 @@ def _with_unread(kind: Any, scheme: Scheme, checkpoint: Checkpoint, dtype: torch
     return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
 
 
-def _is_of(tensor: str, unread: Mapping[str, Form], directory: Path) -> bool:
+def _is_of(tensor: str, unread: Mapping[str, Form], checkpoint: Checkpoint) -> bool:
     """Whether a tensor belongs to a linear that we read; some writers give every one a bias, of zeros."""
     name, _, kind = tensor.rpartition(".")
     if name not in unread:
         return False
     if kind == "bias":
-        return not bool(Checkpoint(directory)[tensor].any())
+        return not bool(checkpoint[tensor].any())
     return kind in (*unread[name].needs, *unread[name].takes)
 
 

@@ -1,26 +1,26 @@
-"""Models that have no family here: transformers' own modelling code, with paged attention in place of its own.
+"""Models that have no family here: transformers' own modelling code over a paged cache.
 
-The batch comes flattened, as one row of tokens with their positions. No masks are built, transformers keeps no cache,
-linears are those of Quire's decoder, and logits are made only of the rows that are asked for.
+Linears are those of Quire's decoder, and logits are made only of the rows that are asked for. How the rows of a step
+go through the layers is a matter of their own: all together, with paged attention, or each sequence apart.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from quire.batch import Batch
+from quire.cache.manager import CacheGroup
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
-from quire.models.adapter.attention import NAME, LayerCall, PagedPass, Pass, Passes, Recorder, attention
+from quire.models.adapter.apart import Apart
 from quire.models.adapter.modules import (
     Packing,
     leave_files,
@@ -30,7 +30,8 @@ from quire.models.adapter.modules import (
     replace_tied_embedding,
     rows_depend,
 )
-from quire.models.model import ModelShape, WeightBytes
+from quire.models.adapter.together import Together
+from quire.models.model import WeightBytes, attention_width, cache_groups, mlp_width
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import AttentionPlan, Backend
 
@@ -40,21 +41,23 @@ class AdaptedModel:
 
     def __init__(
         self,
-        model: Any,  # a PreTrainedModel that was made with attn_implementation=NAME
+        model: Any,  # a PreTrainedModel that was made with the way's implementation of attention
         backend: Backend,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
         reproducible: bool = False,
         quantisation: Quantisation = Quantisation(),  # noqa: B008  # frozen
+        way: type[Together | Apart] = Together,
     ) -> None:
         """Take the model over: its linears are replaced by ours.
+
+        way: how a step goes through it.
 
         Raises Unsupported, with the reason, where a trial with two tokens shows a model that cannot be served.
         """
         self.backend, self.max_model_len, self.eos_token_ids = backend, max_model_len, eos_token_ids
         self.dtype, self.device = model.dtype, model.device
         self._lock = Lock()
-        self._passes = Passes()
         linears = backend.linears(str(model.device), reproducible)
         packing = Packing(linears, quantisation, self.dtype, str(self.device))
         replace_tied_embedding(model, packing)
@@ -75,14 +78,13 @@ class AdaptedModel:
         self._backbone = inner if isinstance(inner, PreTrainedModel) and inner is not model else model.base_model
         if self._backbone is model:
             raise Unsupported(f"{type(model).__name__} has no part that ends before its logits")
-        for module in model.modules():
-            module.quire_passes = self._passes
-        self._layers, output = self._tried(model)
+        self._way = way(self._backbone, backend, self.dtype, model.config.get_text_config().num_hidden_layers)
+        output = self._way.output
         self._head = _Head(model, self._backbone, output)
-        self.config = _shape(model, self._layers, output[0].shape[-1])
+        self.config = _shape(model, self._way, output[0].shape[-1])
         groups = {layer: g for g, group in enumerate(self.config.groups) for layer in group.layers}
-        self._group_of_layer = [groups[layer] for layer in range(len(self._layers))]
-        self.rows_depend = rows_depend(model)  # why a row's bits may depend on the rows beside it
+        self._group_of_layer = [groups[layer] for layer in range(len(groups))]
+        self.rows_depend = way.rows_depend or rows_depend(model)  # why a row's bits may depend on the rows beside it
 
     @property
     def rows_keep_bits(self) -> bool:
@@ -107,14 +109,8 @@ class AdaptedModel:
         plans: Sequence[AttentionPlan],
     ) -> Tensor:
         """Hidden states of all rows: [T, H]."""
-        step = PagedPass(
-            self.backend, cache, plans, self._group_of_layer, self._layers, self.dtype, self.config.head_dim
-        )
-        with self._during(step):
-            hidden: Tensor = _called(self._backbone, token_ids, positions)[0][0]
-        if step.done != len(self._layers):
-            raise Unsupported(f"the model called attention {step.done} times; when it was loaded {len(self._layers)}")
-        return hidden
+        with self._lock:  # engines on several threads may share the model
+            return self._way.hidden(token_ids, positions, cache, [plans[g] for g in self._group_of_layer])
 
     def logits(
         self,
@@ -124,29 +120,15 @@ class AdaptedModel:
         with self._lock:
             return self._head.of(hidden)
 
-    @contextmanager
-    def _during(self, step: Pass) -> Iterator[None]:
-        with self._lock:  # engines on several threads may share the model
-            self._passes.current = step
-            try:
-                yield
-            finally:
-                self._passes.current = None
 
-    def _tried(self, model: Any) -> tuple[tuple[LayerCall, ...], Any]:
-        """What each layer asks for, and what the backbone returns, from a run with two tokens."""
-        recorder = Recorder()
-        tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
-        with torch.inference_mode(), self._during(recorder):
-            output = _called(self._backbone, tokens, torch.arange(2, device=self.device))
-        layers = tuple(recorder.calls)
-        depth = model.config.get_text_config().num_hidden_layers
-        if len(layers) != depth:
-            raise Unsupported(f"its {depth} layers called attention {len(layers)} times; each must call it once")
-        sizes = {replace(layer, window=None) for layer in layers}
-        if len(sizes) > 1:
-            raise Unsupported(f"its layers differ in heads: {', '.join(map(str, sizes))}")
-        return layers, output
+@dataclass(frozen=True)
+class AdaptedShape:
+    """The sizes of a model of transformers that decide about memory and about the attention plans."""
+
+    vocab_size: int  # V
+    hidden_size: int  # H
+    layer_width: int  # numbers that a layer computes of a row at most, besides the residual, its norm and a branch
+    groups: tuple[CacheGroup, ...]
 
 
 class _Head:
@@ -188,34 +170,16 @@ class _Stub(nn.Module):
         return self._kind(last_hidden_state=self.hidden)
 
 
-def _called(backbone: Any, token_ids: Tensor, positions: Tensor) -> Any:
-    return backbone(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
-
-
-def _shape(model: Any, layers: tuple[LayerCall, ...], hidden_size: int) -> ModelShape:
+def _shape(model: Any, way: Together | Apart, hidden_size: int) -> AdaptedShape:
     config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or [None] * len(layers)
-    windows = []
-    for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-        window = layer.window
-        if kind == "sliding_attention" and window is None:
-            window = getattr(config, "sliding_window", None)
-        if kind == "full_attention" and window is not None:
-            raise Unsupported(f"layer {i} is of full attention and asks for a window of {window}")
-        windows.append(window)
-    first = layers[0]
+    heads = [layer.heads for layer in way.layers]
+    windows = way.windows(getattr(config, "layer_types", None) or (), getattr(config, "sliding_window", None))
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     inner = max(inner) if isinstance(inner, list) else inner
     chosen = getattr(config, "num_experts_per_tok", None) or 0  # each computes rows of their own
-    return ModelShape(
-        vocab_size=config.vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=max(inner, chosen * 2 * config.hidden_size),
-        num_heads=first.num_heads,
-        num_kv_heads=first.num_kv_heads,
-        head_dim=max(first.head_dim, first.head_dim_v),
-        windows=tuple(windows),
+    return AdaptedShape(
+        config.vocab_size,
+        hidden_size,
+        max(map(attention_width, heads)) + mlp_width(max(inner, chosen * 2 * config.hidden_size)),
+        cache_groups(list(zip(heads, windows, strict=True))),
     )
-
-
-AttentionInterface.register(NAME, attention)

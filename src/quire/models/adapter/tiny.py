@@ -11,7 +11,7 @@ LAYERS = 4
 
 # What a key that matches becomes, the first match first. Sizes that are left out (null) stay so.
 SIZES: tuple[tuple[str, int], ...] = (
-    (r"qk_rope_head_dim|index_head_dim", ROPE_DIM),
+    (r"qk_rope_head_dim|index_head_dim|rotary_dim", ROPE_DIM),
     (r"(global_|swa_|cross_|attention_|v_|qk_nope_|kv_)*(head_dim|head_size|kv_channels)(_v)?|v_head_dim", HEAD_DIM),
     (r"qk_head_dim", HEAD_DIM + ROPE_DIM),
     (r"num_experts_per_tok\w*|moe_k|moe_top_?k|top_?k_experts|num_experts_per_token|experts_per_token|moe_topk", 2),
@@ -21,7 +21,10 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"q_lora_rank|kv_lora_rank|\w+_lora_rank|attention_rank|laurel_rank|altup_\w*rank", 16),
     (r"hidden_size_per_layer_input", 8),
     (r"vocab_size(_per_layer_input)?", VOCAB),
-    (r"(sliding_window|window_size|attention_window|local_attention|sliding_window_size)", WINDOW),
+    (
+        r"(sliding_window|window_size|attention_window|local_attention|sliding_window_size|keep_window_size|attention_chunk_size)",
+        WINDOW,
+    ),
     (r"embedding_size|hidden_size|d_model|n_embd|word_embed_proj_dim|dim_model", HIDDEN),
     (
         r"\w*(intermediate|ffn_hidden|expert|mlp)_(size|dim)|ffn_dim|d_ff|n_inner|\w*expert_ff_size",
@@ -75,6 +78,9 @@ def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: lis
         rotated = ROPE_DIM if "qk_rope_head_dim" in raw else HEAD_DIM
         pairs = int(rotated * (raw.get("partial_rotary_factor") or 1.0)) // 2
         return (value * pairs)[:pairs]
+    if key == "mrope_section" and isinstance(value, list):
+        pairs = int(HEAD_DIM * (raw.get("partial_rotary_factor") or 1.0)) // 2
+        return [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
     if isinstance(value, list) and depth and len(value) == depth:
         return [_small(key, value[layer], raw, 0, chosen) for layer in chosen]
     if TOKENS.fullmatch(key):

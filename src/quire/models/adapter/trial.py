@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quire.cache.storage import KVCache
+from quire.cache.storage import KVCache, group_spec
 from quire.errors import Unsupported
-from quire.models.adapter.attention import NAME
+from quire.models.adapter.apart import Apart
 from quire.models.adapter.model import AdaptedModel
 from quire.models.adapter.tiny import VOCAB, shrink
-from quire.ops import AttentionSpec, Backend
+from quire.models.adapter.together import Together
+from quire.ops import Backend
 
 BLOCK_SIZE, MAX_LEN = 4, 16
 TOLERANCE = 1e-4  # of the largest logit
@@ -33,16 +34,16 @@ class Verdict(NamedTuple):
     scale: float  # the largest logit
 
 
-def check(model: type, config: Any, backend: Backend) -> Verdict:
-    """Compare the small form of a model with eager attention.
+def check(model: type, config: Any, backend: Backend, way: type[Together | Apart] = Together) -> Verdict:
+    """Compare the small form of a model with eager attention over whole sequences.
 
-    model: a causal language model's class; config: the checkpoint's.
+    model: a causal language model's class; config: the checkpoint's; way: how steps are to go through it.
     Raises Unsupported, with the reason, where it cannot be built small, cannot be served, or answers differently.
     """
-    eager, ours = _pair(model, config)
+    eager, ours = _pair(model, config, way.implementation)
     try:
         with torch.inference_mode():
-            served = AdaptedModel(ours, backend, MAX_LEN)
+            served = AdaptedModel(ours, backend, MAX_LEN, way=way)
             verdict = _compared(eager, served)
     except Unsupported:
         raise
@@ -60,11 +61,11 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def _pair(model: type, config: Any) -> tuple[Any, Any]:
-    """Two small models with the same weights: with eager attention and with paged attention."""
+def _pair(model: type, config: Any, implementation: str) -> tuple[Any, Any]:
+    """Two small models with the same weights: with eager attention and with that one."""
     try:
         small = type(config).from_dict(shrink(config.to_dict()))
-        made = [_made(model, type(config).from_dict(small.to_dict()), name) for name in ("eager", NAME)]
+        made = [_made(model, type(config).from_dict(small.to_dict()), name) for name in ("eager", implementation)]
     except Exception as error:
         raise Unsupported(f"no small copy of it can be made: {_line(error)}") from error
     randomise(made[0])
@@ -94,6 +95,8 @@ def _compared(eager: Any, served: AdaptedModel) -> Verdict:
     generator = torch.Generator().manual_seed(1)
     lengths = [sum(step.get(s, 0) for step in STEPS) for s in range(3)]
     texts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+    if (padding := eager.config.get_text_config().pad_token_id) is not None:  # some count positions without it
+        texts = [torch.where(text == padding, (padding + 1) % VOCAB, text) for text in texts]
     expected = [_alone(eager, text) for text in texts]
     got: list[list[Tensor]] = [[] for _ in texts]
     for s, logits in packed(served, texts):
@@ -112,10 +115,10 @@ def packed(served: AdaptedModel, texts: Sequence[Tensor]) -> list[tuple[int, Ten
     """The logits [rows, V] of each piece of each text, in the order in which STEPS computes them."""
     shape, blocks = served.config, -(-MAX_LEN // BLOCK_SIZE)
     num_blocks = blocks * len(texts)
-    cache = KVCache(shape.groups, num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim, served.dtype)
-    for layer in range(len(shape.windows)):  # nobody reads what nobody has written
-        cache.layer(layer).k.fill_(float("nan"))
-        cache.layer(layer).v.fill_(float("nan"))
+    cache = KVCache(shape.groups, num_blocks, BLOCK_SIZE, served.dtype)
+    for kv in (kv for group in range(len(shape.groups)) for kv in cache.layers(group)):
+        kv.k.fill_(float("nan"))  # nobody reads what nobody has written
+        kv.v.fill_(float("nan"))
     tables = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(2)).view(len(texts), blocks)
     done = [0] * len(texts)
     out = []
@@ -127,7 +130,9 @@ def packed(served: AdaptedModel, texts: Sequence[Tensor]) -> list[tuple[int, Ten
         starts = torch.tensor([0, *step.values()]).cumsum(0).int()
         ends = torch.tensor([end for _, _, end in pieces]).int()
         plans = [
-            served.backend.plan(_spec(served, num_blocks, group.window), starts, ends, tables[list(step)].int(), slots)
+            served.backend.plan(
+                group_spec(group, BLOCK_SIZE, num_blocks, served.dtype), starts, ends, tables[list(step)].int(), slots
+            )
             for group in shape.groups
         ]
         tokens = torch.cat([texts[s][start:end] for s, start, end in pieces])
@@ -136,16 +141,3 @@ def packed(served: AdaptedModel, texts: Sequence[Tensor]) -> list[tuple[int, Ten
             out.append((s, part))
             done[s] = end
     return out
-
-
-def _spec(served: AdaptedModel, num_blocks: int, window: int | None) -> AttentionSpec:
-    shape = served.config
-    return AttentionSpec(
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=BLOCK_SIZE,
-        num_blocks=num_blocks,
-        dtype=served.dtype,
-        window=window,
-    )

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
+from quire.ops.activation import Activation
 
 LAYER = {
     "input_norm": ("input_layernorm",),
@@ -29,31 +30,28 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config = ConfigReader(raw, "bloom")
     hidden_size = config.integer("n_embed", config.get("hidden_size"))
     num_heads = config.heads("n_head" if "n_head" in raw else "num_attention_heads", hidden_size)
-    num_layers = config.integer("n_layer")
     config.only("apply_residual_connection_post_layernorm", False)
     for key in ("slow_but_exact", "masked_softmax_fusion", "bias_dropout_fusion", "offset_alibi", "skip_bias_add",
                 "skip_bias_add_qkv", "attention_softmax_in_fp32"):  # fmt: skip
         config.get(key)  # how the original was computed, not what
-    decoder = DecoderConfig(
-        vocab_size=config.integer("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=4 * hidden_size,
-        num_layers=num_layers,
+    attention = AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
+        bias=True,
+        output_bias=True,
+    )
+    mlp = MlpConfig(size=4 * hidden_size, activation=Activation("gelu_tanh", gated=False), bias=True)
+    decoder = DecoderConfig(
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
         max_position_embeddings=config.integer("seq_length", LONGEST),
-        windows=(None,) * num_layers,
+        layers=(LayerConfig(mixer=attention, mlp=mlp),) * config.integer("n_layer"),
         tied_embeddings=config.flag("tie_word_embeddings", True),
         alibi_slopes=alibi_slopes(num_heads),
         norm="layer",
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
         embedding_norm=True,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        gated_mlp=False,
-        activation="gelu_tanh",
     )
     config.finish()
     return decoder
@@ -81,5 +79,6 @@ def apart(config: DecoderConfig, name: str, tensor: Tensor) -> Tensor:
     """From q, k and v of one head after the other to all of q, all of k, all of v."""
     if ".qkv." not in name:
         return tensor
-    heads = tensor.view(config.num_heads, 3, config.head_dim, *tensor.shape[1:])
+    attention = config.layers[0].mixer
+    heads = tensor.view(attention.num_heads, 3, attention.head_dim, *tensor.shape[1:])
     return heads.transpose(0, 1).reshape(tensor.shape)

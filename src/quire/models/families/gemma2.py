@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, MlpConfig, layers_with
 from quire.models.families import llama
-from quire.models.families.llama import common_fields
+from quire.models.families.llama import read_sizes, whole_rope
 from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
+from quire.ops.activation import Activation
 
 LAYER = {
     "output_norm": ("post_attention_layernorm",),
@@ -25,8 +26,8 @@ LAYER = {
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
     config = ConfigReader(raw, "gemma2")
-    sizes = common_fields(config, num_kv_heads=4, head_dim=256, tied=True)
-    num_layers = sizes["num_layers"]
+    sizes, rope = read_sizes(config, num_kv_heads=4, head_dim=256, tied=True), whole_rope(config)
+    num_layers = sizes.num_layers
     config.only("hidden_act", "gelu_pytorch_tanh")  # older configs carry it beside hidden_activation
     config.only("hidden_activation", "gelu_pytorch_tanh")
     config.only("use_bidirectional_attention", False)
@@ -34,17 +35,21 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     window = config.window("sliding_window", 4096)
     config.only("sliding_window_size", window)  # the same again, in some configs
     attention_bias = config.flag("attention_bias")
-    decoder = DecoderConfig(
-        **sizes,
-        windows=config.windows(config.get("layer_types", alternating), window, num_layers),
-        branch_norms=True,
-        qkv_bias=attention_bias,
+    attention = AttentionConfig(
+        **sizes.heads,
+        bias=attention_bias,
         output_bias=attention_bias,
-        activation="gelu_tanh",
-        attention_scale=1.0 / math.sqrt(config.number("query_pre_attn_scalar", 256)),
-        attention_softcap=cap(config, raw, "attn_logit_softcapping", 50.0),
+        scale=1.0 / math.sqrt(config.number("query_pre_attn_scalar", 256)),
+        softcap=cap(config, raw, "attn_logit_softcapping", 50.0),
+    )
+    mlp = MlpConfig(size=sizes.inner, activation=Activation("gelu_tanh"))
+    windows = config.windows(config.get("layer_types", alternating), window, num_layers)
+    decoder = DecoderConfig(
+        **sizes.decoder,
+        layers=layers_with(attention, mlp, windows, (rope,) * num_layers),
+        branch_norms=True,
         logit_softcap=cap(config, raw, "final_logit_softcapping", 30.0),
-        embedding_scale=math.sqrt(sizes["hidden_size"]),
+        embedding_scale=math.sqrt(sizes.decoder["hidden_size"]),
         rounds_embedding_scale=True,
     )
     config.finish()

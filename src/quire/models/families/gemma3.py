@@ -8,21 +8,30 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, MlpConfig, layers_with
 from quire.models.families import gemma2
-from quire.models.families.llama import check_whole_heads, size_fields
+from quire.models.families.llama import check_whole_heads, read_sizes
 from quire.models.hf_config import ConfigReader
 from quire.models.rope import check_rope
 from quire.models.weights import Sources
+from quire.ops.activation import Activation
 
-DEFAULTS = {"max_position_embeddings": 131_072}
+# What a missing key means; published text parts leave many out.
+DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131_072,
+}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
     config = ConfigReader({**DEFAULTS, **raw}, "gemma3")
-    sizes = size_fields(config, num_kv_heads=4, head_dim=256, tied=True)
-    num_layers = sizes["num_layers"]
+    sizes = read_sizes(config, num_kv_heads=4, head_dim=256, tied=True)
+    num_layers = sizes.num_layers
     config.only("hidden_activation", "gelu_pytorch_tanh")
     config.only("use_bidirectional_attention", False)
     config.only("attn_logit_softcapping", None)  # transformers reads it and passes it over
@@ -33,18 +42,20 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     windows = config.windows(kinds, config.window("sliding_window", 4096), num_layers)
     ropes = _ropes(config)
     attention_bias = config.flag("attention_bias")
-    decoder = DecoderConfig(
-        **sizes,
-        windows=windows,
-        ropes=tuple(ropes[kind] for kind in kinds),
+    attention = AttentionConfig(
+        **sizes.heads,
         qk_norm="head",
-        branch_norms=True,
-        qkv_bias=attention_bias,
+        bias=attention_bias,
         output_bias=attention_bias,
-        activation="gelu_tanh",
-        attention_scale=1.0 / math.sqrt(config.number("query_pre_attn_scalar", 256)),
+        scale=1.0 / math.sqrt(config.number("query_pre_attn_scalar", 256)),
+    )
+    mlp = MlpConfig(size=sizes.inner, activation=Activation("gelu_tanh"))
+    decoder = DecoderConfig(
+        **sizes.decoder,
+        layers=layers_with(attention, mlp, windows, [ropes[kind] for kind in kinds]),
+        branch_norms=True,
         logit_softcap=config.optional_number("final_logit_softcapping"),
-        embedding_scale=math.sqrt(sizes["hidden_size"]),
+        embedding_scale=math.sqrt(sizes.decoder["hidden_size"]),
         rounds_embedding_scale=True,
     )
     config.finish()

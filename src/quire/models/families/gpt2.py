@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
+from quire.ops.activation import Activation, Function
 
 LAYER = {
     "input_norm": ("ln_1",),
@@ -20,7 +21,7 @@ LAYER = {
     "mlp_in": ("mlp.c_fc",),
     "mlp_out": ("mlp.c_proj",),
 }
-ACTIVATIONS: dict[str, Literal["gelu", "gelu_tanh"]] = {
+ACTIVATIONS: dict[str, Function] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
@@ -32,7 +33,6 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config = ConfigReader(raw, "gpt2")
     hidden_size = config.integer("n_embd")
     num_heads = config.heads("n_head", hidden_size)
-    num_layers = config.integer("n_layer")
     activation = config.get("activation_function", "gelu_new")
     config.only("activation_function", *ACTIVATIONS)
     config.only("scale_attn_weights", True)
@@ -44,25 +44,27 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     for key in raw:
         if key.startswith("summary_"):  # a classifier's head
             config.get(key)
-    decoder = DecoderConfig(
-        vocab_size=config.integer("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=config.integer("n_inner", 4 * hidden_size),
-        num_layers=num_layers,
+    attention = AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
+        bias=True,
+        output_bias=True,
+    )
+    mlp = MlpConfig(
+        size=config.integer("n_inner", 4 * hidden_size),
+        activation=Activation(ACTIVATIONS[activation], gated=False),
+        bias=True,
+    )
+    decoder = DecoderConfig(
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
         max_position_embeddings=config.integer("n_positions", 1024),
-        windows=(None,) * num_layers,
+        layers=(LayerConfig(mixer=attention, mlp=mlp),) * config.integer("n_layer"),
         tied_embeddings=config.flag("tie_word_embeddings", True),
         learned_positions=True,
         norm="layer",
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        gated_mlp=False,
-        activation=ACTIVATIONS[activation],
     )
     config.finish()
     return decoder

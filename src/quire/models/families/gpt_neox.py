@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families import bloom, gpt2
 from quire.models.families.llama import rope_parameters
 from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
+from quire.ops.activation import Activation
 
 DEFAULTS = {"rotary_pct": 0.25}
 LAYER = {
@@ -31,33 +32,34 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config = ConfigReader({**DEFAULTS, **raw}, "gpt_neox")
     hidden_size = config.integer("hidden_size")
     num_heads = config.heads("num_attention_heads", hidden_size)
-    num_layers = config.integer("num_hidden_layers")
     rope = rope_parameters(config, "rotary_emb_base", "rotary_pct")
     activation = config.get("hidden_act", "gelu")
     config.only("hidden_act", *ACTIVATIONS)
     for key in ("classifier_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob"):  # training
         config.get(key)
     attention_bias = config.flag("attention_bias", True)
-    decoder = DecoderConfig(
-        vocab_size=config.integer("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size"),
-        num_layers=num_layers,
+    attention = AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
+        rope=rope,
+        bias=attention_bias,
+        output_bias=attention_bias,
+    )
+    mlp = MlpConfig(
+        size=config.integer("intermediate_size"),
+        activation=Activation(ACTIVATIONS[activation], gated=False),
+        bias=True,
+    )
+    decoder = DecoderConfig(
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
         max_position_embeddings=config.integer("max_position_embeddings", 2048),
-        windows=(None,) * num_layers,
+        layers=(LayerConfig(mixer=attention, mlp=mlp),) * config.integer("num_hidden_layers"),
         tied_embeddings=config.flag("tie_word_embeddings"),
-        ropes=(rope,) * num_layers,
         norm="layer",
         norm_eps=config.number("layer_norm_eps", 1e-5),
         parallel_branches=config.flag("use_parallel_residual", True),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=True,
-        gated_mlp=False,
-        activation=ACTIVATIONS[activation],
     )
     config.finish()
     return decoder

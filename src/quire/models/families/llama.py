@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire.errors import ModelError
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.hf_config import ConfigReader
 from quire.models.rope import check_rope, rotated_share, takes_original
 from quire.models.weights import Sources
@@ -37,29 +37,24 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     window = config.window("sliding_window", 4096)
     if not mistral:
         window = None
-    sizes = common_fields(config, num_kv_heads=8 if mistral else None)
+    sizes, rope = read_sizes(config, num_kv_heads=8 if mistral else None), whole_rope(config)
     config.only("hidden_act", "silu")
     config.only("rope_interleaved", False)
     attention_bias = config.flag("attention_bias")
-    decoder = DecoderConfig(
-        **sizes,
-        windows=(window,) * sizes["num_layers"],
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=config.flag("mlp_bias"),
+    attention = AttentionConfig(
+        **sizes.heads, window=window, rope=rope, bias=attention_bias, output_bias=attention_bias
     )
+    layer = LayerConfig(mixer=attention, mlp=MlpConfig(size=sizes.inner, bias=config.flag("mlp_bias")))
+    decoder = DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers)
     config.finish()
     return decoder
 
 
-def common_fields(
-    config: ConfigReader, num_kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False
-) -> dict[str, Any]:
-    """The fields of a DecoderConfig that Llama's relatives keep under the same keys, given their own defaults."""
-    sizes = size_fields(config, num_kv_heads, head_dim, tied)
+def whole_rope(config: ConfigReader) -> dict[str, Any]:
+    """The rope parameters of all layers of a family that rotates whole heads."""
     rope = rope_parameters(config)
     check_whole_heads(config, rope)
-    return {**sizes, "ropes": (rope,) * sizes["num_layers"]}
+    return rope
 
 
 def check_whole_heads(config: ConfigReader, rope: Mapping[str, Any]) -> None:
@@ -84,28 +79,38 @@ def rope_parameters(
     return rope
 
 
-def size_fields(
+class Sizes(NamedTuple):
+    """What Llama's relatives keep under the same keys."""
+
+    decoder: dict[str, Any]  # fields of a DecoderConfig
+    heads: dict[str, Any]  # fields of an AttentionConfig
+    inner: int  # of an MLP
+    num_layers: int
+
+
+def read_sizes(
     config: ConfigReader,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     tied: bool = False,
     norm_eps: str = "rms_norm_eps",
-) -> dict[str, Any]:
-    """As `common_fields`, without RoPE. norm_eps: the key of that number."""
+) -> Sizes:
+    """The sizes, given a family's own defaults. norm_eps: the key of that number."""
     num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
     usual_kv_heads = num_heads if config.is_null("num_key_value_heads") else num_kv_heads or num_heads
-    return {
+    decoder = {
         "vocab_size": config.integer("vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": config.integer("intermediate_size"),
-        "num_layers": config.integer("num_hidden_layers"),
-        "num_heads": num_heads,
-        "num_kv_heads": config.integer("num_key_value_heads", usual_kv_heads),
-        "head_dim": config.integer("head_dim", head_dim or hidden_size // num_heads),
         "norm_eps": config.number(norm_eps, 1e-6),
         "max_position_embeddings": config.integer("max_position_embeddings", 2048),
         "tied_embeddings": config.flag("tie_word_embeddings", tied),
     }
+    heads = {
+        "num_heads": num_heads,
+        "num_kv_heads": config.integer("num_key_value_heads", usual_kv_heads),
+        "head_dim": config.integer("head_dim", head_dim or hidden_size // num_heads),
+    }
+    return Sizes(decoder, heads, config.integer("intermediate_size"), config.integer("num_hidden_layers"))
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:

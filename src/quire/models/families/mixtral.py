@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.models.decoder_config import DecoderConfig, ExpertsConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig
 from quire.models.families import llama
-from quire.models.families.llama import common_fields
+from quire.models.families.llama import read_sizes, whole_rope
 from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
 
+DEFAULTS = {"max_position_embeddings": 4096 * 32, "rms_norm_eps": 1e-5}
 LAYER = {
     "router": ("block_sparse_moe.gate",),
     "experts.mlp_in": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
@@ -21,24 +22,20 @@ LAYER = {
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
-    config = ConfigReader(raw, "mixtral")
-    sizes = common_fields(config, num_kv_heads=8)
-    # What these mean where they are missing differs from Llama.
-    sizes["max_position_embeddings"] = config.integer("max_position_embeddings", 4096 * 32)
-    sizes["norm_eps"] = config.number("rms_norm_eps", 1e-5)
-    sizes["ropes"] = tuple({"rope_theta": 1e6} | rope for rope in sizes["ropes"])
+    config = ConfigReader({**DEFAULTS, **raw}, "mixtral")
+    sizes, rope = read_sizes(config, num_kv_heads=8), {"rope_theta": 1e6} | whole_rope(config)
     config.only("hidden_act", "silu")
     for key in ("router_aux_loss_coef", "router_jitter_noise"):  # for training
         config.get(key)
     experts = ExpertsConfig(
-        layers=frozenset(range(sizes["num_layers"])),
         count=config.integer("num_local_experts", 8),
         per_token=config.integer("num_experts_per_tok", 2),
-        size=sizes["intermediate_size"],
+        mlp=MlpConfig(size=sizes.inner),
         renormalised=True,
     )
-    window = config.window("sliding_window")
-    decoder = DecoderConfig(**sizes, windows=(window,) * sizes["num_layers"], experts=experts)
+    attention = AttentionConfig(**sizes.heads, window=config.window("sliding_window"), rope=rope)
+    layer = LayerConfig(mixer=attention, mlp=experts)
+    decoder = DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers)
     config.finish()
     return decoder
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families import llama
-from quire.models.families.llama import common_fields
+from quire.models.families.llama import read_sizes, whole_rope
 from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
 
@@ -24,18 +24,14 @@ LAYER = {
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
     config = ConfigReader({**DEFAULTS, **raw}, "olmo2")
-    sizes = common_fields(config)
+    sizes, rope = read_sizes(config), whole_rope(config)
     config.only("hidden_act", "silu")
     attention_bias = config.flag("attention_bias")
-    decoder = DecoderConfig(
-        **sizes,
-        windows=(None,) * sizes["num_layers"],
-        qk_norm="all heads",
-        input_norms=False,
-        branch_norms=True,
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
+    attention = AttentionConfig(
+        **sizes.heads, rope=rope, qk_norm="all heads", bias=attention_bias, output_bias=attention_bias
     )
+    layer = LayerConfig(mixer=attention, mlp=MlpConfig(size=sizes.inner))
+    decoder = DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers, input_norms=False, branch_norms=True)
     config.finish()
     return decoder
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families import llama
-from quire.models.families.llama import rope_parameters, size_fields
+from quire.models.families.llama import read_sizes, rope_parameters
 from quire.models.hf_config import ConfigReader
 from quire.models.rope import rope_type
 from quire.models.weights import Sources
@@ -24,7 +24,7 @@ CODE = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
     config = ConfigReader({**DEFAULTS, **raw}, "phi3")
-    sizes = size_fields(config)
+    sizes = read_sizes(config)
     rope = rope_parameters(config)
     if rope_type(rope) not in ROPES:
         raise ModelError(f"rope type is {rope_type(rope)!r}; family 'phi3' serves {', '.join(ROPES)} only")
@@ -36,11 +36,9 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         config.only(key, False)
     for key in ("full_attn_mod", "interpolate_factor"):  # Phi-4's way of saying that nothing is special
         config.only(key, 1)
-    decoder = DecoderConfig(
-        **sizes,
-        windows=(config.window("sliding_window"),) * sizes["num_layers"],
-        ropes=(rope,) * sizes["num_layers"],
-    )
+    attention = AttentionConfig(**sizes.heads, window=config.window("sliding_window"), rope=rope)
+    layer = LayerConfig(mixer=attention, mlp=MlpConfig(size=sizes.inner))
+    decoder = DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers)
     config.finish()
     return decoder
 

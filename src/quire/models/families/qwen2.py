@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.models.decoder_config import DecoderConfig
-from quire.models.families.llama import common_fields, weight_sources
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, MlpConfig, layers_with
+from quire.models.families.llama import read_sizes, weight_sources, whole_rope
 from quire.models.hf_config import ConfigReader
 
 __all__ = ["decoder_config", "weight_sources"]
@@ -15,10 +15,12 @@ __all__ = ["decoder_config", "weight_sources"]
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
     config = ConfigReader(raw, "qwen2")
-    sizes = common_fields(config, num_kv_heads=32)
+    sizes, rope = read_sizes(config, num_kv_heads=32), whole_rope(config)
     config.only("hidden_act", "silu")
     config.only("use_mrope", False)
-    decoder = DecoderConfig(**sizes, windows=windows(config, sizes["num_layers"]), qkv_bias=True)
+    attention, ropes = AttentionConfig(**sizes.heads, bias=True), (rope,) * sizes.num_layers
+    layers = layers_with(attention, MlpConfig(size=sizes.inner), windows(config, sizes.num_layers), ropes)
+    decoder = DecoderConfig(**sizes.decoder, layers=layers)
     config.finish()
     return decoder
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, MlpConfig, layers_with
 from quire.models.families import llama
-from quire.models.families.llama import common_fields
+from quire.models.families.llama import read_sizes, whole_rope
 from quire.models.families.qwen2 import windows
 from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
@@ -17,16 +17,13 @@ from quire.models.weights import Sources
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
     config = ConfigReader(raw, "qwen3")
-    sizes = common_fields(config, num_kv_heads=32, head_dim=128)
+    sizes, rope = read_sizes(config, num_kv_heads=32, head_dim=128), whole_rope(config)
     config.only("hidden_act", "silu")
     attention_bias = config.flag("attention_bias")
-    decoder = DecoderConfig(
-        **sizes,
-        windows=windows(config, sizes["num_layers"]),
-        qk_norm="head",
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-    )
+    attention = AttentionConfig(**sizes.heads, qk_norm="head", bias=attention_bias, output_bias=attention_bias)
+    ropes = (rope,) * sizes.num_layers
+    layers = layers_with(attention, MlpConfig(size=sizes.inner), windows(config, sizes.num_layers), ropes)
+    decoder = DecoderConfig(**sizes.decoder, layers=layers)
     config.finish()
     return decoder
 

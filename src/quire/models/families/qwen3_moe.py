@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.decoder_config import DecoderConfig, ExpertsConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig
 from quire.models.families import qwen3
-from quire.models.families.llama import common_fields
+from quire.models.families.llama import read_sizes, whole_rope
 from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
 
+DEFAULTS = {"max_position_embeddings": 32_768}
 LAYER = {
     "router": ("mlp.gate",),
     "experts.mlp_in": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
@@ -22,9 +23,8 @@ LAYER = {
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
-    config = ConfigReader(raw, "qwen3_moe")
-    sizes = common_fields(config, num_kv_heads=4)
-    sizes["max_position_embeddings"] = config.integer("max_position_embeddings", 32768)
+    config = ConfigReader({**DEFAULTS, **raw}, "qwen3_moe")
+    sizes, rope = read_sizes(config, num_kv_heads=4), whole_rope(config)
     config.only("hidden_act", "silu")
     config.get("router_aux_loss_coef")  # for training
     window = config.window("sliding_window", 4096)
@@ -32,33 +32,34 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
         window = None
         config.get("max_window_layers")  # which layers would have the window: makers disagree
     attention_bias = config.flag("attention_bias")
-    decoder = DecoderConfig(
-        **sizes,
-        windows=(window,) * sizes["num_layers"],
-        qk_norm="head",
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        experts=_experts(config, sizes["num_layers"]),
+    attention = AttentionConfig(
+        **sizes.heads, window=window, rope=rope, qk_norm="head", bias=attention_bias, output_bias=attention_bias
     )
+    dense, experts = MlpConfig(size=sizes.inner), _experts(config)
+    sparse = _sparse(config, sizes.num_layers)
+    layers = tuple(LayerConfig(mixer=attention, mlp=experts if chosen else dense) for chosen in sparse)
+    decoder = DecoderConfig(**sizes.decoder, layers=layers)
     config.finish()
     return decoder
 
 
-def _experts(config: ConfigReader, num_layers: int) -> ExpertsConfig | None:
-    """The experts; None where all layers have an MLP."""
+def _experts(config: ConfigReader) -> ExpertsConfig:
     count = config.integer("num_experts", config.integer("num_local_experts", 128))  # newer configs have the latter
     config.only("num_local_experts", count)
+    return ExpertsConfig(
+        count=count,
+        per_token=config.integer("num_experts_per_tok", 8),
+        mlp=MlpConfig(size=config.integer("moe_intermediate_size", 768)),
+        renormalised=config.flag("norm_topk_prob"),
+    )
+
+
+def _sparse(config: ConfigReader, num_layers: int) -> list[bool]:
+    """Whether each layer has experts."""
     step, dense = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers", [])
     if not isinstance(dense, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
         raise ModelError(f"config.json: mlp_only_layers is {dense!r}; it must be a list of layers' numbers")
-    experts = ExpertsConfig(
-        layers=frozenset(i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense),
-        count=count,
-        per_token=config.integer("num_experts_per_tok", 8),
-        size=config.integer("moe_intermediate_size", 768),
-        renormalised=config.flag("norm_topk_prob"),
-    )
-    return experts if experts.layers else None
+    return [(i + 1) % step == 0 and i not in dense for i in range(num_layers)]
 
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.decoder_config import DecoderConfig
-from quire.models.families.llama import common_fields, weight_sources
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, MlpConfig, layers_with
+from quire.models.families.llama import read_sizes, weight_sources, whole_rope
 from quire.models.hf_config import ConfigReader
 
 __all__ = ["decoder_config", "weight_sources"]
@@ -18,19 +18,15 @@ DEFAULTS = {"max_position_embeddings": 32_768, "rope_theta": 2_000_000.0}
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
     config = ConfigReader({**DEFAULTS, **raw}, "smollm3")
-    sizes = common_fields(config, num_kv_heads=4, tied=True)
-    rotated = _rotated(config, sizes["num_layers"])
+    sizes, rope = read_sizes(config, num_kv_heads=4, tied=True), whole_rope(config)
+    rotated = _rotated(config, sizes.num_layers)
     config.only("hidden_act", "silu")
     config.get("max_window_layers")  # in the published configs; nothing reads it
     attention_bias = config.flag("attention_bias")
-    sizes["ropes"] = tuple(rope if turns else None for rope, turns in zip(sizes["ropes"], rotated, strict=True))
-    decoder = DecoderConfig(
-        **sizes,
-        windows=_windows(config, rotated),
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=config.flag("mlp_bias"),
-    )
+    attention = AttentionConfig(**sizes.heads, bias=attention_bias, output_bias=attention_bias)
+    mlp = MlpConfig(size=sizes.inner, bias=config.flag("mlp_bias"))
+    layers = layers_with(attention, mlp, _windows(config, rotated), [rope if turns else None for turns in rotated])
+    decoder = DecoderConfig(**sizes.decoder, layers=layers)
     config.finish()
     return decoder
 

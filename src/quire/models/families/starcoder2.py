@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, LayerConfig, MlpConfig
 from quire.models.families import llama
-from quire.models.families.llama import check_whole_heads, rope_parameters, size_fields
+from quire.models.families.llama import read_sizes, whole_rope
 from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
+from quire.ops.activation import Activation
 
 DEFAULTS = {"max_position_embeddings": 4096, "norm_epsilon": 1e-5}
 LAYER = {"mlp_in": ("mlp.c_fc",), "mlp_out": ("mlp.c_proj",)}
@@ -19,7 +20,7 @@ LAYER = {"mlp_in": ("mlp.c_fc",), "mlp_out": ("mlp.c_proj",)}
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
     config = ConfigReader({**DEFAULTS, **raw}, "starcoder2")
-    sizes = size_fields(config, num_kv_heads=2, tied=True, norm_eps="norm_epsilon")
+    sizes = read_sizes(config, num_kv_heads=2, tied=True, norm_eps="norm_epsilon")
     config.only("hidden_act", "gelu_pytorch_tanh")
     config.only("mlp_type", "default")
     config.only("norm_type", "layer_norm")
@@ -29,19 +30,16 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
                 "scale_attention_softmax_in_fp32", "residual_dropout", "embedding_dropout"):  # fmt: skip
         config.get(key)
     use_bias = config.flag("use_bias", True)
-    rope = rope_parameters(config)
-    check_whole_heads(config, rope)
-    decoder = DecoderConfig(
-        **sizes,
-        windows=(config.window("sliding_window"),) * sizes["num_layers"],
-        ropes=(rope,) * sizes["num_layers"],
-        norm="layer",
-        qkv_bias=use_bias,
+    attention = AttentionConfig(
+        **sizes.heads,
+        window=config.window("sliding_window"),
+        rope=whole_rope(config),
+        bias=use_bias,
         output_bias=use_bias,
-        mlp_bias=use_bias,
-        gated_mlp=False,
-        activation="gelu_tanh",
     )
+    mlp = MlpConfig(size=sizes.inner, activation=Activation("gelu_tanh", gated=False), bias=use_bias)
+    layer = LayerConfig(mixer=attention, mlp=mlp)
+    decoder = DecoderConfig(**sizes.decoder, layers=(layer,) * sizes.num_layers, norm="layer")
     config.finish()
     return decoder
 

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from quire.errors import Unsupported
 from quire.ops import overlap, validate_small
+from quire.ops.activation import Activation
 from quire.ops.backend import Backend, Scores
 from quire.ops.cpu import fetching, native, recurrent
 from quire.ops.cpu.executor import NativeExecutor
 from quire.ops.cpu.linear import PackedLinears
 from quire.ops.cpu.worklist import CpuPlan
 from quire.ops.eager import EagerExecutor
+from quire.ops.experts import Choice
 from quire.ops.linear import Linears
 from quire.ops.program import Executor, Program
 from quire.ops.recurrent import RecurrentCache, RecurrentSpec
@@ -261,6 +263,23 @@ class CpuBackend(Backend):
         out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype)
         native.default()("swiglu", rows.data_ptr(), rows.stride(0), out.data_ptr(), size, len(rows), size, dtype)
         return out
+
+    def _activate(self, x: Tensor, activation: Activation) -> Tensor:
+        dtype, size = _dtype("x", x), activation.out_size(x.shape[1])
+        rows = x if x.stride(1) == 1 else x.contiguous()
+        out = torch.empty(len(x), size, dtype=x.dtype)
+        params = native.ActivationParams.of(activation, size)
+        native.default()("activate", rows.data_ptr(), rows.stride(0), out.data_ptr(), size, len(rows), params, dtype)
+        return out
+
+    def _choose(self, logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+        count, k = len(logits), choice.num_chosen
+        room = logits.clone(memory_format=torch.contiguous_format), torch.empty(logits.shape, dtype=torch.float32)
+        heaps, ids = (torch.empty(count, k, dtype=torch.int64) for _ in range(2))
+        shares = torch.empty(count, k, dtype=torch.float32)
+        addresses = (x.data_ptr() for x in (*room, heaps, ids, shares))
+        native.default()("choose", *addresses, count, native.ChoiceParams.of(choice, logits.shape[1]))
+        return ids, shares
 
     def _gelu(self, x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
         dtype, x = _dtype("x", x), as_rows(x)

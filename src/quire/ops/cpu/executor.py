@@ -26,13 +26,14 @@ from quire.ops.cpu.worklist import CpuPlan
 from quire.ops.memory import in_huge_pages
 from quire.ops.plan import locked
 from quire.ops.program import (
+    Activate,
     Add,
     Attend,
     Convolve,
+    Copy,
     Gate,
     GatedDelta,
     GatedNormalize,
-    Gelu,
     Keep,
     LayerCaches,
     MixExperts,
@@ -47,7 +48,6 @@ from quire.ops.program import (
     Rotate,
     Scale,
     StateSpace,
-    Swiglu,
     Write,
 )
 from quire.ops.recurrent import RecurrentCache, RecurrentSpec, check_cache
@@ -131,29 +131,31 @@ class NativeExecutor:
                 write = native.WriteParams()
                 self._cached.append((layer, group, write))
                 return self._op(operator, write, k, v, group=group)
-            case Attend(q=q, out=out, layer=layer, group=group, head_dim=dim, alibi_slopes=slopes):
+            case Attend(q=q, out=out, layer=layer, group=group, head_dim=dim, alibi_slopes=slopes, sinks=sinks):
                 attention = native.AttentionParams(
                     alibi_slopes=None if slopes is None else slopes.data_ptr(),
+                    sinks=None if sinks is None else sinks.data_ptr(),
                     scale=dim**-0.5 if operator.scale is None else operator.scale,
                     softcap=operator.softcap or 0.0,
                 )
                 self._cached.append((layer, group, attention))
                 return self._op(operator, attention, q, None, out, group=group)
-            case Swiglu(x=x, out=out) | Multiply(x=x, out=out) | Add(x=x, out=out):
-                return self._op(operator, native.ActivationParams(out.size), x, None, out)
-            case Gelu(x=x, out=out, approximate=approximate):
-                return self._op(operator, native.ActivationParams(out.size, approximate == "tanh"), x, None, out)
+            case Activate(x=x, out=out, activation=activation):
+                return self._op(operator, native.ActivationParams.of(activation, out.size), x, None, out)
+            case Multiply(x=x, out=out) | Add(x=x, out=out) | Copy(x=x, out=out):
+                return self._op(operator, native.EachParams(out.size), x, None, out)
             case Scale(x=x, factor=factor):
-                return self._op(operator, native.ActivationParams(x.size, factor=factor), x, None, x)
-            case Keep(buffers=(x, y)):
-                return self._op(operator, native.ActivationParams(), x, y)
+                return self._op(operator, native.EachParams(x.size, factor=factor), x, None, x)
+            case Keep(buffers=buffers):
+                x, y, out = (*buffers, None, None)[:3]
+                return self._op(operator, native.EachParams(), x, y, out)
             case MixExperts(x=x, layer=layer, out=out):
                 linears = ExpertLinears.of(layer)
                 experts = linears.params()
                 self._experts.add(linears, experts)
                 return self._op(operator, experts, x, None, out)
             case Gate(x=x, out=out):
-                return self._op(operator, native.ActivationParams(out.size), x, None, out)
+                return self._op(operator, native.EachParams(out.size), x, None, out)
             case GatedNormalize(x=x, gate=gate, out=out, weight=weight, eps=eps, heads=heads):
                 first, dim = operator.first == "gate", len(weight) // heads
                 gated = native.GatedNormParams(weight.data_ptr(), heads, dim, eps, first)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadShape, Unsupported
+from quire.ops.activation import Activation
 from quire.ops.cpu import native
 from quire.ops.cpu.linear import PackedLinear
-from quire.ops.experts import ExpertLayer
+from quire.ops.experts import Choice, ExpertLayer
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class ExpertLinears:
     router: PackedLinear  # H -> E, its results in fp32
     mlp_in: Sequence[PackedLinear]  # [E]: H -> 2 I, gates and ups
     mlp_out: Sequence[PackedLinear]  # [E]: I -> H
-    num_chosen: int  # k
-    renormalised: bool  # a row's shares are those among its own experts
+    choice: Choice
+    activation: Activation
 
     @classmethod
     def of(cls, layer: ExpertLayer) -> ExpertLinears:
@@ -35,16 +36,17 @@ class ExpertLinears:
             cast(PackedLinear, layer.router),
             cast(Sequence[PackedLinear], layer.mlp_in),
             cast(Sequence[PackedLinear], layer.mlp_out),
-            layer.num_chosen,
-            layer.renormalised,
+            layer.choice,
+            layer.activation,
         )
 
     def __post_init__(self) -> None:
         count = len(self.mlp_in)
         hidden, inner, dtype = self.router.in_size, self.mlp_out[0].in_size, self.router.dtype
+        both = 2 * inner if self.activation.gated else inner
         for name, linear, expected in (
             ("router", self.router, (hidden, count, dtype, torch.float32)),
-            *(("mlp_in", linear, (hidden, 2 * inner, dtype, dtype)) for linear in self.mlp_in),
+            *(("mlp_in", linear, (hidden, both, dtype, dtype)) for linear in self.mlp_in),
             *(("mlp_out", linear, (inner, hidden, dtype, dtype)) for linear in self.mlp_out),
         ):
             found = (linear.in_size, linear.out_size, linear.dtype, linear.out_dtype)
@@ -64,9 +66,8 @@ class ExpertLinears:
             router=(native.LinearParams * 1)(self.router.params()),
             mlp_in=(native.LinearParams * count)(*(linear.params() for linear in self.mlp_in)),
             mlp_out=(native.LinearParams * count)(*(linear.params() for linear in self.mlp_out)),
-            num_experts=count,
-            num_chosen=self.num_chosen,
-            renormalised=self.renormalised,
+            choice=native.ChoiceParams.of(self.choice, count),
+            activation=native.ActivationParams.of(self.activation, self.mlp_out[0].in_size),
         )
 
 
@@ -82,14 +83,14 @@ class ExpertsRoom:
     def add(self, layer: ExpertLinears, params: native.ExpertsParams) -> None:
         """Let this layer compute here."""
         self._params.append(params)
-        hidden, inner, k = layer.router.in_size, layer.mlp_out[0].in_size, layer.num_chosen
+        hidden, inner, k = layer.router.in_size, layer.mlp_in[0].out_size, layer.choice.num_chosen
         dtype, stride = layer.router.dtype, layer.mlp_out[0].stride
         for name, kind, width in (
-            ("logits", torch.float32, len(layer.mlp_in)),
+            *((name, torch.float32, len(layer.mlp_in)) for name in ("logits", "scores")),
             *((name, torch.int64, k) for name in ("heaps", "chosen", "places")),
             ("shares", torch.float32, k),
             ("gathered", torch.float32, max(layer.router.lanes, k * layer.mlp_in[0].lanes)),
-            ("inner", dtype, k * 2 * inner),
+            ("inner", dtype, k * inner),
             ("activated", dtype, k * stride),
             ("copy", torch.float32, k * layer.mlp_out[0].copied_lanes(stride)),
             ("results", dtype, k * hidden),

@@ -6,6 +6,7 @@ The structures below are those of csrc/params.h, field by field.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 
 from quire.errors import Unsupported
+from quire.ops.activation import FUNCTIONS, Activation
 from quire.ops.cpu import fetching
+from quire.ops.experts import Choice
 
 ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "amx_emulated")  # the best first; the last one is for tests
 # What machine.cpp says of AMX, by number.
@@ -151,10 +154,10 @@ OPS = (
     "rope",
     "write",
     "attention",
-    "swiglu",
-    "gelu",
+    "activation",
     "multiply",
     "add",
+    "copy",
     "scale",
     "keep",
     "experts",
@@ -164,7 +167,7 @@ OPS = (
     "gated_delta",
     "state_space",
 )  # in the order of their numbers
-MAX_BUFFERS = 12
+MAX_BUFFERS = 32
 
 
 class Columns(Structure):
@@ -210,10 +213,45 @@ class RopeParams(Structure):
     ]
 
 
-class ActivationParams(Structure):
-    """An activation of `dim` numbers a token."""
+class EachParams(Structure):
+    """An operator on the `dim` numbers of a row, one by one."""
 
-    _fields_ = [("dim", c_int64), ("tanh", c_int32), ("factor", c_float)]
+    _fields_ = [("dim", c_int64), ("factor", c_float)]
+
+
+class ActivationParams(Structure):
+    """An activation that makes `dim` numbers of a row."""
+
+    _fields_ = [
+        ("dim", c_int64),
+        *((name, c_int32) for name in "function gated".split()),
+        *((name, c_float) for name in "slope limit offset".split()),
+    ]
+
+    @classmethod
+    def of(cls, activation: Activation, dim: int) -> ActivationParams:
+        """The activation of rows that become `dim` numbers."""
+        limit = math.inf if activation.limit is None else activation.limit
+        number = FUNCTIONS.index(activation.function)
+        return cls(dim, number, activation.gated, activation.slope, limit, activation.offset)
+
+
+class ChoiceParams(Structure):
+    """How a row's experts, and their shares, follow from the router's logits."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "bias scales".split()),
+        *((name, c_int64) for name in "num_experts num_chosen groups groups_chosen group_best".split()),
+        *((name, c_int32) for name in "sigmoid renormalised".split()),
+        ("factor", c_float),
+    ]
+
+    @classmethod
+    def of(cls, choice: Choice, count: int) -> ChoiceParams:
+        """The choice among so many experts. It points to the choice's tensors."""
+        bias, scales = (None if x is None else x.data_ptr() for x in (choice.bias, choice.scales))
+        sizes = count, choice.num_chosen, choice.groups, choice.groups_chosen, choice.group_best
+        return cls(bias, scales, *sizes, choice.scores == "sigmoid", choice.renormalised, choice.factor)
 
 
 class ExpertsParams(Structure):
@@ -221,11 +259,11 @@ class ExpertsParams(Structure):
 
     _fields_ = [
         *((name, POINTER(LinearParams)) for name in "router mlp_in mlp_out".split()),
-        *((name, c_int64) for name in "num_experts num_chosen".split()),
-        ("renormalised", c_int32),
+        ("choice", ChoiceParams),
+        ("activation", ActivationParams),
         *(
             (name, c_void_p)
-            for name in "logits heaps chosen shares places gathered inner activated copy results".split()
+            for name in "logits scores heaps chosen shares places gathered inner activated copy results".split()
         ),
     ]
 
@@ -274,6 +312,8 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gated_norm": (None, (_P, _L, _P, _L, _P, _L, _L, POINTER(GatedNormParams), _I)),
     "convolve": (None, (POINTER(RecurrentStep), POINTER(ConvolutionParams), _I)),
     "recur": (None, (POINTER(RecurrentStep), POINTER(RecurrenceParams), _I)),
+    "activate": (None, (_P, _L, _P, _L, _L, POINTER(ActivationParams), _I)),
+    "choose": (None, (_P, _P, _P, _P, _P, _L, POINTER(ChoiceParams))),
     "logsumexp": (None, (_P, _L, _P, _L, _L)),
     "top_k": (None, (_P, _L, _P, _P, _L, _L, _L)),
     "top_k_softmax": (None, (_P, _L, _P, _P, _P, _L, _L, _L)),

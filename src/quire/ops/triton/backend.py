@@ -192,6 +192,7 @@ class TritonBackend(Backend):
     _rope = staticmethod(small.rope)
     _swiglu = staticmethod(small.swiglu)
     _gelu = staticmethod(small.gelu)
+    _activate = staticmethod(small.activate)
     _logsumexp = staticmethod(sampling.logsumexp)
     _top_k = staticmethod(sampling.top_k)
     _top_k_softmax = staticmethod(sampling.top_k_softmax)

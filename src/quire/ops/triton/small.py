@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops import validate_small
+from quire.ops.activation import FUNCTIONS, Activation
 from quire.ops.rows import as_rows, count_rows, row_strides
 from quire.ops.triton.launch import check_dtype, on_device_of
 
@@ -160,6 +161,38 @@ def swiglu_part(gate_up, out, gate_up_token, SIZE: tl.constexpr, TILE: tl.conste
 
 
 @triton.jit
+def activate_part(
+    x, out, x_token, slope, limit, offset,
+    SIZE: tl.constexpr, TILE: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr,
+):  # fmt: skip
+    """A tile of one row. FUNCTION: its number among the functions of activations."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_token
+    dim = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    value = tl.load(x + dim, mask=dim < SIZE, other=0.0).to(tl.float32)
+    if LIMITED:
+        value = tl.where(value > limit, limit, value)
+    if FUNCTION == 0:
+        value = value / (1.0 + _exp(-slope * value))
+    elif FUNCTION == 1:
+        value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    elif FUNCTION == 2:  # (1 + tanh u) / 2 is 1 / (1 + e^-2u)
+        value = value / (1.0 + _exp(-1.5957691216057308 * (value + 0.044715 * value * value * value)))
+    elif FUNCTION == 3:
+        value = tl.where(value < 0.0, 0.0, value)
+    elif FUNCTION == 4:
+        value = tl.where(value < 0.0, 0.0, value * value)
+    else:
+        value = 1.0 / (1.0 + _exp(-value))
+    if GATED:
+        up = tl.load(x + SIZE + dim, mask=dim < SIZE, other=0.0).to(tl.float32)
+        if LIMITED:
+            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        value = value * (up + offset)
+    tl.store(out + row * SIZE + dim, value.to(out.dtype.element_ty), mask=dim < SIZE)
+
+
+@triton.jit
 def gelu_part(x, out, x_outer, inner, x_inner, H: tl.constexpr, TILE: tl.constexpr, TANH: tl.constexpr):
     """A tile of one row."""
     x = _row(x, x_outer, inner, x_inner)
@@ -302,6 +335,25 @@ def swiglu(
         tile = min(triton.next_power_of_2(size), PART_TILE)
         with on_device_of(out):
             swiglu_part[(len(rows), triton.cdiv(size, tile))](rows, out, rows.stride(0), size, tile)
+    return out
+
+
+def activate(
+    x: Tensor,  # [T, 2 I] with a gate, else [T, I]
+    activation: Activation,
+) -> Tensor:
+    """What stands between the linears of an MLP: [T, I]."""
+    check_dtype("x", x)
+    size = activation.out_size(x.shape[1])
+    out = torch.empty(len(x), size, dtype=x.dtype, device=x.device)
+    if out.numel():
+        rows = x if x.stride(1) == 1 else x.contiguous()
+        tile, limited = min(triton.next_power_of_2(size), PART_TILE), activation.limit is not None
+        with on_device_of(x):
+            activate_part[(len(rows), triton.cdiv(size, tile))](
+                rows, out, rows.stride(0), activation.slope, activation.limit or 0.0, activation.offset,
+                size, tile, FUNCTIONS.index(activation.function), activation.gated, limited,
+            )  # fmt: skip
     return out
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from http import HTTPStatus
 from typing import Any, Protocol, get_args, get_type_hints
 
@@ -15,7 +15,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from quire import __version__
 from quire.errors import RequestError
@@ -96,6 +96,7 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
         version=__version__,
         summary="An OpenAI-compatible API for language models, over a paged KV cache.",
         lifespan=lifespan,
+        openapi_url=None,  # it would be made on the event loop
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # to wherever the Host header says
@@ -125,8 +126,18 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
     _add_other_routes(app, service, metrics)
     for router in routers:
         app.include_router(router)
-    openapi.describe(app, service)
+    _add_document(app, service)
     return app
+
+
+def _add_document(app: FastAPI, service: Service) -> None:
+    """/openapi.json. It is made when it is first asked for, which takes a tenth of a second, so a thread does it."""
+    app.openapi = cache(partial(openapi.document_of, app, service))  # type: ignore[method-assign]
+
+    def document(_: HttpRequest) -> JSONResponse:
+        return JSONResponse(app.openapi())
+
+    app.add_route("/openapi.json", document, include_in_schema=False)
 
 
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
@@ -287,6 +298,9 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
         return f"the body is not JSON: {found.get('ctx', {}).get('error', message)} at character {path[-1]}"
     if kind == "value_error":
         return f"{name or 'the body'} is {value}; {message.removeprefix('Value error, ')}"
+    if kind == "no_text":
+        part = _dotted([*path, found["ctx"]["index"]])
+        return f"{part} is of type {shown(message)}; models are served for text alone, in parts of type 'text'"
     if not path:
         return "the body is missing or no JSON object; send one with Content-Type: application/json"
     if kind == "missing":

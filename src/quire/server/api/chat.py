@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -11,11 +11,12 @@ from starlette.responses import Response
 from quire.errors import RequestError
 from quire.server.api.chunks import Chunks, usage
 from quire.server.api.completions import check_num_logprobs, prompt_logprobs, whole
-from quire.server.api.jobs import Generation, Stream
+from quire.server.api.jobs import Delta, Generation, Stream
 from quire.server.api.protocol import ChatRequest, Message
 from quire.server.api.service import Prompt, Service, aside, counted, finite, num_logprobs
+from quire.server.api.streamed import StreamedAnswer
 from quire.server.http.api_error import ApiError, request_failed
-from quire.server.http.sse import DONE, EventStream, JsonBody, data
+from quire.server.http.sse import JsonBody, data
 from quire.text import Logprob, Tokenizer
 
 
@@ -48,7 +49,7 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
         job = service.stream(request, identity, made)
         await service.worker.submit(job)
         head["object"] = "chat.completion.chunk"
-        return EventStream(_stream(service, body, head, job), lambda: service.worker.abort(job))
+        return StreamedAnswer(job, _Events(service, body, head, job), lambda: service.worker.abort(job))
     outputs = await service.run(request, Generation(made), body.grammar_field())
 
     def answer() -> Response:
@@ -107,42 +108,64 @@ def _choice(
     }
 
 
-async def _stream(service: Service, body: ChatRequest, head: dict[str, Any], job: Stream) -> AsyncIterator[bytes]:
-    """The answer in pieces: each choice's first says who speaks, its last why it ends."""
-    chunks = Chunks(head, body.stream_options)
-    [output] = job.outputs
-    num_prompt, generated = len(output.prompt_token_ids), 0
+class _Events:
+    """Writes the events of a streamed answer: an `EventWriter`.
 
-    def piece(index: int, delta: dict[str, Any], logprobs: Any = None, **end: Any) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None} | end
-        return chunks.choice(choice, num_prompt, generated)
+    Each choice's first says who speaks, its last why it ends.
+    """
 
-    if not job.is_continued:
-        for index in range(body.n or 1):
-            yield piece(index, {"role": "assistant", "content": ""})
-    while deltas := await job.deltas():
-        parts = []
+    def __init__(self, service: Service, body: ChatRequest, head: dict[str, Any], job: Stream) -> None:
+        self._service = service
+        self._body = body
+        self._chunks = Chunks(head, body.stream_options)
+        self._job = job
+        [self._output] = job.outputs
+        self._generated = 0
+
+    def begin(self) -> bytes:
+        """Who speaks."""
+        if self._job.is_continued:
+            return b""
+        speaks = {"role": "assistant", "content": ""}
+        return b"".join(self._piece(index, speaks) for index in range(self._body.n or 1))
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        """The pieces of the deltas' choices."""
+        parts: list[bytes] = []
         for delta in deltas:
-            generated += len(delta.token_ids)
-            if delta.is_known:
-                continue
-            if delta.error is not None:
-                parts += job.marked(delta, [data(request_failed(delta.error, body.grammar_field()).body())])
-                continue
-            events = []
-            logprobs = _logprobs(service.tokenizer, delta.token_ids, delta.logprobs, body.top_logprobs or 0)
-            if delta.text or (logprobs and delta.token_ids):
-                events.append(piece(delta.sample, {"content": delta.text}, logprobs))
-            if delta.finish_reason is not None:
-                end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-                events.append(piece(delta.sample, {}, **end))
-            parts += job.marked(delta, events)
-        if parts:
-            yield b"".join(parts)
-    if job.error is not None:
-        yield data(job.error.body()) + DONE
-    else:
-        yield chunks.end(num_prompt, generated, output.num_cached_tokens or 0)
+            self._generated += len(delta.token_ids)
+            if not delta.is_known:
+                parts += self._job.marked(delta, self._events(delta))
+        return b"".join(parts)
+
+    def end(self) -> bytes:
+        """The numbers of tokens, if they were asked for, and the mark of the end."""
+        num_prompt, num_cached = len(self._output.prompt_token_ids), self._output.num_cached_tokens or 0
+        return self._chunks.end(num_prompt, self._generated, num_cached)
+
+    def _events(self, delta: Delta) -> list[bytes]:
+        if delta.error is not None:
+            return [data(request_failed(delta.error, self._body.grammar_field()).body())]
+        if delta.logprobs is None and delta.finish_reason is None:
+            counts = len(self._output.prompt_token_ids), self._generated
+            return [self._chunks.text(delta.sample, delta.text, _said, *counts)] if delta.text else []
+        events, count = [], self._body.top_logprobs or 0
+        logprobs = _logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, count)
+        if delta.text or (logprobs and delta.token_ids):
+            events.append(self._piece(delta.sample, {"content": delta.text}, logprobs))
+        if delta.finish_reason is not None:
+            end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            events.append(self._piece(delta.sample, {}, **end))
+        return events
+
+    def _piece(self, index: int, delta: dict[str, Any], logprobs: Any = None, **end: Any) -> bytes:
+        choice = _said(index, "") | {"delta": delta, "logprobs": logprobs} | end
+        return self._chunks.choice(choice, len(self._output.prompt_token_ids), self._generated)
+
+
+def _said(index: int, text: str) -> dict[str, Any]:
+    """A piece of a choice that is but a text."""
+    return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
 
 
 def _logprobs(

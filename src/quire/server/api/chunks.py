@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from quire.server.api.protocol import StreamOptions
 from quire.server.http.sse import DONE, data, dumps
+
+HOLE = "\0"  # where a text belongs
 
 
 class Chunks:
@@ -19,12 +22,25 @@ class Chunks:
         self._has_usage_so_far = asked.include_usage and asked.continuous_usage_stats
         self._start = b"data: " + dumps(head)[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # what stands before and after the texts of each choice
 
     def choice(self, choice: dict[str, Any], num_prompt: int, num_generated: int) -> bytes:
         """A piece of a choice; the tokens of the prompt and those generated so far are its prompt's."""
         if self._has_usage_so_far:
             return data(self._head | {"choices": [choice], "usage": usage(num_prompt, num_generated, 0)})
         return self._start + dumps(choice) + self._end
+
+    def text(
+        self, index: int, text: str, make: Callable[[int, str], dict[str, Any]], num_prompt: int, num_generated: int
+    ) -> bytes:
+        """The piece `make(index, text)` of a choice. Nothing but the text differs, so the rest is made once."""
+        if self._has_usage_so_far:
+            return self.choice(make(index, text), num_prompt, num_generated)
+        around = self._around.get(index)
+        if around is None:
+            start, end = dumps(make(index, HOLE)).split(dumps(HOLE))
+            around = self._around[index] = (self._start + start, end + self._end)
+        return around[0] + dumps(text) + around[1]
 
     def end(self, num_prompt: int, num_generated: int, num_cached: int) -> bytes:
         """The end of an answer, with all of its tokens if they were asked for."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -24,8 +23,9 @@ from quire.server.api.service import (
     num_logprobs,
     num_prompt_logprobs,
 )
+from quire.server.api.streamed import StreamedAnswer
 from quire.server.http.api_error import ApiError, request_failed
-from quire.server.http.sse import DONE, EventStream, JsonBody, data, dumps
+from quire.server.http.sse import JsonBody, data, dumps
 from quire.text import CompletionOutput, Logprob, RequestOutput, Tokenizer
 
 Candidates = dict[int, Logprob]
@@ -58,8 +58,11 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
     if body.stream:
         job = service.stream(request, identity, made)
         await service.worker.submit(job)
-        return EventStream(
-            _stream(body, head, writer, job, num_prompt_logprobs(prompts, params)), lambda: service.worker.abort(job)
+        return StreamedAnswer(
+            job,
+            _Events(body, head, writer, job),
+            lambda: service.worker.abort(job),
+            num_prompt_logprobs(prompts, params),
         )
     outputs = await service.run(request, Generation(made), body.grammar_field())
 
@@ -140,32 +143,46 @@ async def _search(
     return JsonBody(head | {"choices": choices, "usage": usage(len(prompt.tokens), generated, 0)})
 
 
-async def _stream(
-    body: CompletionRequest, head: dict[str, Any], writer: _Writer, job: Stream, size: int
-) -> AsyncIterator[bytes]:
-    """The answer in pieces. size: logprobs that the first ones may have."""
-    chunks = Chunks(head, body.stream_options)
-    numbers = {output.request_id: i for i, output in enumerate(job.outputs)}
-    generated = [0] * len(numbers)
-    while deltas := await job.deltas():
-        parts = []
+class _Events:
+    """Writes the events of a streamed answer: an `EventWriter`."""
+
+    def __init__(self, body: CompletionRequest, head: dict[str, Any], writer: _Writer, job: Stream) -> None:
+        self._body = body
+        self._chunks = Chunks(head, body.stream_options)
+        self._writer = writer
+        self._job = job
+        self._numbers = {output.request_id: i for i, output in enumerate(job.outputs)}
+        self._generated = [0] * len(job.outputs)
+
+    def begin(self) -> bytes:
+        """Nothing: the first pieces say all."""
+        return b""
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        """A piece of a choice for each delta."""
+        parts: list[bytes] = []
         for delta in deltas:
-            number = numbers[delta.output.request_id]
-            if body.max_tokens != 0:
-                generated[number] += len(delta.token_ids)
+            number = self._numbers[delta.output.request_id]
+            if self._body.max_tokens != 0:
+                self._generated[number] += len(delta.token_ids)
             events = []
             if delta.error is not None:
-                events.append(data(request_failed(delta.error, body.grammar_field()).body()))
-            elif (choice := await aside(size, partial(writer.piece, number, delta))) is not None and not delta.is_known:
-                events.append(chunks.choice(choice, len(delta.output.prompt_token_ids), generated[number]))
-            parts += job.marked(delta, events)
-        if parts:
-            yield b"".join(parts)
-    if job.error is not None:
-        yield data(job.error.body()) + DONE
-    else:
-        num_prompt, _, num_cached = counted(job.outputs)
-        yield chunks.end(num_prompt, sum(generated), num_cached)
+                events.append(data(request_failed(delta.error, self._body.grammar_field()).body()))
+            elif self._writer.is_plain(number, delta):
+                if delta.text:
+                    index = self._writer.index(number, delta)
+                    counts = len(delta.output.prompt_token_ids), self._generated[number]
+                    events.append(self._chunks.text(index, delta.text, _plain, *counts))
+            elif (choice := self._writer.piece(number, delta)) is not None and not delta.is_known:
+                num_prompt = len(delta.output.prompt_token_ids)
+                events.append(self._chunks.choice(choice, num_prompt, self._generated[number]))
+            parts += self._job.marked(delta, events)
+        return b"".join(parts)
+
+    def end(self) -> bytes:
+        """The numbers of tokens, if they were asked for, and the mark of the end."""
+        num_prompt, _, num_cached = counted(self._job.outputs)
+        return self._chunks.end(num_prompt, sum(self._generated), num_cached)
 
 
 class _Writer:
@@ -205,6 +222,16 @@ class _Writer:
         }
         return choice | self._prompt_logprobs(output)
 
+    def index(self, number: int, delta: Delta) -> int:
+        """The number of a delta's choice."""
+        return number * self._samples + delta.sample
+
+    def is_plain(self, number: int, delta: Delta) -> bool:
+        """Whether a delta brings its choice some text, and nothing else that is to be sent."""
+        if delta.logprobs is not None or delta.finish_reason is not None or delta.is_known:
+            return False
+        return (number, delta.sample) in self._offsets and self._body.max_tokens != 0
+
     def piece(self, number: int, delta: Delta) -> dict[str, Any] | None:
         """What a stream sends of a delta. None: nothing yet."""
         shown = self._body.max_tokens != 0
@@ -223,9 +250,7 @@ class _Writer:
         logprobs = None if self._body.logprobs is None else self._logprobs(positions, offset)
         if logprobs is not None:
             self._offsets[key] += sum(map(len, logprobs["tokens"]))
-        choice = {
-            "index": number * self._samples + delta.sample,
-            "text": text,
+        choice = _plain(self.index(number, delta), text) | {
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason if shown or delta.finish_reason is None else "length",
             "stop_reason": delta.stop_reason if shown else None,
@@ -260,6 +285,11 @@ class _Writer:
                 chosen.append(finite(candidates[token].logprob))
                 top.append({token_text(self._tokenizer, t): finite(found.logprob) for t, found in candidates.items()})
         return {"text_offset": offsets, "token_logprobs": chosen, "tokens": tokens, "top_logprobs": top}
+
+
+def _plain(index: int, text: str) -> dict[str, Any]:
+    """A piece of a choice that is but a text."""
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
 def _goodness(sample: CompletionOutput) -> float:

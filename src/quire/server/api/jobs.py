@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from quire.engine.beam import Hypothesis
@@ -101,6 +101,9 @@ class Stream(Generation):
         self._told: dict[tuple[str, int], tuple[int, int]] = {}  # characters and tokens; the engine thread's
         self._came = asyncio.Event()
         self._deltas: list[Delta] = []
+        self._is_awaited = False  # what was taken before has been sent
+        self._send: Callable[[list[Delta]], bool] = lambda _: False
+        self._failure: Exception | None = None  # of `_send`
 
     def news(self, output: RequestOutput) -> list[Any]:
         """What is new in an output: a Delta for each sample."""
@@ -126,14 +129,31 @@ class Stream(Generation):
 
     def take(self, deltas: list[Delta]) -> None:
         """Take in what a step brought."""
+        if deltas and self._is_awaited and not self._came.is_set():
+            try:
+                if self._send(deltas):
+                    return
+            except Exception as error:  # it is the client's who waits, not the caller's
+                self._failure = error
         self._deltas += deltas
         self._came.set()
 
+    def send_with(self, send: Callable[[list[Delta]], bool]) -> None:
+        """Send what comes at once where all before it has been sent. send: returns False where it cannot, now."""
+        self._send = send
+
     async def deltas(self) -> list[Delta]:
-        """What has come since the last call, as soon as there is something. Empty: the job has ended."""
+        """What has come since the last call and was not sent, as soon as there is something. Empty: the job has ended.
+
+        Raises what failed to be sent.
+        """
         while not self._deltas and not self.ended.is_set():
             self._came.clear()
+            self._is_awaited = True
             await self._came.wait()
+            self._is_awaited = False
+        if self._failure is not None:
+            raise self._failure
         deltas, self._deltas = self._deltas, []
         return deltas
 

@@ -288,9 +288,9 @@ SCRAPED: dict[int | str, dict[str, Any]] = {
 CHUNKS: dict[str, type[Answer]] = {"/v1/completions": CompletionChunk, "/v1/chat/completions": ChatChunk}
 
 
-def describe(app: FastAPI, service: Service) -> None:
-    """Put into the document what the routes cannot say: streams, the models' names, and whether keys are wanted."""
-    document = app.openapi()
+def document_of(app: FastAPI, service: Service) -> dict[str, Any]:
+    """What the routes say, and what they cannot say: streams, the models' names, and whether keys are wanted."""
+    document = FastAPI.openapi(app)
     schemas, paths = document["components"]["schemas"], document["paths"]
     _, made = models_json_schema(
         [(chunk, "serialization") for chunk in CHUNKS.values()], ref_template="#/components/schemas/{model}"
@@ -308,6 +308,7 @@ def describe(app: FastAPI, service: Service) -> None:
         for path, operations in paths.items():
             for operation in operations.values():
                 operation["security"] = [] if path in OPEN_PATHS else [{"key": []}]
+    return document
 
 
 def _stream_of(chunk: type[Answer]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from quire.engine.beam import MAX_LENGTH_PENALTY
@@ -280,10 +281,13 @@ class Message(Body):
     @field_validator("content", mode="before")
     @classmethod
     def bound_parts(cls, value: Any) -> Any:
-        """As for all other objects."""
+        """As for all other objects, and with a sentence about the first part that is no text."""
         if isinstance(value, list):
-            for part in value:
+            for i, part in enumerate(value):
                 _bound_fields(part)
+                kind = part.get("type") if isinstance(part, dict) else None
+                if isinstance(kind, str) and kind != "text":
+                    raise PydanticCustomError("no_text", "{kind}", {"index": i, "kind": kind})
         return value
 
 

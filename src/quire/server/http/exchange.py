@@ -12,7 +12,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Scope
 
 from quire.server.http.api_error import ApiError, internal_error
-from quire.server.http.sse import dumps
+from quire.server.http.sse import OUTLET, dumps
 
 log = logging.getLogger("quire.server")
 
@@ -49,7 +49,7 @@ class Link(Protocol):
 
 
 class Exchange:
-    """One request and its answer."""
+    """One request and its answer, for whose parts it is the Outlet."""
 
     def __init__(self, link: Link, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> None:
         """keep_alive: another request may follow. expects_continue: the client sends the body when it is asked to."""
@@ -59,6 +59,7 @@ class Exchange:
         self.is_bodyless = scope["method"] == "HEAD"  # the answer
         self._link = link
         self._scope = scope
+        scope["extensions"] = {OUTLET: self}
         self._expects_continue = expects_continue
         self._gone = False  # the client
         self._body = bytearray()  # what has come and was not read
@@ -110,6 +111,15 @@ class Exchange:
                 self._link.close()
 
     # ------------------------------------------------------------------------------------------- the application's part
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of the body can be sent at once."""
+        return self.started and not self.complete and not self._gone and self._link.writable.is_set()
+
+    def write(self, part: bytes) -> None:
+        """Send a part of the body."""
+        self._send_body(part, True)
 
     async def _receive(self) -> Message:
         if self._expects_continue and not self.started:

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -18,6 +18,7 @@ from quire.server.http.api_error import ApiError, internal_error
 log = logging.getLogger("quire.server")
 
 DONE = b"data: [DONE]\n\n"
+OUTLET = "quire.outlet"  # among a request's ASGI extensions: its Outlet
 ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
@@ -29,6 +30,20 @@ def dumps(value: object) -> bytes:
 def data(value: object) -> bytes:
     """One event."""
     return b"data: " + dumps(value) + b"\n\n"
+
+
+class Outlet(Protocol):
+    """The way to a client past the application's layers, for the parts of a body that has begun.
+
+    To wake a task that sends a part through all layers costs several times what the part does.
+    """
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the client is there, and reads as fast as it is answered."""
+
+    def write(self, part: bytes) -> None:
+        """Send a part, if it is open."""
 
 
 class JsonBody(Response):

@@ -24,7 +24,7 @@ struct Experts {
 
     void run(const void* x, int64_t x_stride, void* out, int64_t out_stride) const {
         if (rows == 0) return;
-        const int64_t k = p.num_chosen, hidden = p.mlp_in->in_size, inner = p.mlp_out->in_size, all = rows * k;
+        const int64_t k = p.choice.num_chosen, hidden = p.mlp_in->in_size, inner = p.mlp_out->in_size, all = rows * k;
         choose(x, x_stride);
         const std::vector<int64_t> starts = sort();
         const int64_t lanes = x_lanes<K>(*p.mlp_in), apart = row_stride<F>(inner);
@@ -35,10 +35,7 @@ struct Experts {
                 memcpy(p.gathered + places[r] * lanes, p.gathered + places[0] * lanes, (size_t)lanes * sizeof(float));
         });
         multiply(p.mlp_in, starts, p.gathered, lanes, p.inner);
-        parallel(parallel_for, all, rows_a_thread(inner), [&](int64_t i) {
-            const T* gate = (const T*)p.inner + i * 2 * inner;
-            swiglu_row<E>(gate, gate + inner, (T*)p.activated + i * apart, inner);
-        });
+        activate_rows<E>(parallel_for, p.inner, p.mlp_in->out_size, p.activated, apart, all, p.activation);
         LinearParams whole = *p.mlp_out;  // all rows of all experts, for their lanes
         whole.x = p.activated, whole.x_stride = apart, whole.rows = all, whole.copy = p.copy;
         LinearCall activated = linear_call<K>(&whole);
@@ -50,28 +47,22 @@ struct Experts {
   private:
     // Each row's experts, and their shares.
     void choose(const void* x, int64_t x_stride) const {
-        const int64_t count = p.num_experts, k = p.num_chosen;
+        const int64_t count = p.choice.num_experts, k = p.choice.num_chosen;
         LinearParams router = *p.router;
         router.x = x, router.x_stride = x_stride, router.rows = rows;
         router.out = p.logits, router.out_stride = count, router.copy = p.gathered, router.threads = threads;
         linear<F>(parallel_for, &router);
         parallel(parallel_for, rows, rows_a_thread(count), [&](int64_t i) {
-            float* shares = p.shares + i * k;
-            top_k_row(p.logits + i * count, count, k, p.heaps + i * k, p.chosen + i * k);
-            shares_row(p.logits + i * count, count, p.chosen + i * k, k, shares);
-            if (!p.renormalised) return;
-            float total = 0.0f;
-            for (int64_t r = 0; r < k; r++) total += shares[r];
-            for (int64_t r = 0; r < k; r++) shares[r] /= total;
+            choose_row(p.logits + i * count, p.scores + i * count, p.choice, p.heaps + i * k, p.chosen + i * k, p.shares + i * k);
         });
     }
 
     // The places of all choices, and where each expert's rows begin.
     std::vector<int64_t> sort() const {
-        const int64_t all = rows * p.num_chosen;
-        std::vector<int64_t> starts(p.num_experts + 1, 0);
+        const int64_t all = rows * p.choice.num_chosen;
+        std::vector<int64_t> starts(p.choice.num_experts + 1, 0);
         for (int64_t c = 0; c < all; c++) starts[p.chosen[c] + 1]++;
-        for (int64_t e = 0; e < p.num_experts; e++) starts[e + 1] += starts[e];
+        for (int64_t e = 0; e < p.choice.num_experts; e++) starts[e + 1] += starts[e];
         std::vector<int64_t> next = starts;
         for (int64_t c = 0; c < all; c++) p.places[c] = next[p.chosen[c]]++;
         return starts;
@@ -81,8 +72,8 @@ struct Experts {
     void multiply(const LinearParams* weights, const std::vector<int64_t>& starts, const float* x, int64_t x_stride, void* out) const {
         std::vector<LinearParams> params;
         std::vector<LinearCall> calls;
-        params.reserve(p.num_experts);  // the calls point there
-        for (int64_t e = 0; e < p.num_experts; e++) {
+        params.reserve(p.choice.num_experts);  // the calls point there
+        for (int64_t e = 0; e < p.choice.num_experts; e++) {
             if (starts[e] == starts[e + 1]) continue;
             params.push_back(weights[e]);
             params.back().rows = starts[e + 1] - starts[e];
@@ -94,7 +85,7 @@ struct Experts {
     }
 
     void add_up(int64_t row, T* out) const {
-        const int64_t k = p.num_chosen, hidden = p.mlp_out->out_size;
+        const int64_t k = p.choice.num_chosen, hidden = p.mlp_out->out_size;
         for (int64_t c = 0; c < hidden; c += W) {
             const int n = part(hidden, c);
             V sum = {};

@@ -267,6 +267,24 @@ ENTRY(recur)(ParallelFor parallel_for, const RecurrentStep* step, const Recurren
     });
 }
 
+ENTRY(activate)(
+    ParallelFor parallel_for, const void* x, int64_t stride, void* out, int64_t out_stride, int64_t rows,
+    const ActivationParams* activation, int32_t dtype) {
+    with_element(dtype, [&](auto element) {
+        activate_rows<decltype(element)>(parallel_for, x, stride, out, out_stride, rows, *activation);
+    });
+}
+
+// logits: [rows, E], overwritten. scores: [rows, E] and heaps: [rows, k] of scratch.
+ENTRY(choose)(
+    ParallelFor parallel_for, float* logits, float* scores, uint64_t* heaps, int64_t* chosen, float* shares, int64_t rows,
+    const ChoiceParams* choice) {
+    const int64_t count = choice->num_experts, k = choice->num_chosen;
+    parallel(parallel_for, rows, rows_a_thread(count), [&](int64_t i) {
+        choose_row(logits + i * count, scores + i * count, *choice, heaps + i * k, chosen + i * k, shares + i * k);
+    });
+}
+
 ENTRY(logsumexp)(ParallelFor parallel_for, const float* x, int64_t stride, float* out, int64_t rows, int64_t dim) {
     parallel(parallel_for, rows, rows_a_thread(dim), [&](int64_t i) { out[i] = logsumexp_row(x + i * stride, dim); });
 }

@@ -137,7 +137,7 @@ struct RecurrenceParams {
 // ------------------------------------------------------------------------------------------- programs, see program.h
 
 enum OpKind : int32_t {
-    OP_LINEAR, OP_NORM, OP_ROPE, OP_WRITE, OP_ATTENTION, OP_SWIGLU, OP_GELU, OP_MULTIPLY, OP_ADD, OP_SCALE, OP_KEEP, OP_EXPERTS,
+    OP_LINEAR, OP_NORM, OP_ROPE, OP_WRITE, OP_ATTENTION, OP_ACTIVATION, OP_MULTIPLY, OP_ADD, OP_COPY, OP_SCALE, OP_KEEP, OP_EXPERTS,
     OP_GATE, OP_GATED_NORM, OP_CONVOLUTION, OP_GATED_DELTA, OP_STATE_SPACE
 };
 
@@ -173,10 +173,32 @@ struct RopeParams {
     int64_t length, half, q_heads, k_heads, head_dim;
 };
 
+// An operator on the numbers of a row, one by one.
+struct EachParams {
+    int64_t dim;
+    float factor;
+};
+
+enum Function : int32_t { FUNCTION_SILU, FUNCTION_GELU, FUNCTION_GELU_TANH, FUNCTION_RELU, FUNCTION_RELU_SQUARED, FUNCTION_SIGMOID };
+
+// f(gate) * (up + offset) of `dim` gates and as many ups, or f of `dim` numbers.
 struct ActivationParams {
     int64_t dim;
-    int32_t tanh;
-    float factor;
+    int32_t function, gated;
+    float slope;  // silu is x * sigmoid(slope * x)
+    float limit;  // gates are at most this, ups lie within its two sides; infinity: none
+    float offset;
+};
+
+// How a row's experts, and their shares, follow from the router's logits.
+struct ChoiceParams {
+    const float* bias;    // [E], added to the scores where experts are chosen; null: none
+    const float* scales;  // [E], of the shares; null: none
+    int64_t num_experts, num_chosen;
+    int64_t groups, groups_chosen, group_best;
+    int32_t sigmoid;       // scores are the sigmoid of each logit, else the softmax of all
+    int32_t renormalised;  // shares are scores over the sum of those that were chosen
+    float factor;          // of the shares
 };
 
 // A layer of E experts, of which each row goes through k.
@@ -184,22 +206,23 @@ struct ExpertsParams {
     const LinearParams* router;   // H -> E, its results in fp32
     const LinearParams* mlp_in;   // [E]: H -> 2 I
     const LinearParams* mlp_out;  // [E]: I -> H
-    int64_t num_experts, num_chosen;
-    int32_t renormalised;  // a row's shares are those among its own experts
+    ChoiceParams choice;
+    ActivationParams activation;
     // Room for T rows.
     float* logits;     // [T, E]
+    float* scores;     // [T, E]
     uint64_t* heaps;   // [T, k]
     int64_t* chosen;   // [T, k]
     float* shares;     // [T, k]
     int64_t* places;   // [T, k]: where the row stands for that expert, among all T k
     float* gathered;   // [T k, lanes of H]: the rows, those of the first expert first
-    void* inner;       // [T k, 2 I]
+    void* inner;       // [T k, 2 I or I]
     void* activated;   // [T k, row_stride of I]
     float* copy;       // [T k, lanes of I]; unused where `activated` is that already
     void* results;     // [T k, H]
 };
 
-constexpr int MAX_BUFFERS = 12;
+constexpr int MAX_BUFFERS = 32;
 
 struct ProgramParams {
     const Op* ops;

@@ -62,10 +62,16 @@ struct Program {
     }
 
     template <class F>
-    void combine(const Op& op, const ActivationParams& activation, const F& f) const {
+    void combine(const Op& op, const EachParams& each, const F& f) const {
         with_element(p.dtype, [&](auto element) {
             using E = decltype(element);
-            combine_rows<E>(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, activation.dim, f);
+            combine_rows<E>(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, each.dim, f);
+        });
+    }
+
+    void run(const Op& op, const ActivationParams& activation) const {
+        with_element(p.dtype, [&](auto element) {
+            activate_rows<decltype(element)>(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, activation);
         });
     }
 
@@ -103,7 +109,8 @@ struct Program {
         if (p.num_kept < 0) return true;
         for (int64_t i = 0; i < p.num_kept; i++)
             if (p.kept[i] >= rows || p.kept[i] < (i ? p.kept[i - 1] + 1 : 0)) return false;
-        for (const Columns& c : {op.x, op.y}) {
+        for (const Columns& c : {op.x, op.y, op.out}) {
+            if (c.buffer < 0) continue;
             const int64_t bytes = stride(c) * size();
             char* data = (char*)p.buffers[c.buffer];
             for (int64_t i = 0; i < p.num_kept; i++) memmove(data + i * bytes, data + p.kept[i] * bytes, (size_t)bytes);
@@ -114,27 +121,22 @@ struct Program {
 
     // Whether all positions, or rows, are known.
     bool run(const Op& op) {
-        const ActivationParams* activation = (const ActivationParams*)op.params;
+        const EachParams* each = (const EachParams*)op.params;
         switch (op.kind) {
             case OP_LINEAR: run(op, *(const LinearParams*)op.params); break;
             case OP_NORM: run(op, *(const NormParams*)op.params); break;
             case OP_ROPE: return run(op, *(const RopeParams*)op.params);
             case OP_WRITE: run(op, *(const WriteParams*)op.params); break;
             case OP_ATTENTION: run(op, *(const AttentionParams*)op.params); break;
-            case OP_SWIGLU:
-                QUIRE_NAME(swiglu, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, activation->dim, p.dtype);
-                break;
-            case OP_GELU:
-                QUIRE_NAME(gelu, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), 1, 0, at(op.out), stride(op.out), rows, activation->dim,
-                                            activation->tanh, p.dtype);
-                break;
-            case OP_MULTIPLY: combine(op, *activation, [](V out, V x) { return out * x; }); break;
-            case OP_ADD: combine(op, *activation, [](V out, V x) { return out + x; }); break;
-            case OP_SCALE: combine(op, *activation, [&](V, V x) { return x * activation->factor; }); break;
+            case OP_ACTIVATION: run(op, *(const ActivationParams*)op.params); break;
+            case OP_MULTIPLY: combine(op, *each, [](V out, V x) { return out * x; }); break;
+            case OP_ADD: combine(op, *each, [](V out, V x) { return out + x; }); break;
+            case OP_COPY: combine(op, *each, [](V, V x) { return x; }); break;
+            case OP_SCALE: combine(op, *each, [&](V, V x) { return x * each->factor; }); break;
             case OP_KEEP: return keep(op);
             case OP_EXPERTS: run(op, *(const ExpertsParams*)op.params); break;
             case OP_GATE:
-                QUIRE_NAME(gate, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, activation->dim, p.dtype);
+                QUIRE_NAME(gate, QUIRE_ISA)(parallel_for, at(op.x), stride(op.x), at(op.out), stride(op.out), rows, each->dim, p.dtype);
                 break;
             case OP_GATED_NORM: run(op, *(const GatedNormParams*)op.params); break;
             case OP_CONVOLUTION: run(op, *(const ConvolutionParams*)op.params); break;

@@ -117,6 +117,41 @@ static void gelu_row(const typename E::T* x, typename E::T* out, int64_t dim, bo
     }
 }
 
+// f of the gates, times the ups, or f of the numbers.
+template <class E>
+static void activate_row(const typename E::T* x, typename E::T* out, const ActivationParams& a) {
+    const V limit = splat(a.limit);
+    const auto row = [&](const auto& f) {
+        for (int64_t c = 0; c < a.dim; c += W) {
+            const int n = part(a.dim, c);
+            V gate = get_part<E>(x + c, n);
+            gate = f(gate > limit ? limit : gate);
+            if (a.gated) {
+                V up = get_part<E>(x + a.dim + c, n);
+                up = up > limit ? limit : up < -limit ? -limit : up;
+                gate = gate * (up + a.offset);
+            }
+            put_part<E>(out + c, gate, n);
+        }
+    };
+    switch (a.function) {
+        case FUNCTION_SILU: return row([&](V v) { return v / (1.0f + exp_any(v * -a.slope)); });
+        case FUNCTION_GELU: return row([](V v) { return gelu_erf(v); });
+        case FUNCTION_GELU_TANH: return row([](V v) { return gelu_tanh(v); });
+        case FUNCTION_RELU: return row([](V v) { return v < 0.0f ? V{} : v; });
+        case FUNCTION_RELU_SQUARED: return row([](V v) { return v < 0.0f ? V{} : v * v; });
+        case FUNCTION_SIGMOID: return row([](V v) { return 1.0f / (1.0f + exp_any(-v)); });
+    }
+}
+
+template <class E>
+static void activate_rows(
+    ParallelFor parallel_for, const void* x, int64_t x_stride, void* out, int64_t out_stride, int64_t rows, const ActivationParams& a) {
+    using T = typename E::T;
+    parallel(parallel_for, rows, rows_a_thread(a.dim),
+             [&](int64_t i) { activate_row<E>((const T*)x + i * x_stride, (T*)out + i * out_stride, a); });
+}
+
 // out = f(out, x), number by number.
 template <class E, class F>
 static void combine_rows(
@@ -135,14 +170,18 @@ static void combine_rows(
 
 // -------------------------------------------------------------------------------- for the sampler and for routers
 
-static float logsumexp_row(const float* x, int64_t dim) {
+static float largest_of(const float* x, int64_t dim) {
     V top = splat(-INF);
     for (int64_t c = 0; c < dim; c += W) {
         const int n = part(dim, c);
         V v = get_part<F32>(x + c, n);
         top = larger(iota() < (float)n ? v : splat(-INF), top);
     }
-    const float highest = reduce_max(top);
+    return reduce_max(top);
+}
+
+static float logsumexp_row(const float* x, int64_t dim) {
+    const float highest = largest_of(x, dim);
     if (highest == -INF || highest == INF) return highest;
     const float sum = sum_over(dim, [&](int64_t c) {
         const int n = part(dim, c);
@@ -203,6 +242,59 @@ static void shares_row(const float* x, int64_t dim, const int64_t* chosen, int64
         return only(exp2_negative((get_part<F32>(x + c, n) - highest) * LOG2E), n);
     });
     for (int64_t i = 0; i < k; i++) shares[i] = exp2_scalar((x[chosen[i]] - highest) * LOG2E) / sum;
+}
+
+// Only the experts of the best groups keep what they are preferred by: the others get -inf. Of equal groups the first is better.
+static void within_groups(float* preferred, const ChoiceParams& c) {
+    const int64_t size = c.num_experts / c.groups;
+    const auto value = [&](int64_t group) {  // the sum of its best scores, the best first
+        float* of = preferred + group * size;
+        float best = of[0], second = -INF;
+        for (int64_t i = 1; i < size; i++) {
+            if (of[i] > best) second = best, best = of[i];
+            else if (of[i] > second) second = of[i];
+        }
+        return c.group_best > 1 && size > 1 ? best + second : best;
+    };
+    for (int64_t left = c.groups; left > c.groups_chosen; left--) {  // the worst goes
+        int64_t worst = -1;
+        float least = INF;
+        for (int64_t group = 0; group < c.groups; group++) {
+            const float v = value(group);
+            if (v != -INF && v <= least) least = v, worst = group;
+        }
+        for (int64_t i = 0; worst >= 0 && i < size; i++) preferred[worst * size + i] = -INF;
+    }
+}
+
+// A row's experts, the preferred one first, and their shares. logits: may be overwritten; scores: room for as many.
+static void choose_row(float* logits, float* scores, const ChoiceParams& c, uint64_t* heap, int64_t* chosen, float* shares) {
+    const int64_t count = c.num_experts, k = c.num_chosen;
+    if (!c.sigmoid && !c.bias && c.groups == 1) {
+        top_k_row(logits, count, k, heap, chosen);
+        shares_row(logits, count, chosen, k, shares);
+    } else {
+        const float highest = c.sigmoid ? 0.0f : largest_of(logits, count);
+        for (int64_t i = 0; i < count; i += W) {
+            const int n = part(count, i);
+            const V x = get_part<F32>(logits + i, n);
+            put_part<F32>(scores + i, c.sigmoid ? 1.0f / (1.0f + exp_any(-x)) : exp2_negative((x - highest) * LOG2E), n);
+        }
+        if (!c.sigmoid) {
+            const float sum = sum_over(count, [&](int64_t i) { return get_part<F32>(scores + i, part(count, i)); });
+            for (int64_t i = 0; i < count; i++) scores[i] /= sum;
+        }
+        for (int64_t i = 0; i < count; i++) logits[i] = c.bias ? scores[i] + c.bias[i] : scores[i];
+        if (c.groups > 1) within_groups(logits, c);
+        top_k_row(logits, count, k, heap, chosen);
+        for (int64_t r = 0; r < k; r++) shares[r] = scores[chosen[r]];
+    }
+    float total = 1.0f;
+    if (c.renormalised) {
+        total = 0.0f;
+        for (int64_t r = 0; r < k; r++) total += shares[r];
+    }
+    for (int64_t r = 0; r < k; r++) shares[r] = shares[r] / total * c.factor * (c.scales ? c.scales[chosen[r]] : 1.0f);
 }
 
 }  // namespace

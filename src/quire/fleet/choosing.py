@@ -1,0 +1,138 @@
+"""Chooser: which replica is to compute something, by what is known of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from quire.errors import NoReplica
+from quire.fleet.link import Link, LinkLost, Refused
+from quire.fleet.roster import Roster
+from quire.fleet.score import Candidate, Choice, Demand, choose, eligible
+from quire.fleet.search import FleetSearch
+from quire.fleet.wire import Hello
+from quire.fleet.work import Assignment, Work
+
+MATCH_TIMEOUT = 0.05  # s that a replica has to say what it has cached
+MEMORY = 0.05  # weight of the latest request in what is expected of the next one
+
+
+class Chosen(NamedTuple):
+    """Where something goes, and why."""
+
+    link: Link
+    choice: Choice
+
+
+class Chooser:
+    """Chooses, and learns from what came of it. The event loop's."""
+
+    def __init__(self, roster: Roster, secret: str, assignments: Mapping[int, Assignment]) -> None:
+        """assignments: all that are open, by flow."""
+        self._roster = roster
+        self._secret = secret.encode()
+        self._assignments = assignments
+        self._new_tokens = 128.0  # that a request generates, on the average
+        self._hit_rate = 0.5  # share of the prompts' tokens that were cached, lately
+
+    def check_health(self) -> None:
+        """Raise NoReplica if no replica serves."""
+        eligible(self._candidates((), lambda _: ()))
+
+    async def for_work(self, work: Work, samples: Sequence[int], passed_over: Collection[Link]) -> Chosen:
+        """Where these samples go. Raises NoReplica."""
+        found = self._candidates(passed_over, lambda hello: work.digests(samples, hello, self._secret))
+        candidates = eligible(found, work.wanted_fingerprint if work.is_untouched else work.fingerprint)
+        if any(link.hello is not None and link.hello.has_windows for link in self._roster.links.values()):
+            candidates = await self._asked(work, samples, candidates)
+        most = work.sampling.max_tokens
+        expected = self._new_tokens if most is None else min(most, self._new_tokens)
+        name, num_tokens = work.output.request_id, len(work.tokens(samples))
+        return self._cheapest(name, num_tokens, expected * len(samples), candidates)
+
+    def for_search(self, job: FleetSearch, passed_over: Collection[Link]) -> Chosen:
+        """Where a beam search goes. Raises NoReplica."""
+        candidates = eligible(self._candidates(passed_over, lambda hello: job.digests(hello, self._secret)))
+        expected = float(job.call.max_tokens * job.num_samples)
+        return self._cheapest(job.call.name, len(job.call.prompt), expected, candidates)
+
+    def ended(self, num_tokens: int) -> None:
+        """A sample has ended with so many tokens."""
+        self._new_tokens += MEMORY * (num_tokens - self._new_tokens)
+
+    def began(self, num_cached: int, num_prompt: int) -> None:
+        """A replica has found so many of a prompt's tokens in its cache."""
+        self._hit_rate += MEMORY * (num_cached / max(1, num_prompt) - self._hit_rate)
+
+    def _cheapest(self, name: str, num_tokens: int, new_tokens: float, candidates: Sequence[Candidate]) -> Chosen:
+        demand = Demand(request_id=name, num_tokens=num_tokens, new_tokens=new_tokens, hit_rate=self._hit_rate)
+        choice = choose(demand, candidates)
+        link = self._roster.at(choice.best.candidate.slot)
+        if link is None:
+            raise LookupError(f"slot {choice.best.candidate.slot} is a candidate's and no replica's")
+        return Chosen(link, choice)
+
+    def _candidates(self, passed_over: Collection[Link], digests: Callable[[Hello], Sequence[int]]) -> list[Candidate]:
+        """All replicas that could make sense of the gateway's prompts. digests: of a prompt, as a replica has them."""
+        found, unseen, now = [], self._unseen(), time.monotonic()
+        runs: dict[tuple[str, int], dict[int, int]] = {}
+        for link in self._roster.links.values():
+            if link in passed_over or link.state is None or link.hello is None or link.fingerprint is None:
+                continue
+            if not self._roster.is_fitting(link):
+                continue
+            kind = (link.hello.salt, link.hello.block_size)
+            if kind not in runs:
+                runs[kind] = self._roster.index.runs(digests(link.hello))
+            uncached, requests, since = unseen.get(link, (0, 0, now))
+            is_idle = link.state.num_running + link.state.num_waiting == 0
+            found.append(
+                Candidate(
+                    slot=link.slot,
+                    name=link.url,
+                    fingerprint=link.fingerprint.digest,
+                    healthy=link.is_up,
+                    state=link.state,
+                    step_age=max(0.0, now - (since if is_idle else link.state_time)),
+                    num_blocks=runs[kind].get(link.slot, 0),
+                    unseen_tokens=uncached,
+                    unseen_requests=requests,
+                )
+            )
+        return found
+
+    def _unseen(self) -> dict[Link, tuple[int, int, float]]:
+        """Tokens and requests that were sent to each replica and are not in its state yet, and when the first was."""
+        found: dict[Link, tuple[int, int, float]] = {}
+        for one in self._assignments.values():
+            if not one.is_seen:
+                tokens, requests, since = found.get(one.link, (0, 0, one.sent))
+                tokens += one.placement.choice.best.uncached_tokens
+                found[one.link] = (tokens, requests + len(one.samples), min(since, one.sent))
+        return found
+
+    async def _asked(self, work: Work, samples: Sequence[int], candidates: list[Candidate]) -> list[Candidate]:
+        """The candidates, with what each says that it has cached: of windowed layers the index does not know.
+
+        Without those that have left the fleet meanwhile. Raises NoReplica where all have.
+        """
+        call = work.call(0, samples, is_strict=False)
+
+        async def ask(one: Candidate) -> Candidate:
+            link = self._roster.at(one.slot)
+            if one.num_blocks == 0 or link is None or link.hello is None or not link.hello.has_windows:
+                return one
+            try:
+                answer = await asyncio.wait_for(link.post("/fleet/match", call), MATCH_TIMEOUT)
+            except (LinkLost, Refused, asyncio.TimeoutError):
+                return replace(one, num_blocks=0)
+            return replace(one, num_blocks=answer["cached"] // one.state.block_size)
+
+        asked = await asyncio.gather(*map(ask, candidates))
+        there = [one for one in asked if (link := self._roster.at(one.slot)) is not None and link.url == one.name]
+        if not there:
+            raise NoReplica("no replica can take the request: those that could have left the fleet")
+        return there

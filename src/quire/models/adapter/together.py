@@ -1,0 +1,81 @@
+"""All sequences together: a step is one row of tokens with their positions, and attention is ours.
+
+No masks are built, and transformers keeps no cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from quire.cache.storage import KVCache
+from quire.errors import Unsupported
+from quire.models.adapter.attention import NAME, LayerCall, PagedPass, Pass, Passes, Recorder, attention
+from quire.ops import AttentionPlan, Backend
+
+
+class Together:
+    """How a step goes through a backbone: all its sequences at once, with paged attention."""
+
+    implementation = NAME  # of attention
+    note = ""
+    rows_depend: str | None = None  # on nothing that is of this way
+
+    def __init__(self, backbone: Any, backend: Backend, dtype: torch.dtype, depth: int) -> None:
+        """Run it with two tokens and see what each layer asks for.
+
+        dtype: of keys and values; depth: how many layers there are.
+
+        Raises Unsupported, with the reason, where that cannot be served.
+        """
+        self._backbone, self._backend, self._dtype, self._passes = backbone, backend, dtype, Passes()
+        for module in backbone.modules():
+            module.quire_passes = self._passes
+        recorder = Recorder()
+        tokens = torch.zeros(2, dtype=torch.int64, device=backbone.device)
+        with torch.inference_mode(), self._during(recorder):
+            self.output = self._called(tokens, torch.arange(2, device=backbone.device))
+        self.layers = tuple(recorder.calls)
+        if len(self.layers) != depth:
+            raise Unsupported(f"its {depth} layers called attention {len(self.layers)} times; each must call it once")
+
+    def windows(self, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+        """Each layer's. kinds: of the layers, as the config has them, and the window of those that are sliding.
+
+        Raises Unsupported where a layer asks for a window and is of full attention.
+        """
+        found = [layer.window for layer in self.layers]
+        for i, kind in enumerate(kinds):
+            if kind == "sliding_attention" and found[i] is None:
+                found[i] = window
+            if kind == "full_attention" and found[i] is not None:
+                raise Unsupported(f"layer {i} is of full attention and asks for a window of {found[i]}")
+        return tuple(found)
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, cache: KVCache, plans: Sequence[AttentionPlan]) -> Tensor:
+        """Hidden states of all rows: [T, H]. plans: one a layer."""
+        step = PagedPass(self._backend, cache, plans, self.layers, self._dtype)
+        with self._during(step):
+            hidden: Tensor = self._called(token_ids, positions)[0][0]
+        if step.done != len(self.layers):
+            raise Unsupported(f"the model called attention {step.done} times; when it was loaded {len(self.layers)}")
+        return hidden
+
+    def _called(self, token_ids: Tensor, positions: Tensor) -> Any:
+        return self._backbone(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+
+    @contextmanager
+    def _during(self, step: Pass) -> Iterator[None]:
+        self._passes.current = step
+        try:
+            yield
+        finally:
+            self._passes.current = None
+
+
+AttentionInterface.register(NAME, attention)

@@ -1,0 +1,62 @@
+"""StreamedAnswer: a job's answer as server-sent events, which are sent while it grows."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from quire.server.api.jobs import Delta, Stream
+from quire.server.api.service import LONG_TEXT, aside
+from quire.server.http.sse import DONE, OUTLET, EventStream, Outlet, data
+
+
+class EventWriter(Protocol):
+    """Writes the events of one answer."""
+
+    def begin(self) -> bytes:
+        """What comes before all deltas."""
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        """What is to be sent of them; empty: nothing."""
+
+    def end(self) -> bytes:
+        """What comes when the job has ended well."""
+
+
+class StreamedAnswer(EventStream):
+    """The answer of a stream."""
+
+    def __init__(self, job: Stream, writer: EventWriter, on_disconnect: Callable[[], None], size: int = 0) -> None:
+        """size: logprobs that the first deltas may have."""
+        super().__init__(_parts(job, writer, size), on_disconnect)
+        self._job = job
+        self._writer = writer
+        self._size = size
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it: what comes while the client reads, past the application's layers."""
+        outlet: Outlet | None = scope.get("extensions", {}).get(OUTLET)
+        if outlet is not None and self._size <= LONG_TEXT:
+            self._job.send_with(partial(_send, outlet, self._writer))
+        await super().__call__(scope, receive, send)
+
+
+def _send(outlet: Outlet, writer: EventWriter, deltas: list[Delta]) -> bool:
+    if not outlet.is_open:
+        return False
+    if part := writer.events(deltas):
+        outlet.write(part)
+    return True
+
+
+async def _parts(job: Stream, writer: EventWriter, size: int) -> AsyncIterator[bytes]:
+    """The answer in pieces, as far as they are not sent at once."""
+    if start := writer.begin():
+        yield start
+    while deltas := await job.deltas():
+        if part := await aside(size, partial(writer.events, deltas)):
+            yield part
+    yield writer.end() if job.error is None else data(job.error.body()) + DONE

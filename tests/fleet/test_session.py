@@ -1,0 +1,76 @@
+"""A session: when a gateway is sent a replica's state."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from quire.fleet.session import Session
+from quire.fleet.state import ReplicaState
+from quire.fleet.wire import Hello, dumps
+from tests.fleet.routing import state
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    return clock
+
+
+def begun(first: ReplicaState) -> Session:
+    """A session that has sent its first state."""
+
+    def hello(name: str) -> Hello:
+        raise AssertionError(name)
+
+    made = Session("s", hello)
+    made.begin([], 0, first)
+    assert sent(made)["state"]["num_running"] == first.num_running
+    return made
+
+
+def sent(one: Session) -> dict[str, Any]:
+    """What is sent when the session is woken; nothing where it is not."""
+    if not one._news.is_set():
+        return {}
+    one._news.clear()
+    return dict(json.loads(dumps(one._message())))
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_running": 3}, {"num_running": 1}, {"waiting_tokens": 40}, {"num_waiting": 1}], ids=str
+)
+def test_another_load_is_sent_at_once(now: list[float], change: dict[str, int]) -> None:
+    """A gateway that took an answer for running, or a prompt for waiting, would send others to a busier replica."""
+    one = begun(state(num_running=2, waiting_tokens=100))
+    now[0] += 0.001
+    one.add([], state(**{"num_running": 2, "waiting_tokens": 100} | change), [])
+    message = sent(one)
+    assert {name: message["state"][name] for name in change} == change
+
+
+def test_steps_that_only_decode_send_a_state_now_and_then(now: list[float]) -> None:
+    one = begun(state(num_running=2, free_blocks=900))
+    states = []
+    for i in range(40):
+        now[0] += 1 / 128  # seven of these are 50 ms and a little
+        one.add([["+", i]], state(num_running=2, free_blocks=900 - i), [])
+        message = sent(one)
+        assert message["events"] == [["+", i]]
+        if "state" in message:
+            states.append(message["state"]["free_blocks"])
+    assert states == [900 - i for i in (6, 13, 20, 27, 34)]
+
+
+def test_calls_that_a_state_counts_come_with_it(now: list[float]) -> None:
+    one = begun(state())
+    now[0] += 0.001
+    one.add([], state(num_running=1), [7])
+    assert sent(one)["started"] == [7]
+    now[0] += 0.001
+    one.add([], state(num_running=1), [])
+    assert sent(one) == {}
