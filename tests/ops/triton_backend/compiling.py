@@ -193,7 +193,7 @@ def other_kernels(chip: str) -> Iterator[Kernel]:
 def compiled(kernel: Kernel, chip: str) -> Compiled:
     """The kernel for that chip, and what is known of it."""
     names = kernel.function.arg_names
-    types = {"scale": "fp32", "cap": "fp32", "eps": "fp32"}
+    types = dict.fromkeys(("scale", "cap", "eps", "dt_low", "dt_high"), "fp32")
     types |= {name: f"*{dtype}" for name, dtype in kernel.pointers.items() if name != "eps"}
     signature = {name: "constexpr" if name in kernel.constants else types.get(name, "i32") for name in names}
     aligned = [

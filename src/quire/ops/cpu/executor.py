@@ -147,8 +147,8 @@ class NativeExecutor:
             case Scale(x=x, factor=factor):
                 return self._op(operator, native.EachParams(x.size, factor=factor), x, None, x)
             case Keep(buffers=buffers):
-                x, y, kept = (*buffers, None, None)[:3]
-                return self._op(operator, native.EachParams(), x, y, kept)
+                x, y, out = (*buffers, None, None)[:3]
+                return self._op(operator, native.EachParams(), x, y, out)
             case MixExperts(x=x, layer=layer, out=out):
                 linears = ExpertLinears.of(layer)
                 experts = linears.params()

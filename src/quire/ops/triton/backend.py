@@ -188,7 +188,6 @@ class TritonBackend(Backend):
     def _make_recurrent_plan(
         self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int
     ) -> TritonRecurrentPlan:
-        recurrent.check_spec(spec)
         return TritonRecurrentPlan(spec, max_tokens, max_seqs, max_pieces)
 
     _merge_states = staticmethod(states.merge_states)

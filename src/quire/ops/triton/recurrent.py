@@ -1,9 +1,13 @@
 """Layers that keep a state: the causal convolution, and the recurrences of the gated delta rule and of Mamba-2.
 
 What is computed, and the letters, are in `quire.ops.recurrent`. A program of the convolution has some channels of one
-piece. A program of a recurrence has a head and some of its Dv columns, and goes through the sequence's pieces with the
-state in registers: [Dk, columns], in fp32. Row t of a piece is row t of every tile, also where it comes alone, so its
-sums are formed in one order whatever the steps are: the rows before it are computed, or read from their record.
+piece. A program of a recurrence has a head and some of its Dv columns, and goes through the sequence's pieces. Row t of
+a piece is row t of every tile, also where it comes alone, so its sums are formed in one order whatever the steps are:
+the rows before it are computed, or read from their record. Products are those of fp32, with the keys' numbers in
+ascending order.
+
+A state does not fit the registers: from piece to piece it goes through memory, to its record, or to a place for the
+sequence where it has none. A step of one row reads it once.
 
 Of the delta rule, row t takes what the rows before it have added:
 
@@ -25,19 +29,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.errors import Unsupported
-from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentSpec
+from quire.ops.recurrent import PIECE, RecurrentCache
 from quire.ops.triton.functions import exp, is_finite, sigmoid, softplus
-from quire.ops.triton.launch import NAME, on_device_of
+from quire.ops.triton.launch import on_device_of
 from quire.ops.triton.recurrent_plan import TritonRecurrentPlan
 
-MAX_DIM_K = 256  # more keys' numbers leave no registers to the state
-STATE_TILE = 8192  # numbers of a state that a program holds
-WARPS = 4
-PRECISION = "ieee"
 CHANNELS = 128  # that a program of the convolution has
+COLUMNS, WARPS, STAGES = 64, 8, 2  # of a program of a recurrence
 
 C = tl.constexpr(PIECE)
+DEPTH = tl.constexpr(16)  # numbers of the keys that are multiplied at a time; more fill the registers
 EPS = tl.constexpr(1e-6)  # of the L2 norm of queries and keys
 
 
@@ -148,24 +149,62 @@ def _row_of(x, row, t):
 
 
 @triton.jit
+def _slice(x, x_token, token, new, first, DIM_K: tl.constexpr):
+    """Numbers first..first + DEPTH of the new rows' keys or queries; zeros in the other rows."""
+    dim = first + tl.arange(0, DEPTH)
+    at = x + token[:, None] * x_token + dim[None, :]
+    return tl.load(at, mask=new[:, None] & (dim < DIM_K)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scale_of(x, x_token, token, new, NORMED: tl.constexpr, DIM_K: tl.constexpr):
+    """What each row of keys or queries is multiplied by: 1 / its L2 norm, where they are NORMED."""
+    square = tl.zeros([C, DEPTH], tl.float32)
+    if not NORMED:
+        return tl.full([C], 1.0, tl.float32)
+    for first in tl.range(0, DIM_K, DEPTH):
+        part = _slice(x, x_token, token, new, first, DIM_K)
+        square += part * part
+    return tl.rsqrt(tl.sum(square, 1) + EPS)
+
+
+@triton.jit
+def _keys(k, x_token, token, new, scale, kept, old, first, DIM_K: tl.constexpr):
+    """Numbers first..first + DEPTH of a piece's keys: the old ones are in the record `kept`."""
+    dim = first + tl.arange(0, DEPTH)
+    at = kept + tl.arange(0, C)[:, None] * DIM_K + dim[None, :]
+    before = tl.load(at, mask=old[:, None] & (dim < DIM_K)[None, :], other=0.0)
+    return tl.where(old[:, None], before, _slice(k, x_token, token, new, first, DIM_K) * scale[:, None])
+
+
+@triton.jit
+def _before(state, passed, record, state_record, slot, STATE: tl.constexpr):
+    """Where the state before a piece is: in its record, or, where it has none, in what the step passes on."""
+    at = passed + slot.to(tl.int64) * STATE
+    if record >= 0:
+        at = state + record.to(tl.int64) * state_record
+    return at
+
+
+@triton.jit
 def recur_columns(
-    q, k, v, gates, out, decay_rate, dt_bias, skip, state, keys, updates, decays, nonfinite,
-    starts, lens, offsets, records, dt_low, dt_high, scale,
+    q, k, v, gates, out, decay_rate, dt_bias, skip, state, keys, updates, decays, passed, nonfinite,
+    starts, lens, offsets, records, slots, dt_low, dt_high, scale,
     x_token, gates_token, state_record, keys_record, updates_record, decays_record,
-    HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
-    K_TILE: tl.constexpr, V_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a head, from piece to piece of a sequence. Without `skip` it is the gated delta rule."""
     start, first, end, records = _sequence(starts, lens, offsets, records, tl.program_id(0))
     if first == end:
         return
+    DELTA: tl.constexpr = skip is None
+    STATE: tl.constexpr = HEADS * DIM_K * DIM_V
+    slot = tl.load(slots + tl.program_id(0))
     head = tl.program_id(1)
     k_head = head // (HEADS // K_HEADS)
     row = tl.arange(0, C)
-    earlier = row[:, None] < row[None, :]  # [j, t]
-    dim = tl.arange(0, K_TILE)
-    has_dim = (dim < DIM_K)[None, :]
-    column = tl.program_id(2) * V_TILE + tl.arange(0, V_TILE)
+    depth = tl.arange(0, DEPTH)
+    column = tl.program_id(2) * TILE + tl.arange(0, TILE)
     has_column = (column < DIM_V)[None, :]
     stores_keys = (head % (HEADS // K_HEADS) == 0) & (tl.program_id(2) == 0)
     rate = tl.load(decay_rate + head)
@@ -177,16 +216,11 @@ def recur_columns(
     gates += head
     out += head * DIM_V
     state += head * DIM_K * DIM_V
+    passed += head * DIM_K * DIM_V
     keys += k_head * C * DIM_K
     updates += head * C * DIM_V
     decays += head * C
-    of_keys = row[:, None] * DIM_K + dim[None, :]
-    of_updates = row[:, None] * DIM_V + column[None, :]
-    of_state = dim[:, None] * DIM_V + column[None, :]
-    in_state = (dim < DIM_K)[:, None] & has_column
 
-    before = tl.load(records).to(tl.int64) * state_record
-    S = tl.load(state + before + of_state, mask=in_state & (first >= C), other=0.0)
     for piece in tl.range(first // C, tl.cdiv(end, C), num_stages=1):
         of_piece = records + 2 * (piece - first // C)
         low = tl.maximum(first - piece * C, 0)
@@ -195,18 +229,12 @@ def recur_columns(
         old = row < low
         token = (start + piece * C - first + row).to(tl.int64)
         record = tl.load(of_piece + 1).to(tl.int64)
+        kept = keys + record * keys_record
+        before = _before(state, passed, tl.load(of_piece), state_record, slot, STATE)
 
-        # ---- the rows' keys, queries, log-decays, and what they bring; from the record where they came before
-        in_keys = new[:, None] & has_dim
-        query = tl.load(q + token[:, None] * x_token + dim[None, :], mask=in_keys, other=0.0).to(tl.float32)
-        key = tl.load(k + token[:, None] * x_token + dim[None, :], mask=in_keys, other=0.0).to(tl.float32)
-        in_updates = new[:, None] & has_column
-        value = tl.load(v + token[:, None] * x_token + column[None, :], mask=in_updates, other=0.0).to(tl.float32)
+        # ---- the rows' log-decays, and how much of them is new
         step = tl.load(gates + token * gates_token, mask=new, other=0.0).to(tl.float32)
-        if skip is None:
-            query *= tl.rsqrt(tl.sum(query * query, 1) + EPS)[:, None]
-            key *= tl.rsqrt(tl.sum(key * key, 1) + EPS)[:, None]
-            query *= scale
+        if DELTA:
             beta = sigmoid(step)
             decay = tl.load(gates + token * gates_token + HEADS, mask=new, other=0.0).to(tl.float32)
             decay = rate * softplus(decay + offset)
@@ -214,27 +242,51 @@ def recur_columns(
             beta = softplus(step + offset)
             beta = tl.where(beta < dt_low, dt_low, tl.where(beta > dt_high, dt_high, beta))
             decay = rate * beta
-        finite = tl.min(is_finite(key).to(tl.int32), 1) & is_finite(decay).to(tl.int32)
-        to_keys = keys + record * keys_record + of_keys
-        tl.store(to_keys, key, mask=in_keys & stores_keys & (record >= 0))
-        key = tl.where(old[:, None], tl.load(to_keys, mask=old[:, None] & has_dim, other=0.0), key)
-        to_updates = updates + record * updates_record + of_updates
-        U = tl.load(to_updates, mask=old[:, None] & has_column, other=0.0)
         to_decays = decays + record * decays_record + row
         G = tl.load(to_decays, mask=old, other=0.0)
         total = _row_of(G, row, low - 1)
         for t in tl.range(low, high, num_stages=1):
             total += _row_of(decay, row, t)
             G = tl.where(row == t, total, G)
-
-        # ---- updates
+        tl.store(to_decays, G, mask=new & (tl.program_id(2) == 0) & (record >= 0))
         fading = exp(G)[:, None]
         between = exp(G[None, :] - G[:, None])  # [j, t]
-        if skip is None:
-            recalled = fading * tl.dot(key, S, input_precision=PRECISION)
-            U = tl.where(new[:, None], beta[:, None] * (value - recalled), U)
-            alike = tl.dot(key, tl.trans(key), input_precision=PRECISION)  # [j, t]
-            weight = tl.where(earlier, -beta[None, :] * between * alike, (row[:, None] == row[None, :]).to(tl.float32))
+
+        # ---- products with the state and with the rows' keys
+        finite = is_finite(decay).to(tl.int32)
+        of_keys = _scale_of(k, x_token, token, new, DELTA, DIM_K)
+        of_queries = _scale_of(q, x_token, token, new, DELTA, DIM_K)
+        if DELTA:
+            of_queries *= scale
+        recalled = tl.zeros([C, TILE], tl.float32)
+        result = tl.zeros([C, TILE], tl.float32)
+        alike = tl.zeros([C, C], tl.float32)  # k_j·k_t at [j, t]
+        asked = tl.zeros([C, C], tl.float32)  # k_j·q_t
+        for begin in tl.range(0, DIM_K, DEPTH):
+            dim = begin + depth
+            at = dim[:, None] * DIM_V + column[None, :]
+            has = (dim < DIM_K)[:, None] & has_column & (piece > 0)
+            part = tl.load(before + at, mask=has, other=0.0)
+            key = _keys(k, x_token, token, new, of_keys, kept, old, begin, DIM_K)
+            query = _slice(q, x_token, token, new, begin, DIM_K) * of_queries[:, None]
+            mask = new[:, None] & (dim < DIM_K)[None, :] & stores_keys & (record >= 0)
+            tl.store(kept + row[:, None] * DIM_K + dim[None, :], key, mask=mask)
+            finite &= tl.min(is_finite(key).to(tl.int32), 1)
+            result = tl.dot(query, part, result, input_precision="ieee")
+            asked = tl.dot(key, tl.trans(query), asked, input_precision="ieee")
+            if DELTA:
+                recalled = tl.dot(key, part, recalled, input_precision="ieee")
+                alike = tl.dot(key, tl.trans(key), alike, input_precision="ieee")
+
+        # ---- updates
+        in_updates = new[:, None] & has_column
+        value = tl.load(v + token[:, None] * x_token + column[None, :], mask=in_updates, other=0.0).to(tl.float32)
+        to_updates = updates + record * updates_record + row[:, None] * DIM_V + column[None, :]
+        U = tl.load(to_updates, mask=old[:, None] & has_column, other=0.0)
+        if DELTA:
+            U = tl.where(new[:, None], beta[:, None] * (value - fading * recalled), U)
+            same = (row[:, None] == row[None, :]).to(tl.float32)
+            weight = tl.where(row[:, None] < row[None, :], -beta[None, :] * between * alike, same)
             for t in tl.range(low, high, num_stages=1):
                 of_row = tl.sum(tl.where(row[None, :] == t, weight, 0.0), 1)
                 update = tl.sum(tl.where((row <= t)[:, None], of_row[:, None] * U, 0.0), 0)
@@ -242,30 +294,36 @@ def recur_columns(
         else:
             U = tl.where(new[:, None], beta[:, None] * value, U)
         tl.store(to_updates, U, mask=in_updates & (record >= 0))
-        tl.store(to_decays, G, mask=new & (tl.program_id(2) == 0) & (record >= 0))
 
         # ---- results
         is_number = is_finite(U)
         broken = tl.min(tl.where(is_number, C, row[:, None]), 0)  # the first row of a column that is not finite
-        weight = tl.dot(key, tl.trans(query), input_precision=PRECISION)  # [j, t]
-        weight = tl.trans(tl.where(row[:, None] <= row[None, :], between * weight, 0.0))
-        mixed = tl.dot(weight, tl.where(is_number, U, 0.0), input_precision=PRECISION)
+        weight = tl.trans(tl.where(row[:, None] <= row[None, :], between * asked, 0.0))
+        mixed = tl.dot(weight, tl.where(is_number, U, 0.0), input_precision="ieee")
         mixed = tl.where(row[:, None] >= broken[None, :], float("nan"), mixed)
-        result = fading * tl.dot(query, S, input_precision=PRECISION) + mixed
-        if skip is not None:
+        result = fading * result + mixed
+        if not DELTA:
             result += tl.load(skip + head) * value
         to_out = out + token[:, None] * HEADS * DIM_V + column[None, :]
         tl.store(to_out, result.to(out.dtype.element_ty), mask=in_updates)
         finite &= tl.min(is_number.to(tl.int32), 1)
         tl.store(nonfinite + token, 1, mask=new & (finite == 0))
 
-        # ---- the state before the next piece. Tensor cores cut sums off; not added up in them, that does not add up.
-        if high == C:
+        # ---- the state before the next piece, where there is one
+        record = tl.load(of_piece + 2, mask=high == C, other=-1)
+        if (high == C) & ((record >= 0) | (end > (piece + 1) * C)):
+            after = _before(state, passed, record, state_record, slot, STATE)
             last = _row_of(G, row, C - 1)
-            faded = key * exp(last - G)[:, None]
-            S = exp(last) * S + tl.dot(tl.trans(faded), U, input_precision=PRECISION)
-            record = tl.load(of_piece + 2).to(tl.int64)
-            tl.store(state + record * state_record + of_state, S, mask=in_state & (record >= 0))
+            faded = exp(last - G)[:, None]
+            for begin in tl.range(0, DIM_K, DEPTH):
+                dim = begin + depth
+                at = dim[:, None] * DIM_V + column[None, :]
+                has = (dim < DIM_K)[:, None] & has_column
+                part = tl.load(before + at, mask=has & (piece > 0), other=0.0)
+                key = faded * _keys(k, x_token, token, new, of_keys, kept, old, begin, DIM_K)
+                part = tl.dot(tl.trans(key), U, exp(last) * part, input_precision="ieee")
+                tl.store(after + at, part, mask=has)
+            tl.debug_barrier()  # other threads read what was stored
 
 
 def gated_delta(
@@ -311,30 +369,18 @@ def _recur(
     spec = plan.spec
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     if out.numel():
-        k_tile, v_tile = tiles(spec)
         records = cache.state, cache.keys, cache.updates, cache.decays
+        passed = cache.state.new_empty(plan.num_passing, *cache.state.shape[1:])
         with on_device_of(out):
-            recur_columns[(plan.num_seqs, spec.num_heads, triton.cdiv(spec.dim_v, v_tile))](
-                q, k, v, gates, out, *weights, *records, plan.nonfinite,
-                *_step(plan), *dt_limits, 1 / math.sqrt(spec.dim_k),
+            recur_columns[(plan.num_seqs, spec.num_heads, triton.cdiv(spec.dim_v, COLUMNS))](
+                q, k, v, gates, out, *weights, *records, passed, plan.nonfinite,
+                *_step(plan), plan.slots, *dt_limits, 1 / math.sqrt(spec.dim_k),
                 v.stride(0), gates.stride(0), *(x.stride(0) for x in records),
-                spec.num_heads, spec.num_k_heads, spec.dim_k, spec.dim_v, k_tile, v_tile, PRECISION,
-                num_warps=WARPS, enable_fp_fusion=False,
+                spec.num_heads, spec.num_k_heads, spec.dim_k, spec.dim_v, COLUMNS,
+                num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=False,
             )  # fmt: skip
     return out
 
 
 def _step(plan: TritonRecurrentPlan) -> tuple[Tensor, ...]:
     return plan.starts, plan.lens, plan.offsets, plan.records
-
-
-def tiles(spec: RecurrentSpec) -> tuple[int, int]:
-    """Numbers of a key and columns of the values that a program has. 16 are the least of a matrix product."""
-    k_tile = max(16, triton.next_power_of_2(spec.dim_k))
-    return k_tile, max(16, min(triton.next_power_of_2(spec.dim_v), STATE_TILE // k_tile))
-
-
-def check_spec(spec: RecurrentSpec) -> None:
-    """Raise Unsupported for keys that are too long."""
-    if spec.dim_k > MAX_DIM_K:
-        raise Unsupported(f"spec.dim_k is {spec.dim_k}; the {NAME} backend serves keys of up to {MAX_DIM_K} numbers")
