@@ -219,7 +219,7 @@ def activate_part(
     elif FUNCTION == 4:
         value = tl.where(value < 0.0, 0.0, value * value)
     else:
-        value = sigmoid(value)
+        value = tl.where(value == value, sigmoid(value), value)  # NaN stays
     if GATED:
         up = tl.load(x + SIZE + dim, mask=dim < SIZE, other=0.0).to(tl.float32)
         if LIMITED:
