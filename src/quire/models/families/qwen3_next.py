@@ -45,10 +45,9 @@ def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
 
 def adapted(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:
     """Our form of a tensor: all queries, then all keys, values and gates; all of b, then all of a."""
-    if ".in_proj_" not in part:
+    mixer = config.layers[int(name.split(".")[1])].mixer if ".in_proj_" in part else None
+    if not isinstance(mixer, GatedDeltaConfig):
         return qwen3_5.adapted(config, name, part, tensor)
-    mixer = config.layers[int(name.split(".")[1])].mixer
-    assert isinstance(mixer, GatedDeltaConfig)
     share = mixer.num_heads // mixer.num_k_heads  # heads of values that a head of keys has
     values = share * mixer.dim_v
     sizes = [share, share] if ".in_proj_ba." in part else [mixer.dim_k, mixer.dim_k, values, values]
