@@ -82,8 +82,9 @@ GATED_EXPERTS = DELTA | {
 BASES |= {
     "Qwen3_5Moe": GATED_EXPERTS,
     "Qwen3Next": GATED_EXPERTS,
-    "Lfm2Moe": BASES["Lfm2"] | {
-        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "num_dense_layers": 1,
+    "Lfm2Moe": SHORT | {
+        "layer_types": ["conv", "full_attention", "conv"], "num_experts": 5, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 36, "num_dense_layers": 1,
     },
 }  # fmt: skip
 CONFIGS = {
