@@ -17,7 +17,7 @@ from quire.engine.engine import FIXED_RESERVE, LOGIT_BYTES, Engine, build_engine
 from quire.engine.loops import OverlappedLoop, SequentialLoop
 from quire.errors import ConfigError, Unsupported
 from quire.models import EMBEDDED, load_model
-from quire.models.decoder_config import ExpertsConfig, MlpConfig
+from quire.models.decoder_config import ExpertsConfig, LayerConfig, MlpConfig
 from quire.models.families import llama
 from quire.ops.cpu import native
 from quire.ops.cpu.executor import NativeExecutor
@@ -45,12 +45,13 @@ def on_gpu(
     monkeypatch: pytest.MonkeyPatch,
     free: int,
     backend: str = "triton",
-    experts: ExpertsConfig | None = None,
+    layers: tuple[LayerConfig, ...] | None = None,
     **options: Any,
 ) -> Engine:
     """The embedded model's engine as it would be on a GPU with so much free memory; runners do nothing."""
     model = load_model(EMBEDDED, engine_config(), ops.load())
-    model.config = replace(model.config, experts=experts)
+    if layers is not None:
+        model.config = replace(model.config, layers=layers)
     monkeypatch.setattr(engine_module, "free_memory", lambda device="cpu": free if device == "cuda" else 64 * GIB)
     monkeypatch.setattr(engine_module, "KVCache", lambda *given: SimpleNamespace(given=given))
     monkeypatch.setattr(engine_module, "Runner", lambda *given: SimpleNamespace(kind="eager", specs=given[3]))
