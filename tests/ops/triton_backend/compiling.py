@@ -187,7 +187,9 @@ def other_kernels(chip: str) -> Iterator[Kernel]:
         tile, warps = small.norm_tile(size)
         constants = {"HEADS": heads, "DIM": size, "TILE": tile, "GATE_FIRST": heads == 1}
         yield Kernel(f"gated_norm {size}", small.gated_norm_part, types, constants, {"num_warps": warps})
-    yield Kernel("gate", small.gate_part, pointers("bf16", "gate", "x"), {"SIZE": 4096, "TILE": 1024}, {})
+    yield Kernel(
+        "gate", small.gate_part, pointers("bf16", "gate", "x"), {"SIZE": 4096, "TILE": 1024, "BY_ROW": False}, {}
+    )
     step = pointers("i32", "starts", "lens", "offsets", "records")
     types = {**pointers("bf16", "x", "out", "tail", "inputs"), **pointers("fp32", "weight", "bias"), **step}
     constants = {"W": 8192, "TAPS": 4, "TAIL_TILE": 4, "TILE": recurrent.CHANNELS, "SILU": True}

@@ -186,13 +186,14 @@ def swiglu_part(gate_up, out, gate_up_token, SIZE: tl.constexpr, TILE: tl.conste
 
 
 @triton.jit
-def gate_part(gate, x, gate_token, x_token, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """A tile of one row, changed in place."""
+def gate_part(gate, x, gate_token, x_token, SIZE: tl.constexpr, TILE: tl.constexpr, BY_ROW: tl.constexpr):
+    """A tile of one row, changed in place. BY_ROW: the gate has one number a row."""
     row = tl.program_id(0).to(tl.int64)
     dim = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x += row * x_token + dim
     value = tl.load(x, mask=dim < SIZE, other=0.0).to(tl.float32)
-    value *= sigmoid(tl.load(gate + row * gate_token + dim, mask=dim < SIZE, other=0.0).to(tl.float32))
+    column = dim * 0 if BY_ROW else dim
+    value *= sigmoid(tl.load(gate + row * gate_token + column, mask=dim < SIZE, other=0.0).to(tl.float32))
     tl.store(x, value.to(x.dtype.element_ty), mask=dim < SIZE)
 
 
@@ -398,15 +399,15 @@ def swiglu(
 
 def gate(
     x: Tensor,  # [T, H], changed in place
-    gate: Tensor,  # [T, H]
+    gate: Tensor,  # [T, H] or [T, 1]
 ) -> None:
     """x *= sigmoid(gate)."""
     check_dtype("x", x)
     if x.numel():
-        size = x.shape[1]
+        size, by_row = x.shape[1], gate.shape[1] == 1
         tile = min(triton.next_power_of_2(size), PART_TILE)
         with on_device_of(x):
-            gate_part[(len(x), triton.cdiv(size, tile))](gate, x, gate.stride(0), x.stride(0), size, tile)
+            gate_part[(len(x), triton.cdiv(size, tile))](gate, x, gate.stride(0), x.stride(0), size, tile, by_row)
 
 
 def activate(
