@@ -123,11 +123,12 @@ def poison(served: Engine) -> None:
     for bucket in graphs._buckets.values():
         bucket.inputs.fill_(-(2**40))
     manager, cache = served.scheduler.manager, graphs.runner.cache
-    for group, pool, index in zip(manager.groups, manager.pools, manager.indexes, strict=True):
+    of_groups = zip(manager.groups, manager.pools, manager.indexes, cache._memory, strict=True)
+    for group, pool, index, memory in of_groups:
         free = torch.tensor(pool.ref_counts) == 0
         free[list(index.by_block)] = False
         for layer in group.layers:
-            cache._memory[layer][free] = torch.nan
+            memory[layer][free] = torch.nan
 
 
 def test_the_sizes_of_buckets() -> None:

@@ -76,11 +76,12 @@ def poison(served: Engine) -> None:
     manager = served.scheduler.manager
     eager = served.runner.runner if isinstance(served.runner, GraphRunner) else served.runner
     assert isinstance(eager, Runner)
-    for group, pool, index in zip(manager.groups, manager.pools, manager.indexes, strict=True):
+    of_groups = zip(manager.groups, manager.pools, manager.indexes, eager.cache._memory, strict=True)
+    for group, pool, index, memory in of_groups:
         free = torch.tensor(pool.ref_counts) == 0
         free[list(index.by_block)] = False
         for layer in group.layers:
-            eager.cache._memory[layer][free] = torch.nan
+            memory[layer][free] = torch.nan
 
 
 def results(served: Engine, requests: list[Request], preempted: Counter[Task] | None = None) -> Found:

@@ -128,10 +128,15 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 
 def filled_cache() -> KVCache:
     cache = KVCache(GROUPS, 12, 2, torch.float32, num_host_blocks=9)
-    for pool in (cache._memory, cache._host):
-        for layer, memory in pool.items():
+    for by_layer in (*cache._memory, *cache._host):
+        for layer, memory in by_layer.items():
             memory.copy_(torch.arange(memory.numel()).view(memory.shape) + 1_000 * layer)
     return cache
+
+
+def host_pools(cache: KVCache) -> list[torch.Tensor]:
+    """That of each layer."""
+    return [memory for by_layer in cache._host for memory in by_layer.values()]
 
 
 def steps(
@@ -176,8 +181,8 @@ def test_whatever_order_streams_run_in_the_results_are_those_of_one_after_the_ot
     expected = steps(plain, lambda call: call(), lambda: None)
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    cache._swap = SideStream(torch.device("cuda"), list(cache._host.values()), deferred(device))
-    assert runtime.registered == [memory.data_ptr() for memory in cache._host.values()]
+    cache._swap = SideStream(torch.device("cuda"), host_pools(cache), deferred(device))
+    assert runtime.registered == [memory.data_ptr() for memory in host_pools(cache)]
     found = steps(
         cache,
         lambda call: device.main.queue.append((None, call)),
@@ -186,8 +191,8 @@ def test_whatever_order_streams_run_in_the_results_are_those_of_one_after_the_ot
     device.finish()
     assert device.copies > 100
     assert found == expected
-    for pool, wanted in ((cache._memory, plain._memory), (cache._host, plain._host)):
-        for layer, memory in pool.items():
+    for by_layer, wanted in zip((*cache._memory, *cache._host), (*plain._memory, *plain._host), strict=True):
+        for layer, memory in by_layer.items():
             assert torch.equal(memory, wanted[layer])
 
 
@@ -196,7 +201,7 @@ def test_on_a_gpu() -> None:
     """Blocks go to the host and come back while the current stream is busy, and the pool is not pinned for ever."""
     groups = [replace(group, heads=Heads(8, 8, 128)) for group in GROUPS]
     cache = KVCache(groups, 64, 16, torch.bfloat16, "cuda", num_host_blocks=32)
-    host = cache._host[0]
+    host = cache._host[0][0]
     assert host.is_pinned()
     work = torch.randn(4_096, 4_096, device="cuda")
     for layer in range(5):
@@ -222,5 +227,5 @@ def test_a_pool_that_cannot_be_pinned(device: Device, monkeypatch: pytest.Monkey
     cache, runtime = filled_cache(), Runtime(most=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     with pytest.raises(ConfigError, match=r"pool of [\d,]+ bytes cannot be pinned \(CUDA error 2\).*swap_space"):
-        SideStream(torch.device("cuda"), list(cache._host.values()), deferred(device))
+        SideStream(torch.device("cuda"), host_pools(cache), deferred(device))
     assert runtime.registered == []
