@@ -239,8 +239,8 @@ class LaterRunner(FakeRunner):
     By then the host's buffers hold another step.
     """
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.log: list[str] = []  # what was launched and computed, by the number of the step
         self.queue: deque[tuple[Future[object], Callable[[], object]]] = deque()
         self.count = 0

@@ -44,7 +44,11 @@ class OverlappedRun(RandomRun):
         super().__init__(seed, seen, checked=True)
         scheduler, manager = self.scheduler, self.scheduler.manager
         self.runner: LaterRunner = LaterRunner(
-            manager.num_blocks, manager.block_size, self.groups, manager.host_pools[0].num_blocks
+            manager.num_blocks,
+            manager.block_size,
+            self.groups,
+            manager.host_pools[0].num_blocks,
+            state_pools=manager.state_pools,
         )
         limits = (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, -(-MAX_MODEL_LEN // manager.block_size))
         self.buffers = Buffers(self.groups, manager.block_size, *limits)

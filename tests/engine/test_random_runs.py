@@ -44,6 +44,7 @@ GROUPS = (
 )
 
 SEEDS, LONG_SEEDS, SHARDS = 3_000, 10_000, 5
+RARE = ("aborted swapped", "restarted", "aborted with guesses")  # a shard may see none of them unless it is long
 CHECKED = 5  # every so manieth run has a memory, and is audited after each step; the others at the end
 REPEATED = 20  # every so manieth run is done twice
 MAX_STEPS = 2000
@@ -347,7 +348,7 @@ def test_random_runs(shard: int, long: bool) -> None:
                 assert random_run(seed, Counter()) == trace_hash
         except Exception as error:
             raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
-    assert not [what for what in SEEN if not seen[what]]
+    assert not [what for what in SEEN if not seen[what] and (long or what not in RARE)]
 
 
 # ------------------------------------------------------------------------------------------------------- guesses
@@ -461,4 +462,4 @@ def test_random_runs_with_guesses(shard: int, long: bool) -> None:
         except Exception as error:
             raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
     assert compared > len(seeds)
-    assert not [what for what in GUESSED_SEEN if not seen[what]]
+    assert not [what for what in GUESSED_SEEN if not seen[what] and (long or what not in RARE)]
