@@ -25,7 +25,7 @@ from quire.ops.cpu import native
 from quire.request import Event, Request, SamplingParams
 from tests.engine.fakes import LaterRunner
 from tests.engine.test_graphs import Twin, asked
-from tests.engine.test_random_runs import MAX_MODEL_LEN, RandomRun
+from tests.engine.test_random_runs import MAX_MODEL_LEN, RARE, RandomRun
 from tests.models.checkpoints import engine, save
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,7 @@ class OverlappedRun(RandomRun):
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_random_runs(shard: int) -> None:
+def test_random_runs(shard: int, long: bool) -> None:
     seen: Counter[str] = Counter()
     for seed in range(shard, SEEDS, SHARDS):
         one = OverlappedRun(seed, seen)
@@ -94,7 +94,7 @@ def test_random_runs(shard: int) -> None:
             one.go()
         except Exception as error:
             raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
-    assert not [what for what in SEEN if not seen[what]]
+    assert not [what for what in SEEN if not seen[what] and (long or what not in RARE)]
 
 
 # ------------------------------------------------------------------------------------------------- real models

@@ -307,7 +307,7 @@ def test_a_long_step_is_not_a_stuck_one(hooked: Serving, monkeypatch: pytest.Mon
     monkeypatch.setattr(worker, "STUCK_AFTER", 0.01)
     gate, now, its = threading.Event(), time.monotonic(), hooked.service.worker
     slow = Device("slow", 1e30, 2e6, 1e30)  # by far the most of it takes its linears: 2 operations a parameter and row
-    its._cost = CostModel(replace(its._cost.model, layer_params=10**6, head_params=0, num_heads=0), slow, 16)
+    its._cost = CostModel(replace(its._cost.model, layer_params=10**6, head_params=0, groups=()), slow, 16)
     runner(hooked).before = lambda batch: gate.wait(30) and None
 
     def health(seconds: float) -> int:
