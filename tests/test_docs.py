@@ -169,10 +169,17 @@ def test_every_public_operator_has_its_place_on_the_page() -> None:
     page = (ROOT / "docs" / "operators.md").read_text()
     shown = "".join(body for kind, body in BLOCK.findall(page) if kind == "python")
     for name in ops.__all__:
-        if callable(getattr(ops, name)) and name not in ("AttentionPlan", "Limits", "Backend", "PagedPrefillInfo"):
-            assert f"{name}(" in shown or f"{name}.create(" in shown, f"no example calls {name}"
+        if callable(getattr(ops, name)) and name not in (
+            "AttentionPlan",
+            "Limits",
+            "Backend",
+            "PagedPrefillInfo",
+            "RecurrentPlan",
+        ):
+            made = (f"{name}(", f"{name}.create(", f"{name}.allocate(")
+            assert any(call in shown for call in made), f"no example calls {name}"
         assert f"`{name}`" in page or name in shown, f"docs/operators.md does not name {name}"
-    inner = {"compile", "linears", "swap", "experts", "keeps_bits", "set_prefetch"}  # for models, caches, options
+    inner = {"compile", "linears", "swap", "experts", "choose", "keeps_bits", "set_prefetch"}  # for models, caches, options
     for name, _ in inspect.getmembers(ops.Backend, inspect.isfunction):
         assert name.startswith("_") or name in inner or f"{name}(" in shown, f"no example calls {name}"
 

@@ -53,6 +53,7 @@ OUT: dict[str, dict[str, Any]] = {
     "prefetch": {"prefetch": "t0:2560:t1"},
     "reproducible": {"reproducible": True},
     "max_num_seqs": {"max_num_seqs": 3},
+    "state_snapshot_interval": {"state_snapshot_interval": 64},
     "max_num_batched_tokens": {"max_num_batched_tokens": 64},
     "scheduling_policy": {"scheduling_policy": "shortest"},
     "async_scheduling": {"async_scheduling": False},
