@@ -179,7 +179,15 @@ def test_every_public_operator_has_its_place_on_the_page() -> None:
             made = (f"{name}(", f"{name}.create(", f"{name}.allocate(")
             assert any(call in shown for call in made), f"no example calls {name}"
         assert f"`{name}`" in page or name in shown, f"docs/operators.md does not name {name}"
-    inner = {"compile", "linears", "swap", "experts", "choose", "keeps_bits", "set_prefetch"}  # for models, caches, options
+    inner = {
+        "compile",
+        "linears",
+        "swap",
+        "experts",
+        "choose",
+        "keeps_bits",
+        "set_prefetch",
+    }  # for models, caches, options
     for name, _ in inspect.getmembers(ops.Backend, inspect.isfunction):
         assert name.startswith("_") or name in inner or f"{name}(" in shown, f"no example calls {name}"
 
