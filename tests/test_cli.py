@@ -67,8 +67,8 @@ def test_bench_says_how_to_get_it_where_it_is_not_installed(arguments: list[str]
 def test_bench_lists_its_commands_and_passes_arguments_on() -> None:
     listed = CliRunner().invoke(app, ["bench", "--help"])
     assert listed.exit_code == 0
-    for command in ("attention", "blocks", "cascade", "gpu", "http", "latency", "memory", "planning", "scheduler",
-                    "serve", "soak", "startup", "throughput"):  # fmt: skip
+    for command in ("attention", "blocks", "cascade", "gpu", "http", "latency", "memory", "planning", "recurrent",
+                    "scheduler", "serve", "soak", "startup", "throughput"):  # fmt: skip
         assert re.search(rf"^\W*{command} ", listed.stdout, re.MULTILINE), command
     for arguments in (["planning", "--sequences", "0"], ["planning", "--", "--json"], ["nothing"], []):
         assert CliRunner().invoke(app, ["bench", *arguments]).exit_code == 2

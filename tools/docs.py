@@ -204,8 +204,8 @@ def fleet_metrics() -> str:
         waiting_tokens=0, num_waiting=0, num_running=0, max_running=1, free_blocks=1, cached_blocks=0, num_blocks=1,
         block_size=16, seconds_a_step=0.0, seconds_a_prompt_token=0.0, seconds_a_sequence=0.0, draining=False,
     )  # fmt: skip
-    one = Candidate(slot=0, name="", fingerprint="", healthy=True, state=state, step_age=0.0, num_blocks=0,
-                    unseen_tokens=0, unseen_requests=0)  # fmt: skip
+    one = Candidate(slot=0, name="", fingerprint="", state=state, step_age=0.0, num_blocks=0, unseen_tokens=0,
+                    unseen_requests=0)  # fmt: skip
     view = ReplicaView(url="", status=Status.UP, failure=None, fingerprint=None, different=(), state=state,
                        held_blocks=0, num_samples=0)  # fmt: skip
     found = FleetMetrics()

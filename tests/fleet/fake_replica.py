@@ -29,11 +29,14 @@ STATE = {
 }  # fmt: skip
 BEAT = 0.2  # s
 END = object()  # among lines: the session ends there
-Calls = Callable[[dict[str, Any]], "list[Any] | tuple[int, dict[str, Any]]"]
+Calls = Callable[[dict[str, Any]], "list[Any] | tuple[int, Any] | None"]
 
 
 class FakeReplica:
-    """Its sessions and calls. What a call brings is a list of lines for the session, or a status and a body."""
+    """Its sessions and calls.
+
+    What a call brings is a list of lines for the session, or a status and a body, or None: the session ends without it.
+    """
 
     def __init__(self, model: dict[str, Any], called: Calls, parts: dict[str, str]) -> None:
         self.url = ""
@@ -88,6 +91,10 @@ class FakeReplica:
         queue = self._queues[call["session"]]
         self.calls.append(call)
         found = self._called(call)
+        if found is None:  # the session ends, and there is no answer
+            queue.put_nowait(END)
+            await request.receive()
+            return Response()
         if isinstance(found, tuple):
             return JSONResponse(found[1], found[0])
         for line in found:

@@ -301,7 +301,6 @@ class Fleet:
                 slot=slot,
                 name=f"replica {slot}",
                 fingerprint="",
-                healthy=True,
                 state=replica.state(),
                 step_age=now - replica.began,
                 num_blocks=runs.get(slot, 0),

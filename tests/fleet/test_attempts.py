@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from quire.errors import NoReplica
-from quire.fleet.attempts import Attempts
+from quire.fleet.attempts import WAIT_FOR_ROOM, Attempts
 from quire.fleet.link import Link, Refused
 from quire.fleet.roster import Roster
 from quire.server.http.api_error import ApiError
@@ -62,6 +62,45 @@ def test_a_failure_is_the_client_s_the_second_time() -> None:
     run(main)
 
 
+def test_one_that_is_full_has_not_failed() -> None:
+    async def main() -> None:
+        tried, links = attempts(), [a_link(), a_link()]
+        tried.refused(links[0], refusal(429))
+        tried.refused(links[1], refusal(500))
+        assert tried.passed_over == set(links)
+        with pytest.raises(ApiError):
+            tried.refused(a_link(), refusal(500))
+
+    run(main)
+
+
+def test_who_does_not_know_the_session_has_not_failed() -> None:
+    async def main() -> None:
+        tried = attempts(True)
+        tried.refused(a_link(), refusal(404, "unknown_session"))
+        await tried.found_none(NoReplica("none"))
+        assert not tried.passed_over
+
+    run(main)
+
+
+def test_one_that_is_still_connected_is_asked_again_though_nothing_changes() -> None:
+    """As when a call alone was lost, and not the session."""
+
+    async def main() -> None:
+        tried, link = attempts(False, False), a_link()
+        link.hello, link.state = cast(Any, object()), cast(Any, object())
+        tried.lost(link)
+        await tried.found_none(NoReplica("none"))
+        assert not tried.passed_over
+        tried.lost(link)
+        link.state = None
+        with pytest.raises(ApiError):
+            await tried.found_none(NoReplica("none"))
+
+    run(main)
+
+
 def test_replicas_that_drain_are_passed_over_one_after_another() -> None:
     async def main() -> None:
         tried, links = attempts(), {a_link() for _ in range(3)}
@@ -85,9 +124,17 @@ def test_all_are_asked_again_after_a_change() -> None:
     run(main)
 
 
-def test_only_what_has_begun_waits_for_room() -> None:
+def test_only_what_has_begun_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whatever changes, it waits for a while: states come at each step, to all that wait."""
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+
     async def main() -> None:
-        tried = attempts(False, False)
+        tried = attempts()
         for _ in range(2):
             tried.refused(a_link(), refusal(429))
             await tried.found_none(NoReplica("none"), has_begun=True)
@@ -98,6 +145,7 @@ def test_only_what_has_begun_waits_for_room() -> None:
         assert error.value.status == 429
 
     run(main)
+    assert pauses == [WAIT_FOR_ROOM] * 2
 
 
 def test_what_is_served_already_does_not_wait() -> None:

@@ -18,10 +18,13 @@ import pytest
 from quire.errors import ConfigError
 from quire.fleet.config import GatewayConfig
 from quire.fleet.gateway import FleetServer, find_model
+from quire.fleet.link import LinkLost
 from quire.fleet.membership import StaticMembers
+from quire.server.http.api_error import ApiError
 from tests.fleet.asks import CHAT, COMPLETIONS, EMBEDDINGS, Answer, compared, take
 from tests.fleet.fake_replica import END, STATE, Calls, faking, frame
 from tests.fleet.gateways import SECRET, Front, drain, fronting, lose, replica_of, replicas, slow, slowed, until, value
+from tests.fleet.serving import gateway
 from tests.server.serving import Answer as HttpAnswer
 from tests.server.serving import Serving, serving
 
@@ -166,7 +169,7 @@ def test_the_other_routes_answer_as_a_plain_server_does(two: list[Serving], flee
 
 
 def test_tenants_share_no_blocks(two: list[Serving]) -> None:
-    """Nor does anybody without a key get an answer."""
+    """Nor does a client without a key get an answer."""
     with fronting(*(each.url for each in two), api_key=("one", "another")) as fleet:
 
         def cached(key: str) -> int:
@@ -237,6 +240,12 @@ LIES: dict[str, Calls] = {
     "a frame is none": lambda call: [{"frames": [{}]}],
     "an end is none": lambda call: [frame(call, 0, 0, [], 0, "", None, ["done", None, None])],
     "logprobs are missing": lambda call: [frame(call, 0, 0, [7], 0, "x")],
+    "what is rare is a number": lambda call: [frame(call, 0, 0, [7], 0, "x", None, None, 5)],
+    "a count is a text": lambda call: [frame(call, 0, 0, [7], 0, "x", None, None, {"cached": "a"})],
+    "a block event is a number": lambda call: [{"event": 0, "events": [5]}],
+    "a snapshot has lists": lambda call: [{"event": 0, "snapshot": [[1]]}],
+    "frames are a number": lambda call: [{"frames": 5}],
+    "a status is none": lambda call: [{"failed": [[call["flow"], 7, {"error": "text"}]]}],
     "a line is no object": lambda call: [b"[]\n"],
     "a line is no JSON": lambda call: [b"{]\n"],
     "a block event is missing": lambda call: [{"event": 7, "events": [["+", 1]]}],
@@ -254,6 +263,41 @@ def test_who_contradicts_himself_is_left_and_another_goes_on(two: list[Serving],
         assert found.json()["choices"] == two[0].ask("POST", COMPLETIONS, body).json()["choices"]
         assert value(fleet, "quire:fleet_contradictions_total", replica=fake.url) >= 1
         assert value(fleet, "quire:fleet_resume_mismatch_total") == 0
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_end_that_comes_with_what_cannot_be_is_none(two: list[Serving], is_stream: bool) -> None:
+    """Else the sample has ended where nothing counts it, and its client waits for ever."""
+    body = BODY | {"prompt_logprobs": 1, "stream": is_stream}
+
+    def called(call: dict[str, Any]) -> list[Any]:
+        return [frame(call, 0, 0, [7], 0, "x", None, ["stop", None, None], {"prompt_logprobs": [99, []]})]
+
+    with faking(two[0], called) as fake, fronting(fake.url, two[0].url) as fleet:
+        found, expected = (each.ask("POST", COMPLETIONS, body) for each in (fleet, two[0]))
+        assert fake.calls, "it was not asked"
+        if is_stream:
+            assert put_together(found.body).choices == put_together(expected.body).choices
+        else:
+            assert found.json()["choices"] == expected.json()["choices"]
+        assert value(fleet, "quire:fleet_contradictions_total", replica=fake.url) >= 1
+
+
+@pytest.mark.parametrize("body", [{"error": "text"}, [1], "text", {"error": [1]}, {"error": {"code": []}}], ids=str)
+def test_a_refusal_may_be_any_json(two: list[Serving], body: Any) -> None:
+    with faking(two[0], lambda call: (500, body)) as fake, fronting(fake.url, two[0].url) as fleet:
+        assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == text_of(two[0].ask("POST", COMPLETIONS, BODY))
+        assert fake.calls, "it was not asked"
+
+
+@pytest.mark.parametrize("change", [{"block_size": 0}, {"block_size": "16"}, {"has_windows": 1}], ids=str)
+def test_a_replica_that_cannot_be_gets_nothing(two: list[Serving], change: dict[str, Any]) -> None:
+    with faking(two[0], lambda call: []) as fake:
+        fake.hello |= change
+        with gateway(two[0].url, fake.url) as fleet:
+            until(lambda: value(fleet, "quire:fleet_contradictions_total", replica=fake.url) >= 1)
+            assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == text_of(two[0].ask("POST", COMPLETIONS, BODY))
+            assert not fake.calls
 
 
 def test_frames_of_what_was_never_asked_are_counted_and_dropped(two: list[Serving]) -> None:
@@ -317,6 +361,7 @@ def test_a_request_does_not_cross_to_other_bits(two: list[Serving]) -> None:
         assert found.status == 503
         assert found.headers["retry-after"] == "1"
         assert f"{two[0].url} computes other bits" in found.error()["message"]
+        assert f"{fake.url} does not answer: " in found.error()["message"]
         fake.is_down = False
         until(lambda: value(fleet, "quire:fleet_replica_up", replica=fake.url) == 1)
         stream = put_together(fleet.ask("POST", COMPLETIONS, BODY | {"stream": True}).body)
@@ -440,6 +485,111 @@ def test_what_the_only_replica_refuses_as_it_drains_waits_for_another_one(
         lose(two[0])
         found = asked.result()
         assert found.json()["choices"] == two[1].ask("POST", COMPLETIONS, body).json()["choices"]
+
+
+def test_a_stream_that_is_not_taken_may_begin_elsewhere(two: list[Serving]) -> None:
+    """At replicas of other bits, too: nothing of it is delivered."""
+    error = {"error": {"message": "no", "type": "x", "param": None, "code": "draining"}}
+    body = BODY | {"stream": True, "prompt": ["def f(x):\n", "class A:\n"]}
+    with faking(two[0], lambda call: (503, error), dtype="float32") as fake, fronting(fake.url, two[0].url) as fleet:
+        found = put_together(fleet.ask("POST", COMPLETIONS, body).body)
+        assert fake.calls, "it was not asked"
+        assert not found.errors
+        assert found.choices == put_together(two[0].ask("POST", COMPLETIONS, body).body).choices
+
+
+@pytest.mark.parametrize("extra", [{}, {"use_beam_search": True, "n": 2, "seed": None}])
+def test_a_call_that_is_lost_alone_is_sent_again(
+    two: list[Serving], extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session stays, and nothing changes at an idle replica."""
+    body, lost = BODY | {"temperature": 0} | extra, []
+    with fronting(two[0].url, patience=60.0) as fleet:
+        link = fleet.gateway.fleet.roster.links[two[0].url]
+        post = link.post
+
+        async def losing(path: str, message: Any) -> Any:
+            if not lost and path != "/fleet/abort":
+                lost.append(path)
+                raise LinkLost("the connection is closed")
+            return await post(path, message)
+
+        monkeypatch.setattr(link, "post", losing)
+        monkeypatch.setattr(fleet.gateway.fleet.roster, "changed", lambda: None)
+        found = fleet.ask("POST", COMPLETIONS, body)
+        assert lost
+        assert found.json()["choices"] == two[0].ask("POST", COMPLETIONS, body).json()["choices"]
+
+
+def test_calls_that_are_refused_leave_nothing(two: list[Serving], monkeypatch: pytest.MonkeyPatch) -> None:
+    with fronting(two[0].url) as fleet:
+        until(lambda: not replica_of(two[0])._uncached)
+
+        async def refuse(job: Any) -> None:
+            raise ApiError("not this one")
+
+        monkeypatch.setattr(two[0].service.worker, "submit", refuse)
+        assert fleet.ask("POST", COMPLETIONS, BODY).status == 400
+    assert not replica_of(two[0])._uncached
+
+
+def test_what_is_taken_as_a_replica_begins_to_drain_is_moved(
+    two: list[Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer to the call comes after the state that says so."""
+    body = BODY | {"max_tokens": 200}
+    expected = text_of(two[0].ask("POST", COMPLETIONS, body))
+    first, worker = two[0], two[0].service.worker
+    submit, go_on = worker.submit, threading.Event()
+
+    async def late(job: Any) -> None:
+        await submit(job)
+        await asyncio.to_thread(go_on.wait, 30)
+
+    replica_of(first)._rates = Rates(1e-9)  # type: ignore[assignment]  # so that it gets the request
+    with fronting(first.url, two[1].url) as fleet, ThreadPoolExecutor(1) as pool:
+        dispatch = fleet.gateway.fleet
+        monkeypatch.setattr(worker, "submit", late)
+        monkeypatch.setattr(dispatch, "frames", lambda link, frames: None)  # as if they came later, too
+        monkeypatch.setattr(first.service.worker.engine.runner, "seconds", 0.02)
+        asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
+        until(lambda: worker.num_samples == 1)
+        drain(first)
+        until(lambda: dispatch._draining)
+        monkeypatch.undo()
+        go_on.set()
+        assert text_of(asked.result()) == expected
+        assert value(fleet, "quire:fleet_resumed_total", reason="drained") == 1
+    replica_of(first).draining = False
+
+
+def test_what_is_compiled_as_a_replica_begins_to_drain_is_refused(
+    two: list[Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, replica = two[0].service, replica_of(two[0])
+    compiled = service.compiled
+
+    async def late(*arguments: Any) -> Any:
+        replica.draining = True
+        return await compiled(*arguments)
+
+    monkeypatch.setattr(service, "compiled", late)
+    replica._rates = Rates(1e-9)  # type: ignore[assignment]  # so that it gets the request
+    with fronting(two[0].url, two[1].url) as fleet:
+        body = BODY | {"regex": "[a-z]{20}"}
+        found = fleet.ask("POST", COMPLETIONS, body)
+        assert replica.draining, "it was not asked"
+        replica.draining = False
+        assert text_of(found) == text_of(two[1].ask("POST", COMPLETIONS, body))
+        assert value(fleet, "quire:fleet_routed_total", replica=two[0].url) == 0
+
+
+def test_a_search_that_kills_each_replica_is_given_up(two: list[Serving]) -> None:
+    with faking(two[0], lambda call: None) as fake, fronting(fake.url, patience=60.0) as fleet:
+        found = fleet.ask("POST", COMPLETIONS, BODY | {"use_beam_search": True, "n": 2, "seed": None})
+        assert (found.status, found.error()["code"]) == (503, "no_replica")
+        assert "9 replicas in a row were lost with the beam search" in found.error()["message"]
+        assert value(fleet, "quire:fleet_routed_total") == 0
 
 
 def test_no_event_of_a_sample_comes_before_its_prompts_logprobs(two: list[Serving]) -> None:

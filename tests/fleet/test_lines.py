@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -102,6 +103,21 @@ def test_nothing_comes() -> None:
 def test_nobody_listens() -> None:
     with pytest.raises(OSError):
         asyncio.run(read_lines("http://127.0.0.1:1/", {}, lambda _: None, connect=30.0, silence=30.0))
+
+
+def test_a_connection_that_is_not_made_leaves_nothing_that_fails_later() -> None:
+    failures: list[object] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+        with pytest.raises(OSError):
+            await read_lines("http://127.0.0.1:1/", {}, lambda _: None, connect=30.0, silence=0.0)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        gc.collect()
+
+    asyncio.run(main())
+    assert not failures
 
 
 def test_what_a_line_raises_ends_it() -> None:

@@ -19,7 +19,7 @@ IDLE = {"waiting_tokens": 0, "num_waiting": 0, "num_running": 0, "max_running": 
 
 def candidate(slot: int, num_blocks: int = 0, **state: Any) -> Candidate:
     return Candidate(
-        slot=slot, name=f"http://{slot}", fingerprint="f", healthy=True, state=ReplicaState(**IDLE | state),
+        slot=slot, name=f"http://{slot}", fingerprint="f", state=ReplicaState(**IDLE | state),
         step_age=0.0, num_blocks=num_blocks, unseen_tokens=0, unseen_requests=0,
     )  # fmt: skip
 

@@ -33,12 +33,11 @@ REQUEST = Demand(request_id="r", num_tokens=1_000, new_tokens=50, hit_rate=0.5)
 
 
 def candidate(slot: int, num_blocks: int = 0, /, **known: Any) -> Candidate:
-    """A healthy replica in that state, which holds so many of the request's blocks."""
+    """A replica in that state, which holds so many of the request's blocks."""
     return Candidate(
         slot=slot,
         name=f"http://r{slot}",
         fingerprint="aa",
-        healthy=True,
         state=state(**known),
         step_age=0.0,
         num_blocks=num_blocks,
@@ -146,12 +145,6 @@ class TestComplaints:
             one.state, waiting_tokens=one.state.waiting_tokens + tokens, num_waiting=one.state.num_waiting + 1
         )
         assert cost(demand, ours) == pytest.approx(cost(demand, replace(one, state=reported)))
-
-    @given(DEMANDS, fleets())
-    def test_an_unhealthy_replica_changes_no_choice(self, demand: Demand, fleet: list[Candidate]) -> None:
-        """Although it seems to be idle, and to hold everything."""
-        dead = replace(candidate(99, 62, free_blocks=1_000), healthy=False)
-        assert choose(demand, eligible([dead, *fleet])) == choose(demand, eligible(fleet))
 
     def test_long_contexts_count_by_their_tokens_and_blocks(self) -> None:
         short = candidate(0, num_running=4, waiting_tokens=400)
@@ -351,19 +344,19 @@ class TestRanking:
 class TestEligible:
     def test_replicas_that_may_take_a_request(self) -> None:
         fine, other = candidate(0), replace(candidate(1), fingerprint="bb")
-        draining, dead = candidate(2, draining=True), replace(candidate(3), healthy=False)
-        assert eligible([fine, other, draining, dead]) == [fine, other]
-        assert eligible([fine, other, draining, dead], fingerprint="bb") == [other]
+        draining = candidate(2, draining=True)
+        assert eligible([fine, other, draining]) == [fine, other]
+        assert eligible([fine, other, draining], fingerprint="bb") == [other]
 
     def test_none_is_an_error_that_says_why(self) -> None:
         other = replace(candidate(1), fingerprint="bb")
-        draining, dead = candidate(2, draining=True), replace(candidate(3), healthy=False)
+        draining = candidate(2, draining=True)
         sentence = (
-            r"no replica can take the request: http://r1 computes other bits \(bb, not aa\); http://r2 is draining; "
-            "http://r3 does not answer"
+            r"no replica can take the request: http://r3 does not answer; "
+            r"http://r1 computes other bits \(bb, not aa\); http://r2 is draining"
         )
         with pytest.raises(NoReplica, match=sentence):
-            eligible([other, draining, dead], fingerprint="aa")
+            eligible([other, draining], "aa", ["http://r3 does not answer"])
         for ask in (lambda: eligible([]), lambda: choose(REQUEST, [])):
             with pytest.raises(NoReplica, match="the fleet has none"):
                 ask()

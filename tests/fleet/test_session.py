@@ -1,17 +1,19 @@
-"""A session: when a gateway is sent a replica's state."""
+"""A session: when a gateway is sent a replica's state, and how it ends."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
 
 import pytest
 
-from quire.fleet.session import Session
+from quire.fleet.session import MAX_UNSENT, Session
 from quire.fleet.state import ReplicaState
-from quire.fleet.wire import Hello, dumps
+from quire.fleet.wire import Frame, Hello, dumps
 from tests.fleet.routing import state
+from tests.fleet.test_wire import HELLO
 
 
 @pytest.fixture
@@ -74,3 +76,43 @@ def test_calls_that_a_state_counts_come_with_it(now: list[float]) -> None:
     now[0] += 0.001
     one.add([], state(num_running=1), [])
     assert sent(one) == {}
+
+
+END = Frame(1, 0, 5, [9], 3, "end", None, ["stop", None, None])
+
+
+@pytest.mark.parametrize("kind", ["events", "frames"])
+def test_a_gateway_that_reads_too_slowly_is_dropped(kind: str) -> None:
+    """Whatever it leaves unread: else it takes a replica's memory."""
+    one = Session("s", lambda _: HELLO)
+    one.begin([], 0, state())
+    for _ in range(2):
+        if kind == "events":
+            one.add([["+", i] for i in range(MAX_UNSENT + 1)], state(), [])
+        else:
+            one.report([END] * (MAX_UNSENT + 1))
+
+    async def main() -> list[bytes]:
+        return [line async for line in one.lines()]
+
+    assert len(asyncio.run(asyncio.wait_for(main(), 20))) == 1  # what it is, and nothing of the blocks
+    assert not one._events
+    assert not one._frames
+
+
+def test_what_comes_while_the_last_line_is_sent_is_sent_too() -> None:
+    async def main() -> list[Any]:
+        one = Session("s", lambda _: HELLO)
+        one.begin([], 0, state())
+        one.flows[1] = None  # type: ignore[assignment]
+        lines = one.lines()
+        await anext(lines)
+        await anext(lines)
+        one.draining = one.closing = True
+        one.wake()
+        await anext(lines)
+        one.report([END])
+        del one.flows[1]
+        return [json.loads(line) async for line in lines]
+
+    assert [line["frames"] for line in asyncio.run(main())] == [[list(END)]]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.cache.prefix import root_digest
 from quire.errors import RequestError
-from quire.fleet.wire import Call, Frame, SearchCall, WireError, dumps, loads, read, wire_digest
+from quire.fleet.wire import Call, Frame, Hello, SearchCall, WireError, check_blocks, dumps, loads, read, wire_digest
 from quire.request import SamplingParams, Task
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
@@ -61,7 +61,7 @@ def test_searches_keep_all_that_they_ask() -> None:
     assert read(SearchCall, loads(dumps(search))) == search
 
 
-@pytest.mark.parametrize("line", [b"", b"[]", b"{", b"\xff", b"null", b'"text"'])
+@pytest.mark.parametrize("line", [b"", b"[]", b"{", b"\xff", b"null", b'"text"', b"[" * 100_000])
 def test_a_line_that_is_no_object_is_refused(line: bytes) -> None:
     with pytest.raises(WireError):
         loads(line)
@@ -81,6 +81,12 @@ def test_a_line_that_is_no_object_is_refused(line: bytes) -> None:
         [0, 0, 0, 1, 0, "", None, None, None],
         [0, 0, 0, [1, 2], 0, "", [[]], None, None],
         [0] * 12,
+        [0, 0, 0, [1], 0, "", None, None, 5],
+        [0, 0, 0, [1], 0, "", None, None, {"cached": "a"}],
+        [0, 0, 0, [1], 0, "", None, None, {"differences": -1}],
+        [0, 0, 0, [1], 0, "", None, None, {"prompt_logprobs": 1}],
+        [0, 0, 0, [1], 0, "", None, None, {"prompt_logprobs": [-1, []]}],
+        [0, 0, 0, [1], 0, "", None, None, {"hidden_state": [10**400]}],
     ],
 )
 def test_a_frame_that_is_none_is_refused(found: Any) -> None:
@@ -102,6 +108,46 @@ def test_calls_that_cannot_be_are_refused_by_field() -> None:
     del good["prompt"]
     with pytest.raises(WireError, match="prompt"):
         read(Call, good)
+
+
+HELLO = Hello(
+    protocol=1, session="s", incarnation="i", fingerprint={}, names=["m"], max_model_len=100, vocab_size=50,
+    eos_token_ids=[1], hidden_size=8, max_samples=4, block_size=16, salt="", has_windows=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_size": 0},
+        {"block_size": "16"},
+        {"max_model_len": 1.5},
+        {"max_samples": True},
+        {"vocab_size": None},
+        {"hidden_size": -1},
+        {"names": []},
+        {"names": "m"},
+        {"eos_token_ids": [None]},
+        {"salt": None},
+        {"session": 5},
+        {"has_windows": 0},
+    ],
+    ids=str,
+)
+def test_a_hello_that_cannot_be_is_refused_by_field(change: dict[str, Any]) -> None:
+    assert read(Hello, loads(dumps(HELLO))) == HELLO
+    with pytest.raises(WireError, match=next(iter(change))):
+        read(Hello, loads(dumps(HELLO)) | change)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "events"),
+    [(5, []), ([[1]], []), (None, 5), (None, [5]), (None, [[]]), (None, [["x", 1]]), (None, [["+", "a"]])],
+)
+def test_block_events_that_are_none_are_refused(snapshot: Any, events: Any) -> None:
+    check_blocks([1, 2], [["+", 1], ["-", 1, 2], ["0"]])
+    with pytest.raises(WireError, match="block"):
+        check_blocks(snapshot, events)
 
 
 def test_digests_say_nothing_without_the_secret() -> None:

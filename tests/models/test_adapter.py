@@ -135,7 +135,7 @@ def test_a_model_that_would_answer_wrongly_is_refused(monkeypatch: pytest.Monkey
         ("Reformer", {}, "does not let its attention be replaced; one sequence at a time, "),
         ("Bart", {}, "it is the decoder of an encoder-decoder model"),
         ("BigBird", {"is_decoder": True}, "its attention is sparse in long sequences; 'original_full' would be served"),
-        ("XLNet", {}, "one sequence at a time, "),
+        ("XLNet", {"d_head": 16}, "one sequence at a time, "),
     ],
 )
 def test_reasons(tmp_path: Path, kind: str, changes: dict[str, Any], reason: str) -> None:

@@ -97,8 +97,8 @@ def test_what_it_does_not_promise(tmp_path: Path) -> None:
         engine(tmp_path, num_speculative_tokens=2)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("Mamba", "keeps no keys and values|state"), ("XLNet", ".")])
-def test_without_keys_and_values_in_a_cache_none_is_served(kind: str, reason: str) -> None:
+@pytest.mark.parametrize("kind", ["Mamba", "XLNet"])
+def test_without_keys_and_values_in_a_cache_none_is_served(kind: str) -> None:
     model = getattr(transformers, {"XLNet": "XLNetLMHeadModel"}.get(kind, f"{kind}ForCausalLM"))
-    with pytest.raises(Unsupported, match=reason):
+    with pytest.raises(Unsupported):
         check(model, getattr(transformers, f"{kind}Config")(), ops.load(), Apart)

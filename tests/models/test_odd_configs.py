@@ -45,7 +45,7 @@ def test_starcoder2_rotates_whole_heads(tmp_path: Path) -> None:
 def test_a_null_number_of_kv_heads_is_one_for_each_head(tmp_path: Path, kind: str) -> None:
     model = save(tmp_path, kind, **SHORT | {"num_key_value_heads": 6})
     change_config(tmp_path, num_key_value_heads=None)
-    assert read_config(tmp_path)[0].num_kv_heads == 6
+    assert read_config(tmp_path)[0].groups[0].heads.num_kv_heads == 6
     assert_as_transformers(tmp_path, model)
 
 

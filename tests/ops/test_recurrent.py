@@ -26,6 +26,12 @@ SIZES = (
     Sizes(heads=4, k_heads=1, dim_k=33, dim_v=70, taps=1),
 )
 RULES = ("delta", "ssd")
+# Chunks of three sequences of 75, 33 and 100 tokens.
+CUTTINGS = [
+    {0: [10, 30, 0, 35], 1: [32, 1], 2: [31, 1, 1, 60, 7]},
+    {0: [1] * 75, 1: [1] * 33, 2: [50, *[1] * 50]},
+    {2: [64, 32, 4], 0: [75], 1: [1, 32]},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +40,15 @@ def _served(backend) -> None:
         pytest.skip(f"the backend {backend.name!r} has no operators of layers that keep a state")
 
 
-def dtypes(backend: ops.Backend) -> list[torch.dtype]:
-    return sorted(backend.limits.kv_dtypes, key=str)
+def is_interpreted(backend: ops.Backend) -> bool:
+    """Whether it is Triton's interpreter that computes, which takes a thousand times as long."""
+    return backend.name == "triton" and not torch.cuda.is_available()
+
+
+def dtypes(backend: ops.Backend, turn: int | None = None) -> list[torch.dtype]:
+    """All that the backend serves; in the interpreter one of them in turn, where there are turns."""
+    served = sorted(backend.limits.kv_dtypes, key=str)
+    return served if turn is None or not is_interpreted(backend) else [served[turn % len(served)]]
 
 
 def check(got: Tensor, want: Tensor, sums: float) -> None:
@@ -81,10 +94,11 @@ def check_same(backend: ops.Backend, got: Iterable[Tensor], want: Iterable[Tenso
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_against_the_plain_recurrence(backend, device, sizes, rule):
-    for dtype in dtypes(backend):
+    lengths = LENGTHS if not is_interpreted(backend) else (0, 1, PIECE, 2 * PIECE + 3)
+    for dtype in dtypes(backend, SIZES.index(sizes) + RULES.index(rule)):
         layer = Layer(Sizes(**{**vars(sizes), "dtype": dtype}), rule, seed=sizes.dim_v, device=device)
-        parts = {n: layer.inputs(length, seed=n) for n, length in enumerate(LENGTHS)}
-        results = play(Run(layer, backend), parts, {n: [length] for n, length in enumerate(LENGTHS)})
+        parts = {n: layer.inputs(length, seed=n) for n, length in enumerate(lengths)}
+        results = play(Run(layer, backend), parts, {n: [length] for n, length in enumerate(lengths)})
         for name, (x, gates) in parts.items():
             convolved, out = results[name]
             assert out.shape == (len(x), sizes.heads * sizes.dim_v)
@@ -98,15 +112,14 @@ def test_against_the_plain_recurrence(backend, device, sizes, rule):
 @pytest.mark.parametrize("sizes", SIZES[:3], ids=str)
 def test_the_same_in_any_steps(backend, device, sizes, rule, keep_all):
     """Whole prompts, chunks that begin and end anywhere, single tokens, several sequences in a step or one."""
-    for dtype in dtypes(backend):
+    lengths, cuttings = (75, 33, 100), CUTTINGS
+    if is_interpreted(backend):
+        lengths, cuttings = (40, 33), [{0: [10, 0, 21, 2, 1, 6], 1: [31, 1, 1]}]
+    for dtype in dtypes(backend, SIZES.index(sizes) + keep_all):
         layer = Layer(Sizes(**{**vars(sizes), "dtype": dtype}), rule, seed=3, device=device)
-        parts = {n: layer.inputs(length, seed=n) for n, length in enumerate((75, 33, 100))}
-        whole = play(Run(layer, backend), parts, {0: [75], 1: [33], 2: [100]})
-        for cuts in (
-            {0: [10, 30, 0, 35], 1: [32, 1], 2: [31, 1, 1, 60, 7]},
-            {0: [1] * 75, 1: [1] * 33, 2: [50, *[1] * 50]},
-            {2: [64, 32, 4], 0: [75], 1: [1, 32]},
-        ):
+        parts = {n: layer.inputs(length, seed=n) for n, length in enumerate(lengths)}
+        whole = play(Run(layer, backend), parts, {n: [length] for n, length in enumerate(lengths)})
+        for cuts in cuttings:
             cut = play(Run(layer, backend, keep_all), parts, cuts)
             for name in parts:
                 check_same(backend, whole[name], cut[name])
@@ -149,13 +162,14 @@ def test_a_state_is_read_by_several(backend, device):
 
 
 def test_strong_and_weak_decay_and_large_numbers(backend, device):
+    count = 40 if is_interpreted(backend) else 100
     for rule in RULES:
         for rate, size in ((-30.0, 1.0), (-1e-6, 1.0), (0.0, 1.0), (-0.5, 20.0)):
             layer = Layer(SIZES[1], rule, seed=5, device=device)
             layer.decay_rate.fill_(rate)
-            x, gates = layer.inputs(100, seed=6)
+            x, gates = layer.inputs(count, seed=6)
             x, gates = x * size, gates * size
-            convolved, out = play(Run(layer, backend), {0: (x, gates)}, {0: [100]})[0]
+            convolved, out = play(Run(layer, backend), {0: (x, gates)}, {0: [count]})[0]
             check(out, exact_recurrence(layer, convolved, gates), 2e-5)
 
 

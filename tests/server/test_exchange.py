@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 import uvicorn
 
 from quire.server.http.connection import Connection
+from quire.server.http.exchange import Exchange
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 PLAIN = [(b"content-type", b"text/plain")]
@@ -67,6 +71,33 @@ def answering(status: int, headers: list[tuple[bytes, bytes]], *bodies: bytes) -
             await send({"type": "http.response.body", "body": body, "more_body": i + 1 < len(bodies)})
 
     return app
+
+
+def test_an_exchange_is_gone_with_its_answer() -> None:
+    """Not when the collector looks for cycles, which a gateway lets it do seldom."""
+
+    class Client:
+        writable = asyncio.Event()
+        default_headers = ()
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_: None
+
+    async def main() -> None:
+        scope = {"method": "GET", "path": "/", "http_version": "1.1"}
+        Client.writable.set()
+        exchange = Exchange(Client(), scope, keep_alive=True, expects_continue=False)
+        await exchange.run(answering(200, PLAIN, b"a"))
+        assert exchange.complete
+        gone = weakref.ref(exchange)
+        del exchange
+        assert gone() is None
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
 
 
 def test_what_the_application_is_given() -> None:

@@ -12,7 +12,8 @@ from quire.fleet.work import FarGuide
 from quire.request import Guide
 from quire.server.http.api_error import ApiError
 
-WAIT_FOR_ROOM = 1.0  # s, if nothing changes before: then a replica that was full is asked again
+WAIT_FOR_ROOM = 1.0  # s until a replica that was full is asked again: each state of it may come to many that wait
+ASK_AGAIN = 0.1  # s, if nothing changes before, until a replica is that did not take a call and is still connected
 REFUSED_ELSEWHERE_TOO = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
@@ -39,7 +40,9 @@ class Attempts:
 
     def refused(self, link: Link, refusal: Refused) -> None:
         """A replica has refused. Raises ApiError where others would, too: a second one that fails is no accident."""
-        if refusal.status in REFUSED_ELSEWHERE_TOO or (self._refusal is not None and refusal.is_own_fault):
+        if refusal.status in REFUSED_ELSEWHERE_TOO or (
+            self._refusal is not None and self._refusal.is_own_fault and refusal.is_own_fault
+        ):
             raise client_error(refusal, self._guide) from refusal
         self.passed_over.add(link)
         if not refusal.is_away:
@@ -56,10 +59,19 @@ class Attempts:
         is_full = self._refusal is not None and self._refusal.status == HTTPStatus.TOO_MANY_REQUESTS
         if self._refusal is not None and not (is_full and has_begun):
             raise client_error(self._refusal, self._guide) from error
-        left = self._deadline - asyncio.get_running_loop().time()
-        if not await self._roster.change(WAIT_FOR_ROOM if is_full else left) and not is_full:
+        if is_full:
+            await asyncio.sleep(WAIT_FOR_ROOM)
+        elif not await self._change():
             raise no_replica(str(error)) from error
         self.passed_over, self._refusal = set(), None
+
+    async def _change(self) -> bool:
+        """Wait until it is of use to ask again. False: there is no time left for that."""
+        left = self._deadline - asyncio.get_running_loop().time()
+        if left > ASK_AGAIN and any(link.is_up for link in self.passed_over):
+            await self._roster.change(ASK_AGAIN)
+            return True
+        return await self._roster.change(left)
 
 
 def no_replica(why: str) -> ApiError:

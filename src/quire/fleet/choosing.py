@@ -40,12 +40,13 @@ class Chooser:
 
     def check_health(self) -> None:
         """Raise NoReplica if no replica serves."""
-        eligible(self._candidates((), lambda _: ()))
+        eligible(self._candidates((), lambda _: ()), others=self._others(()))
 
     async def for_work(self, work: Work, samples: Sequence[int], passed_over: Collection[Link]) -> Chosen:
         """Where these samples go. Raises NoReplica."""
         found = self._candidates(passed_over, lambda hello: work.digests(samples, hello, self._secret))
-        candidates = eligible(found, work.wanted_fingerprint if work.is_untouched else work.fingerprint)
+        fingerprint = work.wanted_fingerprint if work.is_untouched else work.fingerprint
+        candidates = eligible(found, fingerprint, self._others(passed_over))
         if any(link.hello is not None and link.hello.has_windows for link in self._roster.links.values()):
             candidates = await self._asked(work, samples, candidates)
         most = work.sampling.max_tokens
@@ -55,7 +56,8 @@ class Chooser:
 
     def for_search(self, job: FleetSearch, passed_over: Collection[Link]) -> Chosen:
         """Where a beam search goes. Raises NoReplica."""
-        candidates = eligible(self._candidates(passed_over, lambda hello: job.digests(hello, self._secret)))
+        found = self._candidates(passed_over, lambda hello: job.digests(hello, self._secret))
+        candidates = eligible(found, others=self._others(passed_over))
         expected = float(job.call.max_tokens * job.num_samples)
         return self._cheapest(job.call.name, len(job.call.prompt), expected, candidates)
 
@@ -94,7 +96,6 @@ class Chooser:
                     slot=link.slot,
                     name=link.url,
                     fingerprint=link.fingerprint.digest,
-                    healthy=link.is_up,
                     state=link.state,
                     step_age=max(0.0, now - (since if is_idle else link.state_time)),
                     num_blocks=runs[kind].get(link.slot, 0),
@@ -102,6 +103,18 @@ class Chooser:
                     unseen_requests=requests,
                 )
             )
+        return found
+
+    def _others(self, passed_over: Collection[Link]) -> list[str]:
+        """What is wrong with the replicas that are no candidates."""
+        found = []
+        for link in self._roster.links.values():
+            if not link.is_up:
+                found.append(f"{link.url} does not answer: {link.failure}")
+            elif not self._roster.is_fitting(link):
+                found.append(f"{link.url} serves another model")
+            elif link in passed_over:
+                found.append(f"{link.url} was asked and has not taken it")
         return found
 
     def _unseen(self) -> dict[Link, tuple[int, int, float]]:

@@ -161,7 +161,7 @@ class Fleet:
         self._open[job] = timer
 
     def _close(self, job: Job, error: ApiError | None = None) -> None:
-        """Let whoever waits for a job go on, and take back what replicas still do for it."""
+        """Let the one that waits for a job go on, and take back what replicas still do for it."""
         if job not in self._open:
             return
         timer = self._open.pop(job)
@@ -269,11 +269,20 @@ class Fleet:
             if work.job not in self._open:
                 for other in before.values():
                     self._give_up(other, "taken back")
+            self._let_go(work.job)
             raise
         if not assignment.is_placed:
             self._placed(assignment)
         if self._assignments.get(flow) is not assignment:  # it ended, or was taken back, meanwhile
             self._spawn(self._abort(link, flow))
+
+    def _let_go(self, job: Generation) -> None:
+        """Let a stream begin at any replica that its client's last event allows, if none has or may have taken it."""
+        works = self._works.get(job, ())
+        if isinstance(job, NumberedStream) and not any(one.is_admitted or one.assigned for one in works):
+            job.fingerprint = ""
+            for one in works:
+                one.wanted_fingerprint = job.wanted_fingerprint
 
     def _placed(self, assignment: Assignment) -> None:
         """A replica has taken a call: it has said so, or something has come of it before that."""
@@ -285,11 +294,13 @@ class Fleet:
             other.samples.discard(sample)
             if not other.samples:
                 self._give_up(other, "moved")
+        if assignment.link in self._draining:  # it began to after it had taken this
+            self._spawn(self._empty(assignment.link))
 
     async def _search(self, job: FleetSearch) -> None:
         """Let a replica do a beam search. When it is lost, another one does it from the start, with the same result."""
         context = None if self._traces is None else self._traces.current()
-        attempts, cause = Attempts(self.roster, self._config.patience), NEW
+        attempts, cause, num_lost = Attempts(self.roster, self._config.patience), NEW, 0
         while True:
             try:
                 link, choice = self._chooser.for_search(job, attempts.passed_over)
@@ -298,12 +309,17 @@ class Fleet:
                 continue
             job.replica = link.url
             placement = Placement(time.time(), job.call.name, (), 0, cause, choice)
-            self._metrics.routed(link.url, choice)
             self.placements.append(placement)
             try:
                 await job.run_at(link, span_of(placement, self._traces, context))
+                self._metrics.routed(link.url, choice)
                 return
-            except LinkLost:
+            except LinkLost as error:
+                num_lost += 1
+                if num_lost > MOST_LOST:
+                    message = f"{num_lost} replicas in a row were lost with the beam search"
+                    raise no_replica(f"{message}, the last one at {link.url}") from error
+                attempts = Attempts(self.roster, self._config.patience)  # which begins anew: the search took its time
                 attempts.lost(link)
                 cause = Cause("lost", link.url)
                 self._metrics.resumed("lost")

@@ -67,7 +67,7 @@ class Ledger:
                 raise WireError(f"{_place(frame)} has no logprobs, which were asked for")
             total, positions = output.cumulative_logprob or 0.0, []
             for token, candidates in zip(tokens, frame.logprobs[known:], strict=True):
-                found = _position(candidates, frame)
+                found = position(candidates, frame)
                 if token not in found:
                     raise WireError(f"{_place(frame)} has logprobs of other tokens than {token}: {candidates}")
                 positions.append(found)
@@ -77,11 +77,11 @@ class Ledger:
         return tokens, text
 
 
-def _position(candidates: list[list[Any]], frame: Frame) -> dict[int, Logprob]:
+def position(candidates: list[list[Any]], frame: Frame) -> dict[int, Logprob]:
     """The logprobs at one position. Raises WireError for what is none."""
     try:
         return {token: Logprob(float(logprob), rank, text) for token, logprob, rank, text in candidates}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise WireError(f"{_place(frame)} has logprobs that cannot be read: {candidates}") from error
 
 

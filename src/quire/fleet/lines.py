@@ -58,11 +58,13 @@ class _Reader(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._status = 0
         self._rest = b""  # what has come of a line
-        self._heard = self._loop.time()
-        self._timer = self._loop.call_later(silence, self._check)
+        self._heard = 0.0  # s of the loop's clock, when something came last
+        self._timer: asyncio.TimerHandle | None = None  # while there is a connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Ask."""
+        self._heard = self._loop.time()
+        self._timer = self._loop.call_later(self._silence, self._check)
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
@@ -79,7 +81,8 @@ class _Reader(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """Nothing more comes."""
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._end(error or ConnectionError("it has closed the connection"))
 
     # ------------------------------------------------------------------------------------------ the parser's calls

@@ -15,13 +15,26 @@ from quire.errors import QuireError
 from quire.fleet.fingerprint import Fingerprint
 from quire.fleet.lines import HttpRefused, read_lines
 from quire.fleet.state import ReplicaState
-from quire.fleet.wire import PROTOCOL, SILENCE, Call, Frame, Hello, SearchCall, WireError, dumps, loads, read
+from quire.fleet.wire import (
+    PROTOCOL,
+    SILENCE,
+    Call,
+    Frame,
+    Hello,
+    SearchCall,
+    WireError,
+    check_blocks,
+    dumps,
+    loads,
+    read,
+)
 
 log = logging.getLogger("quire.fleet")
 
 CONNECT = 2.0  # s in which a connection must be made
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # s before a replica that is lost is asked again
-BUSY = ("draining", "engine_stopped", "engine_stuck")  # codes of replicas that others can stand in for
+# Codes of replicas that others can stand in for. One that does not know the session has just ended it.
+BUSY = ("draining", "engine_stopped", "engine_stuck", "unknown_session")
 LONGEST_DISTRUST = 60.0  # s, of one that contradicts itself
 
 
@@ -32,8 +45,10 @@ class LinkLost(QuireError):
 class Refused(QuireError):
     """The replica has refused a call."""
 
-    def __init__(self, status: int, body: dict[str, Any]) -> None:
-        self.error: dict[str, Any] = body.get("error") or {}
+    def __init__(self, status: int, body: object) -> None:
+        """body: as JSON has it, whatever that is."""
+        error = body.get("error") if isinstance(body, dict) else None
+        self.error: dict[str, Any] = error if isinstance(error, dict) else {}
         self.is_away = self.error.get("code") in BUSY  # as one that is lost: it says nothing of the call
         self.is_own_fault = status >= 500 and not self.is_away
         super().__init__(str(self.error.get("message", f"HTTP status {status}")))
@@ -125,7 +140,7 @@ class Link:
             return await task
         except asyncio.CancelledError:
             if task in self._posts:
-                raise  # whoever waited is cancelled
+                raise  # the one that waited is cancelled
             raise LinkLost(f"{self.url}: {self.failure}") from None
         finally:
             self._posts.discard(task)
@@ -141,7 +156,9 @@ class Link:
             raise LinkLost(f"{self.url}: {_reason(error)}") from error
         if answer.status != 200:
             raise Refused(answer.status, found)
-        return dict(found)
+        if not isinstance(found, dict):
+            raise LinkLost(f"{self.url}: it answers {path} with a {type(found).__name__}; it must be an object")
+        return found
 
     async def _serve(self) -> None:
         """Hear the replica until its session ends."""
@@ -152,11 +169,18 @@ class Link:
             raise Refused(error.status, json.loads(error.body)) from error
 
     def _hear(self, line: bytes) -> None:
-        """Take in a line, of which the first one says what the replica is. Raises WireError."""
-        message = loads(line)
-        if self.hello is not None:
-            self._take(message)
-            return
+        """Take in a line. Raises WireError, also where what it brings cannot be taken for a reason not thought of."""
+        try:
+            take = self._greet if self.hello is None else self._take
+            take(loads(line))
+        except WireError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            log.exception("a line of replica %s cannot be taken", self.url)
+            raise WireError(f"a line cannot be taken: {type(error).__name__}: {error}") from error
+
+    def _greet(self, message: dict[str, Any]) -> None:
+        """Take in the first line: what the replica is. Raises WireError."""
         if (spoken := message.get("protocol")) != PROTOCOL:
             raise WireError(f"it speaks version {spoken} of the fleet's protocol; this gateway {PROTOCOL}")
         hello = read(Hello, message)
@@ -164,16 +188,14 @@ class Link:
         self.hello = hello
 
     def _take(self, message: dict[str, Any]) -> None:
+        """Take in any other line."""
         was_up, listener = self.is_up, self._listener
-        try:
-            frames = [Frame.parse(frame) for frame in message.get("frames", ())]
-            failed = [(int(flow), int(status), dict(body)) for flow, status, body in message.get("failed", ())]
-            started = [int(flow) for flow in message.get("started", ())]
-            state = read(ReplicaState, message["state"]) if "state" in message else None
-            snapshot, events = message.get("snapshot"), message.get("events", [])
-            first = message.get("event")
-        except (KeyError, TypeError, AttributeError) as error:
-            raise WireError(f"a line cannot be read: {type(error).__name__}: {error}") from error
+        frames = [Frame.parse(frame) for frame in message.get("frames", ())]
+        failed = [(int(flow), int(status), dict(body)) for flow, status, body in message.get("failed", ())]
+        started = [int(flow) for flow in message.get("started", ())]
+        state = read(ReplicaState, message["state"]) if "state" in message else None
+        first, snapshot, events = message.get("event"), message.get("snapshot"), message.get("events", [])
+        check_blocks(snapshot, events)
         if snapshot is not None:
             self._next_event = first
             listener.blocks(self, snapshot, [])

@@ -94,7 +94,7 @@ class Replica:
         return routes
 
     def drain(self) -> None:
-        """Take no further calls, and let gateways move those that run. What nobody moves is served to its end."""
+        """Take no further calls, and let gateways move those that run. What none of them moves is served to its end."""
         self.draining = True
         for session in self._sessions.values():
             session.draining = True
@@ -129,11 +129,12 @@ class Replica:
 
     async def _generate(self, request: HttpRequest) -> Response:
         session, call = await self._called(request, Call)
-        if self.draining:
-            raise ApiError("this replica takes no further requests", HTTPStatus.SERVICE_UNAVAILABLE, code="draining")
-        flow = Flow(session, call.flow, await self._made(call))
-        if call.uncached is not None:
-            self._uncached |= {request.id: call.uncached for request in flow.requests}
+        self._check_open()
+        self._worker.check_room(call.sampling.n if call.sample is None else 1)  # before a grammar is compiled in vain
+        prompts = await self._made(call)
+        self._check_open()  # that takes its time
+        uncached = {} if call.uncached is None else {one.id: call.uncached for _, found in prompts for one in found}
+        flow = Flow(session, call.flow, prompts, partial(self._uncached.update, uncached))
         self._num_resumed += bool(call.delivered)
         with self._under(call.trace):
             await self._worker.submit(flow)
@@ -151,6 +152,7 @@ class Replica:
 
     async def _search(self, request: HttpRequest) -> Response:
         _, call = await self._called(request, SearchCall)
+        self._check_open()
         params = BeamSearchParams(
             beam_width=call.beam_width,
             max_tokens=call.max_tokens,
@@ -226,6 +228,11 @@ class Replica:
             requests[0].resume(call.delivered, call.num_checked)
         return [(output, requests)]
 
+    def _check_open(self) -> None:
+        """Raise ApiError (503) if it drains."""
+        if self.draining:
+            raise ApiError("this replica takes no further requests", HTTPStatus.SERVICE_UNAVAILABLE, code="draining")
+
     def _under(self, trace: str | None) -> AbstractContextManager[None]:
         """Within it, what is submitted is traced as a part of a gateway's span."""
         traces = self._service.traces
@@ -265,19 +272,23 @@ class Replica:
 
     async def _beat(self) -> None:
         """Let each session say something now and then, also while a step lasts."""
+        was_healthy = True
         while self._sessions or not self._closing:
             await asyncio.sleep(BEAT)
             try:
                 self._worker.check_health()
+                was_healthy = True
             except ApiError as error:  # an engine that is stuck must not look alive because the event loop is
-                log.error("the gateways' sessions end: %s", error)
+                if was_healthy:
+                    log.error("the gateways' sessions end: %s", error)
+                was_healthy = False
                 for session in self._sessions.values():
                     session.close()
             for session in self._sessions.values():
                 session.wake()
 
     def _end(self, session: Session) -> None:
-        """A gateway has gone: nobody waits for what it asked for."""
+        """A gateway has gone: nothing that it asked for is waited for."""
         session.close()
         if self._sessions.pop(session.name, None) is not None:
             for flow in session.flows.values():

@@ -42,7 +42,6 @@ class Candidate:
     slot: int
     name: str  # for people: its URL
     fingerprint: str  # digest of what its bits depend on
-    healthy: bool  # connected, and heard of lately
     state: ReplicaState  # the last one that it sent
     # s since it began a step, as far as is known: since that state came or, where it was idle then, since a request was
     # sent there
@@ -106,18 +105,19 @@ class _Rates:
     sequence: float
 
 
-def eligible(candidates: Iterable[Candidate], fingerprint: str | None = None) -> list[Candidate]:
-    """The candidates that may take a request: healthy ones that do not drain.
+def eligible(
+    candidates: Iterable[Candidate], fingerprint: str | None = None, others: Sequence[str] = ()
+) -> list[Candidate]:
+    """The candidates that may take a request: those that do not drain.
 
     fingerprint: of the replicas that may go on with a request that has begun; None: it has not.
+    others: what is wrong with the replicas that are no candidates.
 
     Raises NoReplica, which says of each candidate what is wrong, if there is none.
     """
-    found, refused = [], []
+    found, refused = [], list(others)
     for candidate in candidates:
-        if not candidate.healthy:
-            refused.append(f"{candidate.name} does not answer")
-        elif candidate.state.draining:
+        if candidate.state.draining:
             refused.append(f"{candidate.name} is draining")
         elif fingerprint is not None and candidate.fingerprint != fingerprint:
             refused.append(f"{candidate.name} computes other bits ({candidate.fingerprint}, not {fingerprint})")

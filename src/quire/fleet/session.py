@@ -59,6 +59,7 @@ class Session:
     def add(self, events: list[list[Any]], state: ReplicaState, started: Sequence[int]) -> None:
         """Events of a step, the state after it, and the calls that this one counts for the first time."""
         self._events += events
+        self._bound()
         self._state = state
         self._started += started
         if events or self._load_differs():
@@ -67,8 +68,7 @@ class Session:
     def report(self, frames: list[Frame]) -> None:
         """What came to open calls."""
         self._frames += frames
-        if len(self._frames) + len(self._events) > MAX_UNSENT:
-            self.close()
+        self._bound()
         self.wake()
 
     def fail(self, flow: int, status: int, body: dict[str, Any]) -> None:
@@ -76,6 +76,12 @@ class Session:
         self.flows.pop(flow, None)
         self._failed.append([flow, status, body])
         self.wake()
+
+    def _bound(self) -> None:
+        """Drop a gateway that reads too slowly, and what it was to be sent."""
+        if self._gone or len(self._frames) + len(self._events) > MAX_UNSENT:
+            self.close()
+            self._frames, self._events = [], []
 
     def _load_differs(self) -> bool:
         """Whether a request began or ended, or a part of a prompt was computed, since a state was sent."""
@@ -88,7 +94,7 @@ class Session:
             await self._news.wait()
             self._news.clear()
             yield dumps(self._message())
-            if self.closing and not self.flows:
+            if self.closing and not self.flows and not self._news.is_set():
                 return
 
     def _message(self) -> dict[str, Any]:
@@ -120,8 +126,13 @@ def _load(state: ReplicaState | None) -> tuple[int, ...] | None:
 class Flow(Generation):
     """A call, reported as frames."""
 
-    def __init__(self, session: Session, number: int, prompts: Sequence[tuple[RequestOutput, list[Request]]]) -> None:
+    def __init__(
+        self, session: Session, number: int, prompts: Sequence[tuple[RequestOutput, list[Request]]],
+        started: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """started: is called by the engine's thread when the samples are queued."""
         super().__init__(prompts)
+        self._started = started
         self._session = session
         self._number = number
         self._sent: dict[int, tuple[int, int]] = {}  # characters and tokens of each sample; the engine thread's
@@ -134,6 +145,7 @@ class Flow(Generation):
     def start(self, processor: TextEngine) -> None:
         """Queue all samples."""
         super().start(processor)
+        self._started()
         self._session.started.append(self._number)
         for output in self.outputs:
             self._sent |= {one.index: (len(one.text), len(one.token_ids)) for one in output.outputs}

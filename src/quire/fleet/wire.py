@@ -13,12 +13,13 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from quire.errors import QuireError, RequestError
+from quire.errors import QuireError, RequestError, check_integer
 from quire.request import FinishReason, SamplingParams, Task
 
 PROTOCOL = 1  # both ends have to speak the same
 BEAT = 0.25  # s: so often at least a replica sends a line
 SILENCE = 1.5  # s without a line after which a replica counts as hung
+EVENTS = ("+", "-", "0")  # of blocks: stored, removed, all of them gone
 ENDS = tuple(reason.value for reason in FinishReason)
 DIGEST_SIZE = 8  # bytes of a block's digest on the wire
 T = TypeVar("T")
@@ -57,7 +58,25 @@ class Frame(NamedTuple):
             raise WireError(f"a frame's end is {_shown(end)}; it must be a finish reason, a stop reason and an error")
         if frame.logprobs is not None and len(frame.logprobs) != len(frame.tokens):
             raise WireError(f"a frame has {len(frame.tokens)} tokens and logprobs of {len(frame.logprobs)}")
+        if frame.more is not None:
+            _check_more(frame.more)
         return frame
+
+
+def _check_more(more: Any) -> None:
+    """Raise WireError for what a frame cannot have besides tokens."""
+    if not isinstance(more, dict):
+        raise WireError(f"what a frame has besides tokens is {_shown(more)}; it must be an object")
+    for name in more.keys() & {"cached", "differences"}:
+        check_integer(WireError, f"{name} of a frame", more[name], 0)
+    if "prompt_logprobs" in more:
+        found = more["prompt_logprobs"]
+        if not isinstance(found, list) or [*map(type, found)] != [int, list] or found[0] < 0:
+            raise WireError(f"prompt_logprobs of a frame is {_shown(found)}; it must be a position and a list")
+    if "hidden_state" in more:
+        found = more["hidden_state"]
+        if not isinstance(found, list) or {*map(type, found)} != {float}:
+            raise WireError(f"hidden_state of a frame is {_shown(found)}; it must be a list of numbers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +122,7 @@ class SearchCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """What a replica is; the first line of a session."""
+    """What a replica is; the first line of a session. Raises WireError, with the field's name, for what cannot be."""
 
     protocol: int
     session: str
@@ -119,6 +138,30 @@ class Hello:
     salt: str  # of the cache: what digests depend on besides a request's own salt
     has_windows: bool  # how much of a prompt is cached, the replica alone can say
 
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "vocab_size", "hidden_size", "max_samples", "block_size"):
+            check_integer(WireError, name, getattr(self, name), 1)
+        for name in ("session", "incarnation", "salt"):
+            if not isinstance(found := getattr(self, name), str):
+                raise WireError(f"{name} is {_shown(found)}; it must be a text")
+        if not isinstance(self.names, list) or {*map(type, self.names)} != {str}:
+            raise WireError(f"names is {_shown(self.names)}; it must be a list of one text or more")
+        if not isinstance(self.eos_token_ids, list) or not {*map(type, self.eos_token_ids)} <= {int}:
+            raise WireError(f"eos_token_ids is {_shown(self.eos_token_ids)}; it must be a list of integers")
+        if not isinstance(self.has_windows, bool):
+            raise WireError(f"has_windows is {self.has_windows!r}; it must be true or false")
+
+
+def check_blocks(snapshot: Any, events: Any) -> None:
+    """Raise WireError for what is no list of digests (or None), and no list of block events: a kind and digests."""
+    if snapshot is not None and not (isinstance(snapshot, list) and {*map(type, snapshot)} <= {int}):
+        raise WireError(f"a snapshot of blocks is {_shown(snapshot)}; it must be a list of digests")
+    if not isinstance(events, list):
+        raise WireError(f"block events are {_shown(events)}; they must be a list")
+    for event in events:
+        if not (isinstance(event, list) and event and event[0] in EVENTS and {*map(type, event[1:])} <= {int}):
+            raise WireError(f"a block event is {_shown(event)}; it must be a kind ({', '.join(EVENTS)}) and digests")
+
 
 def dumps(message: Any) -> bytes:
     """A message as a line. What is no finite number survives."""
@@ -131,7 +174,7 @@ def loads(line: bytes) -> dict[str, Any]:
     """A line's message. Raises WireError for what is no JSON object."""
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WireError(f"{_shown(line)} is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise WireError(f"a message is {_shown(found)}; it must be an object")

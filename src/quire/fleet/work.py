@@ -14,7 +14,7 @@ import numpy as np
 from quire.cache.prefix import block_digest, root_digest
 from quire.errors import BadValue
 from quire.fleet.index import Expectation
-from quire.fleet.ledger import Ledger
+from quire.fleet.ledger import Ledger, position
 from quire.fleet.link import Link
 from quire.fleet.placement import Placement
 from quire.fleet.wire import Call, Frame, Hello, WireError, wire_digest
@@ -158,24 +158,29 @@ class Work:
         )
 
     def enter(self, frame: Frame) -> bool:
-        """Take in a frame. False: there is nothing new in it. Raises WireError where it cannot be."""
+        """Take in a frame. False: there is nothing new in it. Raises WireError, entering nothing, if it cannot be."""
+        of_prompt = self._unknown_of_prompt(frame)
         is_new = self.ledgers[frame.sample].enter(frame)
         more = frame.more
         if more is None:
             return is_new
         if "cached" in more and self.output.prefix_report is None:
             self.output.prefix_report = PrefixReport(len(self.output.prompt_token_ids), more["cached"], 1)
-        if "prompt_logprobs" in more and self.output.prompt_logprobs is not None:
-            at, found = more["prompt_logprobs"]
-            known = len(self.output.prompt_logprobs) - at
-            if known < 0:
-                raise WireError(f"prompt logprobs from position {at} on come after {at + known}")
-            self.output.prompt_logprobs += [
-                {token: Logprob(logprob, rank, text) for token, logprob, rank, text in one} for one in found[known:]
-            ]
+        if self.output.prompt_logprobs is not None:
+            self.output.prompt_logprobs += of_prompt
         if "hidden_state" in more:
             self.output.hidden_state = np.array(more["hidden_state"], np.float32)
         return is_new
+
+    def _unknown_of_prompt(self, frame: Frame) -> list[dict[int, Logprob]]:
+        """The prompt's logprobs in a frame that are not known yet. Raises WireError."""
+        known = self.output.prompt_logprobs
+        if known is None or frame.more is None or "prompt_logprobs" not in frame.more:
+            return []
+        at, found = frame.more["prompt_logprobs"]
+        if at > len(known):
+            raise WireError(f"prompt logprobs from position {at} on come after {len(known)}")
+        return [position(one, frame) for one in found[len(known) - at :]]
 
     def end(self, reason: FinishReason) -> None:
         """End all samples that are open."""

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from quire import ops
-from quire.ops.triton import cache, linear, sampling, small, states
+from quire.ops.triton import cache, linear, recurrent, sampling, small, states
 from quire.ops.triton.attention import attend as attend_kernel
 from quire.ops.triton.attention import merge as merge_kernel
 from quire.ops.triton.tiles import CHUNK, Kind, Tile, choose, precision
@@ -37,7 +37,8 @@ BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 COUNTED = re.compile(r"(attend \w+|linear) \d+ bf16")  # the kernels whose instructions are of interest
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512, 1024)
 SOME_HEAD_DIMS = (64, 128, 256)
-UNALIGNED = ("scale", "cap", "window", "eps", "num_rows", "inner", "rows")  # arguments that are multiples of nothing
+SCALARS = ("scale", "cap", "eps", "slope", "limit", "offset", "dt_low", "dt_high")
+UNALIGNED = (*SCALARS, "window", "num_rows", "inner", "rows")  # arguments that are multiples of nothing
 
 
 @dataclass
@@ -175,12 +176,23 @@ def other_kernels(chip: str) -> Iterator[Kernel]:
     types = pointers("bf16", "gate_up", "out")
     yield Kernel("swiglu", small.swiglu_part, types, {"SIZE": 14_336, "TILE": 1024}, {})
     for function, gated in ((0, True), (1, False), (2, True), (4, False), (5, False)):
-        types = {**pointers("bf16", "x", "out"), **dict.fromkeys(("slope", "limit", "offset"), "fp32")}
+        types = pointers("bf16", "x", "out")
         constants = {"SIZE": 14_336, "TILE": 1024, "FUNCTION": function, "GATED": gated, "LIMITED": gated}
         yield Kernel(f"activation {function}", small.activate_part, types, constants, {})
     for tanh in (False, True):
         constants = {"H": 3072, "TILE": 1024, "TANH": tanh}
         yield Kernel(f"gelu {tanh}", small.gelu_part, pointers("bf16", "x", "out"), constants, {})
+    types = pointers("bf16", "x", "gate", "weight", "out") | {"eps": "float"}
+    for heads, size in ((32, 128), (1, 8192)):
+        tile, warps = small.norm_tile(size)
+        constants = {"HEADS": heads, "DIM": size, "TILE": tile, "GATE_FIRST": heads == 1}
+        yield Kernel(f"gated_norm {size}", small.gated_norm_part, types, constants, {"num_warps": warps})
+    yield Kernel("gate", small.gate_part, pointers("bf16", "gate", "x"), {"SIZE": 4096, "TILE": 1024}, {})
+    step = pointers("i32", "starts", "lens", "offsets", "records")
+    types = {**pointers("bf16", "x", "out", "tail", "inputs"), **pointers("fp32", "weight", "bias"), **step}
+    constants = {"W": 8192, "TAPS": 4, "TAIL_TILE": 4, "TILE": recurrent.CHANNELS, "SILU": True}
+    yield Kernel("convolve", recurrent.convolve_piece, types, constants, {})
+    yield from recurrence_kernels(step)
     types = pointers("fp32", "logits", "out")
     yield Kernel("logsumexp", sampling.logsumexp_row, types, {"TILE": 4096}, {"num_warps": 16})
     for dtype, depth in (("bf16", linear.DEPTH[torch.bfloat16]), ("fp32", linear.DEPTH[torch.float32])):
@@ -191,13 +203,27 @@ def other_kernels(chip: str) -> Iterator[Kernel]:
             yield Kernel(f"linear {tile.rows} {dtype}", linear.linear_tile, types, constants, options)
 
 
+def recurrence_kernels(step: dict[str, str]) -> Iterator[Kernel]:
+    """The gated delta rule and Mamba-2's recurrence."""
+    records = ("state", "keys", "updates", "decays", "passed")
+    pointers = dict.fromkeys(("decay_rate", "dt_bias", "skip", *records), "fp32")
+    pointers |= dict.fromkeys(("q", "k", "v", "gates", "out"), "bf16") | step | {"nonfinite": "i32", "slots": "i32"}
+    options = {"num_warps": recurrent.WARPS, "num_stages": recurrent.STAGES, "enable_fp_fusion": False}
+    for name, heads, k_heads, dim_k, dim_v in (("gated_delta", 32, 16, 128, 128), ("state_space", 128, 1, 128, 64)):
+        constants: dict[str, object] = {"HEADS": heads, "K_HEADS": k_heads, "DIM_K": dim_k, "DIM_V": dim_v}
+        constants["TILE"] = recurrent.COLUMNS
+        if name == "gated_delta":
+            constants["skip"] = None
+        yield Kernel(name, recurrent.recur_columns, pointers, constants, options)
+
+
 # ----------------------------------------------------------------------------------------------- compiling them
 
 
 def compiled(kernel: Kernel, chip: str) -> Compiled:
     """The kernel for that chip, and what is known of it."""
     names = kernel.function.arg_names
-    types = {"scale": "fp32", "cap": "fp32", "eps": "fp32"}
+    types = dict.fromkeys(SCALARS, "fp32")
     types |= {name: f"*{dtype}" for name, dtype in kernel.pointers.items() if name != "eps"}
     signature = {name: "constexpr" if name in kernel.constants else types.get(name, "i32") for name in names}
     aligned = [

@@ -29,16 +29,16 @@ class Apart:
     note = ", one sequence at a time"
     rows_depend: str | None = "its attention is computed by transformers"
 
-    def __init__(self, backbone: Any, backend: Backend, dtype: torch.dtype) -> None:
+    def __init__(self, backbone: Any, backend: Backend, dtype: torch.dtype, device: torch.device) -> None:
         """Run it with two tokens and see what it stores, in which layers.
 
-        dtype: of keys and values.
+        dtype: of keys and values. device: of the model, which may have no tensor left that shows it.
 
         Raises Unsupported where that is not keys and values of each token.
         """
         self._backbone, self._backend, self._dtype = backbone, backend, dtype
         found = DynamicCache()
-        tokens = torch.zeros(1, PROBE, dtype=torch.int64, device=backbone.device)
+        tokens = torch.zeros(1, PROBE, dtype=torch.int64, device=device)
         with torch.inference_mode():
             self.output = backbone(input_ids=tokens, past_key_values=found, use_cache=True)
         self._stored: dict[int, int] = {}  # the model's number of a layer -> the cache's

@@ -81,7 +81,7 @@ class AdaptedModel:
         if not found:
             raise Unsupported(f"{type(model).__name__} has no part that ends before its logits")
         self._backbone = found[0]
-        self._way = way(self._backbone, backend, self.dtype)
+        self._way = way(self._backbone, backend, self.dtype, self.device)
         output = self._way.output
         self._head = _Head(model, self._backbone, output)
         self.config = _shape(model, self._way, output[0].shape[-1])

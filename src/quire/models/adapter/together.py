@@ -25,10 +25,10 @@ class Together:
     note = ""
     rows_depend: str | None = None  # on nothing that is of this way
 
-    def __init__(self, backbone: Any, backend: Backend, dtype: torch.dtype) -> None:
+    def __init__(self, backbone: Any, backend: Backend, dtype: torch.dtype, device: torch.device) -> None:
         """Run it with two tokens and see what each layer asks for.
 
-        dtype: of keys and values.
+        dtype: of keys and values. device: of the model, which may have no tensor left that shows it.
 
         Raises Unsupported, with the reason, where that cannot be served.
         """
@@ -36,9 +36,9 @@ class Together:
         for module in backbone.modules():
             module.quire_passes = self._passes
         recorder = Recorder()
-        tokens = torch.zeros(2, dtype=torch.int64, device=backbone.device)
+        tokens = torch.zeros(2, dtype=torch.int64, device=device)
         with torch.inference_mode(), self._during(recorder):
-            self.output = self._called(tokens, torch.arange(2, device=backbone.device))
+            self.output = self._called(tokens, torch.arange(2, device=device))
         self.layers = tuple(recorder.calls)
         config = backbone.config.get_text_config()
         depth = config.num_hidden_layers

@@ -28,6 +28,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.ops.triton.functions import is_finite
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -96,15 +98,9 @@ def _scales(base, ids, slot, held, block_stride, slot_stride, MASKED: tl.constex
 
 
 @triton.jit
-def _is_finite(x):
-    """Of each number."""
-    return tl.abs(x.to(tl.float32)) < float("inf")
-
-
-@triton.jit
 def _without(total, values, seen):
     """Values that are not finite become 0, and the total of a row that sees one NaN."""
-    finite = _is_finite(values)
+    finite = is_finite(values)
     bad = tl.min(finite.to(tl.int32), 1) == 0
     total = tl.where(tl.max((seen & bad[None, :]).to(tl.int32), 1) > 0, float("nan"), total)
     return total, tl.where(finite, values, 0.0)
@@ -351,9 +347,9 @@ def attend(
     if lse is not None:
         tl.store(lse + token.to(tl.int64) * num_heads + q_heads, (top + tl.log2(total)) * LN_2, mask=whole)
     if reports is not None and not FINITE:
-        finite = tl.min(_is_finite(mix).to(tl.int32), 1)
+        finite = tl.min(is_finite(mix).to(tl.int32), 1)
         if V_TAIL:
-            finite = tl.minimum(finite, tl.min(_is_finite(mix_tail).to(tl.int32), 1))
+            finite = tl.minimum(finite, tl.min(is_finite(mix_tail).to(tl.int32), 1))
         tl.store(
             _report(reports, BLOCK_M), (1 - finite).to(tl.int8), mask=live & (count > 1)
         )  # else all rows see the same keys

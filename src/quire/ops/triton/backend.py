@@ -22,13 +22,15 @@ from quire.ops.backend import Backend, Scores, load, unavailable
 from quire.ops.eager import EagerExecutor
 from quire.ops.linear import Linears
 from quire.ops.program import Executor, Program
+from quire.ops.recurrent import RecurrentSpec
 from quire.ops.side_stream import SideStream
 from quire.ops.spec import AttentionSpec, Limits, PagedKV
 from quire.ops.swap import HostSwap, Swap
 from quire.ops.triton import attention as kernels
-from quire.ops.triton import cache, sampling, small, states
+from quire.ops.triton import cache, recurrent, sampling, small, states
 from quire.ops.triton.launch import FLOATS, NAME, on_device_of
 from quire.ops.triton.linear import TiledLinears
+from quire.ops.triton.recurrent_plan import TritonRecurrentPlan
 from quire.ops.triton.tiles import CHUNK, Tile, chip_of, precision
 from quire.ops.triton.worklist import TritonPlan
 
@@ -58,6 +60,7 @@ class TritonBackend(Backend):
     )
     plan_type = TritonPlan
     graphable = True
+    keeps_states = True
 
     def unavailable(self, device: str) -> str | None:
         """Why this backend cannot serve that device on this machine, or None where it can."""
@@ -182,6 +185,11 @@ class TritonBackend(Backend):
                     enable_fp_fusion=fusion,
                 )
 
+    def _make_recurrent_plan(
+        self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int
+    ) -> TritonRecurrentPlan:
+        return TritonRecurrentPlan(spec, max_tokens, max_seqs, max_pieces)
+
     _merge_states = staticmethod(states.merge_states)
     _apply_sinks = staticmethod(states.apply_sinks)
     _write_kv = staticmethod(cache.write_kv)
@@ -193,6 +201,11 @@ class TritonBackend(Backend):
     _swiglu = staticmethod(small.swiglu)
     _gelu = staticmethod(small.gelu)
     _activate = staticmethod(small.activate)
+    _gate = staticmethod(small.gate)
+    _gated_norm = staticmethod(small.gated_norm)
+    _convolve = staticmethod(recurrent.convolve)
+    _gated_delta = staticmethod(recurrent.gated_delta)
+    _state_space = staticmethod(recurrent.state_space)
     _logsumexp = staticmethod(sampling.logsumexp)
     _top_k = staticmethod(sampling.top_k)
     _top_k_softmax = staticmethod(sampling.top_k_softmax)

@@ -1,4 +1,4 @@
-"""The small operators of a decoder: norms, rope and activations, summed in fp32, a program a row.
+"""The small operators of a decoder: norms, rope, gates and activations, summed in fp32, a program a row.
 
 Rows may be strided: they are described as those of [outer, inner, H], and what cannot is copied.
 """
@@ -15,28 +15,12 @@ from torch import Tensor
 from quire.ops import validate_small
 from quire.ops.activation import FUNCTIONS, Activation
 from quire.ops.rows import as_rows, count_rows, row_strides
+from quire.ops.triton.functions import exp, sigmoid
 from quire.ops.triton.launch import check_dtype, on_device_of
 
 NORM_TILE = 8192  # elements of a row that a program has in hand; a longer row is read again
 PART_TILE = 1024  # elements of a row that a program of an activation computes
 ROPE_TILE = 2048  # pairs that a program turns
-
-LN2_HIGH = tl.constexpr(0.693359375)  # exact in few bits
-LN2_LOW = tl.constexpr(-2.12194440e-4)  # ln 2 less that
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _exp(x):
-    """e^x within a few units of the last place, where tl.exp is off by as many as |x|.
-
-    x is n ln 2 + r with an integer n (Cody & Waite 1980), so that nothing large is rounded.
-    """
-    x = tl.minimum(tl.maximum(x, -110.0), 110.0)  # 0 and infinity lie within
-    n = tl.floor(x * LOG2_E + 0.5)
-    r = tl.fma(n, -LN2_LOW, tl.fma(n, -LN2_HIGH, x))
-    half = tl.floor(n * 0.5)  # 2^n may overflow where e^x does not
-    return tl.exp2(r * LOG2_E) * tl.exp2(half) * tl.exp2(n - half)
 
 
 @triton.jit
@@ -113,6 +97,47 @@ def layer_norm_row(
 
 
 @triton.jit
+def gated_norm_part(
+    x, gate, weight, out, x_token, gate_token, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, GATE_FIRST: tl.constexpr,
+):  # fmt: skip
+    """One head of one row."""
+    row = (tl.program_id(0) // HEADS).to(tl.int64)
+    first = tl.program_id(0) % HEADS * DIM
+    x += row * x_token + first
+    gate += row * gate_token + first
+    weight += first
+    out += row * HEADS * DIM + first
+    value = tl.zeros([TILE], tl.float32)
+    factor = tl.zeros([TILE], tl.float32)
+    square = tl.zeros([TILE], tl.float32)
+    for start in range(0, DIM, TILE):
+        dim = start + tl.arange(0, TILE)
+        value, factor = _gated(x, gate, dim, DIM, GATE_FIRST)
+        square += value * value
+    scale = tl.rsqrt(tl.sum(square, 0) / DIM + eps)
+    for start in range(0, DIM, TILE):
+        dim = start + tl.arange(0, TILE)
+        if DIM > TILE:
+            value, factor = _gated(x, gate, dim, DIM, GATE_FIRST)
+        result = value * scale * tl.load(weight + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+        if not GATE_FIRST:
+            result *= factor
+        tl.store(out + dim, result.to(out.dtype.element_ty), mask=dim < DIM)
+
+
+@triton.jit
+def _gated(x, gate, dim, DIM: tl.constexpr, GATE_FIRST: tl.constexpr):
+    """What is normed, and silu of the gate."""
+    value = tl.load(x + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+    factor = tl.load(gate + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+    factor *= sigmoid(factor)
+    if GATE_FIRST:
+        value *= factor
+    return value, factor
+
+
+@triton.jit
 def _turn(
     x, x_head, first, cos, sin,
     HEADS: tl.constexpr, HALF: tl.constexpr, HEAD_TILE: tl.constexpr, PAIR_TILE: tl.constexpr,
@@ -156,8 +181,19 @@ def swiglu_part(gate_up, out, gate_up_token, SIZE: tl.constexpr, TILE: tl.conste
     dim = tl.program_id(1) * TILE + tl.arange(0, TILE)
     gate = tl.load(gate_up + dim, mask=dim < SIZE, other=0.0).to(tl.float32)
     up = tl.load(gate_up + SIZE + dim, mask=dim < SIZE, other=0.0).to(tl.float32)
-    result = gate / (1.0 + _exp(-gate)) * up
+    result = gate / (1.0 + exp(-gate)) * up
     tl.store(out + row * SIZE + dim, result.to(out.dtype.element_ty), mask=dim < SIZE)
+
+
+@triton.jit
+def gate_part(gate, x, gate_token, x_token, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """A tile of one row, changed in place."""
+    row = tl.program_id(0).to(tl.int64)
+    dim = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    x += row * x_token + dim
+    value = tl.load(x, mask=dim < SIZE, other=0.0).to(tl.float32)
+    value *= sigmoid(tl.load(gate + row * gate_token + dim, mask=dim < SIZE, other=0.0).to(tl.float32))
+    tl.store(x, value.to(x.dtype.element_ty), mask=dim < SIZE)
 
 
 @triton.jit
@@ -173,17 +209,17 @@ def activate_part(
     if LIMITED:
         value = tl.where(value > limit, limit, value)
     if FUNCTION == 0:
-        value = value / (1.0 + _exp(-slope * value))
+        value = value / (1.0 + exp(-slope * value))
     elif FUNCTION == 1:
         value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
     elif FUNCTION == 2:  # (1 + tanh u) / 2 is 1 / (1 + e^-2u)
-        value = value / (1.0 + _exp(-1.5957691216057308 * (value + 0.044715 * value * value * value)))
+        value = value / (1.0 + exp(-1.5957691216057308 * (value + 0.044715 * value * value * value)))
     elif FUNCTION == 3:
         value = tl.where(value < 0.0, 0.0, value)
     elif FUNCTION == 4:
         value = tl.where(value < 0.0, 0.0, value * value)
     else:
-        value = tl.where(value == value, 1.0 / (1.0 + _exp(-value)), value)  # NaN stays
+        value = tl.where(value == value, sigmoid(value), value)  # NaN stays
     if GATED:
         up = tl.load(x + SIZE + dim, mask=dim < SIZE, other=0.0).to(tl.float32)
         if LIMITED:
@@ -200,7 +236,7 @@ def gelu_part(x, out, x_outer, inner, x_inner, H: tl.constexpr, TILE: tl.constex
     dim = tl.program_id(1) * TILE + tl.arange(0, TILE)
     value = tl.load(x + dim, mask=dim < H, other=0.0).to(tl.float32)
     if TANH:  # (1 + tanh u) / 2 is 1 / (1 + e^-2u)
-        result = value / (1.0 + _exp(-1.5957691216057308 * (value + 0.044715 * value * value * value)))
+        result = value / (1.0 + exp(-1.5957691216057308 * (value + 0.044715 * value * value * value)))
     else:
         result = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
     tl.store(out + dim, result.to(out.dtype.element_ty), mask=dim < H)
@@ -270,6 +306,28 @@ def layer_norm(
     return out
 
 
+def gated_norm(
+    x: Tensor,  # [T, H]
+    gate: Tensor,  # [T, H]
+    weight: Tensor,  # [H]
+    eps: float,
+    heads: int,
+    first: Literal["norm", "gate"],
+) -> Tensor:
+    """RMSNorm of each head, before or after it is multiplied with silu(gate): [T, H]."""
+    check_dtype("x", x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        size = x.shape[1] // heads
+        tile, warps = norm_tile(size)
+        with on_device_of(x):
+            gated_norm_part[(len(x) * heads,)](
+                x, gate, weight.contiguous(), out, x.stride(0), gate.stride(0), eps, heads, size, tile, first == "gate",
+                num_warps=warps,
+            )  # fmt: skip
+    return out
+
+
 def norm_tile(size: int) -> tuple[int, int]:
     """The tile for rows of H, and the warps for it."""
     tile = min(triton.next_power_of_2(size), NORM_TILE)
@@ -336,6 +394,19 @@ def swiglu(
         with on_device_of(out):
             swiglu_part[(len(rows), triton.cdiv(size, tile))](rows, out, rows.stride(0), size, tile)
     return out
+
+
+def gate(
+    x: Tensor,  # [T, H], changed in place
+    gate: Tensor,  # [T, H]
+) -> None:
+    """x *= sigmoid(gate)."""
+    check_dtype("x", x)
+    if x.numel():
+        size = x.shape[1]
+        tile = min(triton.next_power_of_2(size), PART_TILE)
+        with on_device_of(x):
+            gate_part[(len(x), triton.cdiv(size, tile))](gate, x, gate.stride(0), x.stride(0), size, tile)
 
 
 def activate(

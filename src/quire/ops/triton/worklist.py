@@ -17,11 +17,9 @@ from quire.ops import checks
 from quire.ops.plan import AttentionPlan
 from quire.ops.spec import AttentionSpec
 from quire.ops.triton import device_plan
-from quire.ops.triton.launch import on_device_of
+from quire.ops.triton.lists import DeviceLists
 from quire.ops.triton.partition import ITEM, Lists, Partitioner
 from quire.ops.triton.tiles import chip_of, processors_of
-
-ALIGNMENT = 64  # int32 numbers
 
 
 class TritonPlan(AttentionPlan):
@@ -30,8 +28,6 @@ class TritonPlan(AttentionPlan):
     few, many: items for tiles of few rows and of many. rows: their query tokens and parts. merges: the tokens whose
     keys were cut. positions, sequences, device_slots, rows_nonfinite: of each query token. tables: the sequences' block
     ids, one after the other.
-
-    What uses a plan is queued on the stream that was current in its last update; the next update may have another one.
     """
 
     takes_device_metadata = True
@@ -53,23 +49,12 @@ class TritonPlan(AttentionPlan):
             "rows": 2 * room.rows,
             "tables": max_seqs * max_blocks,  # last: of it only what a step uses is copied
         }
-        # Kernels are compiled for aligned addresses, and again for others.
-        self._sizes = {name: -(-size // ALIGNMENT) * ALIGNMENT for name, size in sizes.items()}
-        total = sum(self._sizes.values())
-        on_gpu = spec.device.startswith("cuda")
-        self._host = torch.zeros(total, dtype=torch.int32, pin_memory=on_gpu)
-        self._lists = torch.zeros(total, dtype=torch.int32, device=spec.device) if on_gpu else self._host
-        # After the last copy out of the pinned memory.
-        self._copied = torch.cuda.Event() if on_gpu else None
-        host, device = (
-            dict(zip(self._sizes, x.split(list(self._sizes.values())), strict=True)) for x in (self._host, self._lists)
-        )
-        self._views: dict[str, NDArray[np.int32]] = {name: view.numpy() for name, view in host.items()}
+        self._lists = DeviceLists(spec.device, sizes)
+        device = self._lists.sent
         self.few, self.many, self.merges = device["few"], device["many"], device["merges"]
         self.positions, self.sequences = device["positions"], device["sequences"]
         self.device_slots, self.rows_nonfinite = device["device_slots"], device["rows_nonfinite"]
         self.rows, self.tables = device["rows"], device["tables"]
-        self._stream: torch.cuda.Stream | None = None  # of the last update
         self._no_parts = torch.zeros(1, dtype=torch.float32, device=spec.device)
         self.num_few = self.num_many = self.num_merges = self.num_parts = 0  # of the last update
         self.mixed = False, False
@@ -87,18 +72,12 @@ class TritonPlan(AttentionPlan):
         width = int(-(-lens.max(initial=0) // self.spec.block_size))
         tables = self.block_tables[: self.num_seqs, :width].numpy()
         lists = self.partitioner.cut(starts, lens, tables)
-        self._follow()
-        if self._copied is not None:
-            self._copied.synchronize()  # else the last step's copy would read this step's numbers
+        self._lists.open()
         self._write(lists, tables)
         self.num_few, self.num_many, self.num_merges = len(lists.few), len(lists.many), len(lists.merges)
         self.num_parts = lists.num_parts
         self.mixed = self.partitioner.mixes(lists.few), self.partitioner.mixes(lists.many)
-        if self._copied is not None:
-            used = len(self._host) - self._sizes["tables"] + tables.size
-            with on_device_of(self._lists):
-                self._lists[:used].copy_(self._host[:used], non_blocking=True)
-                self._copied.record()
+        self._lists.send(tables.size)
 
     def _update_on_device(
         self,
@@ -127,7 +106,7 @@ class TritonPlan(AttentionPlan):
                 f"the step has {num_tokens} query tokens, {num_seqs} sequences and tables of {width} blocks; the plan "
                 f"was made for at most {self.max_tokens}, {self.max_seqs} and {self.max_blocks}"
             )
-        self._follow()
+        self._lists.follow()
         tile, tokens = self.partitioner.many_tile, self.partitioner.many_tokens
         made = device_plan.items(self.spec, tile, tokens, num_tokens, query_starts, context_lens, width)
         self.many[: made.numel()].copy_(made.flatten())
@@ -145,16 +124,8 @@ class TritonPlan(AttentionPlan):
         self.num_few, self.num_many, self.num_merges, self.num_parts = 0, len(made), 0, 0
         self.mixed = False, self._may_mix
 
-    def _follow(self) -> None:
-        """Let the current stream wait for the one of the last update, whose kernels may still read the lists."""
-        if self._copied is not None:
-            current = torch.cuda.current_stream(self._lists.device)
-            if self._stream is not None and self._stream != current:
-                current.wait_stream(self._stream)
-            self._stream = current
-
     def _write(self, lists: Lists, tables: NDArray[np.int32]) -> None:
-        views = self._views
+        views = self._lists.written
         for name, width, entries in (("few", ITEM, lists.few), ("many", ITEM, lists.many), ("merges", 3, lists.merges)):
             view = views[name][: views[name].size // width * width].reshape(-1, width)
             view[: len(entries)] = entries
@@ -199,9 +170,9 @@ class TritonPlan(AttentionPlan):
             return self._no_parts, self._no_parts
         heads, dim = self.spec.num_heads, self.spec.dim_v
         sizes = count * heads * dim, count * heads * 2
-        mix, sums = torch.empty(sum(sizes), dtype=torch.float32, device=self._lists.device).split(sizes)
+        mix, sums = torch.empty(sum(sizes), dtype=torch.float32, device=self._no_parts.device).split(sizes)
         return mix, sums
 
     @property
     def _covers_all(self) -> bool:
-        return self.covers_all or (self._copied is not None and torch.cuda.is_current_stream_capturing())
+        return self.covers_all or (self._lists.on_gpu and torch.cuda.is_current_stream_capturing())

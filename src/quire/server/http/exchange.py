@@ -109,6 +109,8 @@ class Exchange:
                 self._link.write(whole_answer(shown, self.is_bodyless))
                 self.started = self.complete = True
                 self._link.close()
+        finally:
+            del self._scope["extensions"][OUTLET]  # a cycle, which only the collector would free
 
     # ------------------------------------------------------------------------------------------- the application's part
 

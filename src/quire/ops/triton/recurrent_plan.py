@@ -1,0 +1,65 @@
+"""The plan of layers that keep a state, with what the kernels read of it on the device."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from quire.ops.recurrent import PIECE, RecurrentPlan, RecurrentSpec
+from quire.ops.triton.lists import DeviceLists
+
+
+class TritonRecurrentPlan(RecurrentPlan):
+    """A plan with its lists: int32 views of one tensor on the device.
+
+    starts, lens: as query_starts and context_lens. offsets: the entry of `records` that each sequence's first piece
+    has. records: of each piece that a sequence reaches in the step, its state record and its row record. slots: the
+    place of each sequence among the num_passing that begin a piece whose state has no record; -1 for the others.
+    """
+
+    def __init__(self, spec: RecurrentSpec, max_tokens: int, max_seqs: int, max_pieces: int) -> None:
+        super().__init__(spec, max_tokens, max_seqs, max_pieces)
+        sizes = {
+            "starts": max_seqs + 1,
+            "lens": max_seqs,
+            "offsets": max_seqs,
+            "slots": max_seqs,
+            "nonfinite": max_tokens,  # on the host always 0: each update clears it
+            "records": 2 * max_seqs * max_pieces,  # last: of it only what a step uses is copied
+        }
+        self._lists = DeviceLists(spec.device, sizes)
+        device = self._lists.sent
+        self.starts, self.lens, self.offsets = device["starts"], device["lens"], device["offsets"]
+        self.slots, self.records, self._nonfinite = device["slots"], device["records"], device["nonfinite"]
+        self.num_pieces = 0  # that the sequence with most reaches in the last update
+        self.num_passing = 0  # sequences of the last update, see above
+
+    def _update(
+        self,
+        query_starts: Tensor,  # int32 [S+1], host
+        context_lens: Tensor,  # int32 [S], host
+        state_tables: Tensor,  # int32 [S, P], host
+        row_tables: Tensor,  # int32 [S, P], host
+    ) -> None:
+        self._lists.open()
+        super()._update(query_starts, context_lens, state_tables, row_tables)
+        starts, lens = self.query_starts[: self.num_seqs + 1].numpy(), self.context_lens[: self.num_seqs].numpy()
+        rows = np.diff(starts)
+        begins = (lens - rows) // PIECE
+        pieces = np.where(rows > 0, lens // PIECE - begins + 1, 0)
+        self.num_pieces = int(pieces.max(initial=0))
+        piece = np.arange(self.num_pieces)
+        states, kept = (x[: self.num_seqs, : self.num_pieces].numpy() for x in (self.state_tables, self.row_tables))
+        reached = piece < pieces[:, None]  # [S, pieces]
+        records = np.stack([states[reached], kept[reached]], axis=1)
+        with_rows = reached & (piece < (-(-lens // PIECE) - begins)[:, None])
+        passing = (with_rows & (piece > 0) & (states < 0)).any(axis=1)  # [S]
+        self.num_passing = int(passing.sum())
+        written = self._lists.written
+        written["starts"][: len(starts)] = starts
+        written["lens"][: len(lens)] = lens
+        written["offsets"][: len(lens)] = np.cumsum(pieces) - pieces
+        written["slots"][: len(lens)] = np.where(passing, np.cumsum(passing) - 1, -1)
+        written["nonfinite"][:] = 0
+        written["records"][: records.size] = records.reshape(-1)
+        self._lists.send(records.size)
