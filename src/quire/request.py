@@ -200,7 +200,7 @@ class CacheState:
     block_ids: list[array[int]] = field(default_factory=list)  # a block table per cache group: array('i')
     num_freed: list[int] = field(default_factory=list)  # blocks at the front of each table that it needs no more
     room: int = 0  # tokens that the tables have blocks for, of which none is shared that is still to be written
-    parted_at: int = 0  # tokens after which others that begin alike may look for a state; 0: none
+    reach: int = 0  # tokens whose K and V it found: num_cached, or more where a state was missing
     host_block_ids: list[array[int]] = field(default_factory=list)  # while it is swapped out
     digests: list[bytes] = field(default_factory=list)  # its root's, then its full blocks'
     num_published: int = 0  # full blocks that were offered for reuse

@@ -83,7 +83,7 @@ class Machine:
             self.manager.admit(request, match)
             self.happened("hit", match.num_blocks > 0)
             self.happened("states hit", match.num_blocks > 0 and len(self.manager.state_groups) > 0)
-            self.happened("parted", request.cache.parted_at > 0)
+            self.happened("parted", self.manager.parted_at(request) > request.cache.num_cached)
             self.running.append(request)
             self.compute(request, 8)
 

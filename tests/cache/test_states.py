@@ -126,14 +126,14 @@ def test_where_prefixes_part_a_state_stays() -> None:
     stem = list(range(45))
     manager.release(computed(manager, [*stem, *[90] * 30], "a"))
     b = started(manager, [*stem, *[91] * 30], "b")
-    assert (b.cache.num_cached, b.cache.parted_at) == (0, 40)
+    assert (b.cache.num_cached, manager.parted_at(b)) == (0, 40)
     assert (b.cache.prefix_report.miss, b.cache.prefix_report.reach) == (Miss.STATE, 44)
     assert "0 of 75 prompt tokens were cached, of 72 in full blocks: the state at token 40 was not kept" in str(
         b.cache.prefix_report
     )
     compute(manager, b)
     c = started(manager, [*stem, *[92] * 30], "c")
-    assert (c.cache.num_cached, c.cache.parted_at) == (40, 0)
+    assert (c.cache.num_cached, manager.parted_at(c)) == (40, 40)
     assert (c.cache.prefix_report.miss, c.cache.prefix_report.first_difference) == (Miss.DIFFERS, 45)
 
 

@@ -236,16 +236,15 @@ class BlockManager:
         request.cache.num_computed = min(request.cache.num_cached, len(request.tokens) - 1)
         request.cache.num_published = match.num_blocks
         request.cache.room = 0
-        request.cache.parted_at = self._parted(match) if self.state_groups else 0
+        request.cache.reach = match.reach * self.block_size
         for g, (pool, blocks) in enumerate(zip(self.pools, match.blocks, strict=True)):
             pool.share(blocks)
             if self.listeners and blocks:
                 self._tell(events.BlocksShared(self.now, g, request.id, blocks.tolist()))
 
-    def _parted(self, match: Match) -> int:
-        """Where a state would have saved a request more tokens: there others may part from it, too. 0: nowhere."""
-        at = match.reach * self.block_size // self.unit * self.unit
-        return at if at > match.num_blocks * self.block_size else 0
+    def _usable(self, reach: int) -> int:
+        """Tokens that keys and values for so many would save, had a state been kept. There prefixes part."""
+        return reach // self.unit * self.unit
 
     def _explain(self, request: Request, match: Match) -> PrefixReport:
         size, count = self.block_size, match.num_blocks
@@ -257,7 +256,7 @@ class BlockManager:
             reason = Miss.DISABLED
         elif count >= self.num_reusable(request):
             reason = Miss.PROMPT_LOGPROBS
-        elif parted := self._parted(match):
+        elif (parted := self._usable(match.reach * size)) > count * size:
             reason, digest = Miss.STATE, self.digest(request, parted // size - 1)
             lost = [at for g in self.state_groups if (at := self.indexes[g].evicted_at(digest)) is not None]
             seconds_ago = self.now - max(lost) if lost else None
@@ -386,6 +385,10 @@ class BlockManager:
             if self.listeners:
                 self._tell(events.BlocksAllocated(self.now, g, request.id, blocks.tolist()))
 
+    def parted_at(self, request: Request) -> int:
+        """Tokens after which the request leaves a state, as others that begin alike will look for one there, too."""
+        return self._usable(request.cache.reach)
+
     def _is_kept(self, request: Request, position: int) -> bool:
         """Whether the state after so many tokens stays in the cache when the request has gone on.
 
@@ -395,7 +398,7 @@ class BlockManager:
         return (
             position % self.state_snapshot_interval == 0
             or position == (request.num_prompt - 1) // self.unit * self.unit
-            or position in (request.cache.parted_at, request.cache.num_cached)
+            or position in (self.parted_at(request), request.cache.num_cached)
         )
 
     def _take(self, counts: Sequence[int]) -> list[array[int]]:
@@ -466,7 +469,7 @@ class BlockManager:
         request.cache.block_ids, request.cache.host_block_ids, request.cache.num_freed = [], [], []
         request.cache.num_computed = request.cache.num_cached = request.cache.num_published = 0
         request.cache.nonfinite_at = None
-        request.cache.room = request.cache.parted_at = 0
+        request.cache.room = request.cache.reach = 0
 
     def forget_tokens(self, request: Request) -> None:
         """The request, which owns nothing, gets other tokens: their blocks have other digests."""

@@ -33,11 +33,12 @@ class ComingBlocks:
         manager, size = self._manager, self._manager.block_size
         if not request.cache.block_ids or not manager.shares(request):
             return
-        index = request.cache.num_computed // size
+        # Where a state was missing, it computes anew what the cache has of keys and values.
+        index = max(request.cache.num_computed, request.cache.reach) // size
         if (index + 1) * size <= len(request.tokens):
             self._add(request, index, manager.attention_groups)
-        if request.cache.parted_at > request.cache.num_computed:
-            self._add(request, request.cache.parted_at // size - 1, manager.state_groups)
+        if (parted_at := manager.parted_at(request)) > request.cache.num_computed:
+            self._add(request, parted_at // size - 1, manager.state_groups)
 
     def _add(self, request: Request, index: int, groups: Iterable[int]) -> None:
         """Take in the request's full block of that index, unless it stands in all of these groups."""
