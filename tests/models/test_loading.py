@@ -267,7 +267,7 @@ def test_a_decoder_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="6 query heads cannot share 4 KV heads evenly"):
         replace(attention, num_kv_heads=4)
     with pytest.raises(ModelError, match="parallel branches without norms of their inputs"):
-        replace(config, parallel_branches=True, input_norms=False)
+        replace(config, branches="parallel", input_norms=False)
 
 
 class TestRefused:
