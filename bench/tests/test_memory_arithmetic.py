@@ -9,18 +9,18 @@ from array import array
 import pytest
 import torch
 
-from quire.cache.groups import CacheGroup
-from quire.cache.manager import BlockManager, most_blocks
+from quire.cache.groups import CacheGroup, Heads
+from quire.cache.manager import BlockManager
 from quire.cache.storage import bytes_per_block
 from quire.cache.usage import CacheUsage, cache_usage
 from quire.request import Request, SamplingParams
 from quire_bench.engine.contiguous import ContiguousAllocator
 from quire_bench.engine.memory import KVSize
 
-LAYERS = CacheGroup(tuple(range(40)))
-B13 = KVSize((LAYERS,), num_kv_heads=40, head_dim=128, dtype=torch.float16, block_size=16)
+LAYERS = CacheGroup(tuple(range(40)), heads=Heads(40, 40, 128))
+B13 = KVSize((LAYERS,), torch.float16, block_size=16)
 MAX_MODEL_LEN = 2048
-FOR_KV = 80 * 2**30 - 2 * 13 * 10**9  # beside 13e9 weights of two bytes each
+FOR_KV = 80 * 2**30 - 2 * 13 * 10**9  # without the 13e9 weights of two bytes each
 
 
 def hold(lengths: list[int], block_size: int) -> tuple[list[Request], CacheUsage]:
@@ -32,17 +32,13 @@ def hold(lengths: list[int], block_size: int) -> tuple[list[Request], CacheUsage
         manager.admit(request, manager.match(request))
         assert manager.grow(request, length, [])
         manager.advance(request, length)
-        assert (
-            len(request.cache.block_ids[0])
-            == manager.blocks_for(length)
-            == most_blocks(length, length, None, block_size)
-        )
+        assert len(request.cache.block_ids[0]) == manager.most_blocks(length, length, 0)
         requests.append(request)
     return requests, cache_usage(manager, requests)
 
 
 def test_a_request_of_the_13b_model() -> None:
-    assert B13.bytes_per_token == bytes_per_block((LAYERS,), 1, 40, 128, torch.float16) == 819_200
+    assert B13.bytes_per_token == bytes_per_block((LAYERS,), 1, torch.float16) == 819_200
     assert MAX_MODEL_LEN * B13.bytes_per_token == B13.paged_bytes(MAX_MODEL_LEN) == 1_677_721_600  # 1.68 GB
     assert round(B13.paged_bytes(MAX_MODEL_LEN) / 2**30, 1) == 1.6  # the "1.6 GB", and eight of them "12.8 GB"
     assert 8 * B13.paged_bytes(MAX_MODEL_LEN) == 12.5 * 2**30

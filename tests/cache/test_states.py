@@ -87,7 +87,7 @@ def test_a_step_stores_the_last_state_and_those_that_others_may_begin_at() -> No
     compute(manager, r, 75)
     assert kept(manager) == 6  # at 72, where it is
     compute(manager, r, 80)
-    assert kept(manager) == 6  # 80 in place of 72, at which nobody else is likely to begin
+    assert kept(manager) == 6  # 80 in place of 72, at which no other is likely to begin
     manager.release(r)
     assert kept(manager) == 6  # its last state stays
 

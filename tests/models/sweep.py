@@ -60,7 +60,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 ALL_FORMS = "AWQ, GPTQ, compressed-tensors; int8, int4 at load"
 LOADED_FORMS = "int8, int4 at load, experts as they are"
 LENGTHS = (1, 9, 23)
-STEP = 12  # tokens: prompts are cut into chunks, beside single tokens of the others
+STEP = 12  # tokens: prompts are cut into chunks, mixed with single tokens of the others
 TOLERANCE = 1e-4  # of the largest logit
 
 
@@ -72,7 +72,7 @@ class Row(NamedTuple):
 
 
 def sweep(name: str) -> Row:
-    """Save a small model of that type, load it as anybody would, and compare it with eager attention.
+    """Save a small model of that type, load it as usual, and compare it with eager attention.
 
     Raises AssertionError where it is served and answers something else.
     """

@@ -333,8 +333,10 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(checkpoint: tuple[Pa
     assert {"prefill", "decode"} in probe.steps
     for i, prompt in enumerate(prompts()):
         tokens = prompt + generated[f"r{i}"]
-        expected = theirs(torch.tensor([tokens])).logits[0]
-        close = 1e-4 * max(1.0, float(expected.abs().max()))
+        expected = theirs.float()(torch.tensor([tokens])).logits[0]
+        rounding = (theirs.double()(torch.tensor([tokens])).logits[0] - expected).abs().max()
+        # Theirs and ours lie on either side of the exact logits. Where a recurrence is steep, that shows.
+        close = max(1e-4, 1e-4 * float(expected.abs().max()), 2.5 * float(rounding))
         for n in range(1, len(tokens)):
             torch.testing.assert_close(probe.found[tuple(tokens[:n])], expected[n - 1], atol=close, rtol=0)
         for n in range(len(prompt), len(tokens)):  # each of our 64 tokens, given ours before it
@@ -374,14 +376,18 @@ def test_longrope_takes_its_side_from_max_model_len(tmp_path: Path, kind: str, s
 def test_low_precision_checkpoints_stay_close(
     tmp_path: Path, kind: str, changes: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    theirs = save(tmp_path, kind, dtype=dtype, **changes).float()
+    """Or at most twice as far off as transformers in that dtype: some of these random models magnify rounding."""
+    theirs = save(tmp_path, kind, dtype=dtype, **changes)
     ours = engine(tmp_path, block_size=8)
     assert ours.runner.model.dtype == dtype
     prompt = torch.arange(2, 60).tolist()
     probe, _ = probed_logits(ours, [prompt], max_tokens=2)
-    expected = theirs(torch.tensor([prompt])).logits[0, -1]
-    error = (probe.found[tuple(prompt)] - expected).abs().max() / expected.abs().max()
-    assert error < (0.05 if dtype is torch.bfloat16 else 0.01)
+    rounded = theirs(torch.tensor([prompt])).logits[0, -1].float()
+    expected = theirs.float()(torch.tensor([prompt])).logits[0, -1]
+    their_error, error = (
+        (logits - expected).abs().max() / expected.abs().max() for logits in (rounded, probe.found[tuple(prompt)])
+    )
+    assert error < max(0.05 if dtype is torch.bfloat16 else 0.01, 2 * their_error)
 
 
 @pytest.mark.parametrize(("kind", "changes"), FAMILIES.values(), ids=FAMILIES)

@@ -18,7 +18,7 @@ PUBLISHED = {found.name: found for found in read().repositories}
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_each_type(shard: int) -> None:
-    """Whoever is served agrees with eager attention: `sweep` asserts that."""
+    """What is served agrees with eager attention: `sweep` asserts that."""
     for name in NAMES[shard::SHARDS]:
         found = sweep(name).supported
         if version("transformers") == read().transformers:

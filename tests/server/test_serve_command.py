@@ -87,7 +87,7 @@ def test_a_yaml_file_gives_options_and_the_command_line_wins(tmp_path: Path, for
         answer = [post(server, prompt="import os\n" * 20, max_tokens=1) for _ in range(2)][1]
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # type: ignore[index]
         server.send(signal.SIGINT)
-        assert server.wait() == 130  # as a shell tells of an interrupt
+        assert server.wait() == 130  # what a shell reports for an interrupt
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ class CacheGroup(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class StateSizes:
-    """What a layer keeps of a sequence beside keys and values, in the letters of `quire.ops.recurrent`."""
+    """What a layer keeps of a sequence besides keys and values, in the letters of `quire.ops.recurrent`."""
 
     num_heads: int = 0  # Hv; 0: it is a convolution alone
     num_k_heads: int = 0  # Hk

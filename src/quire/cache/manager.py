@@ -51,7 +51,7 @@ class BlockManager:
     A request owns, in every group, the blocks that its computed and planned tokens need; full ones may be shared with
     any request that begins with the same tokens, the last one only with siblings, until one of them writes into it.
     A request frees the blocks that no later row needs: those that left a window, states before the last one, the rows
-    of full pieces. Their entries stay at the front of its table, where nobody reads them. A step stores no state but
+    of full pieces. Their entries stay at the front of its table, which is not read. A step stores no state but
     the last one that it comes to, and those that others are likely to begin at; the entries of the others are NONE.
 
     Whatever raises here (OutOfBlocks) has taken nothing.
@@ -443,7 +443,7 @@ class BlockManager:
                         self._forget(g, cache.block_ids[g][i])
 
     def _forget(self, group: int, block: int) -> None:
-        """Let nobody find a block any more that nobody owns."""
+        """Take a block that no request owns out of the index, so that no prefix finds it."""
         pool, index = self.pools[group], self.indexes[group]
         if block != NONE and pool.ref_counts[block] == 0 and block in index.by_block:
             cached = index.withdraw(block)

@@ -25,8 +25,8 @@ OTHER_LAYERS = {
     "indexed_attention": "sparse attention over chosen keys",
     "linear_attention": "linear attention, which keeps a state",
     "conv": "convolutions, which keep a state",
-    "hybrid": "attention beside a part that keeps a state",
-    "hybrid_sliding": "attention beside a part that keeps a state",
+    "hybrid": "attention and a part that keeps a state",
+    "hybrid_sliding": "attention and a part that keeps a state",
 }
 
 
@@ -66,7 +66,7 @@ def refusal(model: type, config: Any) -> str | None:
     if towers := [name for name in getattr(config, "sub_configs", {}) if re.search("vision|audio|vq|depth|text", name)]:
         return f"it is made of several models ({', '.join(towers)}); only text models are served"
     if getattr(model, "_is_stateful", False):
-        return "it keeps a state beside keys and values"
+        return "it keeps a state besides keys and values"
     if getattr(config, "attention_type", None) == "block_sparse":
         return "its attention is sparse in long sequences; 'original_full' would be served as its attention_type"
     if (kind := _dynamic_rope(config)) is not None:

@@ -1,4 +1,4 @@
-"""Mixers that keep a state beside keys and values: their sizes, and the shapes of their weights."""
+"""Mixers that keep a state besides keys and values: their sizes, and the shapes of their weights."""
 
 from __future__ import annotations
 

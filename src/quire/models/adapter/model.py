@@ -87,7 +87,7 @@ class AdaptedModel:
         self.config = _shape(model, self._way, output[0].shape[-1])
         groups = plans_of_layers(self.config.groups)
         self._group_of_layer = [groups[layer] for layer in range(len(groups))]
-        self.rows_depend = way.rows_depend or rows_depend(model)  # why a row's bits may depend on the rows beside it
+        self.rows_depend = way.rows_depend or rows_depend(model)  # why a row's bits may depend on the step's other rows
 
     @property
     def rows_keep_bits(self) -> bool:

@@ -15,6 +15,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"(global_|swa_|cross_|attention_|v_|qk_nope_|kv_)*(head_dim|head_size|kv_channels)(_v)?|v_head_dim", HEAD_DIM),
     (r"qk_head_dim", HEAD_DIM + ROPE_DIM),
     (r"num_experts_per_tok\w*|moe_k|moe_top_?k|top_?k_experts|num_experts_per_token|experts_per_token|moe_topk", 2),
+    (r"mamba_d_head|mamba_d_state", HEAD_DIM),
     (r"(num|n|moe_num)_(local_|routed_)?experts|num_local_experts", EXPERTS),
     (r"zero_expert_num", 1),
     (r"n_group|topk_group|num_expert_group\w*|n_shared_experts|num_shared_experts?|moe_num_shared_experts", 1),
@@ -95,6 +96,8 @@ def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: lis
         return sum(layer >= depth - value for layer in chosen)
     if key == "head_dim" and "qk_rope_head_dim" in raw:  # of DeepSeek's kind: what is rotated
         return ROPE_DIM
+    if key == "mamba_n_heads":  # which have to fill the mixer's width
+        return int(raw.get("mamba_expand", 2) * HIDDEN) // HEAD_DIM
     if key in HEADS:
         return HIDDEN // HEAD_DIM
     if key in KV_HEADS:

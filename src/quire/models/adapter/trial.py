@@ -118,7 +118,7 @@ def packed(served: AdaptedModel, texts: Sequence[Tensor]) -> list[tuple[int, Ten
     num_blocks = blocks * len(texts)
     cache = KVCache(shape.groups, num_blocks, BLOCK_SIZE, served.dtype)
     for kv in (cache.kv(layer) for group in shape.groups for layer in group.layers):
-        kv.k.fill_(float("nan"))  # nobody reads what nobody has written
+        kv.k.fill_(float("nan"))  # what was not written is not read
         kv.v.fill_(float("nan"))
     tables = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(2)).view(len(texts), blocks)
     done = [0] * len(texts)
