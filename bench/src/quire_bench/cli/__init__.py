@@ -23,6 +23,7 @@ from quire_bench.cli.scheduler import scheduler
 from quire_bench.cli.serve import serve
 from quire_bench.cli.soak import soak
 from quire_bench.cli.startup import startup
+from quire_bench.cli.steps import steps
 from quire_bench.cli.throughput import throughput
 
 COMMANDS = (
@@ -38,6 +39,7 @@ COMMANDS = (
     cascade,
     recurrent,
     machine,
+    steps,
     quantisation,
     startup,
     planning,

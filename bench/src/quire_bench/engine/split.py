@@ -26,10 +26,11 @@ from quire.ops.eager import EagerExecutor
 from quire.ops.gather import GatherBackend
 
 SMALL = "small operators"
-PARTS = ("plan", "flatten", "update", "gather", "linears", "attention", "cache write", SMALL, "sampling", "commit",
-         "detokenize", "other")  # fmt: skip
+PARTS = ("plan", "flatten", "update", "gather", "linears", "attention", "states", "cache write", SMALL, "sampling",
+         "commit", "detokenize", "other")  # fmt: skip
 # What the operators of a program count as; those not named are small.
-OPERATORS = {"linear": "linears", "experts": "linears", "attention": "attention", "write": "cache write"}
+OPERATORS = {"linear": "linears", "experts": "linears", "attention": "attention", "write": "cache write",
+             **dict.fromkeys(("convolution", "gated_delta", "state_space"), "states")}  # fmt: skip
 PHASES = ("step", "plan", "flatten", "run", "commit", "detokenize")  # what stands in a trace's first row
 ROWS = ("engine", "operators")
 
