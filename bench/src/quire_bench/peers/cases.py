@@ -114,8 +114,11 @@ CASES = (
         for quantization in ("int8", "int4")
         for work in ("single", "decode", "mixed")
     ),
-    Case("single", "qwen35_08b", {"vllm": 1.3, "llama-cpp": 1.3}),
-    Case("decode", "qwen35_08b", {"vllm": 1.3, "llama-cpp": 3.0}),
+    *(
+        Case(work, model, {"vllm": 1.3, "llama-cpp": target})
+        for model in ("qwen35_08b", "qwen35_2b")
+        for work, target in (("single", 1.3), ("decode", 3.0))
+    ),
     Case("prefix", "qwen35_08b", {"vllm": 1.3}),
     *(
         Case(work, model, {"vllm": target, "vllm-w4a8": target}, quantization="awq")

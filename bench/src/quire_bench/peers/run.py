@@ -107,7 +107,11 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     kinds = list(dict.fromkeys(case.quantization or "none" for case in CASES))
     parser = argparse.ArgumentParser(prog="python -m quire_bench.peers", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--models", type=Path, required=True, metavar="DIR", help="has gpt2, smol135, llama1b, qwen35_08b, or some"
+        "--models",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="has gpt2, smol135, llama1b, qwen35_08b, qwen35_2b, or some",
     )
     for peer in PEERS:
         message = f"the interpreter of {ENGINES[peer].title}'s environment; left out by default"
