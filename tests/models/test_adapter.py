@@ -126,11 +126,6 @@ def test_a_model_that_would_answer_wrongly_is_refused(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        (
-            "Llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "depend on the batch",
-        ),
         ("Mamba", {}, "it keeps a state besides keys and values"),
         ("Reformer", {}, "does not let its attention be replaced; one sequence at a time, "),
         ("Bart", {}, "it is the decoder of an encoder-decoder model"),
