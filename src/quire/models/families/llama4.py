@@ -54,7 +54,8 @@ def _mixers(config: ConfigReader, sizes: Sizes) -> list[AttentionConfig]:
     plain = AttentionConfig(**sizes.heads, bias=bias, output_bias=bias)
     turned = replace(plain, rope=rope, qk_norm="head, no weight" if config.flag("use_qk_norm", True) else None)
     scale, floor = config.number("attn_scale", 0.1), config.number("floor_scale", 8192)
-    if config.flag("attn_temperature_tuning", True):
+    config.only("attn_temperature_tuning", True, False, 4)  # the first configs had the number, which means True
+    if config.get("attn_temperature_tuning", True):
         plain = replace(plain, temperature=Temperature(scale, floor))
     every = config.integer("no_rope_layer_interval", 4)
     rotated = config.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(sizes.num_layers)]
