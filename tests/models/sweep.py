@@ -215,6 +215,11 @@ weights of the other parts are not read. An image in a chat request is refused.
 linears (experts, convolutions) stay transformers' own in the adapter: then a row's bits may depend on the batch, and
 no tokens are guessed.
 
+Two kinds of RoPE, longrope and dynamic, change with the length of a sequence. Here all sequences have the angles of one
+of `max_model_len` tokens, so an answer does not depend on the batch. Dynamic RoPE is plain up to the checkpoint's
+`max_position_embeddings`, which is the usual `max_model_len`. A larger one, up to `factor` times that, slows all
+positions down.
+
 `python -m tests.models.sweep` writes this page with transformers {release}; `quire models` prints the same.
 
 ## Published checkpoints
