@@ -184,7 +184,7 @@ def _dynamic_base(base: float, factor: float, dim: int, longer: float) -> float:
     """The base with which a context that is so many times longer has slower rotations, but for the fastest one."""
     if dim < 4:
         raise ModelError(f"dynamic RoPE needs 4 rotated dimensions of a head or more; it has {dim}")
-    return base * (factor * longer - (factor - 1)) ** (dim / (dim - 2))
+    return base * math.pow(factor * longer - (factor - 1), dim / (dim - 2))
 
 
 def _llama3(

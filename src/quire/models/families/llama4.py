@@ -66,9 +66,10 @@ def _mixers(config: ConfigReader, sizes: Sizes) -> list[AttentionConfig]:
         )
     chunk = config.window("attention_chunk_size", 8192)
     usual = ["chunked_attention" if one else "full_attention" for one in rotated]
-    kinds = {"chunked_attention": {"window": chunk, "chunked": True}, "full_attention": {}}
-    seen = config.of_layers(kinds, config.get("layer_types", usual), sizes.num_layers)
-    return [replace(turned if one else plain, **changes) for one, changes in zip(rotated, seen, strict=True)]
+    kinds = {"chunked_attention": True, "full_attention": False}
+    chunked = config.of_layers(kinds, config.get("layer_types", usual), sizes.num_layers)
+    mixers = zip([turned if one else plain for one in rotated], chunked, strict=True)
+    return [replace(mixer, window=chunk, chunked=True) if one else mixer for mixer, one in mixers]
 
 
 def _mlps(config: ConfigReader, sizes: Sizes) -> list[MlpConfig | ExpertsConfig]:
