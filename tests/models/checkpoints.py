@@ -62,6 +62,22 @@ BASES |= {
     "DeepseekV3": DEEPSEEK,
     "Gemma4": GEMMA4,
 }
+LLAMA4 = TINY | {
+    "num_hidden_layers": 5, "num_local_experts": 4, "intermediate_size_mlp": 72, "attention_chunk_size": 11,
+    "floor_scale": 5, "attn_scale": 0.5, "interleave_moe_layer_step": 2,
+}  # fmt: skip
+GPTJ = GPT2 | {"rotary_dim": 4, "eos_token_id": 1}
+FALCON = {key: value for key, value in NEOX.items() if key != "intermediate_size"}
+BASES |= {
+    "Llama4": LLAMA4,
+    "GPTJ": GPTJ,
+    "CodeGen": GPTJ | {"n_embd": 64, "n_head": 8},
+    "Falcon": FALCON,
+    "OPT": FALCON | {"ffn_dim": 80, "pad_token_id": 1},
+    "Mpt": {"vocab_size": 97, "d_model": 48, "n_heads": 6, "n_layers": 3, "max_seq_len": 256},
+    "GraniteMoe": MIXTRAL,
+    "GraniteMoeShared": MIXTRAL | {"shared_intermediate_size": 40},
+}
 DELTA = TINY | {
     "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12,
     "linear_value_head_dim": 8,
@@ -90,6 +106,7 @@ BASES |= {
 CONFIGS = {
     "Gemma3": "Gemma3TextConfig",
     "Gemma4": "Gemma4TextConfig",
+    "Llama4": "Llama4TextConfig",
     "Qwen3_5": "Qwen3_5TextConfig",
     "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
 }

@@ -194,15 +194,16 @@ LLAMA_4_SCOUT: dict[str, Any] = {
     "boi_token_index": 200080, "eoi_token_index": 200081, "image_token_index": 200092, "tie_word_embeddings": False,
     "text_config": {
         "model_type": "llama4_text", "attention_bias": False, "attention_chunk_size": 8192, "attention_dropout": 0.0,
-        "attn_scale": 0.1, "attn_temperature_tuning": True, "bos_token_id": 200000,
+        "attn_scale": 0.1, "attn_temperature_tuning": True, "bos_token_id": 200000, "for_llm_compressor": False,
         "eos_token_id": [200001, 200007, 200008], "floor_scale": 8192, "head_dim": 128, "hidden_act": "silu",
         "hidden_size": 5120, "interleave_moe_layer_step": 1, "intermediate_size": 8192,
         "intermediate_size_mlp": 16384, "max_position_embeddings": 10485760, "no_rope_layers": [],
         "num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48, "num_key_value_heads": 8,
-        "num_local_experts": 16, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "use_qk_norm": True,
+        "num_local_experts": 16, "output_router_logits": False, "pad_token_id": 200018, "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0, "use_qk_norm": True,
         "rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
                          "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-        "router_jitter_noise": 0.0, "vocab_size": 202048,
+        "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_cache": True, "vocab_size": 202048,
     },
     "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 1408, "num_hidden_layers": 34},
 }  # fmt: skip
@@ -254,6 +255,18 @@ QWEN3_5: dict[str, Any] = {
         "tie_word_embeddings": True, "vocab_size": 248320,
     },
     "vision_config": {"model_type": "qwen3_5", "depth": 12, "hidden_size": 768, "out_hidden_size": 1024},
+}  # fmt: skip
+QWEN3_6_MOE: dict[str, Any] = {
+    **QWEN3_5, "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+    "tie_word_embeddings": False,
+    "text_config": {
+        **{key: value for key, value in QWEN3_5["text_config"].items() if key != "intermediate_size"},
+        "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "layer_types": _layers(40, 4, "linear_attention"),
+        "linear_num_value_heads": 32, "moe_intermediate_size": 512, "num_attention_heads": 16, "num_experts": 256,
+        "num_experts_per_tok": 8, "num_hidden_layers": 40, "output_router_logits": False,
+        "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False,
+    },
+    "vision_config": {"model_type": "qwen3_5_moe", "depth": 27, "hidden_size": 1152, "out_hidden_size": 2048},
 }  # fmt: skip
 QWEN3_NEXT: dict[str, Any] = _as(
     QWEN3_MOE, architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", full_attention_interval=4,
@@ -344,8 +357,10 @@ MISTRAL_SMALL: dict[str, Any] = {
 }  # fmt: skip
 LFM2: dict[str, Any] = {
     "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "block_auto_adjust_ff_dim": True, "block_dim": 2048,
-    "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-05,
-    "block_use_swiglu": True, "bos_token_id": 1, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048,
+    "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256,
+    "block_norm_eps": 1e-05, "block_out_init_scale": 1.0, "block_use_swiglu": True, "block_use_xavier_init": True,
+    "bos_token_id": 1, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048, "conv_dim_out": 2048,
+    "conv_use_xavier_init": True,
     "eos_token_id": 7, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048, "initializer_range": 0.02,
     "max_position_embeddings": 128000, "norm_eps": 1e-05, "num_attention_heads": 32, "num_heads": 32,
     "num_hidden_layers": 16, "num_key_value_heads": 8, "pad_token_id": 0, "rope_theta": 1000000.0,
@@ -374,8 +389,8 @@ GRANITE_4_H_1B = GRANITE_4_H | {
     "intermediate_size": 4096, "num_experts_per_tok": 0, "num_local_experts": 0, "shared_intermediate_size": 4096,
 }  # fmt: skip
 LFM2_350M = LFM2 | {
-    "block_dim": 1024, "block_ff_dim": 6656, "conv_dim": 1024, "hidden_size": 1024, "num_attention_heads": 16,
-    "num_heads": 16,
+    "block_dim": 1024, "block_ff_dim": 6656, "conv_dim": 1024, "conv_dim_out": 1024, "hidden_size": 1024,
+    "num_attention_heads": 16, "num_heads": 16,
 }  # fmt: skip
 BAMBA: dict[str, Any] = {
     "architectures": ["BambaForCausalLM"], "model_type": "bamba", "attention_bias": False, "attention_dropout": 0.0,
@@ -389,7 +404,8 @@ BAMBA: dict[str, Any] = {
 }  # fmt: skip
 DEEPSEEK_V2_LITE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "attention_bias": False,
-    "attention_dropout": 0.0, "aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001,
+    "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"},
+    "aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001, "ep_size": 1,
     "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
     "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 1408,
     "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False,
@@ -441,6 +457,13 @@ ERNIE: dict[str, Any] = {
     "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "use_bias": False, "use_cache": False, "vocab_size": 103424,
 }  # fmt: skip
+ERNIE_21B: dict[str, Any] = {
+    **ERNIE, "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "hidden_size": 2560,
+    "intermediate_size": 12288, "moe_capacity": [64, 64, 64], "moe_gate": "topk", "moe_intermediate_size": 1536,
+    "moe_k": 6, "moe_layer_end_index": 27, "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64,
+    "moe_num_shared_experts": 2, "moe_use_aux_free": True, "num_attention_heads": 20, "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+}  # fmt: skip
 EXAONE_4: dict[str, Any] = {
     "architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "attention_dropout": 0.0, "bos_token_id": 1,
     "eos_token_id": 361, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
@@ -490,6 +513,7 @@ OPT: dict[str, Any] = {
 REPOSITORIES: dict[str, dict[str, dict[str, Any]]] = {
     "Qwen": {
         "Qwen/Qwen3.5-0.8B": QWEN3_5,
+        "Qwen/Qwen3.6-35B-A3B": QWEN3_6_MOE,
         "Qwen/Qwen3-0.6B": json.loads(QWEN3),
         "Qwen/Qwen3-8B": QWEN3_8B,
         "Qwen/Qwen3-30B-A3B": json.loads(QWEN3_MOE),
@@ -538,6 +562,7 @@ REPOSITORIES: dict[str, dict[str, dict[str, Any]]] = {
     "Microsoft": {"microsoft/phi-4": PHI_4, "microsoft/Phi-4-mini-instruct": json.loads(PHI4_MINI)},
     "Others": {
         "allenai/OLMo-2-0425-1B-Instruct": json.loads(OLMO2_1B),
+        "baidu/ERNIE-4.5-21B-A3B-PT": ERNIE_21B,
         "baidu/ERNIE-4.5-0.3B-PT": ERNIE,
         "bigcode/starcoder2-3b": json.loads(STARCODER2),
         "bigscience/bloom-560m": json.loads(BLOOM),

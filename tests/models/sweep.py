@@ -51,6 +51,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000.0}},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "nemotron": {"num_key_value_heads": 8},
     **{name: {"is_decoder": True, "is_encoder_decoder": False} for name in ENCODER_DECODERS.split()},
     "bigbird_pegasus": {"is_decoder": True, "is_encoder_decoder": False, "attention_type": "original_full"},
@@ -214,6 +215,11 @@ weights of the other parts are not read. An image in a chat request is refused.
 `LLM(model, model_impl="quire")` or `model_impl="transformers"` asks for one of the two. Products that are not plain
 linears (experts, convolutions) stay transformers' own in the adapter: then a row's bits may depend on the batch, and
 no tokens are guessed.
+
+Two kinds of RoPE, longrope and dynamic, change with the length of a sequence. Here all sequences have the angles of one
+of `max_model_len` tokens, so an answer does not depend on the batch. Dynamic RoPE is plain up to the checkpoint's
+`max_position_embeddings`, which is the usual `max_model_len`. A larger one, up to `factor` times that, slows all
+positions down.
 
 `python -m tests.models.sweep` writes this page with transformers {release}; `quire models` prints the same.
 

@@ -123,14 +123,24 @@ def test_a_model_that_would_answer_wrongly_is_refused(monkeypatch: pytest.Monkey
         check(kind, config, ops.load())
 
 
+@torch.no_grad()
+def test_dynamic_rope_is_plain_up_to_max_position_embeddings(tmp_path: Path) -> None:
+    """And no sequence gets longer through the adapter."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e3}
+    theirs = save(tmp_path, rope_parameters=rope, max_position_embeddings=40)
+    prompts = [torch.arange(2, 2 + length).tolist() for length in (38, 7)]
+    made = engine(tmp_path, model_impl="transformers", block_size=4, max_num_batched_tokens=16)
+    probe, _ = probed_logits(made, prompts, max_tokens=1)
+    for prompt in prompts:
+        expected = theirs(torch.tensor([prompt])).logits[0, -1]
+        torch.testing.assert_close(probe.found[tuple(prompt)], expected, atol=1e-4, rtol=0)
+    with pytest.raises(ConfigError, match="was made for sequences of up to 40"):
+        engine(tmp_path, model_impl="transformers", max_model_len=41)
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        (
-            "Llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "depend on the batch",
-        ),
         ("Mamba", {}, "it keeps a state besides keys and values"),
         ("Reformer", {}, "does not let its attention be replaced; one sequence at a time, "),
         ("Bart", {}, "it is the decoder of an encoder-decoder model"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -122,6 +122,22 @@ def test_what_it_computes(backend: str, shape: tuple[int, int, int, int], renorm
     for rows in (0, *ROWS):
         exact = layer.exact(layer.x[:rows], renormalised)
         torch.testing.assert_close(made(layer.x[:rows]).double(), exact, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_native)])
+@pytest.mark.parametrize("k", [1, 3])
+def test_shares_of_what_experts_see(backend: str, k: int) -> None:
+    """Of a row times the sigmoid of its logit each, as Llama 4 has it."""
+    made = (layer := Layer(48, 40, 4, k)).made(backend=backend)
+    choice = Choice(num_chosen=k, renormalised=False, scores="sigmoid")
+    x, exact = layer.x[:17], torch.zeros(17, 48, dtype=torch.float64)
+    logits = x.double() @ layer.router.double().T
+    for i, chosen in enumerate(logits.topk(k).indices.tolist()):
+        for expert in chosen:
+            gate, up = (layer.mlp_in[expert].double() @ (x[i].double() * logits[i, expert].sigmoid())).chunk(2)
+            exact[i] += layer.mlp_out[expert].double() @ (torch.nn.functional.silu(gate) * up)
+    found = replace(made, layer=replace(made.layer, choice=choice, weighed="inputs"))(x)
+    torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -244,8 +260,9 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 @pytest.mark.parametrize("options", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("weighed", ["results", "inputs"])
 def test_the_native_operator_has_the_same_bits_with_all_options(
-    options: dict[str, Any], activation: Activation, dtype: torch.dtype
+    weighed: Literal["results", "inputs"], options: dict[str, Any], activation: Activation, dtype: torch.dtype
 ) -> None:
     """Biases of the router and of experts, and a router that sees other rows than these."""
     generator = torch.Generator().manual_seed(7)
@@ -261,6 +278,7 @@ def test_the_native_operator_has_the_same_bits_with_all_options(
         [pack(weight(hidden, inner), weight(1, hidden)[0]) for _ in range(count)],
         Choice(**{"num_chosen": 4, "renormalised": True} | options),
         activation,
+        weighed,
     )
     x, seen, out = (Place(name, first, hidden) for name, first in (("in", 0), ("in", hidden), ("out", 0)))
     given, widths = Place("in", 0, 2 * hidden), {"in": 2 * hidden, "out": hidden}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from quire.errors import ConfigError
 from tests.models.checkpoints import engine, probed_logits, save
 
 pytestmark = pytest.mark.slow
@@ -58,6 +59,49 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {}),
     "qwen3, biases": ("Qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "llama4": ("Llama4", {}),
+    "llama4, three experts, no norms of q and k, listed layers": (
+        "Llama4",
+        {
+            "num_experts_per_tok": 3,
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "moe_layers": [0, 4],
+            "no_rope_layers": [0, 1, 1, 0, 1],
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention"] + ["full_attention"] * 2,
+            "attn_temperature_tuning": False,
+        },
+    ),
+    "falcon": ("Falcon", {}),
+    "falcon, groups of heads, two norms": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon, groups of heads, one norm": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 80},
+    ),
+    "falcon, branches in turn": (
+        "Falcon",
+        {"parallel_attn": False, "multi_query": False, "bias": True, "tie_word_embeddings": False},
+    ),
+    "gptj": ("GPTJ", {}),
+    "gptj, whole heads": ("GPTJ", {"rotary_dim": 8, "n_inner": 80, "activation_function": "gelu"}),
+    "codegen": ("CodeGen", {}),
+    "opt": ("OPT", {}),
+    "opt, no biases": ("OPT", {"enable_bias": False, "activation_function": "gelu", "tie_word_embeddings": False}),
+    "mpt": ("Mpt", {}),
+    "mpt, eight heads, other scores": (
+        "Mpt",
+        {"n_heads": 8, "attn_config": {"softmax_scale": 0.3}, "tie_word_embeddings": False},
+    ),
+    "granitemoe": (
+        "GraniteMoe",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6.0,
+        },
+    ),
+    "granitemoe, shared": ("GraniteMoeShared", {"num_experts_per_tok": 3, "attention_bias": True}),
     "mixtral": ("Mixtral", {}),
     "mixtral, sliding window": ("Mixtral", {"sliding_window": 9, "num_experts_per_tok": 1}),
     "qwen3 moe": ("Qwen3Moe", {}),
@@ -327,6 +371,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(checkpoint: tuple[Pa
         max_num_batched_tokens=24,
         dtype="float32",
         attention_backend="reference",
+        model_impl="quire",
     )
     probe, generated = probed_logits(ours, prompts(), max_tokens=64)
     assert probe.preempted or ours.scheduler.manager.groups[0].window
@@ -368,6 +413,23 @@ def test_longrope_takes_its_side_from_max_model_len(tmp_path: Path, kind: str, s
     expected = theirs(torch.tensor([short])).logits[0, -1]
     probe, _ = probed_logits(engine(tmp_path, max_model_len=64), [short], max_tokens=1)
     torch.testing.assert_close(probe.found[tuple(short)], expected, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "share"), [("Llama", 1.0), ("Glm4", 0.5)])
+def test_dynamic_rope_is_that_of_a_sequence_of_max_model_len(tmp_path: Path, kind: str, share: float) -> None:
+    """Rows of a short request, too; up to max_position_embeddings it is plain."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 4.0, "partial_rotary_factor": share}
+    theirs = save(tmp_path, kind, rope_parameters=rope, max_position_embeddings=40)
+    whole = torch.randint(2, 97, (120,), generator=torch.Generator().manual_seed(5)).tolist()
+    for max_model_len in (120, 40):
+        expected = theirs(torch.tensor([whole[:max_model_len]])).logits[0]
+        prompts = [whole[: max_model_len - 1], whole[:11]]
+        probe, _ = probed_logits(engine(tmp_path, max_model_len=max_model_len), prompts, max_tokens=1)
+        for prompt in prompts:
+            torch.testing.assert_close(probe.found[tuple(prompt)], expected[len(prompt) - 1], atol=1e-4, rtol=0)
+    with pytest.raises(ConfigError, match="was made for sequences of up to 160"):
+        engine(tmp_path, max_model_len=161)
 
 
 @torch.no_grad()

@@ -302,10 +302,8 @@ class TestRefused:
             ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "rope's factor is '2'"),
             ({"hidden_size": "48"}, "hidden_size is '48'; it must be a positive integer"),
             ({"num_hidden_layers": "DELETE"}, "num_hidden_layers is None"),
-            (
-                {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-                "'dynamic' is not supported: its angles",
-            ),
+            ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' lacks factor"),
+            ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "alpha": 9.0}}, "not understood: alpha"),
             ({"rope_parameters": {"rope_type": "nonsense"}}, "'nonsense' is not supported; supported: default, linear"),
             ({"rope_parameters": {"rope_type": "linear"}}, "'linear' lacks factor"),
             ({"rope_parameters": {"rope_type": "default", "mrope_section": [1]}}, "not understood: mrope_section"),

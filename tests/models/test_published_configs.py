@@ -27,6 +27,7 @@ from tests.models.published import (
     LFM2,
     LFM2_350M,
     LLAMA_3_2,
+    LLAMA_4_SCOUT,
     MISTRAL,
     MIXTRAL,
     NEOX_20B,
@@ -39,12 +40,14 @@ from tests.models.published import (
     QWEN3_5,
     QWEN3_MOE,
     QWEN3_NEXT,
+    REPOSITORIES,
     SMOLLM,
     SMOLLM2,
     SMOLLM3,
     STARCODER2,
 )
 
+NAMED = {name: raw for some in REPOSITORIES.values() for name, raw in some.items()}
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 PUBLISHED = {
     "SmolLM": (SMOLLM, (3, 64, 10_000.0, 2048, None), BF16),
@@ -104,6 +107,58 @@ def test_what_a_missing_key_means_depends_on_the_architecture(tmp_path: Path) ->
         assert (decoder.windows[0], decoder.layers[0].mixer.num_kv_heads) == (window, num_kv_heads)
     (tmp_path / "config.json").write_text(json.dumps(raw | {"sliding_window": None}))
     assert read_config(tmp_path)[0].windows[0] is None
+
+
+def test_llama_4(tmp_path: Path) -> None:
+    """Every fourth layer sees everything, without RoPE; the others their chunk. All have experts."""
+    raw = json.loads(json.dumps(LLAMA_4_SCOUT))
+    for changes in (
+        {},
+        {"attn_temperature_tuning": 4, "no_rope_layers": [1, 1, 1, 0] * 12, "moe_layers": [*range(48)]},
+    ):
+        raw["text_config"] |= changes
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        decoder, _ = read_config(tmp_path)
+        mixers = [layer.mixer for layer in decoder.layers]
+        assert [mixer.chunk for mixer in mixers] == [8192, 8192, 8192, None] * 12
+        assert [mixer.temperature for mixer in mixers] == [None, None, None, (0.1, 8192)] * 12
+        assert [mixer.rope is None for mixer in mixers] == [False, False, False, True] * 12
+        assert [len(group.layers) for group in decoder.groups] == [36, 12]
+        assert {(one.count, one.per_token, one.mlp.size) for one in decoder.experts} == {(16, 1, 8192)}
+        assert len(decoder.experts) == 48
+    raw["text_config"] |= {"interleave_moe_layer_step": 2, "moe_layers": None}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    sizes = [getattr(layer.mlp, "size", "experts") for layer in read_config(tmp_path)[0].layers]
+    assert sizes == [16_384, "experts"] * 24
+    for changes, shown in (
+        ({"attention_chunk_size": None}, "attention in chunks needs their length"),
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers is"),
+        ({"moe_layers": [48]}, "moe_layers is"),
+        ({"attn_temperature_tuning": 7}, "attn_temperature_tuning is 7"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"text_config": raw["text_config"] | changes}))
+        with pytest.raises(ModelError, match=shown):
+            read_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_is_said_twice_agrees(name: str) -> None:
+    """Lists have an entry for each layer, heads share evenly, and numbers of layers are of layers that there are."""
+    raw = NAMED[name]
+    raw = raw.get("text_config", raw)
+    layers, heads = raw.get("num_hidden_layers", raw.get("n_layer")), raw.get("num_attention_heads", raw.get("n_head"))
+    for key in ("layer_types", "no_rope_layers", "activation_sparsity_pattern"):
+        assert len(raw.get(key) or []) in (0, layers), key
+    for key in ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers"):
+        assert set(raw.get(key) or []) <= set(range(layers or 0)), key
+    if heads is not None:
+        assert heads % raw.get("num_key_value_heads", heads) == 0
+        if "head_dim" not in raw and "qk_rope_head_dim" not in raw:
+            assert raw.get("hidden_size", raw.get("n_embd", raw.get("n_embed"))) % heads == 0
+    if "mamba_n_heads" in raw:
+        assert raw["mamba_n_heads"] * raw["mamba_d_head"] == raw["mamba_expand"] * raw["hidden_size"]
+    if "linear_num_value_heads" in raw:
+        assert raw["linear_num_value_heads"] % raw["linear_num_key_heads"] == 0
 
 
 DELTA = GatedDeltaConfig(num_heads=16, num_k_heads=16, dim_k=128, dim_v=128, taps=4)

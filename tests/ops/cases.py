@@ -46,6 +46,7 @@ class Case:
     kv_dtype: torch.dtype | None = None
     causal: bool = True
     window: int | None = None
+    chunk: int | None = None
     scale: float | None = None
     softcap: float | None = None
     alibi: bool = False
@@ -121,6 +122,7 @@ class Case:
             shared_prefix=rng.random() < 0.5,
             written=rng.choice((None, 20, 20, 20)),
             alibi_each=rng.random() < 0.5,
+            chunk=rng.choice((1, 7, block_size, 64)) if causal and rng.random() < 0.2 else None,
         )
 
     @property
@@ -428,6 +430,7 @@ class Step:
             "alibi_slopes": self.alibi_slopes,
             "softcap": case.softcap,
             "sinks": self.sinks,
+            "chunk": case.chunk,
             "out": out,
             "return_lse": case.return_lse,
             **overrides,
@@ -452,6 +455,7 @@ class Step:
                     v,
                     causal=case.causal,
                     window=case.window,
+                    chunk=case.chunk,
                     scale=case.scale,
                     softcap=case.softcap,
                     alibi_slopes=slopes,

@@ -67,6 +67,7 @@ def attend(
     *,
     causal: bool = True,
     window: int | None = None,
+    chunk: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,  # [Hq]
@@ -96,6 +97,8 @@ def attend(
         visible = key <= position
         if window is not None:
             visible &= key > position - window
+        if chunk is not None:
+            visible &= key >= position // chunk * chunk
         score = score.masked_fill(~visible, -torch.inf)
 
     sink = torch.full((num_heads,), -torch.inf, dtype=torch.float64) if sinks is None else sinks.detach().cpu().double()

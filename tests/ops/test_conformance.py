@@ -75,6 +75,7 @@ def test_the_sweep_reaches_everything(backend):
         "out_strides": (None, *cases.ROW_STRIDES),
         "poison": cases.POISONS,
         "window": (None, 1, 2, 3, 2**31 - 1),
+        "chunk": (None, 1, 7, 64),
         "causal": (False, True),
         "alibi": (False, True),
         "alibi_each": (False, True),
@@ -206,6 +207,8 @@ def test_contexts_at_and_beyond_the_edges_of_tiles_and_splits(backend, device, c
         {"alibi": True, "sinks": True},
         {"causal": False},
         {"softcap": 2.0, "window": 200},
+        {"chunk": 60},
+        {"chunk": 128, "window": 128, "return_lse": True},
     ],
 )
 def test_chunks_of_more_rows_than_a_tile_has(backend, device, options):
@@ -226,7 +229,7 @@ def test_large_groups(backend, device, group_size):
 
 
 @pytest.mark.parametrize("chunks", [(1,) * 23, (7, 8, 8), (8, 8, 7), (22, 1), (1, 22), (5, 0, 18)])
-@pytest.mark.parametrize("options", [{}, {"window": 5}, {"alibi": True}, {"softcap": 1.0}])
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"alibi": True}, {"softcap": 1.0}, {"chunk": 6}])
 def test_prefill_in_chunks_equals_prefill_at_once(backend, device, chunks, options):
     """What lies after a chunk is still NaN when it attends. Chunks of one are decode."""
     step = Step(Case(query_lens=(23,), context_lens=(23,), return_lse=True, poison="mixed", **options), device)
@@ -239,8 +242,9 @@ def test_prefill_in_chunks_equals_prefill_at_once(backend, device, chunks, optio
         plan = backend.plan(step.spec, torch.tensor([0, rows]), torch.tensor([end]), tables, slots[at])
         backend.write_kv(step.k_new[at], step.v_new[at], step.kv, plan)
         result = backend.attention(
-            step.q[at], step.kv, plan, alibi_slopes=step.alibi_slopes, softcap=step.case.softcap, return_lse=True
-        )
+            step.q[at], step.kv, plan, alibi_slopes=step.alibi_slopes, softcap=step.case.softcap,
+            chunk=step.case.chunk, return_lse=True,
+        )  # fmt: skip
         out.append(result[0])
         lse.append(result[1])
     step.dense().check(torch.cat(out), torch.cat(lse), step.case.dtype)

@@ -46,6 +46,8 @@ def rows_that_see(step: Step, slot: int) -> Tensor:
             seen = key <= position
         if case.window is not None:
             seen &= key > position - case.window
+        if case.chunk is not None:
+            seen &= key >= position // case.chunk * case.chunk
         found.append(seen.any(1))
     return torch.cat(found)
 
@@ -96,11 +98,12 @@ SHORT = [
     Case(query_lens=(6, 1), context_lens=(8, 2), block_size=3, group_size=1, head_dim=8, window=3),
     Case(query_lens=(3, 2), context_lens=(5, 2), block_size=16, alibi=True, softcap=3.0, head_dim=8, head_dim_v=24),
     Case(query_lens=(2, 1), context_lens=(3, 1), block_size=1, head_dim=8, causal=False),
+    Case(query_lens=(5, 1), context_lens=(8, 7), block_size=4, group_size=2, head_dim=8, chunk=3),
 ]
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
-@pytest.mark.parametrize("case", SHORT, ids=["causal", "window", "scores", "not causal"])
+@pytest.mark.parametrize("case", SHORT, ids=["causal", "window", "scores", "not causal", "chunks"])
 def test_every_place_of_a_short_batch(backend, device, case, reproducible):
     step = make(case, device, backend, reproducible)
     check_plants(step, backend, torch.cat(step.slots).unique().tolist())
@@ -110,11 +113,12 @@ LONG = [
     (Case(query_lens=(1, 1, 3), context_lens=(300, 290, 270), shared_prefix=True), 0, (0, 100, 256, 269, 299)),
     (Case(query_lens=(37, 1), context_lens=(290, 3)), 0, (255, 256, 284)),
     (Case(query_lens=(40, 40), context_lens=(60, 40), window=33), 1, (1, 31)),
+    (Case(query_lens=(40, 1), context_lens=(300, 270), window=256, chunk=256), 0, (100, 255, 256, 299)),
 ]
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
-@pytest.mark.parametrize(("case", "sequence", "places"), LONG, ids=["shared keys", "several tiles", "window"])
+@pytest.mark.parametrize(("case", "sequence", "places"), LONG, ids=["shared keys", "several tiles", "window", "chunks"])
 def test_places_of_longer_sequences(backend, device, case, sequence, places, reproducible, monkeypatch):
     """Where keys are divided among several that compute, and where several sequences are computed together."""
     if backend.name == "triton":

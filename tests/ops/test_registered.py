@@ -284,6 +284,7 @@ ATTENTION = {
     "lse": {"return_lse": True, "scale": 0.2, "head_dim_v": 8},
     "sinks": {"alibi": True, "sinks": True, "layout": "NHD"},
     "slopes": {"alibi": True, "alibi_each": True},
+    "chunk": {"chunk": 4},
 }
 
 
@@ -304,6 +305,7 @@ def test_torch_agrees_with_what_it_is_told_of_attention(backend, device, kind, h
         "alibi_slopes": step.alibi_slopes,
         "softcap": case.softcap,
         "sinks": step.sinks,
+        "chunk": case.chunk,
         "return_lse": case.return_lse,
     }
     arguments = (backend.name, q, *cache, plan.key)
@@ -329,6 +331,7 @@ def test_attention_with_its_options_in_a_graph(backend, device, kind):
             alibi_slopes=step.alibi_slopes,
             softcap=step.case.softcap,
             sinks=step.sinks,
+            chunk=step.case.chunk,
             out=given,
             return_lse=step.case.return_lse,
         )

@@ -342,6 +342,8 @@ ATTENTION = {
     "softcap negative": ({"softcap": -30.0}, BadValue, ("softcap", "-30.0")),
     "softcap nan": ({"softcap": math.nan}, BadValue, ("softcap", "nan")),
     "softcap inf": ({"softcap": math.inf}, BadValue, ("softcap", "inf")),
+    "chunk 0": ({"chunk": 0}, BadValue, ("chunk", "0", "1..")),
+    "chunk of a fraction": ({"chunk": 2.5}, BadValue, ("chunk", "2.5", "integer")),
     "sinks and lse": ({"sinks": torch.zeros(6), "return_lse": True}, BadValue, ("sinks", "LSE", "apply_sinks")),
 }
 

@@ -69,8 +69,6 @@ def refusal(model: type, config: Any) -> str | None:
         return "it keeps a state besides keys and values"
     if getattr(config, "attention_type", None) == "block_sparse":
         return "its attention is sparse in long sequences; 'original_full' would be served as its attention_type"
-    if (kind := _dynamic_rope(config)) is not None:
-        return f"its rope type is {kind!r}: its angles depend on the batch"
     for kind in getattr(config.get_text_config(), "layer_types", None) or ():
         if kind not in SERVED_LAYERS and kind not in MASKED_LAYERS:
             return f"it has layers of {OTHER_LAYERS.get(kind, kind)}"
@@ -87,11 +85,3 @@ def together_refusal(model: type, config: Any) -> str | None:
     if "position_ids" not in inspect.signature(model.forward).parameters:  # type: ignore[attr-defined]
         return "it cannot be given the positions of its tokens"
     return attention_refusal(model, config, SERVED_LAYERS)
-
-
-def _dynamic_rope(config: Any) -> str | None:
-    """The kind of rope, if its angles change with the longest sequence of a batch."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    kinds = [str(each.get("rope_type")) for each in [parameters, *nested]]
-    return next((kind for kind in kinds if "dynamic" in kind), None)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.batch import Batch
 from quire.cache.storage import KVCache
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import AttentionConfig, DecoderConfig, LatentConfig
 from quire.models.layers import write_program
 from quire.models.model import WeightBytes
 from quire.models.quantisation.stacking import Weight, matrix, tensor
-from quire.models.rope import rope_tables
+from quire.models.rope import Temperature, rope_tables
 from quire.models.state_config import StateConfig
 from quire.ops import Backend
 from quire.ops.linear import Embedding, PlainEmbedding
@@ -60,11 +61,12 @@ class Decoder:
             self.embedding, self.lm_head = linears.tied(embedding)
         else:
             self.embedding = PlainEmbedding(tensor(embedding), self.dtype)
-            self.lm_head = linears.head(matrix(weights["lm_head"]))
+            bias = tensor(weights["lm_head.bias"]) if config.head_bias else None
+            self.lm_head = linears.head(matrix(weights["lm_head"]), bias)
         del embedding  # else it would be held beside its packed form until all layers are read
         self.positions: Tensor | None = None  # [max_position_embeddings, H]
         if config.learned_positions:
-            self.positions = tensor(weights["positions"])
+            self.positions = tensor(weights["positions"])[config.first_position :]
         self.embedding_scale = config.embedding_scale
         if config.embedding_scale is not None and config.rounds_embedding_scale:
             self.embedding_scale = self._rounded(config.embedding_scale)
@@ -73,8 +75,9 @@ class Decoder:
             self.per_layer_embedding = tensor(weights["per_layer_embedding"])
             self.per_layer_scale = self._rounded(config.per_layer.size**0.5)
         mixers = [layer.mixer for layer in config.layers]
-        ropes = [(None, 0) if isinstance(one, StateConfig) else (one.rope, one.rope_dim) for one in mixers]
-        tables = rope_tables(ropes, config.max_position_embeddings, max_model_len, self.device)
+        tables = rope_tables(
+            [_positions(one) for one in mixers], config.max_position_embeddings, max_model_len, self.device
+        )
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
         self.layers = backend.compile(write_program(config, weights, linears, tables, slopes, self.dtype, self.device))
 
@@ -110,3 +113,13 @@ class Decoder:
 
     def _rounded(self, factor: float) -> float:
         return float(torch.tensor(factor, dtype=self.dtype))
+
+
+def _positions(
+    mixer: AttentionConfig | LatentConfig | StateConfig,
+) -> tuple[Mapping[str, Any] | Temperature | None, int]:
+    """How q and k know positions, and the head that this is of."""
+    if isinstance(mixer, StateConfig):
+        return None, 0
+    temperature = mixer.temperature if isinstance(mixer, AttentionConfig) else None
+    return (mixer.rope if temperature is None else temperature), mixer.rope_dim

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from quire.cache.groups import AnyGroup, Heads
 from quire.errors import ModelError
 from quire.models.model import attention_width, cache_groups, mlp_width, state_groups, state_width
+from quire.models.rope import Temperature
 from quire.models.state_config import StateConfig
 from quire.ops.activation import Activation
 
@@ -22,11 +23,14 @@ class AttentionConfig:
     num_kv_heads: int  # Hkv
     head_dim: int  # D
     window: int | None = None  # keys that a row sees, its own included; None: all before it
+    chunked: bool = False  # the window does not slide: it begins at the last multiple of its length
     rope: Mapping[str, Any] | None = None  # parameters as rope.py reads them; None: no RoPE
+    temperature: Temperature | None = None  # of a layer without RoPE
     bias: bool = False  # of the projection to q, k and v
     output_bias: bool = False
     gated: bool = False  # what is attended is multiplied by the sigmoid of a gate, projected with q
-    qk_norm: Literal["head", "all heads"] | None = None  # what of q, and of k, is normalised before RoPE
+    # What of q, and of k, is normalised before RoPE.
+    qk_norm: Literal["head", "head, no weight", "all heads"] | None = None
     scale: float | None = None  # of q·k; None: 1 / sqrt(D)
     softcap: float | None = None  # of the scores
     sinks: bool = False  # each head has one more logit, without a value
@@ -37,11 +41,20 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
+        if self.chunked and self.window is None:
+            raise ModelError("attention in chunks needs their length")
+        if self.temperature is not None and self.rope is not None:
+            raise ModelError("a temperature of positions is for layers without RoPE")
 
     @property
     def heads(self) -> Heads:
         """What the cache has to know of it."""
         return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    @property
+    def chunk(self) -> int | None:
+        """Length of the chunks whose rows see their own chunk alone; None: there are none."""
+        return self.window if self.chunked else None
 
     @property
     def rope_dim(self) -> int:
@@ -123,6 +136,7 @@ class ExpertsConfig:
     renormalised: bool  # a row's shares are those among its own experts, not among all
     epsilon: float = 0.0  # added to the sum by which they are divided then
     scores: Literal["softmax", "sigmoid"] = "softmax"
+    weighed: Literal["results", "inputs"] = "results"  # what the shares multiply
     scaled: bool = False  # a weight of each expert multiplies its share
     corrected: bool = False  # a weight of each expert is added to its scores where experts are chosen
     groups: int = 1
@@ -177,6 +191,7 @@ class DecoderConfig:
     layers: tuple[LayerConfig, ...]  # [L]
     # Positions, besides RoPE.
     learned_positions: bool = False  # an embedding of each position is added to the token's
+    first_position: int = 0  # the row of their table that is that of position 0
     alibi_slopes: tuple[float, ...] | None = None  # [Hq]
     # Normalisation.
     norm: Literal["rms", "layer"] = "rms"
@@ -194,6 +209,7 @@ class DecoderConfig:
     # Both ends.
     embedding_scale: float | None = None  # multiplies the embeddings
     rounds_embedding_scale: bool = False  # to the weights' dtype first, as Gemma was trained
+    head_bias: bool = False  # of the output projection
     logit_scale: float | None = None  # multiplies the logits
     logit_softcap: float | None = None
 
@@ -203,6 +219,8 @@ class DecoderConfig:
         # A state that passes over the tokens in order knows positions, too.
         if sum(positions) > 1 or (sum(positions) == 0 and len(self.attention) == self.num_layers):
             raise ModelError(f"a decoder knows positions in exactly one way; this one in {sum(positions)}")
+        if self.head_bias and self.tied_embeddings:
+            raise ModelError("an output projection that is the embedding and has a bias is not served")
         if self.branches != "in turn" and not self.input_norms:
             raise ModelError("parallel branches without norms of their inputs are not served")
 
@@ -282,7 +300,7 @@ def weight_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 def weight_use(config: DecoderConfig, name: str) -> Literal["layers", "experts", "head", "looked_up"]:
     """What a step reads of the weight of that name, as `WeightBytes` has it."""
-    if name == ("embedding" if config.tied_embeddings else "lm_head"):
+    if name in ("embedding" if config.tied_embeddings else "lm_head", "lm_head.bias"):
         return "head"
     if name in ("embedding", "positions", "per_layer_embedding"):
         return "looked_up"
@@ -300,9 +318,11 @@ def _weights(config: DecoderConfig) -> Iterator[tuple[str, WeightShape]]:
     H = config.hidden_size
     yield "embedding", _whole(config.vocab_size, H)
     if config.learned_positions:
-        yield "positions", _whole(config.max_position_embeddings, H)
+        yield "positions", _whole(config.first_position + config.max_position_embeddings, H)
     if not config.tied_embeddings:
         yield "lm_head", _whole(config.vocab_size, H)
+    if config.head_bias:
+        yield "lm_head.bias", _whole(config.vocab_size)
     norms = {"final_norm": H} | ({"embedding_norm": H} if config.embedding_norm else {})
     if config.per_layer is not None:
         width = config.num_layers * config.per_layer.size
@@ -367,7 +387,7 @@ def _norms(config: DecoderConfig, layer: LayerConfig) -> dict[str, int]:
         norms["latent_norm"] = mixer.latent
         if mixer.q_rank is not None:
             norms["q_norm"] = mixer.q_rank
-    elif isinstance(mixer, AttentionConfig) and mixer.qk_norm is not None:
+    elif isinstance(mixer, AttentionConfig) and mixer.qk_norm in ("head", "all heads"):
         D, by_head = mixer.head_dim, mixer.qk_norm == "head"
         norms["q_norm"] = D if by_head else mixer.q_size
         if mixer.kv_of is None:

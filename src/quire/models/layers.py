@@ -189,30 +189,31 @@ class _Writer:
         qkv = self.buffer("qkv", sum(config.projected))
         self.project(f"{name}qkv", hidden, qkv)
         q, *parts = self.columns(qkv, *config.projected)
-        by_head = config.qk_norm == "head"
+        by_head = config.qk_norm != "all heads"
         gate = Place(q.buffer, q_size, q_size)  # where it has one
         q = Place(q.buffer, 0, q_size)
         if config.qk_norm is not None:
             packed, q = q, self.buffer("q", q_size)
-            self.normalize(f"{name}q_norm", packed, q, config.num_heads if by_head else 1)
+            self.normalize_heads(f"{name}q_norm", packed, q, config.num_heads if by_head else 1)
         if config.kv_of is None:
             k, v = parts[0], parts[-1]
             if config.qk_norm is not None:
                 k = self.buffer("k", kv_size)
-                self.normalize(f"{name}k_norm", parts[0], k, config.num_kv_heads if by_head else 1)
+                self.normalize_heads(f"{name}k_norm", parts[0], k, config.num_kv_heads if by_head else 1)
             if config.v_norm:
                 packed, v = v, self.buffer("v", kv_size)
                 self.normalize_plainly(packed, v, config.num_kv_heads)
         else:
             k = Place(q.buffer, 0, 0)
-        if (table := self.tables[index]) is not None:
-            self.write(Rotate(q, k, *table, D))
+        if (table := self.tables[index]) is not None:  # a temperature is of q alone
+            self.write(Rotate(q, k if config.temperature is None else Place(q.buffer, 0, 0), *table, D))
         stored = index if config.kv_of is None else config.kv_of
         group, attended = self.group_of_layer[stored], self.buffer("attended", q_size)
         if config.kv_of is None:
             self.write(Write(k, v, index, group, D))
         sinks = tensor(self.weights[f"{name}sinks"]) if config.sinks else None
-        self.write(Attend(q, attended, stored, group, D, config.scale, self.alibi_slopes, config.softcap, sinks))
+        rule = (config.scale, self.alibi_slopes, config.softcap, sinks, config.chunk)
+        self.write(Attend(q, attended, stored, group, D, *rule))
         if config.gated:
             self.write(Gate(gate, attended))
         return attended
@@ -326,7 +327,7 @@ class _Writer:
             factor=config.factor,
             scales=tensor(self.weights[f"{name}shares"]) if config.scaled else None,
         )
-        layer = ExpertLayer(router, mlp_in, mlp_out, choice, config.mlp.activation)
+        layer = ExpertLayer(router, mlp_in, mlp_out, choice, config.mlp.activation, config.weighed)
         self.write(MixExperts(hidden, layer, out, seen))
         if config.shared is not None:
             shared = self.buffer("shared", out.size)
@@ -403,6 +404,13 @@ class _Writer:
         if self.config.norm == "layer" and bias is None:
             bias = torch.zeros_like(weight)  # what says that this is a LayerNorm
         self.write(Normalize(x, out, weight, bias, self.config.norm_eps, residual, heads))
+
+    def normalize_heads(self, name: str, x: Place, out: Place, heads: int) -> None:
+        """out = each head of x normalised, by the weight of that name where there is one."""
+        if self.has(name):
+            self.normalize(name, x, out, heads)
+        else:
+            self.normalize_plainly(x, out, heads)
 
     def normalize_plainly(self, x: Place, out: Place, heads: int) -> None:
         """out = the RMSNorm of each head of x, without a weight."""

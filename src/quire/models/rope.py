@@ -1,14 +1,15 @@
 """Rotary position embedding: the table of angles, with the scaling variants that Llama-like checkpoints use.
 
-What a position's angles are depends on the configuration at load alone, never on the batch. So longrope's short or
-long factors are chosen by max_model_len, and dynamic NTK, whose angles change with the longest sequence, is refused.
+What a position's angles are depends on the configuration at load alone, never on the batch. Two variants change with
+the length of a sequence; here all sequences have the angles of one of max_model_len tokens. longrope takes its short or
+its long factors by that. Dynamic NTK is plain RoPE up to max_position_embeddings, and slower beyond.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 VARIANTS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
+    "dynamic": ({"factor"}, set()),
     "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, {"original_max_position_embeddings"}),
     "yarn": (
         set(),
@@ -39,12 +41,18 @@ NUMBERS = {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "origi
 FACTORS = {"short_factor", "long_factor"}
 
 
+class Temperature(NamedTuple):
+    """Queries grow with their position p, by 1 + scale log(1 + floor((p + 1) / floor)) (Llama 4)."""
+
+    scale: float
+    floor: float
+
+
 def check_rope(parameters: Mapping[str, Any]) -> None:
     """Raise ModelError for a variant or a key that is not understood, or one that is missing."""
     kind = rope_type(parameters)
     if kind not in VARIANTS:
-        reason = ": its angles depend on the batch" if kind == "dynamic" else ""
-        raise ModelError(f"rope type {kind!r} is not supported{reason}; supported: {', '.join(VARIANTS)}")
+        raise ModelError(f"rope type {kind!r} is not supported; supported: {', '.join(VARIANTS)}")
     required, optional = VARIANTS[kind]
     given = {key for key, value in parameters.items() if value is not None}
     for key in sorted(given & NUMBERS):
@@ -70,7 +78,9 @@ def rope_type(parameters: Mapping[str, Any]) -> str:
 
 
 def longest_rotated(parameters: Mapping[str, Any], max_position_embeddings: int) -> int:
-    """What the angles were made for; yarn's scaling reaches beyond a max_position_embeddings left as it was."""
+    """What the angles were made for; yarn and dynamic NTK reach beyond a max_position_embeddings left as it was."""
+    if rope_type(parameters) == "dynamic":
+        return max(max_position_embeddings, int(max_position_embeddings * parameters["factor"]))
     if rope_type(parameters) != "yarn":
         return max_position_embeddings
     original = parameters.get("original_max_position_embeddings") or max_position_embeddings
@@ -88,17 +98,30 @@ def rotated_share(parameters: Mapping[str, Any]) -> float:
     return 1.0 if share is None or rope_type(parameters) == "proportional" else float(share)
 
 
+def share_of(rotated: int, head_dim: int) -> float:
+    """The partial_rotary_factor with which so many dimensions of a head are rotated. Raises ModelError for too many."""
+    if rotated > head_dim:
+        raise ModelError(f"{rotated} dimensions of a head of {head_dim} are to be rotated; it must be at most all")
+    return (rotated + 0.5) / head_dim if rotated < head_dim else 1.0  # whose product is rounded down
+
+
 def rope_tables(
-    ropes: Sequence[tuple[Mapping[str, Any] | None, int]],  # of each layer, with its head_dim
+    ropes: Sequence[tuple[Mapping[str, Any] | Temperature | None, int]],  # of each layer, with its head_dim
     max_position_embeddings: int,
     max_model_len: int,
     device: torch.device,
 ) -> list[tuple[Tensor, Tensor] | None]:
-    """Each layer's table, None for one that rotates nothing. Layers with the same parameters share theirs."""
+    """Each layer's table, None for one that rotates nothing. Layers with the same parameters share theirs.
+
+    A temperature is a rotation by no angle of something longer.
+    """
     tables: dict[str, tuple[Tensor, Tensor]] = {}
     for parameters, head_dim in ropes:
         if parameters is not None and repr((parameters, head_dim)) not in tables:
-            cos, sin = rope_table(parameters, head_dim, max_position_embeddings, max_model_len)
+            if isinstance(parameters, Temperature):
+                cos, sin = temperature_table(parameters, head_dim, max_model_len)
+            else:
+                cos, sin = rope_table(parameters, head_dim, max_position_embeddings, max_model_len)
             tables[repr((parameters, head_dim))] = cos.to(device), sin.to(device)
     return [tables.get(repr(rope)) for rope in ropes]
 
@@ -116,7 +139,10 @@ def rope_table(
     if dim % 2 or dim == 0:
         raise ModelError(f"RoPE rotates pairs of dimensions, and of a head of {head_dim} it is to rotate {dim}")
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    frequencies = 1.0 / float(parameters.get("rope_theta", 10_000.0)) ** exponents
+    base = float(parameters.get("rope_theta", 10_000.0))
+    if kind == "dynamic" and max_model_len > max_position_embeddings:
+        base = _dynamic_base(base, parameters["factor"], dim, max_model_len / max_position_embeddings)
+    frequencies = 1.0 / base**exponents
     attention_factor = 1.0  # multiplies q and k, so its square scales the scores
     original = int(parameters.get("original_max_position_embeddings") or max_position_embeddings)
     if kind == "linear":
@@ -142,6 +168,23 @@ def rope_table(
         )
     angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * frequencies
     return angles.cos() * attention_factor, angles.sin() * attention_factor
+
+
+def temperature_table(temperature: Temperature, head_dim: int, max_model_len: int) -> tuple[Tensor, Tensor]:
+    """What queries of every position are multiplied by, as `rope_table` has it: fp32 [max_model_len, D / 2] each."""
+    if head_dim % 2:
+        raise ModelError(f"a temperature of positions is served for heads of even sizes; head_dim is {head_dim}")
+    positions = torch.arange(max_model_len, dtype=torch.float32)
+    factors = torch.log1p(torch.floor((positions + 1) / temperature.floor)) * temperature.scale + 1
+    whole = factors[:, None].repeat(1, head_dim // 2)
+    return whole, torch.zeros_like(whole)
+
+
+def _dynamic_base(base: float, factor: float, dim: int, longer: float) -> float:
+    """The base with which a context that is so many times longer has slower rotations, but for the fastest one."""
+    if dim < 4:
+        raise ModelError(f"dynamic RoPE needs 4 rotated dimensions of a head or more; it has {dim}")
+    return base * math.pow(factor * longer - (factor - 1), dim / (dim - 2))
 
 
 def _llama3(

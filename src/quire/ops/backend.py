@@ -34,6 +34,7 @@ class Scores(NamedTuple):
     alibi_slopes: Tensor | None = None  # fp32 [Hq] or [S, Hq]
     softcap: float | None = None
     sinks: Tensor | None = None  # fp32 [Hq]
+    chunk: int | None = None
 
 
 def _operator(in_graph: Callable[..., Any] | None = None) -> Callable[[Function], Function]:
@@ -202,6 +203,7 @@ class Backend(RecurrentOperators, ABC):
         alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
         softcap: float | None = None,
         sinks: Tensor | None = None,  # fp32 [Hq]
+        chunk: int | None = None,
         out: Tensor | None = None,  # [T, Hq, Dv]
         return_lse: Literal[False] = False,
     ) -> Tensor: ...
@@ -216,6 +218,7 @@ class Backend(RecurrentOperators, ABC):
         alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
         softcap: float | None = None,
         sinks: Tensor | None = None,  # fp32 [Hq]
+        chunk: int | None = None,
         out: Tensor | None = None,  # [T, Hq, Dv]
         return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
@@ -230,6 +233,7 @@ class Backend(RecurrentOperators, ABC):
         alibi_slopes: Tensor | None = None,  # fp32 [Hq] or [S, Hq]
         softcap: float | None = None,
         sinks: Tensor | None = None,  # fp32 [Hq]
+        chunk: int | None = None,
         out: Tensor | None = None,  # [T, Hq, Dv]
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -240,10 +244,12 @@ class Backend(RecurrentOperators, ABC):
             of [S, Hq] are each sequence's own.
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
         sinks: one more logit a head in the softmax's denominator, without a value (gpt-oss).
+        chunk: a row sees no key before the last multiple of so many positions (Llama 4). Causal plans only; one with a
+            window of as many keys need not keep the blocks of earlier chunks.
         out: written and returned where given; apart from q and the cache.
         return_lse: also return the logarithm of the sum of exponentials of each row's scores (float64 for float64).
         """
-        scores = Scores(scale, alibi_slopes, softcap, sinks)
+        scores = Scores(scale, alibi_slopes, softcap, sinks, chunk)
         self._check_plan(plan)
         with plan.lock:
             self._check_attention(q, kv, plan, scores, out, return_lse)

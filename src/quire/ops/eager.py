@@ -145,6 +145,7 @@ class _Step:
                     alibi_slopes=operator.alibi_slopes,
                     softcap=operator.softcap,
                     sinks=operator.sinks,
+                    chunk=operator.chunk,
                 )
                 self.put(operator.out, attended)
             case Activate():

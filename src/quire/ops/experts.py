@@ -57,6 +57,7 @@ class ExpertLayer:
     mlp_out: Sequence[Linear]  # [E]: I -> H
     choice: Choice
     activation: Activation = Activation()  # noqa: RUF009  # frozen
+    weighed: Literal["results", "inputs"] = "results"  # what a row's shares multiply; inputs are rounded to their dtype
 
     def __post_init__(self) -> None:
         count, choice = len(self.mlp_in), self.choice
@@ -87,6 +88,9 @@ def weighted_experts(
     by_expert, places = chosen.flatten().sort(stable=True)  # all T k choices
     ends = torch.searchsorted(by_expert, torch.arange(len(layer.mlp_in), device=x.device), right=True).tolist()
     gathered = x[places // num_chosen]
+    if layer.weighed == "inputs":
+        gathered = (gathered.float() * shares.flatten()[places, None]).to(x.dtype)
+        shares = torch.ones_like(shares)
     results = torch.empty_like(gathered)
     start = 0
     for mlp_in, mlp_out, end in zip(layer.mlp_in, layer.mlp_out, ends, strict=True):

@@ -37,7 +37,7 @@ class GatherBackend(ReferenceBackend):
     ) -> None:
         """Over copies of the keys and values."""
         spec = plan.spec
-        scale, alibi_slopes, softcap, sinks = scores
+        scale, alibi_slopes, softcap, sinks, chunk = scores
         scale = spec.default_scale if scale is None else scale
         wide = torch.promote_types(spec.dtype, torch.float32)
         result = torch.zeros(plan.num_tokens, spec.num_heads, spec.dim_v, dtype=wide, device=q.device)
@@ -60,6 +60,8 @@ class GatherBackend(ReferenceBackend):
                 visible = visible & (key <= position)
             if spec.window is not None:
                 visible = visible & (key > position - spec.window)
+            if chunk is not None:
+                visible = visible & (key >= position // chunk * chunk)
             bias = None
             if alibi_slopes is not None:
                 distance = (key - position)[:, None].to(q.device)

@@ -144,6 +144,7 @@ class Attend(BaseOperator):
     alibi_slopes: Tensor | None  # fp32 [Hq]
     softcap: float | None
     sinks: Tensor | None = None  # fp32 [Hq]
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,7 @@ def _attend(
     top + log(total) is the log of the sum of all exponentials, which `merge_states` needs.
     """
     rows = len(q)
-    scale, alibi_slopes, softcap, _ = scores
+    scale, alibi_slopes, softcap, _, chunk = scores
     scale = spec.default_scale if scale is None else scale
     Hkv, G, B = spec.num_kv_heads, spec.group_size, spec.block_size
     q = q.reshape(rows, Hkv, G, spec.head_dim).permute(1, 2, 0, 3)  # [Hkv, G, rows, D]: G heads share a KV head
@@ -304,6 +304,8 @@ def _attend(
             seen = key <= position
             if spec.window is not None:
                 seen &= key > position - spec.window
+            if chunk is not None:
+                seen &= key >= position // chunk * chunk
             score = score.masked_fill(~seen, -torch.inf)
 
         new_top = torch.maximum(top, score.amax(-1))

@@ -32,7 +32,7 @@ from quire.ops.spec import PagedKV
 _ATTENTION = (
     "str backend, Tensor q, Tensor k, Tensor v, Tensor plan, *, "
     "Tensor? k_scale=None, Tensor? v_scale=None, "
-    "float? scale=None, Tensor? alibi_slopes=None, float? softcap=None, Tensor? sinks=None"
+    "float? scale=None, Tensor? alibi_slopes=None, float? softcap=None, Tensor? sinks=None, int? chunk=None"
 )
 
 # Shapes and dtypes are those of `Backend`; k, v and their scales are a PagedKV's, plan is a plan's key. Results are

@@ -11,7 +11,8 @@ Dimensions, used with these letters in every docstring of Quire:
 | G | Hq / Hkv, the group size | L, V | layers, vocabulary |
 
 Query row r of sequence s stands at the absolute position `p = context_lens[s] - q_len[s] + r` and sees the keys
-`max(0, p - window + 1) .. p`, or all keys of its sequence when the attention is not causal. Scores are formed in the
+`max(0, p - window + 1) .. p`, or all keys of its sequence when the attention is not causal. In chunks of C positions it
+sees none before the last multiple of C, `p // C * C`. Scores are formed in the
 order `q·k * scale → softcap → + alibi_slope * (key_pos - p) → mask → softmax with the sink as one more logit`, where
 the slopes are each head's or, [S, Hq], each sequence's and head's.
 Sums and the LSE are in fp32 whatever the dtype (float64 for float64). A row that sees nothing gives zeros and an LSE

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.errors import BadDtype, BadShape, BadValue, check_number
-from quire.ops.checks import begin_alike, check_float, check_tensor, check_written
+from quire.errors import BadDtype, BadShape, BadValue, check_integer, check_number
+from quire.ops.checks import INT32_MAX, begin_alike, check_float, check_tensor, check_written
 from quire.ops.plan import AttentionPlan
 from quire.ops.spec import PagedKV, check_kv
 
@@ -48,6 +48,7 @@ def check_attention(
     alibi_slopes: torch.Tensor | None,  # fp32 [Hq] or [S, Hq]
     softcap: float | None,
     sinks: torch.Tensor | None,  # fp32 [Hq]
+    chunk: int | None,
     out: torch.Tensor | None,  # [T, Hq, Dv]
     return_lse: bool,
 ) -> None:
@@ -67,6 +68,10 @@ def check_attention(
         check_number(BadValue, "scale", scale, -MAX_SCALE, MAX_SCALE)
     if softcap is not None:  # None for no cap
         check_number(BadValue, "softcap", softcap, 1.0 / MAX_SCALE, MAX_SCALE)
+    if chunk is not None:
+        check_integer(BadValue, "chunk", chunk, 1, INT32_MAX)
+        if not spec.causal:
+            raise BadValue(f"chunk is {chunk} with causal=False; chunks need causal attention")
     if sinks is not None and return_lse:
         raise BadValue(
             "sinks close a state, so its LSE could not be merged any more: ask for the LSE without sinks, merge, "

@@ -21,6 +21,7 @@ from tests.ops.cases import Case, Step
 OPTIONS: list[dict[str, Any]] = [
     {"return_lse": True},
     {"window": 700, "return_lse": True},
+    {"window": 700, "chunk": 700, "return_lse": True},
     {"alibi": True, "sinks": True},
     {"softcap": 3.0, "size": 5.0, "return_lse": True},
     {"causal": False, "return_lse": True},
@@ -96,7 +97,7 @@ def test_blocks_that_sequences_share_are_read_for_all_of_them(backend, dtype, kv
         assert alone.num_parts == 0
         result = backend.attention(
             step.q[begin:end], step.kv, alone, scale=case.scale, alibi_slopes=step.alibi_slopes,
-            softcap=case.softcap, sinks=step.sinks, return_lse=case.return_lse,
+            softcap=case.softcap, sinks=step.sinks, chunk=case.chunk, return_lse=case.return_lse,
         )  # fmt: skip
         result = result if isinstance(result, tuple) else (result,)
         assert same([as_bits(x) for x in result], [x[begin:end] for x in together]), f"sequence {s}"
@@ -200,7 +201,7 @@ def test_a_row_alone_and_in_chunks(backend, dtype, kv_dtype, options, group_size
             plan = backend.plan(step.spec, torch.tensor([0, end - begin]), torch.tensor([end]), step.block_tables)
             result = backend.attention(
                 step.q[begin:end], step.kv, plan, alibi_slopes=step.alibi_slopes, softcap=case.softcap,
-                sinks=step.sinks, return_lse=case.return_lse,
+                sinks=step.sinks, chunk=case.chunk, return_lse=case.return_lse,
             )  # fmt: skip
             result = result if isinstance(result, tuple) else (result,)
             assert same([as_bits(x) for x in result], [x[begin:end] for x in whole]), f"rows {begin}..{end - 1}"

@@ -100,7 +100,7 @@ def attend(
     else:
         constants |= dict.fromkeys(SCALES)
     if not everything:
-        constants |= dict.fromkeys(("window", "slopes", "sequences", "cap", "sinks", "lse"))
+        constants |= dict.fromkeys(("window", "span", "slopes", "sequences", "cap", "sinks", "lse"))
     if kind == "few" and not finite:
         constants["reports"] = None
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": kind != "exact"}

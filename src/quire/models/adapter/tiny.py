@@ -11,7 +11,7 @@ LAYERS = 4
 
 # What a key that matches becomes, the first match first. Sizes that are left out (null) stay so.
 SIZES: tuple[tuple[str, int], ...] = (
-    (r"qk_rope_head_dim|index_head_dim|rotary_dim", ROPE_DIM),
+    (r"qk_rope_head_dim|index_head_dim|rotary_dim|attn_rotary_emb", ROPE_DIM),
     (r"(global_|swa_|cross_|attention_|v_|qk_nope_|kv_)*(head_dim|head_size|kv_channels)(_v)?|v_head_dim", HEAD_DIM),
     (r"qk_head_dim", HEAD_DIM + ROPE_DIM),
     (r"num_experts_per_tok\w*|moe_k|moe_top_?k|top_?k_experts|num_experts_per_token|experts_per_token|moe_topk", 2),
@@ -26,9 +26,9 @@ SIZES: tuple[tuple[str, int], ...] = (
         r"(sliding_window|window_size|attention_window|local_attention|sliding_window_size|keep_window_size|attention_chunk_size)",
         WINDOW,
     ),
-    (r"embedding_size|hidden_size|d_model|n_embd|word_embed_proj_dim|dim_model", HIDDEN),
+    (r"embedding_size|hidden_size|d_model|n_embd|word_embed_proj_dim|dim_model|block_dim|conv_dim(_out)?", HIDDEN),
     (
-        r"\w*(intermediate|ffn_hidden|expert|mlp)_(size|dim)|ffn_dim|d_ff|n_inner|\w*expert_ff_size",
+        r"\w*(intermediate|ffn_hidden|expert|mlp)_(size|dim)|(block_)?ff_dim|ffn_dim|d_ff|n_inner|\w*expert_ff_size",
         INNER,
     ),
     (r"first_k_dense_replace|num_dense_layers", 1),
@@ -36,6 +36,7 @@ SIZES: tuple[tuple[str, int], ...] = (
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "num_kv_heads", "n_head_kv", "kv_n_heads")
 DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+LISTED = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers", "moe_layers")  # numbers of layers of one kind
 TOKENS = re.compile(r"\w+_token_ids?")
 FACTORS = ("short_factor", "long_factor")  # of longrope, one a rotated pair
 
@@ -54,6 +55,7 @@ def _chosen_layers(raw: Mapping[str, Any], depth: int) -> list[int]:
     lists = [value for value in raw.values() if isinstance(value, list) and len(value) == depth]
     if own := raw.get("per_layer_config"):
         lists.append([own.get(layer, own.get(str(layer))) for layer in range(depth)])
+    lists += [[layer in raw[key] for layer in range(depth)] for key in LISTED if isinstance(raw.get(key), list)]
     kinds = [tuple(str(values[layer]) for values in lists) for layer in range(depth)]
     # The first and the last of each kind: late layers may share the keys of early ones.
     backwards = kinds[::-1]
@@ -82,6 +84,8 @@ def _small(key: str, value: Any, raw: Mapping[str, Any], depth: int, chosen: lis
     if key == "mrope_section" and isinstance(value, list):
         pairs = int(HEAD_DIM * (raw.get("partial_rotary_factor") or 1.0)) // 2
         return [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    if key in LISTED and isinstance(value, list):
+        return [i for i, layer in enumerate(chosen) if layer in value]
     if isinstance(value, list) and depth and len(value) == depth:
         return [_small(key, value[layer], raw, 0, chosen) for layer in chosen]
     if TOKENS.fullmatch(key):

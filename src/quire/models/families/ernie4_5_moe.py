@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from quire.models.families.pairs import pairs_apart
 from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
 
+AHEAD = re.compile(rf"model\.mtp_.*|{llama.FREQUENCIES.pattern}")  # what guesses tokens ahead
 LAYER = {**EXPERTS, "correction": ("mlp.moe_statics.e_score_correction_bias",)}
 
 
@@ -27,7 +29,11 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
     sizes = read_sizes(config, num_kv_heads=4, tied=True)
     config.only("hidden_act", "silu")
     config.only("moe_norm_min", 1e-12)  # no sum of shares is as small
-    config.get("router_aux_loss_coef")  # for training
+    config.only("moe_gate", "topk", "topk_fused")
+    config.only("moe_use_aux_free", True)
+    config.only("use_rmsnorm", True)
+    for key in ("router_aux_loss_coef", "moe_capacity", "num_nextn_predict_layers"):  # training; to guess tokens ahead
+        config.get(key)
     config.only("use_bias", False)
     size = config.integer("moe_intermediate_size", 1536)
     attention = AttentionConfig(**sizes.heads, rope=THETA | whole_rope(config))
@@ -59,7 +65,7 @@ def _sparse(config: ConfigReader, num_layers: int) -> list[bool]:
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Where the decoder's weights stand in a checkpoint with tensors of these names."""
     theirs = llama.weight_sources(config, names)
-    return replace(theirs, layer={**theirs.layer, **LAYER}, adapt=partial(_adapt, config))
+    return replace(theirs, layer={**theirs.layer, **LAYER}, ignored=AHEAD, adapt=partial(_adapt, config))
 
 
 def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tensor:

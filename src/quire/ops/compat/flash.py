@@ -126,7 +126,7 @@ def attention_with_kvcache(
         lens, starts, cap = cached + num_new, torch.arange(num_seqs + 1), softcap or None
         plan = ops.plan(spec, starts * rows, lens, table)
         # Everything is checked before anything is written.
-        validate.check_attention(flat, kv, plan, softmax_scale, alibi_slopes, cap, None, None, True)
+        validate.check_attention(flat, kv, plan, softmax_scale, alibi_slopes, cap, None, None, None, True)
         if k is not None and v is not None:
             writer = ops.plan(spec, starts * num_new, lens, table, slots)
             ops.write_kv(k.flatten(0, 1), v.flatten(0, 1), kv, writer)

@@ -93,8 +93,7 @@ class CpuBackend(Backend):
         return_lse: bool,
     ) -> None:
         plan.cache(kv)
-        scale, alibi_slopes, softcap, sinks = scores
-        plain = scale is None and alibi_slopes is None and softcap is None and sinks is None
+        plain = all(option is None for option in scores)
         fits = out is None or (
             _fits(out, plan.out_shape, plan)
             and out.is_contiguous()
@@ -112,7 +111,7 @@ class CpuBackend(Backend):
         out: Tensor,  # [T, Hq, Dv]
         lse: Tensor | None,  # fp32 [T, Hq]
     ) -> None:
-        scale, alibi_slopes, softcap, sinks = scores
+        scale, alibi_slopes, softcap, sinks, chunk = scores
         p = plan.cache(kv).attention
         p.q, p.out, p.lse = q.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr()
         p.alibi_slopes = None if alibi_slopes is None else alibi_slopes.data_ptr()
@@ -121,7 +120,7 @@ class CpuBackend(Backend):
         p.q_token, p.q_head, _ = q.stride()
         p.out_token, p.out_head, _ = out.stride()
         p.scale = plan.spec.default_scale if scale is None else scale
-        p.softcap = softcap or 0.0
+        p.softcap, p.chunk = softcap or 0.0, chunk or 0
         plan.library("attention", plan.view, byref(p))
 
     def _merge_states(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

@@ -136,6 +136,7 @@ class NativeExecutor:
                     sinks=None if sinks is None else sinks.data_ptr(),
                     scale=dim**-0.5 if operator.scale is None else operator.scale,
                     softcap=operator.softcap or 0.0,
+                    chunk=operator.chunk or 0,
                 )
                 self._cached.append((layer, group, attention))
                 return self._op(operator, attention, q, None, out, group=group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class ExpertLinears:
     mlp_out: Sequence[PackedLinear]  # [E]: I -> H
     choice: Choice
     activation: Activation
+    weighed: Literal["results", "inputs"]
 
     @classmethod
     def of(cls, layer: ExpertLayer) -> ExpertLinears:
@@ -38,6 +39,7 @@ class ExpertLinears:
             cast(Sequence[PackedLinear], layer.mlp_out),
             layer.choice,
             layer.activation,
+            layer.weighed,
         )
 
     def __post_init__(self) -> None:
@@ -68,6 +70,7 @@ class ExpertLinears:
             mlp_out=(native.LinearParams * count)(*(linear.params() for linear in self.mlp_out)),
             choice=native.ChoiceParams.of(self.choice, count),
             activation=native.ActivationParams.of(self.activation, self.mlp_out[0].in_size),
+            weighs_inputs=self.weighed == "inputs",
         )
 
 

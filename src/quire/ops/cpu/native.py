@@ -81,6 +81,7 @@ class AttentionParams(Structure):
         ("slope_seq", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
+        ("chunk", c_int32),
     ]
 
 
@@ -267,6 +268,7 @@ class ExpertsParams(Structure):
         *((name, POINTER(LinearParams)) for name in "router mlp_in mlp_out".split()),
         ("choice", ChoiceParams),
         ("activation", ActivationParams),
+        ("weighs_inputs", c_int64),
         *(
             (name, c_void_p)
             for name in "logits scores heaps chosen shares places gathered inner activated copy results".split()

@@ -108,7 +108,7 @@ def _without(total, values, seen):
 
 @triton.jit
 def _tile(
-    state, rows, cache, scale, cap, slope, window, key, ids, lo, hi,
+    state, rows, cache, scale, cap, slope, window, span, key, ids, lo, hi,
     B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
@@ -143,6 +143,8 @@ def _tile(
             seen = seen & (key[None, :] <= position[:, None])
         if window is not None:
             seen = seen & (position[:, None] - key[None, :] < window)
+        if span is not None:
+            seen = seen & (key[None, :] >= (position // span * span)[:, None])
         score = tl.where(seen, score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, 1))
     shift = new_top
@@ -181,7 +183,7 @@ def _empty(BLOCK_M: tl.constexpr, DV: tl.constexpr):
 
 @triton.jit
 def _walk(
-    state, rows, cache, scale, cap, slope, window, table, lo, hi, start, free_lo, free_hi,
+    state, rows, cache, scale, cap, slope, window, span, table, lo, hi, start, free_lo, free_hi,
     TILE: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
@@ -192,19 +194,19 @@ def _walk(
     if window is not None:  # the first tiles are not seen whole
         for first in range(start, free_lo, TILE):
             state = _tile(
-                state, rows, cache, scale, cap, slope, window, first + lane, ids, lo, hi,
+                state, rows, cache, scale, cap, slope, window, span, first + lane, ids, lo, hi,
                 B, D, DV, CAUSAL, PRECISION, True, FINITE,
             )
             ids = _ids(table, first + TILE + lane, lo, hi, B)
     for first in range(free_lo, free_hi, TILE):
         state = _tile(
-            state, rows, cache, scale, cap, slope, window, first + lane, ids, lo, hi,
+            state, rows, cache, scale, cap, slope, window, span, first + lane, ids, lo, hi,
             B, D, DV, CAUSAL, PRECISION, FINITE, FINITE,
         )
         ids = _ids(table, first + TILE + lane, lo, hi, B)
     for first in range(free_hi, hi, TILE):
         state = _tile(
-            state, rows, cache, scale, cap, slope, window, first + lane, ids, lo, hi,
+            state, rows, cache, scale, cap, slope, window, span, first + lane, ids, lo, hi,
             B, D, DV, CAUSAL, PRECISION, True, FINITE,
         )
         ids = _ids(table, first + TILE + lane, lo, hi, B)
@@ -232,7 +234,7 @@ def _report(reports, BLOCK_M: tl.constexpr):
 @triton.jit
 def attend(
     q, k, v, k_scale, v_scale, out, lse, part_mix, part_sums, items, rows, positions, sequences, tables, slopes, sinks,
-    reports, scale, cap, window,
+    reports, scale, cap, window, span,
     slope_seq, q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot,
     k_scale_block, k_scale_head, k_scale_slot, v_scale_block, v_scale_head, v_scale_slot, out_token, out_head,
     G: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
@@ -245,6 +247,7 @@ def attend(
     k_scale, v_scale: fp32, of a cache of int8; None: there are none.
     sequences: int32, of each query token; None: all sequences have the same slopes.
     scale: log2(e) times the factor of q·k; with a softcap 2 log2(e) / softcap times it, and cap is log2(e) softcap.
+    span: a row sees no key before the last multiple of so many positions; None: all before it.
     CHUNK: the keys are taken in chunks at absolute multiples of so many, each a state of its own, folded in ascending
     order: the same operations as if each chunk were an item and `merge` folded them. 0: in one go.
     reports: int8, BLOCK_M a program: whether the row's sums are not all finite; only of items of several tokens.
@@ -296,12 +299,16 @@ def attend(
     scale_strides = (k_scale_block, k_scale_slot, v_scale_block, v_scale_slot)
     cache = (k_of_head, v_of_head, k_block, k_slot, v_block, v_slot, k_scales, v_scales, scale_strides)
     query = (q_main, q_tail, position)
+    if span is not None:  # items begin where a window does; a single row must see all of its item's keys
+        lo = tl.maximum(lo, tl.min(tl.where(live, position, hi), 0) // span * span)
     start = lo // TILE * TILE
+    if span is not None:
+        free_lo, free_hi = start, start
     ids = tables + table
     state = _empty(BLOCK_M, DV)
     if CHUNK == 0:
         state = _walk(
-            state, query, cache, scale, cap, slope, window, ids, lo, hi, start, free_lo, free_hi,
+            state, query, cache, scale, cap, slope, window, span, ids, lo, hi, start, free_lo, free_hi,
             TILE, B, D, DV, CAUSAL, PRECISION, FINITE,
         )  # fmt: skip
     else:
@@ -312,7 +319,7 @@ def attend(
             free_end = tl.minimum(tl.maximum(free_hi, free_begin), end)
             mix, mix_tail, top, total = state
             new_mix, new_tail, new_top, new_total = _walk(
-                _empty(BLOCK_M, DV), query, cache, scale, cap, slope, window, ids, lo, tl.minimum(hi, end),
+                _empty(BLOCK_M, DV), query, cache, scale, cap, slope, window, span, ids, lo, tl.minimum(hi, end),
                 begin, free_begin, free_end, TILE, B, D, DV, CAUSAL, PRECISION, FINITE,
             )  # fmt: skip
             if V_TAIL:

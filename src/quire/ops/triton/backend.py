@@ -116,7 +116,7 @@ class TritonBackend(Backend):
         lse: Tensor | None,  # fp32 [T, Hq]
     ) -> None:
         spec = plan.spec
-        scale, alibi_slopes, softcap, sinks = scores
+        scale, alibi_slopes, softcap, sinks, chunk = scores
         factor = LOG2_E * (spec.default_scale if scale is None else scale)
         cap = None if softcap is None else LOG2_E * softcap
         if softcap is not None:
@@ -159,6 +159,7 @@ class TritonBackend(Backend):
                             factor,
                             cap,
                             spec.window,
+                            chunk,
                             slope_seq,
                             *q.stride()[:2],
                             *kv.k.stride()[:3],

@@ -182,6 +182,7 @@ struct Worker {
             static_cast<Self*>(this)->put_query(q, query + (int64_t)i * lanes);
             const int64_t from = (int64_t)position - spec.window + 1;
             low[i] = spec.window && from > 0 ? (int)from : 0;
+            if (params.chunk && position > 0) low[i] = most(low[i], position / params.chunk * params.chunk);
             high[i] = spec.causal ? least(position + 1, item.end) : item.end;
             whole_total[i] = 0.0f;
             whole_top[i] = -INF;

@@ -30,6 +30,7 @@ struct Experts {
         const std::vector<int64_t> starts = sort();
         const int64_t lanes = x_lanes<K>(*p.mlp_in), apart = row_stride<F>(inner);
         parallel(parallel_for, rows, rows_a_thread(hidden * k), [&](int64_t i) {
+            if (p.weighs_inputs) return take_weighed(i, (const T*)x + i * x_stride);
             const int64_t* places = p.places + i * k;
             copy_row<K>(*p.mlp_in, (const T*)x + i * x_stride, p.gathered + places[0] * lanes);
             for (int64_t r = 1; r < k; r++)
@@ -56,6 +57,21 @@ struct Experts {
         parallel(parallel_for, rows, rows_a_thread(count), [&](int64_t i) {
             choose_row(p.logits + i * count, p.scores + i * count, p.choice, p.heaps + i * k, p.chosen + i * k, p.shares + i * k);
         });
+    }
+
+    // Row i, times each of its shares, to its places. `results` has room for that before there are any.
+    void take_weighed(int64_t i, const T* x) const {
+        const int64_t k = p.choice.num_chosen, hidden = p.mlp_in->in_size;
+        for (int64_t r = 0; r < k; r++) {
+            const int64_t place = p.places[i * k + r];
+            T* weighed = (T*)p.results + place * hidden;
+            for (int64_t c = 0; c < hidden; c += W) {
+                const int n = part(hidden, c);
+                put_part<E>(weighed + c, get_part<E>(x + c, n) * p.shares[i * k + r], n);
+            }
+            copy_row<K>(*p.mlp_in, weighed, p.gathered + place * x_lanes<K>(*p.mlp_in));
+            p.shares[i * k + r] = 1.0f;
+        }
     }
 
     // The places of all choices, and where each expert's rows begin.

@@ -53,6 +53,7 @@ struct AttentionParams {
     int64_t slope_seq;  // from one sequence's slopes to the next one's; 0: all have the same
     float scale;
     float softcap;  // 0: none
+    int32_t chunk;  // a row sees no key before the last multiple of so many positions; 0: all before it
 };
 
 struct WriteParams {
@@ -214,6 +215,7 @@ struct ExpertsParams {
     const LinearParams* mlp_out;  // [E]: I -> H
     ChoiceParams choice;
     ActivationParams activation;
+    int64_t weighs_inputs;  // a row's shares multiply what its experts see, not what they say
     // Room for T rows.
     float* logits;     // [T, E]
     float* scores;     // [T, E]

@@ -1,0 +1,38 @@
+"""Granite 3 with experts: Granite's multipliers, the experts of Granite 4."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.models.decoder_config import DecoderConfig, ExpertsConfig, MlpConfig
+from quire.models.families import llama
+from quire.models.families.granite import read_decoder
+from quire.models.families.granitemoehybrid import EXPERTS
+from quire.models.families.llama import read_sizes
+from quire.models.hf_config import ConfigReader
+from quire.models.weights import Sources
+
+
+def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
+    """The decoder that a config.json describes. Raises ModelError for a key or value that is not understood."""
+    config = ConfigReader(raw, "granitemoe")
+    config.get("router_aux_loss_coef")  # for training
+    sizes, shared = read_sizes(config), config.count("shared_intermediate_size", 0)
+    experts = ExpertsConfig(
+        count=config.integer("num_local_experts", 8),
+        per_token=config.integer("num_experts_per_tok", 2),
+        mlp=MlpConfig(size=sizes.inner),
+        renormalised=True,
+        shared=MlpConfig(size=shared) if shared else None,
+    )
+    decoder = read_decoder(config, sizes, experts)
+    config.finish()
+    return decoder
+
+
+def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
+    """Where the decoder's weights stand in a checkpoint with tensors of these names."""
+    theirs = llama.weight_sources(config, names)
+    return replace(theirs, layer={**theirs.layer, **EXPERTS})
