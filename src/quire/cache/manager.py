@@ -416,7 +416,7 @@ class BlockManager:
                 if block in index.by_block:
                     cached = index.evict(block, self.now)
                     if self.listeners:
-                        self._tell(events.BlockRemoved(self.now, g, [block], [cached.digest]))
+                        self._tell(events.BlockRemoved(self.now, g, [block], [cached.digest], evicted=True))
         return taken
 
     def advance(self, request: Request, num_new: int) -> None:
@@ -449,7 +449,7 @@ class BlockManager:
             cached = index.withdraw(block)
             pool.drop([block])
             if self.listeners:
-                self._tell(events.BlockRemoved(self.now, group, [block], [cached.digest]))
+                self._tell(events.BlockRemoved(self.now, group, [block], [cached.digest], evicted=False))
 
     def _free(self, request: Request, group: int, blocks: Sequence[int]) -> None:
         """Take these blocks back; the last ones are freed first, so that tails are evicted before heads."""

@@ -178,7 +178,7 @@ class Simulation:
 
     def _hear(self, event: CacheEvent) -> None:
         if isinstance(event, BlockRemoved):
-            self._counts["evicted"] += 1
+            self._counts["evicted"] += event.evicted
 
     def run(self, rows: Iterable[TraceRow], advance: Callable[[], None] = lambda: None) -> SimulationResult:
         """Serve a trace to its end. `advance` is called at the end of each request."""
