@@ -268,10 +268,10 @@ class TestCounting:
         while engine.has_work:
             driver.step()
             shown = Samples(driver.metrics)
-            for kind, name in enumerate(most):
+            for name, pool in zip(most, engine.scheduler.manager.host_pools, strict=True):
                 used = shown(f"quire:{name}", state="used")
-                assert used == engine.scheduler.manager.host_pools[kind].num_used
-                assert used + shown(f"quire:{name}", state="free") == engine.scheduler.manager.host_pools[kind].num_blocks
+                assert used == pool.num_used
+                assert used + shown(f"quire:{name}", state="free") == pool.num_blocks
                 most[name] = max(most[name], used)
         assert min(most["kv_host_blocks"], most["host_states"]) > 0
         assert shown("quire:kv_blocks_evicted_total") > 0
