@@ -54,7 +54,7 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
     "engine_step_seconds": ("Time that a step took.", STEP),
 }
 
-# Of each kind of blocks: the name of their gauge, that of those on the host, and what they are. All models have the first.
+# Of each kind of blocks: their gauge, that of those on the host, and what they are. All models have the first kind.
 KINDS: tuple[tuple[str, str, str, type[AnyGroup]], ...] = (
     ("kv_blocks", "kv_host_blocks", "KV blocks", CacheGroup),
     ("states", "host_states", "States at the ends of pieces", StateGroup),
