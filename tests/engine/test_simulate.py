@@ -350,7 +350,7 @@ def test_every_group_costs_what_its_rows_see() -> None:
 
 
 def test_states_and_rows_are_reported_apart() -> None:
-    """A prompt of 40 tokens and 25 new ones: 40, 41, .., 63 are computed at the looks, and the rows after 32 are kept."""
+    """A prompt of 40 tokens and 25 new ones: 40, 41, .., 63 are computed at the looks, and rows after 32 are kept."""
     model = replace(TOY, groups=(*TOY.groups, StateGroup((2,), piece=32), RowGroup((2,), piece=32)))
     one = Simulation(model, SLOW, engine_config(num_blocks=30, max_num_seqs=2), sample_every=1)
     found = one.run([TraceRow(0.0, 40, 25, "", 0)])
