@@ -86,7 +86,7 @@ sanitize: $(INSTALLED)  ## the operators' tests with the native kernels under Ad
 sanitize-threads: $(INSTALLED)  ## calls from several threads, and several threads in a call, with the native kernels under ThreadSanitizer
 	cmake -S . -B build/sanitize-threads -D QUIRE_SANITIZE=threads
 	cmake --build build/sanitize-threads --parallel
-	TSAN_OPTIONS=halt_on_error=1 LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" \
+	TSAN_OPTIONS=halt_on_error=1:suppressions=tests/ops/cpu/threads.supp LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" \
 	setarch --addr-no-randomize $(BIN)/python -m pytest -s tests/ops/test_threads.py tests/ops/cpu/test_recurrent_program.py tests/models/test_native.py tests/models/test_experts.py -k "threads and not reference and not gather and not triton" --timeout 1800 --native-library build/sanitize-threads/libquire_cpu.so
 
 clean:

@@ -135,11 +135,13 @@ class PrefixReport:
     first_difference: int | None = None  # DIFFERS: position of the first token that the nearest sequence has not
     seconds_ago: float | None = None  # EVICTED, STATE: since when; None: the state was not kept
     reach: int = 0  # tokens whose K and V were there, if a state was not
+    window: int | None = None  # EVICTED: of the layers that lost the block; None: those that attend to all tokens
 
     def __str__(self) -> str:
         full = self.num_prompt // self.block_size * self.block_size
         reach = max(self.num_cached, self.reach)
         was = "was not kept" if self.seconds_ago is None else f"was evicted {self.seconds_ago:.1f} s before"
+        of_layers = "" if self.window is None else f", in the layers with a window of {self.window:,}"
         message = f"{self.num_cached} of {self.num_prompt} prompt tokens were cached"
         if self.miss is None:
             return f"{message}: every full block"
@@ -147,7 +149,7 @@ class PrefixReport:
             Miss.SHORT: f"the prompt is shorter than a block of {self.block_size} tokens",
             Miss.UNSEEN: f"no cached sequence goes on after token {reach}",
             Miss.DIFFERS: f"the nearest cached sequence differs from token {self.first_difference} on",
-            Miss.EVICTED: f"the block that begins at token {reach} {was}",
+            Miss.EVICTED: f"the block that begins at token {reach} {was}{of_layers}",
             Miss.STATE: f"the state at token {reach // self.block_size * self.block_size:,} {was}",
             Miss.SALT: "its first block is cached under another cache_salt",
             Miss.PROMPT_LOGPROBS: "logprobs of the prompt's tokens need the positions before these computed",

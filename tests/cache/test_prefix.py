@@ -122,6 +122,22 @@ class TestWhatIsFound:
             again = Request("b", array("i", [*tokens, 99]), 25, SamplingParams())
             assert manager.match(again).num_blocks * 4 == found
 
+    @pytest.mark.parametrize(("group", "layers"), [(0, ""), (1, ", in the layers with a window of 5")])
+    def test_a_miss_says_which_layers_were_short(self, group: int, layers: str) -> None:
+        manager = manager_of(groups=(CacheGroup((0,)), CacheGroup((1,), window=5)))
+        manager.release(computed(manager, list(range(24)), "a"))
+        [lost] = [
+            block
+            for block, it in manager.indexes[group].by_block.items()
+            if it.tokens == array("i", [20, 21, 22, 23]).tobytes()
+        ]
+        manager.indexes[group].evict(lost, 1.0)
+        manager.pools[group].drop([lost])
+        manager.now = 3.5
+        report = started(manager, [*range(24), 99], "b").cache.prefix_report
+        assert report.num_cached == 20
+        assert str(report).endswith(f"the block that begins at token 20 was evicted 2.5 s before{layers}")
+
     @pytest.mark.parametrize("seed", range(20))
     def test_the_longest_prefix_is_found_whatever_is_lost(self, seed: int) -> None:
         """Against trying every length, with random gaps in two windowed groups and none in the full one."""

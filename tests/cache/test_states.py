@@ -293,6 +293,17 @@ class TestSizes:
         assert pools.rows >= 2
         assert blocks == 125 * seqs or taken > 0.8 * budget or budget < 400_000
 
+    @pytest.mark.parametrize("interval", [32, 1_024, 2**16, 2**20, 2**40])
+    @pytest.mark.parametrize("caching", [True, False])
+    def test_no_interval_leaves_memory_unused(self, interval: int, caching: bool) -> None:
+        """Also where the memory holds fewer tokens than there are from one state to the next."""
+        config = CacheConfig(
+            kv_cache_memory="10000000B", state_snapshot_interval=interval, enable_prefix_caching=caching
+        )
+        blocks, pools = choose_pools(config, self.SIZES, 2_000, 256, None, 125)
+        taken = blocks * 1_000 + pools.states * 20_000 + pools.rows * 10_000
+        assert 0.99 * 10**7 < taken <= 10**7
+
     def test_too_little_for_one_sequence(self) -> None:
         config = CacheConfig(kv_cache_memory="200000B")
         message = r"one sequence of max_model_len=2,000 tokens needs 0\.2 MiB, of which its states take 0\.1 MiB"

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
-from quire.cache.groups import CacheGroup, Heads
+from quire.cache.groups import CacheGroup, Heads, RowGroup, StateGroup
 from quire.cache.manager import Move
 from quire.cli import app
 from quire.config import engine_config
@@ -347,6 +347,22 @@ def test_every_group_costs_what_its_rows_see() -> None:
     assert size.seconds(plan, 1) == pytest.approx((2400 + kv * (2 * (13 + 3) + (6 + 3))) / 1000)
     moved = Plan(swap_out=[Move(0, 1, 2), Move(1, 1, 2)], swap_in=[Move(1, 1, 2)])
     assert size.seconds(moved, 0) == pytest.approx(4 * kv * (2 + 1 + 1) / 500)
+
+
+def test_states_and_rows_are_reported_apart() -> None:
+    """A prompt of 40 tokens and 25 new ones: 40, 41, .., 63 are computed at the looks, and rows after 32 are kept."""
+    model = replace(TOY, groups=(*TOY.groups, StateGroup((2,), piece=32), RowGroup((2,), piece=32)))
+    one = Simulation(model, SLOW, engine_config(num_blocks=30, max_num_seqs=2), sample_every=1)
+    found = one.run([TraceRow(0.0, 40, 25, "", 0)])
+    assert found.finished == 1
+    assert found.most_used_blocks == 4  # of 16 tokens, without states and rows
+    assert found.most_used_states == 1
+    assert found.row_waste == sum(range(1, 25)) / (24 * 32)
+    assert found.evicted_blocks == 0
+    plain = Simulation(TOY, SLOW, engine_config(num_blocks=30, max_num_seqs=2), sample_every=1)
+    without = plain.run([TraceRow(0.0, 40, 25, "", 0)])
+    assert (without.waste, without.most_used_blocks) == (found.waste, found.most_used_blocks)
+    assert (without.row_waste, without.most_used_states) == (0.0, 0)
 
 
 def test_only_what_is_multiplied_is_counted() -> None:

@@ -34,12 +34,6 @@ CUTTINGS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _served(backend) -> None:
-    if not backend.keeps_states:
-        pytest.skip(f"the backend {backend.name!r} has no operators of layers that keep a state")
-
-
 def is_interpreted(backend: ops.Backend) -> bool:
     """Whether it is Triton's interpreter that computes, which takes a thousand times as long."""
     return backend.name == "triton" and not torch.cuda.is_available()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quire.cache.groups import CacheGroup
+from quire.cache.groups import CacheGroup, RowGroup, StateGroup, StatePools
 from quire.server.watch import inspector
 from tests.engine.fakes import VOCAB, fake_engine, request, siblings
 from tests.server.watching import EngineOnAThread, Served, load
@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="the
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
              "--disable-sync", "--no-first-run"]  # fmt: skip
 TWO = (CacheGroup((0,)), CacheGroup((1,), window=8))
+STATES = (CacheGroup((0,)), StateGroup((1, 2), piece=4), RowGroup((1, 2), piece=4))
 PAGE = Path(inspector.__file__).parent / "inspector.html"
 
 
@@ -128,10 +129,22 @@ def shown(browser: Any, engine: Any = None, url: str | None = None, **options: A
             server.stop()
 
 
-def test_the_page_has_the_books_of_the_engine(browser: Any) -> None:
-    """Under forks, copies, swaps, evictions, preemptions and aborts, in both groups and on the host."""
+@pytest.mark.parametrize(
+    ("groups", "tabs"),
+    [
+        (TWO, ["Full attention · 1 layer", "Window 8 · 1 layer"]),
+        (STATES, ["Full attention · 1 layer", "States · 2 layers", "Rows of open pieces · 2 layers"]),
+    ],
+    ids=["windows", "states"],
+)
+def test_the_page_has_the_books_of_the_engine(
+    browser: Any, groups: tuple[CacheGroup | StateGroup | RowGroup, ...], tabs: list[str]
+) -> None:
+    """Under forks, copies, swaps, evictions, preemptions and aborts, in all groups and on the host."""
     rng = random.Random(4)
-    engine = fake_engine(num_blocks=24, groups=TWO, num_host_blocks=24, max_num_batched_tokens=16)
+    engine = fake_engine(
+        num_blocks=24, groups=groups, num_host_blocks=24, max_num_batched_tokens=16, state_pools=StatePools(17, 12, 8)
+    )
     with shown(browser, engine) as it:
         it.worker.do(lambda: load(engine, rng))
         for turn in range(12):
@@ -145,10 +158,14 @@ def test_the_page_has_the_books_of_the_engine(browser: Any) -> None:
         assert it.ask("inspector.state.gauges.copies") > 0
         assert it.ask("inspector.state.gauges.swapped_out") > 0
         assert it.ask("inspector.state.gauges.evictions") > 0
-        it.page.get_by_role("tab", name="Window 8").click()
-        it.settle()
-        used = it.engine.scheduler.manager.pools[1].num_used
-        assert it.text("#mapsum").startswith(f"{used} owned")
+        assert it.page.get_by_role("tab").all_inner_texts() == tabs
+        for tab, pool in zip(tabs, engine.scheduler.manager.pools, strict=True):
+            it.page.get_by_role("tab", name=tab).click()
+            it.settle()
+            assert it.text("#mapsum").startswith(f"{pool.num_used} owned")
+            it.click_request(it.ask("[...inspector.state.requests.values()].find(r => r.state === 'running').id"))
+            it.click_block(0)
+            it.page.keyboard.press("Escape")
         it.worker.finish()
         it.catch_up()
         it.check()

@@ -489,9 +489,9 @@ def test_groups_are_told_apart_and_runs_of_each_are_one_event() -> None:
         cache.BlocksAllocated(0.0, 0, "r", [3]),
         stored(0, [b], a),
         stored(1, [b], a),
-        cache.BlockRemoved(0.0, 1, [0], [a]),
-        cache.BlockRemoved(0.0, 1, [1], [b]),
-        cache.BlockRemoved(0.0, 0, [1], [b]),
+        cache.BlockRemoved(0.0, 1, [0], [a], evicted=True),
+        cache.BlockRemoved(0.0, 1, [1], [b], evicted=False),
+        cache.BlockRemoved(0.0, 0, [1], [b], evicted=True),
         stored(0, [b], a),  # anew: it is no part of the event above
         stored(0, [c], b),
         stored(0, [d], b),  # another one after the same

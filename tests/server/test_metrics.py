@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.cache.groups import CacheGroup, RowGroup, StateGroup, StatePools
 from quire.engine.engine import Engine
 from quire.engine.speculation import PromptLookup
 from quire.request import Request
@@ -249,6 +250,31 @@ class TestCounting:
         assert shown("quire:kv_blocks_swapped_total", way="in") > 0
         assert shown("quire:kv_host_blocks", state="free") == 24
         assert shown("quire:num_requests_swapped") == 0
+
+    def test_states_and_rows_are_counted_apart(self) -> None:
+        groups = (CacheGroup((0,)), StateGroup((1,), piece=4), RowGroup((1,), piece=4))
+        sizes = {"num_blocks": 20, "num_host_blocks": 30, "state_pools": StatePools(7, 4, 6)}
+        engine = fake_engine(groups=groups, state_snapshot_interval=512, **sizes)
+        driver = Driver(engine)
+        driver.add(request("a", prompt(6), max_tokens=30))
+        shown = driver.run()
+        # A state at each fourth token came and went, and none because its memory was needed.
+        assert shown("quire:kv_blocks_evicted_total") == 0
+        states = ("used", "cached", "free")
+        assert [shown("quire:states", state=state) for state in states] == [0, 2, 5]  # at the prompt's end, and its own
+        assert [shown("quire:open_pieces", state=state) for state in states] == [0, 0, 4]
+        driver.add(*(request(f"r{i}", prompt(6, 70 + i), max_tokens=32) for i in range(4)))
+        most = dict.fromkeys(("kv_host_blocks", "host_states", "host_open_pieces"), 0.0)
+        while engine.has_work:
+            driver.step()
+            shown = Samples(driver.metrics)
+            for name, pool in zip(most, engine.scheduler.manager.host_pools, strict=True):
+                used = shown(f"quire:{name}", state="used")
+                assert used == pool.num_used
+                assert used + shown(f"quire:{name}", state="free") == pool.num_blocks
+                most[name] = max(most[name], used)
+        assert min(most["kv_host_blocks"], most["host_states"]) > 0
+        assert shown("quire:kv_blocks_evicted_total") > 0
 
     def test_waste_is_what_the_usage_report_says(self) -> None:
         driver = Driver(fake_engine(block_size=16))

@@ -78,7 +78,7 @@ class Books:
             self.live(what, *rest)
             return
         group, rest = rest[0], rest[1:]
-        if what == "evicted":
+        if what in ("evicted", "forgotten"):
             assert self.cached[group] >= set(expand(rest[0]))
             self.cached[group] -= set(expand(rest[0]))
         elif what == "cleared":

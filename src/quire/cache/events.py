@@ -112,12 +112,13 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """A reusable block was evicted, because its memory was needed."""
+    """A block can no longer be reused."""
 
     time: float
     group: int
     blocks: list[int]
     block_hashes: list[bytes]
+    evicted: bool  # its memory was needed; else it is a state that its request passed and that is not kept for others
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,7 +249,7 @@ class BlockManager:
     def _explain(self, request: Request, match: Match) -> PrefixReport:
         size, count = self.block_size, match.num_blocks
         full = (request.num_prompt - bool(self.state_groups)) // self.unit * self.unit // size
-        reason, first_difference, seconds_ago = None, None, None
+        reason, first_difference, seconds_ago, window = None, None, None, None
         if count >= full:
             reason = Miss.SHORT if full == 0 else None
         elif not self.enable_prefix_caching:
@@ -263,17 +263,17 @@ class BlockManager:
         else:
             at = match.reach if self.attention_groups else count + self.unit // size - 1
             tokens = request.tokens[at * size : (at + 1) * size].tobytes()
-            indexes = [self.indexes[g] for g in self.attention_groups or self.state_groups]
-            reason, more = why_missing(
-                indexes, request.cache.digests[at], request.cache.digests[at + 1], tokens, at == 0
-            )
+            parent, digest = request.cache.digests[at : at + 2]
+            groups = self.attention_groups or self.state_groups
+            short = next((g for g in groups if digest not in self.indexes[g]), groups[0])
+            reason, more = why_missing(self.indexes[short], parent, digest, tokens, at == 0)
             if reason is Miss.DIFFERS:
                 first_difference = at * size + int(more)
             elif reason is Miss.EVICTED:
-                seconds_ago = self.now - more
+                seconds_ago, window = self.now - more, self.groups[short].window
         cached = min(count, full) * size
         reach = max(cached, match.reach * size)
-        return PrefixReport(request.num_prompt, cached, self.unit, reason, first_difference, seconds_ago, reach)
+        return PrefixReport(request.num_prompt, cached, self.unit, reason, first_difference, seconds_ago, reach, window)
 
     def _publish(self, request: Request) -> None:
         """Offer the request's full blocks for reuse, those of them that were not offered before.
@@ -416,7 +416,7 @@ class BlockManager:
                 if block in index.by_block:
                     cached = index.evict(block, self.now)
                     if self.listeners:
-                        self._tell(events.BlockRemoved(self.now, g, [block], [cached.digest]))
+                        self._tell(events.BlockRemoved(self.now, g, [block], [cached.digest], evicted=True))
         return taken
 
     def advance(self, request: Request, num_new: int) -> None:
@@ -449,7 +449,7 @@ class BlockManager:
             cached = index.withdraw(block)
             pool.drop([block])
             if self.listeners:
-                self._tell(events.BlockRemoved(self.now, group, [block], [cached.digest]))
+                self._tell(events.BlockRemoved(self.now, group, [block], [cached.digest], evicted=False))
 
     def _free(self, request: Request, group: int, blocks: Sequence[int]) -> None:
         """Take these blocks back; the last ones are freed first, so that tails are evicted before heads."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -150,13 +149,10 @@ def _common_tokens(a: bytes, b: bytes) -> int:
     return ((different & -different).bit_length() - 1) // (8 * TOKEN_SIZE)
 
 
-def why_missing(
-    indexes: Sequence[PrefixIndex], parent: bytes, digest: bytes, tokens: bytes, is_first: bool
-) -> tuple[Miss, float]:
-    """Why a block does not stand in all of these: with DIFFERS the tokens that it has in common with the nearest one,
-    with EVICTED when that was.
+def why_missing(index: PrefixIndex, parent: bytes, digest: bytes, tokens: bytes, is_first: bool) -> tuple[Miss, float]:
+    """Why a block does not stand there: with DIFFERS the tokens that it has in common with the nearest one, with
+    EVICTED when that was.
     """
-    index = next((index for index in indexes if digest not in index), indexes[0])
     evicted_at, common = index.evicted_at(digest), index.nearest(parent, tokens)
     if evicted_at is not None:
         return Miss.EVICTED, evicted_at

@@ -61,8 +61,9 @@ def choose_pools(
     left = budget - _bytes(_for_sequences(seqs), sizes)
     num_blocks = 0
     if sizes.attention:
-        per_interval = interval // config.block_size * sizes.attention + sizes.state * config.enable_prefix_caching
-        fitting = max(blocks_a_sequence, left // per_interval * (interval // config.block_size))
+        blocks = interval // config.block_size
+        per_interval = blocks * sizes.attention + sizes.state * config.enable_prefix_caching
+        fitting = max(blocks_a_sequence, left * blocks // per_interval)
         num_blocks = min(fitting, blocks_a_sequence * max_num_seqs)
     pools = state_pools(config, num_blocks or max_num_seqs * -(-max_model_len // config.block_size), seqs)
     most = _for_sequences(seqs).states + (left - num_blocks * sizes.attention) // max(1, sizes.state)

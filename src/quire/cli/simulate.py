@@ -115,4 +115,9 @@ def _print_table(result: SimulationResult, wall_seconds: float) -> None:
     row("evicted blocks", f"{result.evicted_blocks:,}")
     row("prefix hit rate", f"{result.hit_rate:.1%} of the prompt tokens")
     row("waste", f"{result.waste:.2%} of the owned slots; at most {result.most_used_blocks:,} blocks seen in use")
+    if result.most_used_states:
+        row(
+            "states",
+            f"at most {result.most_used_states:,} seen in use; {result.row_waste:.2%} of open pieces' rows empty",
+        )
     row("simulated in", f"{wall_seconds:,.2f} s")

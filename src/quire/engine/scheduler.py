@@ -9,7 +9,7 @@ from itertools import islice, pairwise
 
 from quire.cache.audit import audit
 from quire.cache.manager import BlockManager, Move
-from quire.cache.usage import CacheUsage, cache_usage
+from quire.cache.usage import CacheUsage, cache_usage, state_usage
 from quire.engine.decisions import (
     fits,
     free_seats,
@@ -77,8 +77,12 @@ class Scheduler:
         return bool(self.requests)
 
     def usage(self) -> CacheUsage:
-        """How the cache is used at this moment."""
+        """How the blocks of attention are used at this moment."""
         return cache_usage(self.manager, self.running)
+
+    def state_usage(self) -> tuple[CacheUsage, CacheUsage]:
+        """How the states, and how the rows of pieces in progress are used at this moment."""
+        return state_usage(self.manager, self.running)
 
     def audit(self) -> None:
         """Prove the lists of requests and the books of the cache. Raises BadValue where one of them is wrong."""

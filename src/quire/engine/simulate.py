@@ -101,8 +101,10 @@ class SimulationResult:
     copied_blocks: int
     evicted_blocks: int  # were reusable, and somebody needed the memory
     hit_rate: float  # share of the prompt tokens that were found in the prefix cache
-    waste: float  # share of the owned slots that hold nothing, over the looks at the cache
-    most_used_blocks: int  # between two steps
+    waste: float  # share of the owned slots of attention that hold nothing, over the looks at the cache
+    most_used_blocks: int  # of attention, between two steps
+    row_waste: float  # of layers that keep a state: the same share of the rows of pieces in progress
+    most_used_states: int  # between two steps
     trace_hash: str | None  # of every plan; None if not asked for
 
     def as_dict(self) -> dict[str, object]:
@@ -174,11 +176,12 @@ class Simulation:
         self._latest: dict[str, float] = {}  # when the others drew their latest token
         self._counts: Counter[str] = Counter()
         self._owned_slots = self._wasted_slots = self._most_used = 0
+        self._owned_rows = self._wasted_rows = self._most_states = 0
         self.scheduler.manager.listeners.append(self._hear)
 
     def _hear(self, event: CacheEvent) -> None:
         if isinstance(event, BlockRemoved):
-            self._counts["evicted"] += 1
+            self._counts["evicted"] += event.evicted
 
     def run(self, rows: Iterable[TraceRow], advance: Callable[[], None] = lambda: None) -> SimulationResult:
         """Serve a trace to its end. `advance` is called at the end of each request."""
@@ -276,7 +279,12 @@ class Simulation:
             usage = self.scheduler.usage()
             self._owned_slots += usage.used_slots
             self._wasted_slots += usage.wasted_slots
-        self._most_used = max(self._most_used, sum(pool.num_used for pool in self.scheduler.manager.pools))
+            _, rows = self.scheduler.state_usage()
+            self._owned_rows += rows.used_slots
+            self._wasted_rows += rows.wasted_slots
+        manager = self.scheduler.manager
+        self._most_used = max(self._most_used, sum(manager.pools[g].num_used for g in manager.attention_groups))
+        self._most_states = max(self._most_states, sum(manager.pools[g].num_used for g in manager.state_groups))
         self.num_steps += 1
 
     def result(self) -> SimulationResult:
@@ -306,6 +314,8 @@ class Simulation:
             hit_rate=hits.rate,
             waste=self._wasted_slots / self._owned_slots if self._owned_slots else 0.0,
             most_used_blocks=self._most_used,
+            row_waste=self._wasted_rows / self._owned_rows if self._owned_rows else 0.0,
+            most_used_states=self._most_states,
             trace_hash=None if self._hash is None else self._hash.hexdigest(),
         )
 

@@ -190,8 +190,8 @@ class _Writer:
         self.project(f"{name}qkv", hidden, qkv)
         q, *parts = self.columns(qkv, *config.projected)
         by_head = config.qk_norm != "all heads"
-        gate = Place(q.buffer, q_size, q_size)  # where it has one
-        q = Place(q.buffer, 0, q_size)
+        if config.gated:
+            q, gate = self.columns(q, q_size, q_size)
         if config.qk_norm is not None:
             packed, q = q, self.buffer("q", q_size)
             self.normalize_heads(f"{name}q_norm", packed, q, config.num_heads if by_head else 1)

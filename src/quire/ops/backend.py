@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
@@ -99,7 +99,7 @@ def _rope_in_graph(backend: str, q: Tensor, k: Tensor, positions: Tensor, cos: T
     k.copy_(turned_k)
 
 
-class Backend(RecurrentOperators, ABC):
+class Backend(RecurrentOperators):
     """Everything that depends on the device.
 
     A public operator checks its arguments once and calls the backend's own, whose name begins with an underscore. What

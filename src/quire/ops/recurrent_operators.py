@@ -6,6 +6,7 @@ What each computes is in `quire.ops.reference_recurrent`; records and letters ar
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ from quire.ops.recurrent import RecurrentCache, RecurrentPlan, RecurrentSpec, ch
 from quire.ops.spec import Limits
 
 
-class RecurrentOperators:
+class RecurrentOperators(ABC):
     """Convolutions and recurrences over the records of a `RecurrentCache`.
 
     An operator reads and writes the records that the plan names, so each layer calls it once a step.
@@ -25,7 +26,6 @@ class RecurrentOperators:
 
     name: str
     limits: Limits
-    keeps_states = False  # whether the backend has these operators
 
     # --------------------------------------------------------------------------------------------------- plans
 
@@ -36,8 +36,6 @@ class RecurrentOperators:
 
         Raises Unsupported for a spec that the backend does not serve.
         """
-        if not self.keeps_states:
-            raise self._refusal()
         if spec.dtype not in self.limits.kv_dtypes:
             served = ", ".join(sorted(map(str, self.limits.kv_dtypes)))
             raise Unsupported(f"backend {self.name!r} does not serve dtype {spec.dtype}; it serves {served}")
@@ -60,9 +58,6 @@ class RecurrentOperators:
         plan = self.make_recurrent_plan(spec, *step_sizes(query_starts, state_tables))
         plan.update(query_starts, context_lens, state_tables, row_tables)
         return plan
-
-    def _refusal(self) -> Unsupported:
-        return Unsupported(f"the backend {self.name!r} has no operators of layers that keep a state")
 
     # ----------------------------------------------------------------------------------------------- operators
 
@@ -90,6 +85,7 @@ class RecurrentOperators:
                 raise BadValue(f"activation is {activation!r}; it must be 'silu' or None")
             return self._convolve(x, weight, bias, activation, cache, plan)
 
+    @abstractmethod
     def _convolve(
         self,
         x: Tensor,  # [T, W]
@@ -98,8 +94,7 @@ class RecurrentOperators:
         activation: Literal["silu"] | None,
         cache: RecurrentCache,
         plan: RecurrentPlan,
-    ) -> Tensor:
-        raise self._refusal()
+    ) -> Tensor: ...
 
     def gated_delta(
         self,
@@ -121,6 +116,7 @@ class RecurrentOperators:
             _check_weights(spec, (spec.num_heads,), decay_rate=decay_rate, dt_bias=dt_bias)
             return self._gated_delta(qkv, gates, decay_rate, dt_bias, cache, plan)
 
+    @abstractmethod
     def _gated_delta(
         self,
         qkv: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]
@@ -129,8 +125,7 @@ class RecurrentOperators:
         dt_bias: Tensor,  # fp32 [Hv]
         cache: RecurrentCache,
         plan: RecurrentPlan,
-    ) -> Tensor:
-        raise self._refusal()
+    ) -> Tensor: ...
 
     def state_space(
         self,
@@ -154,6 +149,7 @@ class RecurrentOperators:
             check_dt_limits(dt_limits)
             return self._state_space(xbc, dt, decay_rate, skip, dt_bias, dt_limits, cache, plan)
 
+    @abstractmethod
     def _state_space(
         self,
         xbc: Tensor,  # [T, Hv * Dv + 2 * Hk * Dk]
@@ -164,8 +160,7 @@ class RecurrentOperators:
         dt_limits: tuple[float, float],
         cache: RecurrentCache,
         plan: RecurrentPlan,
-    ) -> Tensor:
-        raise self._refusal()
+    ) -> Tensor: ...
 
     def gated_norm(
         self,
@@ -183,6 +178,7 @@ class RecurrentOperators:
         validate_small.check_gated_norm(x, gate, weight, eps, heads, first)
         return self._gated_norm(x, gate, weight, eps, heads, first)
 
+    @abstractmethod
     def _gated_norm(
         self,
         x: Tensor,  # [T, H]
@@ -191,8 +187,7 @@ class RecurrentOperators:
         eps: float,
         heads: int,
         first: Literal["norm", "gate"],
-    ) -> Tensor:
-        raise self._refusal()
+    ) -> Tensor: ...
 
     def gate(
         self,
@@ -203,8 +198,8 @@ class RecurrentOperators:
         validate_small.check_gate(x, gate)
         self._gate(x, gate)
 
-    def _gate(self, x: Tensor, gate: Tensor) -> None:
-        raise self._refusal()
+    @abstractmethod
+    def _gate(self, x: Tensor, gate: Tensor) -> None: ...
 
 
 def check_dt_limits(limits: tuple[float, float]) -> None:

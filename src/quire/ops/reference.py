@@ -21,7 +21,6 @@ from quire.ops.eager import EagerExecutor
 from quire.ops.linear import Linears
 from quire.ops.plan import AttentionPlan
 from quire.ops.program import Executor, Program
-from quire.ops.recurrent import RecurrentCache, RecurrentPlan
 from quire.ops.rounding import quantised_rows
 from quire.ops.spec import AttentionSpec, Limits, PagedKV
 from quire.ops.swap import HostSwap, Swap
@@ -39,7 +38,6 @@ class ReferenceBackend(Backend):
         reproducible=False,
         case_budget=2_000,
     )
-    keeps_states = True
 
     def unavailable(self, device: str) -> str | None:
         """None wherever torch runs: on the CPU, and on a GPU that torch sees."""
@@ -201,40 +199,9 @@ class ReferenceBackend(Backend):
 
     # --------------------------------------------------------------------------- of layers that keep a state
 
-    def _convolve(
-        self,
-        x: Tensor,  # [T, W]
-        weight: Tensor,  # fp32 [W, K]
-        bias: Tensor | None,  # fp32 [W]
-        activation: Literal["silu"] | None,
-        cache: RecurrentCache,
-        plan: RecurrentPlan,
-    ) -> Tensor:
-        return reference_recurrent.convolve(x, weight, bias, activation, cache, plan)
-
-    def _gated_delta(
-        self,
-        qkv: Tensor,  # [T, 2 * Hk * Dk + Hv * Dv]
-        gates: Tensor,  # [T, 2 * Hv]
-        decay_rate: Tensor,  # fp32 [Hv]
-        dt_bias: Tensor,  # fp32 [Hv]
-        cache: RecurrentCache,
-        plan: RecurrentPlan,
-    ) -> Tensor:
-        return reference_recurrent.gated_delta(qkv, gates, decay_rate, dt_bias, cache, plan)
-
-    def _state_space(
-        self,
-        xbc: Tensor,  # [T, Hv * Dv + 2 * Hk * Dk]
-        dt: Tensor,  # [T, Hv]
-        decay_rate: Tensor,  # fp32 [Hv]
-        skip: Tensor,  # fp32 [Hv]
-        dt_bias: Tensor,  # fp32 [Hv]
-        dt_limits: tuple[float, float],
-        cache: RecurrentCache,
-        plan: RecurrentPlan,
-    ) -> Tensor:
-        return reference_recurrent.state_space(xbc, dt, decay_rate, skip, dt_bias, dt_limits, cache, plan)
+    _convolve = staticmethod(reference_recurrent.convolve)
+    _gated_delta = staticmethod(reference_recurrent.gated_delta)
+    _state_space = staticmethod(reference_recurrent.state_space)
 
     # -------------------------------------------------------------------------- for a sampler, and for a router
 

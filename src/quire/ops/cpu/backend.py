@@ -47,7 +47,6 @@ class CpuBackend(Backend):
         case_budget=2_000,
     )
     plan_type = CpuPlan
-    keeps_states = True
 
     @property
     def instruction_set(self) -> str:

@@ -60,7 +60,6 @@ class TritonBackend(Backend):
     )
     plan_type = TritonPlan
     graphable = True
-    keeps_states = True
 
     def unavailable(self, device: str) -> str | None:
         """Why this backend cannot serve that device on this machine, or None where it can."""

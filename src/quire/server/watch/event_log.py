@@ -83,7 +83,7 @@ class EventLog:
         if isinstance(event, cache.BlockCopied):
             self.counts["copies"] += 1
         elif isinstance(event, cache.BlockRemoved):
-            self.counts["evictions"] += len(event.blocks)
+            self.counts["evictions"] += len(event.blocks) * event.evicted
         elif isinstance(event, (cache.BlocksSwappedOut, cache.BlocksSwappedIn)):
             self.counts[SWAPS[type(event)]] += len(event.blocks)
         self._unreported.append((event, ordinal))
@@ -201,7 +201,7 @@ class EventLog:
                 lines.append([plain(value) for value in heard])
                 continue
             line = self._line(*heard)
-            if lines and line[0] in ("stored", "evicted") and lines[-1][:-2] == line[:-2]:
+            if lines and line[0] in ("stored", "evicted", "forgotten") and lines[-1][:-2] == line[:-2]:
                 lines[-1][-2] += line[-2]  # the cache reports such events a block each
                 lines[-1][-1] += line[-1]
             else:
@@ -223,7 +223,8 @@ class EventLog:
         if isinstance(event, cache.BlockStored):
             return ["stored", at, group, ordinal, [*event.blocks], [_name(digest) for digest in event.block_hashes]]
         if isinstance(event, cache.BlockRemoved):
-            return ["evicted", at, group, [*event.blocks], [_name(digest) for digest in event.block_hashes]]
+            what = "evicted" if event.evicted else "forgotten"
+            return [what, at, group, [*event.blocks], [_name(digest) for digest in event.block_hashes]]
         return ["cleared", at, group]
 
     def numbers(self) -> list[list[int]]:

@@ -54,12 +54,22 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
     "engine_step_seconds": ("Time that a step took.", STEP),
 }
 
+# Of each kind of blocks: their gauge, that of those on the host, and what they are. All models have the first kind.
+KINDS: tuple[tuple[str, str, str, type[AnyGroup]], ...] = (
+    ("kv_blocks", "kv_host_blocks", "KV blocks", CacheGroup),
+    ("states", "host_states", "States at the ends of pieces", StateGroup),
+    ("open_pieces", "host_open_pieces", "Rows of pieces in progress", RowGroup),
+)
+
 # Name -> what it is, and where it stands. Each is read as it is at that moment: a length or a number.
 GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
     "num_requests_running": ("Requests that own blocks.", lambda engine: len(engine.scheduler.running)),
     "num_requests_waiting": ("Requests that wait for blocks or a seat.", lambda engine: len(engine.scheduler.waiting)),
     "num_requests_swapped": ("Requests whose blocks are on the host.", lambda engine: len(engine.scheduler.swapped)),
-    "kv_cache_usage_perc": ("Share of the KV blocks that are owned, 0 to 1.", lambda engine: _usage(engine.scheduler)),
+    "kv_cache_usage_perc": (
+        "Share of the KV blocks that are owned, 0 to 1; with states, of the kind of blocks that is shortest.",
+        lambda engine: _usage(engine.scheduler),
+    ),
     "kv_waste_ratio": (
         "Share of the owned KV slots that hold no token: the open ends of last blocks.",
         lambda engine: _waste(engine.scheduler),
@@ -264,7 +274,7 @@ class Metrics:
         if isinstance(event, BlockCopied):
             self._copied += 1
         elif isinstance(event, BlockRemoved):
-            self._evicted += len(event.blocks)
+            self._evicted += len(event.blocks) * event.evicted
         elif isinstance(event, BlocksSwappedOut):
             self._swapped["out"] += len(event.blocks)
         elif isinstance(event, BlocksSwappedIn):
@@ -285,23 +295,17 @@ class Metrics:
             yield self._family(GaugeMetricFamily, name, message, {"": gauge(engine)})
         for name, (message, read) in self._gauges.items():
             yield self._family(GaugeMetricFamily, name, message, {"": read()})
-        blocks, hosts = _blocks(engine.scheduler, CacheGroup), manager.host_pools
-        yield self._family(GaugeMetricFamily, "kv_blocks", "KV blocks by what they are.", blocks, "state")
-        if manager.state_groups:
-            for name, message, kind in (
-                ("states", "States at the ends of pieces, by what they are.", StateGroup),
-                ("open_pieces", "Rows of pieces in progress, by what they are.", RowGroup),
-            ):
-                yield self._family(GaugeMetricFamily, name, message, _blocks(engine.scheduler, kind), "state")
-        blocks = {"used": sum(pool.num_used for pool in hosts), "free": sum(pool.num_free for pool in hosts)}
-        yield self._family(GaugeMetricFamily, "kv_host_blocks", "KV blocks on the host.", blocks, "state")
+        for name, on_host, what, kind in KINDS if manager.state_groups else KINDS[:1]:
+            blocks, hosts = _blocks(engine.scheduler, kind), _host_blocks(engine.scheduler, kind)
+            yield self._family(GaugeMetricFamily, name, f"{what} by what they are.", blocks, "state")
+            yield self._family(GaugeMetricFamily, on_host, f"{what} on the host.", hosts, "state")
         age = max(0.0, time.monotonic() - self._alive) if engine.has_work else 0.0
         message = "Since an engine that has work last went on."
         yield self._family(GaugeMetricFamily, "engine_heartbeat_age_seconds", message, {"": age})
         labels = self._labels | {
             "block_size": str(manager.block_size),
             "num_gpu_blocks": str(manager.num_blocks),  # vLLM's name, whatever the device is
-            "num_cpu_blocks": str(hosts[0].num_blocks),
+            "num_cpu_blocks": str(manager.host_pools[0].num_blocks),
             "enable_prefix_caching": str(manager.enable_prefix_caching),
         }
         yield self._info("cache_config_info", "How the KV cache is set up.", labels)
@@ -381,6 +385,13 @@ def _blocks(scheduler: Scheduler, kind: type[AnyGroup]) -> dict[str, int]:
         free += max(0, num_free - idle)
         total += pool.num_blocks
     return {"used": total - cached - free, "cached": cached, "free": free}
+
+
+def _host_blocks(scheduler: Scheduler, kind: type[AnyGroup]) -> dict[str, int]:
+    """The same of those on the host, which hold swapped requests or are free."""
+    manager = scheduler.manager
+    pools = [pool for group, pool in zip(manager.groups, manager.host_pools, strict=True) if isinstance(group, kind)]
+    return {"used": sum(pool.num_used for pool in pools), "free": sum(pool.num_free for pool in pools)}
 
 
 def _waste(scheduler: Scheduler) -> float:
