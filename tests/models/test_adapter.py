@@ -218,11 +218,11 @@ def test_products_of_others_are_not_reproducible(tmp_path: Path) -> None:
     assert not model.rows_keep_bits
     assert model.rows_depend is not None
     assert model.rows_depend.endswith("is multiplied by transformers")
-    assert engine(tmp_path, num_speculative_tokens=None).scheduler.lookup is None
+    assert adapted_engine(tmp_path, num_speculative_tokens=None).scheduler.lookup is None
     with pytest.raises(ConfigError, match="tokens are guessed only where a row keeps its bits"):
-        engine(tmp_path, num_speculative_tokens=2)
+        adapted_engine(tmp_path, num_speculative_tokens=2)
     with pytest.raises(Unsupported, match="reproducible is True; a row's bits may depend"):
-        engine(tmp_path, reproducible=True)
+        adapted_engine(tmp_path, reproducible=True)
 
 
 def test_weights_lie_in_memory_of_their_own(tmp_path: Path) -> None:
