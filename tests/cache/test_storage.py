@@ -73,8 +73,21 @@ def test_a_latent_cache_stores_v_within_k() -> None:
     check_kv(kv, group_spec(group, 16, 3, torch.bfloat16))
     kv.k[1, 0, 5] = torch.arange(576)
     assert torch.equal(kv.v[1, 0, 5], kv.k[1, 0, 5, :512])
-    with pytest.raises(ConfigError, match="one latent row"):
-        group_spec(group, 16, 3, torch.bfloat16, torch.int8)
+
+
+def test_a_latent_cache_of_int8_has_two_scales_a_row() -> None:
+    group = CacheGroup((0, 1), heads=Heads(6, 2, 20, latent=16))
+    assert bytes_per_block((group,), 5, torch.int8) == 2 * 2 * 5 * (20 + 4 + 4)
+    kv = KVCache((group,), 3, 5, torch.int8).layer(1)
+    spec = group_spec(group, 5, 3, torch.bfloat16, torch.int8)
+    check_kv(kv, spec)
+    assert spec.latent
+    for x in kv.tensors().values():
+        x.zero_()
+    kv.k[1, 1, 4] = torch.arange(1, 21)
+    kv.k_scale[1, 1, 4], kv.v_scale[1, 1, 4] = 2.0, 3.0
+    assert torch.equal(kv.v[1, 1, 4], kv.k[1, 1, 4, :16])
+    assert (kv.k_scale.sum(), kv.v_scale.sum(), kv.k.sum()) == (2.0, 3.0, 210)  # in memory of their own
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ SHAPES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
         {"vocab_size": VOCABULARY, "num_experts": 12, "num_experts_per_tok": 3, "mlp_only_layers": [1]},
     ),
     "embedded, int8 cache": ("", torch.bfloat16, {}),
+    "deepseek, int8 cache": ("DeepseekV3", torch.bfloat16, {"vocab_size": VOCABULARY}),
     "states and attention, fp32": ("stateful", torch.float32, {}),
     "states and attention, bf16": ("stateful", torch.bfloat16, {}),
     "qwen3_5, fp32": ("Qwen3_5", torch.float32, {"vocab_size": VOCABULARY}),

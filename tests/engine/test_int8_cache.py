@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire import LLM, SamplingParams, ops
 from quire.cache.groups import CacheGroup, Heads
 from quire.cache.storage import KVCache, bytes_per_block
 from quire.errors import ConfigError, Unsupported
+from quire.ops import AttentionPlan, PagedKV
 from quire.ops.cpu import native
+from quire.ops.reference import ReferenceBackend
+from quire.ops.rounding import quantised_rows
 from quire.request import Request
 from tests.models.checkpoints import engine, probed_logits, save
 
@@ -61,13 +65,38 @@ def test_logits_are_near_those_of_the_full_cache(tmp_path: Path, backend: str, k
     assert any(not torch.equal(found[1][text], full) for text, full in found[0].items())
 
 
+@pytest.mark.parametrize("kind", ["DeepseekV2", "DeepseekV3"])
+@pytest.mark.parametrize("backend", ["reference", "gather", pytest.param("cpu", marks=NATIVE)])
+def test_a_latent_cache_holds_both_parts_rounded(
+    tmp_path: Path, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits are those over a full cache in which each token's latent and rotated key were rounded before."""
+    save(tmp_path, kind, q_lora_rank=24)
+    options = {"attention_backend": backend, "kv_cache_dtype": "int8", "dtype": "float32"}
+    found = probed_logits(engine(tmp_path, **options), PROMPTS[:2], 1)[0].found
+    plain = ReferenceBackend._write_kv
+
+    def rounded(self: ReferenceBackend, k: Tensor, v: Tensor, kv: PagedKV, plan: AttentionPlan) -> None:
+        parts = [quantised_rows(part) for part in (v, k[..., plan.spec.dim_v :])]
+        k = torch.cat([integers * scale[..., None] for integers, scale in parts], -1)
+        plain(self, k, k[..., : plan.spec.dim_v], kv, plan)
+
+    monkeypatch.setattr(ReferenceBackend, "_write_kv", rounded)
+    full = engine(tmp_path, attention_backend="reference", dtype="float32")
+    expected = probed_logits(full, PROMPTS[:2], 1)[0].found
+    assert found.keys() == expected.keys()
+    for text, logits in expected.items():
+        assert (found[text] - logits).abs().max() <= 1e-3 * logits.abs().max(), len(text)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Llama", "DeepseekV3"])
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_gpu_kernels_serve_both_narrow_caches(tmp_path: Path, kv_dtype: str) -> None:
+def test_gpu_kernels_serve_both_narrow_caches(tmp_path: Path, kind: str, kv_dtype: str) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if reason := ops.unavailable("triton", device):
         pytest.skip(reason)
-    save(tmp_path, num_hidden_layers=1)
+    save(tmp_path, kind, num_hidden_layers=1)  # of DeepSeek's, one without experts
     found = [
         probed_logits(
             engine(tmp_path, attention_backend="triton", device=device, async_scheduling=False, kv_cache_dtype=kv),

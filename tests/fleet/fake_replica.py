@@ -42,6 +42,7 @@ class FakeReplica:
         self.url = ""
         self.calls: list[dict[str, Any]] = []
         self.num_sessions = 0
+        self.matched: Any = {"cached": 0}  # what it says that it has of a prompt
         self.is_down = False  # it takes no session
         self.first_lines: list[Any] = [{"event": 0, "snapshot": [], "state": STATE}]
         self.hello = dict(model["hello"])
@@ -58,6 +59,7 @@ class FakeReplica:
                 Route("/fleet/session", self._session, methods=["POST"]),
                 Route("/fleet/generate", self._generate, methods=["POST"]),
                 Route("/fleet/search", self._generate, methods=["POST"]),
+                Route("/fleet/match", self._match, methods=["POST"]),
                 Route("/fleet/abort", self._abort, methods=["POST"]),
             ]
         )
@@ -100,6 +102,9 @@ class FakeReplica:
         for line in found:
             queue.put_nowait(line)
         return Response()
+
+    async def _match(self, _: Request) -> Response:
+        return JSONResponse(self.matched)
 
     async def _abort(self, _: Request) -> Response:
         return Response()

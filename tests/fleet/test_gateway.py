@@ -246,6 +246,8 @@ LIES: dict[str, Calls] = {
     "a snapshot has lists": lambda call: [{"event": 0, "snapshot": [[1]]}],
     "frames are a number": lambda call: [{"frames": 5}],
     "a status is none": lambda call: [{"failed": [[call["flow"], 7, {"error": "text"}]]}],
+    "a status is of no error": lambda call: [{"failed": [[call["flow"], 204, {}]]}],
+    "a status that there is not": lambda call: [{"failed": [[call["flow"], 599, {}]]}],
     "a line is no object": lambda call: [b"[]\n"],
     "a line is no JSON": lambda call: [b"{]\n"],
     "a block event is missing": lambda call: [{"event": 7, "events": [["+", 1]]}],
@@ -263,6 +265,50 @@ def test_who_contradicts_himself_is_left_and_another_goes_on(two: list[Serving],
         assert found.json()["choices"] == two[0].ask("POST", COMPLETIONS, body).json()["choices"]
         assert value(fleet, "quire:fleet_contradictions_total", replica=fake.url) >= 1
         assert value(fleet, "quire:fleet_resume_mismatch_total") == 0
+
+
+FOUND = {"failure": None, "found": [[[7, 8], -1.0, -0.5, "length"]]}
+SEARCH_LIES: dict[str, tuple[int, Any]] = {
+    "nothing": (200, {}),
+    "no failure": (200, {"found": []}),
+    "no object": (200, [FOUND]),
+    "a failure that is a number": (200, FOUND | {"failure": 5}),
+    "found is an object": (200, FOUND | {"found": {}}),
+    "more than were asked for": (200, FOUND | {"found": FOUND["found"] * 3}),
+    "a hypothesis is a number": (200, FOUND | {"found": [7]}),
+    "a hypothesis lacks its score": (200, FOUND | {"found": [[[7], -1.0, "length"]]}),
+    "tokens are texts": (200, FOUND | {"found": [[["a"], -1.0, -0.5, "length"]]}),
+    "tokens are negative": (200, FOUND | {"found": [[[-7], -1.0, -0.5, "length"]]}),
+    "more tokens than were asked for": (200, FOUND | {"found": [[[7] * 21, -1.0, -0.5, "length"]]}),
+    "a logprob is a text": (200, FOUND | {"found": [[[7], "x", -0.5, "length"]]}),
+    "an end that there is not": (200, FOUND | {"found": [[[7], -1.0, -0.5, ["stop"]]]}),
+    "a status that there is not": (299, FOUND),
+    "a status of nothing": (204, None),
+    "an error that there is not": (599, {"error": {"message": "no"}}),
+}
+
+
+@pytest.mark.parametrize("lie", SEARCH_LIES)
+def test_a_search_goes_elsewhere_where_its_answer_cannot_be(two: list[Serving], lie: str) -> None:
+    body = BODY | {"use_beam_search": True, "n": 2, "seed": None}
+    with faking(two[0], lambda call: SEARCH_LIES[lie]) as fake, fronting(fake.url, two[0].url) as fleet:
+        found = fleet.ask("POST", COMPLETIONS, body)
+        assert fake.calls, "it was not asked"
+        assert found.status == 200, found.body
+        assert found.json()["choices"] == two[0].ask("POST", COMPLETIONS, body).json()["choices"]
+        assert value(fleet, "quire:fleet_contradictions_total", replica=fake.url) == 1
+
+
+@pytest.mark.parametrize("status", [299, 460, 599])
+def test_a_status_that_there_is_not_refuses_nothing(two: list[Serving], status: int) -> None:
+    error = {"error": {"message": "no"}}
+    with faking(two[0], lambda call: (status, error)) as fake:
+        with fronting(fake.url, two[0].url) as fleet:
+            assert text_of(fleet.ask("POST", COMPLETIONS, BODY)) == text_of(two[0].ask("POST", COMPLETIONS, BODY))
+            assert value(fleet, "quire:fleet_contradictions_total", replica=fake.url) == 1
+        with fronting(fake.url, patience=0.3) as fleet:  # where there is no other one
+            found = fleet.ask("POST", COMPLETIONS, BODY)
+            assert (found.status, found.error()["code"]) == (503, "no_replica")
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

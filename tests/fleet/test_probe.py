@@ -145,6 +145,26 @@ def test_every_family_is_probed(kind: str, options: dict[str, Any], tmp_path: Pa
     assert probe(*model) == found
 
 
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("Qwen3_5", {"convolution", "gated delta", "gated norm"}),
+        ("Bamba", {"convolution", "state space", "gated norm"}),
+        ("Lfm2", {"convolution"}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_operators_of_states_are_probed(kind: str, expected: set[str], dtype: str, tmp_path: Path) -> None:
+    save(tmp_path, kind)
+    model = model_of(tmp_path, dtype=dtype)
+    torch.set_num_threads(1)
+    found = probe(*model)
+    assert set(found) == ALWAYS | expected
+    assert len(set(found.values())) == len(found)
+    torch.set_num_threads(2)
+    assert probe(*model) == found
+
+
 @pytest.mark.slow
 def test_blocks_of_any_size_hold_the_same_bits() -> None:
     found = [probe(*model_of(block_size=size)) for size in (1, 5, 16, 100, 256)]
@@ -234,6 +254,58 @@ def test_the_last_bit_is_seen_where_operators_write(
     monkeypatch.setattr(type(backend), operator, other)
     found = probe(model, backend, config)
     assert {one for one in found if found[one] != expected[one]} == {kind}
+
+
+@pytest.mark.parametrize(
+    ("kind", "operator"),
+    [
+        ("convolution", "_convolve"),
+        ("gated delta", "_gated_delta"),
+        ("state space", "_state_space"),
+        ("gated norm", "_gated_norm"),
+    ],
+)
+@pytest.mark.parametrize("rows", [202, 8], ids=["prompts", "a chunk and a token"])
+def test_the_last_bit_of_a_state_is_seen(
+    kind: str, operator: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "Bamba" if kind == "state space" else "Qwen3_5")
+    model, backend, config = model_of(tmp_path)
+    expected = probe(model, backend, config)
+    plain: Callable[..., Tensor] = getattr(type(backend), operator)
+    changed = 0
+
+    def other(*args: Any) -> Tensor:
+        nonlocal changed
+        out = plain(*args)
+        if len(out) == rows or kind == "gated norm":
+            changed += 1
+            return nudged(out)
+        return out
+
+    monkeypatch.setattr(type(backend), operator, other)
+    found = probe(model, backend, config)
+    assert changed
+    assert {one for one in found if found[one] != expected[one]} == {kind}
+
+
+@pytest.mark.slow
+def test_what_is_recalled_is_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that another machine stores with another last bit: what a later step recalls of it shows that."""
+    save(tmp_path, "Qwen3_5")
+    model, backend, config = model_of(tmp_path)
+    expected = probe(model, backend, config)
+    plain: Callable[..., Tensor] = type(backend)._gated_delta
+
+    def other(*args: Any) -> Tensor:
+        cache, plan = args[-2:]
+        if plan.num_tokens == 8:  # the second step; the first record that it reads
+            nudged(cache.state[int(plan.state_tables[1, 0])])
+        return plain(*args)
+
+    monkeypatch.setattr(type(backend), "_gated_delta", other)
+    found = probe(model, backend, config)
+    assert {one for one in found if found[one] != expected[one]} == {"gated delta"}
 
 
 @pytest.mark.parametrize("rows", [1, 7, 40])

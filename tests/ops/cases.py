@@ -10,7 +10,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from quire.ops.rounding import LARGEST, quantised_rows
 from tests.ops import dense
 
 HEAD_DIMS = (1, 2, 3, 8, 15, 16, 17, 24, 31, 32, 40, 64, 80, 96, 128, 192, 256)
+LATENT_DIMS = {24: 16, 40: 32, 80: 64, 96: 64, 192: 128}  # of K, and of V within it
 BLOCK_SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 64, 100, 128, 255, 256)
 GROUP_SIZES = (1, 2, 3, 4, 5, 7, 8, 12)
 KV_HEADS = (1, 2, 3, 5)
@@ -41,6 +42,7 @@ class Case:
     group_size: int = 3
     head_dim: int = 16
     head_dim_v: int | None = None
+    latent: bool = False
     block_size: int = 8
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
@@ -92,7 +94,7 @@ class Case:
         causal = rng.random() < 0.85
         window = rng.choice((1, 2, 3, block_size - 1, block_size, block_size + 1, rng.randint(1, 200), 2**31 - 1))
         sinks = rng.random() < 0.25
-        return cls(
+        drawn = cls(
             query_lens=query_lens,
             context_lens=context_lens,
             seed=seed,
@@ -124,6 +126,9 @@ class Case:
             alibi_each=rng.random() < 0.5,
             chunk=rng.choice((1, 7, block_size, 64)) if causal and rng.random() < 0.2 else None,
         )
+        if rng.random() < 0.3 and head_dim in LATENT_DIMS:
+            return replace(drawn, latent=True, head_dim_v=LATENT_DIMS[head_dim])
+        return drawn
 
     @property
     def num_heads(self) -> int:
@@ -170,6 +175,7 @@ class Step:
             num_kv_heads=case.num_kv_heads,
             head_dim=case.head_dim,
             head_dim_v=case.head_dim_v,
+            latent=case.latent,
             block_size=case.block_size,
             num_blocks=self.num_blocks,
             dtype=case.dtype,
@@ -200,6 +206,9 @@ class Step:
         total, width = sum(case.context_lens), case.head_dim + case.dim_v
         both = torch.randn(total, case.num_kv_heads, width, generator=self._gen, dtype=draw).to(case.dtype)
         k, v = both.split((case.head_dim, case.dim_v), dim=-1)
+        if case.latent:  # what is rotated is larger, as it is in models
+            k[..., case.dim_v :] *= 30
+            v = k[..., : case.dim_v]
         self.no_keys, self.no_values = k[:0], v[:0]
         ends = list(itertools.accumulate(case.context_lens))
         bounds = list(zip(ends, case.context_lens, strict=True))
@@ -250,6 +259,8 @@ class Step:
         N, Hkv, B = self.num_blocks, self.case.num_kv_heads, self.case.block_size
         D, Dv, dtype = self.case.head_dim, self.case.dim_v, self.spec.cache_dtype
         layout = self.case.layout
+        if self.case.latent:
+            Dv = 0  # no memory of their own
         if layout == "side by side" and dtype == torch.int8:
             self._make_block_memory()
             return
@@ -269,6 +280,8 @@ class Step:
         else:
             self.storages = [self._poisoned((N, Hkv, B, d), dtype) for d in (D, Dv)]
             k, v = self.storages
+        if self.case.latent:
+            self.storages[1], v = self.storages[0], k[..., : self.case.dim_v]
         scales = self._make_scales() if dtype == torch.int8 else ()
         self.kv = ops.PagedKV(k, v, *scales)
         clones = {id(x): x.clone() for x in self.storages}
@@ -288,11 +301,13 @@ class Step:
     def _make_block_memory(self) -> None:
         """One piece of memory for a block's integers and scales, as an engine's cache has it, with a gap in between."""
         N, Hkv, B = self.num_blocks, self.case.num_kv_heads, self.case.block_size
-        D, Dv = self.case.head_dim, self.case.dim_v
+        D, Dv = self.case.head_dim, 0 if self.case.latent else self.case.dim_v
         ends = list(itertools.accumulate((Hkv * B * D, Hkv * B * Dv)))
         first = -(-ends[1] // 4) + 1
         memory = self._poisoned((N, (first + 2 * Hkv * B) * 4), torch.int8)
         k, v = memory[:, : ends[0]].unflatten(1, (Hkv, B, D)), memory[:, ends[0] : ends[1]].unflatten(1, (Hkv, B, Dv))
+        if self.case.latent:
+            v = k[..., : self.case.dim_v]
         scales = memory.view(torch.float32)[:, first:].unflatten(1, (2, Hkv, B))
         scales.copy_(self._poisoned(tuple(scales.shape), torch.float32))
         self.kv = ops.PagedKV(k, v, scales[:, 0], scales[:, 1])
@@ -309,8 +324,10 @@ class Step:
             slots = self.slots[s][kept].to(self.device)
             rows = [x[s][kept].to(self.device) for x in (self.keys, self.values)]
             if scaled:
-                (k, k_scale), (v, v_scale) = (quantised_rows(x) for x in rows)
-                rows = [k, v, k_scale, v_scale]
+                v, v_scale = quantised_rows(rows[1])
+                first = self.case.dim_v if self.case.latent else 0
+                k, k_scale = quantised_rows(rows[0][..., first:])
+                rows = [torch.cat([v[..., :first], k], -1), v, k_scale, v_scale]
             for expected, held in zip(self.expected_views(), rows, strict=True):
                 expected[slots // B, :, slots % B] = held.to(expected.dtype)
 
@@ -352,7 +369,7 @@ class Step:
         else:
             homes = [self._rows(self.case.row_strides, tuple(x.shape)) for x in tensors]
         q, k, v = (home.copy_(x) for home, x in zip(homes, tensors, strict=True))
-        return q, k, v
+        return q, k, k[..., : self.case.dim_v] if self.case.latent else v
 
     def _rows(self, strides: str, shape: tuple[int, int, int]) -> Tensor:
         rows, heads, dim = shape
@@ -445,6 +462,8 @@ class Step:
         case, parts = self.case, []
         for s, q in enumerate(self.q.split(case.query_lens)):
             k, v = (self.held(x[s]) for x in (self.keys, self.values))
+            if case.latent:
+                k = torch.cat([v, self.held(self.keys[s][..., case.dim_v :])], -1)
             slopes = self.alibi_slopes
             if slopes is not None and case.alibi_each:
                 slopes = slopes[s]
@@ -492,9 +511,9 @@ def errors_of_bytes(backend: ops.Backend, spec: ops.AttentionSpec, context_len: 
         return {}
     if native.default().isa != "avx512_bf16":
         return {}
-    # Numbers of queries and weights are off by half a unit at most, and one of a query's by another one.
+    # Numbers of queries and weights are off by half a unit at most, and one of a query's (of each part) by another one.
     unit = 1 / (32512 if spec.head_dim <= 512 else 16256)
-    return {"query_error": unit * (spec.head_dim**0.5 / 2 + 1), "weight_error": context_len / 2 / 65535}
+    return {"query_error": unit * (spec.head_dim**0.5 / 2 + 1 + spec.latent), "weight_error": context_len / 2 / 65535}
 
 
 def half_dtype(backend: ops.Backend) -> torch.dtype:

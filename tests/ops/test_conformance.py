@@ -80,6 +80,7 @@ def test_the_sweep_reaches_everything(backend):
         "alibi": (False, True),
         "alibi_each": (False, True),
         "sinks": (False, True),
+        "latent": (False, True),
         "return_lse": (False, True),
         "history_first": (False, True),
         "shared_prefix": (False, True),
@@ -92,6 +93,7 @@ def test_the_sweep_reaches_everything(backend):
     assert pairs == {(dtype, kv) for dtype, served in limits.kv_dtypes.items() for kv in served}
     assert any(case.softcap for case in drawn)
     assert any(case.head_dim != case.dim_v for case in drawn)
+    assert any(case.latent and case.kv_dtype == torch.int8 for case in drawn)
     assert any(0 in case.context_lens for case in drawn)
     assert any(n < rows for case in drawn for rows, n in zip(case.query_lens, case.context_lens, strict=True))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire import ops
-from quire.errors import BadDtype, BadShape, BadStride
+from quire.errors import BadDtype, BadShape, BadStride, BadValue, Unsupported
 from quire.ops.rounding import LARGEST, SMALLEST, quantised_rows
 from tests.ops import dense
 from tests.ops.cases import LAYOUTS, Case, Step, errors_of_bytes
@@ -224,3 +224,105 @@ def test_a_sequence_has_its_bits_in_every_batch(backend, device):
         alone, its_lse = backend.attention(step.q[begin:end], step.kv, plan, return_lse=True)
         assert torch.equal(alone, out[begin:end])
         assert torch.equal(its_lse, lse[begin:end])
+
+
+# ------------------------------------------------------------------------------------------------- latent caches
+
+LATENT = replace(CASES[4], head_dim=40, head_dim_v=32, latent=True)
+
+
+@pytest.mark.parametrize("dims", [(20, 16), (24, 16), (40, 32), (96, 64), (160, 128), (576, 512)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_parts_of_a_latent_row_have_their_scale(backend, device, dims, dtype):
+    """The rows' last numbers are 30 times as large as those that are V, too."""
+    rows = [(1, 16)] if backend.name == "triton" else [(1, 1), (1, 16), (5, 3), (13, 8), (70, 4)]
+    for i, (count, group) in enumerate(rows):
+        case = Case(
+            query_lens=(count, 1),
+            context_lens=(count + 67, 33),
+            head_dim=dims[0],
+            head_dim_v=dims[1],
+            latent=True,
+            group_size=group,
+            num_kv_heads=1 + i % 2,
+            block_size=16,
+            dtype=dtype,
+            kv_dtype=torch.int8,
+            poison="mixed",
+            return_lse=True,
+            seed=i,
+        )
+        Step(case, device).check(backend)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_latent_rows_in_every_layout(backend, device, layout):
+    for case in (LATENT, replace(LATENT, query_lens=(9, 1), window=50), replace(LATENT, softcap=3.0, alibi=True)):
+        for dtype in DTYPES[1:2] if backend.name == "triton" else DTYPES:
+            Step(replace(case, dtype=dtype, kv_dtype=torch.int8, layout=layout, query_lens=(4, 1)), device).check(
+                backend
+            )
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_a_latent_row_as_exact_as_its_parts(backend, device, dtype):
+    """With one scale for all of a row, the part that is V would be rounded to a few whole numbers here."""
+    case = replace(LATENT, dtype=dtype, query_lens=(3, 1), size=0.1)
+    found = []
+    for kv_dtype in (torch.int8, None):
+        step = Step(replace(case, kv_dtype=kv_dtype), device)
+        found.append(step.attend(backend, step.write(backend))[0].float())
+    assert (found[0] - found[1]).abs().max() < 0.05 * found[1].abs().max()
+
+
+@pytest.mark.parametrize("part", ["latent", "rotated"])
+def test_a_latent_row_that_is_not_finite_reaches_the_rows_that_see_it(backend, device, part):
+    case = replace(LATENT, query_lens=(4, 1), context_lens=(7, 2), block_size=4, kv_dtype=torch.int8)
+    step = Step(case, device)
+    place = 0 if part == "latent" else case.dim_v
+    step.k_new[2, 0, place] = torch.inf  # of the key 5 of 7
+    plan = step.write(backend)
+    assert plan.nonfinite.tolist() == [0, 0, 1, 0, 0]
+    out, _ = step.attend(backend, plan)
+    assert out[2:4].isnan().all()
+    assert out[[0, 1, 4]].isfinite().all()
+
+
+def test_a_latent_row_has_its_bits_in_every_chunk(backend, device):
+    if not backend.limits.reproducible:
+        assert backend.name in ("reference", "gather")
+        return
+    case = replace(LATENT, query_lens=(40, 1), context_lens=(290, 290), dtype=torch.bfloat16, kv_dtype=torch.int8)
+    step = Step(case, device)
+    step.spec = replace(step.spec, reproducible=True)
+    out, _ = step.attend(backend, step.write(backend))
+    for row in (0, 17, 39):
+        n = torch.tensor([290 - 39 + row], dtype=torch.int32)
+        plan = backend.plan(step.spec, torch.tensor([0, 1], dtype=torch.int32), n, step.block_tables[:1])
+        assert torch.equal(backend.attention(step.q[row : row + 1], step.kv, plan)[0], out[row])
+
+
+def test_a_latent_spec_says_what_fits(backend, device):
+    step = Step(replace(LATENT, kv_dtype=torch.int8), device)
+    for wrong, fragments in (
+        ({"head_dim_v": 40}, ("head_dim_v is 40", "below spec.head_dim, 40")),
+        ({"head_dim_v": None}, ("head_dim_v is 40", "below")),
+        ({"head_dim_v": 30}, ("head_dim_v is 30", "multiple of 4")),
+        ({"latent": 1}, ("spec.latent is 1", "True or False")),
+    ):
+        with pytest.raises(BadValue) as raised:
+            replace(step.spec, **wrong)
+        assert all(fragment in str(raised.value) for fragment in fragments), raised.value
+    plan, kv = step.write(backend), step.kv
+    with pytest.raises(BadStride, match=r"kv\.v has strides .* spec\.latent says that it is kv\.k\[\.\.\., :32\]"):
+        backend.attention(step.q, replace(kv, v=kv.v.clone()), plan)
+    with pytest.raises(BadStride, match="shares memory"):  # other values than what the keys begin with
+        backend.write_kv(step.k_new, step.v_new.clone(), kv, plan)
+
+
+def test_triton_serves_latent_rows_that_its_programs_cut(backend, device):
+    if backend.name != "triton":
+        return
+    step = Step(replace(LATENT, head_dim=40, head_dim_v=24, kv_dtype=torch.int8), device)
+    with pytest.raises(Unsupported, match=r"head_dim_v is 24 and spec\.head_dim 40; .* here 32"):
+        step.write(backend)

@@ -13,7 +13,7 @@ import torch
 
 from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, Heads, RowGroup, StateGroup, StatePools, StateSizes
 from quire.config import CacheConfig
-from quire.errors import BadValue, ConfigError
+from quire.errors import BadValue
 from quire.ops import AttentionSpec, Backend, PagedKV, load
 from quire.ops.memory import in_huge_pages
 from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentSpec
@@ -28,12 +28,12 @@ Record: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape a
 class KVCache:
     """What every layer keeps, one pool of blocks for each cache group.
 
-    A layer's memory is [N, 2, Hkv, B, D]: HND, a block's K and V side by side, so that copying or swapping a block
-    of a layer moves one piece of memory. With integers, the scales [2, Hkv, B] follow them in the same piece, where an
-    fp32 may begin. A latent cache is [N, Hkv, B, D]: its V are columns of K. A block of a layer that keeps a state is
-    the tensors of a record one after the other, each where a cache line begins. Nobody else knows these layouts. On a
-    CPU the memory lies in huge pages where the system offers them, and its first blocks are there from the start: no
-    step waits for the system to find a page for them.
+    A layer's memory is [N, 2, Hkv, B, D]: HND, a block's K and V side by side, so that copying or swapping a block of a
+    layer moves one piece of memory. With integers, the scales [2, Hkv, B] follow them in the same piece, where an fp32
+    may begin. A latent cache is [N, Hkv, B, D], with the scales after it: its V are columns of K. A block of a layer
+    that keeps a state is the tensors of a record one after the other, each where a cache line begins. No other module
+    knows these layouts. On a CPU the memory lies in huge pages where the system offers them, and its first blocks are
+    there from the start: no step waits for the system to find a page for them.
 
     On a GPU blocks are swapped on a stream of their own, beside the computation; asking for a layer makes the current
     stream wait for that layer's blocks, and for no others.
@@ -139,18 +139,17 @@ def group_spec(
     device: str = "cpu",
     reproducible: bool = False,
 ) -> AttentionSpec:
-    """The attention of a group's layers. Raises ConfigError for a latent cache of integers.
+    """The attention of a group's layers.
 
     dtype: of q; kv_dtype: of the cache, None: the same.
     """
     heads = group.heads
-    if heads.latent is not None and kv_dtype == torch.int8:
-        raise ConfigError("kv_cache_dtype is 'int8'; this model's K and V are one latent row, which auto or fp8 store")
     return AttentionSpec(
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,
         head_dim_v=heads.latent,
+        latent=heads.latent is not None,
         block_size=block_size,
         num_blocks=num_blocks,
         dtype=dtype,
@@ -227,9 +226,9 @@ def cache_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
 
 def _layer_bytes(block_size: int, heads: Heads, dtype: torch.dtype) -> int:
     """Of one block of one layer."""
-    rows = (2 if heads.latent is None else 1) * heads.num_kv_heads * block_size
-    numbers = rows * heads.head_dim
-    return numbers * dtype.itemsize if dtype != torch.int8 else _scales_begin(numbers) + rows * SCALE.itemsize
+    rows = heads.num_kv_heads * block_size
+    numbers = (2 if heads.latent is None else 1) * rows * heads.head_dim
+    return numbers * dtype.itemsize if dtype != torch.int8 else _scales_begin(numbers) + 2 * rows * SCALE.itemsize
 
 
 def _scales_begin(numbers: int) -> int:
@@ -246,12 +245,14 @@ def _views(
     num_kv_heads, head_dim = heads.num_kv_heads, heads.head_dim
     sizes = num_kv_heads, block_size, head_dim
     if heads.latent is not None:
-        k = memory.unflatten(1, sizes)  # type: ignore[no-untyped-call]
-        return PagedKV(k, k[..., : heads.latent])
-    rows = 2 * num_kv_heads * block_size
-    k, v = memory[:, : rows * head_dim].unflatten(1, (2, *sizes)).unbind(1)  # type: ignore[no-untyped-call]
+        numbers = math.prod(sizes)
+        k = memory[:, :numbers].unflatten(1, sizes)  # type: ignore[no-untyped-call]
+        v = k[..., : heads.latent]
+    else:
+        numbers = 2 * math.prod(sizes)
+        k, v = memory[:, :numbers].unflatten(1, (2, *sizes)).unbind(1)  # type: ignore[no-untyped-call]
     if memory.dtype != torch.int8:
         return PagedKV(k, v)
-    scales = memory.view(SCALE)[:, _scales_begin(rows * head_dim) // SCALE.itemsize :]
+    scales = memory.view(SCALE)[:, _scales_begin(numbers) // SCALE.itemsize :]
     k_scale, v_scale = scales.unflatten(1, (2, num_kv_heads, block_size)).unbind(1)  # type: ignore[no-untyped-call]
     return PagedKV(k, v, k_scale, v_scale)

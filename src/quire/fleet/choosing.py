@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from quire.errors import NoReplica
@@ -13,7 +14,7 @@ from quire.fleet.link import Link, LinkLost, Refused
 from quire.fleet.roster import Roster
 from quire.fleet.score import Candidate, Choice, Demand, choose, eligible
 from quire.fleet.search import FleetSearch
-from quire.fleet.wire import Hello
+from quire.fleet.wire import Hello, read_cached
 from quire.fleet.work import Assignment, Work
 
 MATCH_TIMEOUT = 0.05  # s that a replica has to say what it has cached
@@ -45,10 +46,11 @@ class Chooser:
     async def for_work(self, work: Work, samples: Sequence[int], passed_over: Collection[Link]) -> Chosen:
         """Where these samples go. Raises NoReplica."""
         found = self._candidates(passed_over, lambda hello: work.digests(samples, hello, self._secret))
-        fingerprint = work.wanted_fingerprint if work.is_untouched else work.fingerprint
-        candidates = eligible(found, fingerprint, self._others(passed_over))
+        candidates = eligible(found, work.needed_fingerprint, self._others(passed_over))
         if any(link.hello is not None and link.hello.has_windows for link in self._roster.links.values()):
-            candidates = await self._asked(work, samples, candidates)
+            asked = await self._asked(work, samples, candidates)
+            # Another prompt of the same stream may have begun meanwhile.
+            candidates = eligible(asked, work.needed_fingerprint, self._others(passed_over))
         most = work.sampling.max_tokens
         expected = self._new_tokens if most is None else min(most, self._new_tokens)
         name, num_tokens = work.output.request_id, len(work.tokens(samples))
@@ -133,19 +135,27 @@ class Chooser:
         Without those that have left the fleet meanwhile. Raises NoReplica where all have.
         """
         call = work.call(0, samples, is_strict=False)
+        read = partial(read_cached, len(work.tokens(samples)))
 
         async def ask(one: Candidate) -> Candidate:
             link = self._roster.at(one.slot)
             if one.num_blocks == 0 or link is None or link.hello is None or not link.hello.has_windows:
                 return one
             try:
-                answer = await asyncio.wait_for(link.post("/fleet/match", call), MATCH_TIMEOUT)
+                cached = await asyncio.wait_for(link.ask("/fleet/match", call, read), MATCH_TIMEOUT)
             except (LinkLost, Refused, asyncio.TimeoutError):
                 return replace(one, num_blocks=0)
-            return replace(one, num_blocks=answer["cached"] // one.state.block_size)
+            return replace(one, num_blocks=cached // one.state.block_size)
 
         asked = await asyncio.gather(*map(ask, candidates))
-        there = [one for one in asked if (link := self._roster.at(one.slot)) is not None and link.url == one.name]
+        there = [one for one in asked if self._is_there(one)]
         if not there:
             raise NoReplica("no replica can take the request: those that could have left the fleet")
         return there
+
+    def _is_there(self, one: Candidate) -> bool:
+        """Whether the replica is the one that it was when it became a candidate."""
+        link = self._roster.at(one.slot)
+        if link is None or link.url != one.name or link.fingerprint is None:
+            return False
+        return link.fingerprint.digest == one.fingerprint

@@ -6,8 +6,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 
@@ -36,6 +37,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0  # s before a replica that is lost is ask
 # Codes of replicas that others can stand in for. One that does not know the session has just ended it.
 BUSY = ("draining", "engine_stopped", "engine_stuck", "unknown_session")
 LONGEST_DISTRUST = 60.0  # s, of one that contradicts itself
+ERRORS = frozenset(status for status in HTTPStatus if status >= HTTPStatus.BAD_REQUEST)
+T = TypeVar("T")
 
 
 class LinkLost(QuireError):
@@ -46,7 +49,7 @@ class Refused(QuireError):
     """The replica has refused a call."""
 
     def __init__(self, status: int, body: object) -> None:
-        """body: as JSON has it, whatever that is."""
+        """status: one of ERRORS. body: as JSON has it, whatever that is."""
         error = body.get("error") if isinstance(body, dict) else None
         self.error: dict[str, Any] = error if isinstance(error, dict) else {}
         self.is_away = self.error.get("code") in BUSY  # as one that is lost: it says nothing of the call
@@ -145,6 +148,21 @@ class Link:
         finally:
             self._posts.discard(task)
 
+    async def ask(
+        self, path: str, message: Call | SearchCall | dict[str, Any], read: Callable[[dict[str, Any]], T]
+    ) -> T:
+        """Send a message. What `read` makes of the answer, which may raise WireError. Raises as `post`."""
+        answer = await self.post(path, message)
+        try:
+            return read(answer)
+        except WireError as error:
+            raise self._contradiction(f"its answer to {path} cannot be: {error}") from error
+
+    def _contradiction(self, why: str) -> LinkLost:
+        self._listener.contradicted(self)
+        log.warning("replica %s: %s", self.url, why)
+        return LinkLost(f"{self.url}: {why}")
+
     async def _post(self, path: str, line: bytes) -> dict[str, Any]:
         try:
             async with self._http.post(
@@ -154,10 +172,14 @@ class Link:
                 found = json.loads(body) if body else {}
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise LinkLost(f"{self.url}: {_reason(error)}") from error
-        if answer.status != 200:
+        if answer.status in ERRORS:
             raise Refused(answer.status, found)
+        if answer.status != HTTPStatus.OK:
+            raise self._contradiction(
+                f"it answers {path} with HTTP status {answer.status}; it must be 200, or an error's"
+            )
         if not isinstance(found, dict):
-            raise LinkLost(f"{self.url}: it answers {path} with a {type(found).__name__}; it must be an object")
+            raise self._contradiction(f"it answers {path} with a {type(found).__name__}; it must be an object")
         return found
 
     async def _serve(self) -> None:
@@ -192,6 +214,9 @@ class Link:
         was_up, listener = self.is_up, self._listener
         frames = [Frame.parse(frame) for frame in message.get("frames", ())]
         failed = [(int(flow), int(status), dict(body)) for flow, status, body in message.get("failed", ())]
+        for _, status, _ in failed:
+            if status not in ERRORS:
+                raise WireError(f"a call has failed with HTTP status {status}; it must be an error's")
         started = [int(flow) for flow in message.get("started", ())]
         state = read(ReplicaState, message["state"]) if "state" in message else None
         first, snapshot, events = message.get("event"), message.get("snapshot"), message.get("events", [])

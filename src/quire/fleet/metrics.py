@@ -68,7 +68,7 @@ class FleetMetrics:
         self._mismatches = counter("resume_mismatch", "Delivered tokens that another replica drew otherwise.")
         self._late = counter("late_frames", "Frames that came after their call was given to another replica.")
         self._contradictions = counter(
-            "contradictions", "Sessions that ended as the replica contradicted itself.", "replica"
+            "contradictions", "Answers, and sessions that ended with them, that cannot be.", "replica"
         )
         self._left_out = counter("left_out", "Sessions with replicas of another model.", "replica")
         self._lost = counter("lost", "Sessions that ended.", "replica")

@@ -5,14 +5,15 @@ mathematical functions, a kernel that was compiled otherwise. Results show it wh
 
 Inputs are made of integers by exact steps, so that they cannot differ. Their magnitudes do, by factors of up to 128,
 so that a sum in another order is another sum. Sums are long enough to be cut where kernels cut them: linears after 192
-inputs (bf16 on AVX-512) and groups of 128, attention after 256 and 1,024 keys.
+inputs (bf16 on AVX-512) and groups of 128, attention after 256 and 1,024 keys, recurrences after pieces of 32 rows.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import accumulate
 
@@ -21,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.cache.groups import CacheGroup, Heads
+from quire.cache.groups import CacheGroup, Heads, StateSizes
 from quire.cache.storage import KVCache, cache_dtype, group_spec
 from quire.config import EngineConfig
 from quire.engine.flatten import sampling_rows
@@ -29,11 +30,13 @@ from quire.engine.sampler import sample, token_logprobs
 from quire.fleet.fingerprint import DIGEST_SIZE
 from quire.models.decoder_config import DecoderConfig
 from quire.models.model import Model
+from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig
 from quire.ops import AttentionPlan, AttentionSpec, Backend
 from quire.ops.activation import Activation
 from quire.ops.experts import Choice, ExpertLayer
 from quire.ops.linear import Linear, Linears
 from quire.ops.quantised import QuantisedWeight
+from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentPlan, RecurrentSpec
 from quire.request import Request, SamplingParams
 
 ROWS = (1, 7, 40)  # of a linear: one, fewer than a tile has, and more
@@ -41,6 +44,9 @@ INPUTS = 448  # two stretches of 192 and a part of one; three groups of 128 and 
 OUTPUTS = 96
 SEQUENCES = ((40, 40), (7, 300), (1, 1100))  # query rows and keys: a prompt, a chunk of one, and a decoded token
 WINDOW = 100
+# Tokens of each sequence that keeps a state, after each of two steps: a prompt, a chunk of one, and a decoded token.
+STATE_STEPS = ((40, 93, 69), (40, 100, 70))
+STATE_PIECES = 4  # that a sequence has begun after them, at most
 VOCABULARY = 2053  # not a multiple of what the sampler looks at in one go
 NUMBERS = 4096  # that each function is computed of; fewer than torch splits among threads
 EPS = 1e-6
@@ -61,8 +67,8 @@ def probe(model: Model, backend: Backend, config: EngineConfig) -> dict[str, str
     """A digest, 16 hexadecimal digits, of each kind of operator's results, by the kind's name.
 
     Operators work in the model's dtype, with its heads and its dtype of the cache, whether or not its layers have all
-    of them. Integer products are among them where the model has some, and experts too. No weight of the model is read,
-    and nothing of its engine is used.
+    of them. Integer products are among them where the model has some, and experts and operators of states too. No
+    weight of the model is read, and nothing of its engine is used.
     """
     case = _Case.of(model, backend, config)
     kinds: dict[str, Callable[[_Case], Iterator[Tensor]]] = {
@@ -78,6 +84,10 @@ def probe(model: Model, backend: Backend, config: EngineConfig) -> dict[str, str
         kinds["integer linear"] = _integer_linears
     if isinstance(model.config, DecoderConfig) and model.config.experts:
         kinds["experts"] = _experts
+    mixers = [layer.mixer for layer in model.config.layers] if isinstance(model.config, DecoderConfig) else []
+    # One of each kind: a family's layers that keep a state have the same sizes.
+    for mixer in {type(mixer): mixer for mixer in mixers if isinstance(mixer, StateConfig)}.values():
+        kinds |= _state_kinds(mixer)
     with torch.inference_mode():
         return {kind: _digest(compute(case)) for kind, compute in kinds.items()}
 
@@ -256,6 +266,79 @@ def _rope(case: _Case) -> Iterator[Tensor]:
         case.backend.rope(q, k, torch.arange(count, device=spec.device).flip(0), cos, sin)
         yield q
         yield k
+
+
+# ----------------------------------------------------------------------------------------------------- states
+
+
+def _state_kinds(mixer: StateConfig) -> dict[str, Callable[[_Case], Iterator[Tensor]]]:
+    """What layers with that mixer compute besides linears: of few heads, each of the model's size."""
+    match mixer:
+        case GatedDeltaConfig():
+            heads = 2 * min(3, mixer.num_heads // mixer.num_k_heads)
+            delta = replace(mixer, num_heads=heads, num_k_heads=2)
+            return {
+                "convolution": partial(_convolutions, delta.sizes),
+                "gated delta": partial(_gated_delta, delta.sizes),
+                "gated norm": partial(_gated_norms, delta.out_size, heads),
+            }
+        case StateSpaceConfig():
+            heads = 2 * min(3, mixer.num_heads // mixer.num_groups)
+            space = replace(mixer, num_heads=heads, num_groups=2, norm_groups=1)
+            return {
+                "convolution": partial(_convolutions, space.sizes),
+                "state space": partial(_state_space, space.sizes, mixer.dt_limits),
+                "gated norm": partial(_gated_norms, space.out_size, heads),
+            }
+        case ConvolutionConfig():
+            return {"convolution": partial(_convolutions, replace(mixer, width=INPUTS).sizes)}
+
+
+def _state_steps(case: _Case, sizes: StateSizes) -> Iterator[tuple[RecurrentCache, RecurrentPlan]]:
+    """The plan of one step after the other, over the same records."""
+    S, P, dtype, device = len(STATE_STEPS[0]), STATE_PIECES, case.spec.dtype, case.spec.device
+    spec = RecurrentSpec(**asdict(sizes), num_states=S * P, num_rows=S * P, dtype=dtype, device=device)
+    cache, before = RecurrentCache.allocate(spec), torch.zeros(S, dtype=torch.int32)
+    for lens in torch.tensor(STATE_STEPS, dtype=torch.int32):
+        starts = torch.cat([lens.new_zeros(1), (lens - before).cumsum(0, dtype=torch.int32)])
+        piece = (before // PIECE)[:, None] + torch.arange(P, dtype=torch.int32)
+        tables = torch.where(piece < P, torch.arange(0, S * P, P, dtype=torch.int32)[:, None] + piece, -1)
+        yield cache, case.backend.recurrent_plan(spec, starts, lens, tables, tables)
+        before = lens
+
+
+def _convolutions(sizes: StateSizes, case: _Case) -> Iterator[Tensor]:
+    weight, bias = case.wide_numbers(101, sizes.width, sizes.taps), case.wide_numbers(102, sizes.width)
+    for cache, plan in _state_steps(case, sizes):
+        x = case.numbers(100, plan.num_tokens, sizes.width, scale=4.0)
+        yield case.backend.convolve(x, weight, bias, "silu", cache, plan)
+    for cache, plan in _state_steps(case, sizes):
+        x = case.numbers(100, plan.num_tokens, sizes.width, scale=4.0)
+        yield case.backend.convolve(x, weight, None, None, cache, plan)
+
+
+def _gated_delta(sizes: StateSizes, case: _Case) -> Iterator[Tensor]:
+    heads, width = sizes.num_heads, 2 * sizes.num_k_heads * sizes.dim_k + sizes.num_heads * sizes.dim_v
+    rate, dt_bias = -case.wide_numbers(112, heads).abs(), case.wide_numbers(113, heads)
+    for cache, plan in _state_steps(case, sizes):
+        qkv, gates = (case.numbers(seed, plan.num_tokens, n, scale=4.0) for seed, n in ((110, width), (111, 2 * heads)))
+        yield case.backend.gated_delta(qkv, gates, rate, dt_bias, cache, plan)
+
+
+def _state_space(sizes: StateSizes, dt_limits: tuple[float, float], case: _Case) -> Iterator[Tensor]:
+    heads, width = sizes.num_heads, 2 * sizes.num_k_heads * sizes.dim_k + sizes.num_heads * sizes.dim_v
+    rate, skip, dt_bias = (-case.wide_numbers(seed, heads).abs() for seed in (122, 123, 124))
+    for cache, plan in _state_steps(case, sizes):
+        xbc, dt = (case.numbers(seed, plan.num_tokens, n, scale=4.0) for seed, n in ((120, width), (121, heads)))
+        yield case.backend.state_space(xbc, dt, rate, skip, dt_bias, dt_limits, cache, plan)
+
+
+def _gated_norms(width: int, heads: int, case: _Case) -> Iterator[Tensor]:
+    weight = case.wide_numbers(132, width)
+    for dtype in case.dtypes:
+        x, gate = (case.wide_numbers(seed, ROWS[-1], width, scale=8.0).to(dtype) for seed in (130, 131))
+        yield case.backend.gated_norm(x, gate, weight, EPS, heads, "norm")
+        yield case.backend.gated_norm(x, gate, weight, EPS, 1, "gate")
 
 
 # ---------------------------------------------------------------------------------------------- small operators

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.beam import BeamSearchParams, Hypothesis
 from quire.fleet.link import Link
-from quire.fleet.wire import Hello, SearchCall
+from quire.fleet.wire import ENDS, Hello, SearchCall, WireError, shown
 from quire.fleet.work import wire_digests
 from quire.request import FinishReason, Request
 from quire.server.http.api_error import ApiError
@@ -48,19 +49,15 @@ class FleetSearch:
         return wire_digests(array("i", self.call.prompt), self.call.salt, hello, secret)
 
     async def run_at(self, link: Link, span: CallSpan | None) -> None:
-        """Let a replica do it. span: of that, which ends with it. Raises as Link.post."""
+        """Let a replica do it. span: of that, which ends with it. Raises as Link.ask."""
         call, outcome = self.call, "not finished"
         try:
-            answer = await link.post("/fleet/search", call if span is None else replace(call, trace=span.traceparent))
+            traced = call if span is None else replace(call, trace=span.traceparent)
+            self.failure, self._found = await link.ask("/fleet/search", traced, partial(_read, call))
             outcome = "finished"
         finally:
             if span is not None:
                 span.end(outcome, is_error=outcome != "finished")
-        self.failure = answer["failure"]
-        self._found = [
-            Hypothesis(tuple(tokens), logprob, score, FinishReason(reason))
-            for tokens, logprob, score, reason in answer["found"]
-        ]
 
     def results(self) -> list[Hypothesis]:
         """What was found, best first."""
@@ -77,3 +74,29 @@ class FleetSearch:
 
     def take(self, deltas: list[Any]) -> None:
         """Nothing comes before its end."""
+
+
+def _read(call: SearchCall, answer: Mapping[str, Any]) -> tuple[str | None, list[Hypothesis]]:
+    """Why a search has failed, and what it has found, best first. Raises WireError for what does not answer it."""
+    failure, found = answer.get("failure", 0), answer.get("found")
+    if failure is not None and not isinstance(failure, str):
+        raise WireError(f"failure is {shown(answer.get('failure', 'missing'))}; it must be null or a text")
+    if not isinstance(found, list) or len(found) > call.beam_width:
+        raise WireError(f"found is {shown(found)}; it must be a list of at most {call.beam_width} hypotheses")
+    return failure, [_hypothesis(call, one) for one in found]
+
+
+def _hypothesis(call: SearchCall, found: Any) -> Hypothesis:
+    if not isinstance(found, list) or len(found) != 4:
+        raise WireError(f"a hypothesis is {shown(found)}; it must be its tokens, logprob, score and finish reason")
+    tokens, logprob, score, reason = found
+    if not isinstance(tokens, list) or len(tokens) > call.max_tokens or not {*map(type, tokens)} <= {int}:
+        raise WireError(f"tokens of a hypothesis are {shown(tokens)}; they must be at most {call.max_tokens} integers")
+    if tokens and min(tokens) < 0:
+        raise WireError(f"a token of a hypothesis is {min(tokens)}; it must not be negative")
+    for name, number in (("logprob", logprob), ("score", score)):
+        if type(number) not in (int, float):
+            raise WireError(f"the {name} of a hypothesis is {shown(number)}; it must be a number")
+    if reason not in ENDS:
+        raise WireError(f"the finish reason of a hypothesis is {shown(reason)}; it must be one of {', '.join(ENDS)}")
+    return Hypothesis(tuple(tokens), float(logprob), float(score), FinishReason(reason))

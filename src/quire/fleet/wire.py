@@ -48,14 +48,14 @@ class Frame(NamedTuple):
     def parse(found: Any) -> Frame:
         """A frame from JSON. Raises WireError for what is none."""
         if not isinstance(found, list) or len(found) != len(Frame._fields) or not isinstance(found[3], list):
-            raise WireError(f"a frame is {_shown(found)}; it must be a list of {len(Frame._fields)} fields")
+            raise WireError(f"a frame is {shown(found)}; it must be a list of {len(Frame._fields)} fields")
         frame = Frame(*found)
         numbers = (frame.flow, frame.sample, frame.at, frame.characters, *frame.tokens)
         if {*map(type, numbers)} != {int} or min(numbers) < 0 or not isinstance(frame.text, str):
-            raise WireError(f"a frame is {_shown(found)}; its positions and tokens must be integers, its text a text")
+            raise WireError(f"a frame is {shown(found)}; its positions and tokens must be integers, its text a text")
         end = frame.end
         if end is not None and not (isinstance(end, list) and len(end) == 3 and end[0] in ENDS):
-            raise WireError(f"a frame's end is {_shown(end)}; it must be a finish reason, a stop reason and an error")
+            raise WireError(f"a frame's end is {shown(end)}; it must be a finish reason, a stop reason and an error")
         if frame.logprobs is not None and len(frame.logprobs) != len(frame.tokens):
             raise WireError(f"a frame has {len(frame.tokens)} tokens and logprobs of {len(frame.logprobs)}")
         if frame.more is not None:
@@ -66,17 +66,17 @@ class Frame(NamedTuple):
 def _check_more(more: Any) -> None:
     """Raise WireError for what a frame cannot have besides tokens."""
     if not isinstance(more, dict):
-        raise WireError(f"what a frame has besides tokens is {_shown(more)}; it must be an object")
+        raise WireError(f"what a frame has besides tokens is {shown(more)}; it must be an object")
     for name in more.keys() & {"cached", "differences"}:
         check_integer(WireError, f"{name} of a frame", more[name], 0)
     if "prompt_logprobs" in more:
         found = more["prompt_logprobs"]
         if not isinstance(found, list) or [*map(type, found)] != [int, list] or found[0] < 0:
-            raise WireError(f"prompt_logprobs of a frame is {_shown(found)}; it must be a position and a list")
+            raise WireError(f"prompt_logprobs of a frame is {shown(found)}; it must be a position and a list")
     if "hidden_state" in more:
         found = more["hidden_state"]
         if not isinstance(found, list) or {*map(type, found)} != {float}:
-            raise WireError(f"hidden_state of a frame is {_shown(found)}; it must be a list of numbers")
+            raise WireError(f"hidden_state of a frame is {shown(found)}; it must be a list of numbers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +143,11 @@ class Hello:
             check_integer(WireError, name, getattr(self, name), 1)
         for name in ("session", "incarnation", "salt"):
             if not isinstance(found := getattr(self, name), str):
-                raise WireError(f"{name} is {_shown(found)}; it must be a text")
+                raise WireError(f"{name} is {shown(found)}; it must be a text")
         if not isinstance(self.names, list) or {*map(type, self.names)} != {str}:
-            raise WireError(f"names is {_shown(self.names)}; it must be a list of one text or more")
+            raise WireError(f"names is {shown(self.names)}; it must be a list of one text or more")
         if not isinstance(self.eos_token_ids, list) or not {*map(type, self.eos_token_ids)} <= {int}:
-            raise WireError(f"eos_token_ids is {_shown(self.eos_token_ids)}; it must be a list of integers")
+            raise WireError(f"eos_token_ids is {shown(self.eos_token_ids)}; it must be a list of integers")
         if not isinstance(self.has_windows, bool):
             raise WireError(f"has_windows is {self.has_windows!r}; it must be true or false")
 
@@ -155,12 +155,19 @@ class Hello:
 def check_blocks(snapshot: Any, events: Any) -> None:
     """Raise WireError for what is no list of digests (or None), and no list of block events: a kind and digests."""
     if snapshot is not None and not (isinstance(snapshot, list) and {*map(type, snapshot)} <= {int}):
-        raise WireError(f"a snapshot of blocks is {_shown(snapshot)}; it must be a list of digests")
+        raise WireError(f"a snapshot of blocks is {shown(snapshot)}; it must be a list of digests")
     if not isinstance(events, list):
-        raise WireError(f"block events are {_shown(events)}; they must be a list")
+        raise WireError(f"block events are {shown(events)}; they must be a list")
     for event in events:
         if not (isinstance(event, list) and event and event[0] in EVENTS and {*map(type, event[1:])} <= {int}):
-            raise WireError(f"a block event is {_shown(event)}; it must be a kind ({', '.join(EVENTS)}) and digests")
+            raise WireError(f"a block event is {shown(event)}; it must be a kind ({', '.join(EVENTS)}) and digests")
+
+
+def read_cached(num_tokens: int, answer: Mapping[str, Any]) -> int:
+    """How many of a prompt's tokens a replica says that it has cached. Raises WireError for what cannot be."""
+    cached = answer.get("cached")
+    check_integer(WireError, "cached", cached, 0, num_tokens)
+    return int(cached)  # type: ignore[arg-type]  # as it was checked
 
 
 def dumps(message: Any) -> bytes:
@@ -175,9 +182,9 @@ def loads(line: bytes) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise WireError(f"{_shown(line)} is no JSON: {error}") from error
+        raise WireError(f"{shown(line)} is no JSON: {error}") from error
     if not isinstance(found, dict):
-        raise WireError(f"a message is {_shown(found)}; it must be an object")
+        raise WireError(f"a message is {shown(found)}; it must be an object")
     return found
 
 
@@ -203,6 +210,7 @@ def wire_digest(digest: bytes, secret: bytes) -> int:
     return int.from_bytes(blake2b(digest, key=secret[:64], digest_size=DIGEST_SIZE).digest(), "little")
 
 
-def _shown(found: Any) -> str:
+def shown(found: Any) -> str:
+    """Something of a message as errors show it, of which there may be much."""
     text = repr(found)
     return text if len(text) <= 100 else text[:100] + "..."

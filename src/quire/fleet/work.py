@@ -110,6 +110,11 @@ class Work:
         return [one.index for one in self.output.outputs if not one.finished]
 
     @property
+    def needed_fingerprint(self) -> str | None:
+        """Of the replicas that may compute it; None: any."""
+        return self.wanted_fingerprint if self.is_untouched else self.fingerprint
+
+    @property
     def is_untouched(self) -> bool:
         """Whether no token of it came yet, so that its samples can be asked for together."""
         return all(not ledger.tokens and not ledger.output.finished for ledger in self.ledgers)

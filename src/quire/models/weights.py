@@ -277,12 +277,11 @@ class Weights(Mapping[str, Weight]):
     def _rounding(self, name: str) -> Rounding | None:
         """To what a weight is rounded at load.
 
-        A router or the gate of a shared expert decides about much and is small, so it is not, nor what makes keys and
-        values of a latent: that becomes part of the query.
+        A router or the gate of a shared expert decides about much and is small, so it is not.
         """
         if name == ("embedding" if self._tied else "lm_head"):
             return self._quantisation.head
-        kept = any(part in name for part in (".router.", ".shared_gate.", ".kv."))
+        kept = _is_folded(name) or any(part in name for part in (".router.", ".shared_gate."))
         return self._quantisation.linears if _is_projection(name) and not kept else None
 
     def _plain(self, name: str, parts: Sequence[str]) -> Tensor:
@@ -317,9 +316,9 @@ class Weights(Mapping[str, Weight]):
         home.copy_(ours)
 
     def _quantised(self, name: str, parts: Sequence[str]) -> Weight:
-        """A weight that the checkpoint has as integers, or some parts of it."""
+        """A weight that the checkpoint has as integers, or some parts of it; numbers where these are needed."""
         lengths, columns = self._lengths(name, parts), self._shapes[name][1]
-        if not self._quantisation.rounds_activations:
+        if _is_folded(name) or not self._quantisation.rounds_activations:
             weight = self._empty(self._shapes[name])
             for part, home in zip(parts, torch.split(weight, lengths), strict=True):
                 if part in self._forms:
@@ -377,7 +376,7 @@ def expected_bytes(config: DecoderConfig, sources: Sources, dtype: torch.dtype, 
             form = None
             if scheme is not None and (_is_projection(name) or name == "lm_head") and not scheme.excludes(module):
                 form = scheme.form(module)
-            if form is not None:
+            if form is not None and not _is_folded(name):
                 size = form.nbytes(length, shape[1])
             else:
                 size = length * math.prod(shape[1:]) * _dtype_of(name, dtype).itemsize
@@ -394,6 +393,14 @@ def _within_layer(name: str) -> tuple[str, str, list[str], str]:
 def _is_projection(name: str) -> bool:
     """Whether a weight of that name is multiplied with the rows within a layer."""
     return name.startswith("layers.") and name.endswith(".weight") and not EXACT.search(name)
+
+
+def _is_folded(name: str) -> bool:
+    """Whether a weight of that name is needed as numbers, as what makes keys and values of a latent is.
+
+    It becomes part of the query and of the output, and is small next to a layer's other weights.
+    """
+    return name.endswith(".kv.weight")
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:

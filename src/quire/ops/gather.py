@@ -16,8 +16,8 @@ from torch.profiler import record_function
 
 from quire.ops.backend import Scores
 from quire.ops.plan import AttentionPlan
-from quire.ops.reference import ReferenceBackend, scaled_weights, weighted_sum
-from quire.ops.spec import PagedKV
+from quire.ops.reference import ReferenceBackend, products, scaled_weights, weighted_sum
+from quire.ops.spec import AttentionSpec, PagedKV
 
 
 class GatherBackend(ReferenceBackend):
@@ -70,9 +70,9 @@ class GatherBackend(ReferenceBackend):
             parts = q[at].transpose(1, 2), k[s.to(q.device), :, :longest], v[s.to(q.device), :, :longest]
             scales = [x[s.to(q.device), :, :longest] for x in gathered]
             if bias is None and softcap is None and sinks is None and lse is None and not scales:
-                result[at] = _fused(*parts, visible.to(q.device), scale).transpose(1, 2).to(wide)
+                result[at] = _fused(spec, *parts, visible.to(q.device), scale).transpose(1, 2).to(wide)
             else:
-                part, part_lse = _plain(*parts, visible.to(q.device), bias, scale, softcap, *scales)
+                part, part_lse = _plain(spec, *parts, visible.to(q.device), bias, scale, softcap, *scales)
                 result[at], found[at] = part.transpose(1, 2), part_lse.transpose(1, 2)
         if sinks is not None:
             result = self._apply_sinks(result, found, sinks)
@@ -111,6 +111,7 @@ BACKEND = GatherBackend()
 
 
 def _fused(
+    spec: AttentionSpec,
     q: Tensor,  # [S, Hq, rows, D]
     k: Tensor,  # [S, Hkv, longest, D]
     v: Tensor,  # [S, Hkv, longest, Dv]
@@ -132,12 +133,13 @@ def _fused(
         return result
     bad = ~(k.isfinite().all(-1) & v.isfinite().all(-1))  # [S, Hkv, longest]
     sees_one = (visible[:, None] & bad[:, :, None]).any(-1).repeat_interleave(q.shape[1] // k.shape[1], 1)
-    plain, _ = _plain(q, k, v, visible, None, scale, None)
+    plain, _ = _plain(spec, q, k, v, visible, None, scale, None)
     without = fused(*(x.masked_fill(bad[..., None], 0.0) for x in (k, v)))
     return torch.where(sees_one[..., None], plain.to(q.dtype), without)
 
 
 def _plain(
+    spec: AttentionSpec,
     q: Tensor,  # [S, Hq, rows, D]
     k: Tensor,  # [S, Hkv, longest, D]
     v: Tensor,  # [S, Hkv, longest, Dv]
@@ -151,10 +153,11 @@ def _plain(
     """What the fused form lacks, ALiBi as exact as scores, softcap, scales, LSE: [S, Hq, rows, Dv], [S, Hq, rows]."""
     wide, groups = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
     k, v = k.to(wide).repeat_interleave(groups, 1), v.to(wide).repeat_interleave(groups, 1)
-    score = q.to(wide) @ k.mT
-    if k_scale is not None:
-        score = score * k_scale.to(wide).repeat_interleave(groups, 1)[:, :, None]
-    score = score * scale
+    scales = None
+    if k_scale is not None and v_scale is not None:
+        k_scale, v_scale = (x.to(wide).repeat_interleave(groups, 1)[:, :, None] for x in (k_scale, v_scale))
+        scales = k_scale, v_scale
+    score = products(q.to(wide), k, scales, spec) * scale
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
     if bias is not None:
@@ -162,7 +165,6 @@ def _plain(
     score = score.masked_fill(~visible[:, None], -torch.inf)
     lse = torch.logsumexp(score, -1)
     weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    if v_scale is not None:
-        of_heads = v_scale.to(wide).repeat_interleave(groups, 1)[:, :, None]
-        weight = scaled_weights(weight, of_heads, visible[:, None])
+    if scales is not None:
+        weight = scaled_weights(weight, scales[1], visible[:, None])
     return weighted_sum(weight, v, visible[:, None]), lse

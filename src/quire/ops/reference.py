@@ -128,7 +128,10 @@ class ReferenceBackend(Backend):
         slots = plan.slots[: plan.num_tokens].to(k_new.device).long()
         rows = torch.nonzero(slots >= 0).flatten()
         block, offset = slots[rows] // plan.spec.block_size, slots[rows] % plan.spec.block_size
-        for x, scales, new in ((kv.k, kv.k_scale, k_new), (kv.v, kv.v_scale, v_new)):
+        k = kv.k
+        if plan.spec.latent:  # what V does not have of it
+            k, k_new = k[..., plan.spec.dim_v :], k_new[..., plan.spec.dim_v :]
+        for x, scales, new in ((k, kv.k_scale, k_new), (kv.v, kv.v_scale, v_new)):
             if scales is None:
                 stored = new[rows].to(x.dtype)
                 shown = stored.to(torch.promote_types(x.dtype, torch.float32))  # fp8 has no isfinite
@@ -258,10 +261,11 @@ def _attend(
         v = kv.v[table[j], :, None, :filled].to(q.dtype)  # [Hkv, 1, filled, Dv]
         key = torch.arange(j * B, j * B + filled, device=q.device)  # [filled]
 
-        score = q @ k.mT  # [Hkv, G, rows, filled]
-        if kv.k_scale is not None:
-            score = score * kv.k_scale[table[j], :, None, None, :filled].to(q.dtype)
-        score = score * scale
+        scales = None
+        if kv.k_scale is not None and kv.v_scale is not None:
+            k_scale, v_scale = (x[table[j], :, None, None, :filled].to(q.dtype) for x in (kv.k_scale, kv.v_scale))
+            scales = k_scale, v_scale
+        score = products(q, k, scales, spec) * scale  # [Hkv, G, rows, filled]
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
         if alibi_slopes is not None:
@@ -281,14 +285,30 @@ def _attend(
         weight = torch.exp(score - shift[..., None])
         correction = torch.exp(top - shift)
         total = total * correction + weight.sum(-1)
-        if kv.v_scale is not None:
-            weight = scaled_weights(weight, kv.v_scale[table[j], :, None, None, :filled].to(q.dtype), seen)
+        if scales is not None:
+            weight = scaled_weights(weight, scales[1], seen)
         mix = mix * correction[..., None] + weighted_sum(weight, v, seen)
         top = new_top
 
     out = torch.where(total[..., None] == 0, 0.0, mix / total[..., None])  # NaN stays NaN
     lse = top + torch.log(total)
     return out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2)
+
+
+def products(
+    q: Tensor,  # [..., rows, D]
+    k: Tensor,  # [..., keys, D]
+    scales: tuple[Tensor, Tensor] | None,  # of K and V, [..., 1, keys] each
+    spec: AttentionSpec,
+) -> Tensor:
+    """q·k, of a cache with scales times these: [..., rows, keys]."""
+    if scales is None:
+        return q @ k.mT
+    k_scale, v_scale = scales
+    if not spec.latent:
+        return (q @ k.mT) * k_scale
+    latent, others = slice(spec.dim_v), slice(spec.dim_v, None)
+    return (q[..., latent] @ k[..., latent].mT) * v_scale + (q[..., others] @ k[..., others].mT) * k_scale
 
 
 def scaled_weights(

@@ -26,6 +26,11 @@ backend may multiply whole numbers of 16 bits in place of q and of these weights
 number in a row of q (1/16,256 where heads are longer than 512), and 1/65,535 of a row's largest weight among 256 keys.
 Each is off by half a unit at most, and one number of q by one and a half.
 
+In a latent cache V is the first Dv numbers of K, which lie there once. In one of int8 these are rounded as a row of V,
+and the other D - Dv numbers of K as a row of their own: in DeepSeek's models they are rotated keys, whose numbers may
+be a hundred times as large. So a score begins with `q[:Dv]·v_int * v_scale + q[Dv:]·k_int[Dv:] * k_scale`, and one
+number of q of each part may be off by one and a half.
+
 What a row does not see is not multiplied: an infinite or NaN entry of the cache reaches the rows that see it and no
 other. A row that sees one shows it: its result is not finite, unless the key's score is -inf.
 
@@ -43,8 +48,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.errors import BadDtype, BadShape, BadValue, Unsupported
-from quire.ops.checks import INT32_MAX, check_tensor
+from quire.errors import BadDtype, BadShape, BadStride, BadValue, Unsupported
+from quire.ops.checks import INT32_MAX, begin_alike, check_tensor
 
 MAX_HEAD_DIM = 1024
 MAX_BLOCK_SIZE = 256
@@ -65,6 +70,7 @@ class AttentionSpec:
     dtype: torch.dtype  # of q and of the output
     kv_dtype: torch.dtype | None = None  # of the cache: a floating-point dtype or int8; None: that of q
     head_dim_v: int | None = None  # Dv, 1..1024; None: D
+    latent: bool = False  # V is the first Dv numbers of K; Dv < D, and with int8 a multiple of 4
     causal: bool = True
     window: int | None = None  # keys that a row sees, its own included; causal only
     device: str = "cpu"
@@ -108,7 +114,7 @@ class PagedKV:
     """
 
     k: torch.Tensor  # [N, Hkv, B, D]
-    v: torch.Tensor  # [N, Hkv, B, Dv]
+    v: torch.Tensor  # [N, Hkv, B, Dv]; of a latent cache the first numbers of k's rows, in the same memory
     k_scale: torch.Tensor | None = None  # fp32 [N, Hkv, B]
     v_scale: torch.Tensor | None = None  # fp32 [N, Hkv, B]
 
@@ -155,6 +161,11 @@ def check_kv(kv: PagedKV, spec: AttentionSpec) -> None:
     device = torch.device(spec.device)
     check_tensor("kv.k", kv.k, (*lead, spec.head_dim), spec.cache_dtype, device)
     check_tensor("kv.v", kv.v, (*lead, spec.dim_v), spec.cache_dtype, device)
+    if spec.latent and not begin_alike(kv.k, kv.v):
+        raise BadStride(
+            f"kv.v has strides {kv.v.stride()} and memory of its own; spec.latent says that it is "
+            f"kv.k[..., :{spec.dim_v}]"
+        )
     for name, scale in (("kv.k_scale", kv.k_scale), ("kv.v_scale", kv.v_scale)):
         if scale is None and spec.is_scaled:
             raise BadShape(f"{name} is None; a cache of {spec.cache_dtype} needs scales, fp32 {lead}")
@@ -189,8 +200,15 @@ def _check_spec(spec: AttentionSpec) -> None:
             f"spec.num_blocks * spec.block_size is {spec.num_blocks * spec.block_size}; slots are numbered in an "
             f"int32, so at most {INT32_MAX}"
         )
-    if not isinstance(spec.reproducible, bool):
-        raise BadValue(f"spec.reproducible is {spec.reproducible!r}; it must be True or False")
+    for name in ("reproducible", "latent"):
+        if not isinstance(getattr(spec, name), bool):
+            raise BadValue(f"spec.{name} is {getattr(spec, name)!r}; it must be True or False")
+    if spec.latent and spec.dim_v >= spec.head_dim:
+        raise BadValue(
+            f"spec.head_dim_v is {spec.dim_v} with latent=True; it must lie below spec.head_dim, {spec.head_dim}"
+        )
+    if spec.latent and spec.kv_dtype == torch.int8 and spec.dim_v % 4:
+        raise BadValue(f"spec.head_dim_v is {spec.dim_v} with latent=True; with int8 it must be a multiple of 4")
     if spec.window is not None and not spec.causal:
         raise BadValue(f"spec.window is {spec.window} with causal=False; a window needs causal attention")
     for name in ("dtype", "kv_dtype"):

@@ -23,7 +23,8 @@ def check_write(
     """Check the arguments of write_kv. Raises BadValue on a read-only plan.
 
     K and V may share memory as those of a latent cache do: one begins with the other, in the cache and in the new rows.
-    In a cache with scales they may not, since a row's rounding depends on all of its numbers.
+    In a cache with scales they may not unless the spec says that it is latent: a row's rounding depends on all of its
+    numbers.
     """
     spec = plan.spec
     check_kv(kv, spec)
@@ -33,9 +34,11 @@ def check_write(
     check_tensor("k_new", k_new, (plan.num_tokens, spec.num_kv_heads, spec.head_dim), spec.dtype, device)
     check_tensor("v_new", v_new, (plan.num_tokens, spec.num_kv_heads, spec.dim_v), spec.dtype, device)
     new = {"k_new": k_new, "v_new": v_new}
-    if not spec.is_scaled and begin_alike(kv.k, kv.v) and begin_alike(k_new, v_new):
-        check_written({"kv.k": kv.k}, new)
-        check_written({"kv.v": kv.v}, new)
+    if (spec.latent or not spec.is_scaled) and begin_alike(kv.k, kv.v) and begin_alike(k_new, v_new):
+        written = kv.tensors()
+        latent = written.pop("kv.v")
+        check_written(written, new)
+        check_written({"kv.v": latent}, new)
     else:
         check_written(kv.tensors(), new)
 

@@ -222,6 +222,22 @@ def test_families(tmp_path: Path, kind: str) -> None:
     )  # a router may choose anew
 
 
+LATENT_SIZES = {"hidden_size": 96, "moe_intermediate_size": 64, "q_lora_rank": 32, "num_attention_heads": 6}
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq v1, zeros", "gptq, act-order", "packed", "bytes"])
+@pytest.mark.parametrize("kind", ["DeepseekV2", "DeepseekV3"])
+def test_a_latent_is_made_of_the_numbers_that_the_integers_mean(tmp_path: Path, kind: str, case: str) -> None:
+    """What makes keys and values of it becomes part of the query and the output: these linears stay numbers."""
+    config, one = CASES[case]
+    made = write(tmp_path, config, one(len(case)), kind, **LATENT_SIZES)
+    assert sum("kv_b_proj" in module for module in made.written) == 3
+    expected = logits(made.dequantised)
+    unrounded = logits(made.directory, quantization_activations="bf16")
+    torch.testing.assert_close(unrounded, expected, rtol=1e-4, atol=1e-4)
+    assert 0 < divergence(logits(made.directory), expected) < 0.1  # a router may choose anew
+
+
 def test_parts_may_differ(tmp_path: Path) -> None:
     """Left out, of other bits, of other groups, by each format's own way to say so."""
     generator = np.random.default_rng(5)

@@ -74,15 +74,17 @@ SCALES = ("k_scale", "v_scale")
 
 def attend(
     chip: str, kind: Kind, head_dim: int, dtype: torch.dtype = torch.bfloat16, kv: torch.dtype | None = None,
-    everything: bool = False, finite: bool = False,
+    everything: bool = False, finite: bool = False, latent: int | None = None,
 ) -> Kernel:  # fmt: skip
     """Attention with the tile that the table gives; tiles of few rows are of one token, as when sequences decode.
 
     everything: with a window, ALiBi, a softcap, sinks and an LSE. finite: the second launch, for what was reported.
+    latent: V is so many numbers of K.
     """
     spec = ops.AttentionSpec(
-        num_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=16, num_blocks=100, dtype=dtype, kv_dtype=kv
-    )
+        num_heads=32, num_kv_heads=8, head_dim=head_dim, block_size=16, num_blocks=100, dtype=dtype, kv_dtype=kv,
+        head_dim_v=latent, latent=latent is not None,
+    )  # fmt: skip
     tile: Tile = choose(chip, kind, spec)
     rows, keys = NARROW[dtype], NARROW[kv or dtype]
     pointers = {"q": rows, "k": keys, "v": keys, "out": rows, "lse": "fp32", "slopes": "fp32", "sinks": "fp32"}
@@ -90,7 +92,7 @@ def attend(
     pointers |= dict.fromkeys(("items", "rows", "positions", "sequences", "tables"), "i32")
     pointers["reports"] = "i8"
     constants = {
-        **{"G": 4, "B": 16, "D": head_dim, "DV": head_dim, "CAUSAL": True},
+        **{"G": 4, "B": 16, "D": head_dim, "DV": spec.dim_v, "LATENT": spec.latent and spec.is_scaled, "CAUSAL": True},
         "PRECISION": precision(chip, spec),
         **{"BLOCK_M": tile.block_m, "TILE": tile.block_n, "CHUNK": CHUNK if kind == "exact" else 0},
         "FINITE": finite,
@@ -107,7 +109,7 @@ def attend(
     if finite:
         options["num_stages"] = 1
     name = f"attend {kind} {head_dim} {rows}" + (f"/{keys}" if kv else "")
-    name += " everything" * everything + " again" * finite
+    name += " latent" * spec.latent + " everything" * everything + " again" * finite
     return Kernel(name, attend_kernel, pointers, constants, options)
 
 
@@ -123,6 +125,7 @@ def attention_kernels(chip: str, everything: bool) -> Iterator[Kernel]:
         yield attend(chip, kind, 80, finite=True)
         if chip != "gfx942":
             yield attend(chip, kind, 128, kv=torch.int8)
+            yield attend(chip, kind, 576, kv=torch.int8, latent=512)
         if chip in ("sm90", "sm100"):
             yield attend(chip, kind, 128, kv=torch.float8_e4m3fn)
     pointers = {"out": "bf16", **dict.fromkeys(("lse", "part_mix", "part_sums", "sinks"), "fp32"), "merges": "i32"}

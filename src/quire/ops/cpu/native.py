@@ -46,7 +46,7 @@ class SpecParams(Structure):
         (name, c_int32)
         for name in (
             "num_heads num_kv_heads head_dim head_dim_v block_size causal window dtype kv_dtype item_rows "
-            "memory_rows".split()
+            "memory_rows latent".split()
         )
     ]  # fmt: skip
 
@@ -297,7 +297,7 @@ class ProgramParams(Structure):
 # Entry points of every instruction set: result, arguments after the address of torch's parallel_for.
 _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "item_sizes": (None, (_I, POINTER(c_int32), POINTER(c_int32))),
+    "item_sizes": (None, (POINTER(SpecParams),)),
     "attention": (None, (_P, POINTER(AttentionParams))),
     "write_kv": (None, (_P, POINTER(WriteParams))),
     "merge_states": (None, (_P, _P, _P, _P, _P, _P, _L, _L, _I)),

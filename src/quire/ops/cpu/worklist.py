@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from ctypes import byref, c_int32
+from ctypes import byref
 from functools import partial
 
 import torch
@@ -60,10 +60,9 @@ class CpuPlan(AttentionPlan):
             window=spec.window or 0,
             dtype=native.DTYPES[spec.dtype],
             kv_dtype=native.INT8 if spec.is_scaled else native.DTYPES[spec.cache_dtype],
+            latent=spec.latent,
         )
-        sizes = c_int32(), c_int32()
-        library("item_sizes", params.dtype, *map(byref, sizes))
-        params.item_rows, params.memory_rows = (size.value for size in sizes)
+        library("item_sizes", byref(params))
         handle = library.plan_new(byref(params))
         if not handle:
             raise MemoryError("no memory for an attention plan")

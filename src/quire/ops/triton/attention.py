@@ -17,7 +17,7 @@ without these values, and stores the rows that see none of them. The others have
 
 A cache of integers has scales: those of K multiply the products before the scale of the scores does, those of V the
 weights before these are rounded, and what a row does not see weighs 0 again after that. Integers are finite, so that
-nothing is done once more.
+nothing is done once more. Those of a LATENT cache multiply the products of the main part (V's) and of the tail.
 
 Scalar offsets are added to a pointer before the offsets of a tensor are: the compiler (3.5, 3.6) has got the other
 order wrong in split reductions. What may exceed 2^31 is computed in 64 bits. An argument that is None is compiled away.
@@ -109,8 +109,8 @@ def _without(total, values, seen):
 @triton.jit
 def _tile(
     state, rows, cache, scale, cap, slope, window, span, key, ids, lo, hi,
-    B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr, FINITE: tl.constexpr,
+    B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the state with one more tile of keys.
 
@@ -127,11 +127,17 @@ def _tile(
     at = ids.to(tl.int64) * k_block + (key % B).to(tl.int64) * k_slot
     keys = _part(k, at, held, q.dtype, 0, D_MAIN, D, MASKED)
     score = tl.dot(q, tl.trans(keys), input_precision=PRECISION)
-    if D_TAIL:
+    if LATENT:
+        score *= _scales(v_scale, ids, key % B, held, scale_strides[2], scale_strides[3], MASKED)[None, :]
         keys = _part(k, at, held, q.dtype, D_MAIN, D_TAIL, D, MASKED)
-        score = tl.dot(q_tail, tl.trans(keys), score, input_precision=PRECISION)
-    if k_scale is not None:
-        score *= _scales(k_scale, ids, key % B, held, scale_strides[0], scale_strides[1], MASKED)[None, :]
+        others = tl.dot(q_tail, tl.trans(keys), input_precision=PRECISION)
+        score += others * _scales(k_scale, ids, key % B, held, scale_strides[0], scale_strides[1], MASKED)[None, :]
+    else:
+        if D_TAIL:
+            keys = _part(k, at, held, q.dtype, D_MAIN, D_TAIL, D, MASKED)
+            score = tl.dot(q_tail, tl.trans(keys), score, input_precision=PRECISION)
+        if k_scale is not None:
+            score *= _scales(k_scale, ids, key % B, held, scale_strides[0], scale_strides[1], MASKED)[None, :]
     score *= scale
     if cap is not None:  # tanh; its form (a - b) / (a + b) would be inf / inf
         score = cap * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
@@ -184,7 +190,7 @@ def _empty(BLOCK_M: tl.constexpr, DV: tl.constexpr):
 @triton.jit
 def _walk(
     state, rows, cache, scale, cap, slope, window, span, table, lo, hi, start, free_lo, free_hi,
-    TILE: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
+    TILE: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """The state with the keys lo..hi: by tiles from `start` on, of which all rows see free_lo..free_hi whole."""
@@ -195,19 +201,19 @@ def _walk(
         for first in range(start, free_lo, TILE):
             state = _tile(
                 state, rows, cache, scale, cap, slope, window, span, first + lane, ids, lo, hi,
-                B, D, DV, CAUSAL, PRECISION, True, FINITE,
+                B, D, DV, LATENT, CAUSAL, PRECISION, True, FINITE,
             )
             ids = _ids(table, first + TILE + lane, lo, hi, B)
     for first in range(free_lo, free_hi, TILE):
         state = _tile(
             state, rows, cache, scale, cap, slope, window, span, first + lane, ids, lo, hi,
-            B, D, DV, CAUSAL, PRECISION, FINITE, FINITE,
+            B, D, DV, LATENT, CAUSAL, PRECISION, FINITE, FINITE,
         )
         ids = _ids(table, first + TILE + lane, lo, hi, B)
     for first in range(free_hi, hi, TILE):
         state = _tile(
             state, rows, cache, scale, cap, slope, window, span, first + lane, ids, lo, hi,
-            B, D, DV, CAUSAL, PRECISION, True, FINITE,
+            B, D, DV, LATENT, CAUSAL, PRECISION, True, FINITE,
         )
         ids = _ids(table, first + TILE + lane, lo, hi, B)
     # fmt: on
@@ -237,7 +243,7 @@ def attend(
     reports, scale, cap, window, span,
     slope_seq, q_token, q_head, k_block, k_head, k_slot, v_block, v_head, v_slot,
     k_scale_block, k_scale_head, k_scale_slot, v_scale_block, v_scale_head, v_scale_slot, out_token, out_head,
-    G: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
+    G: tl.constexpr, B: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """Attention of one item for one KV head: to `out`, or as a part of its rows' keys to `part_mix` and `part_sums`.
@@ -251,6 +257,7 @@ def attend(
     CHUNK: the keys are taken in chunks at absolute multiples of so many, each a state of its own, folded in ascending
     order: the same operations as if each chunk were an item and `merge` folded them. 0: in one go.
     reports: int8, BLOCK_M a program: whether the row's sums are not all finite; only of items of several tokens.
+    LATENT: a cache of int8 whose V is the first DV numbers of K; DV is the main part of D.
     FINITE: only what was reported is computed, once more without values that are not finite.
     """
     item = items + tl.program_id(0).to(tl.int64) * 8
@@ -309,7 +316,7 @@ def attend(
     if CHUNK == 0:
         state = _walk(
             state, query, cache, scale, cap, slope, window, span, ids, lo, hi, start, free_lo, free_hi,
-            TILE, B, D, DV, CAUSAL, PRECISION, FINITE,
+            TILE, B, D, DV, LATENT, CAUSAL, PRECISION, FINITE,
         )  # fmt: skip
     else:
         for chunk in range(lo // CHUNK * CHUNK, hi, CHUNK):
@@ -320,7 +327,7 @@ def attend(
             mix, mix_tail, top, total = state
             new_mix, new_tail, new_top, new_total = _walk(
                 _empty(BLOCK_M, DV), query, cache, scale, cap, slope, window, span, ids, lo, tl.minimum(hi, end),
-                begin, free_begin, free_end, TILE, B, D, DV, CAUSAL, PRECISION, FINITE,
+                begin, free_begin, free_end, TILE, B, D, DV, LATENT, CAUSAL, PRECISION, FINITE,
             )  # fmt: skip
             if V_TAIL:
                 mix_tail, _, _ = _fold(mix_tail, top, total, new_tail, new_top, new_total)

@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from quire.errors import Unsupported
 from quire.ops import checks
 from quire.ops.backend import Backend, Scores, load, unavailable
 from quire.ops.eager import EagerExecutor
@@ -89,6 +90,15 @@ class TritonBackend(Backend):
     def swap(self, device: str, host: Sequence[Tensor]) -> Swap:
         """On a stream beside the computation."""
         return HostSwap() if device == "cpu" else SideStream(torch.device(device), host, cache.block_swapper)
+
+    def _make_plan(self, spec: AttentionSpec, max_tokens: int, max_seqs: int, max_blocks: int) -> TritonPlan:
+        main = max(16, 1 << (spec.head_dim.bit_length() - 1))  # what a program multiplies first
+        if spec.latent and spec.is_scaled and spec.dim_v != main:
+            raise Unsupported(
+                f"spec.head_dim_v is {spec.dim_v} and spec.head_dim {spec.head_dim}; the {self.name} backend serves "
+                f"latent caches of int8 whose V is the largest power of two in head_dim, here {main}"
+            )
+        return TritonPlan(spec, max_tokens, max_seqs, max_blocks)
 
     # -------------------------------------------------------------------------------------------- operators
 
@@ -218,6 +228,7 @@ def _constants(spec: AttentionSpec, tile: Tile) -> dict[str, object]:
         "B": spec.block_size,
         "D": spec.head_dim,
         "DV": spec.dim_v,
+        "LATENT": spec.latent and spec.is_scaled,
         "CAUSAL": spec.causal,
         "PRECISION": precision(chip_of(spec.device), spec),
         "BLOCK_M": tile.block_m,

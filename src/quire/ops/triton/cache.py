@@ -153,13 +153,15 @@ def write_kv(
     """
     if plan.num_tokens == 0:
         return
-    spec = plan.spec
+    spec, k, D = plan.spec, kv.k, plan.spec.head_dim
+    if spec.latent:  # what V does not have of it
+        k, k_new, D = k[..., spec.dim_v :], k_new[..., spec.dim_v :], D - spec.dim_v
     limit = torch.finfo(spec.cache_dtype).max if spec.cache_dtype in FP8 else 0.0
     with on_device_of(kv.k):
         write_rows[(plan.num_tokens,)](
             k_new,
             v_new,
-            kv.k,
+            k,
             kv.v,
             kv.k_scale,
             kv.v_scale,
@@ -172,9 +174,9 @@ def write_kv(
             *scale_strides(kv),
             spec.block_size,
             spec.num_kv_heads,
-            spec.head_dim,
+            D,
             spec.dim_v,
-            *_tile(spec.num_kv_heads, spec.head_dim),
+            *_tile(spec.num_kv_heads, D),
             *_tile(spec.num_kv_heads, spec.dim_v),
             LIMIT=limit,
             enable_fp_fusion=not spec.is_scaled,  # a rounding of integers is two

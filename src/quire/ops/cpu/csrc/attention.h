@@ -271,7 +271,7 @@ struct Worker {
         float highest = top[i];
         if (from < to) {
             float found;
-            if (K::SCALED && !K::BYTES) scale_row(s, key_scales, from, to);
+            if (K::SCALED && !K::BYTES && !spec.latent) scale_row(s, key_scales, from, to);
             if (bent) {
                 const int row = row_of(*step.item, i), position = plan.row_positions[row];
                 const float* slopes = params.alibi_slopes + plan.row_sequences[row] * params.slope_seq;

@@ -48,7 +48,7 @@ QUIRE_INLINE void add_parts(
 
 template <class K>
 struct ByteAttention : Worker<ByteAttention<K>, K> {
-    static constexpr int ITEM_ROWS = VectorAttention<K>::ITEM_ROWS;
+    static constexpr int ITEM_ROWS = VectorAttention<K>::ITEM_ROWS, MEMORY_ROWS = VectorAttention<K>::MEMORY_ROWS;
     // The largest whole numbers: 512 products of a query's with a key's fit an int32, and TILE of a weight's with a value's.
     static constexpr float LARGEST_QUERY = 32512.0f, LARGEST_WEIGHT = 65535.0f;
 
@@ -61,10 +61,10 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
     using Base::query, Base::keys, Base::values, Base::scores, Base::weights, Base::sums, Base::low, Base::high;
 
     const int quads = (int)KeyQuads::lanes(spec.head_dim);
+    const int cut = spec.latent ? spec.head_dim_v : spec.head_dim;  // where numbers with another scale begin
     float factors[ITEM_ROWS];  // what the rows' weights of this tile are multiples of
 
-    // A query: its upper bytes, its lower ones, then its unit, and what its sums start with. Keys are 128 too large, so 128 times the
-    // sum of its numbers is too much, or half of that before the upper sums are shifted: so it must be even.
+    // A query: its upper bytes, its lower ones, then its unit, and what its sums start with, before the cut and after it.
     void put_query(const T* row, float* to) {
         const int dim = spec.head_dim;
         alignas(64) int8_t upper[1024], lower[1024];
@@ -73,19 +73,16 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
         const float largest = largest_number<typename K::E>(row, dim, finite);
         const bool any = finite && largest >= SMALLEST;
         const float factor = any ? top / largest : 0.0f;
-        int32_t numbers[1024], sum = 0;
+        int32_t numbers[1024];
         for (int c = 0; c < dim; c += W) store((float*)numbers + c, (V)(any ? nearest(get_part<typename K::E>(row + c, dim - c) * factor) : I{}));
-        for (int c = 0; c < dim; c++) sum += numbers[c];
-        const int32_t odd = sum & 1;
-        numbers[0] -= odd, sum -= odd;
+        const int32_t starts[2] = {start_of(numbers, cut), start_of(numbers + cut, dim - cut)};
         for (int c = 0; c < dim; c += W) {
             const I whole = (I)load((float*)numbers + c), rest = (whole << 24) >> 24;
             put_bytes(upper + c, (whole - rest) >> 8), put_bytes(lower + c, rest);
         }
         memcpy(to, upper, (size_t)quads * QUAD), memcpy(to + quads, lower, (size_t)quads * QUAD);
         to[2 * quads] = finite ? largest / top : __builtin_nanf("");
-        const int32_t start = -sum / 2;
-        memcpy(to + 2 * quads + 1, &start, sizeof start);
+        memcpy(to + 2 * quads + 1, starts, sizeof starts);
     }
 
     void compute(const Step& step, const Step* after) {
@@ -115,20 +112,42 @@ struct ByteAttention : Worker<ByteAttention<K>, K> {
     }
 
   private:
+    // What sums of a query's numbers start with. Keys are 128 too large, so 128 times the sum of these numbers is too much, or half
+    // of that before the upper sums are shifted: so their sum is made even.
+    static int32_t start_of(int32_t* numbers, int count) {
+        int32_t sum = 0;
+        for (int c = 0; c < count; c++) sum += numbers[c];
+        const int32_t odd = sum & 1;
+        if (odd) numbers[0] -= 1;
+        return -(sum - odd) / 2;
+    }
+
     // q·k of rows first.. and the packed keys, which lie `at` within the tile.
     template <int R, int N, class F>
     void score(int first, int at, const F& fetch) const {
+        const int end = cut / QUAD;
+        if (!spec.latent) return score_part<R, N, Sums::REPLACED>(first, at, 0, quads, 0, this->key_scales, fetch);
+        score_part<R, N, Sums::REPLACED>(first, at, 0, end, 0, this->value_scales, fetch);
+        score_part<R, N, Sums::ADDED>(first, at, end, quads, 1, this->key_scales, fetch);
+    }
+
+    // Of the numbers begin..end, four a place, whose sums start with what is at `start`.
+    template <int R, int N, Sums SUMS, class F>
+    void score_part(int first, int at, int begin, int end, int start, const float* scales, const F& fetch) const {
         const float* q = query + (int64_t)first * lanes;
         float* to = scores + (int64_t)first * TILE + at;
         I sum[R][N];
         QUIRE_UNROLL for (int i = 0; i < R; i++)
-            QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = (I)broadcast(q + i * lanes + 2 * quads + 1);
+            QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = (I)broadcast(q + i * lanes + 2 * quads + 1 + start);
         auto multiply = [](I acc, I row, I column) __attribute__((always_inline)) { return dot_bytes(acc, column, row); };
-        add_parts(sum, q, q + quads, lanes, Panel{keys}, 0, quads, multiply, fetch);
+        add_parts(sum, q, q + quads, lanes, Panel{keys}, begin, end, multiply, fetch);
         QUIRE_UNROLL for (int i = 0; i < R; i++) {
             const V unit = splat(q[i * lanes + 2 * quads]);
-            QUIRE_UNROLL for (int j = 0; j < N; j++)
-                store(to + i * TILE + j * W, __builtin_convertvector(sum[i][j], V) * unit * load(this->key_scales + at + j * W));
+            QUIRE_UNROLL for (int j = 0; j < N; j++) {
+                float* place = to + i * TILE + j * W;
+                const V part = __builtin_convertvector(sum[i][j], V) * unit * load(scales + at + j * W);
+                store(place, SUMS == Sums::ADDED ? load(place) + part : part);
+            }
         }
     }
 

@@ -33,11 +33,8 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
                 float* s = scores + (int64_t)first * TILE + at;
                 with_rows(rows, [&]<int R>() {
                     auto fetching = [&](int) { fetcher.fetch(FETCH_SCORE); };
-                    const Panel operand{keys};
-                    if (!few) return micro_kernel<typename K::M, R, COLUMNS, Sums::REPLACED>(q, lanes, operand, s, TILE, 0, lanes, idle);
-                    with_vectors((count + W - 1) / W, [&]<int N>() {
-                        micro_kernel<typename K::M, R, N, Sums::REPLACED>(q, lanes, operand, s, TILE, 0, lanes, fetching);
-                    });
+                    if (!few) return score<R, COLUMNS>(q, at, s, idle);
+                    with_vectors((count + W - 1) / W, [&]<int N>() { score<R, N>(q, at, s, fetching); });
                 });
             }
         }
@@ -51,6 +48,29 @@ struct VectorAttention : Worker<VectorAttention<K>, K> {
             else add_values(step, blocks, column, fetcher);
         }
         fetcher.fetch(Base::ALL_LINES);
+    }
+
+    // q·k of some rows and the packed keys, which lie `at` within the tile. Of a latent cache with scales: each part of the sum
+    // times its own.
+    template <int R, int N, class F>
+    void score(const float* q, int at, float* to, const F& pause) const {
+        const Panel operand{keys};
+        if constexpr (K::SCALED) {
+            if (spec.latent) {
+                alignas(64) float rest[R * PANEL];
+                const int cut = (int)K::lanes(spec.head_dim_v);
+                micro_kernel<typename K::M, R, N, Sums::REPLACED>(q, lanes, operand, to, TILE, 0, cut, pause);
+                micro_kernel<typename K::M, R, N, Sums::REPLACED>(q, lanes, operand, rest, PANEL, cut, lanes, pause);
+                QUIRE_UNROLL for (int i = 0; i < R; i++)
+                    QUIRE_UNROLL for (int j = 0; j < N; j++) {
+                        float* sum = to + i * TILE + j * W;
+                        const V first = load(sum) * load(this->value_scales + at + j * W);
+                        store(sum, fma(load(rest + i * PANEL + j * W), load(this->key_scales + at + j * W), first));
+                    }
+                return;
+            }
+        }
+        micro_kernel<typename K::M, R, N, Sums::REPLACED>(q, lanes, operand, to, TILE, 0, lanes, pause);
     }
 
     // One panel of columns of the product of weights and values, added to the sums.

@@ -38,21 +38,28 @@ static void with_weight(const LinearParams* p, const F& f) {
     else with_kind(p->dtype, f);
 }
 
+// The kind that attention computes with.
+template <class F>
+static void with_attention(const SpecParams& spec, const F& f) {
+    with_kind(spec.dtype, [&]<class K>() {
+        if (spec.kv_dtype != DTYPE_S8) f.template operator()<K>();
+        else if (spec.latent) f.template operator()<LatentKind<K>>();
+        else f.template operator()<ScaledKind<K>>();
+    });
+}
+
 }  // namespace
 
 // How attention is to be cut: rows of an item at most, and rows with which a key is computed while it is read.
-ENTRY(item_sizes)(ParallelFor, int32_t dtype, int32_t* item_rows, int32_t* memory_rows) {
-    with_kind(dtype, [&]<class K>() {
-        *item_rows = AttentionOf<K>::Worker::ITEM_ROWS;
-        *memory_rows = AttentionOf<K>::Worker::MEMORY_ROWS;
+ENTRY(item_sizes)(ParallelFor, SpecParams* spec) {
+    with_attention(*spec, [&]<class K>() {
+        spec->item_rows = AttentionOf<K>::Worker::ITEM_ROWS;
+        spec->memory_rows = AttentionOf<K>::Worker::MEMORY_ROWS;
     });
 }
 
 ENTRY(attention)(ParallelFor parallel_for, const Plan* plan, const AttentionParams* params) {
-    with_kind(plan->spec.dtype, [&]<class K>() {
-        if (plan->spec.kv_dtype == DTYPE_S8) attend<ScaledKind<K>>(parallel_for, plan, params);
-        else attend<K>(parallel_for, plan, params);
-    });
+    with_attention(plan->spec, [&]<class K>() { attend<K>(parallel_for, plan, params); });
 }
 
 ENTRY(write_kv)(ParallelFor parallel_for, const Plan* plan, const WriteParams* params) {

@@ -103,7 +103,7 @@ struct Scaled : Base {
 template <class Element>
 struct Bytes : Scaled<Widened<Element>> {
     static constexpr bool BYTES = true;
-    static int64_t lanes(int64_t dim) { return (dim + 3) / 4 * 2 + 2; }  // of a query: see put_query
+    static int64_t lanes(int64_t dim) { return (dim + 3) / 4 * 2 + 3; }  // of a query: see put_query
 };
 #endif
 
@@ -121,6 +121,20 @@ struct ScaledKindOf<K> {
 #endif
 template <class K>
 using ScaledKind = typename ScaledKindOf<K>::Kind;
+
+// And with a latent one, whose keys have two scales: sums of tiles are not cut between them.
+template <class K>
+struct LatentKindOf {
+    using Kind = ScaledKind<K>;
+};
+#ifdef QUIRE_TILES
+template <>
+struct LatentKindOf<Tiled> {
+    using Kind = Scaled<Widened<BF16>>;
+};
+#endif
+template <class K>
+using LatentKind = typename LatentKindOf<K>::Kind;
 
 // A tile reads 16 rows at once, which must not compete for the same places of the first cache: an odd number of its lines keeps
 // them apart.

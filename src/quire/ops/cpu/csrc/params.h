@@ -27,6 +27,7 @@ struct SpecParams {
     int32_t dtype, kv_dtype;  // of q and of the cache: the same, or that of the cache is S8
     int32_t item_rows;    // rows of an item of attention at most, a multiple of 32
     int32_t memory_rows;  // rows with which a key is computed while it is read
+    int32_t latent;       // 1: V is the first numbers of K, whose scale is v_scale; k_scale is that of the others
 };
 
 // A layer's cache; strides in elements.

@@ -62,20 +62,21 @@ static void write_rounded(ParallelFor parallel_for, const Plan* plan, const Writ
     const SpecParams& spec = plan->spec;
     const CacheParams& cache = p->cache;
     const int64_t tokens = plan->step.query_starts[plan->step.num_seqs];
-    const int64_t numbers = (int64_t)spec.num_kv_heads * (spec.head_dim + spec.head_dim_v);
+    const int64_t first = spec.latent ? spec.head_dim_v : 0;  // of K's numbers that V does not have
+    const int64_t numbers = (int64_t)spec.num_kv_heads * (spec.head_dim - first + spec.head_dim_v);
     parallel(parallel_for, tokens, rows_a_thread(numbers), [&](int64_t t) {
         const int64_t slot = plan->step.slots[t];
         if (slot < 0) return;
         const int64_t block = slot / spec.block_size, offset = slot % spec.block_size;
         bool finite = true;
         for (int64_t h = 0; h < spec.num_kv_heads; h++) {
-            const T* key = (const T*)p->k_new + t * p->k_new_token + h * p->k_new_head;
+            const T* key = (const T*)p->k_new + t * p->k_new_token + h * p->k_new_head + first;
             const T* value = (const T*)p->v_new + t * p->v_new_token + h * p->v_new_head;
-            int8_t* k = (int8_t*)cache.k + block * cache.k_block + h * cache.k_head + offset * cache.k_slot;
+            int8_t* k = (int8_t*)cache.k + block * cache.k_block + h * cache.k_head + offset * cache.k_slot + first;
             int8_t* v = (int8_t*)cache.v + block * cache.v_block + h * cache.v_head + offset * cache.v_slot;
             float* k_scale = cache.k_scale + block * cache.k_scale_block + h * cache.k_scale_head + offset * cache.k_scale_slot;
             float* v_scale = cache.v_scale + block * cache.v_scale_block + h * cache.v_scale_head + offset * cache.v_scale_slot;
-            finite &= round_row<E>(key, spec.head_dim, k, k_scale);
+            finite &= round_row<E>(key, spec.head_dim - first, k, k_scale);
             finite &= round_row<E>(value, spec.head_dim_v, v, v_scale);
         }
         if (!finite) plan->step.nonfinite[t] = 1;
