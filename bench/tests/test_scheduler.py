@@ -142,7 +142,7 @@ def test_every_part_is_found(backend: str) -> None:
     result = scheduler.measure(llm, "offline", SMALL, 0, 1)
     assert tuple(result.split) == PARTS
     found = {part for part, seconds in result.split.items() if seconds > 0}
-    assert found == set(PARTS) - (set() if backend == "gather" else {"gather"})
+    assert found == set(PARTS) - {"states"} - (set() if backend == "gather" else {"gather"})  # no layer keeps one
     layers, steps = llm.decoder.config.num_layers, 4
     calls = [span.part for span in result.spans]
     assert calls.count("attention") == layers * steps
