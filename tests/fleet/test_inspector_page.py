@@ -139,7 +139,8 @@ def test_replicas_that_drain_and_go(browser: Any) -> None:
         first, second = servers
         drain(first)
         until(lambda: "1 draining" in page.locator("#counts").inner_text())
-        front.on_loop(front.gateway.fleet.roster.links[second.url]._drop)
+        front.gateway.fleet.roster.links[second.url]._headers["Authorization"] = "Bearer another"  # it stays lost
+        lose(second)
         until(lambda: "1 lost" in page.locator("#counts").inner_text())
         row = page.locator(f'#replicas tr[data-url="{second.url}"]')
         assert row.get_attribute("data-status") == "lost"
