@@ -22,6 +22,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"q_lora_rank|kv_lora_rank|\w+_lora_rank|attention_rank|laurel_rank|altup_\w*rank", 16),
     (r"hidden_size_per_layer_input", 8),
     (r"vocab_size(_per_layer_input)?", VOCAB),
+    (r"max_position_embeddings", 2**20),  # tables of angles have a row for each
     (
         r"(sliding_window|window_size|attention_window|local_attention|sliding_window_size|keep_window_size|attention_chunk_size)",
         WINDOW,
