@@ -36,6 +36,8 @@ MAY_SPILL = {
     ("gfx942", "attend exact 1024 bf16"),
     ("sm80", "attend many 64 fp32"),
     ("sm80", "attend many 64 bf16 everything"),
+    # Of 128 registers, 2 or 4: keys have two products, each with its scale.
+    *((chip, f"attend {kind} 576 bf16/i8 latent") for chip in ("sm90", "sm100") for kind in ("few", "many")),
     ("gfx942", "gated_delta"),
     ("gfx942", "state_space"),
 }
