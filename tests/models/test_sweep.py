@@ -6,6 +6,7 @@ import pytest
 
 from quire.models import FAMILIES
 from quire.models.supported import HOW, read
+from tests.marks import quick
 from tests.models.published import REPOSITORIES
 from tests.models.sweep import DOCS, SIDED, TYPES, document, sweep, sweep_repository
 
@@ -16,7 +17,7 @@ PUBLISHED = {found.name: found for found in read().repositories}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("shard", quick(range(SHARDS), SHARDS, usual=4))
 def test_each_type(shard: int) -> None:
     """What is served agrees with eager attention: `sweep` asserts that."""
     for name in NAMES[shard::SHARDS]:
@@ -28,7 +29,7 @@ def test_each_type(shard: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("maker", REPOSITORIES)
+@pytest.mark.parametrize("maker", quick(REPOSITORIES, len(REPOSITORIES), usual=3))
 def test_each_published_checkpoint(maker: str) -> None:
     """As it is listed, and as eager attention."""
     for name, raw in REPOSITORIES[maker].items():
