@@ -100,7 +100,8 @@ def test_what_becomes_of_replicas() -> None:
         first, second = servers
         drain(first)
         until(lambda: statuses(front)[first.url] == "draining")
-        front.on_loop(front.gateway.fleet.roster.links[second.url]._drop)
+        front.gateway.fleet.roster.links[second.url]._headers["Authorization"] = "Bearer another"  # it stays lost
+        lose(second)
         until(lambda: statuses(front)[second.url] == "lost")
         [gone] = [one for one in seen(front)["replicas"] if one["url"] == second.url]
         assert gone["state"] is None

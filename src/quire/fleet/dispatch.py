@@ -22,7 +22,7 @@ from quire.fleet.link import Link, LinkLost, Refused
 from quire.fleet.membership import Membership
 from quire.fleet.metrics import FleetMetrics
 from quire.fleet.placement import NEW, Cause, Placement
-from quire.fleet.roster import Roster
+from quire.fleet.roster import Roster, end_tasks
 from quire.fleet.score import Choice
 from quire.fleet.search import FleetSearch
 from quire.fleet.spans import span_of
@@ -75,9 +75,7 @@ class Fleet:
     async def stop(self) -> None:
         """End. Who still waits gets an error."""
         self.end_all("the gateway is stopping")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         await self.roster.stop()
 
     def end_all(self, why: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import aiohttp
@@ -18,6 +19,7 @@ log = logging.getLogger("quire.fleet")
 # Of a fingerprint: what makes a model another one. Replicas that differ in other parts compute other bits of the same.
 MODEL_PARTS = ("weights", "config", "tokenizer", "template")
 MAX_POSTS = 512  # at a time, to each replica
+END_AGAIN = 1.0  # s until a task that has not ended is cancelled again
 
 
 class Roster:
@@ -56,9 +58,7 @@ class Roster:
 
     async def stop(self) -> None:
         """Leave all replicas. What follows the members has ended before."""
-        for run in self._runs.values():
-            run.cancel()
-        await asyncio.gather(*self._runs.values(), return_exceptions=True)
+        await end_tasks(self._runs.values())
         if self._http is not None:
             await self._http.close()
 
@@ -115,3 +115,12 @@ class Roster:
         """A replica is gone, and its cache with it."""
         self.index.clear(link.slot)
         self._news.set()
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel them until all have ended: before Python 3.12 wait_for loses a cancellation that meets its result."""
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=END_AGAIN)
