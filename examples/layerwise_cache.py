@@ -48,7 +48,7 @@ class LayerwiseCache:
         self._check("value", value, (1, self.num_kv_heads, num_tokens, self.head_dim))
         if name not in self.sequences:
             request = Request(name, array("i", [0]) * num_tokens, num_tokens, SamplingParams())
-            self.manager.admit(request, self.manager.match(request))
+            self.manager.admit(request, self.manager.lookup.match(request))
             self._grow(request, num_tokens)
             self.sequences[name], self.lengths[name] = request, [0] * self.num_layers
         if self.lengths[name][layer]:

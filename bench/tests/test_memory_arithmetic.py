@@ -29,7 +29,7 @@ def hold(lengths: list[int], block_size: int) -> tuple[list[Request], CacheUsage
     requests = []
     for i, length in enumerate(lengths):
         request = Request(str(i), array("i", [i]) * length, length, SamplingParams())
-        manager.admit(request, manager.match(request))
+        manager.admit(request, manager.lookup.match(request))
         assert manager.grow(request, length, [])
         manager.advance(request, length)
         assert len(request.cache.block_ids[0]) == manager.most_blocks(length, length, 0)

@@ -12,7 +12,8 @@ from array import array
 
 from quire.cache.audit import audit
 from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools
-from quire.cache.manager import NONE, BlockManager, Move
+from quire.cache.manager import BlockManager, Move
+from quire.cache.pool import NONE
 from quire.request import Group, Request, SamplingParams
 
 GROUPS = (
@@ -78,7 +79,7 @@ class Machine:
         request.group = Group([request])
         request.schedule.rank = (self.count, self.count, self.count)
         self.count += 1
-        match = self.manager.match(request)
+        match = self.manager.lookup.match(request)
         if self.manager.has_free(self.manager.needed(request, match)):
             self.manager.admit(request, match)
             self.happened("hit", match.num_blocks > 0)

@@ -19,7 +19,7 @@ def started(manager: BlockManager, tokens: list[int], name: str = "r") -> Reques
     """A request that has what the cache gave it, and nothing else yet."""
     request = Request(name, array("i", tokens), len(tokens), SamplingParams())
     request.group = Group([request])
-    manager.admit(request, manager.match(request))
+    manager.admit(request, manager.lookup.match(request))
     return request
 
 

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from quire.cache import manager as manager_module
+from quire.cache import lookup as lookup_module
 from quire.cache.audit import audit
 from quire.cache.groups import CacheGroup
 from quire.cache.manager import BlockManager
@@ -23,7 +23,7 @@ def manager_of(num_blocks: int = 20, groups: tuple[CacheGroup, ...] = ONE, **opt
 
 def report_of(manager: BlockManager, tokens: list[int], **sampling: object):
     request = Request("asking", array("i", tokens), len(tokens), SamplingParams(**sampling))  # type: ignore[arg-type]
-    manager.admit(request, manager.match(request))
+    manager.admit(request, manager.lookup.match(request))
     manager.release(request)
     return request.cache.prefix_report
 
@@ -71,19 +71,21 @@ class TestWhatIsFound:
         manager = manager_of()
         a = computed(manager, PROMPT, "a")
         b = Request("b", array("i", PROMPT), len(PROMPT), SamplingParams(), cache_salt="tenant")
-        assert manager.match(b).num_blocks == 0
-        assert BlockManager(ONE, 20, 4, 99, salt="fp8").digest(a, 0) is a.cache.digests[1]  # known already
+        assert manager.lookup.match(b).num_blocks == 0
+        assert (
+            BlockManager(ONE, 20, 4, 99, salt="fp8").lookup.digest(a, 0) is a.cache.lookup.digests[1]
+        )  # known already
         other = Request("c", array("i", PROMPT), len(PROMPT), SamplingParams())
-        assert BlockManager(ONE, 20, 4, 99, salt="fp8").digest(other, 0) != a.cache.digests[1]
+        assert other_salt.digest(other, 0) != a.cache.digests[1]
 
     def test_nothing_where_it_is_off(self) -> None:
         manager = manager_of(enable_prefix_caching=False)
         r = Request("r", array("i", PROMPT), len(PROMPT), SamplingParams())
-        manager.admit(r, manager.match(r))
+        manager.admit(r, manager.lookup.match(r))
         compute(manager, r)
         assert len(manager.indexes[0]) == 0
         again = Request("s", array("i", PROMPT), len(PROMPT), SamplingParams())
-        assert manager.match(again).num_blocks == 0
+        assert manager.lookup.match(again).num_blocks == 0
 
     def test_after_a_reset_nothing_is_found_and_running_requests_go_on(self) -> None:
         manager = manager_of()
@@ -120,7 +122,7 @@ class TestWhatIsFound:
             manager.indexes[1].evict(block, 0.0)
             manager.pools[1].drop([block])
             again = Request("b", array("i", [*tokens, 99]), 25, SamplingParams())
-            assert manager.match(again).num_blocks * 4 == found
+            assert manager.lookup.match(again).num_blocks * 4 == found
 
     @pytest.mark.parametrize(("group", "layers"), [(0, ""), (1, ", in the layers with a window of 5")])
     def test_a_miss_says_which_layers_were_short(self, group: int, layers: str) -> None:
@@ -151,7 +153,7 @@ class TestWhatIsFound:
                 manager.indexes[g].evict(block, 0.0)
                 manager.pools[g].drop([block])
         again = Request("b", array("i", tokens), 40, SamplingParams())
-        match = manager.match(again)
+        match = manager.lookup.match(again)
 
         def stands(count: int) -> bool:
             row = min(4 * count, 39)
@@ -263,7 +265,7 @@ class TestWhyNot:
     def test_other_salt(self) -> None:
         manager = manager_of()
         r = Request("r", array("i", PROMPT), len(PROMPT), SamplingParams(), cache_salt="tenant")
-        manager.admit(r, manager.match(r))
+        manager.admit(r, manager.lookup.match(r))
         compute(manager, r)
         assert report_of(manager, PROMPT).miss is Miss.SALT
 
@@ -281,7 +283,7 @@ class TestWhyNot:
         manager = manager_of()
         r = computed(manager, PROMPT)
         manager.release(r)
-        manager.admit(r, manager.match(r))  # resumed
+        manager.admit(r, manager.lookup.match(r))  # resumed
         report_of(manager, PROMPT)
         report_of(manager, [*PROMPT[:4], 0, 0, 0, 0])
         counts = manager.hits
@@ -293,7 +295,7 @@ class TestWhyNot:
 class TestDigestsAreNotBelieved:
     def test_equal_digests_of_different_tokens_share_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """With a digest of two values nearly all blocks collide; each request still has its own tokens or nothing."""
-        monkeypatch.setattr(manager_module, "block_digest", lambda parent, tokens: bytes([sum(tokens) % 2]))
+        monkeypatch.setattr(lookup_module, "block_digest", lambda parent, tokens: bytes([sum(tokens) % 2]))
         manager = manager_of(num_blocks=500)
         rng = random.Random(0)
         requests = [computed(manager, [rng.randrange(50) for _ in range(12)], f"r{i}") for i in range(40)]

@@ -7,7 +7,9 @@ import pytest
 from quire.cache.audit import audit
 from quire.cache.events import BlockRemoved, BlockStored, CacheEvent
 from quire.cache.groups import CacheGroup, RowGroup, StateGroup, StatePools
-from quire.cache.manager import NONE, BlockManager, Match, Move
+from quire.cache.lookup import Match
+from quire.cache.manager import BlockManager, Move
+from quire.cache.pool import NONE
 from quire.cache.sizing import BlockBytes, choose_host_pools, choose_pools
 from quire.cache.usage import cache_usage, state_usage
 from quire.config import CacheConfig
@@ -27,7 +29,7 @@ def manager_of(states: int = 20, rows: int = 8, interval: int = 64, **options: o
 
 def started(manager: BlockManager, tokens: list[int], name: str = "r", salt: str = "") -> Request:
     request = Request(name, array("i", tokens), len(tokens), SamplingParams(), cache_salt=salt)
-    manager.admit(request, manager.match(request))
+    manager.admit(request, manager.lookup.match(request))
     return request
 
 
@@ -112,7 +114,7 @@ def test_a_hit_ends_at_the_deepest_state() -> None:
     manager.release(computed(manager, list(range(60)), "a"))
     for length, cached in ((100, 56), (60, 56), (57, 56), (56, 48), (50, 48), (48, 32), (33, 32), (16, 0), (17, 16)):
         request = Request("b", array("i", range(length)), length, SamplingParams())
-        match = manager.match(request)
+        match = manager.lookup.match(request)
         assert match.num_blocks * 4 == cached, length
         assert [len(blocks) for blocks in match.blocks] == [cached // 4, cached > 0, 0]
     b = started(manager, list(range(100)), "b")
@@ -168,7 +170,7 @@ def test_siblings_begin_before_the_prompts_last_token(length: int) -> None:
         Request(name, array("i", range(length)), length, SamplingParams(), group=group) for name in ("a", "b", "c")
     ]
     a, b, c = group.members
-    manager.admit(a, manager.match(a))
+    manager.admit(a, manager.lookup.match(a))
     assert manager.grow(a, length, [])
     for child in (b, c):
         manager.fork(a, child)
@@ -264,7 +266,7 @@ def test_only_states_and_no_attention() -> None:
     r = computed(manager, list(range(60)))
     manager.release(r)
     again = Request("b", array("i", range(60)), 60, SamplingParams())
-    found: Match = manager.match(again)
+    found: Match = manager.lookup.match(again)
     assert (found.num_blocks * 4, found.reach * 4) == (56, 56)
     report = started(manager, [*range(40), *[99] * 20], "c").cache.prefix_report
     assert report.num_cached == 32

@@ -116,7 +116,9 @@ def test_blocks_of_another_dtype_have_other_digests(tmp_path: Path) -> None:
         engine(tmp_path, kv_cache_dtype=kv_dtype, attention_backend="reference").scheduler.manager
         for kv_dtype in ("auto", "auto", "int8", "int8")
     ]
-    digests = [manager.digest(Request("r", array("i", range(40)), 40, SamplingParams()), 0) for manager in managers]
+    digests = [
+        manager.lookup.digest(Request("r", array("i", range(40)), 40, SamplingParams()), 0) for manager in managers
+    ]
     assert digests[0] == digests[1] != digests[2] == digests[3]
 
 

@@ -186,7 +186,7 @@ def test_the_books_without_a_model() -> None:
     """A pool of attention that is not there: the manager serves layers that all keep a state."""
     manager = BlockManager(HYBRID[1:], 0, 16, 99, state_pools=StatePools(9, 9))
     r = request("r", list(range(70)))
-    manager.admit(r, manager.match(r))
+    manager.admit(r, manager.lookup.match(r))
     assert manager.grow(r, 70, [])
     manager.advance(r, 70)
     manager.release(r)

@@ -224,10 +224,10 @@ def drive(seed: int, steps: int) -> Counter[str]:
         wire.mend()
         for request in wire.state.requests:  # what the manager would find, with one group and no window
             manager = wire.state.manager
-            digests = [short(manager.digest(request, i)) for i in range(manager.num_reusable(request))]
+            digests = [short(manager.lookup.digest(request, i)) for i in range(manager.lookup.num_reusable(request))]
             found = index.runs(digests).get(wire.slot, 0)
             if manager.groups[0].window is None and len(manager.groups) == 1:
-                assert found == manager.match(request).num_blocks
+                assert found == manager.lookup.match(request).num_blocks
                 wire.seen["matched"] += found > 0
     return sum((wire.seen for wire in wires), Counter())
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.cache.manager import NONE, BlockManager
+from quire.cache.manager import BlockManager
+from quire.cache.pool import NONE
 from quire.errors import BadValue
 from quire.request import Request
 

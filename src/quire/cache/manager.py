@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from quire.cache import events
 from quire.cache.events import CacheEvent, Listener
 from quire.cache.groups import NO_STATES, AnyGroup, CacheGroup, RowGroup, StateGroup, StatePools, check_pieces
-from quire.cache.pool import BlockPool
-from quire.cache.prefix import HitCounts, PrefixIndex, block_digest, root_digest, why_missing
+from quire.cache.lookup import Match, PrefixLookup
+from quire.cache.pool import NONE, BlockPool
+from quire.cache.prefix import HitCounts, PrefixIndex
 from quire.errors import BadValue
-from quire.request import Miss, PrefixReport, Request
+from quire.request import Request
 
 log = logging.getLogger("quire")
-
-NONE = -1  # instead of a block
 
 
 def present(blocks: array[int]) -> array[int]:
     """These without NONE."""
     return array("i", (block for block in blocks if block != NONE)) if NONE in blocks else blocks
-
-
-@dataclass(frozen=True)
-class Match:
-    """The blocks in which a waiting request would find the beginning of its tokens."""
-
-    num_blocks: int  # full blocks of block_size tokens that it need not compute
-    reach: int  # the same if no state had to be found
-    first: list[int]  # of each group, the first of them that a later row can see
-    blocks: list[array[int]]  # of each group, the blocks from the first one on
 
 
 @dataclass(frozen=True)
@@ -84,22 +72,18 @@ class BlockManager:
         self.block_size = block_size
         self.max_growth = max_growth
         self.enable_prefix_caching = enable_prefix_caching
-        self.salt = salt
         self.state_snapshot_interval = state_snapshot_interval
         self.state_pools = state_pools
-        self.spans = tuple(group.piece or block_size for group in groups)
         sizes = {CacheGroup: num_blocks, StateGroup: state_pools.states, RowGroup: state_pools.rows}
         hosts = {CacheGroup: num_host_blocks, StateGroup: state_pools.hosts, RowGroup: state_pools.hosts}
         self.pools = tuple(BlockPool(sizes[type(group)]) for group in groups)
         self.host_pools = tuple(BlockPool(hosts[type(group)]) for group in groups)
         self.indexes = tuple(PrefixIndex(sizes[type(group)]) for group in groups)
-        self.attention_groups = tuple(g for g, group in enumerate(groups) if isinstance(group, CacheGroup))
-        self.state_groups = tuple(g for g, group in enumerate(groups) if isinstance(group, StateGroup))
-        # Full attention leaves the fewest blocks to look for in the other groups.
-        self._match_order = sorted(
-            range(len(groups)), key=lambda g: (g not in self.attention_groups, groups[g].window is not None)
+        self.lookup = PrefixLookup(
+            groups, self.indexes, block_size, enable_prefix_caching=enable_prefix_caching, salt=salt
         )
-        self.unit = max(self.spans)  # tokens: a prefix is shared as far as a multiple of it
+        self.spans, self.unit = self.lookup.spans, self.lookup.unit
+        self.attention_groups, self.state_groups = self.lookup.attention_groups, self.lookup.state_groups
         self.hits = HitCounts()
         self.now = 0.0  # seconds; set by Scheduler at the start of a step
         self.listeners: list[Listener] = []
@@ -137,82 +121,6 @@ class BlockManager:
 
     # ------------------------------------------------------------------------------------------ prefix cache
 
-    def digest(self, request: Request, index: int) -> bytes:
-        """The digest of the request's full block of that index."""
-        self._know_digests(request, index + 1)
-        return request.cache.digests[index + 1]
-
-    def _know_digests(self, request: Request, count: int) -> None:
-        """Extend the request's digests to its first `count` blocks."""
-        digests, size = request.cache.digests, self.block_size
-        if not digests:
-            salt = f"{self.salt}\0{request.cache_salt}"
-            if not self.enable_prefix_caching:  # a salt that nobody but its siblings has
-                salt += f"\0{request.schedule.rank[1]}"
-            digests.append(root_digest(salt))
-        for i in range(len(digests) - 1, count):
-            digests.append(block_digest(digests[i], request.tokens[i * size : (i + 1) * size].tobytes()))
-
-    def shares(self, request: Request) -> bool:
-        """Whether others, or without a prefix cache its siblings, may use the request's full blocks, and it theirs."""
-        return self.enable_prefix_caching or request.group is not None
-
-    def num_reusable(self, request: Request) -> int:
-        """Full blocks of the request that may be taken from the cache: a multiple of the unit that prefixes share."""
-        if not self.shares(request):
-            return 0
-        usable = len(request.tokens) - bool(self.state_groups)  # a state has the last token in it, or not
-        if request.sampling.prompt_logprobs is not None and request.next_prompt_logprob < request.num_prompt - 1:
-            usable = request.next_prompt_logprob
-        return usable // self.unit * self.unit // self.block_size
-
-    def match(self, request: Request) -> Match:
-        """Find the longest prefix of the request's tokens of which every block that is needed stands in every group."""
-        count, last, size = self.num_reusable(request), len(request.tokens) - 1, self.block_size
-        self._know_digests(request, count)
-        found: list[array[int]] = [array("i")] * len(self.groups)
-        starts: dict[int, list[int]] = {}  # of a windowed group, for each count, where the blocks begin that lead to it
-        for g in self._match_order:
-            there = self._find(request, g, 0, count * size // self.spans[g])
-            if isinstance(self.groups[g], CacheGroup) and self.groups[g].window is None:
-                found[g] = array("i", takewhile(lambda block: block != NONE, there))
-                count = len(found[g])
-                continue
-            found[g] = array("i", there)
-            if isinstance(self.groups[g], CacheGroup):
-                starts[g] = [0]
-                for i, block in enumerate(found[g]):
-                    starts[g].append(i + 1 if block == NONE else starts[g][i])
-
-        def first(g: int) -> int:
-            return self.groups[g].first(min(count * size, last), self.spans[g])
-
-        def has_states() -> bool:
-            ends = [divmod(count * size, self.spans[g]) for g in self.state_groups]
-            return all(
-                rest == 0 and found[g][i - 1] != NONE for g, (i, rest) in zip(self.state_groups, ends, strict=True)
-            )
-
-        while count > 0 and any(starts[g][count] > first(g) for g in starts):
-            count -= 1
-        reach = count
-        while count > 0 and not (has_states() and all(starts[g][count] <= first(g) for g in starts)):
-            count -= 1
-        ends = [count * size // span for span in self.spans]
-        begins = [min(end, first(g)) for g, end in enumerate(ends)]
-        blocks = [those[begin:end] for those, begin, end in zip(found, begins, ends, strict=True)]
-        return Match(count, reach if self.attention_groups else count, begins, blocks)
-
-    def _find(self, request: Request, group: int, start: int, stop: int) -> Iterator[int]:
-        """The group's cached blocks start..stop of the request's tokens, one by one; NONE for one that is not there."""
-        size, span, tokens, digests = self.block_size, self.spans[group], request.tokens, request.cache.digests
-        for i in range(start, stop if self.groups[group].is_reusable else start):
-            at = (i + 1) * span // size - 1  # the block of tokens that it ends with names it
-            found = self.indexes[group].find(
-                digests[at + 1], digests[at], tokens[at * size : (at + 1) * size].tobytes()
-            )
-            yield NONE if found is None else found
-
     def needed(self, request: Request, match: Match) -> list[int]:
         """Free blocks of each group that a waiting request takes to compute all of its tokens."""
         growth = len(request.tokens) - match.num_blocks * self.block_size
@@ -226,7 +134,7 @@ class BlockManager:
     def admit(self, request: Request, match: Match) -> None:
         """Give a waiting request the blocks that it was found to share. Its last token is always computed."""
         if request.cache.prefix_report is None:
-            request.cache.prefix_report = self._explain(request, match)
+            request.cache.prefix_report = self.lookup.explain(request, match, self.now)
             self.hits.count(request.cache.prefix_report)
         request.cache.block_ids = [
             array("i", bytes(4 * first)) + blocks for first, blocks in zip(match.first, match.blocks, strict=True)
@@ -242,39 +150,6 @@ class BlockManager:
             if self.listeners and blocks:
                 self._tell(events.BlocksShared(self.now, g, request.id, blocks.tolist()))
 
-    def _usable(self, reach: int) -> int:
-        """Tokens that keys and values for so many would save, had a state been kept. There prefixes part."""
-        return reach // self.unit * self.unit
-
-    def _explain(self, request: Request, match: Match) -> PrefixReport:
-        size, count = self.block_size, match.num_blocks
-        full = (request.num_prompt - bool(self.state_groups)) // self.unit * self.unit // size
-        reason, first_difference, seconds_ago, window = None, None, None, None
-        if count >= full:
-            reason = Miss.SHORT if full == 0 else None
-        elif not self.enable_prefix_caching:
-            reason = Miss.DISABLED
-        elif count >= self.num_reusable(request):
-            reason = Miss.PROMPT_LOGPROBS
-        elif (parted := self._usable(match.reach * size)) > count * size:
-            reason, digest = Miss.STATE, self.digest(request, parted // size - 1)
-            lost = [at for g in self.state_groups if (at := self.indexes[g].evicted_at(digest)) is not None]
-            seconds_ago = self.now - max(lost) if lost else None
-        else:
-            at = match.reach if self.attention_groups else count + self.unit // size - 1
-            tokens = request.tokens[at * size : (at + 1) * size].tobytes()
-            parent, digest = request.cache.digests[at : at + 2]
-            groups = self.attention_groups or self.state_groups
-            short = next((g for g in groups if digest not in self.indexes[g]), groups[0])
-            reason, more = why_missing(self.indexes[short], parent, digest, tokens, at == 0)
-            if reason is Miss.DIFFERS:
-                first_difference = at * size + int(more)
-            elif reason is Miss.EVICTED:
-                seconds_ago, window = self.now - more, self.groups[short].window
-        cached = min(count, full) * size
-        reach = max(cached, match.reach * size)
-        return PrefixReport(request.num_prompt, cached, self.unit, reason, first_difference, seconds_ago, reach, window)
-
     def _publish(self, request: Request) -> None:
         """Offer the request's full blocks for reuse, those of them that were not offered before.
 
@@ -283,7 +158,7 @@ class BlockManager:
         size, full = self.block_size, request.cache.num_computed // self.block_size
         if request.cache.nonfinite_at is not None:
             full = min(full, request.cache.nonfinite_at // size)
-        self._know_digests(request, full)
+        self.lookup.know_digests(request, full)
         for i in range(request.cache.num_published, full):
             end = (i + 1) * size
             tokens = request.tokens[i * size : end]
@@ -367,7 +242,7 @@ class BlockManager:
 
         For as many as there are free blocks for, the last ones first.
         """
-        if not self.shares(request):
+        if not self.lookup.shares(request):
             return
         for g in self.state_groups:
             span, table, pool = self.spans[g], request.cache.block_ids[g], self.pools[g]
@@ -387,7 +262,7 @@ class BlockManager:
 
     def parted_at(self, request: Request) -> int:
         """Tokens after which the request leaves a state, as others that begin alike will look for one there, too."""
-        return self._usable(request.cache.reach)
+        return self.lookup.parting(request.cache.reach)
 
     def _is_kept(self, request: Request, position: int) -> bool:
         """Whether the state after so many tokens stays in the cache when the request has gone on.
@@ -423,7 +298,7 @@ class BlockManager:
         """The request's next `num_new` tokens are computed: full blocks are published, unseen ones freed."""
         request.cache.num_computed += num_new
         full = request.cache.num_computed // self.block_size
-        if full > request.cache.num_published and self.shares(request):
+        if full > request.cache.num_published and self.lookup.shares(request):
             self._publish(request)
         if self.frees_early:
             self._trim(request)
@@ -572,7 +447,7 @@ class BlockManager:
         found: dict[int, int] = {}
         for request in requests:
             stop = request.cache.num_published * self.block_size // self.spans[group]
-            blocks = self._find(request, group, request.cache.num_freed[group], stop)
+            blocks = self.lookup.find(request, group, request.cache.num_freed[group], stop)
             pairs = zip(request.cache.host_block_ids[group], blocks, strict=False)
             found |= {host: block for host, block in pairs if block != NONE}
         return found

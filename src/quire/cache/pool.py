@@ -8,6 +8,8 @@ from collections.abc import Container, Iterable
 
 from quire.errors import BadValue, OutOfBlocks
 
+NONE = -1  # instead of a block
+
 
 class BlockPool:
     """Reference counts of N blocks, and the order in which the free ones are given out.

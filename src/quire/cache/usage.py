@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.cache.groups import RowGroup, StateGroup
-from quire.cache.manager import NONE, BlockManager
+from quire.cache.manager import BlockManager
+from quire.cache.pool import NONE
 from quire.request import Request
 
 

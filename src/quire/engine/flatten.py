@@ -22,7 +22,8 @@ from quire.batch import (
     SamplingRows,
 )
 from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
-from quire.cache.manager import NONE, Move
+from quire.cache.manager import Move
+from quire.cache.pool import NONE
 from quire.engine.philox import uniforms
 from quire.engine.plan import Plan, PlanItem
 from quire.request import Request

@@ -333,7 +333,7 @@ class Scheduler:
         spare = [pool.num_free - count for pool, count in zip(self.manager.pools, lacking, strict=True)]
         if plan.items and self._is_blocked(request, spare, self._num_plans):  # finding its blocks again is not free
             return False
-        match = self.manager.match(request)
+        match = self.manager.lookup.match(request)
         seats = self.max_num_seqs - len(self.running) - 1
         forks = sum(1 for _ in islice(unforked(request, self.waiting), seats))
         needed = [count + forks for count in self.manager.needed(request, match)]

@@ -31,7 +31,7 @@ class ComingBlocks:
         if request.cache.nonfinite_at is not None:
             return
         manager, size = self._manager, self._manager.block_size
-        if not request.cache.block_ids or not manager.shares(request):
+        if not request.cache.block_ids or not manager.lookup.shares(request):
             return
         # Where a state was missing, it computes anew what the cache has of keys and values.
         index = max(request.cache.num_computed, request.cache.reach) // size
@@ -42,15 +42,15 @@ class ComingBlocks:
 
     def _add(self, request: Request, index: int, groups: Iterable[int]) -> None:
         """Take in the request's full block of that index, unless it stands in all of these groups."""
-        digest = self._manager.digest(request, index)
+        digest = self._manager.lookup.digest(request, index)
         if any(digest not in self._manager.indexes[g] for g in groups):
             self._digests.setdefault(index, set()).add(digest)
 
     def help(self, request: Request) -> bool:
         """Whether one of these is a block of the waiting request, which could then be taken from the cache."""
-        reusable = self._manager.num_reusable(request)
+        reusable = self._manager.lookup.num_reusable(request)
         return any(
-            index < reusable and self._manager.digest(request, index) in digests
+            index < reusable and self._manager.lookup.digest(request, index) in digests
             for index, digests in self._digests.items()
         )
 

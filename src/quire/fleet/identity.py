@@ -64,7 +64,7 @@ def replica_fingerprint(llm: LLM, template: str | None) -> Fingerprint:
         "kv_cache_dtype": str(cache_dtype(llm.config.cache, model.dtype)).removeprefix("torch."),
         "block_size": str(manager.block_size),
         "cache groups": short_digest(repr(manager.groups).encode()),
-        "cache salt": short_digest(manager.salt.encode()),
+        "cache salt": short_digest(manager.lookup.salt.encode()),
         "max_model_len": str(model.max_model_len),
         "backend": llm.backend.name,
         "layers": "own" if is_own else "transformers",

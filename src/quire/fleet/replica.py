@@ -172,7 +172,7 @@ class Replica:
         [one] = [requests[0] for _, requests in await self._made(replace(call, grammar=None))]
 
         def look() -> int:
-            return self._manager.match(one).num_blocks * self._manager.block_size
+            return self._manager.lookup.match(one).num_blocks * self._manager.block_size
 
         return JsonBody({"cached": await self._worker.call(look)})
 
@@ -259,7 +259,7 @@ class Replica:
             hidden_size=model.hidden_size,
             max_samples=self._worker.max_samples,
             block_size=self._manager.block_size,
-            salt=self._manager.salt,
+            salt=self._manager.lookup.salt,
             has_windows=self._manager.frees_early,
         )
 

@@ -1,0 +1,161 @@
+"""PrefixLookup: from a request's tokens to the cached blocks that it begins with."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from quire.cache.groups import AnyGroup, CacheGroup, StateGroup
+from quire.cache.pool import NONE
+from quire.cache.prefix import PrefixIndex, block_digest, root_digest, why_missing
+from quire.request import Miss, PrefixReport, Request
+
+
+@dataclass(frozen=True)
+class Match:
+    """The blocks in which a waiting request would find the beginning of its tokens."""
+
+    num_blocks: int  # full blocks of block_size tokens that it need not compute
+    reach: int  # the same if no state had to be found
+    first: list[int]  # of each group, the first of them that a later row can see
+    blocks: list[array[int]]  # of each group, the blocks from the first one on
+
+
+class PrefixLookup:
+    """Names the blocks of requests' tokens, and looks for them in the indexes. It takes no block and frees none."""
+
+    def __init__(
+        self,
+        groups: Sequence[AnyGroup],
+        indexes: Sequence[PrefixIndex],  # of each group
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        salt: str,
+    ) -> None:
+        """As `BlockManager`."""
+        self.groups = tuple(groups)
+        self.indexes = indexes
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.salt = salt
+        self.spans = tuple(group.piece or block_size for group in groups)  # tokens of a block of each group
+        self.unit = max(self.spans)  # tokens: a prefix is shared as far as a multiple of it
+        self.attention_groups = tuple(g for g, group in enumerate(groups) if isinstance(group, CacheGroup))
+        self.state_groups = tuple(g for g, group in enumerate(groups) if isinstance(group, StateGroup))
+        # Full attention leaves the fewest blocks to look for in the other groups.
+        self._order = sorted(
+            range(len(groups)), key=lambda g: (g not in self.attention_groups, groups[g].window is not None)
+        )
+
+    def digest(self, request: Request, index: int) -> bytes:
+        """The digest of the request's full block of that index."""
+        self.know_digests(request, index + 1)
+        return request.cache.digests[index + 1]
+
+    def know_digests(self, request: Request, count: int) -> None:
+        """Extend the request's digests to its first `count` blocks."""
+        digests, size = request.cache.digests, self.block_size
+        if not digests:
+            salt = f"{self.salt}\0{request.cache_salt}"
+            if not self.enable_prefix_caching:  # a salt that only its siblings have
+                salt += f"\0{request.schedule.rank[1]}"
+            digests.append(root_digest(salt))
+        for i in range(len(digests) - 1, count):
+            digests.append(block_digest(digests[i], request.tokens[i * size : (i + 1) * size].tobytes()))
+
+    def shares(self, request: Request) -> bool:
+        """Whether others, or without a prefix cache its siblings, may use the request's full blocks, and it theirs."""
+        return self.enable_prefix_caching or request.group is not None
+
+    def num_reusable(self, request: Request) -> int:
+        """Full blocks of the request that may be taken from the cache: a multiple of the unit that prefixes share."""
+        if not self.shares(request):
+            return 0
+        usable = len(request.tokens) - bool(self.state_groups)  # a state has the last token in it, or not
+        if request.sampling.prompt_logprobs is not None and request.next_prompt_logprob < request.num_prompt - 1:
+            usable = request.next_prompt_logprob
+        return usable // self.unit * self.unit // self.block_size
+
+    def match(self, request: Request) -> Match:
+        """Find the longest prefix of the request's tokens of which every block that is needed stands in every group."""
+        count, last, size = self.num_reusable(request), len(request.tokens) - 1, self.block_size
+        self.know_digests(request, count)
+        found: list[array[int]] = [array("i")] * len(self.groups)
+        starts: dict[int, list[int]] = {}  # of a windowed group, for each count, where the blocks begin that lead to it
+        for g in self._order:
+            there = self.find(request, g, 0, count * size // self.spans[g])
+            if isinstance(self.groups[g], CacheGroup) and self.groups[g].window is None:
+                found[g] = array("i", takewhile(lambda block: block != NONE, there))
+                count = len(found[g])
+                continue
+            found[g] = array("i", there)
+            if isinstance(self.groups[g], CacheGroup):
+                starts[g] = [0]
+                for i, block in enumerate(found[g]):
+                    starts[g].append(i + 1 if block == NONE else starts[g][i])
+
+        def first(g: int) -> int:
+            return self.groups[g].first(min(count * size, last), self.spans[g])
+
+        def has_states() -> bool:
+            ends = [divmod(count * size, self.spans[g]) for g in self.state_groups]
+            return all(
+                rest == 0 and found[g][i - 1] != NONE for g, (i, rest) in zip(self.state_groups, ends, strict=True)
+            )
+
+        while count > 0 and any(starts[g][count] > first(g) for g in starts):
+            count -= 1
+        reach = count
+        while count > 0 and not (has_states() and all(starts[g][count] <= first(g) for g in starts)):
+            count -= 1
+        ends = [count * size // span for span in self.spans]
+        begins = [min(end, first(g)) for g, end in enumerate(ends)]
+        blocks = [those[begin:end] for those, begin, end in zip(found, begins, ends, strict=True)]
+        return Match(count, reach if self.attention_groups else count, begins, blocks)
+
+    def find(self, request: Request, group: int, start: int, stop: int) -> Iterator[int]:
+        """The group's cached blocks start..stop of the request's tokens, one by one; NONE for one that is not there."""
+        size, span, tokens, digests = self.block_size, self.spans[group], request.tokens, request.cache.digests
+        for i in range(start, stop if self.groups[group].is_reusable else start):
+            at = (i + 1) * span // size - 1  # the block of tokens that it ends with names it
+            found = self.indexes[group].find(
+                digests[at + 1], digests[at], tokens[at * size : (at + 1) * size].tobytes()
+            )
+            yield NONE if found is None else found
+
+    def parting(self, reach: int) -> int:
+        """Tokens that keys and values for so many would save, had a state been kept. There prefixes part."""
+        return reach // self.unit * self.unit
+
+    def explain(self, request: Request, match: Match, now: float) -> PrefixReport:
+        """Why the request finds no more than this. now: seconds."""
+        size, count = self.block_size, match.num_blocks
+        full = (request.num_prompt - bool(self.state_groups)) // self.unit * self.unit // size
+        reason, first_difference, seconds_ago, window = None, None, None, None
+        if count >= full:
+            reason = Miss.SHORT if full == 0 else None
+        elif not self.enable_prefix_caching:
+            reason = Miss.DISABLED
+        elif count >= self.num_reusable(request):
+            reason = Miss.PROMPT_LOGPROBS
+        elif (parted := self.parting(match.reach * size)) > count * size:
+            reason, digest = Miss.STATE, self.digest(request, parted // size - 1)
+            lost = [at for g in self.state_groups if (at := self.indexes[g].evicted_at(digest)) is not None]
+            seconds_ago = now - max(lost) if lost else None
+        else:
+            at = match.reach if self.attention_groups else count + self.unit // size - 1
+            tokens = request.tokens[at * size : (at + 1) * size].tobytes()
+            parent, digest = request.cache.digests[at : at + 2]
+            groups = self.attention_groups or self.state_groups
+            short = next((g for g in groups if digest not in self.indexes[g]), groups[0])
+            reason, more = why_missing(self.indexes[short], parent, digest, tokens, at == 0)
+            if reason is Miss.DIFFERS:
+                first_difference = at * size + int(more)
+            elif reason is Miss.EVICTED:
+                seconds_ago, window = now - more, self.groups[short].window
+        cached = min(count, full) * size
+        reach = max(cached, match.reach * size)
+        return PrefixReport(request.num_prompt, cached, self.unit, reason, first_difference, seconds_ago, reach, window)
