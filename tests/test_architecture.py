@@ -27,9 +27,10 @@ MAY_IMPORT = {
     "text": {"errors", "request", "config", "ops", "batch", "cache", "models", "engine"},
     "embedding": {"errors", "request", "text"},
     "scoring": {"errors", "request", "text"},
+    "sandbox": {"errors", "models"},
     "llm": {
         *("errors", "request", "config", "ops", "batch", "cache", "models", "engine", "text", "progress"),
-        *("embedding", "scoring"),
+        *("embedding", "scoring", "sandbox"),
     },
 }
 FACES = {"cli", "fleet", "ray", "server", "__init__", "__main__"}  # may import everything

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from quire import LLM, SamplingParams
-from quire.server.sandbox.chat_template import ChatTemplate
+from quire.sandbox.chat_template import ChatTemplate
 from quire_bench.server.process import server
 
 ROOT = Path(__file__).parent.parent

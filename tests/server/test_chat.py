@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionMessage
 
 from quire import LLM, SamplingParams
 from quire.models import EMBEDDED
-from quire.server.sandbox.process import Sandbox, SandboxFailed
+from quire.sandbox.process import Sandbox, SandboxFailed
 from tests.server.serving import SMALL, Serving, serving
 
 MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "a class for a stack"}]

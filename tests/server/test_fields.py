@@ -11,15 +11,12 @@ from openai.types import CompletionCreateParams, EmbeddingCreateParams
 from openai.types.chat import CompletionCreateParams as ChatCreateParams
 
 from quire.errors import RequestError
-from quire.server.api.protocol import (
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    TokenizeRequest,
-)
-from quire.server.sandbox.chat_template import ChatTemplate
+from quire.sandbox.chat_template import ChatTemplate
+from quire.server.protocol.body import Body
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.completions import CompletionRequest
+from quire.server.protocol.embeddings import EmbeddingRequest
+from quire.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from tests.server.serving import Serving, serving
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -268,7 +265,7 @@ def test_a_grammar_that_fails_while_it_is_followed_is_named(
     def fail(self: Any, kind: str) -> None:
         raise RequestError(f"{kind} takes too long to be followed: 1 s")
 
-    monkeypatch.setattr("quire.server.sandbox.grammar._Budget.check", fail)
+    monkeypatch.setattr("quire.sandbox.grammar._Budget.check", fail)
     for field, value in (
         ("regex", "[a-z]{9}"),
         ("grammar", "start: /[a-z]{9}/"),

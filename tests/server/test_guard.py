@@ -15,13 +15,13 @@ import pytest
 from starlette.requests import Request as HttpRequest
 
 from quire.errors import ConfigError
-from quire.server.api.protocol import DetokenizeRequest
 from quire.server.http import body as body_module
 from quire.server.http import connection
 from quire.server.http.api_error import ApiError
 from quire.server.http.body import Bodies
 from quire.server.http.guard import KEY_STATE
 from quire.server.http.hosts import hosts_to_check
+from quire.server.protocol.tokens import DetokenizeRequest
 from quire.server.server_config import ServerConfig
 from tests.server.serving import Serving, serving
 from tests.server.test_connection import Raw, asked

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from quire.errors import RequestError
+from quire.sandbox.grammar import num_trials
 from quire.server.api import service as service_module
 from quire.server.http.api_error import ApiError
 from quire.server.http.lane import Lane
-from quire.server.sandbox.grammar import num_trials
 from tests.server.serving import Serving, serving
 from tests.server.test_robust import Client, until
 

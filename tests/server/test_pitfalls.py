@@ -25,8 +25,9 @@ from quire.server.api import embeddings as embeddings_module
 from quire.server.api import service as service_module
 from quire.server.api import worker
 from quire.server.api import worker as worker_module
-from quire.server.api.protocol import ChatRequest, CompletionRequest
 from quire.server.api.service import Service
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.completions import CompletionRequest
 from tests.server.fuzz import LONGEST_MESSAGE, canary
 from tests.server.serving import Answer, Serving, serving
 from tests.server.test_robust import hook, runner, until

@@ -12,7 +12,7 @@ import pytest
 
 from quire.errors import ConfigError, QuireError
 from quire.models import EMBEDDED
-from quire.server.api.protocol import CompletionRequest
+from quire.server.protocol.completions import CompletionRequest
 from quire.server.run import build_parts
 from quire.server.server_config import ServerConfig
 from tests.server.fuzz import LONGEST_MESSAGE

@@ -33,14 +33,14 @@ from quire.fleet.watch import FleetWatch
 from quire.fleet.wire import Hello, read
 from quire.fleet.work import FarGuide
 from quire.request import Guide, Request
+from quire.sandbox.chat_template import ChatTemplate, tokenizer_settings
+from quire.sandbox.grammar import Spec
 from quire.server.api.app import build_app
 from quire.server.api.jobs import Stream
 from quire.server.api.service import Identity, ServedModel, Service
 from quire.server.http.api_error import ApiError
 from quire.server.http.guard import client_of
 from quire.server.run import Listening, allow_connections, listen, open_traces, run_until_stopped, settings
-from quire.server.sandbox.chat_template import ChatTemplate, tokenizer_settings
-from quire.server.sandbox.grammar import Spec
 from quire.text import RequestOutput, find_tokenizer
 
 log = logging.getLogger("quire.fleet")

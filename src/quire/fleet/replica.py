@@ -27,11 +27,11 @@ from quire.fleet.state import ReplicaState
 from quire.fleet.wire import BEAT, PROTOCOL, Call, Hello, SearchCall, WireError, dumps, loads, read, wire_digest
 from quire.llm import LLM
 from quire.request import Event, Request, Task
+from quire.sandbox.grammar import Spec
 from quire.server.api.service import Service
 from quire.server.api.worker import Worker
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import EventStream, JsonBody
-from quire.server.sandbox.grammar import Spec
 from quire.server.watch.metrics import Metrics
 from quire.text import RequestOutput, make_requests
 

@@ -19,8 +19,8 @@ from quire.fleet.link import Link
 from quire.fleet.placement import Placement
 from quire.fleet.wire import Call, Frame, Hello, WireError, wire_digest
 from quire.request import MAX_SEED, FinishReason, PrefixReport, Request
+from quire.sandbox.grammar import Spec
 from quire.server.api.jobs import Generation
-from quire.server.sandbox.grammar import Spec
 from quire.text import Logprob, RequestOutput
 
 if TYPE_CHECKING:  # its packages are an extra

@@ -26,12 +26,12 @@ from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.errors import ConfigError
 from quire.fleet.replica import Replica
 from quire.llm import LLM
+from quire.sandbox.chat_template import ChatTemplate, tokenizer_settings
+from quire.sandbox.process import SandboxFailed
 from quire.server.api.app import build_app
 from quire.server.api.service import ServedModel, Service
 from quire.server.api.worker import Worker
 from quire.server.http.connection import MAX_CONNECTIONS, Connection
-from quire.server.sandbox.chat_template import ChatTemplate, tokenizer_settings
-from quire.server.sandbox.process import SandboxFailed
 from quire.server.server_config import HttpConfig, ServerConfig
 from quire.server.signals import end
 from quire.server.watch import inspector

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from quire.sandbox.chat_template import MAX_TEMPLATES
+from quire.sandbox.grammar import num_trials
 from quire.server.api.service import MAX_LONG_TEXTS
-from quire.server.sandbox.chat_template import MAX_TEMPLATES
-from quire.server.sandbox.grammar import num_trials
 
 # Threads that come one by one, when there is more to do: asyncio's own, and those of the server's lanes.
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4) + num_trials() + MAX_LONG_TEXTS + MAX_TEMPLATES

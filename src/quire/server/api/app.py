@@ -19,26 +19,23 @@ from starlette.responses import JSONResponse, Response
 
 from quire import __version__
 from quire.errors import RequestError
+from quire.sandbox.process import SandboxFailed
 from quire.server.api import openapi
 from quire.server.api.chat import chat, conversation
 from quire.server.api.completions import complete
 from quire.server.api.embeddings import embed
-from quire.server.api.protocol import (
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    Sampling,
-    TokenizeRequest,
-)
 from quire.server.api.service import Service
 from quire.server.http.api_error import MAX_SHOWN, ApiError, cut, internal_error, sandbox_failed, shown
 from quire.server.http.body import Bodies, BodyRoute
 from quire.server.http.guard import Guard
 from quire.server.http.hosts import hosts_to_check
 from quire.server.http.sse import JsonBody
-from quire.server.sandbox.process import SandboxFailed
+from quire.server.protocol.body import Body
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.completions import CompletionRequest
+from quire.server.protocol.embeddings import EmbeddingRequest
+from quire.server.protocol.sampling import Sampling
+from quire.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
 log = logging.getLogger("quire.server")
 

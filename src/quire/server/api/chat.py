@@ -12,11 +12,11 @@ from quire.errors import RequestError
 from quire.server.api.chunks import Chunks, usage
 from quire.server.api.completions import check_num_logprobs, prompt_logprobs, whole
 from quire.server.api.jobs import Delta, Generation, Stream
-from quire.server.api.protocol import ChatRequest, Message
 from quire.server.api.service import Prompt, Service, aside, counted, finite, num_logprobs
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody, data
+from quire.server.protocol.chat import ChatRequest, Message
 from quire.text import Logprob, Tokenizer
 
 

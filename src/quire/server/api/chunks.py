@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quire.server.api.protocol import StreamOptions
 from quire.server.http.sse import DONE, data, dumps
+from quire.server.protocol.sampling import StreamOptions
 
 HOLE = "\0"  # where a text belongs
 

@@ -11,7 +11,6 @@ from starlette.responses import Response
 from quire.request import SamplingParams
 from quire.server.api.chunks import Chunks, usage
 from quire.server.api.jobs import Delta, Generation, Stream
-from quire.server.api.protocol import CompletionRequest
 from quire.server.api.service import (
     MAX_LOGPROBS,
     Prompt,
@@ -26,6 +25,7 @@ from quire.server.api.service import (
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody, data, dumps
+from quire.server.protocol.completions import CompletionRequest
 from quire.text import CompletionOutput, Logprob, RequestOutput, Tokenizer
 
 Candidates = dict[int, Logprob]

@@ -14,10 +14,10 @@ from quire.errors import RequestError
 from quire.request import Request
 from quire.server.api.chunks import usage
 from quire.server.api.jobs import Generation
-from quire.server.api.protocol import EmbeddingRequest
 from quire.server.api.service import Prompt, Service, aside, counted, listed
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody, dumps
+from quire.server.protocol.embeddings import EmbeddingRequest
 from quire.text import RequestOutput
 
 MAX_NUMBERS = 2**22  # in one answer: some 20 bytes each

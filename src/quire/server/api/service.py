@@ -17,16 +17,17 @@ from starlette.requests import Request as HttpRequest
 from quire.engine.beam import BeamSearchParams
 from quire.errors import RequestError
 from quire.request import MAX_SEED, Guide, Request, SamplingParams
+from quire.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
+from quire.sandbox.grammar import Grammars, Spec, num_trials
 from quire.server.api.host import Host
 from quire.server.api.jobs import Generation, Job, Stream
-from quire.server.api.protocol import EmbeddingRequest, Sampling
 from quire.server.http.api_error import ApiError, deadline_passed, request_failed, shown
 from quire.server.http.body import MAX_HELD_BODIES
 from quire.server.http.guard import client_of
 from quire.server.http.lane import Lane
 from quire.server.http.sse import noticing_disconnect
-from quire.server.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
-from quire.server.sandbox.grammar import Grammars, Spec, num_trials
+from quire.server.protocol.embeddings import EmbeddingRequest
+from quire.server.protocol.sampling import Sampling
 from quire.server.server_config import HttpConfig
 from quire.text import Detokenizer, RequestOutput, Tokenizer, make_requests
 

@@ -24,9 +24,9 @@ from tokenizers.models import WordLevel
 from quire import LLM
 from quire.errors import RequestError
 from quire.request import Request, SamplingParams
-from quire.server.sandbox import grammar as grammar_module
-from quire.server.sandbox.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE, GrammarGuide, Grammars, Spec
-from quire.server.sandbox.process import OutOfCpuTime, OutOfTime, Process, Sandbox, SandboxFailed
+from quire.sandbox import grammar as grammar_module
+from quire.sandbox.grammar import ALLOWANCE, ALLOWANCE_A_TOKEN, MAX_SIZE, GrammarGuide, Grammars, Spec
+from quire.sandbox.process import OutOfCpuTime, OutOfTime, Process, Sandbox, SandboxFailed
 from quire.text import CompletionOutput, RequestOutput, TextEngine, make_requests
 
 pytestmark = pytest.mark.slow

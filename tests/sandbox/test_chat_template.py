@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from quire.errors import ConfigError, ModelError, RequestError
 from quire.models import EMBEDDED, HUB_FILES
-from quire.server.sandbox.chat_template import MAX_CHARACTERS, MAX_SOURCE, ChatTemplate, make_renderers
-from quire.server.sandbox.process import Sandbox
+from quire.sandbox.chat_template import MAX_CHARACTERS, MAX_SOURCE, ChatTemplate, make_renderers
+from quire.sandbox.process import Sandbox
 from quire.text import Tokenizer
-from tests.server.chat_templates import CHATML, GEMMA, MISTRAL, QWEN3, TEMPLATES
+from tests.sandbox.chat_templates import CHATML, GEMMA, MISTRAL, QWEN3, TEMPLATES
 
 TOOLS = [
     {

@@ -22,8 +22,8 @@ from queue import LifoQueue
 from typing import Any
 
 from quire.errors import QuireError
-from quire.server.sandbox import child
-from quire.server.sandbox.child import ANSWER, DIED, HEADER, IS_CUT, frame
+from quire.sandbox import child
+from quire.sandbox.child import ANSWER, DIED, HEADER, IS_CUT, frame
 
 log = logging.getLogger("quire.server")
 

@@ -21,9 +21,9 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from quire.errors import RequestError
-from quire.server.sandbox import grammar_program
-from quire.server.sandbox.grammar_program import make_matcher, make_tokenizer
-from quire.server.sandbox.process import Died, Limits, OutOfCpuTime, OutOfTime, Sandbox
+from quire.sandbox import grammar_program
+from quire.sandbox.grammar_program import make_matcher, make_tokenizer
+from quire.sandbox.process import Died, Limits, OutOfCpuTime, OutOfTime, Sandbox
 
 MAX_SIZE = 2**16  # characters of a grammar
 MAX_DEPTH = 100  # of a schema's nesting; llguidance reads 128

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.server.sandbox import process as process_module
-from quire.server.sandbox.process import (
+from quire.sandbox import process as process_module
+from quire.sandbox.process import (
     Died,
     Limits,
     OutOfCpuTime,
@@ -26,7 +26,7 @@ from quire.server.sandbox.process import (
     SandboxFailed,
     setup_frame,
 )
-from tests.server import sandbox_programs
+from tests.sandbox import sandbox_programs
 
 PROGRAM = Path(sandbox_programs.__file__)
 LIMITS = Limits(seconds=2.0, cpu_seconds=0.2, memory=2**26, stack=2**20, answer=2**20)
@@ -235,7 +235,7 @@ def test_close_does_not_wait_for_requests(greeting: str, caplog: pytest.LogCaptu
 OWNER = f"""
 import os, signal, sys
 from pathlib import Path
-from quire.server.sandbox.process import Limits, Process, setup_frame
+from quire.sandbox.process import Limits, Process, setup_frame
 limits = Limits(seconds=1.0, cpu_seconds=1.0, memory=2**26, stack=2**20, answer=99)
 process = Process(Path({str(PROGRAM)!r}), limits, setup_frame(limits, "a"))
 print(process.ask(["fork", None]), process._process.pid, flush=True)

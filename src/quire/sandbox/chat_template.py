@@ -13,7 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.errors import ConfigError, ModelError, QuireError, RequestError
 from quire.models.weights import read_json
-from quire.server.sandbox.process import Died, Limits, OutOfTime, Sandbox
+from quire.sandbox.process import Died, Limits, OutOfTime, Sandbox
 
 MAX_SOURCE = 2**20  # bytes of a template
 MAX_CHARACTERS = 2**22  # that a template may render

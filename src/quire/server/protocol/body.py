@@ -1,0 +1,107 @@
+"""What the bodies of all routes have in common: bounds, kinds of fields, and what is said of those not served."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from quire.request import MAX_PRIORITY
+
+MAX_N = 128  # samples of a prompt, as OpenAI has it
+MAX_PROMPTS = 1024  # in one request
+MAX_PROMPT = 2**21  # characters or tokens
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_STOP_TOKENS = 256
+MAX_TOKEN = 2**31 - 1
+MAX_NAME = 256
+MAX_MESSAGES = 4096
+MAX_GRAMMAR = 2**16
+MAX_FIELDS = 100  # of an object; none has as many
+
+Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
+# fail_fast: one error is reported, so a million of them need not be found.
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=MAX_PROMPT, fail_fast=True)]
+Text = Annotated[str, StringConstraints(max_length=MAX_PROMPT)]
+Name = Annotated[str, StringConstraints(max_length=MAX_NAME)]
+# One text, one list of token ids, or several of these.
+Inputs = Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+StopText = Annotated[str, StringConstraints(max_length=MAX_STOP_LENGTH)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKEN)]
+Grammar = Annotated[str, StringConstraints(max_length=MAX_GRAMMAR)]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+FLAG = WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "null"}]})
+Off = Annotated[bool, BeforeValidator(lambda value: False if value is None else value), FLAG]
+On = Annotated[bool, BeforeValidator(lambda value: True if value is None else value), FLAG]
+# Of fields that must ask for nothing: Body.NOT_SERVED says why, the OpenAPI document says it to programs.
+NO_TEXT = {"type": "string", "maxLength": 0}
+NO_LIST = {"type": "array", "maxItems": 0}
+NO_OBJECT = {"type": "object", "maxProperties": 0}
+NO_CHOICE = {"anyOf": [NO_TEXT, NO_OBJECT]}
+NoText = Annotated[str, WithJsonSchema(NO_TEXT)]
+NoList = Annotated[list[Any], WithJsonSchema(NO_LIST)]
+NoObject = Annotated[dict[str, Any], WithJsonSchema(NO_OBJECT)]
+NoFlag = Annotated[bool, WithJsonSchema({"const": False})]
+# Values that such a field may have besides, since they ask for what is done anyway.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "prompt_cache_options": ({"mode": "implicit"},),
+    "prompt_cache_retention": ("in_memory",),
+    "reasoning_effort": ("none",),
+    "service_tier": ("auto", "default"),
+    "tool_choice": ("none", "auto"),
+    "verbosity": ("medium",),
+}
+
+
+def neutral(name: str, nothing: dict[str, Any]) -> WithJsonSchema:
+    """What the OpenAPI document says of a field that may be neutral, or nothing."""
+    return WithJsonSchema({"anyOf": [{"enum": list(NEUTRAL[name])}, nothing]})
+
+
+def bound_fields(value: Any) -> None:
+    if isinstance(value, dict) and len(value) > MAX_FIELDS:
+        raise ValueError(f"it has {len(value)} fields, of which most cannot be known here")
+
+
+class Body(BaseModel):
+    """A request's body: no field is ignored, and no value is bent into shape."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    # Why, by the names of fields that must ask for nothing: be null or empty, or as NEUTRAL has it.
+    NOT_SERVED: ClassVar[dict[str, str]] = {}
+    NOTES: ClassVar[tuple[str, ...]] = ()  # fields of no consequence, which may be as large as the whole body
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_fields(cls, value: Any) -> Any:
+        """Without a bound, each unknown field would make an error of its own, for seconds."""
+        bound_fields(value)
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def refuse_what_is_not_served(cls, value: Any, info: Any) -> Any:
+        """An option that cannot be honoured is refused, not ignored."""
+        name = info.field_name
+        if value and name in cls.NOT_SERVED and value not in NEUTRAL.get(name, ()):
+            raise ValueError(f"{cls.NOT_SERVED[name]}; leave it out")
+        return value
+
+    def drop_notes(self) -> None:
+        """Forget what is of no consequence."""
+        for name in self.NOTES:
+            setattr(self, name, None)
