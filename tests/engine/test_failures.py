@@ -85,7 +85,8 @@ def test_planning(what: str, every: int, seed: int) -> None:
         for pool in manager.host_pools if what.startswith("host") else manager.pools:
             pool.allocate = faults.wrap(pool.allocate)
     else:
-        setattr(manager, what, faults.wrap(getattr(manager, what)))
+        owner = manager.lookup if what == "match" else manager
+        setattr(owner, what, faults.wrap(getattr(owner, what)))
     failed = drain(engine, requests)
     assert failed <= faults.raised
     if what in ("host allocate", "swap_out"):

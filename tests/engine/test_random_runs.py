@@ -174,7 +174,7 @@ class RandomRun(Simulation):
 
         for pool in (*manager.pools, *manager.host_pools):
             pool.allocate = failing(pool.allocate)
-        manager.match = failing(manager.match)
+        manager.lookup.match = failing(manager.lookup.match)
 
     def unit(self, name: str) -> list[Request]:
         """One request, or the samples of one prompt."""
