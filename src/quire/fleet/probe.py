@@ -215,9 +215,10 @@ def _experts(case: _Case) -> Iterator[Tensor]:
     router = linears.head(case.numbers(7, count, INPUTS))
     mlp_in = [linears.linear(case.numbers(10 + i, 2 * inner, INPUTS)) for i in range(count)]
     mlp_out = [linears.linear(case.numbers(20 + i, INPUTS, inner)) for i in range(count)]
-    for renormalised in (False, True):
-        choice = Choice(num_chosen=2, renormalised=renormalised)
-        layer = ExpertLayer(router, mlp_in, mlp_out, choice)
+    plain = [Choice(num_chosen=2, renormalised=renormalised) for renormalised in (False, True)]
+    layers = [ExpertLayer(router, mlp_in, mlp_out, choice) for choice in plain]
+    layers.append(replace(layers[0], weighed="inputs"))
+    for layer in layers:
         for rows in ROWS:
             yield case.backend.experts(case.numbers(3, rows, INPUTS, scale=4.0), layer)
 
@@ -255,6 +256,7 @@ def _attention(case: _Case) -> Iterator[Tensor]:
     windowed = plan(WINDOW, rows, None)
     yield backend.attention(q, kv, windowed)
     yield backend.attention(q, kv, windowed, softcap=30.0, sinks=by_head)
+    yield backend.attention(q, kv, windowed, chunk=WINDOW)
 
 
 def _rope(case: _Case) -> Iterator[Tensor]:
