@@ -24,7 +24,8 @@ test-long: $(INSTALLED)  ## the random runs, the compiled kernels and what has o
 	  tests/engine/test_soak.py tests/engine/test_random_runs.py tests/engine/test_engine.py tests/engine/test_failures.py \
 	  tests/engine/test_loops.py tests/engine/test_tasks.py tests/engine/test_cache_bits.py tests/engine/test_reproducible.py \
 	  tests/ops/triton_backend/test_compiled.py tests/ops/test_conformance.py tests/ops/test_registered.py tests/cache/test_machine.py \
-	  tests/models/test_sweep.py
+	  tests/models/test_sweep.py tests/ops/test_recurrent.py tests/ops/test_int8_cache.py \
+	  tests/test_wheel.py tests/test_walkthroughs.py
 
 test-lowest: $(LOWEST)  ## the same with the lowest versions that pyproject.toml allows, in an environment of their own
 	.venv-lowest/bin/python -m pytest --numprocesses auto --dist worksteal

@@ -11,7 +11,7 @@ import torch
 
 from tests.forks import Spawner
 
-LONGEST = ("test_compiled.py", "test_wheel.py")  # half a minute a test; at the end one worker would wait for it
+LONGEST = ("test_compiled.py", "test_chaos.py")  # half a minute a test; at the end one worker would wait for it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -41,6 +41,7 @@ def test_every_walkthrough_is_followed() -> None:
     assert {path.name for path in PAGES.glob("*.md") if blocks(path.name, "python")} <= followed
 
 
+@pytest.mark.long
 def test_an_instruction_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's changes to a copy of the sources, compiled. What takes long is left out: other sets, optimizing."""
     if reason := native.unavailable():

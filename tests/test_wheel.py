@@ -14,7 +14,7 @@ import pytest
 
 from quire.ops.cpu import native
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 ROOT = Path(__file__).parent.parent
 

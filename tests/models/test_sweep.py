@@ -17,7 +17,7 @@ PUBLISHED = {found.name: found for found in read().repositories}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", quick(range(SHARDS), SHARDS, usual=4))
+@pytest.mark.parametrize("shard", quick(range(SHARDS), SHARDS, usual=2))
 def test_each_type(shard: int) -> None:
     """What is served agrees with eager attention: `sweep` asserts that."""
     for name in NAMES[shard::SHARDS]:

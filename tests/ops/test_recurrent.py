@@ -15,6 +15,7 @@ from torch import Tensor
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadStride, BadValue, QuireError, Unsupported
 from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentSpec, num_pieces
+from tests.marks import quick
 from tests.ops.recurrent import Layer, Run, Sizes, bits, exact_convolution, exact_recurrence, make_plan
 
 LENGTHS = (0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 150)
@@ -103,7 +104,7 @@ def test_against_the_plain_recurrence(backend, device, sizes, rule):
 
 @pytest.mark.parametrize("keep_all", [False, True])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("sizes", SIZES[:3], ids=str)
+@pytest.mark.parametrize("sizes", quick(SIZES[:3], 1, 1), ids=str)
 def test_the_same_in_any_steps(backend, device, sizes, rule, keep_all):
     """Whole prompts, chunks that begin and end anywhere, single tokens, several sequences in a step or one."""
     lengths, cuttings = (75, 33, 100), CUTTINGS
