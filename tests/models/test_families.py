@@ -370,7 +370,6 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(checkpoint: tuple[Pa
         num_blocks=45,
         max_num_batched_tokens=24,
         dtype="float32",
-        attention_backend="reference",
         model_impl="quire",
     )
     probe, generated = probed_logits(ours, prompts(), max_tokens=32)
