@@ -581,9 +581,7 @@ class Scheduler:
             error = RequestError(f"no token that the grammar allows may be drawn and has a finite logit {at}")
             return self._end_failed(request, error)
         if request.constraints is not None and request.task is GENERATE:
-            error = RequestError(
-                f"no token that logit_bias, allowed_token_ids and bad_words leave has a finite logit {at}"
-            )
+            error = RequestError(f"no token that allowed_token_ids and bad_words leave has a finite logit {at}")
             return self._end_failed(request, error)
         lacks = {Task.LOGLIKELIHOOD: "logit within the prompt", Task.EMBED: "hidden state after the prompt"}
         message = f"the model gave no finite {lacks.get(request.task, f'logit {at}')}"
