@@ -135,7 +135,7 @@ def test_no_bad_word_and_only_what_is_allowed_comes_whatever_else_happens(llm: L
     """The same bits with guesses, with preemptions, and in any company."""
     assert llm.tokenizer is not None
     some = list(range(0, 2000, 3))
-    plain = llm.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))[0].outputs[0]
+    plain = llm.generate(PROMPT, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))[0].outputs[0]
     words = sorted({plain.text[i : i + 6].strip() for i in range(0, len(plain.text), 7)} - {""})
     asked: list[dict[str, Any]] = [
         {"bad_words": words},
@@ -146,7 +146,7 @@ def test_no_bad_word_and_only_what_is_allowed_comes_whatever_else_happens(llm: L
         {},
     ]
     params = [
-        SamplingParams(**{"max_tokens": 40, "temperature": 0.0, "seed": 5, "logprobs": 2, "ignore_eos": True} | one)
+        SamplingParams(**{"max_tokens": 24, "temperature": 0.0, "seed": 5, "logprobs": 2, "ignore_eos": True} | one)
         for one in asked
     ]
     alone = [llm.generate(PROMPT, one)[0].outputs for one in params]
@@ -164,7 +164,7 @@ def test_no_bad_word_and_only_what_is_allowed_comes_whatever_else_happens(llm: L
             assert not any(tuple(sample_.token_ids[i : i + len(one)]) == one for i in at for one in bad)
     assert set(alone[1][0].token_ids) <= set(some)
     assert not set(alone[2][0].token_ids) & set(plain.token_ids)
-    assert alone[3][0].token_ids == [some[7]] * 40
+    assert alone[3][0].token_ids == [some[7]] * 24
     # Logprobs are of the raw logits.
     [raw], [biased] = alone[5][0].logprobs[:1], alone[3][0].logprobs[:1]  # type: ignore[index]
     assert [one for one in biased.items() if one[0] != some[7]] == [one for one in raw.items() if one[0] != some[7]]
