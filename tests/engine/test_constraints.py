@@ -150,7 +150,7 @@ def test_no_bad_word_and_only_what_is_allowed_comes_whatever_else_happens(llm: L
         for one in asked
     ]
     alone = [llm.generate(PROMPT, one)[0].outputs for one in params]
-    for other in ({}, {"num_blocks": 17, "max_model_len": 256, "max_num_seqs": 8}):
+    for other in ({}, {"num_blocks": 8, "max_model_len": 96, "max_num_seqs": 8}):
         with LLM(**{"num_blocks": 512} | other) as second:
             together = second.generate([PROMPT] * len(params), params)
             assert [output.outputs for output in together] == alone
