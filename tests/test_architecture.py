@@ -26,11 +26,11 @@ MAY_IMPORT = {
     "engine": {"errors", "request", "config", "ops", "batch", "cache", "models"},
     "text": {"errors", "request", "config", "ops", "batch", "cache", "models", "engine"},
     "embedding": {"errors", "request", "text"},
-    "scoring": {"errors", "request", "text"},
-    "sandbox": {"errors", "models"},
+    "loglikelihood": {"errors", "request", "text"},
+    "sandbox": {"errors", "request", "models"},
     "llm": {
         *("errors", "request", "config", "ops", "batch", "cache", "models", "engine", "text", "progress"),
-        *("embedding", "scoring", "sandbox"),
+        *("embedding", "loglikelihood", "sandbox"),
     },
 }
 FACES = {"cli", "fleet", "ray", "server", "__init__", "__main__"}  # may import everything

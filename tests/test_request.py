@@ -1,12 +1,16 @@
 """What callers may ask for, and the errors where they may not."""
 
+import pickle
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from quire.config import CacheConfig, EngineConfig, engine_config
+from quire.config import FOREIGN, CacheConfig, EngineConfig, engine_config
 from quire.errors import ConfigError, QuireError, RequestError
-from quire.request import SamplingParams
+from quire.request import SamplingParams, StructuredOutputsParams
 
 NAN, INF = float("nan"), float("inf")
 
@@ -29,12 +33,19 @@ NAN, INF = float("nan"), float("inf")
         ("prompt_logprobs", [-1, "all"]),
         ("stop", ["", ["a", ""], [1], 5]),
         ("stop_token_ids", [[-1], [1.0], ["a"], [True], 5]),
+        ("allowed_token_ids", [[-1], ["a"], 5, []]),
+        ("logit_bias", [[1], {3: 101}, {3: -100.5}, {3: NAN}, {3: "1"}]),
+        ("a token of logit_bias", [{"3": 1.0}, {-1: 1.0}, {1.5: 1.0}]),
+        ("bad_words", ["word", [""], [3], 5]),
+        ("structured_outputs", [{"regex": "a"}, "a"]),
+        ("spaces_between_special_tokens", [False, None]),
+        ("truncate_prompt_tokens", [0, -2, 1.0]),
     ],
 )
 def test_every_field_is_checked(field: str, values: list[object]) -> None:
     for value in values:
         with pytest.raises(RequestError, match=rf"^{field}.* (is|contains) "):
-            SamplingParams(**{field: value})
+            SamplingParams(**{field.rpartition(" ")[2]: value})
 
 
 def test_defaults_are_vllms_and_good_values_pass() -> None:
@@ -49,6 +60,37 @@ def test_defaults_are_vllms_and_good_values_pass() -> None:
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
 
 
+def test_what_is_no_field_gets_a_sentence() -> None:
+    for asked, words in (
+        ({"temprature": 1}, "SamplingParams has no field 'temprature'; did you mean 'temperature'?"),
+        ({"logits_processors": []}, "'logits_processors'; a function of the caller's would stop"),
+        ({"output_kind": 2}, "LLM.stream yields"),
+        ({"zzzzzz": 1}, "there are allowed_token_ids, bad_words"),
+        ({"stop": "a", "detokenize": False}, "stop is 'a' with detokenize=False"),
+        ({"min_tokens": 1, "structured_outputs": StructuredOutputsParams(regex="a")}, "leave one out"),
+    ):
+        with pytest.raises(RequestError, match=re.escape(words)):
+            SamplingParams(**asked)
+    for asked, words in (
+        ({}, "asks for nothing; give exactly one of json, regex, choice, grammar, json_object"),
+        ({"json": "{}", "regex": "a"}, "asks for json and regex"),
+        ({"regex": 5}, "structured_outputs.regex is 5; it must be a text"),
+        ({"choice": ["a", ""]}, "choice contains ''"),
+        ({"choice": "abc"}, "must be a list of texts"),
+        ({"structural_tag": "{}"}, "a structural tag is not served"),
+        ({"choices": ["a"]}, "did you mean 'choice'?"),
+    ):
+        with pytest.raises(RequestError, match=re.escape(words)):
+            StructuredOutputsParams(**asked)
+
+
+def test_a_clone_is_equal_and_shares_no_list() -> None:
+    asked = SamplingParams(logit_bias={3: 1}, bad_words=["a"], structured_outputs=StructuredOutputsParams(json={}))
+    clone = asked.clone()
+    assert clone == asked == pickle.loads(pickle.dumps(asked)) == replace(asked, n=1)
+    assert clone.bad_words is not asked.bad_words
+
+
 def test_errors_are_value_errors_of_our_own() -> None:
     assert issubclass(RequestError, QuireError)
     assert issubclass(ConfigError, ValueError)
@@ -57,8 +99,18 @@ def test_errors_are_value_errors_of_our_own() -> None:
 def test_unknown_options_are_errors_that_name_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no engine option 'max_seqs'; did you mean 'max_num_seqs'"):
         engine_config(max_seqs=3)
-    with pytest.raises(ConfigError, match="the options are async_scheduling, attention_backend, block_size"):
+    with pytest.raises(ConfigError, match="there are async_scheduling, attention_backend, block_size"):
         engine_config(zzz=3)
+
+
+def test_options_of_vllms_are_taken_where_they_ask_for_nothing_and_else_explained() -> None:
+    harmless = {name: option.harmless[-1] for name, option in FOREIGN.items()}
+    assert engine_config(**harmless, seed=None, block_size=8) == engine_config(block_size=8)
+    for name, option in FOREIGN.items():
+        with pytest.raises(ConfigError, match=re.escape(f"{name!r} (it is 'some'); {option.sentence}")):
+            engine_config(**{name: "some"})
+    with pytest.raises(ConfigError, match=r"'tensor_parallel_size' .it is 2.; a model runs in one process"):
+        engine_config(tensor_parallel_size=2)
 
 
 def test_options_reach_their_place() -> None:

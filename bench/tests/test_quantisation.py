@@ -32,7 +32,7 @@ def test_logits_of_every_position_are_those_of_the_model() -> None:
     llm = LLM(dtype="float32", num_blocks=40)
     ids = list(range(5, 45))
     logits = quantisation.logits_of(llm, [ids])[0]
-    (scored,) = llm.score([ids[:1]], [ids[1:]])
+    (scored,) = llm.loglikelihood([ids[:1]], [ids[1:]])
     logs = torch.log_softmax(logits.double(), -1)[range(39), ids[1:]]
     torch.testing.assert_close(logs, torch.tensor(scored.token_logprobs).double(), rtol=1e-5, atol=1e-5)
     assert "logits" not in vars(llm.decoder)

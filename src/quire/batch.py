@@ -78,9 +78,12 @@ class SamplingRows:
     repetition: torch.Tensor  # fp32 [R], repetition penalty
     presence: torch.Tensor  # fp32 [R], presence penalty
     frequency: torch.Tensor  # fp32 [R], frequency penalty
+    bias_rows: torch.Tensor  # int64 [K], row of each token with a bias
+    bias_tokens: torch.Tensor  # int64 [K]
+    bias: torch.Tensor  # fp32 [K], added to its logit
     banned_rows: torch.Tensor  # int64 [K], row of each token that must not be drawn
     banned_tokens: torch.Tensor  # int64 [K]
-    masks: Masks | None = None  # of rows with a guide; None where no row has one
+    masks: Masks | None = None  # of rows with a guide or allowed tokens; None where no row has any
 
     def part(self, start: int, stop: int) -> SamplingRows:
         """Rows start:stop."""
@@ -101,12 +104,16 @@ class SamplingRows:
             )
         }
         penalised = slice(*torch.searchsorted(self.penalty_rows, torch.tensor([start, stop])).tolist())
+        biased = slice(*torch.searchsorted(self.bias_rows, torch.tensor([start, stop])).tolist())
         banned = slice(*torch.searchsorted(self.banned_rows, torch.tensor([start, stop])).tolist())
         return SamplingRows(
             **dense,
             penalty_rows=self.penalty_rows[penalised] - start,
             penalty_tokens=self.penalty_tokens[penalised],
             penalty_counts=self.penalty_counts[penalised],
+            bias_rows=self.bias_rows[biased] - start,
+            bias_tokens=self.bias_tokens[biased],
+            bias=self.bias[biased],
             banned_rows=self.banned_rows[banned] - start,
             banned_tokens=self.banned_tokens[banned],
             masks=None if self.masks is None else self.masks.part(start, stop),

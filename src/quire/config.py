@@ -5,13 +5,13 @@ Each field says all there is to know of its option: `quire --help` and the check
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from quire.errors import ConfigError, check_integer, check_number
+from quire.errors import ConfigError, check_integer, check_known, check_number
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
          "tib": 2**40}  # fmt: skip
@@ -159,17 +159,94 @@ class EngineConfig:
         check_options(self)
 
 
+class Foreign(NamedTuple):
+    """An option of vLLM's that is none here."""
+
+    harmless: tuple[Any, ...]  # values that ask for what holds anyway: they are taken, and change nothing
+    sentence: str  # what is said of any other value
+
+
+ONE_PROCESS = "a model runs in one process here, on one device; `quire fleet` serves several replicas of it"
+ONLY_TEXT = "models are served for text alone"
+# By the names of vLLM's Python interface; on the command line a dash stands for each underscore.
+FOREIGN: Mapping[str, Foreign] = MappingProxyType(
+    dict.fromkeys(
+        ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes"), Foreign((1,), ONE_PROCESS)
+    )
+    | dict.fromkeys(
+        ("enable_expert_parallel", "disable_custom_all_reduce", "ray_workers_use_nsight"),
+        Foreign((None, False), ONE_PROCESS),
+    )
+    | {"distributed_executor_backend": Foreign((None, "uni", "mp"), ONE_PROCESS)}
+    | dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs"), Foreign((None, {}), ONLY_TEXT))
+    | {"allowed_local_media_path": Foreign((None, ""), ONLY_TEXT)}
+    | dict.fromkeys(
+        ("enforce_eager", "disable_log_stats", "use_tqdm_on_load", "disable_cascade_attn"),
+        Foreign((None, True, False), "it must be True or False, and has no effect here"),
+    )
+    | {
+        "calculate_kv_scales": Foreign((None, False), "kv_cache_dtype='int8' takes its scales from what it holds"),
+        "chat_template": Foreign((None,), "`quire serve` takes --chat-template"),
+        "compilation_config": Foreign((None, 0, {}), "steps are native calls, or CUDA graphs, and nothing is compiled"),
+        "config_format": Foreign((None, "auto", "hf"), "a checkpoint has a config.json, or is a GGUF file"),
+        "cpu_offload_gb": Foreign((None, 0), "weights lie where the model is computed, all of them"),
+        "disable_sliding_window": Foreign((None, False), "a model with windows is computed with its windows"),
+        "download_dir": Foreign((None,), "downloads go to the hub's cache, which the variable HF_HOME moves"),
+        "enable_chunked_prefill": Foreign((None, True), "long prompts are always computed in pieces"),
+        "enable_lora": Foreign((None, False), "adapters are given by name and path, as lora={name: path}"),
+        "enable_sleep_mode": Foreign((None, False), "close() frees the memory, and a new LLM takes it again"),
+        "gpu_memory_utilization": Foreign(
+            (None,), "kv_cache_memory says how much memory the KV cache takes: '8GiB', or a share as 0.5"
+        ),
+        "hf_overrides": Foreign((None, {}), "a checkpoint's config.json is taken as it stands"),
+        "hf_token": Foreign((None, False), "the hub's library reads the variable HF_TOKEN"),
+        "kv_cache_memory_bytes": Foreign((None,), "it is called kv_cache_memory"),
+        "kv_transfer_config": Foreign((None,), "a replica keeps its cache to itself; `quire fleet` goes to the blocks"),
+        "load_format": Foreign((None, "auto", "safetensors"), "the files say what they are"),
+        "logits_processors": Foreign((None, []), "SamplingParams say which tokens may be drawn"),
+        "max_logprobs": Foreign((None,), "LLM reports as many as are asked for; `quire serve` takes --max-logprobs"),
+        "max_seq_len_to_capture": Foreign((None,), "CUDA graphs are made for all lengths up to max_model_len"),
+        "num_gpu_blocks_override": Foreign((None,), "it is called num_blocks"),
+        "num_scheduler_steps": Foreign((None, 1), "a step is planned at a time; see async_scheduling"),
+        "override_pooler_config": Foreign((None,), "an embedding is the last token's hidden state, of length 1"),
+        "quantization_param_path": Foreign((None,), "a checkpoint's scales stand in it"),
+        "revision": Foreign((None, "main"), "download the revision, and give its directory as the model"),
+        "code_revision": Foreign((None,), "no code of a checkpoint is run"),
+        "rope_scaling": Foreign((None, {}), "angles are those of the checkpoint's config.json"),
+        "rope_theta": Foreign((None,), "angles are those of the checkpoint's config.json"),
+        "runner": Foreign((None, "auto", "generate"), "LLM.embed and LLM.score need no other model"),
+        "served_model_name": Foreign((None,), "names are for clients: `quire serve` takes --served-model-name"),
+        "skip_tokenizer_init": Foreign((None, False), "a tokenizer is read where the checkpoint has one"),
+        "speculative_config": Foreign((None,), "prompt lookup guesses num_speculative_tokens; there is no draft model"),
+        "task": Foreign((None, "auto", "generate"), "LLM.embed and LLM.score need no other model"),
+        "tokenizer": Foreign((None,), "the tokenizer is the checkpoint's tokenizer.json"),
+        "tokenizer_mode": Foreign((None, "auto", "hf"), "the tokenizer is the checkpoint's tokenizer.json"),
+        "tokenizer_revision": Foreign((None, "main"), "the tokenizer is the checkpoint's tokenizer.json"),
+        "trust_remote_code": Foreign(
+            (None, False), "no code of a checkpoint is run; model_impl='transformers' takes transformers' own"
+        ),
+        "use_v2_block_manager": Foreign((None, True), "there is one block manager"),
+    }
+)
+
+
 def engine_config(**options: Any) -> EngineConfig:
-    """An EngineConfig from flat options, the cache's included. Raises ConfigError for an unknown one."""
+    """An EngineConfig from flat options, the cache's included. Raises ConfigError for an unknown one.
+
+    Those of vLLM's that ask for what holds anyway are taken.
+    """
     cache_keys = {f.name for f in fields(CacheConfig)}
     known = cache_keys | {f.name for f in fields(EngineConfig)} - {"cache"}
     if "dtype" in options:  # torch.bfloat16 is as good as "bfloat16"
         options["dtype"] = str(options["dtype"]).removeprefix("torch.")
-    for key in options:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(sorted(known))}"
-            raise ConfigError(f"there is no engine option {key!r}; {hint}")
+    asked = {name: value for name, value in options.items() if name in FOREIGN and name not in known}
+    for name, value in asked.items():
+        if value not in FOREIGN[name].harmless:
+            raise ConfigError(f"there is no engine option {name!r} (it is {value!r}); {FOREIGN[name].sentence}")
+    options = {name: value for name, value in options.items() if name not in asked}
+    if options.get("seed", 0) is None:  # vLLM's default
+        del options["seed"]
+    check_known(ConfigError, "there is no engine option", options, known, {})
     cache = CacheConfig(**{key: value for key, value in options.items() if key in cache_keys})
     return EngineConfig(**{key: value for key, value in options.items() if key not in cache_keys}, cache=cache)
 

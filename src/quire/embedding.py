@@ -1,7 +1,8 @@
-"""Embeddings: a prompt's last hidden state, cut and normalised."""
+"""Embeddings: a prompt's last hidden state, cut and normalised, and how similar those of two prompts are."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,24 @@ class EmbeddingRequestOutput:
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput
     num_cached_tokens: int  # prompt tokens whose K and V were in the prefix cache
+    error: str | None = None  # what failed
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """How similar two prompts are."""
+
+    score: float  # the cosine of their embeddings, -1..1; NaN where a prompt's step failed
+
+
+@dataclass(frozen=True)
+class ScoringRequestOutput:
+    """A pair of prompts and how similar they are."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]  # of both, one after the other
+    num_cached_tokens: int  # of these, tokens whose K and V were in the prefix cache
     error: str | None = None  # what failed
 
 
@@ -71,4 +90,20 @@ def embedding_output(output: RequestOutput, dimensions: int | None) -> Embedding
         EmbeddingOutput([] if state is None else normalised(state, dimensions).tolist()),
         output.num_cached_tokens or 0,
         output.outputs[0].error,
+    )
+
+
+def similarity(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) -> ScoringRequestOutput:
+    """The score of a pair."""
+    error = first.error or second.error
+    score = math.nan
+    if error is None:
+        products = (a * b for a, b in zip(first.outputs.embedding, second.outputs.embedding, strict=True))
+        score = max(-1.0, min(1.0, math.fsum(products)))
+    return ScoringRequestOutput(
+        f"{first.request_id}_{second.request_id}",
+        ScoringOutput(score),
+        first.prompt_token_ids + second.prompt_token_ids,
+        first.num_cached_tokens + second.num_cached_tokens,
+        error,
     )

@@ -2,12 +2,14 @@
 
 All are `ValueError`s: something that the caller gave cannot be honoured, and the message names what, where and the
 value, and what would be right. Those of the operators carry a `status` besides, the word by which a caller of a C
-interface would know them. Below them stand the two checks of plain numbers that several rooms share.
+interface would know them. Below them stand the checks of numbers and names that several rooms share.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import ClassVar
 
@@ -98,3 +100,17 @@ def check_number(error: type[QuireError], name: str, value: object, lower: float
     if not (math.isfinite(number) and lower <= number <= upper):
         bounds = f"at least {lower:g}" if math.isinf(upper) else f"in {lower:g}..{upper:g}"
         raise error(f"{name} is {value}; it must be finite and {bounds}")
+
+
+def check_known(
+    error: type[QuireError], lacks: str, given: Iterable[str], known: Collection[str], refused: Mapping[str, str]
+) -> None:
+    """Raise `error` for a name that is not known: with what is said of it in `refused`, or with what was perhaps meant.
+
+    lacks: the sentence's beginning, before the name.
+    """
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known))}"
+            raise error(f"{lacks} {name!r}; {refused.get(name, hint)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -9,18 +10,34 @@ from dataclasses import replace
 from numbers import Integral
 from typing import Any, TypeAlias, cast
 
+import torch
+
 from quire import ops
 from quire.config import EngineConfig, engine_config
-from quire.embedding import EmbeddingRequestOutput, check_dimensions, embedding_output, embedding_request
+from quire.embedding import (
+    EmbeddingRequestOutput,
+    ScoringRequestOutput,
+    check_dimensions,
+    embedding_output,
+    embedding_request,
+    similarity,
+)
 from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine, build_engine
 from quire.engine.interrupts import deferred_interrupts
 from quire.errors import QuireError, RequestError, Unsupported, check_integer
+from quire.loglikelihood import (
+    LoglikelihoodOutput,
+    check_pair,
+    encode_pair,
+    loglikelihood_output,
+    loglikelihood_request,
+)
 from quire.models import check_device, load_model, locate
 from quire.progress import progress_bar
-from quire.request import MAX_PRIORITY, Request, SamplingParams
-from quire.scoring import ScoreOutput, check_pair, encode_pair, score_output, score_request
+from quire.request import MAX_PRIORITY, Guide, Request, SamplingParams, StructuredOutputsParams
+from quire.sandbox.grammar import Grammars, Spec
 from quire.text import (
     BeamSearchOutput,
     RequestOutput,
@@ -29,6 +46,7 @@ from quire.text import (
     beam_sequences,
     find_tokenizer,
     make_requests,
+    truncated,
 )
 
 # A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as vLLM has it, both with a "cache_salt" if wanted.
@@ -59,19 +77,42 @@ class LLM:
         self.tokenizer: Tokenizer | None = find_tokenizer(self.directory)
         self.engine: Engine = build_engine(self.decoder, self.backend, self.config)
         self._processor = TextEngine(self.engine, self.tokenizer)
+        self._grammars: Grammars | None = None  # made at first use
         self._num_prompts = 0
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the weights, the KV cache and the processes that grammars are tried in. What is called later raises.
+
+        Streams that have not ended raise QuireError, like every later call. To close it once more changes nothing.
+        """
+        if self._grammars is not None:
+            self._grammars.close()
+            self._grammars = None
+        for name in ("engine", "decoder", "backend", "_processor"):
+            setattr(self, name, Closed())
+        gc.collect()  # an engine's parts know one another
+        if self.config.device != "cpu":
+            torch.cuda.empty_cache()
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; the results are in the prompts' order.
 
         prompts: one or a list of texts, lists of token ids, or {"prompt_token_ids": [...]}.
+        prompt_token_ids: in place of prompts, one or a list of lists of token ids.
         sampling_params: one for all prompts or one each; None is SamplingParams().
         use_tqdm: show a progress bar, if standard error is a terminal.
         priority: one for each prompt, the lower the sooner; for scheduling_policy="priority".
@@ -79,7 +120,11 @@ class LLM:
         Raises RequestError for a prompt that is invalid or can never fit; then nothing was computed. A prompt whose
         step failed has the finish_reason "error" and says why in its `error`; the others are not affected.
         """
-        return self._finished(self._requests(prompts, sampling_params, priority), use_tqdm)
+        if (prompts is None) == (prompt_token_ids is None):
+            given = "neither" if prompts is None else "both"
+            raise RequestError(f"{given} of prompts and prompt_token_ids was given; give one of them")
+        listed = prompt_token_ids if prompts is None else prompts
+        return self._finished(self._requests(cast("Sequence[Prompt]", listed), sampling_params, priority), use_tqdm)
 
     def stream(
         self,
@@ -157,12 +202,40 @@ class LLM:
 
     def score(
         self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How similar the prompts of each pair are: the cosine of their embeddings, -1..1, as vLLM scores a decoder.
+
+        One prompt of data_1 goes with all of data_2; else there are as many of both. Models that read a pair at once,
+        cross-encoders, are not served. use_tqdm and priority are those of `generate`, for each of data_1, then of
+        data_2.
+
+        Raises RequestError as `embed` does, and for numbers of prompts that make no pairs.
+        """
+        firsts, seconds = _listed(data_1, "data_1"), _listed(data_2, "data_2")
+        if len(firsts) not in (1, len(seconds)):
+            raise RequestError(
+                f"data_1 has {len(firsts)} prompts and data_2 has {len(seconds)}; give as many, or one as data_1"
+            )
+        found = self.embed([*firsts, *seconds], use_tqdm=use_tqdm, priority=priority)
+        first, second = found[: len(firsts)], found[len(firsts) :]
+        return [
+            similarity(one, other)
+            for one, other in zip(first * len(second) if len(first) == 1 else first, second, strict=True)
+        ]
+
+    def loglikelihood(
+        self,
         prompts: Prompt | Sequence[Prompt],
         continuations: str | Sequence[int] | Sequence[str | Sequence[int]],
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
-    ) -> list[ScoreOutput]:
+    ) -> list[LoglikelihoodOutput]:
         """How probable each continuation is after its prompt, one for each; the results are in the prompts' order.
 
         A text goes with a text and token ids with token ids, which are joined as they are. Of texts, the prompt with
@@ -196,10 +269,10 @@ class LLM:
             else:
                 before, after = prompt, continuation
             check_pair(i, before, after)
-            requests.append(score_request(self._next_name(), before, after, own_priority, salt))
+            requests.append(loglikelihood_request(self._next_name(), before, after, own_priority, salt))
             starts.append((*texts, len(before)))
         ended = self._finished(requests, use_tqdm)
-        return [score_output(output, *start) for output, start in zip(ended, starts, strict=True)]
+        return [loglikelihood_output(output, *start) for output, start in zip(ended, starts, strict=True)]
 
     @property
     def hidden_size(self) -> int:
@@ -288,9 +361,26 @@ class LLM:
                 raise RequestError(
                     f"stop is {sampling.stop!r}; without a tokenizer only stop_token_ids can end a request"
                 )
-            output, samples = make_requests(self._next_name(), text, tokens, sampling, own_priority, salt)
+            tokens = truncated(
+                tokens, sampling.truncate_prompt_tokens, sampling.max_tokens, self.engine.scheduler.max_model_len
+            )
+            output, samples = make_requests(
+                self._next_name(), text, tokens, sampling, own_priority, salt, self.tokenizer
+            )
+            if sampling.structured_outputs is not None:
+                guide = self._guide(sampling.structured_outputs)
+                for request in samples:
+                    request.guide = guide.copy()
             requests += [(request, output) for request in samples]
         return requests
+
+    def _guide(self, asked: StructuredOutputsParams) -> Guide:
+        """What keeps a text to what was asked. Raises RequestError for what cannot be followed."""
+        if self.tokenizer is None:
+            raise RequestError("structured_outputs are of texts, and this model has no tokenizer")
+        if self._grammars is None:
+            self._grammars = Grammars(self.tokenizer.json(), self.engine.vocab_size, self.engine.eos_token_ids)
+        return self._grammars.compile(Spec.of(asked))
 
     def _next_name(self) -> str:
         self._num_prompts += 1
@@ -307,6 +397,13 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError(f"{text[:40]!r} is a text, and this model has no tokenizer; give token ids")
         return self.tokenizer
+
+
+class Closed:
+    """What stands in the place of an LLM's parts when it is closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise QuireError("this LLM is closed and its memory is free; make another one")
 
 
 def _parsed(prompt: Prompt, what: str = "prompt") -> tuple[str | list[int], str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from quire.errors import RequestError, check_integer, check_number
+from quire.errors import RequestError, check_integer, check_known, check_number
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,6 +21,36 @@ MAX_N = 16_384  # samples of one prompt; a bound, so that one request cannot exh
 MAX_SEED = 2**63 - 1
 MAX_PRIORITY = 2**31 - 1
 SMALLEST, LARGEST = 1e-6, 1e6  # of factors: both far inside the range of fp32
+MAX_BIAS = 100.0  # of a logit, both ways, as OpenAI has it
+# vLLM's names that are no fields here: what is said of each.
+NOT_SAMPLING = MappingProxyType(
+    {
+        "best_of": "ask for n samples, and keep those of the best cumulative_logprob",
+        "early_stopping": "LLM.beam_search searches, and stops when no live beam can win",
+        "extra_args": "there is nothing here that would read it",
+        "flat_logprobs": "logprobs are a list of a dictionary for each position",
+        "guided_decoding": "it is called structured_outputs",
+        "length_penalty": "it is a field of BeamSearchParams, for LLM.beam_search",
+        "logits_processors": (
+            "a function of the caller's would stop every request's step; logit_bias, allowed_token_ids, bad_words and "
+            "structured_outputs say which tokens may be drawn"
+        ),
+        "output_kind": "LLM.generate returns what is whole, and LLM.stream yields it as it grows",
+        "repetition_detection": "a text that repeats itself ends at max_tokens; frequency_penalty works against it",
+        "skip_reading_prefix_cache": "a prompt with a cache_salt of its own finds nothing in the cache",
+        "thinking_token_budget": "thinking is not told from the rest of the text here; max_tokens limits both",
+        "use_beam_search": "LLM.beam_search searches",
+    }
+)
+NOT_STRUCTURED = MappingProxyType(
+    {
+        "backend": "llguidance follows all grammars",
+        "disable_additional_properties": "say additionalProperties: false in the schema",
+        "disable_any_whitespace": "JSON has a blank at most, where json.dumps has one",
+        "structural_tag": "a structural tag is not served; a grammar in Lark's notation can say the same",
+        "whitespace_pattern": 'a schema\'s "x-guidance" says where white space may stand',
+    }
+)
 
 
 class FinishReason(str, Enum):
@@ -34,8 +66,41 @@ class Task(str, Enum):
     """What a request is to bring. Where that is no new token, it ends when its prompt is computed."""
 
     GENERATE = "generate"  # tokens after the prompt
-    SCORE = "score"  # logprobs of the prompt's tokens, as prompt_logprobs asks for them
+    LOGLIKELIHOOD = "loglikelihood"  # logprobs of the prompt's tokens, as prompt_logprobs asks for them
     EMBED = "embed"  # the hidden state of the prompt's last token
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What a text has to be; exactly one of these. Names are vLLM's. RequestError names what is wrong."""
+
+    json: str | Mapping[str, Any] | None = None  # a JSON schema
+    regex: str | None = None  # a regular expression, of the whole text
+    choice: Sequence[str] | None = None  # one of these texts
+    grammar: str | None = None  # in llguidance's variant of Lark's notation
+    json_object: bool | None = None  # any JSON object
+
+    def __new__(cls, **given: Any) -> StructuredOutputsParams:
+        """Refuse what is no field, as __init__ would, with a sentence."""
+        check_known(RequestError, "structured_outputs has no field", given, cls.__dataclass_fields__, NOT_STRUCTURED)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        # A schema may be empty: any JSON.
+        asked = [one.name for one in fields(self) if (value := getattr(self, one.name)) or isinstance(value, Mapping)]
+        if len(asked) != 1:
+            names = ", ".join(one.name for one in fields(self))
+            which = " and ".join(asked) or "nothing"
+            raise RequestError(f"structured_outputs asks for {which}; give exactly one of {names}")
+        kinds = {"json": (str, Mapping), "choice": (list, tuple), "json_object": bool}
+        if not isinstance(value := getattr(self, asked[0]), kinds.get(asked[0], str)):  # type: ignore[arg-type]
+            wanted = {"json": "a schema", "choice": "a list of texts", "json_object": "True"}.get(asked[0], "a text")
+            raise RequestError(f"structured_outputs.{asked[0]} is {value!r}; it must be {wanted}")
+        for text in self.choice or ():
+            if not isinstance(text, str) or not text:
+                raise RequestError(
+                    f"structured_outputs.choice contains {text!r}; each must be a text that is not empty"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +115,10 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides the positive logits of seen tokens, multiplies the negative ones
     presence_penalty: float = 0.0  # subtracted once from each generated token's logit
     frequency_penalty: float = 0.0  # subtracted once per occurrence in the generated tokens
+    logit_bias: Mapping[int, float] | None = None  # added to logits, before penalties: token id -> -100..100
+    allowed_token_ids: Sequence[int] | None = None  # no other token is drawn, not even one that ends the request
+    bad_words: Sequence[str] | None = None  # texts whose last token is not drawn after the others
+    structured_outputs: StructuredOutputsParams | None = None  # what the text has to be
     max_tokens: int | None = 16  # None: up to the longest sequence that the engine serves
     min_tokens: int = 0  # no stop token or string ends the request before that many
     stop: str | Sequence[str] | None = None  # texts that end the request
@@ -59,7 +128,15 @@ class SamplingParams:
     seed: int | None = None  # None: derived from the engine's seed and the request's ordinal
     logprobs: int | None = None  # report that many most probable tokens at each position; 0: the chosen one only
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    detokenize: bool = True  # False: tokens only, without text
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # as the tokenizer writes them
+    truncate_prompt_tokens: int | None = None  # keep the prompt's last so many tokens; -1: as many as there is room for
+
+    def __new__(cls, **given: Any) -> SamplingParams:
+        """Refuse what is no field, as __init__ would, with a sentence."""
+        check_known(RequestError, "SamplingParams has no field", given, cls.__dataclass_fields__, NOT_SAMPLING)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_integer(RequestError, "n", self.n, 1, MAX_N)
@@ -76,14 +153,62 @@ class SamplingParams:
         for name in ("seed", "logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 check_integer(RequestError, name, value, 0, MAX_SEED)
-        for name, kind in (("stop", "texts"), ("stop_token_ids", "token ids")):
-            if not isinstance(getattr(self, name), (Iterable, NoneType)):
-                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be a list of {kind}")
-        for text in self.stop_strings:
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop contains {text!r}; each entry must be a text of at least one character")
-        for i, token in enumerate(self.stop_tokens):
-            check_integer(RequestError, f"stop_token_ids[{i}]", token, 0)
+        self._check_tokens()
+        self._check_texts()
+
+    def _check_tokens(self) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if not isinstance(given := getattr(self, name), (Collection, NoneType)):
+                raise RequestError(f"{name} is {given!r}; it must be a list of token ids", name)
+            for i, token in enumerate(() if given is None else given):
+                check_integer(RequestError, f"{name}[{i}]", token, 0)
+        if self.allowed_token_ids is not None and not self.allowed_tokens:
+            raise RequestError("allowed_token_ids is empty, so no token could be drawn", "allowed_token_ids")
+        if not isinstance(self.logit_bias, (Mapping, NoneType)):
+            raise RequestError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers", "logit_bias")
+        for token, bias in (self.logit_bias or {}).items():
+            check_integer(RequestError, "a token of logit_bias", token, 0)
+            check_number(RequestError, f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS)
+        if (count := self.truncate_prompt_tokens) is not None:
+            check_integer(RequestError, "truncate_prompt_tokens", count, -1)
+            if count == 0:
+                raise RequestError(
+                    "truncate_prompt_tokens is 0; it must be at least 1, or -1 for what there is room for"
+                )
+
+    def _check_texts(self) -> None:
+        if not isinstance(self.stop, (Collection, NoneType)):
+            raise RequestError(f"stop is {self.stop!r}; it must be a list of texts")
+        if isinstance(self.bad_words, str) or not isinstance(self.bad_words, (Collection, NoneType)):
+            raise RequestError(f"bad_words is {self.bad_words!r}; it must be a list of texts")
+        for name, texts in (("stop", self.stop_strings), ("bad_words", self.bad_words or ())):
+            for text in texts:
+                if not isinstance(text, str) or not text:
+                    raise RequestError(f"{name} contains {text!r}; each entry must be a text of at least one character")
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, NoneType)):
+            kind = type(self.structured_outputs).__name__
+            raise RequestError(f"structured_outputs is a {kind}; it must be StructuredOutputsParams")
+        if self.structured_outputs is not None and self.min_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens} with structured_outputs, which say where the text ends; leave one out"
+            )
+        if self.stop_strings and not self.detokenize:
+            raise RequestError(f"stop is {self.stop!r} with detokenize=False; without text only tokens end a request")
+        if self.spaces_between_special_tokens is not True:
+            value = self.spaces_between_special_tokens
+            raise RequestError(
+                f"spaces_between_special_tokens is {value!r}; special tokens are written as the tokenizer writes them, "
+                f"so it must be True"
+            )
+
+    @property
+    def allowed_tokens(self) -> tuple[int, ...]:
+        """`allowed_token_ids` as a tuple; empty where None was given, which allows all."""
+        return () if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares no list with this one."""
+        return deepcopy(self)
 
     @property
     def has_penalty(self) -> bool:
@@ -156,6 +281,18 @@ class PrefixReport:
             Miss.DISABLED: "the prefix cache is off",
         }[self.miss]
         return f"{message}, of {full} in full blocks: {reason}"
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Which tokens a request may draw at any time, as its sampling parameters say, in the form that steps use."""
+
+    bias_tokens: NDArray[np.int64]  # [B]
+    bias: NDArray[np.float32]  # [B], added to the logits of these
+    banned: tuple[int, ...]  # tokens that are never drawn
+    # By the last token: generated tokens that end with it, and the token that must not come after them.
+    endings: Mapping[int, Sequence[tuple[array[int], int]]]
+    allowed: NDArray[np.int32] | None  # a bit a token, as a Guide's; None: all
 
 
 class Guide(Protocol):
@@ -237,12 +374,14 @@ class Request:
     group: Group | None = None  # its siblings and itself
     driven: bool = False  # a driver chooses its tokens: the engine reports logprobs, and waits for Engine.extend
     guide: Guide | None = None  # which tokens it may draw, where not all of them; its own, not a sibling's
+    bad_sequences: tuple[tuple[int, ...], ...] = ()  # tokens that must not be drawn one after the other
     task: Task = Task.GENERATE
     first_prompt_logprob: int = 0  # prompt positions before it are not asked for, whatever prompt_logprobs says
     to_check: array[int] = field(default_factory=_no_tokens)  # that its caller has: drawn again, and compared
     is_strict: bool = True  # it ends with an error where another token than the one to check is drawn
     seed: int = 0  # key of its random numbers, as given or derived; set by Engine.add
     ending_tokens: frozenset[int] = frozenset()  # stop tokens and the model's own end tokens; set by Engine.add
+    constraints: Constraints | None = None  # what else says which tokens it may draw; set by Engine.add
     tokens_checked: bool = False  # the prompt's ids are the vocabulary's, and so its siblings' are; set by Engine.check
     finish_reason: FinishReason | None = None  # set by Scheduler, at the end or when Engine.finish asks for it
     cache: CacheState = field(default_factory=CacheState)
@@ -265,6 +404,12 @@ class Request:
     def num_generated(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a draw depends on the tokens drawn before it, beyond their being computed."""
+        has_endings = self.constraints is not None and bool(self.constraints.endings)
+        return self.guide is not None or self.sampling.has_penalty or has_endings
 
     @property
     def is_new(self) -> bool:

@@ -272,6 +272,24 @@ class RequestOutput:
         return self.num_running == 0
 
 
+def bad_sequences(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word, alone and after a space. Raises RequestError where there is no tokenizer."""
+    if not words:
+        return ()
+    if tokenizer is None:
+        raise RequestError("bad_words are texts, and this model has no tokenizer; logit_bias takes tokens", "bad_words")
+    written = (lead + word.lstrip() for word in words for lead in ("", " "))
+    found = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in written)
+    return tuple(dict.fromkeys(tokens for tokens in found if tokens))
+
+
+def truncated(tokens: list[int], count: int | None, max_tokens: int | None, max_model_len: int) -> list[int]:
+    """The prompt's last tokens, see SamplingParams.truncate_prompt_tokens. max_model_len: of prompt and answer."""
+    if count is None:
+        return tokens
+    return tokens[-(max(1, max_model_len - (max_tokens or 1)) if count == -1 else count) :]
+
+
 def make_requests(
     name: str,
     text: str | None,
@@ -279,8 +297,10 @@ def make_requests(
     sampling: SamplingParams,
     priority: int = 0,
     cache_salt: str = "",
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[RequestOutput, list[Request]]:
-    """A prompt's output, still empty, and the requests of its samples."""
+    """A prompt's output, still empty, and the requests of its samples. tokenizer: of the model's, for bad_words."""
+    bad = bad_sequences(sampling.bad_words or (), tokenizer)
     output = RequestOutput(name, text, tokens, [CompletionOutput(i) for i in range(sampling.n)])
     group = Group() if sampling.n > 1 else None
     prompt = array("i", tokens)
@@ -288,6 +308,7 @@ def make_requests(
     for i in range(sampling.n):
         own = sampling if i == 0 else replace(sampling, prompt_logprobs=None)  # the prompt is reported once
         requests.append(Request(f"{name}-{i}", prompt[:], len(prompt), own, i, priority, cache_salt, group))
+        requests[-1].bad_sequences = bad
     if group is not None:
         group.members += requests
     return output, requests
@@ -364,7 +385,7 @@ class TextEngine:
         sampling, sample = request.sampling, output.outputs[request.sample_index - first.index]
         detokenizer = (
             Detokenizer(self._tokenizer, output.prompt_token_ids, sampling.skip_special_tokens)
-            if self._tokenizer and request.task is Task.GENERATE
+            if self._tokenizer and request.task is Task.GENERATE and sampling.detokenize
             else None
         )
         self._engine.add(request)

@@ -257,7 +257,7 @@ def load(rng: random.Random, sampling: tuple[dict[str, Any], ...] = SAMPLING) ->
         else:
             asked.append(request(f"{i}", prompt, **params))
         if rng.random() < 0.1 and asked[-1].group is None:
-            asked[-1].task = rng.choice([Task.EMBED, Task.SCORE])
+            asked[-1].task = rng.choice([Task.EMBED, Task.LOGLIKELIHOOD])
             asked[-1].sampling = replace(asked[-1].sampling, prompt_logprobs=0)
         if rng.random() < 0.15 and asked[-1].task is Task.GENERATE and sampling is not SAMPLING:
             asked[-1].guide = Residues(rng.randint(1, 12))

@@ -187,9 +187,9 @@ class RandomRun(Simulation):
         prompt_logprobs = 0 if rng.random() < 0.1 and not (group and driven) else None  # no beam search has any
         sampling = SamplingParams(max_tokens=rng.randint(1, 20), prompt_logprobs=prompt_logprobs)
         if group is None:
-            task = rng.choice([Task.GENERATE] * 3 + [Task.EMBED, Task.SCORE])
+            task = rng.choice([Task.GENERATE] * 3 + [Task.EMBED, Task.LOGLIKELIHOOD])
             request = Request(f"{name}", prompt, len(prompt), sampling, 0, priority, salt, task=task)
-            if task is Task.SCORE:
+            if task is Task.LOGLIKELIHOOD:
                 request.sampling = replace(sampling, prompt_logprobs=0)
                 request.first_prompt_logprob = rng.randrange(len(prompt))
             self.wanted_from[name] = request.next_prompt_logprob
@@ -318,7 +318,7 @@ class RandomRun(Simulation):
     def check_prompt(self, request: Request) -> None:
         """What was asked of the prompt of a request that came to its end."""
         self.seen["embedded"] += request.task is Task.EMBED
-        self.seen["scored"] += request.task is Task.SCORE
+        self.seen["scored"] += request.task is Task.LOGLIKELIHOOD
         assert (request.id in self.states) == (request.task is Task.EMBED)
         if self.runner is None:
             return

@@ -48,6 +48,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "characters": {"stop": ["漢🙂字"], "temperature": 2.0},
     "guide": {"temperature": 1.0},
     "prompt": {"temperature": 0.8, "prompt_logprobs": 1},
+    "constraints": {
+        "temperature": 0.8,
+        "logit_bias": {300: 4.0, 301: -100.0},
+        "allowed_token_ids": range(1, 2000),
+        "bad_words": ["for name", "self", "print(name)", "os"],
+    },
 }
 
 
@@ -91,7 +97,7 @@ def made(
     """A request, or the last sample of it after delivered tokens."""
     sampling = SamplingParams(**{"max_tokens": COUNT, "seed": 11, "logprobs": 2, "ignore_eos": True} | KINDS[kind])
     assert llm.tokenizer is not None
-    output, requests = make_requests(name, None, llm.tokenizer.encode(PROMPT), sampling)
+    output, requests = make_requests(name, None, llm.tokenizer.encode(PROMPT), sampling, tokenizer=llm.tokenizer)
     guide = guide_of(kind, llm)
     if delivered:
         output.outputs, requests = output.outputs[-1:], requests[-1:]

@@ -24,9 +24,9 @@ from quire.engine.engine import Engine
 from quire.engine.graphs import GraphRunner
 from quire.engine.runner import Runner
 from quire.errors import RequestError
+from quire.loglikelihood import loglikelihood_request
 from quire.ops.cpu import native
 from quire.request import FinishReason, Request, SamplingParams, Task
-from quire.scoring import score_request
 from tests.engine.fakes import fake_engine, run
 from tests.marks import of_long_runs
 from tests.models.checkpoints import engine, save
@@ -66,7 +66,7 @@ def asked(count: int = 24) -> list[Request]:
             requests.append(embedding_request(f"{i}", None, tokens)[0])
         else:
             cut = rng.randint(1, len(tokens) - 1)
-            requests.append(score_request(f"{i}", tokens[:cut], tokens[cut:])[0])
+            requests.append(loglikelihood_request(f"{i}", tokens[:cut], tokens[cut:])[0])
     return requests
 
 
@@ -132,7 +132,7 @@ def test_what_is_told_is_what_transformers_computes(model: tuple[Path, Any]) -> 
         if request.task is Task.EMBED:
             [state] = shown
             torch.testing.assert_close(torch.tensor(state), outputs.hidden_states[-1][0, -1], **close)
-        elif request.task is Task.SCORE:
+        elif request.task is Task.LOGLIKELIHOOD:
             logprobs = outputs.logits[0].log_softmax(-1)
             scored = list(range(len(request.tokens) - len(shown), len(request.tokens)))
             assert [token for token, _, _ in shown] == [request.tokens[i] for i in scored]
@@ -187,7 +187,11 @@ def test_prompts_that_give_way_within_themselves(tmp_path: Path, preemption: str
         elders = [Request(f"e{i}", array("i", [i + 1] * 4), 4, SamplingParams(max_tokens=60, temperature=0.0,
                   ignore_eos=True, logprobs=0)) for i in range(3)]  # fmt: skip
         tokens = [random.Random(i).randrange(VOCABULARY) for i in range(60)]
-        return [*elders, embedding_request("state", None, tokens)[0], score_request("score", tokens[:20], tokens)[0]]
+        return [
+            *elders,
+            embedding_request("state", None, tokens)[0],
+            loglikelihood_request("score", tokens[:20], tokens)[0],
+        ]
 
     expected = {
         name: shown
@@ -205,7 +209,7 @@ def test_prompts_that_give_way_within_themselves(tmp_path: Path, preemption: str
             swap_space="8MiB" if preemption == "swap" else None,
         )
         assert results(served, some(), seen) == expected
-    assert seen[Task.EMBED] + seen[Task.SCORE] > 0, seen
+    assert seen[Task.EMBED] + seen[Task.LOGLIKELIHOOD] > 0, seen
 
 
 @pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
@@ -226,7 +230,7 @@ def test_beside_guessed_tokens_and_in_graphs(model: tuple[Path, Any]) -> None:
 
     assert isinstance(eager.runner, Runner)
     eager.runner = GraphRunner(eager.runner, eager.runner.plans[0].max_seqs, eager.runner.plans[0].max_blocks, twin)
-    whole = [*asked(), embedding_request("one", None, [5])[0], score_request("two", [5], [6])[0]]
+    whole = [*asked(), embedding_request("one", None, [5])[0], loglikelihood_request("two", [5], [6])[0]]
     found = results(eager, [embedding_request("one", None, [5])[0]])  # a prompt of one token is replayed
     assert len(sizes) == 1
     assert {name: shown for name, shown in results(eager, whole).items() if name in alone(directory)} == alone(
@@ -254,10 +258,10 @@ def test_nothing_is_drawn_and_no_logit_is_computed(tmp_path: Path, monkeypatch: 
     tokens = list(range(2, 40))
     results(served, [embedding_request("e", None, tokens)[0]])
     assert (rows, kept) == ([], [1])
-    results(served, [score_request("s", tokens[:30], tokens[30:])[0]])
+    results(served, [loglikelihood_request("s", tokens[:30], tokens[30:])[0]])
     assert rows == [8]
     assert kept[1:] == [8]
-    report = score_request("s", tokens[:30], tokens[30:])[0]
+    report = loglikelihood_request("s", tokens[:30], tokens[30:])[0]
     results(served, [report])
     assert report.cache.prefix_report is not None
     assert report.cache.prefix_report.num_cached == 28  # the blocks before the row that tells of the first token
@@ -277,7 +281,7 @@ def test_blocks_are_published_and_shared_with_requests_that_generate() -> None:
 
 def test_a_prompt_may_fill_the_longest_sequence_and_the_whole_cache() -> None:
     served = fake_engine(num_blocks=5, block_size=4, max_model_len=20)
-    for make in (embedding_request, lambda name, text, tokens: score_request(name, tokens[:3], tokens[3:])):
+    for make in (embedding_request, lambda name, text, tokens: loglikelihood_request(name, tokens[:3], tokens[3:])):
         served.check(make("r", None, [1] * 20)[0])
         with pytest.raises(
             RequestError, match="prompt of 21 tokens; with max_model_len=20 a prompt may have at most 20"
@@ -316,7 +320,7 @@ def test_a_state_that_is_not_finite_is_an_error_and_is_not_shared(tmp_path: Path
     bad, good = [7] * 9, [8] * 9
     for request in (
         embedding_request("bad", None, bad)[0],
-        score_request("worse", bad[:3], bad[3:])[0],
+        loglikelihood_request("worse", bad[:3], bad[3:])[0],
         embedding_request("good", None, good)[0],
     ):
         served.add(request)

@@ -21,10 +21,10 @@ def num_new_tokens(num_missing: int, budget: int, num_singles: int) -> int:
 def needs_token(request: Request) -> bool:
     """Whether what comes after the token that the request is drawing depends on that token, beyond being computed.
 
-    What its guide allows next does, and its penalties; and where siblings wait to be forked, they come then.
+    Its next draw may; and where siblings wait to be forked, they come then.
     """
     waits_to_fork = request.group is not None and request.num_generated == 0
-    return request.guide is not None or request.sampling.has_penalty or waits_to_fork
+    return request.looks_back or waits_to_fork
 
 
 def who_gives_way(request: Request, running: RankedList) -> list[Request]:

@@ -24,6 +24,7 @@ from quire.batch import (
 from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
 from quire.cache.manager import Move
 from quire.cache.pool import NONE
+from quire.engine.constraints import banned_now
 from quire.engine.philox import uniforms
 from quire.engine.plan import Plan, PlanItem
 from quire.request import Request
@@ -179,11 +180,12 @@ def sampling_rows(requests: list[Request], ahead: Sequence[int] | None = None) -
     whole = [(p.top_k if p.top_k > 0 else KEEP_ALL, -1 if p.logprobs is None else p.logprobs) for p in params]
     top_k, num_logprobs = torch.tensor(whole, dtype=torch.int64).reshape(-1, 2).T.contiguous()
     penalties = [_penalised(row, request) for row, request in enumerate(requests) if request.sampling.has_penalty]
+    biases = [(row, of) for row, request in enumerate(requests) if (of := request.constraints) and len(of.bias)]
     banned = [
         (row, token)
         for row, request in enumerate(requests)
-        if request.num_generated + ahead[row] < request.sampling.min_tokens
-        for token in request.ending_tokens  # in any order
+        if request.constraints is not None or request.num_generated + ahead[row] < request.sampling.min_tokens
+        for token in banned_now(request, ahead[row])
     ]
     banned_rows, banned_tokens = torch.tensor(banned, dtype=torch.int64).reshape(-1, 2).T.contiguous()
     return SamplingRows(
@@ -199,15 +201,12 @@ def sampling_rows(requests: list[Request], ahead: Sequence[int] | None = None) -
         repetition=repetition,
         presence=presence,
         frequency=frequency,
+        bias_rows=_concatenated([np.full(len(of.bias), row) for row, of in biases], torch.int64),
+        bias_tokens=_concatenated([of.bias_tokens for _, of in biases], torch.int64),
+        bias=_concatenated([of.bias for _, of in biases], torch.float32),
         banned_rows=banned_rows,
         banned_tokens=banned_tokens,
-        masks=_masks(
-            {
-                row: request.schedule.allowed
-                for row, request in enumerate(requests)
-                if request.schedule.allowed is not None
-            }
-        ),
+        masks=_masks({row: mask for row, request in enumerate(requests) if (mask := _allowed(request)) is not None}),
     )
 
 
@@ -222,6 +221,16 @@ def _uniforms(requests: list[Request], ahead: Sequence[int]) -> torch.Tensor:
             np.array([request.sample_index for request in requests], np.uint64),
         )
     )
+
+
+def _allowed(request: Request) -> NDArray[np.int32] | None:
+    """What both its guide and its constraints allow, a bit a token. None: all."""
+    guided = request.schedule.allowed
+    own = None if request.constraints is None else request.constraints.allowed
+    if own is None or guided is None:
+        return guided if own is None else own
+    size = min(len(own), len(guided))
+    return own[:size] & guided[:size]
 
 
 def _masks(allowed: dict[int, NDArray[np.int32]]) -> Masks | None:

@@ -92,8 +92,8 @@ class StepOutput:
         """Whether what an item that draws nothing was to bring is no number."""
         if item.embeds:
             return self.hidden_states[item.request.id] is None
-        is_scored = item.request.task is Task.SCORE
-        return is_scored and any(isnan(found.logprob) for found in self.prompt_logprobs.get(item.request.id, ()))
+        is_loglikelihood = item.request.task is Task.LOGLIKELIHOOD
+        return is_loglikelihood and any(isnan(found.logprob) for found in self.prompt_logprobs.get(item.request.id, ()))
 
 
 Launched: TypeAlias = Callable[[], StepOutput]  # of a step that was launched: waits for what it found, or raises

@@ -36,9 +36,10 @@ def sample(
 ) -> Tensor:
     """One token a row: int64 [R], INVALID_TOKEN where no logit is finite.
 
-    Order: penalties, forbidden tokens, masks, then greedy choice, or temperature, min-p, top-k, top-p and a draw.
+    Order: biases, penalties, forbidden tokens, masks, then greedy choice, or temperature, min-p, top-k, top-p and a
+    draw.
     """
-    if len(rows.penalty_rows) or len(rows.banned_rows):
+    if len(rows.bias_rows) or len(rows.penalty_rows) or len(rows.banned_rows):
         _change(logits, rows)
     if rows.masks is not None:
         _mask(logits, rows.masks)
@@ -54,9 +55,12 @@ def _change(
     logits: Tensor,  # fp32 [R, V]; changed in place
     rows: SamplingRows,
 ) -> None:
-    """Apply the penalties, and forbid what is forbidden."""
-    row, token, count, repetition, frequency, presence, banned_row, banned_token = send(
+    """Add the biases, apply the penalties, and forbid what is forbidden. No row has a token twice in a list."""
+    bias_row, bias_token, bias, row, token, count, repetition, frequency, presence, banned_row, banned_token = send(
         [
+            rows.bias_rows,
+            rows.bias_tokens,
+            rows.bias,
             rows.penalty_rows,
             rows.penalty_tokens,
             rows.penalty_counts,
@@ -68,6 +72,7 @@ def _change(
         ],
         logits.device,
     )
+    logits[bias_row, bias_token] += bias
     value, factor = logits[row, token], repetition[row]
     value = torch.where(value > 0, value / factor, value * factor)
     logits[row, token] = value - frequency[row] * count - presence[row] * (count > 0)

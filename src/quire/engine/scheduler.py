@@ -580,7 +580,10 @@ class Scheduler:
         if request.guide is not None:
             error = RequestError(f"no token that the grammar allows may be drawn and has a finite logit {at}")
             return self._end_failed(request, error)
-        lacks = {Task.SCORE: "logit within the prompt", Task.EMBED: "hidden state after the prompt"}
+        if request.constraints is not None and request.task is GENERATE:
+            error = RequestError(f"no token that allowed_token_ids and bad_words leave has a finite logit {at}")
+            return self._end_failed(request, error)
+        lacks = {Task.LOGLIKELIHOOD: "logit within the prompt", Task.EMBED: "hidden state after the prompt"}
         message = f"the model gave no finite {lacks.get(request.task, f'logit {at}')}"
         return self._end(Event(request.id, finish_reason=FinishReason.ERROR, error=message))
 

@@ -89,9 +89,7 @@ class PromptLookup:
 
 def _can_be_guessed(request: Request) -> bool:
     """Whether its draws depend on nothing that earlier draws change but the tokens themselves."""
-    return (
-        request.num_generated > 0 and request.guide is None and not request.driven and not request.sampling.has_penalty
-    )
+    return request.num_generated > 0 and not request.driven and not request.looks_back
 
 
 def _after_the_same(tokens: array[int], most: int) -> array[int]:

@@ -210,7 +210,8 @@ class Replica:
             request, output = embedding_request(name, None, call.prompt, call.priority, call.salt)
             return [(output, [request])]
         sampling = call.sampling if call.sample is None else replace(call.sampling, n=1)
-        output, requests = make_requests(name, None, call.prompt, sampling, call.priority, call.salt)
+        tokenizer = self._service.model.tokenizer
+        output, requests = make_requests(name, None, call.prompt, sampling, call.priority, call.salt, tokenizer)
         if call.sample is not None:
             output.outputs[0].index = requests[0].sample_index = call.sample
             requests[0].first_prompt_logprob = call.first_prompt_logprob

@@ -102,8 +102,14 @@ class Call:
 
 # Fields of messages that are more than JSON has.
 MADE_OF: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
-    {"sampling": lambda found: SamplingParams(**found), "task": Task, "grammar": tuple}
+    {"sampling": lambda found: SamplingParams(**found | _with_tokens(found)), "task": Task, "grammar": tuple}
 )
+
+
+def _with_tokens(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields whose keys are tokens: JSON has them as texts. Raises ValueError."""
+    bias = sampling.get("logit_bias")
+    return {} if bias is None else {"logit_bias": {int(token): value for token, value in bias.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)

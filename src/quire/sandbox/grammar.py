@@ -21,6 +21,7 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from quire.errors import RequestError
+from quire.request import StructuredOutputsParams
 from quire.sandbox import grammar_program
 from quire.sandbox.grammar_program import make_matcher, make_tokenizer
 from quire.sandbox.process import Died, Limits, OutOfCpuTime, OutOfTime, Sandbox
@@ -28,6 +29,7 @@ from quire.sandbox.process import Died, Limits, OutOfCpuTime, OutOfTime, Sandbox
 MAX_SIZE = 2**16  # characters of a grammar
 MAX_DEPTH = 100  # of a schema's nesting; llguidance reads 128
 MAX_REASON = 300  # characters of what is reported about a grammar that is wrong
+GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule of that notation
 LONG_WORD = re.compile(r"(\S{80})\S+")  # which is the client's own
 NUM_REMEMBERED = 4096  # grammars that need no further trial
 MAX_TRIALS = 4  # grammars that are tried side by side; less where there are fewer cores
@@ -44,8 +46,22 @@ ALLOWANCE = 0.25  # s
 class Spec:
     """What a text has to be."""
 
-    kind: str  # json_object, json_schema, regex or grammar
-    text: str = ""  # a JSON schema, a regular expression, or a grammar in llguidance's variant of Lark's syntax
+    kind: str  # json_object, json_schema, regex, choice or grammar
+    # A JSON schema, a regular expression, JSON of a list of texts, or a grammar in llguidance's Lark.
+    text: str = ""
+
+    @staticmethod
+    def of(asked: StructuredOutputsParams) -> Spec:
+        """What they ask for. Raises RequestError for a schema that is not plain JSON."""
+        if asked.regex:
+            return Spec("regex", asked.regex)
+        if asked.grammar:
+            return Spec("grammar", asked.grammar)
+        if asked.choice:
+            return Spec("choice", json.dumps(list(asked.choice)))
+        if asked.json_object:
+            return JSON_OBJECT
+        return Spec("json_schema", asked.json) if isinstance(asked.json, str) else Spec.of_schema(asked.json or {})
 
     @staticmethod
     def of_schema(schema: Mapping[str, Any]) -> Spec:
@@ -67,7 +83,11 @@ class Spec:
         try:
             if self.kind == "regex":
                 return LLMatcher.grammar_from_regex(self.text)
+            if self.kind == "choice":
+                return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(self.text))))
             if self.kind == "grammar":
+                if GBNF.search(self.text):
+                    raise ValueError('it is in GBNF (root ::= "a"); Lark\'s notation is wanted (start: "a")')
                 return json.dumps({"grammars": [{"lark_grammar": self.text}]})
             return LLMatcher.grammar_from_json_schema(
                 self.text or '{"type": "object"}',

@@ -324,7 +324,9 @@ class Service:
         def make() -> list[tuple[RequestOutput, list[Request]]]:
             made, salt, priority = [], self.salt(request, body), body.priority or 0
             for i, prompt in enumerate(prompts):
-                output, requests = make_requests(f"{name}-{i}", prompt.text, prompt.tokens, params, priority, salt)
+                output, requests = make_requests(
+                    f"{name}-{i}", prompt.text, prompt.tokens, params, priority, salt, self.model.tokenizer
+                )
                 self.worker.check(requests[0])
                 if guide is not None:
                     for each in requests:

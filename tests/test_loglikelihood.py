@@ -11,8 +11,8 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.errors import RequestError
+from quire.loglikelihood import encode_pair
 from quire.models import EMBEDDED
-from quire.scoring import encode_pair
 from quire.text import Tokenizer
 from tests.models.checkpoints import save
 
@@ -42,7 +42,7 @@ def test_scores_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     for options in ({}, {"max_num_batched_tokens": 7, "max_num_seqs": 3, "block_size": 4}):
         llm = LLM(str(tmp_path), num_blocks=64, **options)
         for _ in range(2):  # then from the cache
-            found = llm.score(prompts + prompts, continuations + best, use_tqdm=False)
+            found = llm.loglikelihood(prompts + prompts, continuations + best, use_tqdm=False)
             for prompt, continuation, output in zip(prompts * 2, continuations + best, found, strict=True):
                 logprobs = theirs(torch.tensor([prompt + continuation])).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
                 expected = logprobs.gather(1, torch.tensor(continuation)[:, None]).flatten()
@@ -61,22 +61,22 @@ def test_one_pair_gets_the_same_bits_whatever_runs_beside_it(llm: LLM) -> None:
     def bits(outputs: Any) -> Any:
         return [(output.token_ids, output.token_logprobs, output.ranks) for output in outputs]
 
-    alone = [bits(llm.score(*pair))[0] for pair in zip(prompts, continuations, strict=True)]
+    alone = [bits(llm.loglikelihood(*pair))[0] for pair in zip(prompts, continuations, strict=True)]
     llm.reset_prefix_cache()
     stream = llm.stream(["import os\n"] * 3, SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True))
     next(stream)
-    assert bits(llm.score(prompts, continuations)) == alone
+    assert bits(llm.loglikelihood(prompts, continuations)) == alone
     stream.close()
 
 
 def test_a_shared_prompt_is_computed_once(llm: LLM) -> None:
     llm.reset_prefix_cache()
     prompt = "def area(width, height):\n    return width * height\n" * 6
-    found = llm.score([prompt] * 8, [f"x{i} = {i}\n" for i in range(8)])
+    found = llm.loglikelihood([prompt] * 8, [f"x{i} = {i}\n" for i in range(8)])
     count = len(found[0].prompt_token_ids)
     assert count > 64
     assert [output.num_cached_tokens for output in found] == [0] + [(count - 1) // 16 * 16] * 7
-    [other] = llm.score({"prompt": prompt, "cache_salt": "mine"}, "x")
+    [other] = llm.loglikelihood({"prompt": prompt, "cache_salt": "mine"}, "x")
     assert other.num_cached_tokens == 0
 
 
@@ -84,7 +84,7 @@ def test_logprobs_are_those_that_generate_reports(llm: LLM) -> None:
     prompt = "def f(x):\n    return"
     [said] = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0))
     sample = said.outputs[0]
-    [output] = llm.score([said.prompt_token_ids], [sample.token_ids])
+    [output] = llm.loglikelihood([said.prompt_token_ids], [sample.token_ids])
     assert output.is_greedy
     assert output.token_logprobs == [
         one[token].logprob for token, one in zip(sample.token_ids, sample.logprobs, strict=True)
@@ -132,15 +132,15 @@ def test_leading_tokens_are_those_of_the_template(tmp_path: Path) -> None:
 
 
 def test_an_empty_prompt(llm: LLM, tmp_path: Path) -> None:
-    [output] = llm.score("", "import os")
+    [output] = llm.loglikelihood("", "import os")
     assert output.prompt_token_ids == llm.tokenizer.leading_tokens
     assert len(output.token_logprobs) == len(output.token_ids) > 0
     save(tmp_path)
     bare = LLM(str(tmp_path), num_blocks=64)
     with pytest.raises(RequestError, match="prompt 1 is empty, and no special token stands before it"):
-        bare.score([[1], []], [[2], [3]])
+        bare.loglikelihood([[1], []], [[2], [3]])
     with pytest.raises(RequestError, match="'a' is a text, and this model has no tokenizer; give token ids"):
-        bare.score("a", "b")
+        bare.loglikelihood("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -161,15 +161,15 @@ def test_an_empty_prompt(llm: LLM, tmp_path: Path) -> None:
 )
 def test_what_is_refused(llm: LLM, prompts: Any, continuations: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
-        llm.score(prompts, continuations)
+        llm.loglikelihood(prompts, continuations)
     assert not llm.engine.has_work
 
 
 def test_a_failing_step_is_told_by_those_in_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(llm.engine.runner, "run", lambda batch: 1 / 0)
-        [output] = llm.score("a", "\n")
+        [output] = llm.loglikelihood("a", "\n")
     assert output.error == "ZeroDivisionError: division by zero"
     assert (output.token_logprobs, output.is_greedy) == ([], False)
     assert math.isnan(output.cumulative_logprob)
-    assert llm.score("a", "\n")[0].error is None
+    assert llm.loglikelihood("a", "\n")[0].error is None

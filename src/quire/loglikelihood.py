@@ -13,7 +13,7 @@ SCORED = SamplingParams(max_tokens=None, prompt_logprobs=0)
 
 
 @dataclass(frozen=True)
-class ScoreOutput:
+class LoglikelihoodOutput:
     """One continuation and how probable it is after its prompt. Logarithms are natural ones, of the raw logits."""
 
     request_id: str
@@ -38,7 +38,7 @@ class ScoreOutput:
 
 
 def encode_pair(tokenizer: Tokenizer, prompt: str, continuation: str) -> tuple[list[int], list[int]]:
-    """The tokens of two texts, one after the other; see `LLM.score`."""
+    """The tokens of two texts, one after the other; see `LLM.loglikelihood`."""
     kept = prompt.rstrip()
     both = tokenizer.encode(prompt + continuation, add_special_tokens=False)
     before = tokenizer.encode(kept, add_special_tokens=False)
@@ -59,24 +59,26 @@ def check_pair(number: int, before: list[int], after: list[int]) -> None:
         )
 
 
-def score_request(
+def loglikelihood_request(
     name: str, before: list[int], after: list[int], priority: int = 0, cache_salt: str = ""
 ) -> tuple[Request, RequestOutput]:
     """A request for the logprobs of the tokens after others, and its output, still empty."""
     output, [request] = make_requests(name, None, before + after, SCORED, priority, cache_salt)
-    request.task = Task.SCORE
+    request.task = Task.LOGLIKELIHOOD
     request.first_prompt_logprob = len(before) - 1  # of those before nothing is asked, so they may come from the cache
     return request, output
 
 
-def score_output(output: RequestOutput, prompt: str | None, continuation: str | None, num_before: int) -> ScoreOutput:
+def loglikelihood_output(
+    output: RequestOutput, prompt: str | None, continuation: str | None, num_before: int
+) -> LoglikelihoodOutput:
     """What the caller sees of an output that has ended. num_before: tokens before the continuation."""
     before, after = output.prompt_token_ids[:num_before], output.prompt_token_ids[num_before:]
     error = output.outputs[0].error
     found = (output.prompt_logprobs or [])[1:]  # without the first token's of all, which has none
     pairs = zip(found, after, strict=True) if error is None else ()
     one_each = [candidates[token] for candidates, token in pairs if candidates is not None]
-    return ScoreOutput(
+    return LoglikelihoodOutput(
         output.request_id,
         prompt,
         continuation,
