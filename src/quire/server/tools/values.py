@@ -1,0 +1,104 @@
+"""Arguments that are not written as JSON: from their texts to JSON of the types that a schema names."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Schema = Mapping[str, Any]
+
+
+def dumps(value: Any) -> str:
+    """JSON; what JSON does not have becomes a text."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
+    except (ValueError, TypeError, RecursionError):
+        return json.dumps(str(value), ensure_ascii=False)
+
+
+def escaped(text: str) -> str:
+    """A part of a text as it stands within a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def property_of(parameters: Schema, name: str) -> Schema:
+    """The schema of an argument; empty where nothing is known of it."""
+    found = parameters.get("properties")
+    schema = found.get(name) if isinstance(found, Mapping) else None
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def types_of(schema: Schema, root: Schema, depth: int = 0) -> frozenset[str]:
+    """The names of the types that a value may have; empty where the schema does not say."""
+    if depth > 8:
+        return frozenset()
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
+        found: Any = root
+        for part in reference[2:].split("/"):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return types_of(found, root, depth + 1) if isinstance(found, Mapping) else frozenset()
+    named = schema.get("type")
+    if isinstance(named, str):
+        return frozenset({named})
+    if isinstance(named, Sequence):
+        return frozenset(filter(lambda one: isinstance(one, str), named))
+    for key in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(key), Sequence):
+            each = [types_of(one, root, depth + 1) for one in options if isinstance(one, Mapping)]
+            return frozenset().union(*each) if all(each) else frozenset()
+    if isinstance(options := schema.get("enum"), Sequence) and all(isinstance(one, str) for one in options):
+        return frozenset({"string"})
+    return frozenset()
+
+
+def is_text(parameters: Schema, name: str) -> bool:
+    """Whether an argument is a text in any case."""
+    return types_of(property_of(parameters, name), parameters) == {"string"}
+
+
+def json_of_text(text: str, parameters: Schema, name: str) -> str:
+    """JSON of an argument that a model has written without quotes, as XML-like syntaxes do.
+
+    A text that is no value of the schema's types stays a text. Without types, what reads as a list or object is one.
+    """
+    types = types_of(property_of(parameters, name), parameters)
+    if types == {"string"}:
+        return dumps(text)
+    value = literal(text)
+    if value is None and text.strip() not in ("null", "None"):
+        return dumps(text)
+    if types and not any(_is_a(value, one) for one in types):
+        return dumps(text)
+    if not types and not isinstance(value, (dict, list)):
+        return dumps(text)
+    return dumps(value)
+
+
+def literal(text: str) -> Any:
+    """The value of a JSON or Python literal; None where it is neither."""
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return {"true": True, "false": False}.get(text.strip().lower())
+
+
+def json_of_literal(text: str) -> str:
+    """JSON of a value as Python writes it. What is no literal becomes a text."""
+    value = literal(text)
+    return dumps(text if value is None and text not in ("null", "None") else value)
+
+
+def _is_a(value: Any, name: str) -> bool:
+    if isinstance(value, bool) or value is None:
+        return name == {True: "boolean", False: "boolean", None: "null"}[value]
+    if isinstance(value, int):
+        return name in ("integer", "number")
+    if isinstance(value, float):
+        return name == "number" or (name == "integer" and value.is_integer())
+    return name == {str: "string", dict: "object", list: "array"}.get(type(value))
