@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from quire.errors import ConfigError
 from quire.server.tools import families
@@ -13,6 +13,8 @@ from quire.server.tools.families import Read
 from quire.server.tools.parser import AnswerParser, Writer
 from quire.server.tools.reader import Wait
 from quire.server.tools.values import Schema
+
+T = TypeVar("T")
 
 
 class Layout(NamedTuple):
@@ -23,7 +25,7 @@ class Layout(NamedTuple):
     head: str  # before each call's name
     middle: str  # between its name and its arguments
     tail: str
-    between: str  # two calls
+    between: str | None  # two calls; None: there is one
     end: str  # after all calls
     arguments: str = "json"  # how they are written: json, xml, glm, python or gemma
 
@@ -47,7 +49,13 @@ class Thoughts(NamedTuple):
 
 OBJECT = ('{"name": "', '", "arguments": ')
 CALL_TAGS = ("<tool_call>", "</tool_call>")
-DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
 HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
 HERMES = Syntax(
     families.json_between({"<tool_call>": ("</tool_call>",)}),
@@ -74,7 +82,9 @@ def _array(brackets: dict[str, tuple[str, ...]], begin: str, end: str) -> Syntax
     """An array of objects. brackets: what may stand around it; begin, end: what does in a grammar."""
     trigger = next(mark for mark in brackets if begin.startswith(mark))
     layout = Layout(trigger, begin, *OBJECT, "}", ", ", end)
-    return Syntax(families.json_between(brackets), layout, (*brackets, *(end for one in brackets.values() for end in one)))
+    return Syntax(
+        families.json_between(brackets), layout, (*brackets, *(end for one in brackets.values() for end in one))
+    )
 
 
 def _python(brackets: dict[str, str], begin: str, between: str, end: str) -> Syntax:
@@ -137,7 +147,7 @@ SYNTAXES: dict[str, Syntax] = {
     "glm47": _glm(""),
     "openai": Syntax(
         families.harmony,
-        Layout("", "", "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", "", ""),
+        Layout("", "", "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", None, ""),
         HARMONY,
     ),
 }
@@ -194,6 +204,7 @@ class Dialect:
 
     syntax: Syntax | None = None  # None: it is not known to call functions
     thoughts: Thoughts | None = None  # None: it is not known to think
+    wants_json: bool = False  # its template writes the arguments of earlier calls as they are, so they come as JSON
 
     @classmethod
     def find(cls, template: str | None, tools: str | None, thoughts: str | None) -> Dialect:
@@ -202,15 +213,11 @@ class Dialect:
         tools, thoughts: names in SYNTAXES and THOUGHTS, "none", or None to look. Raises ConfigError for other names.
         """
         source = template or ""
-        syntax = _named("tool_call_parser", tools, SYNTAXES) if tools else _first(source, SIGNS, SYNTAXES)
-        if thoughts:
-            return cls(syntax, _named("reasoning_parser", thoughts, THOUGHTS))
-        return cls(syntax, _first(source, SIGNS_OF_THOUGHTS, THOUGHTS))
-
-    @property
-    def reads(self) -> bool:
-        """Whether answers have to be read although no function may be called."""
-        return self.thoughts is not None
+        return cls(
+            _found("tool_call_parser", tools, source, SIGNS, SYNTAXES),
+            _found("reasoning_parser", thoughts, source, SIGNS_OF_THOUGHTS, THOUGHTS),
+            "tool_calls" in source and "tojson" not in source and ".items()" not in source,
+        )
 
     def parser(
         self, functions: Mapping[str, Schema], special: tuple[str, ...], *, may_call: bool, begins: str
@@ -221,7 +228,8 @@ class Dialect:
         of the syntax. begins: "thinking" or "saying" where the prompt ends within that, else empty.
         """
         writer = Writer(functions)
-        read, marks = families.plain, ""
+        read: Read = families.plain
+        marks = ""
         if self.syntax is not None and (may_call or self.thoughts is ANALYSIS):
             read, marks = self.syntax.read, "\n".join(self.syntax.marks)
         if self.thoughts is not None:
@@ -244,22 +252,29 @@ class Dialect:
                 reader.rewind(reader.unmark())
         yield from read(writer)
 
-    def begins(self, prompt: str) -> str:
-        """Within what a prompt ends, as `parser` takes it."""
-        end = prompt.rstrip()
-        if self.thoughts is not None and end.endswith(self.thoughts.begin.rstrip()):
-            return "thinking"
-        return ""
+    def begins(self, prompt: str, continued: str | None) -> str:
+        """Within what a prompt ends, as `parser` takes it. continued: the text of the message that goes on, if any."""
+        if self.thoughts is None:
+            return ""
+        begin, end = self.thoughts.begin.rstrip(), self.thoughts.end
+        if continued is not None:
+            return "thinking" if continued.rfind(begin) > continued.rfind(end) else "saying"
+        last = prompt.rstrip()
+        return (
+            "thinking"
+            if last.endswith(begin)
+            else "saying"
+            if last.endswith(end) and self.thoughts is not ANALYSIS
+            else ""
+        )
 
 
-def _named(option: str, name: str, known: Mapping[str, object]) -> object:
-    if name == "none":
-        return None
-    if name not in known:
+def _found(
+    option: str, name: str | None, source: str, signs: tuple[tuple[str, str], ...], known: Mapping[str, T]
+) -> T | None:
+    """What an option names, or the first sign in a template; None: nothing."""
+    if name is None:
+        return next((known[one] for sign, one in signs if re.search(sign, source)), None)
+    if name != "none" and name not in known:
         raise ConfigError(f"{option} is {name!r}; it must be 'none' or one of {', '.join(known)}")
-    return known[name]
-
-
-def _first(source: str, signs: tuple[tuple[str, str], ...], known: Mapping[str, object]) -> object:
-    """Of the first sign that a template has; None: it has none."""
-    return next((known[name] for sign, name in signs if re.search(sign, source)), None)
+    return known.get(name)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from quire.server.tools.parser import Writer
 from quire.server.tools.reader import Wait, drop
-from quire.server.tools.values import dumps, escaped, json_of_literal, json_of_text
+from quire.server.tools.values import escaped, json_of_literal, json_of_text
 
 Read = Callable[[Writer], Wait[None]]
 HEADER = re.compile(r"to=(?:functions\.)?([\w.-]+)")  # of a harmony message to a function

@@ -66,10 +66,9 @@ class Writer:
         self._space = ""
 
     def _text(self, kind: Kind, text: str) -> None:
-        if kind is Kind.REASONING or self._kind not in (None, kind):
-            if self._kind is not kind:
-                self._space = ""
-                text = text.lstrip()
+        if self._kind is not kind and (self._kind is not None or kind is Kind.REASONING):
+            self._space = ""
+            text = text.lstrip()
         if not text:
             return
         self._kind = kind

@@ -8,6 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Schema = Mapping[str, Any]
+PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "object": (dict,),
+    "array": (list,),
+}
 
 
 def dumps(value: Any) -> str:
@@ -95,10 +104,8 @@ def json_of_literal(text: str) -> str:
 
 
 def _is_a(value: Any, name: str) -> bool:
-    if isinstance(value, bool) or value is None:
-        return name == {True: "boolean", False: "boolean", None: "null"}[value]
-    if isinstance(value, int):
-        return name in ("integer", "number")
-    if isinstance(value, float):
-        return name == "number" or (name == "integer" and value.is_integer())
-    return name == {str: "string", dict: "object", list: "array"}.get(type(value))
+    if name == "integer" and isinstance(value, float):
+        return value.is_integer()
+    if name in ("integer", "number") and isinstance(value, bool):
+        return False
+    return isinstance(value, PYTHON_TYPES.get(name, ()))
