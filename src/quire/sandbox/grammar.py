@@ -147,7 +147,8 @@ class Grammars:
 
     def _thinking(self, thinking: Thinking, inner: AnyGuide | None) -> ThinkingGuide:
         tools = self._made_tools()
-        words = np.zeros(-(-len(tools.drawable) // 4) * 4, np.uint8)
+        size = -(-len(tools.drawable) // 4) if inner is None else len(inner.allowed())  # words
+        words = np.zeros(4 * size, np.uint8)
         words[: len(tools.drawable)] = tools.drawable
         return ThinkingGuide(thinking, inner, words.view(np.int32), self._eos_tokens, tools.tokenizer.decode_bytes)
 

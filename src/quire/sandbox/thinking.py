@@ -25,7 +25,7 @@ class Inner(Protocol):
 class Thinking:
     """Where thoughts stand, in token ids, and how long they may be."""
 
-    begin: tuple[int, ...]
+    begin: tuple[int, ...]  # a single one where a grammar comes after them, whose own beginning it might else be
     end: tuple[int, ...]
     has_begun: bool  # the prompt ends within them
     limit: int | None = None  # tokens
@@ -74,10 +74,8 @@ class ThinkingGuide:
             return self._going_on
         if self._inner is None:
             return self._any
-        if self._is_open:
-            begin = self._only(self._thinking.begin[self._num_begun])
-            return begin if self._num_begun else begin | self._inner.allowed()
-        return self._inner.allowed()
+        allowed = self._inner.allowed()
+        return allowed | self._only(self._thinking.begin[0]) if self._is_open else allowed
 
     def accept(self, token: int) -> None:
         """Go on after a token. Raises what the inner guide raises."""

@@ -95,7 +95,10 @@ class Reading:
                 message = "thinking_token_budget does not go with a grammar for this model; leave one of them out"
                 raise ApiError(message, param="thinking_token_budget")
             return None  # its grammar has the thoughts
-        return Thinking(self._ids(thoughts.begin), self._ids(thoughts.end), self._begins == "thinking", limit)
+        begin, is_inside = self._ids(thoughts.begin), self._begins == "thinking"
+        if len(begin) > 1 and not is_inside and body.grammar_field() != "thinking_token_budget":
+            return None  # what begins as thoughts might as well begin what the grammar says, so there are none
+        return Thinking(begin, self._ids(thoughts.end), is_inside, limit)
 
     def _has_grammar(self, body: ChatRequest) -> bool:
         """Whether the grammar is one of calls, or of channels."""
@@ -113,7 +116,7 @@ class Reading:
             Function(
                 tool.function.name,
                 tool.function.parameters or NO_ARGUMENTS,
-                bool(tool.function.strict) or body.must_call(),
+                bool(tool.function.strict) or body.must_call() or instead is not None,
                 f"tools[{i}].function.parameters",
             )
             for i, tool in enumerate((body.tools or ()) if self._may_call else ())
