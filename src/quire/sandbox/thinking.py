@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,6 +120,5 @@ class ThinkingGuide:
         return mask
 
 
-def _bit(token: int) -> np.int32:
-    bit: np.int32 = np.array(1 << token % 32, np.uint32).view(np.int32)[()]
-    return bit
+def _bit(token: int) -> Any:
+    return np.array(1 << token % 32, np.uint32).view(np.int32)[()]

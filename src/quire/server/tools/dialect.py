@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from quire.errors import ConfigError
@@ -234,7 +235,7 @@ class Dialect:
             read, marks = self.syntax.read, "\n".join(self.syntax.marks)
         if self.thoughts is not None:
             marks += "\n".join(self.thoughts)
-        return AnswerParser(writer, self._run(writer, read, begins), tuple(one for one in special if one not in marks))
+        return AnswerParser(writer, self._run(writer, read, begins), _hidden(special, marks))
 
     def _run(self, writer: Writer, read: Read, begins: str) -> Wait[None]:
         reader, thoughts = writer.reader, self.thoughts
@@ -267,6 +268,12 @@ class Dialect:
             if last.endswith(end) and self.thoughts is not ANALYSIS
             else ""
         )
+
+
+@lru_cache(maxsize=16)
+def _hidden(special: tuple[str, ...], marks: str) -> tuple[str, ...]:
+    """Special tokens that are not part of a syntax, of which some vocabularies have thousands."""
+    return tuple(one for one in special if one not in marks)
 
 
 def _found(

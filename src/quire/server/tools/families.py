@@ -98,11 +98,10 @@ def mistral(to: Writer) -> Wait[None]:
             if is_call:
                 if (yield from reader.match("[CALL_ID]")):
                     yield from reader.word()
-                yield from reader.match("[ARGS]")
-                yield from reader.space()
-                is_call = (yield from reader.peek()) == "{"
+                is_call = (yield from reader.match("[ARGS]")) or (yield from reader.peek()) == "{"
             if is_call:
                 to.call(name)
+                yield from reader.space()
                 yield from reader.json_value(to.argue)
         raw = reader.unmark()
         if not is_call:
@@ -122,17 +121,20 @@ def deepseek(to: Writer) -> Wait[None]:
         if separator != "<｜tool▁sep｜>":
             to.say(reader.unmark())
             continue
-        yield from reader.space()
-        if (yield from reader.peek()) != "{":
-            name = yield from reader.word()
+        name = name.strip()
+        if name == "function":  # a kind, as V3 has it, or a function's name
             yield from reader.space()
-            yield from reader.match("```json")
-            yield from reader.space()
+            if (yield from reader.peek()) != "{":
+                name = yield from reader.word()
+                name = name if (yield from reader.peek()) else ""  # what is cut off may be half a name
         raw = reader.unmark()
-        if not name.strip():
+        if not name:
             to.say(raw)
             continue
-        to.call(name.strip())
+        to.call(name)
+        yield from reader.space()
+        yield from reader.match("```json")
+        yield from reader.space()
         yield from reader.json_value(to.argue)
         yield from reader.until(("<｜tool▁call▁end｜>",), drop)
 
@@ -223,9 +225,9 @@ def glm(to: Writer) -> Wait[None]:
         reader.mark(len(begin[0]))
         yield from reader.space()
         name = yield from reader.word()
-        yield from reader.space()
+        yield from reader.blanks()
         raw = reader.unmark()
-        if not name or (yield from reader.peek()) != "<":
+        if not name or (yield from reader.peek()) not in ("\n", "<"):
             to.say(raw)
             continue
         to.call(name)

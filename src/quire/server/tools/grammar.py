@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from quire.errors import RequestError
 from quire.server.tools.dialect import ANALYSIS, Dialect, Layout
-from quire.server.tools.values import Schema
+from quire.server.tools.values import Schema, referred
 
 MAX_DEPTH = 32  # of an object within an object, where its syntax is no JSON
+MAX_RULES = 4096
 ANY = r"/(?s:.*)/"
 # As in quire.sandbox.grammar: a model that may write white space anywhere may write nothing else for ever.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -27,6 +28,15 @@ class Function(NamedTuple):
     parameters: Schema
     is_strict: bool
     path: str  # of the parameters in the request's body
+
+
+class Property(NamedTuple):
+    """A member of an object."""
+
+    key: str
+    schema: Schema
+    path: str
+    is_required: bool
 
 
 @dataclass(frozen=True)
@@ -152,6 +162,8 @@ class _Rules:
         return f"<[{self._tokens[text]}]>" if text in self._tokens else ""
 
     def _add(self, body: str, options: str = "") -> str:
+        if len(self.lines) == MAX_RULES:  # before they are written: references may multiply
+            raise RequestError(f"tools need more than {MAX_RULES} rules of a grammar", "tools")
         name = f"r{len(self.lines)}"
         self.lines.append(f"{name}{options}: {body}")
         return name
@@ -166,27 +178,23 @@ class _Rules:
 
     # ------------------------------------------------------------------------------------- arguments by name
 
-    def _properties(self, one: Function) -> list[tuple[str, Schema, str, bool]]:
-        """Each argument: name, schema, its path, and whether it must be there."""
-        found = one.parameters.get("properties") or {}
-        required = one.parameters.get("required") or ()
+    def _properties(self, schema: Schema, path: str, one: Function) -> list[Property]:
+        """The members of an object."""
+        found, required = schema.get("properties") or {}, schema.get("required") or ()
         if not isinstance(found, Mapping) or not isinstance(required, Sequence):
-            raise RequestError(f"{one.path} has properties or required of another type than JSON Schema's", "tools")
-        return [
-            (
-                key,
-                self._resolved(value, one, f"{one.path}.properties.{key}"),
-                f"{one.path}.properties.{key}",
-                key in required,
-            )
-            for key, value in found.items()
-        ]
+            raise RequestError(f"{path} has properties or required of another type than JSON Schema's", "tools")
+        members = []
+        for key, value in found.items():
+            at = f"{path}.properties.{key}"
+            if not key or any(letter in '<>{}[]()=:,"\n' or letter.isspace() for letter in key):
+                raise RequestError(f"{at} has a name that this model's call syntax cannot write; use a word", "tools")
+            members.append(Property(key, self._resolved(value, at, one), at, key in required))
+        return members
 
     def _tagged(self, one: Function, opening: str, middle: str, closing: str) -> str:
         """Each argument between tags: a text as it is, all else as JSON."""
         parts = []
-        for key, schema, path, is_required in self._properties(one):
-            _check_key(key, path)
+        for key, schema, path, is_required in self._properties(one.parameters, one.path, one):
             body = f"{self.literal(opening + key + middle)} {self._unquoted(schema, path, closing, one)}"
             parts.append(body if is_required else f"({body})?")
         return self._add(" ".join(parts)) if parts else ""
@@ -201,11 +209,11 @@ class _Rules:
         return f"{self.json(self._with_definitions(schema, one))} {self.literal(closing)}"
 
     def _members(self, one: Function, value: Callable[[Schema, str, Function, int], str], equals: str) -> str:
-        return self._object(self._properties(one), value, equals, one, 0)
+        return self._object(self._properties(one.parameters, one.path, one), value, equals, one, 0)
 
     def _object(
         self,
-        properties: Sequence[tuple[str, Schema, str, bool]],
+        properties: Sequence[Property],
         value: Callable[[Schema, str, Function, int], str],
         equals: str,
         one: Function,
@@ -214,7 +222,6 @@ class _Rules:
         """Arguments with commas between them, of which some may be left out."""
         first, others = "", ""  # what follows where none has been written, and where one has
         for key, schema, path, is_required in reversed(properties):
-            _check_key(key, path)
             body = f"{self.literal(key + equals)} {value(schema, path, one, depth + 1)}"
             comma = self.literal(", " if equals == "=" else ",")
             begun = f"{body} {others}"
@@ -232,7 +239,7 @@ class _Rules:
         """A value in Gemma's own syntax."""
         if depth > MAX_DEPTH:
             raise RequestError(f"{path} is nested more than {MAX_DEPTH} levels deep", "tools")
-        schema = self._resolved(schema, one, path)
+        schema = self._resolved(schema, path, one)
         quote = '<|"|>' if "<|" in self._layout.head else "<escape>"
         if (options := _options(schema)) is not None:
             texts = (f"{quote}{one}{quote}" if isinstance(one, str) else json.dumps(one) for one in options)
@@ -247,23 +254,20 @@ class _Rules:
             item = self._add(self._gemma(items, f"{path}.items", one, depth + 1))
             return f'"[" ({item} ("," {item})*)? "]"'
         if kind == "object":
-            inner = one._replace(parameters={**one.parameters, "properties": {}, "required": (), **schema}, path=path)
-            return f'"{{" {self._object(self._properties(inner), self._gemma, ":", inner, depth + 1)} "}}"'
+            members = self._object(self._properties(schema, path, one), self._gemma, ":", one, depth + 1)
+            return f'"{{" {members} "}}"'
         raise RequestError(
             f"{path} has no single type, which this model's call syntax cannot guarantee; give it one", "tools"
         )
 
-    def _resolved(self, schema: Any, one: Function, path: str) -> Schema:
+    def _resolved(self, schema: Any, path: str, one: Function) -> Schema:
         """A schema without a reference at its top."""
         for _ in range(MAX_DEPTH):
-            if not isinstance(schema, Mapping):
+            if not isinstance(schema, Mapping) or "$ref" not in schema:
                 break
-            reference = schema.get("$ref")
-            if not isinstance(reference, str) or not reference.startswith("#/"):
-                return schema
-            schema = one.parameters
-            for part in reference[2:].split("/"):
-                schema = schema.get(part) if isinstance(schema, Mapping) else None
+            schema = referred(one.parameters, schema["$ref"]) or None
+        if isinstance(schema, Mapping) and "$ref" not in schema:
+            return schema
         raise RequestError(f"{path} is no schema, or refers to none", "tools")
 
     @staticmethod
@@ -276,11 +280,6 @@ def _options(schema: Schema) -> Sequence[Any] | None:
         return [schema["const"]]
     options = schema.get("enum")
     return options if isinstance(options, list) and options else None
-
-
-def _check_key(key: str, path: str) -> None:
-    if not key or any(letter in '<>{}[]()=:,"\n' or letter.isspace() for letter in key):
-        raise RequestError(f"{path} has a name that this model's call syntax cannot write; use a plain word", "tools")
 
 
 def _check_text(schema: Schema, path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from typing import NamedTuple
@@ -127,11 +128,16 @@ class Writer:
         if (yield from self.reader.peek()) in ("{", "["):
             yield from self.reader.json_value(self.argue if is_shown else parts.append)
             return "".join(parts)
-        raw = yield from self.reader.json_string()
-        if raw is None:  # null stands for no arguments
-            yield from self.reader.json_value(parts.append)
-            text = "".join(parts)
-            raw = "{}" if text == "null" else text
+        yield from self.reader.json_value(parts.append)
+        raw = "".join(parts)
+        try:
+            inner = json.loads(raw, strict=False)
+        except ValueError:
+            inner = None
+        if isinstance(inner, str) and inner.lstrip().startswith("{"):  # JSON within a JSON string
+            raw = inner
+        elif raw == "null":  # which stands for no arguments
+            raw = "{}"
         if is_shown:
             self.argue(raw)
         return raw

@@ -92,6 +92,11 @@ class Reader:
         while (letter := (yield from self.peek())) and letter.isspace():
             self._at += 1
 
+    def blanks(self) -> Wait[None]:
+        """Read the blanks of a line."""
+        while (yield from self.peek()) in (" ", "\t"):
+            self._at += 1
+
     def match(self, text: str) -> Wait[bool]:
         """Whether this text comes next; it is read then."""
         for size in range(1, len(text) + 1):  # not all at once: what differs early needs no more text

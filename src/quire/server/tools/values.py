@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 Schema = Mapping[str, Any]
+MAX_OPTIONS = 256  # schemas that are looked at for the types of one value
 PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -39,27 +40,36 @@ def property_of(parameters: Schema, name: str) -> Schema:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def types_of(schema: Schema, root: Schema, depth: int = 0) -> frozenset[str]:
+def types_of(schema: Schema, root: Schema) -> frozenset[str]:
     """The names of the types that a value may have; empty where the schema does not say."""
-    if depth > 8:
-        return frozenset()
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
-        found: Any = root
-        for part in reference[2:].split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        return types_of(found, root, depth + 1) if isinstance(found, Mapping) else frozenset()
-    named = schema.get("type")
-    if isinstance(named, str):
-        return frozenset({named})
-    if isinstance(named, Sequence):
-        return frozenset(filter(lambda one: isinstance(one, str), named))
-    for key in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(key), Sequence):
-            each = [types_of(one, root, depth + 1) for one in options if isinstance(one, Mapping)]
-            return frozenset().union(*each) if all(each) else frozenset()
-    if isinstance(options := schema.get("enum"), Sequence) and all(isinstance(one, str) for one in options):
-        return frozenset({"string"})
-    return frozenset()
+    found: set[str] = set()
+    left, budget = [schema], MAX_OPTIONS
+    while left:
+        one, budget = left.pop(), budget - 1
+        if budget < 0:
+            return frozenset()
+        named, options = one.get("type"), one.get("anyOf") or one.get("oneOf")
+        if (reference := one.get("$ref")) is not None:
+            left.append(referred(root, reference))
+        elif isinstance(named, str):
+            found.add(named)
+        elif isinstance(named, list) and named and all(isinstance(each, str) for each in named):
+            found.update(named)
+        elif isinstance(options, list) and options and all(isinstance(each, Mapping) for each in options):
+            left += options
+        elif isinstance(values := one.get("enum"), list) and values and all(isinstance(each, str) for each in values):
+            found.add("string")
+        else:
+            return frozenset()
+    return frozenset(found)
+
+
+def referred(root: Schema, reference: Any) -> Schema:
+    """What a reference within a schema names; empty: nothing."""
+    found: Any = root if isinstance(reference, str) and reference.startswith("#") else None
+    for part in reference[2:].split("/") if found is not None and len(reference) > 1 else ():
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def is_text(parameters: Schema, name: str) -> bool:
