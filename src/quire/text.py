@@ -72,6 +72,11 @@ class Tokenizer:
         return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
 
     @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of tokens that were added to the vocabulary, special ones among them, by their texts."""
+        return {text: token for token, text in self._added.items()}
+
+    @cached_property
     def leading_tokens(self) -> list[int]:
         """The special tokens that the model expects before a prompt."""
         plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")

@@ -34,6 +34,7 @@ from quire.server.api.worker import Worker
 from quire.server.http.connection import MAX_CONNECTIONS, Connection
 from quire.server.server_config import HttpConfig, ServerConfig
 from quire.server.signals import end
+from quire.server.tools.dialect import Dialect
 from quire.server.watch import inspector
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
@@ -165,6 +166,7 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
         tokenizer=llm.tokenizer,
         tokenizer_settings=tokenizer_settings(llm.directory),
         template=template,
+        dialect=find_dialect(template, config),
         max_model_len=engine.scheduler.max_model_len,
         vocab_size=engine.vocab_size,
         eos_token_ids=engine.eos_token_ids,
@@ -173,6 +175,12 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     service = Service(model, worker, config, traces)
     replica = Replica(llm, worker, service, metrics, config.fleet_secret) if config.fleet_secret else None
     return Parts(llm, worker, service, metrics, watched, replica)
+
+
+def find_dialect(template: ChatTemplate | None, config: HttpConfig) -> Dialect:
+    """How a model writes calls and thoughts. Raises ConfigError for a name that is none."""
+    source = None if template is None else template.source
+    return Dialect.find(source, config.tool_call_parser, config.reasoning_parser)
 
 
 def open_traces(config: HttpConfig, service: str, model: str) -> Traces | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire.config import check_options, option
 from quire.errors import ConfigError
@@ -37,6 +39,16 @@ class HttpConfig:
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests get when the server is stopped.", lower=0.0, upper=MAX_WAIT
     )
+    tool_call_parser: str | None = option(
+        None, "Syntax of the model's calls, such as hermes, or none. Default: what its chat template writes."
+    )
+    reasoning_parser: str | None = option(
+        None, "Syntax of the model's thoughts, such as qwen3, or none. Default: what its chat template writes."
+    )
+    default_chat_template_kwargs: str | None = option(
+        None, 'JSON of what the chat template sees in every request, such as {"enable_thinking": false}.'
+    )
+    enable_auto_tool_choice: bool = option(False, "Without effect: the model may choose to call wherever tools are.")
     otlp_traces_endpoint: str | None = option(
         None, "Send traces to this OTLP/HTTP endpoint, such as http://localhost:4318/v1/traces. Default: no traces."
     )
@@ -47,6 +59,7 @@ class HttpConfig:
         for name in ("api_key", "allowed_hosts"):
             check_texts(name, getattr(self, name))
         check_allowed(self.allowed_hosts)
+        self.template_kwargs()
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"otlp_traces_endpoint is {endpoint!r}; it must be a URL, as http://HOST:4318/v1/traces")
@@ -55,6 +68,17 @@ class HttpConfig:
         for name, keys in (("an api_key", self.api_key), ("the fleet_secret", secret)):
             if any(not key.isascii() or not key.isprintable() for key in keys):
                 raise ConfigError(f"{name} has characters that no HTTP header can carry; use printable ASCII")
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """default_chat_template_kwargs as an object. Raises ConfigError where it is none."""
+        given = self.default_chat_template_kwargs
+        try:
+            found = {} if given is None else json.loads(given)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise ConfigError(f"default_chat_template_kwargs is {given!r}; it must be a JSON object")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from quire.engine.beam import BeamSearchParams
-from quire.errors import RequestError
+from quire.errors import BadValue, RequestError
 from quire.request import MAX_SEED, Guide, Request, SamplingParams
 from quire.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
 from quire.sandbox.grammar import Grammars, Spec, num_trials
+from quire.sandbox.thinking import Thinking
 from quire.server.api.host import Host
 from quire.server.api.jobs import Generation, Job, Stream
 from quire.server.http.api_error import ApiError, deadline_passed, request_failed, shown
@@ -29,6 +30,7 @@ from quire.server.http.sse import noticing_disconnect
 from quire.server.protocol.embeddings import EmbeddingRequest
 from quire.server.protocol.sampling import Sampling
 from quire.server.server_config import HttpConfig
+from quire.server.tools.dialect import Dialect
 from quire.text import Detokenizer, RequestOutput, Tokenizer, make_requests
 
 if TYPE_CHECKING:  # its packages are an extra
@@ -98,6 +100,7 @@ class ServedModel:
     tokenizer: Tokenizer | None
     tokenizer_settings: Mapping[str, Any]  # its tokenizer_config.json
     template: ChatTemplate | None
+    dialect: Dialect  # how it writes calls and thoughts
     max_model_len: int  # tokens of the longest sequence
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -161,12 +164,9 @@ class Service:
         function = partial(self.tokenizer.encode, text, add_special_tokens)
         return Prompt(text, await self.take_apart(request, len(text), function))
 
-    async def render(
-        self, request: HttpRequest, template: ChatTemplate, messages: list[dict[str, Any]], add_prompt: bool
-    ) -> str:
-        """The text of a conversation. Raises RequestError where the template refuses it."""
-        size = sum(len(message["content"]) for message in messages)
-        return await self._templates.run(client_of(request), partial(template.render, messages, add_prompt), size)
+    async def render(self, request: HttpRequest, render: Callable[[], str], size: int) -> str:
+        """The text of a conversation of that many characters. Raises RequestError where the template refuses it."""
+        return await self._templates.run(client_of(request), render, size)
 
     def check_text(self, text: str, name: str = "prompt") -> None:
         """Raise ApiError for a text that is too long whatever its tokens are, before anybody looks for them."""
@@ -241,15 +241,22 @@ class Service:
             message = f"{name} is {count}; this server reports at most {self.config.max_logprobs} (--max-logprobs)"
             raise ApiError(message, param=name)
 
-    async def guide(self, request: HttpRequest, body: Sampling) -> Guide | None:
+    async def guide(
+        self,
+        request: HttpRequest,
+        body: Sampling,
+        tools: Callable[[], Spec] | None = None,
+        thinking: Thinking | None = None,
+    ) -> Guide | None:
         """The grammar that the text has to follow, compiled on another thread. Raises ApiError.
 
-        A client that goes meanwhile takes its grammar back.
+        tools: makes the grammar of calls, where there is one. thinking: the thoughts before what the grammar says. A
+        client that goes meanwhile takes its grammar back.
         """
         name = body.grammar_field()
         if name is None:
             return None
-        compiling = asyncio.create_task(self._guide(client_of(request), body, name))
+        compiling = asyncio.create_task(self._guide(client_of(request), body, name, tools, thinking))
         try:
             async with noticing_disconnect(request.receive, lambda: _cancel(compiling)):
                 return await asyncio.wait_for(compiling, self.config.request_timeout)
@@ -262,16 +269,27 @@ class Service:
                 raise
             raise ApiError("the client has gone") from None
 
-    async def _guide(self, client: str, body: Sampling, name: str) -> Guide:
-        form = body.response_format
-        if form is None or name != "response_format":
+    async def _guide(
+        self,
+        client: str,
+        body: Sampling,
+        name: str,
+        tools: Callable[[], Spec] | None,
+        thinking: Thinking | None,
+    ) -> Guide:
+        form, spec = body.response_format, None
+        if tools is not None:
+            spec = await self._quick_grammars.run(client, tools)
+        elif name in ("regex", "grammar"):
             spec = Spec(name, getattr(body, name))
-        elif form.type == "json_object":
+        elif form is not None and form.type == "json_object":
             spec = Spec("json_object")
-        elif form.json_schema is None:
-            raise ApiError("response_format.json_schema is missing; it must hold the schema", param="response_format")
-        else:  # on another thread, as the schema may be as large as a body
-            spec = await self._quick_grammars.run(client, partial(Spec.of_schema, form.json_schema.schema_))
+        elif form is not None and form.type == "json_schema":  # on another thread: it may be as large as a body
+            spec = await self._quick_grammars.run(client, partial(Spec.of_schema, form.schema_given()))
+        if thinking is not None:
+            spec = Spec.of_thoughts(thinking, spec)
+        if spec is None:
+            raise BadValue(f"{name} asks for no grammar")
         return await self.compiled(client, spec, name)
 
     async def compiled(self, client: str, spec: Spec, field: str) -> Guide:
