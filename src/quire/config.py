@@ -148,6 +148,9 @@ class EngineConfig:
         lower=0,
         upper=MAX_SPECULATIVE_TOKENS,
     )
+    enable_lora: bool = option(False, "Serve LoRA adapters. Implied where some are given.")
+    max_loras: int = option(16, "Most LoRA adapters that are loaded at the same time.", lower=1, upper=4096)
+    max_lora_rank: int = option(64, "Largest rank of a LoRA adapter.", lower=1, upper=1024)
     seed: int = option(
         0, "Seed of the engine. Requests without a seed derive theirs from it.", lower=0, upper=2**63 - 1
     )
