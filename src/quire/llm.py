@@ -7,6 +7,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from numbers import Integral
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from quire import ops
@@ -18,6 +19,7 @@ from quire.engine.engine import Engine, build_engine
 from quire.engine.interrupts import deferred_interrupts
 from quire.errors import QuireError, RequestError, Unsupported, check_integer
 from quire.models import check_device, load_model, locate
+from quire.models.lora.fitting import prepare
 from quire.progress import progress_bar
 from quire.request import MAX_PRIORITY, Request, SamplingParams
 from quire.scoring import ScoreOutput, check_pair, encode_pair, score_output, score_request
@@ -41,12 +43,17 @@ class LLM:
     model: a directory or a Hugging Face repository; None is the model that comes with Quire.
     Further options are those of `EngineConfig` and `CacheConfig`, under vLLM's names where it has them: dtype,
     max_model_len, max_num_seqs, max_num_batched_tokens, block_size, seed, ...
+    lora: LoRA adapters as PEFT saves them, directories by the names that `generate` takes.
 
     Raises ConfigError for an unknown or impossible option, ModelError for a checkpoint that cannot be served,
     Unsupported where the device or the attention backend is not to be had.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str | None = None, *, lora: Mapping[str, str | Path] | None = None, **options: Any
+    ) -> None:
+        if lora:
+            options["enable_lora"] = True
         config = engine_config(model=model, **options)
         self.config: EngineConfig = replace(config, device=check_device(config.device))
         self.directory = locate(self.config.model)
@@ -60,6 +67,20 @@ class LLM:
         self.engine: Engine = build_engine(self.decoder, self.backend, self.config)
         self._processor = TextEngine(self.engine, self.tokenizer)
         self._num_prompts = 0
+        for name, directory in (lora or {}).items():
+            self.load_lora(name, directory)
+
+    def load_lora(self, name: str, directory: str | Path) -> None:
+        """Let prompts name a LoRA adapter. The engine must have been built with lora or enable_lora.
+
+        Raises ModelError for an adapter that cannot be read or is of another model, ConfigError where the name is taken
+        or a limit (max_loras, max_lora_rank) does not let it in.
+        """
+        self.engine.load_lora(name, prepare(self.engine.known_loras(), Path(directory)))
+
+    def unload_lora(self, name: str) -> None:
+        """Let no further prompt name that adapter. Raises RequestError where there is none."""
+        self.engine.unload_lora(name)
 
     def generate(
         self,
@@ -68,6 +89,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; the results are in the prompts' order.
 
@@ -75,11 +97,12 @@ class LLM:
         sampling_params: one for all prompts or one each; None is SamplingParams().
         use_tqdm: show a progress bar, if standard error is a terminal.
         priority: one for each prompt, the lower the sooner; for scheduling_policy="priority".
+        lora: the name of an adapter for all prompts, or one each; None is the model alone.
 
         Raises RequestError for a prompt that is invalid or can never fit; then nothing was computed. A prompt whose
         step failed has the finish_reason "error" and says why in its `error`; the others are not affected.
         """
-        return self._finished(self._requests(prompts, sampling_params, priority), use_tqdm)
+        return self._finished(self._requests(prompts, sampling_params, priority, lora), use_tqdm)
 
     def stream(
         self,
@@ -87,14 +110,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Like `generate`, but yields an output whenever it has grown. It is the same object each time.
 
         Closing the iterator early takes the prompts back.
         """
-        yield from self._run(self._requests(prompts, sampling_params, priority))
+        yield from self._run(self._requests(prompts, sampling_params, priority, lora))
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora: str | Sequence[str | None] | None = None,
+    ) -> list[BeamSearchOutput]:
         """Search each prompt for its most probable continuations; the results are in the prompts' order.
 
         The sequences are those of transformers' `generate` with as many beams, best first. Beams share the blocks that
@@ -105,9 +135,10 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params is a {type(params).__name__}; it must be BeamSearchParams")
         searches = []
-        for prompt in _listed(prompts):
+        listed = _listed(prompts)
+        for prompt, own_lora in zip(listed, _loras(lora, len(listed)), strict=True):
             text, tokens, salt = self._encoded(prompt)
-            driver = BeamDriver(self.engine, self._next_name(), tokens, params, salt)
+            driver = BeamDriver(self.engine, self._next_name(), tokens, params, salt, own_lora)
             driver.check()
             searches.append((text, tokens, driver))
         takers = {request_id: driver for _, _, driver in searches for request_id in driver.request_ids}
@@ -137,11 +168,12 @@ class LLM:
         dimensions: int | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """An embedding of each prompt: the hidden state of its last token after the final norm, of length 1, in fp32.
 
-        The results are in the prompts' order. prompts, use_tqdm and priority are those of `generate`; prompts are
-        computed in the same batches, with the same prefix cache, and no token is drawn. dimensions: keep the first so
+        The results are in the prompts' order. prompts, use_tqdm, priority and lora are those of `generate`;
+        prompts are computed in the same batches, with the same prefix cache, and no token is drawn. dimensions: keep the first so
         many numbers, for models that were trained so that these say nearly as much; they are normalised then.
 
         Raises RequestError for a prompt that is invalid or can never fit; then nothing was computed. A prompt whose
@@ -150,9 +182,10 @@ class LLM:
         check_dimensions(dimensions, self.hidden_size)
         listed = _listed(prompts)
         requests: list[tuple[Request, RequestOutput]] = []
-        for prompt, own_priority in zip(listed, _priorities(priority, len(listed)), strict=True):
+        each = zip(listed, _priorities(priority, len(listed)), _loras(lora, len(listed)), strict=True)
+        for prompt, own_priority, own_lora in each:
             text, tokens, salt = self._encoded(prompt)
-            requests.append(embedding_request(self._next_name(), text, tokens, own_priority, salt))
+            requests.append(embedding_request(self._next_name(), text, tokens, own_priority, salt, own_lora))
         return [embedding_output(output, dimensions) for output in self._finished(requests, use_tqdm)]
 
     def score(
@@ -162,6 +195,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[ScoreOutput]:
         """How probable each continuation is after its prompt, one for each; the results are in the prompts' order.
 
@@ -181,6 +215,7 @@ class LLM:
             raise RequestError(f"{len(firsts)} prompts were given with {len(seconds)} continuations; give one each")
         requests: list[tuple[Request, RequestOutput]] = []
         starts: list[tuple[str | None, str | None, int]] = []  # of each pair its texts, and the prompt's tokens
+        loras = _loras(lora, len(firsts))
         for i, own_priority in enumerate(_priorities(priority, len(firsts))):
             prompt, salt = _parsed(firsts[i])
             continuation, _ = _parsed(seconds[i], "continuation")
@@ -196,7 +231,7 @@ class LLM:
             else:
                 before, after = prompt, continuation
             check_pair(i, before, after)
-            requests.append(score_request(self._next_name(), before, after, own_priority, salt))
+            requests.append(score_request(self._next_name(), before, after, own_priority, salt, loras[i]))
             starts.append((*texts, len(before)))
         ended = self._finished(requests, use_tqdm)
         return [score_output(output, *start) for output, start in zip(ended, starts, strict=True)]
@@ -267,6 +302,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
+        lora: str | Sequence[str | None] | None,
     ) -> list[tuple[Request, RequestOutput]]:
         """A request for each sample of each prompt, with the output that it belongs to."""
         listed = _listed(prompts)
@@ -280,7 +316,8 @@ class LLM:
                 f"{len(listed)} prompts were given with {len(each)} sampling_params; give one for all, or one each"
             )
         requests: list[tuple[Request, RequestOutput]] = []
-        for prompt, sampling, own_priority in zip(listed, each, priorities, strict=True):
+        loras = _loras(lora, len(listed))
+        for prompt, sampling, own_priority, own_lora in zip(listed, each, priorities, loras, strict=True):
             if not isinstance(sampling, SamplingParams):
                 raise RequestError(f"sampling_params has a {type(sampling).__name__}; it must be SamplingParams")
             text, tokens, salt = self._encoded(prompt)
@@ -288,7 +325,8 @@ class LLM:
                 raise RequestError(
                     f"stop is {sampling.stop!r}; without a tokenizer only stop_token_ids can end a request"
                 )
-            output, samples = make_requests(self._next_name(), text, tokens, sampling, own_priority, salt)
+            own = (own_priority, salt, own_lora)
+            output, samples = make_requests(self._next_name(), text, tokens, sampling, *own)
             requests += [(request, output) for request in samples]
         return requests
 
@@ -340,6 +378,16 @@ def _priorities(priority: Sequence[int] | None, count: int) -> list[int]:
     for i, value in enumerate(priorities):
         check_integer(RequestError, f"priority[{i}]", value, -MAX_PRIORITY, MAX_PRIORITY)
     return priorities
+
+
+def _loras(lora: str | Sequence[str | None] | None, count: int) -> list[str | None]:
+    """An adapter's name, or None, for each of that many prompts."""
+    loras = [lora] * count if lora is None or isinstance(lora, str) else list(lora)
+    if len(loras) != count:
+        raise RequestError(
+            f"{count} prompts were given with {len(loras)} names of adapters; give one for all or one each"
+        )
+    return loras
 
 
 def _listed(prompts: Prompt | Sequence[Prompt], name: str = "prompts") -> list[Prompt]:

@@ -279,6 +279,7 @@ def make_requests(
     sampling: SamplingParams,
     priority: int = 0,
     cache_salt: str = "",
+    lora: str | None = None,
 ) -> tuple[RequestOutput, list[Request]]:
     """A prompt's output, still empty, and the requests of its samples."""
     output = RequestOutput(name, text, tokens, [CompletionOutput(i) for i in range(sampling.n)])
@@ -287,7 +288,8 @@ def make_requests(
     requests = []
     for i in range(sampling.n):
         own = sampling if i == 0 else replace(sampling, prompt_logprobs=None)  # the prompt is reported once
-        requests.append(Request(f"{name}-{i}", prompt[:], len(prompt), own, i, priority, cache_salt, group))
+        request = Request(f"{name}-{i}", prompt[:], len(prompt), own, i, priority, cache_salt, group, lora=lora)
+        requests.append(request)
     if group is not None:
         group.members += requests
     return output, requests

@@ -137,7 +137,7 @@ class Engine:
 
         Raises ConfigError where the name is taken, or max_loras are loaded.
         """
-        return self._known_loras().put(name, prepared, self._lora_slots(), replace=replace)
+        return self.known_loras().put(name, prepared, self._lora_slots(), replace=replace)
 
     @deferred_interrupts()
     def unload_lora(self, name: str) -> None:
@@ -145,9 +145,10 @@ class Engine:
 
         Raises RequestError where there is none of that name.
         """
-        self._known_loras().remove(name, self._lora_slots())
+        self.known_loras().remove(name, self._lora_slots())
 
-    def _known_loras(self) -> Loras:
+    def known_loras(self) -> Loras:
+        """The model's adapters. Raises ConfigError where it can have none."""
         if self.loras is None:
             raise ConfigError(NO_LORAS)
         return self.loras
