@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -175,6 +175,19 @@ def engine_config(**options: Any) -> EngineConfig:
             raise ConfigError(f"there is no engine option {key!r}; {hint}")
     cache = CacheConfig(**{key: value for key, value in options.items() if key in cache_keys})
     return EngineConfig(**{key: value for key, value in options.items() if key not in cache_keys}, cache=cache)
+
+
+def parse_loras(texts: Sequence[str]) -> dict[str, str]:
+    """Directories of adapters by their names, from texts as NAME=PATH. Raises ConfigError for anything else."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise ConfigError(f"lora contains {text!r}; it must be NAME=PATH")
+        if name in found:
+            raise ConfigError(f"lora contains the name {name!r} twice; each adapter needs a name of its own")
+        found[name] = path
+    return found
 
 
 def parse_memory(amount: int | float | str, free: int | None, name: str = "kv_cache_memory") -> int:

@@ -173,8 +173,9 @@ class LLM:
         """An embedding of each prompt: the hidden state of its last token after the final norm, of length 1, in fp32.
 
         The results are in the prompts' order. prompts, use_tqdm, priority and lora are those of `generate`;
-        prompts are computed in the same batches, with the same prefix cache, and no token is drawn. dimensions: keep the first so
-        many numbers, for models that were trained so that these say nearly as much; they are normalised then.
+        prompts are computed in the same batches, with the same prefix cache, and no token is drawn. dimensions: keep
+        the first so many numbers, for models that were trained so that these say nearly as much; they are normalised
+        then.
 
         Raises RequestError for a prompt that is invalid or can never fit; then nothing was computed. A prompt whose
         step failed has no numbers and says why in its `error`; the others are not affected.
