@@ -86,14 +86,20 @@ def decoder_targets(config: DecoderConfig, sources: Sources, tables: LoraTables)
         table = tables.by_name.get(name.removesuffix(".weight"))
         first = 0
         for part, size in zip(parts, rows if len(parts) > 1 else shape[:1], strict=True):
-            module = part.partition("[")[0].rpartition(".")[0]
+            module = _module(part)
             if table is None:
                 found[module] = Target(None, _refusal(name))
             else:
                 order = _order(sources.adapt, name, part, size)
                 found[module] = Target(table, "", first, size, order)
             first += size
+    for theirs in sources.ends.values():  # a tied output projection, too
+        found.setdefault(_module(theirs), Target(None, _refusal("")))
     return found
+
+
+def _module(tensor: str) -> str:
+    return tensor.partition("[")[0].rpartition(".")[0]
 
 
 def _order(adapt: Callable[[str, str, Tensor], Tensor] | None, name: str, part: str, size: int) -> Tensor | None:
