@@ -385,9 +385,7 @@ def _loras(lora: str | Sequence[str | None] | None, count: int) -> list[str | No
     """An adapter's name, or None, for each of that many prompts."""
     loras = [lora] * count if lora is None or isinstance(lora, str) else list(lora)
     if len(loras) != count:
-        raise RequestError(
-            f"{count} prompts were given with {len(loras)} names of adapters; give one for all or one each"
-        )
+        raise RequestError(f"{count} prompts were given with {len(loras)} adapters; give one for all, or one each")
     return loras
 
 

@@ -26,7 +26,7 @@ def linears(model: Any) -> Shapes:
     """The linears of a model of transformers but its output projection."""
     found = {}
     for name, module in model.named_modules():
-        if type(module) in (nn.Linear, Conv1D) and module is not model.get_output_embeddings():
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not model.get_output_embeddings():
             shape = module.weight.shape
             found[name] = tuple(shape) if type(module) is Conv1D else (shape[1], shape[0])
     return found

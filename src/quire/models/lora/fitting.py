@@ -103,11 +103,11 @@ def _module(tensor: str) -> str:
 
 
 def _order(adapt: Callable[[str, str, Tensor], Tensor] | None, name: str, part: str, size: int) -> Tensor | None:
-    """Where a family has the outputs of a module in an order of ours: the rows move as a bias does."""
+    """Where a family has the outputs of a module in an order of ours: as it moves the rows of the weight."""
     usual = torch.arange(size)
     if adapt is None:
         return None
-    moved = adapt(name.removesuffix("weight") + "bias", part, usual)
+    moved = adapt(name, part, usual[:, None]).flatten()
     return None if torch.equal(moved, usual) else moved
 
 
