@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli.options import ENGINE, AsJson, fail, with_options
+from quire.config import parse_loras
 from quire.errors import QuireError
 
 if TYPE_CHECKING:
@@ -17,13 +18,17 @@ if TYPE_CHECKING:
     from quire.text import RequestOutput
 
 
-# A handful of prompts needs no word on how many sequences share a step.
-@with_options(*ENGINE, without=("max_num_seqs", "max_num_batched_tokens", "scheduling_policy"))
+# Of many prompts, or of several adapters: no word of these for a handful of prompts.
+OF_MANY = ("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "enable_lora", "max_loras")
+
+
+@with_options(*ENGINE, without=OF_MANY)
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue; - reads one from stdin.")] = None,
     file: Annotated[list[Path] | None, typer.Option(help="A file whose text is a prompt; may be repeated.")] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 0.7,
+    lora: Annotated[str | None, typer.Option(help="NAME=PATH of a LoRA adapter that continues them.")] = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
@@ -33,8 +38,10 @@ def generate(
     try:
         texts = _read_prompts(prompts or [], file or [])
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-        llm = LLM(**options)
-        outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
+        loras = parse_loras([] if lora is None else [lora])
+        llm = LLM(lora=loras, **options)
+        show = _print_json if as_json else _print_text
+        outputs = show(llm, texts, params, next(iter(loras), None))
     except QuireError as error:
         fail(error)
     for output in outputs:
@@ -56,8 +63,8 @@ def _read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
     return texts
 
 
-def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
-    outputs = llm.generate(texts, params)
+def _print_json(llm: LLM, texts: list[str], params: SamplingParams, lora: str | None) -> list[RequestOutput]:
+    outputs = llm.generate(texts, params, lora=lora)
     for output in outputs:
         sample = output.outputs[0]
         record: dict[str, Any] = {
@@ -72,14 +79,14 @@ def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[Requ
     return outputs
 
 
-def _print_text(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
+def _print_text(llm: LLM, texts: list[str], params: SamplingParams, lora: str | None) -> list[RequestOutput]:
     """Print the prompts' texts in their order, each as it grows; later ones wait until those before have ended."""
     if llm.tokenizer is None:
         raise QuireError("this model has no tokenizer, so it cannot continue a text; use quire.LLM with token ids")
     outputs: dict[str, RequestOutput] = {}
     current, shown = 0, 0  # the prompt that is being printed, and how much of its text is
     _write(texts[0])
-    for output in llm.stream(texts, params):
+    for output in llm.stream(texts, params, lora=lora):
         outputs[output.request_id] = output
         while (now := outputs.get(str(current))) is not None:
             _write(now.outputs[0].text[shown:])

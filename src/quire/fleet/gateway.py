@@ -213,6 +213,7 @@ def build_gateway(membership: Membership, config: GatewayConfig, found: Found, d
         vocab_size=hello.vocab_size,
         eos_token_ids=frozenset(hello.eos_token_ids),
         hidden_size=hello.hidden_size,
+        loras=dict.fromkeys(hello.loras, hello.names[0]),
     )
     metrics = FleetMetrics()
     secret = config.fleet_secret or ""

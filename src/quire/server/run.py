@@ -22,12 +22,14 @@ from fastapi import FastAPI
 from quire import __version__
 from quire.cache.groups import CacheGroup
 from quire.cache.storage import bytes_of_states, bytes_per_block, cache_dtype
+from quire.config import parse_loras
 from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.errors import ConfigError
 from quire.fleet.replica import Replica
 from quire.llm import LLM
 from quire.sandbox.chat_template import ChatTemplate, tokenizer_settings
 from quire.sandbox.process import SandboxFailed
+from quire.server.api import lora
 from quire.server.api.app import build_app
 from quire.server.api.service import ServedModel, Service
 from quire.server.api.worker import Worker
@@ -102,6 +104,7 @@ class Parts:
     metrics: Metrics
     inspector: Inspector
     replica: Replica | None  # where a fleet's gateways are served
+    allows_lora_loading: bool = False
     publisher: KVEventPublisher | None = None  # where block events are published
 
     def app(self) -> FastAPI:
@@ -109,6 +112,8 @@ class Parts:
         routers = [inspector.router(self.inspector, self.worker)]
         if self.replica is not None:
             routers.append(self.replica.router())
+        if self.allows_lora_loading:
+            routers.append(lora.router(self.llm.engine, self.worker, self.service.model))
         return build_app(self.service, self.metrics, routers)
 
 
@@ -152,7 +157,10 @@ def open_publisher(options: Mapping[str, Any], config: ServerConfig) -> KVEventP
 def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     names = config.served_model_name or (options.get("model") or EMBEDDED_NAME,)
     traces = open_traces(config, "quire", names[0])  # before a model is loaded for nothing
-    llm = LLM(**options)
+    loras = parse_loras(config.lora)
+    if config.allow_lora_loading:
+        options = {**options, "enable_lora": True}
+    llm = LLM(lora=loras, **options)
     template = ChatTemplate.find(llm.directory, config.chat_template)
     metrics = Metrics(llm.engine, names[0], config.vllm_metrics, _model_info(llm))
     watched = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.api_key)
@@ -171,10 +179,11 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
         vocab_size=engine.vocab_size,
         eos_token_ids=engine.eos_token_ids,
         hidden_size=llm.hidden_size,
+        loras=loras,
     )
     service = Service(model, worker, config, traces)
     replica = Replica(llm, worker, service, metrics, config.fleet_secret) if config.fleet_secret else None
-    return Parts(llm, worker, service, metrics, watched, replica)
+    return Parts(llm, worker, service, metrics, watched, replica, config.allow_lora_loading)
 
 
 def find_dialect(template: ChatTemplate | None, config: HttpConfig) -> Dialect:
@@ -307,6 +316,8 @@ def listening_lines(parts: Parts, listening: socket.socket, seconds: float) -> l
         "longest": _longest,
         "limits": _limits,
     }
+    if parts.llm.engine.loras is not None:
+        chosen["adapters"] = _adapters
     if parts.publisher is not None:
         chosen["events"] = lambda parts: str(parts.publisher)
     name = parts.service.model.names[0]
@@ -369,6 +380,12 @@ def _cache(parts: Parts) -> str:
     state, rows = bytes_of_states(groups, decoder.dtype)
     memory = (pools.states * state + pools.rows * rows) / 2**20
     return f"{blocks}; {pools.states:,} states, {pools.rows:,} pieces in progress, {memory:,.0f} MiB"
+
+
+def _adapters(parts: Parts) -> str:
+    limits, loaded = parts.llm.engine.known_loras().limits, parts.service.model.loras
+    names = ", ".join(loaded) or "none"
+    return f"{names}; up to {limits.max_loras} of rank {limits.max_rank} at most"
 
 
 def _longest(parts: Parts) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.config import check_options, option
+from quire.config import check_options, option, parse_loras
 from quire.errors import ConfigError
 from quire.server.http.hosts import check_allowed
 
@@ -87,6 +87,10 @@ class ServerConfig(HttpConfig):
 
     # The first one stands in answers; (): the model's path.
     served_model_name: tuple[str, ...] = option((), "Name of the model for clients. May be repeated.")
+    lora: tuple[str, ...] = option(
+        (), "NAME=PATH of a LoRA adapter, a model by that name. May be repeated.", aliases=("--lora-modules",)
+    )
+    allow_lora_loading: bool = option(False, "Let clients load adapters, of any directory here, and unload them.")
     chat_template: Path | None = option(None, "Jinja file of a chat template, instead of the model's own.")
     max_num_queued_reqs: int = option(1024, "Most samples that wait. More get 429.", lower=0, upper=2**31 - 1)
     stuck_after: float | None = option(
@@ -106,6 +110,13 @@ class ServerConfig(HttpConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_texts("served_model_name", self.served_model_name)
+        if taken := parse_loras(self.lora).keys() & {*self.served_model_name}:
+            raise ConfigError(f"lora has the name {min(taken)!r}, which is the model's own; choose another")
+        if self.allow_lora_loading and self.fleet_secret is not None:
+            raise ConfigError(
+                "allow_lora_loading does not go with fleet_secret; all replicas of a fleet have the same adapters, so "
+                "give them at the start (--lora)"
+            )
         for name in ("kv_events", "kv_events_replay"):
             endpoint = getattr(self, name)
             if endpoint is not None and not is_endpoint(endpoint):

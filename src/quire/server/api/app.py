@@ -145,14 +145,14 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": service.created,
             "owned_by": "quire",
-            "root": service.model.names[0],
-            "parent": None,
+            "root": service.model.loras.get(name, service.model.names[0]),
+            "parent": None if service.lora_of(name) is None else service.model.names[0],
             "max_model_len": service.model.max_model_len,
         }
 
     @app.get("/v1/models", response_model=None, responses=openapi.answer(openapi.Models, "The models' names"))
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model(name) for name in service.model.names]}
+        return {"object": "list", "data": [model(name) for name in (*service.model.names, *service.model.loras)]}
 
     @app.get("/v1/models/{name:path}", response_model=None, responses=openapi.answer(openapi.Model, "The model"))
     async def one_model(name: str) -> dict[str, Any]:

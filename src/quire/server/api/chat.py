@@ -39,7 +39,7 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     max_tokens = service.room_for([prompt], body, field)
     identity = service.identity(request, "chatcmpl")
     name, created = identity
-    head = {"id": name, "object": "chat.completion", "created": created, "model": service.model.names[0]}
+    head = {"id": name, "object": "chat.completion", "created": created, "model": service.answering(body.model)}
     reading = Reading(service, body, name, prompt, continued)
     if body.use_beam_search:
         found = await service.search(request, body, name, prompt, max_tokens)

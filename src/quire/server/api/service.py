@@ -105,6 +105,7 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     hidden_size: int  # numbers of an embedding
+    loras: dict[str, str] = field(default_factory=dict)  # names of adapters, models for clients, and where each lies
 
 
 @dataclass
@@ -153,9 +154,18 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for a model that is not served here."""
-        if name and name not in self.model.names:
-            message = f"there is no model {shown(name)} here; this server has {', '.join(map(repr, self.model.names))}"
+        if name and name not in self.model.names and name not in self.model.loras:
+            known = ", ".join(map(repr, (*self.model.names, *self.model.loras)))
+            message = f"there is no model {shown(name)} here; this server has {known}"
             raise ApiError(message, 404, param="model", code="model_not_found")
+
+    def lora_of(self, name: str | None) -> str | None:
+        """The adapter that clients mean by a model's name; None: the model itself."""
+        return name if name in self.model.loras and name not in self.model.names else None
+
+    def answering(self, name: str | None) -> str:
+        """The model's name in answers."""
+        return self.lora_of(name) or self.model.names[0]
 
     # ------------------------------------------------------------------------------------------------- prompts
 
@@ -340,11 +350,10 @@ class Service:
             raise ApiError(message, param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs")
 
         def make() -> list[tuple[RequestOutput, list[Request]]]:
-            made, salt, priority = [], self.salt(request, body), body.priority or 0
+            made: list[tuple[RequestOutput, list[Request]]] = []
+            own = (params, body.priority or 0, self.salt(request, body), self.lora_of(body.model))
             for i, prompt in enumerate(prompts):
-                output, requests = make_requests(
-                    f"{name}-{i}", prompt.text, prompt.tokens, params, priority, salt, self.model.tokenizer
-                )
+                output, requests = make_requests(f"{name}-{i}", prompt.text, prompt.tokens, *own, self.model.tokenizer)
                 self.worker.check(requests[0])
                 if guide is not None:
                     for each in requests:
@@ -391,7 +400,8 @@ class Service:
         )
         size = len(prompt.tokens)
 
-        make = partial(self.worker.search, name, prompt.tokens, params, self.salt(request, body))
+        salt, lora = self.salt(request, body), self.lora_of(body.model)
+        make = partial(self.worker.search, name, prompt.tokens, params, salt, lora)
         job = await self.take_apart(request, size, make, params.beam_width)
         await self.worker.submit(job)
         await self.wait(request, job)
