@@ -101,16 +101,21 @@ class Call:
     trace: str | None = None  # the gateway's span, as W3C's traceparent has it
 
 
-# Fields of messages that are more than JSON has.
-MADE_OF: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
-    {"sampling": lambda found: SamplingParams(**found | _with_tokens(found)), "task": Task, "grammar": tuple}
-)
+def _sampling(found: Mapping[str, Any]) -> SamplingParams:
+    known = {one.name for one in fields(SamplingParams)}
+    if unknown := sorted(set(found) - known):
+        raise ValueError(f"sampling has the field {unknown[0]!r}, which is unknown here")
+    return SamplingParams(**dict(found) | _with_tokens(found))
 
 
 def _with_tokens(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """The fields whose keys are tokens: JSON has them as texts. Raises ValueError."""
     bias = sampling.get("logit_bias")
     return {} if bias is None else {"logit_bias": {int(token): value for token, value in bias.items()}}
+
+
+# Fields of messages that are more than JSON has.
+MADE_OF: Mapping[str, Callable[[Any], Any]] = MappingProxyType({"sampling": _sampling, "task": Task, "grammar": tuple})
 
 
 @dataclass(frozen=True, kw_only=True)

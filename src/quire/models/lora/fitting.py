@@ -33,11 +33,13 @@ def prepare(loras: Loras, directory: Path) -> Prepared:
     meant = {name for name in meant if adapter.is_meant_for(name)}
     for module, low_rank in adapter.modules.items():
         name, target = _target(loras.targets, directory, module)
+        if target.table is None:
+            raise ModelError(f"{directory} has an adapter of {module}: {target.why}, so it is not served")
         if name not in meant:
             raise ModelError(f"{directory} has an adapter of {module}, which its target_modules do not name")
         meant.discard(name)
-        table, part = _part(loras, directory, module, low_rank, target)
-        by_table.setdefault(id(table), (table, []))[1].append(part)
+        part = _part(loras, directory, module, low_rank, target, target.table)
+        by_table.setdefault(id(target.table), (target.table, []))[1].append(part)
     if meant:
         raise ModelError(
             f"{directory} lacks the tensors of {len(meant)} modules that its target_modules name, among them "
@@ -55,15 +57,10 @@ def _target(targets: Mapping[str, Target], directory: Path, module: str) -> tupl
         raise ModelError(
             f"{directory} has an adapter of {module}, which this model does not have; its linears are {known}"
         )
-    target = targets[found[0]]
-    if target.table is None:
-        raise ModelError(f"{directory} has an adapter of {module}: {target.why}, so it is not served")
-    return found[0], target
+    return found[0], targets[found[0]]
 
 
-def _part(loras: Loras, directory: Path, module: str, low_rank: LowRank, target: Target) -> tuple[LoraTable, LoraPart]:
-    table = target.table
-    assert table is not None
+def _part(loras: Loras, directory: Path, module: str, low_rank: LowRank, target: Target, table: LoraTable) -> LoraPart:
     a, b = low_rank.a, low_rank.b
     if a.shape[1] != table.in_size or len(b) != target.size:
         raise ModelError(
@@ -73,7 +70,7 @@ def _part(loras: Loras, directory: Path, module: str, low_rank: LowRank, target:
     if target.order is not None:
         b = b[target.order]
     a, b = (one.to(loras.device, loras.dtype) for one in (a, b))
-    return table, LoraPart(a, b, low_rank.scale, target.first)
+    return LoraPart(a, b, low_rank.scale, target.first)
 
 
 def decoder_targets(config: DecoderConfig, sources: Sources, tables: LoraTables) -> dict[str, Target]:
