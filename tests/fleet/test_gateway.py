@@ -197,6 +197,12 @@ class Rates:
         pass
 
 
+def get_the_request(first: Serving, other: Serving) -> None:
+    """Let the first one compute prompts faster than the other."""
+    replica_of(first)._rates = Rates(1e-9)  # type: ignore[assignment]
+    replica_of(other)._rates = Rates(1e-2)  # type: ignore[assignment]
+
+
 def test_equal_prompts_at_once_cost_one_prefill() -> None:
     """Which replica holds a prompt is known when it is sent there, before it is computed."""
     prompt = "".join(f"x{i} = {i * i}\n" for i in range(40))
@@ -424,7 +430,7 @@ def test_another_dtype_is_another_class_and_what_drains_there_stays(two: list[Se
         expected = text_of(other.ask("POST", COMPLETIONS, body))
         assert expected != text_of(two[0].ask("POST", COMPLETIONS, body))
         slow(other, 0.01)
-        replica_of(other)._rates = Rates(1e-9)  # type: ignore[assignment]  # so that it gets the request
+        get_the_request(other, two[0])
         with fronting(other.url, two[0].url) as fleet, ThreadPoolExecutor(1) as pool:
             asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
             until(lambda: value(fleet, "quire:fleet_time_to_first_token_seconds_count") == 1)
@@ -592,7 +598,7 @@ def test_what_is_taken_as_a_replica_begins_to_drain_is_moved(
         await submit(job)
         await asyncio.to_thread(go_on.wait, 30)
 
-    replica_of(first)._rates = Rates(1e-9)  # type: ignore[assignment]  # so that it gets the request
+    get_the_request(first, two[1])
     with fronting(first.url, two[1].url) as fleet, ThreadPoolExecutor(1) as pool:
         dispatch = fleet.gateway.fleet
         monkeypatch.setattr(worker, "submit", late)
@@ -620,7 +626,7 @@ def test_what_is_compiled_as_a_replica_begins_to_drain_is_refused(
         return await compiled(*arguments)
 
     monkeypatch.setattr(service, "compiled", late)
-    replica._rates = Rates(1e-9)  # type: ignore[assignment]  # so that it gets the request
+    get_the_request(two[0], two[1])
     with fronting(two[0].url, two[1].url) as fleet:
         body = BODY | {"regex": "[a-z]{20}"}
         found = fleet.ask("POST", COMPLETIONS, body)
