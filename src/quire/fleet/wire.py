@@ -101,12 +101,6 @@ class Call:
     trace: str | None = None  # the gateway's span, as W3C's traceparent has it
 
 
-# Fields of messages that are more than JSON has.
-MADE_OF: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
-    {"sampling": lambda found: _sampling(found), "task": Task, "grammar": tuple}
-)
-
-
 def _sampling(found: Mapping[str, Any]) -> SamplingParams:
     """Raises WireError for a field that another version has, RequestError for what its client is to hear of."""
     if unknown := sorted(set(found) - {one.name for one in fields(SamplingParams)}):
@@ -114,6 +108,10 @@ def _sampling(found: Mapping[str, Any]) -> SamplingParams:
     bias = found.get("logit_bias")
     tokens = None if bias is None else {int(token): value for token, value in bias.items()}  # JSON's keys are texts
     return SamplingParams(**dict(found) | {"logit_bias": tokens})
+
+
+# Fields of messages that are more than JSON has.
+MADE_OF: Mapping[str, Callable[[Any], Any]] = MappingProxyType({"sampling": _sampling, "task": Task, "grammar": tuple})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from quire.errors import BadValue, RequestError
-from quire.request import MAX_SEED, Guide, Request, SamplingParams, StructuredOutputsParams
+from quire.request import MAX_SEED, Guide, Request, SamplingParams
 from quire.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
 from quire.sandbox.grammar import Grammars, Spec, num_trials
 from quire.sandbox.thinking import Thinking
