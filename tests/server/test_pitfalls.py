@@ -206,11 +206,11 @@ def test_samples_of_a_long_prompt_cost_the_event_loop_nothing(server: Serving, m
     threads: list[int] = []
     made: list[int] = []
 
-    def checks(engine: Engine, request: Request, name: str, tokens: Any) -> None:
+    def checks(engine: Engine, request: Request, name: str, *tokens: Any) -> None:
         if name == "prompt":
             gone_through.append(name)
             threads.append(threading.get_ident())
-        old(engine, request, name, tokens)
+        old(engine, request, name, *tokens)
 
     def notes(function: Any) -> Any:
         def note(*given: Any, **options: Any) -> Any:
