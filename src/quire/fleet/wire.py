@@ -102,16 +102,12 @@ class Call:
 
 
 def _sampling(found: Mapping[str, Any]) -> SamplingParams:
-    known = {one.name for one in fields(SamplingParams)}
-    if unknown := sorted(set(found) - known):
-        raise ValueError(f"sampling has the field {unknown[0]!r}, which is unknown here")
-    return SamplingParams(**dict(found) | _with_tokens(found))
-
-
-def _with_tokens(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields whose keys are tokens: JSON has them as texts. Raises ValueError."""
-    bias = sampling.get("logit_bias")
-    return {} if bias is None else {"logit_bias": {int(token): value for token, value in bias.items()}}
+    """Raises WireError for a field that another version has, RequestError for what its client is to hear of."""
+    if unknown := sorted(set(found) - {one.name for one in fields(SamplingParams)}):
+        raise WireError(f"sampling has the field {unknown[0]!r}, which is unknown here")
+    bias = found.get("logit_bias")
+    tokens = None if bias is None else {int(token): value for token, value in bias.items()}  # JSON's keys are texts
+    return SamplingParams(**dict(found) | {"logit_bias": tokens})
 
 
 # Fields of messages that are more than JSON has.
@@ -129,6 +125,7 @@ class SearchCall:
     max_tokens: int
     ignore_eos: bool
     length_penalty: float
+    logprobs: int | None  # of each token
     lora: str | None = None  # as a Call's
     trace: str | None = None  # as a Call's
 

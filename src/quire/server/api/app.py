@@ -58,10 +58,6 @@ ROUTES_NAMES = {
 }
 # What other servers, or other routes, call a field of the routes that generate.
 ALSO_CALLED = {
-    "guided_regex": "regex",
-    "guided_grammar": "grammar",
-    "guided_json": "response_format",
-    "structured_outputs": "response_format, regex or grammar",
     "json_schema": "response_format",
     "ebnf": "grammar",
     "beam_width": "n, with use_beam_search",
@@ -298,6 +294,8 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
         return f"{name or 'the body'} is {value}; {message.removeprefix('Value error, ')}"
     if kind == "tool_message":
         return f"{name}.{message}"
+    if kind == "no_token":
+        return f"{name} has the key {shown(message)}; it must be a token id, as in '123'"
     if kind == "no_text":
         part = _dotted([*path, found["ctx"]["index"]])
         return f"{part} is of type {shown(message)}; models are served for text alone, in parts of type 'text'"
