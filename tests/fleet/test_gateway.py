@@ -106,6 +106,36 @@ def test_a_stream_goes_on_after_each_of_its_events(fleet: Front, kind: str) -> N
             assert put_together(*head, rest).choices == expected.choices, (cut, again)
 
 
+def test_calls_and_thoughts_through_a_gateway(two: list[Serving]) -> None:
+    """Replicas follow the grammars, the gateway reads the answers; a stream goes on within a call or a thought."""
+    zones = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}
+    clock = {"type": "function", "function": {"name": "clock", "parameters": zones | {"additionalProperties": False}}}
+    said = [{"role": "user", "content": "the time"}, {"role": "assistant", "content": "<think>well"}]
+    body = {
+        "messages": said, "continue_final_message": True, "thinking_token_budget": 5, "tools": [clock],
+        "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 80, "seed": 3,
+    }  # fmt: skip
+    own = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    with fronting(*(each.url for each in two), **own) as front:
+        answer = front.ask("POST", CHAT, body)
+        assert answer.status == 200, answer.body
+        [choice] = answer.json()["choices"]
+        [call] = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["zone"] in ("UTC", "CET")
+        assert choice["finish_reason"] == "tool_calls"
+        whole = front.ask("POST", CHAT, body | {"stream": True}).body
+        expected = put_together(whole)
+        assert expected.choices[0]["calls"][0][1:] == ["clock", call["function"]["arguments"]]
+        events = [event + b"\n\n" for event in whole.split(b"\n\n")[:-1]]
+        for cut in range(len(events)):
+            if (last := put_together(*events[:cut]).last_id) is not None:
+                rest = front.ask("POST", CHAT, body | {"stream": True}, {"Last-Event-ID": last}).body
+                assert put_together(*events[:cut], rest).choices == expected.choices, cut
+        broken = clock["function"] | {"parameters": {"properties": {"a": {"multipleOf": 0}}}}
+        refused = front.ask("POST", CHAT, body | {"tools": [clock | {"function": broken}]})
+        assert (refused.status, refused.error()["param"]) == (400, "tools")
+
+
 # ------------------------------------------------------------------------------------------------ as a plain server
 
 

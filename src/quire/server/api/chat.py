@@ -182,17 +182,16 @@ class _Events:
         return events
 
     def _read_events(self, delta: Delta) -> list[bytes]:
-        """The same of an answer that is read: logprobs and ids come with the first piece of their tokens."""
+        """The same of an answer that is read. One piece has all that a delta brings, as a client has it or not."""
         if delta.error is not None:
             return [data(request_failed(delta.error, self._body.grammar_field()).body())]
         writer = self._writers[delta.sample]
-        found = writer.deltas(delta.text, is_last=delta.finish_reason is not None)
+        found = writer.delta(delta.text, is_last=delta.finish_reason is not None)
         logprobs = _logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, self._body.top_logprobs or 0)
-        if (logprobs or self._body.return_token_ids) and delta.token_ids and not found:
-            found.append({"content": ""})
         tokens = {"token_ids": delta.token_ids} if self._body.return_token_ids else {}
-        events = [self._piece(delta.sample, one, logprobs, **tokens) for one in found[:1]]
-        events += [self._piece(delta.sample, one) for one in found[1:]]
+        events = []
+        if found or ((logprobs or tokens) and delta.token_ids):
+            events.append(self._piece(delta.sample, found or {"content": ""}, logprobs, **tokens))
         if delta.finish_reason is not None:
             end = {"finish_reason": writer.reason(delta.finish_reason), "stop_reason": delta.stop_reason}
             events.append(self._piece(delta.sample, {}, **end))
