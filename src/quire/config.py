@@ -28,6 +28,7 @@ class Option:
     upper: int | float | None = None  # the greatest value; None: any
     choices: tuple[str, ...] = ()  # the values that there are; (): checked elsewhere
     aliases: tuple[str, ...] = ()  # further names on the command line
+    variable: str | None = None  # environment variable that gives it on the command line, texts with spaces between
 
 
 def option(default: Any, help: str, **about: Any) -> Any:
@@ -125,6 +126,10 @@ class EngineConfig:
     device: str = option("cpu", "Device to run on: cpu, cuda or cuda:N.")
     attention_backend: str = option(
         "auto", "Attention backend: auto, or a name from `quire info`.", aliases=("--attention",)
+    )
+    generation_config: str = option(
+        "auto",
+        "Where sampling defaults come from: auto (the checkpoint's generation_config.json), none, or a directory.",
     )
     prefetch: str | None = option(
         None, "How a CPU fetches weights, and keys and values: as in t0:2560:t1. Default: what suits the core."

@@ -507,7 +507,7 @@ def test_a_replica_that_comes_in_time_is_waited_for(two: list[Serving]) -> None:
             drain(two[0])
             until(lambda: fleet.get("/health").status == 503)
             asked = pool.submit(fleet.ask, "POST", COMPLETIONS, BODY)
-            replica_of(two[0]).draining = False
+            replica_of(two[0])._service.draining = False
             lose(two[0])  # a session that is made then does not drain
             assert text_of(asked.result()) == text_of(two[1].ask("POST", COMPLETIONS, BODY))
 
@@ -527,7 +527,7 @@ def test_what_the_only_replica_refuses_as_it_drains_waits_for_another_one(
         drain(two[0])
         asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
         until(lambda: len(fake.calls) > 0)
-        replica_of(two[0]).draining = False
+        replica_of(two[0])._service.draining = False
         lose(two[0])
         found = asked.result()
         assert found.json()["choices"] == two[1].ask("POST", COMPLETIONS, body).json()["choices"]
@@ -606,7 +606,7 @@ def test_what_is_taken_as_a_replica_begins_to_drain_is_moved(
         go_on.set()
         assert text_of(asked.result()) == expected
         assert value(fleet, "quire:fleet_resumed_total", reason="drained") == 1
-    replica_of(first).draining = False
+    replica_of(first)._service.draining = False
 
 
 def test_what_is_compiled_as_a_replica_begins_to_drain_is_refused(
@@ -616,7 +616,7 @@ def test_what_is_compiled_as_a_replica_begins_to_drain_is_refused(
     compiled = service.compiled
 
     async def late(*arguments: Any) -> Any:
-        replica.draining = True
+        replica._service.draining = True
         return await compiled(*arguments)
 
     monkeypatch.setattr(service, "compiled", late)
@@ -625,7 +625,7 @@ def test_what_is_compiled_as_a_replica_begins_to_drain_is_refused(
         body = BODY | {"regex": "[a-z]{20}"}
         found = fleet.ask("POST", COMPLETIONS, body)
         assert replica.draining, "it was not asked"
-        replica.draining = False
+        replica._service.draining = False
         assert text_of(found) == text_of(two[1].ask("POST", COMPLETIONS, body))
         assert value(fleet, "quire:fleet_routed_total", replica=two[0].url) == 0
 

@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue; - reads one from stdin.")] = None,
     file: Annotated[list[Path] | None, typer.Option(help="A file whose text is a prompt; may be repeated.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 0.7,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="New tokens at most. Default: the checkpoint's own, else 128.")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 takes the most probable token each time. Default: the checkpoint's own, else 0.7."),
+    ] = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
@@ -32,8 +37,11 @@ def generate(
 
     try:
         texts = _read_prompts(prompts or [], file or [])
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+        asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+        given = {name: value for name, value in asked.items() if value is not None}
+        SamplingParams(**given)  # before a model is loaded for nothing
         llm = LLM(**options)
+        params = SamplingParams(**{"max_tokens": 128, "temperature": 0.7} | dict(llm.default_sampling) | given)
         outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
     except QuireError as error:
         fail(error)

@@ -183,6 +183,7 @@ class GatewayServer(Listening):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer what is running, then end."""
         gateway = self._gateway
+        gateway.service.draining = True
         gateway.watch.close()
         end_all = partial(gateway.fleet.end_all, "the gateway is stopping")
         timer = asyncio.get_running_loop().call_later(gateway.service.config.shutdown_timeout, end_all)
@@ -204,6 +205,8 @@ def build_gateway(membership: Membership, config: GatewayConfig, found: Found, d
         vocab_size=hello.vocab_size,
         eos_token_ids=frozenset(hello.eos_token_ids),
         hidden_size=hello.hidden_size,
+        root=hello.root,
+        default_sampling=hello.default_sampling,
     )
     metrics = FleetMetrics()
     secret = config.fleet_secret or ""

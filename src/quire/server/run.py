@@ -26,6 +26,7 @@ from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.errors import ConfigError
 from quire.fleet.replica import Replica
 from quire.llm import LLM
+from quire.models.generation_config import FILE
 from quire.sandbox.chat_template import ChatTemplate, tokenizer_settings
 from quire.sandbox.process import SandboxFailed
 from quire.server.api.app import build_app
@@ -154,7 +155,7 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     llm = LLM(**options)
     template = ChatTemplate.find(llm.directory, config.chat_template)
     metrics = Metrics(llm.engine, names[0], config.vllm_metrics, _model_info(llm))
-    watched = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.api_key)
+    watched = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.keys)
     device = DEVICES["cpu" if llm.config.device == "cpu" else "h200"]
     cost = CostModel(cost_of(llm.decoder), device, llm.config.cache.block_size)
     limits = (config.max_num_queued_reqs, config.request_timeout, config.stuck_after)
@@ -169,6 +170,8 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
         vocab_size=engine.vocab_size,
         eos_token_ids=engine.eos_token_ids,
         hidden_size=llm.hidden_size,
+        root=options.get("model") or EMBEDDED_NAME,
+        default_sampling=llm.default_sampling,
     )
     service = Service(model, worker, config, traces)
     replica = Replica(llm, worker, service, metrics, config.fleet_secret) if config.fleet_secret else None
@@ -241,6 +244,7 @@ class Server(Listening):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer what is running, then end."""
         parts = self._parts
+        parts.service.draining = True
         parts.inspector.close()
         end_all = partial(parts.worker.end_all, "the server is stopping")
         timer = asyncio.get_running_loop().call_later(parts.service.config.shutdown_timeout, end_all)
@@ -297,6 +301,7 @@ def listening_lines(parts: Parts, listening: socket.socket, seconds: float) -> l
         "weights": _weights,
         "cache": _cache,
         "longest": _longest,
+        "sampling": _sampling,
         "limits": _limits,
     }
     if parts.publisher is not None:
@@ -369,8 +374,18 @@ def _longest(parts: Parts) -> str:
     return f"{parts.service.model.max_model_len:,} tokens ({why})"
 
 
+def _sampling(parts: Parts) -> str:
+    chosen = parts.service.model.default_sampling
+    source = parts.llm.config.generation_config
+    if not chosen:
+        return "OpenAI's defaults" + (f" (--generation-config {source})" if source != "auto" else "")
+    where = FILE if source == "auto" else f"{source}/{FILE}"
+    values = ", ".join(f"{name} {value:g}" for name, value in chosen.items())
+    return f"{values}, where a request does not say ({where}; --generation-config none leaves it out)"
+
+
 def _limits(parts: Parts) -> str:
-    scheduler, keys = parts.worker.engine.scheduler, parts.service.config.api_key
+    scheduler, keys = parts.worker.engine.scheduler, parts.service.config.keys
     who = f"{len(keys)} keys" if keys else "no keys: everybody is served"
     return (
         f"{scheduler.max_num_seqs} sequences at a time, {scheduler.max_num_batched_tokens:,} tokens a step, "

@@ -109,10 +109,14 @@ class Worker:
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def check_health(self) -> None:
-        """Raise ApiError (503) if the engine does not serve."""
+    def check_alive(self) -> None:
+        """Raise ApiError (503) if the engine can serve nobody any more."""
         if self.failure is not None:
             raise engine_stopped(self.failure)
+
+    def check_health(self) -> None:
+        """Raise ApiError (503) if the engine does not serve: it has stopped, or is stuck in a step."""
+        self.check_alive()
         seconds = self.stuck_for
         if seconds > (self._stuck_after or STUCK_AFTER) and seconds > (longest := self._longest_step()):
             message = (

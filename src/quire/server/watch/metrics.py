@@ -21,6 +21,7 @@ from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
 from quire.engine.engine import Engine
 from quire.engine.scheduler import Scheduler
 from quire.request import FinishReason
+from quire.server.http.access import Tally
 
 OPENMETRICS = "application/openmetrics-text"
 
@@ -231,6 +232,7 @@ class Metrics:
         # Of others, by name: what each is, and how it is read.
         self._gauges: dict[str, tuple[str, Callable[[], float]]] = {}
         self._counters: dict[str, tuple[str, Callable[[], float]]] = {}
+        self._tally: Tally | None = None
         engine.listen(self._hear)
         self._registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -244,6 +246,10 @@ class Metrics:
     def show_counter(self, name: str, message: str, read: Callable[[], float]) -> None:
         """Show one more number that only rises. read: may be called by any thread."""
         self._counters[name] = (message, read)
+
+    def show_requests(self, tally: Tally) -> None:
+        """Show how requests were answered. `render` is then the event loop's."""
+        self._tally = tally
 
     # ---------------------------------------------------------------------------------- reported by the engine's side
 
@@ -327,6 +333,8 @@ class Metrics:
         ):
             yield self._family(CounterMetricFamily, name, message, values, by)
 
+        if self._tally is not None:
+            yield from request_counters(self._tally, self._prefix)
         for name, (message, _) in HISTOGRAMS.items():
             histogram = self.histograms[name]
             family = HistogramMetricFamily(f"{self._prefix}:{name}", message, labels=[*self._labels])
@@ -353,6 +361,22 @@ class Metrics:
         for key, value in values.items():
             family.add_metric([*others, key] if by else others, value)
         return family
+
+
+def request_counters(tally: Tally, prefix: str) -> Iterator[Metric]:
+    """How requests were answered, for Prometheus."""
+    answered = CounterMetricFamily(
+        f"{prefix}:http_requests", "Requests that were answered.", labels=["handler", "method", "status"]
+    )
+    for labels, count in tally.answered.items():
+        answered.add_metric(labels, count)
+    refused = CounterMetricFamily(
+        f"{prefix}:requests_refused", "Requests that were answered with an error, by its code.", labels=["reason"]
+    )
+    for reason, count in tally.refused.items():
+        refused.add_metric([reason], count)
+    yield answered
+    yield refused
 
 
 def _one_two_five(longest: int) -> list[float]:
