@@ -17,7 +17,9 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     """Let a YAML file's entries stand for the options that are not given."""
     if path is None:
         return None
-    options = {option.name: option for option in context.command.params if option.name and option.name != "_config"}
+    options: dict[str, Any] = {
+        option.name: option for option in context.command.params if option.name and option.name != "_config"
+    }
     try:
         found = _options_of(path, options.keys(), f"quire {context.info_name}")
     except ConfigError as error:
@@ -26,6 +28,12 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
         name: [value] if options[name].multiple and not isinstance(value, list | None) else value
         for name, value in found.items()
     }
+    for name, value in context.default_map.items():
+        for one in value if isinstance(value, list) else [value]:
+            try:
+                options[name].type(one, options[name], context)
+            except typer.BadParameter as error:
+                fail(f"{path}: {name.replace('_', '-')} is {one!r}; {error.message}")
     return path
 
 
@@ -34,6 +42,8 @@ def _options_of(path: Path, known: Collection[str], command: str) -> dict[str, A
 
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(found, dict):

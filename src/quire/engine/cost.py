@@ -168,6 +168,11 @@ class CostModel:
         seconds = max(size / device.bytes_per_second, flops / device.flops_per_second)
         return seconds + (self._moved(plan.swap_out) + self._moved(plan.swap_in)) / device.link_bytes_per_second
 
+    @property
+    def seconds_a_prompt_token(self) -> float:
+        """Of a long prompt, its attention left out."""
+        return self.model.linear_flops(1, 0) / self.device.flops_per_second
+
     def _moved(self, moves: Sequence[Move]) -> int:
         return sum(self.block_bytes[move.group] for move in moves)
 

@@ -177,7 +177,7 @@ class GatewayServer(Listening):
     """Lets open answers end before it does, and the streams that never end go first."""
 
     def __init__(self, settings: uvicorn.Config, gateway: Gateway, ready: Callable[[], None]) -> None:
-        super().__init__(settings, ready)
+        super().__init__(settings, ready, gateway.service.config.shutdown_timeout)
         self._gateway = gateway
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -7,7 +7,8 @@ transformers' modelling code with Quire's attention in it, if a trial shows that
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -24,6 +25,7 @@ from quire.models.rope import longest_rotated
 from quire.models.text_part import TextPart, text_part
 from quire.models.weights import Checkpoint, Sources, Weights, expected_bytes, read_json, weight_files
 from quire.ops import Backend
+from quire.progress import progress_bar
 
 if TYPE_CHECKING:
     from quire.models.adapter.load import Found
@@ -85,7 +87,11 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "half": torch.float16,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
 }
+SHOWN_WHILE_READ = 2**29  # bytes of weights from which on a terminal shows how far they are read
 
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*.json",
              "chat_template.jinja"]  # fmt: skip
@@ -255,9 +261,17 @@ def load_model(directory: Path, config: EngineConfig, backend: Backend) -> Model
     sources = family.weight_sources(decoder, checkpoint.names)
     weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device, quantisation)
     eos_token_ids = _eos_token_ids(raw, directory, decoder.vocab_size)
-    model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible)
+    with _shown(weights, directory, part) as advance:
+        weights.on_read = advance
+        model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible)
     model.quantisation, model.weight_bytes, model.origin = quantisation.description, weights.nbytes, str(choice)
     return model
+
+
+def _shown(weights: Weights, directory: Path, part: TextPart | None) -> AbstractContextManager[Callable[[], None]]:
+    """A progress bar over the weights, if reading them takes a while."""
+    size = sum(path.stat().st_size for path in weight_files(directory, part))
+    return progress_bar("weights", len(weights)) if size >= SHOWN_WHILE_READ else nullcontext(lambda: None)
 
 
 def _adapted(

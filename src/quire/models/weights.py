@@ -195,6 +195,7 @@ class Weights(Mapping[str, Weight]):
         self._tied, self._quantisation = config.tied_embeddings, quantisation
         self._uses = {name: weight_use(config, name) for name in self._shapes}
         self._bytes: Counter[str] = Counter()
+        self.on_read: Callable[[], None] = lambda: None  # called for each weight that is asked for
         self._forms = self._quantised_modules()
         self._check_names()
 
@@ -254,6 +255,7 @@ class Weights(Mapping[str, Weight]):
         A tied embedding, which may be most of a model, is given as it stands in the file if nothing is to be changed.
         """
         parts, rounding = self._sources.of(name), self._rounding(name)
+        self.on_read()
         weight: Weight
         if any(part in self._forms for part in parts):
             weight = self._quantised(name, parts)

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import math
+import signal
 import socket
 import sys
 import time
@@ -23,6 +24,7 @@ from quire import __version__
 from quire.cache.groups import CacheGroup
 from quire.cache.storage import bytes_of_states, bytes_per_block, cache_dtype
 from quire.engine.cost import DEVICES, CostModel, cost_of
+from quire.engine.pace import LONGEST_STEP, Pace
 from quire.errors import ConfigError
 from quire.fleet.replica import Replica
 from quire.llm import LLM
@@ -38,6 +40,7 @@ from quire.server.signals import end
 from quire.server.watch import inspector
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
+from quire.server.watch.statistics import Statistics
 
 if TYPE_CHECKING:  # its packages are an extra
     from quire.server.watch.kv_events import KVEventPublisher
@@ -45,6 +48,7 @@ if TYPE_CHECKING:  # its packages are an extra
 
 log = logging.getLogger("quire.server")
 
+REPORT_EVERY = 10.0  # seconds between two lines of statistics, while there is work
 FAREWELL = 5  # seconds in which those that did not end in time get an error
 KEEP_ALIVE = 30  # seconds that a connection stays open for a next request
 EMBEDDED_NAME = "quire-embedded"  # what clients call the model that comes with Quire
@@ -102,6 +106,7 @@ class Parts:
     metrics: Metrics
     inspector: Inspector
     replica: Replica | None  # where a fleet's gateways are served
+    statistics: Statistics | None = None  # where a line of them is logged now and then
     publisher: KVEventPublisher | None = None  # where block events are published
 
     def app(self) -> FastAPI:
@@ -158,6 +163,8 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     watched = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.keys)
     device = DEVICES["cpu" if llm.config.device == "cpu" else "h200"]
     cost = CostModel(cost_of(llm.decoder), device, llm.config.cache.block_size)
+    if llm.config.device == "cpu" and llm.config.max_num_batched_tokens is None:
+        llm.engine.scheduler.pace = Pace(cost.seconds_a_prompt_token)
     limits = (config.max_num_queued_reqs, config.request_timeout, config.stuck_after)
     worker = Worker(llm.engine, llm.tokenizer, watched, metrics, cost, *limits, traces)
     engine = llm.engine
@@ -175,7 +182,8 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     )
     service = Service(model, worker, config, traces)
     replica = Replica(llm, worker, service, metrics, config.fleet_secret) if config.fleet_secret else None
-    return Parts(llm, worker, service, metrics, watched, replica)
+    statistics = Statistics(llm.engine, metrics) if config.log_stats else None
+    return Parts(llm, worker, service, metrics, watched, replica, statistics)
 
 
 def open_traces(config: HttpConfig, service: str, model: str) -> Traces | None:
@@ -213,8 +221,10 @@ def settings(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
 class Listening(uvicorn.Server):
     """Says when it listens, and knows the signal that stopped it."""
 
-    def __init__(self, settings: uvicorn.Config, ready: Callable[[], None]) -> None:
+    def __init__(self, settings: uvicorn.Config, ready: Callable[[], None], shutdown_timeout: float) -> None:
+        """shutdown_timeout: seconds that requests have to end when it is stopped."""
         super().__init__(settings)
+        self._shutdown_timeout = shutdown_timeout
         self.signal: int | None = None  # the last one that stopped it
         self._ready = ready
 
@@ -223,6 +233,13 @@ class Listening(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer what is running, then end."""
+        if self.signal is not None and (count := len(self.server_state.tasks)):
+            again = "Ctrl-C again ends them now" if self.signal == signal.SIGINT else "a SIGINT ends them now"
+            log.warning("stopping: %d open requests have %g s to end; %s", count, self._shutdown_timeout, again)
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop in order; at a second interrupt, at once."""
@@ -236,10 +253,24 @@ class Server(Listening):
     """Lets the streams that never end go first, and stops when the engine has failed."""
 
     def __init__(self, settings: uvicorn.Config, parts: Parts, ready: Callable[[], None]) -> None:
-        super().__init__(settings, ready)
+        config = parts.service.config
+        super().__init__(settings, ready, config.shutdown_timeout)
         self.engine_failed = False
+        self._reports: asyncio.Task[None] | None = None
         self._parts = parts
         parts.worker.on_failure = self._fail
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and to report."""
+        await super().startup(sockets)
+        if self._parts.statistics is not None:
+            self._reports = asyncio.create_task(self._report(self._parts.statistics))
+
+    async def _report(self, statistics: Statistics) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY)
+            if (line := statistics.line()) is not None:
+                log.info(line)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer what is running, then end."""
@@ -252,6 +283,8 @@ class Server(Listening):
             parts.replica.close()
         await super().shutdown(sockets)
         timer.cancel()
+        if self._reports is not None:
+            self._reports.cancel()
         if parts.publisher is not None:  # no step makes events any more
             await asyncio.to_thread(parts.publisher.close)
 
@@ -348,7 +381,7 @@ def _cache(parts: Parts) -> str:
     decoder, config, manager = parts.llm.decoder, parts.llm.config, parts.worker.engine.scheduler.manager
     groups, dtype = manager.groups, cache_dtype(config.cache, decoder.dtype)
     size = bytes_per_block(groups, manager.block_size, dtype)
-    growth = config.max_num_batched_tokens
+    growth = config.most_tokens
     attention = [group for group in groups if isinstance(group, CacheGroup)]
     a_sequence = max((group.most(decoder.max_model_len, growth, manager.block_size) for group in attention), default=0)
     if config.cache.num_blocks is not None:
@@ -387,7 +420,11 @@ def _sampling(parts: Parts) -> str:
 def _limits(parts: Parts) -> str:
     scheduler, keys = parts.worker.engine.scheduler, parts.service.config.keys
     who = f"{len(keys)} keys" if keys else "no keys: everybody is served"
+    pace, most = scheduler.pace, scheduler.max_num_batched_tokens
+    beside = (
+        "" if pace is None else f" (beside others' tokens {min(most, pace.most(1)):,}, or what takes {LONGEST_STEP} s)"
+    )
     return (
-        f"{scheduler.max_num_seqs} sequences at a time, {scheduler.max_num_batched_tokens:,} tokens a step, "
+        f"{scheduler.max_num_seqs} sequences at a time, {most:,} tokens a step{beside}, "
         f"{parts.worker.max_samples - scheduler.max_num_seqs:,} queued; {who}"
     )

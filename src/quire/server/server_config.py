@@ -113,11 +113,13 @@ class ServerConfig(HttpConfig):
     max_num_queued_reqs: int = option(1024, "Most samples that wait. More get 429.", lower=0, upper=2**31 - 1)
     stuck_after: float | None = option(
         None,
-        "Seconds in one step after which /ready says 503. Default: 16 times what a step of its size takes by its "
+        "Seconds in one step after which /ready says 503, and /health after ten times as long. "
+        "Default: 16 times what a step of its size takes by its "
         "cost model, and at least 4.",
         lower=0.001,
         upper=MAX_WAIT,
     )
+    log_stats: bool = option(True, "Log a line of statistics every ten seconds while there is work.")
     vllm_metrics: bool = option(False, "Name the metrics as vLLM does.")
     kv_events: str | None = option(
         None, "Publish block events, with token ids, in vLLM's form at this ZeroMQ endpoint, such as tcp://*:5557."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
@@ -38,10 +39,11 @@ from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.embeddings import EmbeddingRequest
 from quire.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
-from quire.server.protocol.unknown import UnknownFields, model_in, near_miss, sentence
+from quire.server.protocol.unknown import UnknownField, UnknownFields, model_in, near_miss, sentence
 
 log = logging.getLogger("quire.server")
 
+INTERNAL_NAME = re.compile(r"^request [^ :]+(:?) ")  # with which the engine's sentences begin
 PROBED = ("/health", "/ready", "/metrics")  # asked for again and again
 MAX_PATH = 256  # characters of a path that is no route, which are compared with the routes
 
@@ -53,6 +55,29 @@ WANTED = {
     "content": "it must be a text, or a list of parts of type text",
     "tool_choice": "tools are not served here, so it must be 'none' or 'auto'",
     "function_call": "functions are not served here, so it must be 'none' or 'auto'",
+}
+# Of values of another kind, and of those out of bounds, by pydantic's words for it.
+KINDS_OF_VALUES = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "string_type": "a text",
+}
+BOUNDS = {
+    "greater_than": "be above {gt}",
+    "greater_than_equal": "be at least {ge}",
+    "less_than": "be below {lt}",
+    "less_than_equal": "be at most {le}",
+    "string_too_long": "have {max_length} characters at most",
+    "string_too_short": "have {min_length} characters or more",
+    "too_long": "have {max_length} entries at most",
+    "too_short": "have {min_length} entries or more",
 }
 # The engine's names of fields, where a route has others.
 ROUTES_NAMES = {
@@ -269,14 +294,18 @@ def _answer(request: HttpRequest, error: ApiError) -> Response:
 
 async def _failed(request: HttpRequest, error: Exception) -> Response:
     if isinstance(error, RequestError):
-        error = ApiError(str(error), param=error.field)
+        error = ApiError(INTERNAL_NAME.sub(_without_name, str(error)), param=error.field)
     if isinstance(error, SandboxFailed):
         error = sandbox_failed(str(error))
     if not isinstance(error, ApiError):
         raise error
-    if error.param is not None:
+    if error.param is not None and not isinstance(error, UnknownField):
         error.param = ROUTES_NAMES.get(request.url.path, {}).get(error.param, error.param)
     return _answer(request, error)
+
+
+def _without_name(found: re.Match[str]) -> str:
+    return "" if found[1] else "the request "
 
 
 async def _refused(request: HttpRequest, error: Exception) -> Response:
@@ -344,7 +373,20 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
         return f"{name} is missing"
     if (field := next((part for part in reversed(path[:-1]) if part in WANTED), None)) is not None:
         return f"{_dotted(path[: list(path).index(field) + 1])} cannot be read; {WANTED[str(field)]}"
-    return f"{name} is {value}; {message[:1].lower()}{message[1:]}"
+    return f"{name} is {value}; {_wanted(found)}"
+
+
+def _wanted(found: dict[str, Any]) -> str:
+    """What a value would have to be, by what pydantic found."""
+    kind, bound = found["type"], found.get("ctx", {})
+    if kind in KINDS_OF_VALUES:
+        return f"it must be {KINDS_OF_VALUES[kind]}"
+    if kind in BOUNDS:
+        return f"it must {BOUNDS[kind].format(**bound)}"
+    if kind == "literal_error":
+        return f"it must be {bound['expected']}"
+    message: str = found["msg"]
+    return message[:1].lower() + message[1:]
 
 
 def _unknown(body: type[Body], path: Sequence[str | int]) -> str:

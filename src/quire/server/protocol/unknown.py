@@ -107,6 +107,10 @@ NOT_HERE = (
 )
 
 
+class UnknownField(ApiError):
+    """A body has a field that its route does not take; `param` is what the body calls it."""
+
+
 class UnknownFields:
     """What becomes of fields that their objects do not have. It belongs to the event loop."""
 
@@ -118,7 +122,7 @@ class UnknownFields:
     def settle(self, request: HttpRequest, body: Body) -> None:
         """Take such fields out of a body, and note in the request's state what is to be reported.
 
-        Raises ApiError for one that is misspelt, or known to change the text.
+        Raises UnknownField for one that is misspelt, or known to change the text.
         """
         dropped: dict[str, None] = {}
         for path, owner, name in _unknown(body, ""):
@@ -127,7 +131,7 @@ class UnknownFields:
             why = _why_not(owner, path, name)
             if why is not None or self._refuses:
                 field = path.partition("[")[0].partition(".")[0] or name
-                raise ApiError(sentence(path + name, why), param=cut(field))
+                raise UnknownField(sentence(path + name, why), param=cut(field))
             dropped[_written(path + name)] = None
         if dropped:
             self._report(request, list(dropped))
@@ -200,4 +204,4 @@ def _plain(name: str) -> str:
 
 def _written(name: str) -> str:
     """A name as a header can carry it; the places of a list have one name."""
-    return json.dumps(PLACE.sub("[]", name[:MAX_NAME]))[1:-1]
+    return json.dumps(PLACE.sub("[]", name[:MAX_NAME]))[1:-1].replace("\x7f", "\\u007f")

@@ -69,7 +69,7 @@ GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
     "num_requests_swapped": ("Requests whose blocks are on the host.", lambda engine: len(engine.scheduler.swapped)),
     "kv_cache_usage_perc": (
         "Share of the KV blocks that are owned, 0 to 1; with states, of the kind of blocks that is shortest.",
-        lambda engine: _usage(engine.scheduler),
+        lambda engine: cache_use(engine.scheduler),
     ),
     "kv_waste_ratio": (
         "Share of the owned KV slots that hold no token: the open ends of last blocks.",
@@ -90,6 +90,9 @@ ENGINE_COUNTERS: dict[str, tuple[str, Callable[[Engine], float]]] = {
         "Prompt tokens that need not be computed.",
         lambda engine: engine.scheduler.manager.hits.cached_tokens,
     ),
+    "spec_decode_num_drafts": ("Times that tokens were guessed.", lambda engine: _guesses(engine, "num_drafts")),
+    "spec_decode_num_draft_tokens": ("Tokens that were guessed.", lambda engine: _guesses(engine, "num_guessed")),
+    "spec_decode_num_accepted_tokens": ("Guesses that were right.", lambda engine: _guesses(engine, "num_right")),
 }
 
 
@@ -288,6 +291,11 @@ class Metrics:
 
     # --------------------------------------------------------------------------------------------- reported to others
 
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were generated so far."""
+        return self._generation_tokens
+
     def render(self, accept_header: str) -> tuple[bytes, str]:
         """What a scrape gets, and its content type: OpenMetrics for whom takes it, else Prometheus's own text."""
         # Only asked for one of these two: for odd headers the function fails, and it repeats them in the answer's.
@@ -389,8 +397,14 @@ def _one_two_five(longest: int) -> list[float]:
     ]
 
 
-def _usage(scheduler: Scheduler) -> float:
-    """Of the kind of blocks that is shortest."""
+def _guesses(engine: Engine, name: str) -> float:
+    """A count of what was guessed; 0 where nothing is."""
+    lookup = engine.scheduler.lookup
+    return 0.0 if lookup is None else float(getattr(lookup, name))
+
+
+def cache_use(scheduler: Scheduler) -> float:
+    """Share of the blocks that are owned, of the kind that is shortest."""
     counts = [_blocks(scheduler, kind) for kind in (CacheGroup, StateGroup, RowGroup)]
     return max(count["used"] / total for count in counts if (total := sum(count.values())))
 
