@@ -158,10 +158,14 @@ def test_info_says_who_computes_a_model(tmp_path: Path) -> None:
 
     shown = CliRunner().invoke(app, ["info", "--model", str(EMBEDDED)])
     assert shown.exit_code == 0
-    model, weights, cache = shown.stdout.splitlines()
+    model, parameters, weights, cache, longest, memory, speed = shown.stdout.splitlines()
     assert model.split()[1:] == ["own", "decoder"]
+    assert re.fullmatch(r"parameters +\d\.\d million", parameters)
     assert re.fullmatch(r"weights +not quantised, \d+\.\d MiB", weights)
-    assert re.fullmatch(r"KV cache +(bfloat16, 16|float32, 32) bits a number", cache)
+    assert re.fullmatch(r"KV cache +(bfloat16, 16|float32, 32) bits a number, 1,280 bytes a token", cache)
+    assert re.fullmatch(r"longest +1,024 tokens, whose cache takes 1\.2 MiB", longest)
+    assert re.fullmatch(r"memory +\d+\.\d MiB with one such sequence; [\d.,]+ [MG]iB are free here", memory)
+    assert re.fullmatch(r"speed +about [\d,]+ tokens a second .*, at \d+ GB/s as just measured", speed)
     config = json.loads((EMBEDDED / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | {"odd_key": 1}), encoding="utf-8")
     shown = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])

@@ -20,7 +20,7 @@ from quire.server.server_config import ServerConfig
 @with_options(ServerConfig, *ENGINE)
 def serve(
     context: typer.Context,
-    model_name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
+    model_name: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")] = None,
     _config: Annotated[
         Path | None,
         typer.Option("--config", help="YAML: these options by name.", is_eager=True, callback=read_config_file),

@@ -1,4 +1,7 @@
-"""Flags of `vllm serve` that people paste: some ask for what holds anyway, of the others a sentence says what to do."""
+"""Flags of `vllm serve` that people paste: some ask for what holds anyway, of the others a sentence says what to do.
+
+Those of the engine stand in `config.FOREIGN`, the others here.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,15 @@ from typing import Any
 from typer.core import TyperCommand
 
 from quire.cli.options import fail
+from quire.config import FOREIGN, ONE_PROCESS, Foreign
 
 ABBREVIATED = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
 # Flags without a value that ask for what is done anyway, and what stands here in their place.
 HOLDS: dict[str, tuple[str, ...]] = {
-    "--enable-chunked-prefill": (),
     "--enable-auto-tool-choice": (),
     "--enable-prompt-tokens-details": (),
     "--enable-request-id-headers": (),
     "--enforce-eager": (),
-    "--disable-custom-all-reduce": (),
     "--disable-fastapi-docs": (),
     "--disable-log-requests": (),
     "--disable-log-stats": ("--no-log-stats",),
@@ -25,67 +27,35 @@ HOLDS: dict[str, tuple[str, ...]] = {
     "--no-enable-log-requests": (),
     "--trust-remote-code": (),  # no code of a checkpoint is run, whether or not it may be
 }
-ONE_PROCESS = "a model is computed by one process; several replicas are served by `quire fleet`"
 NO_OWN_FILE = "it is read from the model's directory; put another one there"
 PROXY = "leave it to a proxy in front of the server, such as nginx or caddy"
 NO_GRAPHS = "nothing is compiled or captured by choice; leave it out"
-TEXT_ALONE = "models are served for text alone; leave it out"
 # Values of flags that ask for what is done anyway, and what is said of all others.
 HOLDS_AT: dict[str, tuple[tuple[str, ...], str]] = {
     "--api-server-count": (("1",), ONE_PROCESS),
     "--chat-template-content-format": (("auto", "string"), "contents are given to templates as texts"),
-    "--config-format": (("auto", "hf"), "checkpoints are in Hugging Face's format"),
-    "--data-parallel-size": (("1",), ONE_PROCESS),
-    "--distributed-executor-backend": (("uni", "mp"), ONE_PROCESS),
-    "--load-format": (("auto", "safetensors", "hf"), "weights are read from safetensors, or from an old state dict"),
-    "--pipeline-parallel-size": (("1",), ONE_PROCESS),
     "--response-role": (("assistant",), "answers are the assistant's"),
-    "--revision": (
-        ("main",),
-        "download it with `hf download NAME --revision REVISION --local-dir DIR`, and give --model DIR",
-    ),
-    "--runner": (("auto", "generate"), "each model generates, and embeds at /v1/embeddings"),
-    "--task": (("auto", "generate"), "each model generates, and embeds at /v1/embeddings"),
-    "--tensor-parallel-size": (("1",), ONE_PROCESS),
-    "--tokenizer-mode": (("auto", "hf"), NO_OWN_FILE),
     "--uvicorn-log-level": (("info", "warning"), "see --no-access-log and --no-log-stats"),
 }
 NOT_HERE = {
-    "--code-revision": "no code of a checkpoint is run; leave it out",
     "--collect-detailed-traces": "traces are sent with --otlp-traces-endpoint",
-    "--compilation-config": NO_GRAPHS,
-    "--cpu-offload-gb": "weights stay where they are computed with; leave it out",
     "--cuda-graph-sizes": NO_GRAPHS,
-    "--download-dir": "set the environment variable HF_HUB_CACHE",
-    "--enable-expert-parallel": ONE_PROCESS,
     "--enable-force-include-usage": "clients ask for it, with stream_options.include_usage",
     "--enable-server-load-tracking": "/metrics has the numbers of requests that run and wait",
-    "--enable-sleep-mode": "a server stays awake; stop it to free its memory",
-    "--gpu-memory-utilization": "the cache's share of the free memory is --kv-cache-memory, as in 50% or 4GiB",
     "--guided-decoding-backend": "grammars are followed by llguidance; leave it out",
-    "--hf-token": "set the environment variable HF_TOKEN, or run `hf auth login`",
     "--kv-events-config": "the endpoint is --kv-events, the topic --kv-events-topic",
-    "--kv-transfer-config": "caches are not moved between servers",
-    "--limit-mm-per-prompt": TEXT_ALONE,
-    "--logits-processors": "no code is loaded into the server",
     "--lora-extra-vocab-size": "adapters have no tokens of their own; leave it out",
     "--max-log-len": "with --enable-log-requests whole prompts are logged",
     "--max-parallel-loading-workers": "weights are loaded by one process; leave it out",
-    "--max-seq-len-to-capture": NO_GRAPHS,
     "--middleware": "no code is loaded into the server",
-    "--mm-processor-kwargs": TEXT_ALONE,
-    "--no-enable-chunked-prefill": "prompts are always computed in pieces of --max-num-batched-tokens",
-    "--num-scheduler-steps": "each step draws one token, and those that were guessed; leave it out",
     "--override-generation-config": "give --generation-config DIR, with a generation_config.json in it",
     "--return-tokens-as-token-ids": "tokens that are no texts are shown as bytes",
     "--root-path": PROXY,
-    "--speculative-config": "tokens are guessed from the text before: --num-speculative-tokens says how many",
     "--speculative-model": "tokens are guessed from the text before: --num-speculative-tokens says how many",
     "--ssl-ca-certs": PROXY,
     "--ssl-certfile": PROXY,
     "--ssl-keyfile": PROXY,
     "--structured-outputs-config": "grammars are followed by llguidance; leave it out",
-    "--tokenizer-revision": NO_OWN_FILE,
     "--uds": PROXY,
 }
 SEVERAL = "--served-model-name"  # vLLM's takes all values up to the next flag
@@ -130,7 +100,23 @@ def _translated(args: list[str], own: set[str]) -> Iterator[str]:
             given = value if has_value else next(rest, "")
             if [each.partition("=")[2] or each for each in args].count(given) < 2:  # it is not the model's own
                 fail(f"{flag} is {given!r}; {NO_OWN_FILE}")
+        elif (foreign := _foreign(name)) is not None:
+            switch = not name.startswith("--no-")
+            given = value if has_value else str(switch) if _is_switch(foreign) else next(rest, "")
+            if given not in map(str, foreign.harmless):
+                fail(f"there is no option {flag} here (it is {given!r}); {foreign.sentence}")
         elif name in NOT_HERE:
             fail(f"there is no option {flag} here; {NOT_HERE[name]}")
         else:
             yield arg
+
+
+def _foreign(name: str) -> Foreign | None:
+    """What is known of an option of vLLM's engine."""
+    plain = name.removeprefix("--")
+    known = FOREIGN.get(plain.replace("-", "_"))
+    return FOREIGN.get(plain.removeprefix("no-").replace("-", "_")) if known is None else known
+
+
+def _is_switch(foreign: Foreign) -> bool:
+    return any(isinstance(value, bool) for value in foreign.harmless)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -175,6 +176,16 @@ class CostModel:
 
     def _moved(self, moves: Sequence[Move]) -> int:
         return sum(self.block_bytes[move.group] for move in moves)
+
+
+def measured_read_rate(size: int = 2**28) -> float:
+    """Bytes a second that this machine's cores read from memory: the best of a few sums over that many bytes."""
+    numbers, seconds = torch.ones(size // 4), []
+    for _ in range(5):
+        start = time.perf_counter()
+        numbers.sum()
+        seconds.append(time.perf_counter() - start)
+    return size / min(seconds)
 
 
 def attended(items: Sequence[PlanItem], window: int | None) -> tuple[int, int]:

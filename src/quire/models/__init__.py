@@ -18,6 +18,8 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelError, Unsupported
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import DecoderConfig
+from quire.models.hub import EMBEDDED as EMBEDDED
+from quire.models.hub import locate as locate
 from quire.models.model import Model, WeightBytes
 from quire.models.quantisation.module import Scheme
 from quire.models.quantisation.policy import Quantisation, read_scheme
@@ -79,8 +81,6 @@ FAMILIES = {
     "Starcoder2ForCausalLM": "quire.models.families.starcoder2",
 }
 
-EMBEDDED = Path(__file__).parent.parent / "embedded"
-
 DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
@@ -93,10 +93,6 @@ DTYPES = {
 }
 SHOWN_WHILE_READ = 2**29  # bytes of weights from which on a terminal shows how far they are read
 
-HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*.json",
-             "chat_template.jinja"]  # fmt: skip
-NOT_THESE = ["*/*", "consolidated*"]  # the same weights in other forms
-
 
 class Family(Protocol):
     """A module that reads one family's checkpoints."""
@@ -106,38 +102,6 @@ class Family(Protocol):
 
     def weight_sources(self, config: DecoderConfig, names: frozenset[str]) -> Sources:
         """Where the decoder's weights stand in a checkpoint with tensors of these names."""
-
-
-def locate(model: str | None) -> Path:
-    """The directory of a model: the embedded one (None), a local one, or a repository in the Hugging Face hub cache.
-
-    A repository that is not in the cache is downloaded, unless the hub library is set to be offline.
-    Raises ModelError where there is none of these.
-    """
-    if model is None:
-        return EMBEDDED
-    if model and Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download  # 0.3 s to import
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        try:
-            cached = Path(snapshot_download(model, local_files_only=True))
-            if any(cached.glob("*.safetensors")) or any(
-                cached.glob("pytorch_model*.bin")
-            ):  # else some other program has fetched its tokenizer only
-                return cached
-        except LocalEntryNotFoundError:
-            pass
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=NOT_THESE))
-    except HFValidationError as error:
-        raise ModelError(f"{model!r} is neither a directory nor the name of a Hugging Face repository") from error
-    except Exception as error:  # a network's ways to fail are many
-        raise ModelError(
-            f"{model!r} is not a directory, it is not in the Hugging Face hub cache, and it could not be downloaded: "
-            f"{error}"
-        ) from error
 
 
 def check_device(device: str) -> str:

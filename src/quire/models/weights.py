@@ -128,6 +128,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ModelError where it is missing or malformed."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_hook=_infinite)
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} holds no {path.name}") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
