@@ -14,6 +14,7 @@ import sys
 import venv
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ def check_weights(directory: Path, plain: Checkpoint) -> int:
     return count
 
 
-def logprobs(directory: Path, **options: str) -> Tensor:
+def logprobs(directory: Path, **options: Any) -> Tensor:
     """Of each token of a prompt but the first."""
     llm = LLM(str(directory), model_impl="quire", dtype="float32", num_blocks=64, **options)
     [output] = llm.generate([PROMPT], SamplingParams(max_tokens=1, prompt_logprobs=0))

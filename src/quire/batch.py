@@ -161,3 +161,4 @@ class Batch:
     sampling: SamplingRows
     prompt: PromptRows
     embed: EmbedRows
+    lora_slots: torch.Tensor | None = None  # int32 [T], each row's adapter, -1: none; None: no row has one

@@ -6,7 +6,7 @@ Each field says all there is to know of its option: `quire --help` and the check
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -170,6 +170,9 @@ class EngineConfig:
         upper=MAX_SPECULATIVE_TOKENS,
         aliases=("--spec-tokens",),
     )
+    enable_lora: bool = option(False, "Serve LoRA adapters. Implied where some are given.")
+    max_loras: int = option(16, "Most LoRA adapters that are loaded at the same time.", lower=1, upper=4096)
+    max_lora_rank: int = option(64, "Largest rank of a LoRA adapter.", lower=1, upper=1024)
     seed: int = option(
         0, "Seed of the engine. Requests without a seed derive theirs from it.", lower=0, upper=2**63 - 1
     )
@@ -276,6 +279,19 @@ def engine_config(**options: Any) -> EngineConfig:
     check_known(ConfigError, "there is no engine option", options, known, {})
     cache = CacheConfig(**{key: value for key, value in options.items() if key in cache_keys})
     return EngineConfig(**{key: value for key, value in options.items() if key not in cache_keys}, cache=cache)
+
+
+def parse_loras(texts: Sequence[str]) -> dict[str, str]:
+    """Directories of adapters by their names, from texts as NAME=PATH. Raises ConfigError for anything else."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise ConfigError(f"lora contains {text!r}; it must be NAME=PATH")
+        if name in found:
+            raise ConfigError(f"lora contains the name {name!r} twice; each adapter needs a name of its own")
+        found[name] = path
+    return found
 
 
 def parse_memory(amount: int | float | str, free: int | None, name: str = "kv_cache_memory") -> int:

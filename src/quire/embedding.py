@@ -63,10 +63,15 @@ def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
 
 
 def embedding_request(
-    name: str, text: str | None, tokens: list[int], priority: int = 0, cache_salt: str = ""
+    name: str,
+    text: str | None,
+    tokens: list[int],
+    priority: int = 0,
+    cache_salt: str = "",
+    lora: str | None = None,
 ) -> tuple[Request, RequestOutput]:
     """A request for a prompt's hidden state, and its output, still empty."""
-    output, [request] = make_requests(name, text, tokens, NOTHING_DRAWN, priority, cache_salt)
+    output, [request] = make_requests(name, text, tokens, NOTHING_DRAWN, priority, cache_salt, lora)
     request.task = Task.EMBED
     return request, output
 

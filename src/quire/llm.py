@@ -8,6 +8,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from numbers import Integral
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -36,6 +37,7 @@ from quire.loglikelihood import (
 )
 from quire.models import check_device, load_model, locate
 from quire.models.generation_config import read_default_sampling
+from quire.models.lora.fitting import prepare
 from quire.progress import progress_bar
 from quire.request import MAX_PRIORITY, Guide, Request, SamplingParams, StructuredOutputsParams
 from quire.sandbox.grammar import Grammars, Spec
@@ -60,12 +62,17 @@ class LLM:
     model: a directory or a Hugging Face repository; None is the model that comes with Quire.
     Further options are those of `EngineConfig` and `CacheConfig`, under vLLM's names where it has them: dtype,
     max_model_len, max_num_seqs, max_num_batched_tokens, block_size, seed, ...
+    lora: LoRA adapters as PEFT saves them, directories by the names that `generate` takes.
 
     Raises ConfigError for an unknown or impossible option, ModelError for a checkpoint that cannot be served,
     Unsupported where the device or the attention backend is not to be had.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str | None = None, *, lora: Mapping[str, str | Path] | None = None, **options: Any
+    ) -> None:
+        if lora:
+            options["enable_lora"] = True
         config = engine_config(model=model, **options)
         self.config: EngineConfig = replace(config, device=check_device(config.device))
         self.directory = locate(self.config.model)
@@ -82,6 +89,20 @@ class LLM:
         self._processor = TextEngine(self.engine, self.tokenizer)
         self._grammars: Grammars | None = None  # made at first use
         self._num_prompts = 0
+        for name, directory in (lora or {}).items():
+            self.load_lora(name, directory)
+
+    def load_lora(self, name: str, directory: str | Path) -> None:
+        """Let prompts name a LoRA adapter. The engine must have been built with lora or enable_lora.
+
+        Raises ModelError for an adapter that cannot be read or is of another model, ConfigError where the name is taken
+        or a limit (max_loras, max_lora_rank) does not let it in.
+        """
+        self.engine.load_lora(name, prepare(self.engine.known_loras(), Path(directory)))
+
+    def unload_lora(self, name: str) -> None:
+        """Let no further prompt name that adapter. Raises RequestError where there is none."""
+        self.engine.unload_lora(name)
 
     def __enter__(self) -> LLM:
         return self
@@ -111,6 +132,7 @@ class LLM:
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; the results are in the prompts' order.
 
@@ -119,6 +141,7 @@ class LLM:
         sampling_params: one for all prompts or one each; None is `get_default_sampling_params()`.
         use_tqdm: show a progress bar, if standard error is a terminal.
         priority: one for each prompt, the lower the sooner; for scheduling_policy="priority".
+        lora: the name of an adapter for all prompts, or one each; None is the model alone.
 
         Raises RequestError for a prompt that is invalid or can never fit; then nothing was computed. A prompt whose
         step failed has the finish_reason "error" and says why in its `error`; the others are not affected.
@@ -126,8 +149,8 @@ class LLM:
         if (prompts is None) == (prompt_token_ids is None):
             given = "neither" if prompts is None else "both"
             raise RequestError(f"{given} of prompts and prompt_token_ids was given; give one of them")
-        listed = prompt_token_ids if prompts is None else prompts
-        return self._finished(self._requests(cast("Sequence[Prompt]", listed), sampling_params, priority), use_tqdm)
+        listed = cast("Sequence[Prompt]", prompt_token_ids if prompts is None else prompts)
+        return self._finished(self._requests(listed, sampling_params, priority, lora), use_tqdm)
 
     def stream(
         self,
@@ -135,14 +158,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Like `generate`, but yields an output whenever it has grown. It is the same object each time.
 
         Closing the iterator early takes the prompts back.
         """
-        yield from self._run(self._requests(prompts, sampling_params, priority))
+        yield from self._run(self._requests(prompts, sampling_params, priority, lora))
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora: str | Sequence[str | None] | None = None,
+    ) -> list[BeamSearchOutput]:
         """Search each prompt for its most probable continuations; the results are in the prompts' order.
 
         The sequences are those of transformers' `generate` with as many beams, best first. Beams share the blocks that
@@ -153,9 +183,10 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params is a {type(params).__name__}; it must be BeamSearchParams")
         searches = []
-        for prompt in _listed(prompts):
+        listed = _listed(prompts)
+        for prompt, own_lora in zip(listed, _loras(lora, len(listed)), strict=True):
             text, tokens, salt = self._encoded(prompt)
-            driver = BeamDriver(self.engine, self._next_name(), tokens, params, salt)
+            driver = BeamDriver(self.engine, self._next_name(), tokens, params, salt, own_lora)
             driver.check()
             searches.append((text, tokens, driver))
         takers = {request_id: driver for _, _, driver in searches for request_id in driver.request_ids}
@@ -185,12 +216,14 @@ class LLM:
         dimensions: int | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """An embedding of each prompt: the hidden state of its last token after the final norm, of length 1, in fp32.
 
-        The results are in the prompts' order. prompts, use_tqdm and priority are those of `generate`; prompts are
-        computed in the same batches, with the same prefix cache, and no token is drawn. dimensions: keep the first so
-        many numbers, for models that were trained so that these say nearly as much; they are normalised then.
+        The results are in the prompts' order. prompts, use_tqdm, priority and lora are those of `generate`;
+        prompts are computed in the same batches, with the same prefix cache, and no token is drawn. dimensions: keep
+        the first so many numbers, for models that were trained so that these say nearly as much; they are normalised
+        then.
 
         Raises RequestError for a prompt that is invalid or can never fit; then nothing was computed. A prompt whose
         step failed has no numbers and says why in its `error`; the others are not affected.
@@ -198,9 +231,10 @@ class LLM:
         check_dimensions(dimensions, self.hidden_size)
         listed = _listed(prompts)
         requests: list[tuple[Request, RequestOutput]] = []
-        for prompt, own_priority in zip(listed, _priorities(priority, len(listed)), strict=True):
+        each = zip(listed, _priorities(priority, len(listed)), _loras(lora, len(listed)), strict=True)
+        for prompt, own_priority, own_lora in each:
             text, tokens, salt = self._encoded(prompt)
-            requests.append(embedding_request(self._next_name(), text, tokens, own_priority, salt))
+            requests.append(embedding_request(self._next_name(), text, tokens, own_priority, salt, own_lora))
         return [embedding_output(output, dimensions) for output in self._finished(requests, use_tqdm)]
 
     def score(
@@ -238,6 +272,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[LoglikelihoodOutput]:
         """How probable each continuation is after its prompt, one for each; the results are in the prompts' order.
 
@@ -257,6 +292,7 @@ class LLM:
             raise RequestError(f"{len(firsts)} prompts were given with {len(seconds)} continuations; give one each")
         requests: list[tuple[Request, RequestOutput]] = []
         starts: list[tuple[str | None, str | None, int]] = []  # of each pair its texts, and the prompt's tokens
+        loras = _loras(lora, len(firsts))
         for i, own_priority in enumerate(_priorities(priority, len(firsts))):
             prompt, salt = _parsed(firsts[i])
             continuation, _ = _parsed(seconds[i], "continuation")
@@ -272,7 +308,7 @@ class LLM:
             else:
                 before, after = prompt, continuation
             check_pair(i, before, after)
-            requests.append(loglikelihood_request(self._next_name(), before, after, own_priority, salt))
+            requests.append(loglikelihood_request(self._next_name(), before, after, own_priority, salt, loras[i]))
             starts.append((*texts, len(before)))
         ended = self._finished(requests, use_tqdm)
         return [loglikelihood_output(output, *start) for output, start in zip(ended, starts, strict=True)]
@@ -351,6 +387,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
+        lora: str | Sequence[str | None] | None,
     ) -> list[tuple[Request, RequestOutput]]:
         """A request for each sample of each prompt, with the output that it belongs to."""
         listed = _listed(prompts)
@@ -364,7 +401,8 @@ class LLM:
                 f"{len(listed)} prompts were given with {len(each)} sampling_params; give one for all, or one each"
             )
         requests: list[tuple[Request, RequestOutput]] = []
-        for prompt, sampling, own_priority in zip(listed, each, priorities, strict=True):
+        loras = _loras(lora, len(listed))
+        for prompt, sampling, own_priority, own_lora in zip(listed, each, priorities, loras, strict=True):
             if not isinstance(sampling, SamplingParams):
                 raise RequestError(f"sampling_params has a {type(sampling).__name__}; it must be SamplingParams")
             text, tokens, salt = self._encoded(prompt)
@@ -375,9 +413,8 @@ class LLM:
             tokens = truncated(
                 tokens, sampling.truncate_prompt_tokens, sampling.max_tokens, self.engine.scheduler.max_model_len
             )
-            output, samples = make_requests(
-                self._next_name(), text, tokens, sampling, own_priority, salt, self.tokenizer
-            )
+            own = (own_priority, salt, own_lora)
+            output, samples = make_requests(self._next_name(), text, tokens, sampling, *own, self.tokenizer)
             if sampling.structured_outputs is not None:
                 guide = self._guide(sampling.structured_outputs)
                 for request in samples:
@@ -448,6 +485,14 @@ def _priorities(priority: Sequence[int] | None, count: int) -> list[int]:
     for i, value in enumerate(priorities):
         check_integer(RequestError, f"priority[{i}]", value, -MAX_PRIORITY, MAX_PRIORITY)
     return priorities
+
+
+def _loras(lora: str | Sequence[str | None] | None, count: int) -> list[str | None]:
+    """An adapter's name, or None, for each of that many prompts."""
+    loras = [lora] * count if lora is None or isinstance(lora, str) else list(lora)
+    if len(loras) != count:
+        raise RequestError(f"{count} prompts were given with {len(loras)} adapters; give one for all, or one each")
+    return loras
 
 
 def _listed(prompts: Prompt | Sequence[Prompt], name: str = "prompts") -> list[Prompt]:

@@ -60,10 +60,15 @@ def check_pair(number: int, before: list[int], after: list[int]) -> None:
 
 
 def loglikelihood_request(
-    name: str, before: list[int], after: list[int], priority: int = 0, cache_salt: str = ""
+    name: str,
+    before: list[int],
+    after: list[int],
+    priority: int = 0,
+    cache_salt: str = "",
+    lora: str | None = None,
 ) -> tuple[Request, RequestOutput]:
     """A request for the logprobs of the tokens after others, and its output, still empty."""
-    output, [request] = make_requests(name, None, before + after, SCORED, priority, cache_salt)
+    output, [request] = make_requests(name, None, before + after, SCORED, priority, cache_salt, lora)
     request.task = Task.LOGLIKELIHOOD
     request.first_prompt_logprob = len(before) - 1  # of those before nothing is asked, so they may come from the cache
     return request, output

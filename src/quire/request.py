@@ -376,12 +376,15 @@ class Request:
     guide: Guide | None = None  # which tokens it may draw, where not all of them; its own, not a sibling's
     bad_sequences: tuple[tuple[int, ...], ...] = ()  # tokens that must not be drawn one after the other
     task: Task = Task.GENERATE
+    lora: str | None = None  # the name of its adapter; None: the model alone computes it
     first_prompt_logprob: int = 0  # prompt positions before it are not asked for, whatever prompt_logprobs says
     to_check: array[int] = field(default_factory=_no_tokens)  # that its caller has: drawn again, and compared
     is_strict: bool = True  # it ends with an error where another token than the one to check is drawn
     seed: int = 0  # key of its random numbers, as given or derived; set by Engine.add
     ending_tokens: frozenset[int] = frozenset()  # stop tokens and the model's own end tokens; set by Engine.add
     constraints: Constraints | None = None  # what else says which tokens it may draw; set by Engine.add
+    lora_slot: int = -1  # its adapter's; set by Engine.add
+    lora_digest: str = ""  # of its adapter's weights; set by Engine.add
     tokens_checked: bool = False  # the prompt's ids are the vocabulary's, and so its siblings' are; set by Engine.check
     finish_reason: FinishReason | None = None  # set by Scheduler, at the end or when Engine.finish asks for it
     cache: CacheState = field(default_factory=CacheState)

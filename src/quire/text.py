@@ -72,6 +72,11 @@ class Tokenizer:
         return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
 
     @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of tokens that were added to the vocabulary, special ones among them, by their texts."""
+        return {text: token for token, text in self._added.items()}
+
+    @cached_property
     def leading_tokens(self) -> list[int]:
         """The special tokens that the model expects before a prompt."""
         plain, whole = self.encode("a", add_special_tokens=False), self.encode("a")
@@ -297,6 +302,7 @@ def make_requests(
     sampling: SamplingParams,
     priority: int = 0,
     cache_salt: str = "",
+    lora: str | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> tuple[RequestOutput, list[Request]]:
     """A prompt's output, still empty, and the requests of its samples. tokenizer: of the model's, for bad_words."""
@@ -307,8 +313,9 @@ def make_requests(
     requests = []
     for i in range(sampling.n):
         own = sampling if i == 0 else replace(sampling, prompt_logprobs=None)  # the prompt is reported once
-        requests.append(Request(f"{name}-{i}", prompt[:], len(prompt), own, i, priority, cache_salt, group))
-        requests[-1].bad_sequences = bad
+        request = Request(f"{name}-{i}", prompt[:], len(prompt), own, i, priority, cache_salt, group, lora=lora)
+        request.bad_sequences = bad
+        requests.append(request)
     if group is not None:
         group.members += requests
     return output, requests

@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from quire.cache.groups import AnyGroup, CacheGroup, StateGroup
 from quire.cache.pool import NONE
-from quire.cache.prefix import PrefixIndex, block_digest, root_digest, why_missing
+from quire.cache.prefix import PrefixIndex, block_digest, root_digest, root_salt, why_missing
 from quire.request import Miss, PrefixReport, Request
 
 
@@ -59,7 +59,7 @@ class PrefixLookup:
         """Extend the request's digests to its first `count` blocks."""
         digests, size = request.cache.digests, self.block_size
         if not digests:
-            salt = f"{self.salt}\0{request.cache_salt}"
+            salt = root_salt(self.salt, request.cache_salt, request.lora_digest)
             if not self.enable_prefix_caching:  # a salt that only its siblings have
                 salt += f"\0{request.schedule.rank[1]}"
             digests.append(root_digest(salt))

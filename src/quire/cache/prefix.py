@@ -20,6 +20,14 @@ def root_digest(salt: str) -> bytes:
     return blake2b(salt.encode(errors="surrogatepass"), digest_size=DIGEST_SIZE, person=b"quire root").digest()
 
 
+def root_salt(salt: str, cache_salt: str, lora_digest: str) -> str:
+    """The salt of a request's blocks: the cache's own, and what the request's K and V depend on besides tokens.
+
+    Nothing in a cache_salt, which clients choose, can stand for an adapter.
+    """
+    return f"{salt} with {lora_digest}\0{cache_salt}" if lora_digest else f"{salt}\0{cache_salt}"
+
+
 def block_digest(parent: bytes, tokens: bytes) -> bytes:
     """A block's name: its own tokens and, by the parent's name, all those before it."""
     return blake2b(parent + tokens, digest_size=DIGEST_SIZE).digest()

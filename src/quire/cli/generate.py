@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quire.cli.options import ENGINE, AsJson, fail, with_options
+from quire.config import parse_loras
 from quire.errors import QuireError
 
 if TYPE_CHECKING:
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
     from quire.text import RequestOutput
 
 
-# A handful of prompts needs no word on how many sequences share a step.
-@with_options(*ENGINE, without=("max_num_seqs", "max_num_batched_tokens", "scheduling_policy"))
+# Of many prompts, or of several adapters: no word of these for a handful of prompts.
+OF_MANY = ("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "enable_lora", "max_loras")
+
+
+@with_options(*ENGINE, without=OF_MANY)
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue; - reads one from stdin.")] = None,
     file: Annotated[list[Path] | None, typer.Option(help="A file whose text is a prompt; may be repeated.")] = None,
@@ -29,6 +33,7 @@ def generate(
         float | None,
         typer.Option(help="0 takes the most probable token each time. Default: the checkpoint's own, else 0.7."),
     ] = None,
+    lora: Annotated[str | None, typer.Option(help="NAME=PATH of a LoRA adapter that continues them.")] = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
@@ -40,9 +45,11 @@ def generate(
         asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
         given = {name: value for name, value in asked.items() if value is not None}
         SamplingParams(**given)  # before a model is loaded for nothing
-        llm = LLM(**options)
+        loras = parse_loras([] if lora is None else [lora])
+        llm = LLM(lora=loras, **options)
         params = SamplingParams(**{"max_tokens": 128, "temperature": 0.7} | dict(llm.default_sampling) | given)
-        outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
+        show = _print_json if as_json else _print_text
+        outputs = show(llm, texts, params, next(iter(loras), None))
     except QuireError as error:
         fail(error)
     for output in outputs:
@@ -64,8 +71,8 @@ def _read_prompts(prompts: list[str], files: list[Path]) -> list[str]:
     return texts
 
 
-def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
-    outputs = llm.generate(texts, params)
+def _print_json(llm: LLM, texts: list[str], params: SamplingParams, lora: str | None) -> list[RequestOutput]:
+    outputs = llm.generate(texts, params, lora=lora)
     for output in outputs:
         sample = output.outputs[0]
         record: dict[str, Any] = {
@@ -80,14 +87,14 @@ def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[Requ
     return outputs
 
 
-def _print_text(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
+def _print_text(llm: LLM, texts: list[str], params: SamplingParams, lora: str | None) -> list[RequestOutput]:
     """Print the prompts' texts in their order, each as it grows; later ones wait until those before have ended."""
     if llm.tokenizer is None:
         raise QuireError("this model has no tokenizer, so it cannot continue a text; use quire.LLM with token ids")
     outputs: dict[str, RequestOutput] = {}
     current, shown = 0, 0  # the prompt that is being printed, and how much of its text is
     _write(texts[0])
-    for output in llm.stream(texts, params):
+    for output in llm.stream(texts, params, lora=lora):
         outputs[output.request_id] = output
         while (now := outputs.get(str(current))) is not None:
             _write(now.outputs[0].text[shown:])

@@ -19,7 +19,13 @@ class BeamDriver:
     """
 
     def __init__(
-        self, engine: Engine, name: str, prompt: Sequence[int], params: BeamSearchParams, cache_salt: str = ""
+        self,
+        engine: Engine,
+        name: str,
+        prompt: Sequence[int],
+        params: BeamSearchParams,
+        cache_salt: str = "",
+        lora: str | None = None,
     ) -> None:
         """Prepare the search; `start` queues it. Raises RequestError where no token has room after the prompt."""
         self.error: str | None = None
@@ -40,7 +46,7 @@ class BeamDriver:
         )
         group, tokens = Group(), array("i", prompt)
         group.members = [
-            Request(f"{name}-{i}", tokens[:], len(tokens), sampling, i, 0, cache_salt, group, driven=True)
+            Request(f"{name}-{i}", tokens[:], len(tokens), sampling, i, 0, cache_salt, group, driven=True, lora=lora)
             for i in range(params.beam_width)
         ]
         self.request = group.members[0]  # the one that computes the prompt

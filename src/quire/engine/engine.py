@@ -29,6 +29,7 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.speculation import NUM_GUESSES, PromptLookup
 from quire.engine.trace import TraceRecorder
 from quire.errors import ConfigError, RequestError, Unsupported
+from quire.models.lora.slots import Lora, Loras, Prepared
 from quire.models.model import Model, ModelShape
 from quire.ops import Backend
 from quire.ops.spec import check_supported
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 # Of a GPU's memory: compiled kernels, libraries' workspaces, CUDA graphs, attention plans, and what allocations waste.
 FIXED_RESERVE = 512 * 2**20
 ROW_PADDING = 1024  # bytes of a token in all, that keep rows of what is computed apart in the caches
+NO_LORAS = "adapters are not served here; enable_lora=True (--enable-lora) changes that"
 LOGIT_BYTES = 48  # most that a logit takes in all: as it came, in fp32, a copy, its logprob, its place in a sorted row
 
 
@@ -59,8 +61,9 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
         loop: Loop | None = None,
+        loras: Loras | None = None,
     ) -> None:
-        """loop: from step to step; None: a SequentialLoop."""
+        """loop: from step to step; None: a SequentialLoop. loras: the model's adapters; None: it can have none."""
         self.scheduler = scheduler
         self.runner = runner
         self.buffers = buffers
@@ -68,6 +71,7 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.seed = seed
         self.loop = loop or SequentialLoop()
+        self.loras = loras
         self.under_way: Plan | None = None  # what the runner is computing; any thread may look at its sizes
         self.recorder: TraceRecorder | None = None  # if set, records every request that is added
         self._guard = StepGuard()
@@ -82,6 +86,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError, queueing nothing, if it is invalid or could never run."""
         self.check(request)
+        self.bind_lora(request)
         self.scheduler.add(request)
         if self.recorder is not None:
             self.recorder.add(request)
@@ -116,9 +121,48 @@ class Engine:
                 raise RequestError(
                     f"request {request.id}: {name} is {count}; the vocabulary has {self.vocab_size} tokens", name
                 )
+        self._lora_of(request)
         if request.driven and request.guide is not None:
             raise RequestError(f"request {request.id} has a guide; in a beam search no grammar can choose the tokens")
         self.scheduler.check(request)
+
+    def bind_lora(self, request: Request) -> None:
+        """Give a new request the slot and the digest of its adapter. Raises RequestError where there is none."""
+        lora = self._lora_of(request)
+        if lora is not None:
+            request.lora_slot, request.lora_digest = lora.slot, lora.digest
+
+    def _lora_of(self, request: Request) -> Lora | None:
+        if request.lora is None:
+            return None
+        if self.loras is None:
+            raise RequestError(f"request {request.id}: lora is {request.lora!r}; {NO_LORAS}", "lora")
+        return self.loras[request.lora]
+
+    @deferred_interrupts()
+    def load_lora(self, name: str, prepared: Prepared, *, replace: bool = False) -> Lora:
+        """Let requests name an adapter. replace: instead of the one that has this name.
+
+        Raises ConfigError where the name is taken, or max_loras are loaded.
+        """
+        return self.known_loras().put(name, prepared, self._lora_slots(), replace=replace)
+
+    @deferred_interrupts()
+    def unload_lora(self, name: str) -> None:
+        """Let no further request name an adapter. Requests that have it end with it; then its memory is freed.
+
+        Raises RequestError where there is none of that name.
+        """
+        self.known_loras().remove(name, self._lora_slots())
+
+    def known_loras(self) -> Loras:
+        """The model's adapters. Raises ConfigError where it can have none."""
+        if self.loras is None:
+            raise ConfigError(NO_LORAS)
+        return self.loras
+
+    def _lora_slots(self) -> set[int]:
+        return {request.lora_slot for request in self.scheduler.requests.values()}
 
     def abort(self, request_id: str) -> None:
         """Take a request back; the next step frees its blocks and reports it. One that has ended is left alone."""
@@ -161,6 +205,8 @@ class Engine:
         """
         with deferred_interrupts(), self._guard:
             self._events += self.loop.step(self)
+            if self.loras is not None and self.loras.left:
+                self.loras.settle(self._lora_slots())
         taken: list[Event] | None = None
         try:
             return (taken := self._events)
@@ -275,7 +321,8 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     if is_queued:
         runner = GraphRunner(eager, config.max_num_seqs, max_blocks, CudaCapture(device))
     buffers = Buffers(groups, block_size, *limits)
-    return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, config.seed, loop)
+    seed, loras = config.seed, model.loras
+    return Engine(scheduler, runner, buffers, decoder.vocab_size, model.eos_token_ids, seed, loop, loras)
 
 
 def _loop(config: EngineConfig, is_queued: bool) -> Loop:

@@ -68,6 +68,7 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
     np.cumsum(num_rows, out=starts[1:])
     np.add(computed, num_rows, out=buffers.context_lens[:num_seqs], casting="same_kind")
     sequence = np.repeat(np.arange(num_seqs), num_rows)
+    adapters = np.array([item.request.lora_slot for item in items], np.int32)
     buffers.token_ids[:t] = np.frombuffer(flat, np.int32)
     position = buffers.positions[:t]
     np.add((computed - starts[:-1])[sequence], np.arange(t), out=position)
@@ -119,6 +120,7 @@ def flatten(plan: Plan, buffers: Buffers) -> Batch:
         sampling=sampling_rows([request for request, _, _ in drawn], [ahead for _, _, ahead in drawn]),
         prompt=prompt_rows(items),
         embed=EmbedRows(torch.tensor([row for _, row in embedded], dtype=torch.int64), [name for name, _ in embedded]),
+        lora_slots=torch.from_numpy(adapters[sequence]) if (adapters >= 0).any() else None,
     )
 
 

@@ -5,6 +5,8 @@ its inputs are written to where the graph reads them, and an attention plan of t
 every replay. Padding rows are sequences of one row and no context: by the operators' contract they see nothing, write
 nothing and give zeros.
 
+A step with adapters (LoRA) runs eagerly: which rows have which changes from step to step.
+
 A graph ends at the hidden states. Logits are one product, which the host queues while the graph runs: to hold them
 for every size would take gigabytes. Drawing depends on what the requests asked for.
 """
@@ -111,7 +113,7 @@ class GraphRunner:
     def _prepared(self, batch: Batch) -> Bucket | None:
         """The bucket for a batch, its plans updated and its inputs filled; None where the batch is to run eagerly."""
         count = len(batch.token_ids)
-        if count != len(batch.context_lens) or not 0 < count <= self.sizes[-1]:
+        if count != len(batch.context_lens) or not 0 < count <= self.sizes[-1] or batch.lora_slots is not None:
             return None
         bucket = self._bucket(self.sizes[bisect_left(self.sizes, count)])
         if bucket is None:

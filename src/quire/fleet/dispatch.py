@@ -117,9 +117,11 @@ class Fleet:
     def check(self, request: Request) -> None:
         """A replica checks it when it is submitted."""
 
-    def search(self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str) -> FleetSearch:
+    def search(
+        self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str, lora: str | None
+    ) -> FleetSearch:
         """A beam search, not yet submitted. The replica says whether it could ever run."""
-        return FleetSearch(name, prompt, params, salt)
+        return FleetSearch(name, prompt, params, salt, lora)
 
     async def submit(self, job: Job) -> None:
         """Give a job to replicas. Raises ApiError if none can serve it."""

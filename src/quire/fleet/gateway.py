@@ -40,7 +40,15 @@ from quire.server.api.jobs import Stream
 from quire.server.api.service import Identity, ServedModel, Service
 from quire.server.http.api_error import ApiError
 from quire.server.http.guard import client_of
-from quire.server.run import Listening, allow_connections, listen, open_traces, run_until_stopped, settings
+from quire.server.run import (
+    Listening,
+    allow_connections,
+    find_dialect,
+    listen,
+    open_traces,
+    run_until_stopped,
+    settings,
+)
 from quire.text import RequestOutput, find_tokenizer
 
 log = logging.getLogger("quire.fleet")
@@ -200,13 +208,15 @@ def build_gateway(membership: Membership, config: GatewayConfig, found: Found, d
         names=tuple(hello.names),
         tokenizer=find_tokenizer(directory),
         tokenizer_settings=tokenizer_settings(directory),
-        template=ChatTemplate.find(directory),
+        template=(template := ChatTemplate.find(directory)),
+        dialect=find_dialect(template, config),
         max_model_len=hello.max_model_len,
         vocab_size=hello.vocab_size,
         eos_token_ids=frozenset(hello.eos_token_ids),
         hidden_size=hello.hidden_size,
         root=hello.root,
         default_sampling=hello.default_sampling,
+        loras=dict.fromkeys(hello.loras, hello.names[0]),
     )
     metrics = FleetMetrics()
     secret = config.fleet_secret or ""

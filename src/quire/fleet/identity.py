@@ -6,6 +6,7 @@ is left out, since no token, logprob or digest of a block depends on it:
     in    dtype, kv_cache_dtype                  what numbers are rounded to
           quantization, quantization_head, quantization_activations
           block_size                             digests are of whole blocks
+          lora                                   the adapters, by name and weights
           max_model_len                          ends sequences, and chooses longrope's factors
           attention_backend, model_impl          whose operators and layers compute
     out   model                                  where the files lie; their contents are in
@@ -13,6 +14,7 @@ is left out, since no token, logprob or digest of a block depends on it:
           reproducible                           where bits need it, there is no fingerprint without it
           max_num_seqs, max_num_batched_tokens, scheduling_policy, async_scheduling, num_speculative_tokens
                                                  which rows are computed together: they keep their bits
+          enable_lora, max_loras, max_lora_rank  what else could be loaded
           seed                                   of requests without one; a gateway gives one to each
           num_blocks, kv_cache_memory, enable_prefix_caching, preemption, swap_space, state_snapshot_interval
                                                  what is kept, moved or computed again, with the same bits
@@ -58,6 +60,7 @@ def replica_fingerprint(llm: LLM, template: str | None) -> Fingerprint:
         "config": short_digest(json.dumps(read_json(llm.directory / "config.json"), sort_keys=True).encode()),
         "tokenizer": NONE if llm.tokenizer is None else short_digest(_read(tokenizer)),
         "template": NONE if template is None else short_digest(template.encode(errors="surrogatepass")),
+        "adapters": short_digest(json.dumps(lora_digests(llm), sort_keys=True).encode()),
         "end tokens": short_digest(repr(sorted(model.eos_token_ids)).encode()),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantisation or NONE,
@@ -73,6 +76,12 @@ def replica_fingerprint(llm: LLM, template: str | None) -> Fingerprint:
         **{f"bits of {kind}": digest for kind, digest in probe(model, llm.backend, llm.config).items()},
     }
     return Fingerprint(parts)
+
+
+def lora_digests(llm: LLM) -> dict[str, str]:
+    """The digests of the adapters' weights, by name."""
+    loras = llm.engine.loras
+    return {} if loras is None else {name: lora.digest for name, lora in loras.by_name.items()}
 
 
 def _check_bits_are_kept(llm: LLM) -> None:

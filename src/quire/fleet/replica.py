@@ -20,7 +20,7 @@ from quire.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Cach
 from quire.embedding import embedding_request
 from quire.engine.beam import BeamSearchParams
 from quire.errors import RequestError
-from quire.fleet.identity import replica_fingerprint
+from quire.fleet.identity import lora_digests, replica_fingerprint
 from quire.fleet.rates import StepRates
 from quire.fleet.session import Flow, Session
 from quire.fleet.state import ReplicaState
@@ -163,7 +163,7 @@ class Replica:
             ignore_eos=call.ignore_eos,
             length_penalty=call.length_penalty,
         )
-        job = self._worker.search(self._unique(call.name), call.prompt, params, call.salt)
+        job = self._worker.search(self._unique(call.name), call.prompt, params, call.salt, call.lora)
         with self._under(call.trace):
             await self._worker.submit(job)
         await self._service.wait(request, job)
@@ -176,6 +176,7 @@ class Replica:
         [one] = [requests[0] for _, requests in await self._made(replace(call, grammar=None))]
 
         def look() -> int:
+            self._llm.engine.bind_lora(one)
             return self._manager.lookup.match(one).num_blocks * self._manager.block_size
 
         return JsonBody({"cached": await self._worker.call(look)})
@@ -211,11 +212,11 @@ class Replica:
         """The requests of a call."""
         name = self._unique(call.name)
         if call.task is Task.EMBED:
-            request, output = embedding_request(name, None, call.prompt, call.priority, call.salt)
+            request, output = embedding_request(name, None, call.prompt, call.priority, call.salt, call.lora)
             return [(output, [request])]
         sampling = call.sampling if call.sample is None else replace(call.sampling, n=1)
-        tokenizer = self._service.model.tokenizer
-        output, requests = make_requests(name, None, call.prompt, sampling, call.priority, call.salt, tokenizer)
+        own = (call.priority, call.salt, call.lora)
+        output, requests = make_requests(name, None, call.prompt, sampling, *own, self._service.model.tokenizer)
         if call.sample is not None:
             output.outputs[0].index = requests[0].sample_index = call.sample
             requests[0].first_prompt_logprob = call.first_prompt_logprob
@@ -268,6 +269,7 @@ class Replica:
             block_size=self._manager.block_size,
             salt=self._manager.lookup.salt,
             has_windows=self._manager.frees_early,
+            loras=lora_digests(self._llm),
         )
 
     async def _lines(self, session: Session) -> AsyncIterator[bytes]:

@@ -17,7 +17,7 @@ from quire.fleet.membership import Membership
 log = logging.getLogger("quire.fleet")
 
 # Of a fingerprint: what makes a model another one. Replicas that differ in other parts compute other bits of the same.
-MODEL_PARTS = ("weights", "config", "tokenizer", "template")
+MODEL_PARTS = ("weights", "config", "tokenizer", "template", "adapters")
 MAX_POSTS = 512  # at a time, to each replica
 END_AGAIN = 1.0  # s until a task that has not ended is cancelled again
 

@@ -24,11 +24,12 @@ if TYPE_CHECKING:  # its packages are an extra
 class FleetSearch:
     """A beam search that a replica does: a `SearchJob`."""
 
-    def __init__(self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str) -> None:
+    def __init__(self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str, lora: str | None) -> None:
         self.call = SearchCall(
             name=name,
             prompt=list(prompt),
             salt=salt,
+            lora=lora,
             beam_width=params.beam_width,
             max_tokens=params.max_tokens,
             ignore_eos=params.ignore_eos,
@@ -46,7 +47,7 @@ class FleetSearch:
 
     def digests(self, hello: Hello, secret: bytes) -> list[int]:
         """The full blocks of the prompt, as the replica's events name them."""
-        return wire_digests(array("i", self.call.prompt), self.call.salt, hello, secret)
+        return wire_digests(array("i", self.call.prompt), self.call.salt, self.call.lora, hello, secret)
 
     async def run_at(self, link: Link, span: CallSpan | None) -> None:
         """Let a replica do it. span: of that, which ends with it. Raises as Link.ask."""

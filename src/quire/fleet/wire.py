@@ -90,6 +90,7 @@ class Call:
     task: Task = Task.GENERATE
     priority: int = 0
     salt: str = ""
+    lora: str | None = None  # the adapter's name
     grammar: tuple[str, str] | None = None  # kind and text, see Spec
     uncached: int | None = None  # tokens that the gateway expects to be computed before a new one; None: all
     sample: int | None = None  # None: all n of them; else the one that goes on after `delivered`
@@ -123,6 +124,7 @@ class SearchCall:
     max_tokens: int
     ignore_eos: bool
     length_penalty: float
+    lora: str | None = None  # as a Call's
     trace: str | None = None  # as a Call's
 
 
@@ -145,6 +147,7 @@ class Hello:
     block_size: int
     salt: str  # of the cache: what digests depend on besides a request's own salt
     has_windows: bool  # how much of a prompt is cached, the replica alone can say
+    loras: dict[str, str] = field(default_factory=dict)  # adapters' names, and the digests of their weights
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "vocab_size", "hidden_size", "max_samples", "block_size"):
@@ -160,6 +163,8 @@ class Hello:
             SamplingParams(**self.default_sampling)
         except (TypeError, RequestError) as error:
             raise WireError(f"default_sampling is {shown(self.default_sampling)}; {error}") from error
+        if not isinstance(self.loras, dict) or not {*map(type, (*self.loras, *self.loras.values()))} <= {str}:
+            raise WireError(f"loras is {shown(self.loras)}; it must be an object of names and digests")
         if not isinstance(self.has_windows, bool):
             raise WireError(f"has_windows is {self.has_windows!r}; it must be true or false")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quire.cache.prefix import block_digest, root_digest
+from quire.cache.prefix import block_digest, root_digest, root_salt
 from quire.errors import BadValue
 from quire.fleet.index import Expectation
 from quire.fleet.ledger import Ledger, position
@@ -129,7 +129,8 @@ class Work:
         tokens = self.tokens(samples)
         kind = (hello.salt, hello.block_size, len(tokens) if len(samples) == 1 else -1, samples[0])
         if kind not in self._digests:
-            self._digests = {kind: wire_digests(tokens, self.requests[0].cache_salt, hello, secret)}
+            first = self.requests[0]
+            self._digests = {kind: wire_digests(tokens, first.cache_salt, first.lora, hello, secret)}
         return self._digests[kind]
 
     def call(self, flow: int, samples: Sequence[int], *, is_strict: bool, trace: str | None = None) -> Call:
@@ -144,6 +145,7 @@ class Work:
             task=request.task,
             priority=request.priority,
             salt=request.cache_salt,
+            lora=request.lora,
             grammar=(guide.spec.kind, guide.spec.text) if isinstance(guide, FarGuide) else None,
             trace=trace,
         )
@@ -199,9 +201,10 @@ def seed_of(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=8, person=b"quire seed").digest(), "little") & MAX_SEED
 
 
-def wire_digests(tokens: array[int], salt: str, hello: Hello, secret: bytes) -> list[int]:
-    """The full blocks of these tokens, as the replica's events name them. salt: the request's."""
-    size, parent, found = hello.block_size, root_digest(f"{hello.salt}\0{salt}"), []
+def wire_digests(tokens: array[int], salt: str, lora: str | None, hello: Hello, secret: bytes) -> list[int]:
+    """The full blocks of these tokens, as the replica's events name them. salt, lora: the request's."""
+    lora_digest = "" if lora is None else hello.loras.get(lora, "")
+    size, parent, found = hello.block_size, root_digest(root_salt(hello.salt, salt, lora_digest)), []
     for start in range(0, len(tokens) - size + 1, size):
         parent = block_digest(parent, tokens[start : start + size].tobytes())
         found.append(wire_digest(parent, secret))

@@ -20,6 +20,8 @@ from quire.models.decoder import Decoder
 from quire.models.decoder_config import DecoderConfig
 from quire.models.hub import EMBEDDED as EMBEDDED
 from quire.models.hub import locate as locate
+from quire.models.lora.fitting import decoder_targets
+from quire.models.lora.slots import LoraLimits, Loras
 from quire.models.model import Model, WeightBytes
 from quire.models.quantisation.module import Scheme
 from quire.models.quantisation.policy import Quantisation, read_scheme
@@ -225,10 +227,14 @@ def load_model(directory: Path, config: EngineConfig, backend: Backend) -> Model
     sources = family.weight_sources(decoder, checkpoint.names)
     weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device, quantisation)
     eos_token_ids = _eos_token_ids(raw, directory, decoder.vocab_size)
+    limits = lora_limits(config)
     with _shown(weights, directory, part) as advance:
         weights.on_read = advance
-        model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible)
+        model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible, limits)
     model.quantisation, model.weight_bytes, model.origin = quantisation.description, weights.nbytes, str(choice)
+    if limits is not None and model.lora_tables is not None:
+        targets = decoder_targets(decoder, sources, model.lora_tables)
+        model.loras = Loras(targets, limits, model.dtype, model.device)
     return model
 
 
@@ -259,11 +265,17 @@ def _adapted(
             eos_token_ids,
             config.reproducible,
             quantisation,
+            lora_limits(config),
         )
     except Unsupported as error:
         raise ModelError(f"{choice.reason}. Nor can transformers' {found.model.__name__} be served: {error}") from error
     model.origin = str(choice)
     return model
+
+
+def lora_limits(config: EngineConfig) -> LoraLimits | None:
+    """Of the adapters that the engine is to serve; None: it serves none."""
+    return LoraLimits(config.max_loras, config.max_lora_rank) if config.enable_lora else None
 
 
 def _max_model_len(config: EngineConfig, directory: Path, usual: int, longest: int) -> int:

@@ -12,6 +12,7 @@ from quire.batch import Batch
 from quire.cache.storage import KVCache
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, LatentConfig
 from quire.models.layers import write_program
+from quire.models.lora.slots import LoraLimits, Loras, LoraTables
 from quire.models.model import WeightBytes
 from quire.models.quantisation.stacking import Weight, matrix, tensor
 from quire.models.rope import Temperature, rope_tables
@@ -28,6 +29,7 @@ class Decoder:
     quantisation: str | None = None  # set, with the next one, when the weights were loaded
     weight_bytes = WeightBytes()
     rows_keep_bits = True
+    loras: Loras | None = None  # set when the weights were loaded
 
     @property
     def capturable(self) -> bool:
@@ -42,12 +44,14 @@ class Decoder:
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
         reproducible: bool = False,
+        lora: LoraLimits | None = None,
     ) -> None:
         """Take the weights of `weight_shapes` as they are: norms in fp32, the others of one dtype, on one device.
 
         Linears, and a tied embedding, may be quantised; then this dtype is that of their inputs.
 
         reproducible: a row's bits do not depend on the others; on a CPU they never do.
+        lora: of adapters, for which there are tables then; None: there are none.
         """
         self.config = config
         self.backend = backend
@@ -79,7 +83,9 @@ class Decoder:
             [_positions(one) for one in mixers], config.max_position_embeddings, max_model_len, self.device
         )
         slopes = None if config.alibi_slopes is None else torch.tensor(config.alibi_slopes, device=self.device)
-        self.layers = backend.compile(write_program(config, weights, linears, tables, slopes, self.dtype, self.device))
+        self.lora_tables = None if lora is None else LoraTables(linears, self.dtype, lora)
+        program = write_program(config, weights, linears, tables, slopes, self.dtype, self.device, self.lora_tables)
+        self.layers = backend.compile(program)
 
     def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm: [T, H]. Writes the batch's K and V to the cache.
@@ -88,7 +94,8 @@ class Decoder:
         rows: int64 [R], ascending. If given, the result is these rows, [R, H]: the others end with the last attention.
         """
         positions = batch.positions.to(self.device)
-        return self.layers(self._embed(batch.token_ids.to(self.device), positions), positions, cache, plans, rows)
+        embedded = self._embed(batch.token_ids.to(self.device), positions)
+        return self.layers(embedded, positions, cache, plans, rows, batch.lora_slots)
 
     def logits(
         self,

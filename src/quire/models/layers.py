@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.cache.groups import plans_of_layers
 from quire.models.decoder_config import AttentionConfig, DecoderConfig, ExpertsConfig, LatentConfig, MlpConfig
+from quire.models.lora.slots import LoraTables
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
 from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig
 from quire.ops.activation import Activation
@@ -23,6 +24,7 @@ from quire.ops.linear import Linear, Linears
 from quire.ops.program import (
     Activate,
     Add,
+    AddLora,
     Attend,
     Convolve,
     Copy,
@@ -54,12 +56,15 @@ def write_program(
     alibi_slopes: Tensor | None,  # fp32 [Hq]
     dtype: torch.dtype,  # of the hidden states
     device: torch.device,
+    loras: LoraTables | None = None,
 ) -> Program:
     """All layers, from the embedded tokens to the final norm. Takes the weights one after the other.
 
     Where layers get rows of their own, those of all layers follow the embedding in the program's input.
+
+    loras: gets a table for each linear that may have adapters; None: there are none.
     """
-    writer = _Writer(config, weights, linears, tables, alibi_slopes, device)
+    writer = _Writer(config, weights, linears, tables, alibi_slopes, device, loras)
     hidden = writer.begin()
     for index in range(config.num_layers):
         hidden = writer.layer(index, hidden)
@@ -77,8 +82,9 @@ class _Writer:
         tables: Sequence[Table | None],
         alibi_slopes: Tensor | None,
         device: torch.device,
+        loras: LoraTables | None,
     ) -> None:
-        self.config, self.weights, self.linears = config, weights, linears
+        self.config, self.weights, self.linears, self.loras = config, weights, linears, loras
         self.tables, self.alibi_slopes, self.device = tables, alibi_slopes, device
         self.operators: list[Operator] = []
         self.buffers: dict[str, int] = {}  # widths
@@ -397,6 +403,9 @@ class _Writer:
         else:
             linear = self.linears.linear(weight, bias)
         self.write(Project(x, linear, out))
+        if self.loras is not None:
+            parts = len(self.config.weights[f"{name}.weight"].parts)
+            self.write(AddLora(x, self.loras.made(name, x.size, out.size, parts), out))
 
     def normalize(self, name: str, x: Place, out: Place, heads: int = 1, residual: Place | None = None) -> None:
         """out = the norm of that name of x, or of the residual once x was added to it."""

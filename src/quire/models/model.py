@@ -13,6 +13,7 @@ from quire.batch import Batch
 from quire.cache import storage
 from quire.cache.groups import AnyGroup, CacheGroup, Heads, StateSizes
 from quire.cache.storage import KVCache
+from quire.models.lora.slots import Loras
 from quire.ops.program import Plan
 
 
@@ -120,6 +121,10 @@ class Model(Protocol):
     @property
     def capturable(self) -> bool:
         """Whether a step is kernels alone, so that a CUDA graph can repeat it."""
+
+    @property
+    def loras(self) -> Loras | None:
+        """Its adapters; None: it can have none."""
 
     def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm: [T, H]. Writes the batch's K and V to the cache.

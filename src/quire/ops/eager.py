@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from quire.ops.backend import Backend
+from quire.ops.lora import LoraRows
 from quire.ops.plan import AttentionPlan
 from quire.ops.program import (
     Activate,
     Add,
+    AddLora,
     Attend,
     Convolve,
     Copy,
@@ -56,9 +58,10 @@ class EagerExecutor:
         caches: LayerCaches,
         plans: Sequence[Plan],  # one a cache group or state kind
         rows: Tensor | None = None,  # int64 [R], ascending
+        lora_slots: Tensor | None = None,  # int32 [T], host
     ) -> Tensor:
         """The output: [T, width], or [R, width]."""
-        step = _Step(self._backend, self.program, x, positions, caches, plans, rows)
+        step = _Step(self._backend, self.program, x, positions, caches, plans, rows, lora_slots)
         run = step.run if self.observer is None else partial(_observed, step, self.observer)
         for operator, done_with in zip(self.program.operators, self._last_uses, strict=True):
             run(operator)
@@ -94,9 +97,11 @@ class _Step:
         caches: LayerCaches,
         plans: Sequence[Plan],
         rows: Tensor | None,
+        lora_slots: Tensor | None,
     ) -> None:
         self.backend, self.program, self.positions, self.caches = backend, program, positions, caches
         self.plans, self.rows = plans, rows
+        self.lora_rows = None if lora_slots is None else LoraRows(lora_slots)
         self.values = {program.input.buffer: x}  # [T, width]
 
     def at(self, place: Place) -> Tensor:
@@ -162,6 +167,8 @@ class _Step:
                 if self.rows is not None:
                     for place in operator.buffers:
                         self.put(place, at(place)[self.rows])
+                    if self.lora_rows is not None:
+                        self.lora_rows = self.lora_rows.part(self.rows)
             case MixExperts():
                 seen = None if operator.seen is None else at(operator.seen)
                 self.put(operator.out, backend.experts(at(operator.x), operator.layer, seen))
@@ -179,6 +186,9 @@ class _Step:
             case StateSpace(decay_rate=rate, skip=skip, dt_bias=bias, dt_limits=limits):
                 xbc, dt, records = at(operator.xbc), at(operator.dt), self.records(operator)
                 self.put(operator.out, backend.state_space(xbc, dt, rate, skip, bias, limits, *records))
+            case AddLora():
+                if self.lora_rows is not None:
+                    operator.table.add(at(operator.x), at(operator.out), self.lora_rows)
 
     def _normalized(self, norm: Normalize) -> Tensor:
         x = self.at(norm.x)

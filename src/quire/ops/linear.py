@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.ops.lora import LoraTable, PlainLoraTable
 from quire.ops.quantised import QuantisedEmbedding, QuantisedLinear, QuantisedWeight
 
 PROBED_ROWS = (2, 3, 16, 17, 64, 512)
@@ -204,6 +205,14 @@ class Linears:
             return PlainEmbedding(kept, kept.dtype), RowLinear(kept, None)
         head = self._one_dnn(kept, dtype, weight, None)
         return PlainEmbedding(head.weight, weight.dtype), head
+
+    def lora(self, in_size: int, out_size: int, dtype: torch.dtype, num_slots: int, most_rank: int) -> LoraTable:
+        """An empty table of the adapters of a linear [out, in].
+
+        dtype: of the linear's inputs and results. num_slots: adapters that it has room for. most_rank: of the parts of
+        an adapter together, each of an even rank.
+        """
+        return PlainLoraTable(self.linear, in_size, out_size)
 
     def _one_dnn(
         self,

@@ -18,6 +18,7 @@ from quire.errors import BadValue
 from quire.ops.activation import Activation
 from quire.ops.experts import ExpertLayer
 from quire.ops.linear import HeadsLinear, JoinedLinear, Linear
+from quire.ops.lora import LoraTable
 from quire.ops.plan import AttentionPlan
 from quire.ops.recurrent import RecurrentCache, RecurrentPlan
 from quire.ops.spec import PagedKV
@@ -282,6 +283,17 @@ class StateSpace(BaseOperator):
     group: int  # state kind
 
 
+@dataclass(frozen=True, eq=False)
+class AddLora(BaseOperator):
+    """out += what each row's adapter makes of x; rows without one stay as they are."""
+
+    kind = "lora"
+    changes_out = True
+    x: Place
+    table: LoraTable
+    out: Place
+
+
 Operator: TypeAlias = (
     Project
     | Normalize
@@ -300,6 +312,7 @@ Operator: TypeAlias = (
     | Convolve
     | GatedDelta
     | StateSpace
+    | AddLora
 )
 Plan: TypeAlias = AttentionPlan | RecurrentPlan
 
@@ -384,5 +397,6 @@ class Executor(Protocol):
         caches: LayerCaches,
         plans: Sequence[Plan],  # one a cache group or state kind, updated for these tokens, with slots
         rows: Tensor | None = None,  # int64 [R], ascending: what `Keep` keeps; None: all
+        lora_slots: Tensor | None = None,  # int32 [T], host: each row's adapter, -1: none; None: no row has one
     ) -> Tensor:
         """The output: [T, width], or [R, width]."""

@@ -23,6 +23,9 @@ MAX_WAIT = 5  # times as many seconds in all, where the machine has other things
 MEMORY = 2**29  # bytes
 PROGRAM = Path(__file__).with_name("template_program.py")  # which imports transformers, so nothing here imports it
 SETTINGS = "tokenizer_config.json"
+# What a request's variables cannot be: the arguments of transformers' function, and what it gives to templates.
+RESERVED = {"conversations", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
+            "return_assistant_tokens_mask", "documents"}  # fmt: skip
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -99,19 +102,27 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
     ) -> str:
-        """The text of a chat. Messages and tools are plain data, as JSON has it.
+        """The text of a chat. Messages, tools and variables are plain data, as JSON has it.
 
-        add_generation_prompt: end where the model's answer begins. Raises RequestError where the template does not
-        take such messages, and where it takes too long or makes too much text; SandboxFailed where no template can be
-        rendered. May take seconds in the worst case.
+        add_generation_prompt: end where the model's answer begins. variables: what the template sees besides.
+        continue_final_message: end where the last message's text does, so that the model goes on with it. Raises
+        RequestError where the template does not take such messages, and where it takes too long or makes too much
+        text; SandboxFailed where no template can be rendered. May take seconds in the worst case.
         """
+        if taken := sorted((RESERVED | self._variables.keys()).intersection(variables or ())):
+            raise RequestError(f"a chat template's variables must not be named {taken[0]!r}, which has its own meaning")
         request = {
+            **(variables or {}),
             # Templates ask whether a key is there, and print a None that they find.
             "conversations": [[{k: v for k, v in message.items() if v is not None} for message in messages]],
             "tools": tools,
             "chat_template": self.source,
             "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
             **self._variables,
         }
         try:

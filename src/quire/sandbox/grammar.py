@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from quire.request import StructuredOutputsParams
 from quire.sandbox import grammar_program
 from quire.sandbox.grammar_program import make_matcher, make_tokenizer
 from quire.sandbox.process import Died, Limits, OutOfCpuTime, OutOfTime, Sandbox
+from quire.sandbox.thinking import Thinking, ThinkingGuide
 
 MAX_SIZE = 2**16  # characters of a grammar
 MAX_DEPTH = 100  # of a schema's nesting; llguidance reads 128
@@ -46,8 +47,9 @@ ALLOWANCE = 0.25  # s
 class Spec:
     """What a text has to be."""
 
-    kind: str  # json_object, json_schema, regex, choice or grammar
-    # A JSON schema, a regular expression, JSON of a list of texts, or a grammar in llguidance's Lark.
+    kind: str  # json_object, json_schema, regex, choice, grammar, tools or thinking
+    # A JSON schema, a regular expression, JSON of a list of texts, or a grammar in llguidance's variant of Lark's
+    # syntax, as that of tools is; of thinking, JSON of the thoughts and of the Spec after them.
     text: str = ""
 
     @staticmethod
@@ -66,11 +68,22 @@ class Spec:
     @staticmethod
     def of_schema(schema: Mapping[str, Any]) -> Spec:
         """JSON of a schema. Raises RequestError for what is not plain JSON."""
-        _check_depth(schema)
+        check_depth(schema)
         try:
             return Spec("json_schema", json.dumps(schema, allow_nan=False, ensure_ascii=False))
         except (TypeError, ValueError) as error:
             raise RequestError(f"json_schema is no JSON: {error}") from error
+
+    @staticmethod
+    def of_thoughts(thinking: Thinking, after: Spec | None) -> Spec:
+        """Thoughts, and then what they are followed by; None: any text."""
+        return Spec("thinking", json.dumps([asdict(thinking), None if after is None else [after.kind, after.text]]))
+
+    def thoughts(self) -> tuple[Thinking, Spec | None]:
+        """What `of_thoughts` was given."""
+        found, after = json.loads(self.text)
+        thinking = Thinking(tuple(found["begin"]), tuple(found["end"]), found["has_begun"], found["limit"])
+        return thinking, None if after is None else Spec(*after)
 
     def grammar(self) -> str:
         """As llguidance takes it. Raises RequestError where it cannot be read.
@@ -85,8 +98,8 @@ class Spec:
                 return LLMatcher.grammar_from_regex(self.text)
             if self.kind == "choice":
                 return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(self.text))))
-            if self.kind == "grammar":
-                if GBNF.search(self.text):
+            if self.kind in ("grammar", "tools"):
+                if self.kind == "grammar" and GBNF.search(self.text):
                     raise ValueError('it is in GBNF (root ::= "a"); Lark\'s notation is wanted (start: "a")')
                 return json.dumps({"grammars": [{"lark_grammar": self.text}]})
             return LLMatcher.grammar_from_json_schema(
@@ -116,19 +129,26 @@ class Grammars:
         self._known: OrderedDict[bytes, _Known] = OrderedDict()  # by digest, the latest one asked for last
         self._lock = threading.Lock()
 
-    def compile_if_quick(self, spec: Spec) -> GrammarGuide | None:
+    def compile_if_quick(self, spec: Spec) -> AnyGuide | None:
         """As `compile`, where the grammar is known, to be refused or to take no time; else None."""
+        if spec.kind == "thinking":
+            thinking, after = spec.thoughts()
+            inner = None if after is None else self.compile_if_quick(after)
+            return None if after is not None and inner is None else self._thinking(thinking, inner)
         if spec != JSON_OBJECT:
             known = self._recall(_digest(spec.grammar()))
             if known is None or known.seconds > QUICK:
                 return None
         return self.compile(spec)
 
-    def compile(self, spec: Spec) -> GrammarGuide:
+    def compile(self, spec: Spec) -> AnyGuide:
         """A guide for one request. Takes its time.
 
         Raises RequestError for what cannot be followed, SandboxFailed where nothing can be tried.
         """
+        if spec.kind == "thinking":
+            thinking, after = spec.thoughts()
+            return self._thinking(thinking, None if after is None else self.compile(after))
         grammar = spec.grammar()
         tools = self._made_tools()
         if spec == JSON_OBJECT:
@@ -143,6 +163,13 @@ class Grammars:
         matcher = make_matcher(tools.tokenizer, grammar)
         self._remember(digest, known._replace(seconds=min(known.seconds, time.perf_counter() - begin)))
         return GrammarGuide(spec.kind, matcher, tools.drawable)
+
+    def _thinking(self, thinking: Thinking, inner: AnyGuide | None) -> ThinkingGuide:
+        tools = self._made_tools()
+        size = -(-len(tools.drawable) // 4) if inner is None else len(inner.allowed())  # words
+        words = np.zeros(4 * size, np.uint8)
+        words[: len(tools.drawable)] = tools.drawable
+        return ThinkingGuide(thinking, inner, words.view(np.int32), self._eos_tokens, tools.tokenizer.decode_bytes)
 
     def close(self) -> None:
         """End the processes in which grammars are tried."""
@@ -281,8 +308,8 @@ class GrammarGuide:
         return mask
 
 
-def _check_depth(schema: Mapping[str, Any]) -> None:
-    """Raise RequestError for a schema that is too deeply nested to be written or read."""
+def check_depth(schema: Mapping[str, Any], name: str = "json_schema") -> None:
+    """Raise RequestError, with its name, for a schema that is too deeply nested to be written or read."""
     level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):
         level = [
@@ -291,7 +318,10 @@ def _check_depth(schema: Mapping[str, Any]) -> None:
             for inner in (value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ())
         ]
     if level:
-        raise RequestError(f"json_schema is nested more than {MAX_DEPTH} levels deep")
+        raise RequestError(f"{name} is nested more than {MAX_DEPTH} levels deep")
+
+
+AnyGuide = GrammarGuide | ThinkingGuide
 
 
 def _reason(message: str) -> str:

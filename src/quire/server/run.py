@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from quire import __version__
 from quire.cache.groups import CacheGroup
 from quire.cache.storage import bytes_of_states, bytes_per_block, cache_dtype
+from quire.config import parse_loras
 from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.engine.pace import LONGEST_STEP, Pace
 from quire.errors import ConfigError
@@ -31,12 +32,14 @@ from quire.llm import LLM
 from quire.models.generation_config import FILE
 from quire.sandbox.chat_template import ChatTemplate, tokenizer_settings
 from quire.sandbox.process import SandboxFailed
+from quire.server.api import lora
 from quire.server.api.app import build_app
 from quire.server.api.service import ServedModel, Service
 from quire.server.api.worker import Worker
 from quire.server.http.connection import MAX_CONNECTIONS, Connection
 from quire.server.server_config import HttpConfig, ServerConfig
 from quire.server.signals import end
+from quire.server.tools.dialect import Dialect
 from quire.server.watch import inspector
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
@@ -106,6 +109,7 @@ class Parts:
     metrics: Metrics
     inspector: Inspector
     replica: Replica | None  # where a fleet's gateways are served
+    allows_lora_loading: bool = False
     statistics: Statistics | None = None  # where a line of them is logged now and then
     publisher: KVEventPublisher | None = None  # where block events are published
 
@@ -114,6 +118,8 @@ class Parts:
         routers = [inspector.router(self.inspector, self.worker)]
         if self.replica is not None:
             routers.append(self.replica.router())
+        if self.allows_lora_loading:
+            routers.append(lora.router(self.llm.engine, self.worker, self.service.model))
         return build_app(self.service, self.metrics, routers)
 
 
@@ -157,7 +163,10 @@ def open_publisher(options: Mapping[str, Any], config: ServerConfig) -> KVEventP
 def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     names = config.served_model_name or (options.get("model") or EMBEDDED_NAME,)
     traces = open_traces(config, "quire", names[0])  # before a model is loaded for nothing
-    llm = LLM(**options)
+    loras = parse_loras(config.lora)
+    if config.allow_lora_loading:
+        options = {**options, "enable_lora": True}
+    llm = LLM(lora=loras, **options)
     template = ChatTemplate.find(llm.directory, config.chat_template)
     metrics = Metrics(llm.engine, names[0], config.vllm_metrics, _model_info(llm))
     watched = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.keys)
@@ -173,17 +182,25 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
         tokenizer=llm.tokenizer,
         tokenizer_settings=tokenizer_settings(llm.directory),
         template=template,
+        dialect=find_dialect(template, config),
         max_model_len=engine.scheduler.max_model_len,
         vocab_size=engine.vocab_size,
         eos_token_ids=engine.eos_token_ids,
         hidden_size=llm.hidden_size,
         root=options.get("model") or EMBEDDED_NAME,
         default_sampling=llm.default_sampling,
+        loras=loras,
     )
     service = Service(model, worker, config, traces)
     replica = Replica(llm, worker, service, metrics, config.fleet_secret) if config.fleet_secret else None
     statistics = Statistics(llm.engine, metrics) if config.log_stats else None
-    return Parts(llm, worker, service, metrics, watched, replica, statistics)
+    return Parts(llm, worker, service, metrics, watched, replica, config.allow_lora_loading, statistics)
+
+
+def find_dialect(template: ChatTemplate | None, config: HttpConfig) -> Dialect:
+    """How a model writes calls and thoughts. Raises ConfigError for a name that is none."""
+    source = None if template is None else template.source
+    return Dialect.find(source, config.tool_call_parser, config.reasoning_parser)
 
 
 def open_traces(config: HttpConfig, service: str, model: str) -> Traces | None:
@@ -337,6 +354,8 @@ def listening_lines(parts: Parts, listening: socket.socket, seconds: float) -> l
         "sampling": _sampling,
         "limits": _limits,
     }
+    if parts.llm.engine.loras is not None:
+        chosen["adapters"] = _adapters
     if parts.publisher is not None:
         chosen["events"] = lambda parts: str(parts.publisher)
     name = parts.service.model.names[0]
@@ -399,6 +418,12 @@ def _cache(parts: Parts) -> str:
     state, rows = bytes_of_states(groups, decoder.dtype)
     memory = (pools.states * state + pools.rows * rows) / 2**20
     return f"{blocks}; {pools.states:,} states, {pools.rows:,} pieces in progress, {memory:,.0f} MiB"
+
+
+def _adapters(parts: Parts) -> str:
+    limits, loaded = parts.llm.engine.known_loras().limits, parts.service.model.loras
+    names = ", ".join(loaded) or "none"
+    return f"{names}; up to {limits.max_loras} of rank {limits.max_rank} at most"
 
 
 def _longest(parts: Parts) -> str:

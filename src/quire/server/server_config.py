@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from quire.config import check_options, option
+from quire.config import check_options, option, parse_loras
 from quire.errors import ConfigError
 from quire.server.http.hosts import check_allowed
 
@@ -49,6 +51,16 @@ class HttpConfig:
     shutdown_timeout: float = option(
         30.0, "Seconds that running requests get when the server is stopped.", lower=0.0, upper=MAX_WAIT
     )
+    tool_call_parser: str | None = option(
+        None, "Syntax of the model's calls, such as hermes, or none. Default: what its chat template writes."
+    )
+    reasoning_parser: str | None = option(
+        None, "Syntax of the model's thoughts, such as qwen3, or none. Default: what its chat template writes."
+    )
+    default_chat_template_kwargs: str | None = option(
+        None, 'JSON of what the chat template sees in every request, such as {"enable_thinking": false}.'
+    )
+    enable_auto_tool_choice: bool = option(False, "Without effect: the model may choose to call wherever tools are.")
     otlp_traces_endpoint: str | None = option(
         None, "Send traces to this OTLP/HTTP endpoint, such as http://localhost:4318/v1/traces. Default: no traces."
     )
@@ -78,6 +90,7 @@ class HttpConfig:
                     f"allowed_origins has {origin!r}; give origins without a path, such as 'https://chat.example.org', "
                     f"or '*' for any"
                 )
+        self.template_kwargs()
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"otlp_traces_endpoint is {endpoint!r}; it must be a URL, as http://HOST:4318/v1/traces")
@@ -102,6 +115,17 @@ class HttpConfig:
             raise ConfigError(f"api_key_file {path} holds no key; write one in a line")
         return (*self.api_key, *found)
 
+    def template_kwargs(self) -> dict[str, Any]:
+        """default_chat_template_kwargs as an object. Raises ConfigError where it is none."""
+        given = self.default_chat_template_kwargs
+        try:
+            found = {} if given is None else json.loads(given)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise ConfigError(f"default_chat_template_kwargs is {given!r}; it must be a JSON object")
+        return found
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(HttpConfig):
@@ -109,6 +133,10 @@ class ServerConfig(HttpConfig):
 
     # The first one stands in answers; (): the model's path.
     served_model_name: tuple[str, ...] = option((), "Name of the model for clients. May be repeated.")
+    lora: tuple[str, ...] = option(
+        (), "NAME=PATH of a LoRA adapter, a model by that name. May be repeated.", aliases=("--lora-modules",)
+    )
+    allow_lora_loading: bool = option(False, "Let clients load adapters, of any directory here, and unload them.")
     chat_template: Path | None = option(None, "Jinja file of a chat template, instead of the model's own.")
     max_num_queued_reqs: int = option(1024, "Most samples that wait. More get 429.", lower=0, upper=2**31 - 1)
     stuck_after: float | None = option(
@@ -130,6 +158,13 @@ class ServerConfig(HttpConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_texts("served_model_name", self.served_model_name)
+        if taken := parse_loras(self.lora).keys() & {*self.served_model_name}:
+            raise ConfigError(f"lora has the name {min(taken)!r}, which is the model's own; choose another")
+        if self.allow_lora_loading and self.fleet_secret is not None:
+            raise ConfigError(
+                "allow_lora_loading does not go with fleet_secret; all replicas of a fleet have the same adapters, so "
+                "give them at the start (--lora)"
+            )
         for name in ("kv_events", "kv_events_replay"):
             endpoint = getattr(self, name)
             if endpoint is not None and not is_endpoint(endpoint):

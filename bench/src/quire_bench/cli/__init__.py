@@ -14,6 +14,7 @@ from quire_bench.cli.fleet import fleet
 from quire_bench.cli.gpu import gpu
 from quire_bench.cli.http import http
 from quire_bench.cli.latency import latency
+from quire_bench.cli.lora import lora
 from quire_bench.cli.machine import machine
 from quire_bench.cli.memory import memory
 from quire_bench.cli.planning import planning
@@ -41,6 +42,7 @@ COMMANDS = (
     machine,
     steps,
     quantisation,
+    lora,
     startup,
     planning,
     memory,

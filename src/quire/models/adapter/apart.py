@@ -81,7 +81,9 @@ class Apart:
                     kv = step.cache.kv(stored)
                     layers.append(_Layer(self._backend, self._dtype, kv, plan, length - (stop - start)))
             ids = step.token_ids[None, start:stop]
-            parts.append(self._backbone(input_ids=ids, past_key_values=Cache(layers=layers), use_cache=True)[0][0])
+            rows = None if step.lora_rows is None else step.lora_rows.part(slice(start, stop))
+            with step.current_lora.of(rows):
+                parts.append(self._backbone(input_ids=ids, past_key_values=Cache(layers=layers), use_cache=True)[0][0])
             for layer in layers:
                 if isinstance(layer, _Layer) and layer.length != length:
                     raise Unsupported(f"a layer stored {layer.length} tokens of a sequence of {length}")

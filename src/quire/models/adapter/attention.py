@@ -14,7 +14,9 @@ from quire.cache.groups import Heads
 from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.integrations.gate import HARMLESS
+from quire.models.adapter.lora import CurrentLora
 from quire.ops import AttentionPlan, Backend
+from quire.ops.lora import LoraRows
 
 NAME = "quire_paged"  # what attn_implementation is called
 
@@ -45,6 +47,8 @@ class Step:
     positions: Tensor  # int64 [T]
     cache: KVCache
     plans: Sequence[AttentionPlan]  # one a layer
+    current_lora: CurrentLora = field(default_factory=CurrentLora)  # of the model's linears
+    lora_rows: LoraRows | None = None  # None: no row has an adapter
 
 
 class Pass(Protocol):

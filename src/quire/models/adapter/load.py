@@ -25,6 +25,7 @@ from quire.models.adapter.modules import Unread
 from quire.models.adapter.together import Together
 from quire.models.adapter.trial import check
 from quire.models.hf_config import SCHEMES
+from quire.models.lora.slots import LoraLimits
 from quire.models.quantisation.module import Form, Module, Scheme, form_of
 from quire.models.quantisation.policy import Quantisation
 from quire.models.weights import Checkpoint
@@ -102,6 +103,7 @@ def load(
     eos_token_ids: frozenset[int],
     reproducible: bool,
     quantisation: Quantisation,
+    lora: LoraLimits | None,
 ) -> AdaptedModel:
     """The model with its weights.
 
@@ -137,7 +139,8 @@ def load(
                 f"{', '.join(names[:3])}; running with them would be a different model"
             )
     model.eval()
-    return AdaptedModel(model.to(device), backend, max_model_len, eos_token_ids, reproducible, quantisation, found.way)
+    own = (backend, max_model_len, eos_token_ids, reproducible, quantisation, found.way, lora)
+    return AdaptedModel(model.to(device), *own)
 
 
 def _with_unread(kind: Any, scheme: Scheme, checkpoint: Checkpoint, dtype: torch.dtype, unread: dict[str, Form]) -> Any:

@@ -22,6 +22,7 @@ from quire.cache.storage import KVCache
 from quire.errors import Unsupported
 from quire.models.adapter.apart import Apart
 from quire.models.adapter.attention import Step
+from quire.models.adapter.lora import CurrentLora
 from quire.models.adapter.modules import (
     Packing,
     leave_files,
@@ -32,9 +33,11 @@ from quire.models.adapter.modules import (
     rows_depend,
 )
 from quire.models.adapter.together import Together
+from quire.models.lora.slots import LoraLimits, Loras, LoraTables, Target
 from quire.models.model import WeightBytes, attention_width, cache_groups, mlp_width
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import AttentionPlan, Backend
+from quire.ops.lora import LoraRows
 from quire.ops.program import Plan
 
 
@@ -50,10 +53,11 @@ class AdaptedModel:
         reproducible: bool = False,
         quantisation: Quantisation = Quantisation(),  # noqa: B008  # frozen
         way: type[Together | Apart] = Together,
+        lora: LoraLimits | None = None,
     ) -> None:
         """Take the model over: its linears are replaced by ours.
 
-        way: how a step goes through it.
+        way: how a step goes through it. lora: of adapters; None: there are none.
 
         Raises Unsupported, with the reason, where a trial with two tokens shows a model that cannot be served.
         """
@@ -63,7 +67,14 @@ class AdaptedModel:
         linears = backend.linears(str(model.device), reproducible)
         packing = Packing(linears, quantisation, self.dtype, str(self.device))
         replace_tied_embedding(model, packing)
-        replace_linears(model, packing)
+        lora_tables = None if lora is None else LoraTables(linears, self.dtype, lora)
+        self._current_lora = CurrentLora()
+        replace_linears(model, packing, self._current_lora, lora_tables)
+        self.loras: Loras | None = None
+        if lora is not None and lora_tables is not None:
+            own = lora_tables.by_name.items()
+            targets = {name: Target(table, "", 0, table.out_size) for name, table in own}
+            self.loras = Loras(targets, lora, self.dtype, self.device)
         replace_activations(model, backend)
         replace_rope(model, max_model_len)
         leave_files(model)
@@ -100,7 +111,8 @@ class AdaptedModel:
     def forward(self, batch: Batch, cache: KVCache, plans: Sequence[Plan], rows: Tensor | None = None) -> Tensor:
         """Hidden states as the model hands them to its output projection: [T, H], or [R, H] of the rows int64 [R]."""
         own = [plan for plan in plans if isinstance(plan, AttentionPlan)]  # it has no layers that keep a state
-        hidden = self.run(batch.token_ids.to(self.device), batch.positions.to(self.device), cache, own)
+        tokens, positions = batch.token_ids.to(self.device), batch.positions.to(self.device)
+        hidden = self.run(tokens, positions, cache, own, batch.lora_slots)
         return hidden if rows is None else hidden[rows]
 
     def run(
@@ -109,11 +121,13 @@ class AdaptedModel:
         positions: Tensor,  # int64 [T]
         cache: KVCache,
         plans: Sequence[AttentionPlan],
+        lora_slots: Tensor | None = None,  # int32 [T]
     ) -> Tensor:
         """Hidden states of all rows: [T, H]."""
         with self._lock:  # engines on several threads may share the model
             by_layer = [plans[g] for g in self._group_of_layer]
-            return self._way.hidden(Step(token_ids, positions, cache, by_layer))
+            rows = None if lora_slots is None else LoraRows(lora_slots)
+            return self._way.hidden(Step(token_ids, positions, cache, by_layer, self._current_lora, rows))
 
     def logits(
         self,

@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
+from quire.models.adapter.lora import CurrentLora
+from quire.models.lora.slots import LoraTables
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import Backend
 from quire.ops.linear import Embedding, Linear, Linears, PlainEmbedding
+from quire.ops.lora import LoraTable
 from quire.ops.quantised import QuantisedWeight
 
 GELUS: dict[type, Literal["none", "tanh"]] = {
@@ -90,13 +93,21 @@ def replace_tied_embedding(model: Any, packing: Packing) -> None:
                     setattr(module, name, new)
 
 
-def replace_linears(model: Any, packing: Packing) -> None:
-    """Ours, packed, for all plain linears."""
+def replace_linears(model: Any, packing: Packing, current_lora: CurrentLora, tables: LoraTables | None = None) -> None:
+    """Ours, packed, for all plain linears. tables: gets one for each but the output projection; None: there are none.
+
+    current_lora: which of them the rows have.
+    """
     head = model.get_output_embeddings()
     for path, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
             if type(child) in (nn.Linear, Conv1D, Unread):
-                setattr(module, name, _packed(child, packing, f"{path}.{name}", child is head))
+                packed = _packed(child, packing, f"{path}.{name}", child is head)
+                if tables is not None and child is not head and ".experts." not in f"{path}.{name}":
+                    out_size, in_size = packed.weight.shape
+                    packed.current_lora = current_lora
+                    packed.table = tables.made(f"{path}.{name}".removeprefix("."), in_size, out_size)
+                setattr(module, name, packed)
 
 
 def replace_activations(model: nn.Module, backend: Backend) -> None:
@@ -165,12 +176,18 @@ class _PackedModule(nn.Module):
         """added: what the linear itself does not add, [out]."""
         super().__init__()
         self.linear, self._added = linear, added
+        self.current_lora = CurrentLora()
+        self.table: LoraTable | None = None
         # Some ask for its dtype or shape. There are no values: they are in the linear.
         shape = (weight.out_size, weight.in_size) if isinstance(weight, QuantisedWeight) else weight.shape
         self.weight = torch.empty(shape, dtype=weight.dtype, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.linear(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], len(self.weight))
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        out = self.linear(rows)
+        if self.table is not None and self.current_lora.rows is not None:
+            self.table.add(rows, out, self.current_lora.rows)
+        out = out.view(*x.shape[:-1], len(self.weight))
         return out if self._added is None else out + self._added
 
 

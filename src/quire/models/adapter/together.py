@@ -64,7 +64,7 @@ class Together:
     def hidden(self, step: Step) -> Tensor:
         """Hidden states of all rows: [T, H]."""
         paged = PagedPass(self._backend, step, self.layers, self._dtype)
-        with self._during(paged):
+        with self._during(paged), step.current_lora.of(step.lora_rows):
             hidden: Tensor = self._called(step.token_ids, step.positions)[0][0]
         if paged.done != len(self.layers):
             raise Unsupported(f"the model called attention {paged.done} times; when it was loaded {len(self.layers)}")

@@ -21,6 +21,7 @@ from quire.ops import checks
 from quire.ops.cpu import native, recurrent
 from quire.ops.cpu.experts import ExpertLinears, ExpertsRoom
 from quire.ops.cpu.linear import PackedLinear
+from quire.ops.cpu.lora import PackedLoraTable, check_slots
 from quire.ops.cpu.recurrent import CpuRecurrentPlan
 from quire.ops.cpu.worklist import CpuPlan
 from quire.ops.memory import in_huge_pages
@@ -28,6 +29,7 @@ from quire.ops.plan import locked
 from quire.ops.program import (
     Activate,
     Add,
+    AddLora,
     Attend,
     Convolve,
     Copy,
@@ -69,6 +71,8 @@ class NativeExecutor:
             return False
         if not all(isinstance(linear, PackedLinear) for linear in program.linears):
             return False
+        if not all(isinstance(step.table, PackedLoraTable) for step in program.operators if isinstance(step, AddLora)):
+            return False
         projections = [part for step in program.operators if isinstance(step, Project) for part in step.parts]
         packed = [cast(PackedLinear, part.linear) for part in projections]
         return all(linear.dtype == linear.out_dtype == program.dtype for linear in packed)
@@ -94,10 +98,14 @@ class NativeExecutor:
         self._cached: list[tuple[int, int, CachedParams]] = []  # what works on a cache, with its layer and group
         self._linears: list[native.LinearParams] = []
         self._projections: list[tuple[PackedLinear, int]] = []  # with the stride of x
+        self._loras: list[native.LoraParams] = []
+        self._num_slots = 0  # of adapters
+        self._lora_room = 0  # fp32 numbers for each row
         self._rows = 0  # for which there is room
         self._experts = ExpertsRoom()
         self._scratch = torch.empty(0, dtype=program.dtype)
         self._copy = torch.empty(0)
+        self._lora_copy = torch.empty(0)
         self._bound: weakref.ref[LayerCaches] | None = None
         # Of each group: the last spec that had the right sizes.
         self._known: dict[int, AttentionSpec | RecurrentSpec] = {}
@@ -171,6 +179,14 @@ class NativeExecutor:
             case StateSpace(xbc=xbc, dt=dt, out=out, decay_rate=rate, dt_bias=bias):
                 space = recurrent.recurrence_params(rate, bias, operator.skip, operator.dt_limits)
                 return self._recurrent(operator, space, xbc, dt, out)
+            case AddLora(x=x, table=table, out=out):
+                packed = cast(PackedLoraTable, table)
+                lora = packed.params()
+                self._kept.append(packed)
+                self._loras.append(lora)
+                self._num_slots = packed.num_slots
+                self._lora_room = max(self._lora_room, packed.room)
+                return self._op(operator, lora, x, None, out)
 
     def _recurrent(
         self,
@@ -216,6 +232,7 @@ class NativeExecutor:
         caches: LayerCaches,
         plans: Sequence[Plan],  # one a cache group or state kind, with T tokens each
         rows: Tensor | None = None,  # int64 [R], contiguous, ascending
+        lora_slots: Tensor | None = None,  # int32 [T], contiguous
     ) -> Tensor:
         """The output: [T, width], or [R, width].
 
@@ -228,6 +245,9 @@ class NativeExecutor:
         _check("positions", positions, (count,), torch.int64)
         if rows is not None:
             _check("rows", rows, (rows.numel(),), torch.int64)
+        if lora_slots is not None:
+            _check("lora_slots", lora_slots, (count,), torch.int32)
+            check_slots(lora_slots, self._num_slots)
         own = self._own(plans)
         if program.output == program.input:
             out, given = x, [x]
@@ -237,7 +257,7 @@ class NativeExecutor:
         with self._lock, locked(own):
             self._check_plans(own, count)
             self._bind(caches, own)
-            self._run(given, positions, own, rows)
+            self._run(given, positions, own, rows, lora_slots)
         return out if rows is None else out[: len(rows)]
 
     def _own(self, plans: Sequence[Plan]) -> list[CpuPlan | CpuRecurrentPlan]:
@@ -272,7 +292,12 @@ class NativeExecutor:
         self._bound = weakref.ref(caches)
 
     def _run(
-        self, given: list[Tensor], positions: Tensor, plans: Sequence[CpuPlan | CpuRecurrentPlan], rows: Tensor | None
+        self,
+        given: list[Tensor],
+        positions: Tensor,
+        plans: Sequence[CpuPlan | CpuRecurrentPlan],
+        rows: Tensor | None,
+        lora_slots: Tensor | None,
     ) -> None:
         count = len(positions)
         self._reserve(count)
@@ -296,6 +321,7 @@ class NativeExecutor:
                 rows=count,
                 kept=None if rows is None else rows.data_ptr(),
                 num_kept=-1 if rows is None else len(rows),
+                lora_slots=None if lora_slots is None else lora_slots.data_ptr(),
                 dtype=native.DTYPES[self.program.dtype],
                 threads=torch.get_num_threads(),
             ),
@@ -316,12 +342,15 @@ class NativeExecutor:
         if count <= self._rows:
             return
         self._rows = 0
-        self._scratch = self._copy = torch.empty(0)  # freed before there are larger ones
+        self._scratch = self._copy = self._lora_copy = torch.empty(0)  # freed before there are larger ones
         self._scratch = in_huge_pages((count * self._own_width,), self.program.dtype)
         sizes = [packed.copy_size(count, stride) for packed, stride in self._projections]
         self._copy = torch.empty(max(sizes, default=0))
         for params in self._linears:
             params.copy = self._copy.data_ptr()
+        self._lora_copy = torch.empty(count * self._lora_room)
+        for lora in self._loras:
+            lora.room = self._lora_copy.data_ptr()
         self._experts.reserve(count)
         self._rows = count
 

@@ -17,7 +17,9 @@ from torch import Tensor
 from quire.errors import BadShape, BadValue, Unsupported
 from quire.ops import checks
 from quire.ops.cpu import native
+from quire.ops.cpu.lora import LoraMemory, PackedLoraTable
 from quire.ops.linear import Embedding, Linear, Linears
+from quire.ops.lora import LoraTable
 from quire.ops.memory import in_huge_pages
 from quire.ops.quantised import QuantisedWeight
 
@@ -146,6 +148,7 @@ class PackedLinears(Linears):
     def __init__(self) -> None:
         super().__init__()
         self._pack = Packer()
+        self._loras = LoraMemory()
 
     def linear(
         self,
@@ -172,6 +175,12 @@ class PackedLinears(Linears):
             return super().tied(weight)
         packed = self._pack(weight, out_dtype=torch.float32)
         return PackedEmbedding(packed), packed
+
+    def lora(self, in_size: int, out_size: int, dtype: torch.dtype, num_slots: int, most_rank: int) -> LoraTable:
+        """An empty table of the adapters of a linear."""
+        if dtype not in native.DTYPES:
+            return super().lora(in_size, out_size, dtype, num_slots, most_rank)
+        return PackedLoraTable(in_size, out_size, dtype, num_slots, most_rank, self._loras, native.default())
 
     def _serves(self, weight: Tensor | QuantisedWeight) -> bool:
         return weight.is_cpu and weight.dtype in native.DTYPES

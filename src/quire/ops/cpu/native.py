@@ -167,6 +167,7 @@ OPS = (
     "convolution",
     "gated_delta",
     "state_space",
+    "lora",
 )  # in the order of their numbers
 MAX_BUFFERS = 32
 
@@ -276,6 +277,34 @@ class ExpertsParams(Structure):
     ]
 
 
+class LoraPart(Structure):
+    """What an adapter adds to columns of a linear's results."""
+
+    _fields_ = [
+        ("b", c_void_p),
+        *((name, c_int64) for name in "first_rank rank first size".split()),
+        ("scale", c_float),
+    ]
+
+
+class LoraSlot(Structure):
+    """An adapter's part in one linear; a null: none."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "a parts".split()),
+        *((name, c_int64) for name in "rank num_parts".split()),
+    ]
+
+
+class LoraParams(Structure):
+    """The adapters of a linear, and one call's addresses and strides from row to row."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "slots x out room".split()),
+        *((name, c_int64) for name in "x_stride out_stride in_size most_rank".split()),
+    ]
+
+
 class ProgramParams(Structure):
     """One run of a program."""
 
@@ -289,6 +318,7 @@ class ProgramParams(Structure):
         ("rows", c_int64),
         ("kept", c_void_p),
         ("num_kept", c_int64),
+        ("lora_slots", c_void_p),
         ("dtype", c_int32),
         ("threads", c_int32),
     ]
@@ -314,6 +344,10 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pack": (None, (POINTER(LinearParams), _P, _L, _P)),
     "pack_values": (None, (POINTER(LinearParams), _P, _P, _P, _P)),
     "unpack": (_L, (POINTER(LinearParams), _P, _L, _P)),
+    "lora_bytes": (_L, (_L, _L, _I)),
+    "lora_pack": (None, (_P, _L, _L, _P, _I)),
+    "lora_room": (_L, (_L, _L, _I)),
+    "lora": (None, (POINTER(LoraParams), _P, _L, _I)),
     "swiglu": (None, (_P, _L, _P, _L, _L, _L, _I)),
     "gelu": (None, (_P, _L, _L, _L, _P, _L, _L, _L, _I, _I)),
     "activate": (None, (_P, _L, _P, _L, _L, POINTER(ActivationParams), _I)),

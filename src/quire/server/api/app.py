@@ -23,8 +23,9 @@ from quire import __version__
 from quire.errors import RequestError
 from quire.sandbox.process import SandboxFailed
 from quire.server.api import openapi
-from quire.server.api.chat import chat, conversation
+from quire.server.api.chat import chat
 from quire.server.api.completions import complete
+from quire.server.api.conversation import conversation
 from quire.server.api.embeddings import embed
 from quire.server.api.service import Service
 from quire.server.api.start_page import start_page
@@ -53,8 +54,8 @@ WANTED = {
     "input": "it must be a text, a list of token ids, or a list of these",
     "stop": "it must be a text or a list of texts, none of them empty or very long",
     "content": "it must be a text, or a list of parts of type text",
-    "tool_choice": "tools are not served here, so it must be 'none' or 'auto'",
-    "function_call": "functions are not served here, so it must be 'none' or 'auto'",
+    "tool_choice": "it must be 'none', 'auto', 'required', or an object that names one of the tools",
+    "function_call": "functions are called as tools here, so it must be 'none' or 'auto'",
 }
 # Of values of another kind, and of those out of bounds, by pydantic's words for it.
 KINDS_OF_VALUES = {
@@ -176,14 +177,14 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": service.created,
             "owned_by": "quire",
-            "root": service.model.root,
-            "parent": None,
+            "root": service.model.loras.get(name, service.model.root),
+            "parent": None if service.lora_of(name) is None else service.model.names[0],
             "max_model_len": service.model.max_model_len,
         }
 
     @app.get("/v1/models", response_model=None, responses=openapi.answer(openapi.Models, "The models' names"))
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model(name) for name in service.model.names]}
+        return {"object": "list", "data": [model(name) for name in (*service.model.names, *service.model.loras)]}
 
     @app.get("/v1/models/{name:path}", response_model=None, responses=openapi.answer(openapi.Model, "The model"))
     async def one_model(name: str) -> dict[str, Any]:
@@ -215,7 +216,7 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError("there must be something to tokenize; give either prompt or messages", param="prompt")
         if body.messages is not None:
-            prompt = await conversation(service, request, body.messages, body.add_generation_prompt)
+            prompt = await conversation(service, request, body.messages, body)
             if body.add_special_tokens:
                 prompt = await service.encode(request, prompt.text or "", add_special_tokens=True)
         else:
@@ -364,6 +365,8 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
         return f"the body is not JSON: {found.get('ctx', {}).get('error', message)} at character {path[-1]}"
     if kind == "value_error":
         return f"{name or 'the body'} is {value}; {message.removeprefix('Value error, ')}"
+    if kind == "tool_message":
+        return f"{name}.{message}"
     if kind == "no_text":
         part = _dotted([*path, found["ctx"]["index"]])
         return f"{part} is of type {shown(message)}; models are served for text alone, in parts of type 'text'"

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from quire.errors import RequestError
+from quire.server.api.answers import AnswerWriter, Reading
 from quire.server.api.chunks import Chunks, usage
 from quire.server.api.completions import check_num_logprobs, prompt_logprobs, whole
+from quire.server.api.conversation import conversation, said
 from quire.server.api.jobs import Delta, Generation, Stream
-from quire.server.api.service import Prompt, Service, aside, counted, finite, num_logprobs
+from quire.server.api.service import Service, aside, counted, finite, num_logprobs
 from quire.server.api.streamed import StreamedAnswer
-from quire.server.http.api_error import ApiError, request_failed
+from quire.server.http.api_error import request_failed
 from quire.server.http.sse import JsonBody, data
-from quire.server.protocol.chat import ChatRequest, Message
+from quire.server.protocol.chat import ChatRequest
 from quire.text import Logprob, Tokenizer
 
 
@@ -28,81 +30,84 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     """
     service.check_model(body.model)
     body.check_together()
-    prompt = await conversation(service, request, body.messages, body.add_generation_prompt)
+    if not body.may_call():
+        body.tools = None  # what must not be called is not shown
+    prompt = await conversation(service, request, body.messages, body, _variables(body))
+    continued = said(body.messages[-1]) if body.continue_final_message else None
     body.messages.clear()  # many small parts take many times the memory of the text that they make
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = service.room_for([prompt], body, field)
     identity = service.identity(request, "chatcmpl")
     name, created = identity
-    head = {"id": name, "object": "chat.completion", "created": created, "model": service.model.names[0]}
+    head = {"id": name, "object": "chat.completion", "created": created, "model": service.answering(body.model)}
+    reading = Reading(service, body, name, prompt, continued)
     if body.use_beam_search:
         found = await service.search(request, body, name, prompt, max_tokens)
-        choices = [_choice(i, text, None, reason, None) for i, (text, reason, _) in enumerate(found)]
+        choices = [
+            _choice(i, _read(reading, i, text, reason)[0], None, reason, None)
+            for i, (text, reason, _) in enumerate(found)
+        ]
         generated = sum(count for _, _, count in found)
         return JsonBody(head | {"choices": choices, "usage": usage(len(prompt.tokens), generated, 0)})
     service.check_logprobs("top_logprobs", body.top_logprobs)
     count = body.top_logprobs or 0
     params = service.sampling(body, max_tokens=max_tokens, logprobs=count if body.logprobs else None)
     check_num_logprobs(service, [prompt], params, "top_logprobs" if count else "logprobs")
-    made = await service.requests(request, body, name, [prompt], params, await service.guide(request, body))
+    guide = None
+    if reading.is_plain:
+        guide = await service.guide(request, body)
+    else:  # the syntax may be made of special tokens
+        params = replace(params, skip_special_tokens=False)
+        guide = await service.guide(request, body, reading.tools, reading.thinking)
+    made = await service.requests(request, body, name, [prompt], params, guide)
     if body.stream:
         job = service.stream(request, identity, made)
         await service.worker.submit(job)
         head["object"] = "chat.completion.chunk"
-        events, abort = _Events(service, body, head, job), lambda: service.worker.abort(job)
+        events, abort = _Events(service, body, head, job, reading), lambda: service.worker.abort(job)
         return StreamedAnswer(job, events, abort, service.config.sse_keep_alive)
     outputs = await service.run(request, Generation(made), body.grammar_field())
 
     def answer() -> Response:
-        choices = (
-            _choice(
-                sample.index,
-                sample.text,
-                _logprobs(service.tokenizer, sample.token_ids, sample.logprobs, count),
-                sample.finish_reason,
-                sample.stop_reason,
-            )
-            for sample in outputs[0].outputs
-        )
+        choices, num_reasoning = [], 0
+        for sample in outputs[0].outputs:
+            message, reason, thoughts = _read(reading, sample.index, sample.text, sample.finish_reason)
+            num_reasoning += reading.num_reasoning(sample.token_ids, thoughts)
+            logprobs = _logprobs(service.tokenizer, sample.token_ids, sample.logprobs, count)
+            choices.append(_choice(sample.index, message, logprobs, reason, sample.stop_reason))
         asked = {} if body.prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs(outputs[0])}
-        return whole(head, choices, {"usage": usage(*counted(outputs))} | asked)
+        return whole(head, choices, {"usage": usage(*counted(outputs), reading.counted(num_reasoning))} | asked)
 
-    return await aside(num_logprobs(outputs), answer)
-
-
-async def conversation(
-    service: Service, request: HttpRequest, messages: Sequence[Message], add_generation_prompt: bool
-) -> Prompt:
-    """The prompt that a conversation makes. Raises ApiError without a template, and where it refuses."""
-    if service.model.template is None:
-        message = (
-            f"{service.model.names[0]} has no chat template, so it continues prompts only (/v1/completions); the "
-            f"server takes a template as --chat-template FILE"
-        )
-        raise ApiError(message, param="messages")
-    plain = [_plain(message) for message in messages]
-    try:
-        text = await service.render(request, service.model.template, plain, add_generation_prompt)
-        service.check_text(text, "messages")
-        return await service.encode(request, text, add_special_tokens=False)  # the template writes those itself
-    except RequestError as error:
-        raise ApiError(str(error), param="messages") from error
+    return await aside(num_logprobs(outputs) + sum(len(sample.text) for sample in outputs[0].outputs), answer)
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part["text"] for part in content)
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": message.role, "content": content or ""} | named
+def _read(reading: Reading, sample: int, text: str, reason: str | None) -> tuple[dict[str, Any], str | None, str]:
+    """A sample's message, why it ended, and its thoughts."""
+    if reading.is_plain:
+        return {"role": "assistant", "content": text, "refusal": None}, reason, ""
+    writer = AnswerWriter(reading, sample)
+    message = writer.message(text)
+    return message, writer.reason(reason), writer.reasoning
+
+
+def _variables(body: ChatRequest) -> dict[str, Any]:
+    """What the template sees of the request's own fields."""
+    if not body.reasoning_effort:
+        return {}
+    quiet = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
+    return {"reasoning_effort": body.reasoning_effort} | quiet
 
 
 def _choice(
-    index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None, stop_reason: int | str | None
+    index: int,
+    message: dict[str, Any],
+    logprobs: dict[str, Any] | None,
+    reason: str | None,
+    stop_reason: int | str | None,
 ) -> dict[str, Any]:
     return {
         "index": index,
-        "message": {"role": "assistant", "content": text, "refusal": None},
+        "message": message,
         "logprobs": logprobs,
         "finish_reason": reason,
         "stop_reason": stop_reason,
@@ -115,13 +120,17 @@ class _Events:
     Each choice's first says who speaks, its last why it ends.
     """
 
-    def __init__(self, service: Service, body: ChatRequest, head: dict[str, Any], job: Stream) -> None:
+    def __init__(
+        self, service: Service, body: ChatRequest, head: dict[str, Any], job: Stream, reading: Reading
+    ) -> None:
         self._service = service
         self._body = body
         self._chunks = Chunks(head, body.stream_options)
         self._job = job
         [self._output] = job.outputs
         self._generated = 0
+        self._reading = reading
+        self._writers = [] if reading.is_plain else [AnswerWriter(reading, i) for i in range(body.n or 1)]
 
     def begin(self) -> bytes:
         """Who speaks."""
@@ -135,14 +144,17 @@ class _Events:
         parts: list[bytes] = []
         for delta in deltas:
             self._generated += len(delta.token_ids)
+            events = self._read_events(delta) if self._writers else self._events(delta)
             if not delta.is_known:
-                parts += self._job.marked(delta, self._events(delta))
+                parts += self._job.marked(delta, events)
         return b"".join(parts)
 
     def end(self) -> bytes:
         """The numbers of tokens, if they were asked for, and the mark of the end."""
         num_prompt, num_cached = len(self._output.prompt_token_ids), self._output.num_cached_tokens or 0
-        return self._chunks.end(num_prompt, self._generated, num_cached)
+        pairs = zip(self._writers, self._output.outputs, strict=False)
+        num_reasoning = sum(self._reading.num_reasoning(one.token_ids, writer.reasoning) for writer, one in pairs)
+        return self._chunks.end(num_prompt, self._generated, num_cached, self._reading.counted(num_reasoning))
 
     def _events(self, delta: Delta) -> list[bytes]:
         if delta.error is not None:
@@ -156,6 +168,21 @@ class _Events:
             events.append(self._piece(delta.sample, {"content": delta.text}, logprobs))
         if delta.finish_reason is not None:
             end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+            events.append(self._piece(delta.sample, {}, **end))
+        return events
+
+    def _read_events(self, delta: Delta) -> list[bytes]:
+        """The same of an answer that is read: logprobs come with the first piece of their tokens."""
+        if delta.error is not None:
+            return [data(request_failed(delta.error, self._body.grammar_field()).body())]
+        writer = self._writers[delta.sample]
+        found = writer.deltas(delta.text, is_last=delta.finish_reason is not None)
+        logprobs = _logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, self._body.top_logprobs or 0)
+        if logprobs and delta.token_ids and not found:
+            found.append({"content": ""})
+        events = [self._piece(delta.sample, one, logprobs if i == 0 else None) for i, one in enumerate(found)]
+        if delta.finish_reason is not None:
+            end = {"finish_reason": writer.reason(delta.finish_reason), "stop_reason": delta.stop_reason}
             events.append(self._piece(delta.sample, {}, **end))
         return events
 

@@ -42,18 +42,22 @@ class Chunks:
             around = self._around[index] = (self._start + start, end + self._end)
         return around[0] + dumps(text) + around[1]
 
-    def end(self, num_prompt: int, num_generated: int, num_cached: int) -> bytes:
+    def end(self, num_prompt: int, num_generated: int, num_cached: int, num_reasoning: int | None = None) -> bytes:
         """The end of an answer, with all of its tokens if they were asked for."""
         if not self._has_usage:
             return DONE
-        return data(self._head | {"choices": [], "usage": usage(num_prompt, num_generated, num_cached)}) + DONE
+        return (
+            data(self._head | {"choices": [], "usage": usage(num_prompt, num_generated, num_cached, num_reasoning)})
+            + DONE
+        )
 
 
-def usage(num_prompt: int, num_generated: int, num_cached: int) -> dict[str, Any]:
-    """Numbers of tokens as OpenAI reports them."""
+def usage(num_prompt: int, num_generated: int, num_cached: int, num_reasoning: int | None = None) -> dict[str, Any]:
+    """Numbers of tokens as OpenAI reports them. num_reasoning: of the generated ones; None: nothing is known of it."""
+    thoughts = {} if num_reasoning is None else {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": {"cached_tokens": num_cached},
-    }
+    } | thoughts

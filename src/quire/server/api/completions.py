@@ -48,7 +48,7 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
         raise ApiError("max_tokens is 0 without echo, so there would be nothing to answer", param="max_tokens")
     identity = service.identity(request, "cmpl")
     name, created = identity
-    head = {"id": name, "object": "text_completion", "created": created, "model": service.model.names[0]}
+    head = {"id": name, "object": "text_completion", "created": created, "model": service.answering(body.model)}
     if body.use_beam_search:
         return await _search(service, request, body, head, prompts, max_tokens)
     params = _params(service, body, max_tokens)

@@ -35,13 +35,14 @@ async def embed(service: Service, request: HttpRequest, body: EmbeddingRequest) 
         )
         raise ApiError(message, param="input")
     service.worker.check_room(len(inputs), "input")
-    name, salt = service.identity(request, "embd").name, service.salt(request, body)
+    name, priority = service.identity(request, "embd").name, body.priority or 0
+    own = (priority, service.salt(request, body), service.lora_of(body.model))
 
     def make() -> list[tuple[RequestOutput, list[Request]]]:
         made = []
         for i, given in enumerate(inputs):
             prompt = _prompt(service, i, given, body)
-            one, output = embedding_request(f"{name}-{i}", prompt.text, prompt.tokens, body.priority or 0, salt)
+            one, output = embedding_request(f"{name}-{i}", prompt.text, prompt.tokens, *own)
             service.worker.check(one)
             made.append((output, [one]))
         return made
@@ -86,7 +87,7 @@ def _answer(service: Service, body: EmbeddingRequest, outputs: list[RequestOutpu
     """The vectors, encoded one by one: the encoder lets no other thread run before it is done."""
     encoded = b",".join(dumps(_vector(body, i, output)) for i, output in enumerate(outputs))
     num_prompt, _, num_cached = counted(outputs)
-    end = {"model": service.model.names[0], "usage": usage(num_prompt, 0, num_cached)}
+    end = {"model": service.answering(body.model), "usage": usage(num_prompt, 0, num_cached)}
     content = b'{"object":"list","data":[' + encoded + b"]," + dumps(end)[1:]
     return Response(content, media_type=JsonBody.media_type)
 

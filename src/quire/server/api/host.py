@@ -31,7 +31,9 @@ class Host(Protocol):
     def check(self, request: Request) -> None:
         """Raise RequestError if a request could never run, as far as that is known before it is submitted."""
 
-    def search(self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str) -> SearchJob:
+    def search(
+        self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str, lora: str | None
+    ) -> SearchJob:
         """A beam search, not yet submitted. Raises RequestError if it could never run."""
 
     async def submit(self, job: Job) -> None:

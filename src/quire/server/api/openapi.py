@@ -22,6 +22,7 @@ Logprob = Annotated[
     ),
 ]
 FinishReason = Literal["stop", "length"]  # a request that fails is answered with an error
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 BODIES = ("CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeRequest", "DetokenizeRequest")
 
 
@@ -52,6 +53,12 @@ class PromptDetails(Answer):
     cached_tokens: int
 
 
+class CompletionDetails(Answer):
+    """Of the generated tokens, those that are thoughts."""
+
+    reasoning_tokens: int
+
+
 class Usage(Answer):
     """Numbers of tokens."""
 
@@ -59,6 +66,7 @@ class Usage(Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails = CompletionDetails(reasoning_tokens=0)  # of models that think
 
 
 class PromptLogprob(Answer):
@@ -135,12 +143,30 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
+class CalledFunction(Answer):
+    """A function, and the JSON of its arguments."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Answer):
+    """A call."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Answer):
-    """What the model says."""
+    """What the model says, calls and thinks."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ToolCall] = []
+    reasoning_content: str = ""
+    reasoning: str = ""
 
 
 class ChatChoice(Answer):
@@ -149,7 +175,7 @@ class ChatChoice(Answer):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: int | str | None
 
 
@@ -165,11 +191,30 @@ class ChatCompletion(Answer):
     prompt_logprobs: PromptLogprobs = None
 
 
+class FunctionDelta(Answer):
+    """What a piece adds to a called function: its name, then parts of the arguments."""
+
+    name: str = ""
+    arguments: str
+
+
+class ToolCallDelta(Answer):
+    """What a piece adds to a call. The first one of each has an id."""
+
+    index: int
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionDelta
+
+
 class ChatDelta(Answer):
     """What a piece adds to a message."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    tool_calls: list[ToolCallDelta] = []
+    reasoning_content: str = ""
+    reasoning: str = ""
 
 
 class ChatChunkChoice(Answer):
@@ -178,7 +223,7 @@ class ChatChunkChoice(Answer):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: int | str | None = None
 
 

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from quire.engine.beam import BeamSearchParams
-from quire.errors import RequestError
+from quire.errors import BadValue, RequestError
 from quire.request import MAX_SEED, Guide, Request, SamplingParams
 from quire.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
 from quire.sandbox.grammar import Grammars, Spec, num_trials
+from quire.sandbox.thinking import Thinking
 from quire.server.api.host import Host
 from quire.server.api.jobs import Generation, Job, Stream
 from quire.server.http.access import TOKENS
@@ -30,6 +31,7 @@ from quire.server.http.sse import noticing_disconnect
 from quire.server.protocol.embeddings import EmbeddingRequest
 from quire.server.protocol.sampling import Sampling
 from quire.server.server_config import HttpConfig
+from quire.server.tools.dialect import Dialect
 from quire.text import Detokenizer, RequestOutput, Tokenizer, make_requests
 
 if TYPE_CHECKING:  # its packages are an extra
@@ -99,12 +101,14 @@ class ServedModel:
     tokenizer: Tokenizer | None
     tokenizer_settings: Mapping[str, Any]  # its tokenizer_config.json
     template: ChatTemplate | None
+    dialect: Dialect  # how it writes calls and thoughts
     max_model_len: int  # tokens of the longest sequence
     vocab_size: int
     eos_token_ids: frozenset[int]
     hidden_size: int  # numbers of an embedding
     root: str  # the checkpoint: a directory, or a repository's name
     default_sampling: Mapping[str, Any]  # of SamplingParams, where a body does not say
+    loras: dict[str, str] = field(default_factory=dict)  # names of adapters, models for clients, and where each lies
 
 
 @dataclass
@@ -154,8 +158,9 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for a model that is not served here."""
-        if name and name not in self.model.names:
-            message = f"there is no model {shown(name)} here; this server has {', '.join(map(repr, self.model.names))}"
+        if name and name not in self.model.names and name not in self.model.loras:
+            known = ", ".join(map(repr, (*self.model.names, *self.model.loras)))
+            message = f"there is no model {shown(name)} here; this server has {known}"
             raise ApiError(message, 404, param="model", code="model_not_found")
 
     def check_ready(self) -> None:
@@ -164,6 +169,14 @@ class Service:
             raise ApiError("the server is stopping", HTTPStatus.SERVICE_UNAVAILABLE, code="draining")
         self.worker.check_health()
 
+    def lora_of(self, name: str | None) -> str | None:
+        """The adapter that clients mean by a model's name; None: the model itself."""
+        return name if name in self.model.loras and name not in self.model.names else None
+
+    def answering(self, name: str | None) -> str:
+        """The model's name in answers."""
+        return self.lora_of(name) or self.model.names[0]
+
     # ------------------------------------------------------------------------------------------------- prompts
 
     async def encode(self, request: HttpRequest, text: str, add_special_tokens: bool = True) -> Prompt:
@@ -171,12 +184,9 @@ class Service:
         function = partial(self.tokenizer.encode, text, add_special_tokens)
         return Prompt(text, await self.take_apart(request, len(text), function))
 
-    async def render(
-        self, request: HttpRequest, template: ChatTemplate, messages: list[dict[str, Any]], add_prompt: bool
-    ) -> str:
-        """The text of a conversation. Raises RequestError where the template refuses it."""
-        size = sum(len(message["content"]) for message in messages)
-        return await self._templates.run(client_of(request), partial(template.render, messages, add_prompt), size)
+    async def render(self, request: HttpRequest, render: Callable[[], str], size: int) -> str:
+        """The text of a conversation of that many characters. Raises RequestError where the template refuses it."""
+        return await self._templates.run(client_of(request), render, size)
 
     def check_text(self, text: str, name: str = "prompt") -> None:
         """Raise ApiError for a text that is too long whatever its tokens are, before anybody looks for them."""
@@ -252,15 +262,22 @@ class Service:
             message = f"{name} is {count}; this server reports at most {self.config.max_logprobs} (--max-logprobs)"
             raise ApiError(message, param=name)
 
-    async def guide(self, request: HttpRequest, body: Sampling) -> Guide | None:
+    async def guide(
+        self,
+        request: HttpRequest,
+        body: Sampling,
+        tools: Callable[[], Spec] | None = None,
+        thinking: Thinking | None = None,
+    ) -> Guide | None:
         """The grammar that the text has to follow, compiled on another thread. Raises ApiError.
 
-        A client that goes meanwhile takes its grammar back.
+        tools: makes the grammar of calls, where there is one. thinking: the thoughts before what the grammar says. A
+        client that goes meanwhile takes its grammar back.
         """
         name = body.grammar_field()
         if name is None:
             return None
-        compiling = asyncio.create_task(self._guide(client_of(request), body, name))
+        compiling = asyncio.create_task(self._guide(client_of(request), body, name, tools, thinking))
         try:
             async with noticing_disconnect(request.receive, lambda: _cancel(compiling)):
                 return await asyncio.wait_for(compiling, self.config.request_timeout)
@@ -273,16 +290,27 @@ class Service:
                 raise
             raise ApiError("the client has gone") from None
 
-    async def _guide(self, client: str, body: Sampling, name: str) -> Guide:
-        form = body.response_format
-        if form is None or name != "response_format":
+    async def _guide(
+        self,
+        client: str,
+        body: Sampling,
+        name: str,
+        tools: Callable[[], Spec] | None,
+        thinking: Thinking | None,
+    ) -> Guide:
+        form, spec = body.response_format, None
+        if tools is not None:
+            spec = await self._quick_grammars.run(client, tools)
+        elif name in ("regex", "grammar"):
             spec = Spec(name, getattr(body, name))
-        elif form.type == "json_object":
+        elif form is not None and form.type == "json_object":
             spec = Spec("json_object")
-        elif form.json_schema is None:
-            raise ApiError("response_format.json_schema is missing; it must hold the schema", param="response_format")
-        else:  # on another thread, as the schema may be as large as a body
-            spec = await self._quick_grammars.run(client, partial(Spec.of_schema, form.json_schema.schema_))
+        elif form is not None and form.type == "json_schema":  # on another thread: it may be as large as a body
+            spec = await self._quick_grammars.run(client, partial(Spec.of_schema, form.schema_given()))
+        if thinking is not None:
+            spec = Spec.of_thoughts(thinking, spec)
+        if spec is None:
+            raise BadValue(f"{name} asks for no grammar")
         return await self.compiled(client, spec, name)
 
     async def compiled(self, client: str, spec: Spec, field: str) -> Guide:
@@ -333,11 +361,10 @@ class Service:
             raise ApiError(message, param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs")
 
         def make() -> list[tuple[RequestOutput, list[Request]]]:
-            made, salt, priority = [], self.salt(request, body), body.priority or 0
+            made: list[tuple[RequestOutput, list[Request]]] = []
+            own = (params, body.priority or 0, self.salt(request, body), self.lora_of(body.model))
             for i, prompt in enumerate(prompts):
-                output, requests = make_requests(
-                    f"{name}-{i}", prompt.text, prompt.tokens, params, priority, salt, self.model.tokenizer
-                )
+                output, requests = make_requests(f"{name}-{i}", prompt.text, prompt.tokens, *own, self.model.tokenizer)
                 self.worker.check(requests[0])
                 if guide is not None:
                     for each in requests:
@@ -387,7 +414,8 @@ class Service:
         )
         size = len(prompt.tokens)
 
-        make = partial(self.worker.search, name, prompt.tokens, params, self.salt(request, body))
+        salt, lora = self.salt(request, body), self.lora_of(body.model)
+        make = partial(self.worker.search, name, prompt.tokens, params, salt, lora)
         job = await self.take_apart(request, size, make, params.beam_width)
         await self.worker.submit(job)
         await self.wait(request, job)

@@ -172,9 +172,9 @@ class Worker:
         """Raise RequestError if a request could never run."""
         self.engine.check(request)
 
-    def search(self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str) -> Search:
+    def search(self, name: str, prompt: Sequence[int], params: BeamSearchParams, salt: str, lora: str | None) -> Search:
         """A beam search, not yet queued. Raises RequestError if it could never run."""
-        driver = BeamDriver(self.engine, name, prompt, params, salt)
+        driver = BeamDriver(self.engine, name, prompt, params, salt, lora)
         driver.check()
         return Search(driver)
 

@@ -59,9 +59,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prompt_cache_options": ({"mode": "implicit"},),
     "prompt_cache_retention": ("in_memory",),
-    "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
-    "tool_choice": ("none", "auto"),
     "verbosity": ("medium",),
 }
 

@@ -68,6 +68,12 @@ class ResponseFormat(Body):
             raise ValueError(f"type {self.type!r} would ignore its json_schema; the type 'json_schema' keeps to it")
         return self
 
+    def schema_given(self) -> dict[str, Any]:
+        """The schema of the type that has one. Raises ApiError where it is missing."""
+        if self.json_schema is None:
+            raise ApiError("response_format.json_schema is missing; it must hold the schema", param="response_format")
+        return self.json_schema.schema_
+
 
 class Sampling(Body):
     """What completions and chat completions have in common. The second part is vLLM's."""

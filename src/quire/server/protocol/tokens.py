@@ -6,18 +6,17 @@ from typing import Annotated
 
 from pydantic import Field
 
-from quire.server.protocol.body import MAX_PROMPT, Body, Name, Off, On, Text, Token
-from quire.server.protocol.chat import Messages
+from quire.server.protocol.body import MAX_PROMPT, Body, Name, Off, Text, Token
+from quire.server.protocol.chat import Messages, Rendering
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Rendering):
     """The body of /tokenize: a prompt, or messages."""
 
     model: Name | None = None
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None  # None: for a prompt; the chat template brings its own
-    add_generation_prompt: On = True
     return_token_strs: Off = False
 
 

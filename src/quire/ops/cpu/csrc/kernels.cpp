@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "ceilings.h"
 #include "linear.h"
+#include "lora.h"
 #include "recurrent.h"
 #include "rounding.h"
 #include "small.h"
@@ -28,6 +29,12 @@ static void with_kind(int32_t dtype, const F& f) {
 #else
     else f.template operator()<Widened<BF16>>();
 #endif
+}
+
+// The kind that vectors multiply numbers of this dtype as, also where tiles are at hand.
+template <class F>
+static void with_vector_kind(int32_t dtype, const F& f) {
+    with_kind(dtype, [&]<class K>() { f.template operator()<typename VectorKindOf<K>::Kind>(); });
 }
 
 // The kind of a weight.
@@ -212,6 +219,32 @@ extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(unpack, QUIRE_ISA)(
         if (places[i] < 0 || places[i] >= p->out_size) return i;
     with_weight(p, [&]<class K>() { unpack<K>(parallel_for, *p, places, count, to); });
     return -1;
+}
+
+// Bytes of a matrix [out, in] of an adapter, packed.
+extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(lora_bytes, QUIRE_ISA)(ParallelFor, int64_t out, int64_t in, int32_t dtype) {
+    int64_t bytes = 0;
+    with_vector_kind(dtype, [&]<class K>() { bytes = whole_vectors(out) / W * K::lanes(in) * Strips<K>::VECTOR; });
+    return bytes;
+}
+
+ENTRY(lora_pack)(ParallelFor parallel_for, const void* matrix, int64_t out, int64_t in, void* packed, int32_t dtype) {
+    LinearParams p = {};
+    p.out_size = out, p.in_size = in;
+    with_vector_kind(dtype, [&]<class K>() { pack<K>(parallel_for, p, matrix, in, packed); });
+}
+
+// fp32 numbers of room for each row, with adapters of that rank.
+extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(lora_room, QUIRE_ISA)(ParallelFor, int64_t in, int64_t rank, int32_t dtype) {
+    int64_t room = 0;
+    with_vector_kind(dtype, [&]<class K>() { room = Lora<K>::room(in, rank); });
+    return room;
+}
+
+// slots: [rows], each row's adapter; -1: none.
+ENTRY(lora)(ParallelFor parallel_for, const LoraParams* p, const int32_t* slots, int64_t count, int32_t dtype) {
+    const LoraRows rows(slots, count);
+    with_vector_kind(dtype, [&]<class K>() { Lora<K>{*p, rows}.run(parallel_for); });
 }
 
 ENTRY(swiglu)(

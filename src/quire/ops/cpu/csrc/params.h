@@ -140,7 +140,7 @@ struct RecurrenceParams {
 
 enum OpKind : int32_t {
     OP_LINEAR, OP_NORM, OP_ROPE, OP_WRITE, OP_ATTENTION, OP_ACTIVATION, OP_MULTIPLY, OP_ADD, OP_COPY, OP_SCALE, OP_KEEP, OP_EXPERTS,
-    OP_GATE, OP_GATED_NORM, OP_CONVOLUTION, OP_GATED_DELTA, OP_STATE_SPACE
+    OP_GATE, OP_GATED_NORM, OP_CONVOLUTION, OP_GATED_DELTA, OP_STATE_SPACE, OP_LORA
 };
 
 // Numbers of a buffer's rows, from a column on.
@@ -231,6 +231,32 @@ struct ExpertsParams {
     void* results;     // [T k, H]
 };
 
+// -------------------------------------------------------------------------------------- low-rank adapters, see lora.h
+
+// What an adapter adds to columns of a linear's results.
+struct LoraPart {
+    const void* b;             // strips of [size, rank]
+    int64_t first_rank, rank;  // of what the adapter's A makes of a row
+    int64_t first, size;       // columns
+    float scale;
+};
+
+// An adapter's part in one linear.
+struct LoraSlot {
+    const void* a;  // strips of [rank, in], A of all parts, one part after the other; null: none
+    const LoraPart* parts;
+    int64_t rank, num_parts;
+};
+
+struct LoraParams {
+    const LoraSlot* slots;
+    const void* x;  // [T, in]
+    void* out;      // [T, out], added to
+    float* room;    // see Lora::room, for T rows
+    int64_t x_stride, out_stride;  // from row to row
+    int64_t in_size, most_rank;    // the latter of any slot
+};
+
 constexpr int MAX_BUFFERS = 32;
 
 struct ProgramParams {
@@ -244,5 +270,6 @@ struct ProgramParams {
     int64_t rows;
     const int64_t* kept;  // [num_kept], ascending: the rows that are left from `keep` on
     int64_t num_kept;     // -1: all rows are
+    const int32_t* lora_slots;  // [rows]: each row's adapter, -1: none; null: no row has one
     int32_t dtype, threads;
 };

@@ -15,6 +15,7 @@ struct Program {
     ParallelFor parallel_for;
     const ProgramParams& p;
     int64_t rows = p.rows;  // so far
+    LoraRows lora_rows{p.lora_slots, p.rows};  // of these
 
     int64_t size() const { return p.dtype == DTYPE_F32 ? 4 : 2; }
     void* at(const Columns& c) const { return c.buffer < 0 ? nullptr : (char*)p.buffers[c.buffer] + c.first * size(); }
@@ -105,6 +106,12 @@ struct Program {
         QUIRE_NAME(recur, QUIRE_ISA)(parallel_for, step(op), &call, p.dtype);
     }
 
+    void run(const Op& op, const LoraParams& lora) const {
+        LoraParams call = lora;
+        call.x = at(op.x), call.x_stride = stride(op.x), call.out = at(op.out), call.out_stride = stride(op.out);
+        with_vector_kind(p.dtype, [&]<class K>() { Lora<K>{call, lora_rows}.run(parallel_for); });
+    }
+
     // The rows that are wanted move to the front. Whether there are such rows.
     bool keep(const Op& op) {
         if (p.num_kept < 0) return true;
@@ -117,6 +124,7 @@ struct Program {
             for (int64_t i = 0; i < p.num_kept; i++) memmove(data + i * bytes, data + p.kept[i] * bytes, (size_t)bytes);
         }
         rows = p.num_kept;
+        lora_rows = LoraRows(p.lora_slots, rows, p.kept);
         return true;
     }
 
@@ -143,6 +151,7 @@ struct Program {
             case OP_CONVOLUTION: run(op, *(const ConvolutionParams*)op.params); break;
             case OP_GATED_DELTA:
             case OP_STATE_SPACE: run(op, *(const RecurrenceParams*)op.params); break;
+            case OP_LORA: run(op, *(const LoraParams*)op.params); break;
         }
         return true;
     }

@@ -1,0 +1,1 @@
+"""Low-rank adapters of a model: read as PEFT saves them, fitted to its linears, held in slots."""

@@ -1,0 +1,198 @@
+"""Adapters as PEFT saves them: adapter_config.json, and adapter_model.safetensors with two matrices for each module."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quire.errors import ModelError
+from quire.models.weights import read_json
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+DIGEST_SIZE = 16  # bytes
+# Keys that say how the adapter was trained, or nothing that counts here.
+IMMATERIAL = frozenset(
+    """
+    auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config fan_in_fan_out inference_mode
+    lora_dropout lora_ga_config megatron_config megatron_core peft_version qalora_group_size revision runtime_config
+    """.split()
+)
+READ = frozenset(
+    """
+    alpha_pattern bias exclude_modules init_lora_weights layers_pattern layers_to_transform lora_alpha peft_type r
+    rank_pattern target_modules task_type use_rslora
+    """.split()
+)
+# Keys that ask for something else than two matrices a linear, and what that is.
+NOT_SERVED = {
+    "use_dora": "DoRA scales the columns of the weights",
+    "modules_to_save": "whole modules are replaced",
+    "trainable_token_indices": "rows of the embedding are replaced",
+    "target_parameters": "parameters that are no linear's weight have adapters",
+    "layer_replication": "layers are repeated",
+    "lora_bias": "adapters have biases",
+    "use_qalora": "inputs are pooled by groups",
+    "alora_invocation_tokens": "the adapter begins within a prompt",
+    "arrow_config": "a router mixes adapters",
+    "loftq_config": "the weights of the model are changed",
+}
+INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")  # ways to begin that leave the model's weights alone
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to one module's results: scale * (x @ a.T) @ b.T."""
+
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
+    scale: float
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """An adapter, read."""
+
+    directory: Path
+    modules: Mapping[str, LowRank]  # by the module's name within the model
+    digest: str  # of all numbers: another one for other weights
+    config: Mapping[str, Any]
+
+    @property
+    def rank(self) -> int:
+        """The largest of its modules."""
+        return max(len(one.a) for one in self.modules.values())
+
+    def is_meant_for(self, module: str) -> bool:
+        """Whether its target_modules name that linear of the model."""
+        config = self.config
+        if _named(config.get("exclude_modules"), module):
+            return False
+        targets = config.get("target_modules")
+        if not (_named(targets, module) or (targets == "all-linear" and not module.endswith(("lm_head", "embed_out")))):
+            return False
+        chosen = config.get("layers_to_transform")
+        if chosen is None:
+            return True
+        patterns = config.get("layers_pattern") or r"[^.]+"
+        patterns = [patterns] if isinstance(patterns, str) else patterns
+        found = (re.match(rf".*\.(?:{pattern})\.(\d+)\.", module) for pattern in patterns)
+        layer = next((int(one[1]) for one in found if one is not None), None)
+        return layer is not None and layer in ([chosen] if isinstance(chosen, int) else chosen)
+
+
+def read_adapter(directory: Path) -> PeftAdapter:
+    """The adapter of a directory.
+
+    Raises ModelError for files that are missing or malformed, and for anything that is not two matrices for each of
+    some linears.
+    """
+    path = directory / TENSORS
+    if not path.exists():
+        others = ", ".join(sorted(one.name for one in directory.iterdir())) if directory.is_dir() else "nothing"
+        raise ModelError(f"{directory} is no PEFT adapter: it lacks {TENSORS}; it holds {others or 'nothing'}")
+    config = read_json(directory / CONFIG)
+    _check_config(directory, config)
+    try:
+        file = safe_open(path, framework="pt")
+        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}  # type: ignore[no-untyped-call]
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ModelError(f"{path} cannot be read as weights: {error}") from error
+    modules = _modules(directory, config, tensors)
+    digest = blake2b(digest_size=DIGEST_SIZE, person=b"quire lora")
+    for name, one in modules.items():
+        for part in (one.a, one.b):
+            digest.update(f"{name}\0{part.dtype}\0{tuple(part.shape)}\0{one.scale!r}\0".encode())
+            digest.update(part.contiguous().view(torch.uint8).numpy().data)
+    return PeftAdapter(directory, modules, digest.hexdigest(), config)
+
+
+def _check_config(directory: Path, config: Mapping[str, Any]) -> None:
+    where = f"{directory / CONFIG}"
+    if config.get("peft_type") != "LORA":
+        raise ModelError(f"{where}: peft_type is {config.get('peft_type')!r}; adapters of the type 'LORA' are served")
+    for key, why in NOT_SERVED.items():
+        if config.get(key):
+            raise ModelError(f"{where}: {key} is {config[key]!r}: {why}, which is not served")
+    for key, served in (("bias", ("none", None)), ("task_type", ("CAUSAL_LM", None)), ("init_lora_weights", INITIAL)):
+        if (value := config.get(key)) not in served:
+            known = ", ".join(repr(one) for one in served if one is not None)
+            raise ModelError(f"{where}: {key} is {value!r}; served is {known}")
+    for key, value in config.items():
+        if key not in READ and key not in IMMATERIAL and key not in NOT_SERVED and value:
+            raise ModelError(f"{where}: {key} is {value!r}, which is not understood")
+    for key, kinds in (("r", int), ("lora_alpha", (int, float))):
+        if not isinstance(value := config.get(key), kinds) or isinstance(value, bool) or value <= 0:
+            raise ModelError(f"{where}: {key} is {value!r}; it must be a number above 0")
+    for key in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(key) or {}, Mapping):
+            raise ModelError(f"{where}: {key} is {config[key]!r}; it must be an object of patterns and numbers")
+
+
+def _modules(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, LowRank]:
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = MATRIX.fullmatch(name)
+        if match is None:
+            raise ModelError(
+                f"{directory / TENSORS} holds {name}, which is no matrix of a linear's adapter{_hint(name)}"
+            )
+        if tensor.dim() != 2 or not tensor.is_floating_point():
+            raise ModelError(
+                f"{directory / TENSORS}: {name} is {tensor.dtype} {tuple(tensor.shape)}; expected a matrix"
+            )
+        halves.setdefault(match[1], {})[match[2]] = tensor
+    if not halves:
+        raise ModelError(f"{directory / TENSORS} holds no tensor")
+    found = {}
+    for module, own in halves.items():
+        if missing := {"A", "B"} - own.keys():
+            raise ModelError(f"{directory / TENSORS} lacks lora_{min(missing)} of {module}")
+        a, b = own["A"], own["B"]
+        rank = _of_pattern(config, "rank_pattern", module, config["r"])
+        alpha = _of_pattern(config, "alpha_pattern", module, config["lora_alpha"])
+        if not len(a) == b.shape[1] == rank:
+            raise ModelError(
+                f"{directory}: lora_A and lora_B of {module} have shapes {tuple(a.shape)} and {tuple(b.shape)}; its "
+                f"rank is {rank} by {CONFIG}"
+            )
+        found[module] = LowRank(a, b, alpha / (rank**0.5 if config.get("use_rslora") else rank))
+    return found
+
+
+def _of_pattern(config: Mapping[str, Any], key: str, module: str, usual: Any) -> Any:
+    """A number that a pattern gives to some modules: the first one that fits the end of the module's name."""
+    for pattern, value in (config.get(key) or {}).items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error as error:
+            raise ModelError(f"{CONFIG}: {key} has {pattern!r}, which is no pattern: {error}") from error
+    return usual
+
+
+def _named(names: Any, module: str) -> bool:
+    """Whether a module is one of these: a pattern for whole names, or a list of what names end with."""
+    if not names or names == "all-linear":
+        return False
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _hint(name: str) -> str:
+    if "lora_embedding" in name:
+        return ": adapters of embeddings are not served"
+    if "magnitude" in name:
+        return ": DoRA is not served"
+    if name.endswith(".bias"):
+        return ": biases are not served"
+    return ": modules_to_save are not served" if "lora_" not in name else ""

@@ -1,0 +1,128 @@
+"""Which adapters a model has, in which slots of its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.errors import ConfigError, RequestError
+from quire.ops.linear import Linears
+from quire.ops.lora import LoraPart, LoraTable
+
+
+class LoraLimits(NamedTuple):
+    """Adapters at the same time, and the rank of each."""
+
+    max_loras: int
+    max_rank: int
+
+
+class LoraTables:
+    """The tables of a model's linears, by the linear's name."""
+
+    def __init__(self, linears: Linears, dtype: torch.dtype, limits: LoraLimits) -> None:
+        """dtype: of the linears' inputs and results."""
+        self.by_name: dict[str, LoraTable] = {}
+        self._linears, self._dtype, self._limits = linears, dtype, limits
+
+    def made(self, name: str, in_size: int, out_size: int, num_parts: int = 1) -> LoraTable:
+        """A new table. num_parts: modules that the linear stands for."""
+        count, rank = self._limits
+        most_rank = num_parts * (rank + rank % 2)
+        self.by_name[name] = self._linears.lora(in_size, out_size, self._dtype, count, most_rank)
+        return self.by_name[name]
+
+
+class Target(NamedTuple):
+    """A module of a checkpoint that adapters may name."""
+
+    table: LoraTable | None  # of the linear that it is a part of; None: it can have no adapter
+    why: str = ""  # not
+    first: int = 0  # column of the linear's results
+    size: int = 0
+    order: Tensor | None = None  # int64 [size]: the module's output that each of ours is; None: the same
+
+
+class Lora(NamedTuple):
+    """An adapter that is loaded."""
+
+    name: str
+    slot: int
+    digest: str  # of its weights
+    rank: int
+    directory: Path
+
+
+class Prepared(NamedTuple):
+    """An adapter that was read and fits the model."""
+
+    directory: Path
+    digest: str
+    rank: int
+    parts: Sequence[tuple[LoraTable, Sequence[LoraPart]]]
+
+
+class Loras:
+    """The adapters of a model. A slot that was left is free once no request has it."""
+
+    def __init__(
+        self, targets: Mapping[str, Target], limits: LoraLimits, dtype: torch.dtype, device: str | torch.device
+    ) -> None:
+        """targets: by the module's name in checkpoints. dtype: of the matrices."""
+        self.limits = limits
+        self.by_name: dict[str, Lora] = {}  # of those that requests may name
+        self.targets, self.dtype, self.device = targets, dtype, device
+        self._tables = list({id(one.table): one.table for one in targets.values() if one.table is not None}.values())
+        self.left: set[int] = set()  # slots whose adapters nobody can name any more
+
+    def __getitem__(self, name: str) -> Lora:
+        """The adapter of that name. Raises RequestError where there is none."""
+        if name not in self.by_name:
+            known = ", ".join(map(repr, self.by_name)) or "none"
+            raise RequestError(f"there is no adapter {name!r}; loaded are: {known}", "lora")
+        return self.by_name[name]
+
+    def put(self, name: str, prepared: Prepared, in_use: Collection[int] = (), *, replace: bool = False) -> Lora:
+        """Load an adapter under a name. in_use: slots of requests that have not ended.
+
+        replace: instead of the one that has this name; requests that have begun go on with that one.
+        Raises ConfigError where the name is taken, or all slots are.
+        """
+        if name in self.by_name and not replace:
+            raise ConfigError(f"there is an adapter {name!r} already; unload it first, or choose another name")
+        self.settle(in_use)
+        taken = {one.slot for one in self.by_name.values()} | self.left
+        if name in self.by_name and self.by_name[name].slot not in in_use:
+            self._free(self.by_name.pop(name).slot, taken)
+        slot = next((slot for slot in range(self.limits.max_loras) if slot not in taken), None)
+        if slot is None:
+            raise ConfigError(
+                f"{name!r} finds no room: max_loras is {self.limits.max_loras}, and so many adapters are loaded, or "
+                "unloaded with requests that still run"
+            )
+        if name in self.by_name:
+            self.left.add(self.by_name[name].slot)
+        for table, parts in prepared.parts:
+            table.put(slot, parts)
+        self.by_name[name] = Lora(name, slot, prepared.digest, prepared.rank, prepared.directory)
+        return self.by_name[name]
+
+    def remove(self, name: str, in_use: Collection[int] = ()) -> None:
+        """Let no further request name an adapter; those that have begun end with it. Raises RequestError."""
+        self.left.add(self[name].slot)
+        del self.by_name[name]
+        self.settle(in_use)
+
+    def settle(self, in_use: Collection[int]) -> None:
+        """Free the slots that were left and that no request has."""
+        for slot in self.left.difference(in_use):
+            self._free(slot, self.left)
+
+    def _free(self, slot: int, of: set[int]) -> None:
+        of.discard(slot)
+        for table in self._tables:
+            table.clear(slot)

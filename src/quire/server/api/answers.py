@@ -1,0 +1,191 @@
+"""Reading: what one chat request's answers are read as, and the grammar that makes sure that they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+from quire.sandbox.grammar import Spec
+from quire.sandbox.thinking import Thinking
+from quire.server.api.service import Prompt, Service
+from quire.server.http.api_error import ApiError
+from quire.server.protocol.chat import ChatRequest, NamedTool
+from quire.server.tools.dialect import ANALYSIS
+from quire.server.tools.grammar import NO_ARGUMENTS, Demand, Function, grammar_of
+from quire.server.tools.parser import AnswerParser, Kind, Piece
+
+
+class Reading:
+    """How one request's answers are read."""
+
+    def __init__(self, service: Service, body: ChatRequest, name: str, prompt: Prompt, continued: str | None) -> None:
+        """name: of the answer. continued: the text of the message that goes on, if one does.
+
+        Raises ApiError for what the model is not known to write.
+        """
+        dialect = service.model.dialect
+        self.dialect = dialect
+        self._service = service
+        self._name = name
+        self._may_call = body.may_call()
+        self._functions = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
+        self.has_one_call = body.parallel_tool_calls is False
+        self.shows_reasoning = body.include_reasoning
+        self.is_plain = not self._may_call and dialect.thoughts is None
+        self.thinking: Thinking | None = None
+        self.tools: Callable[[], Spec] | None = None
+        if self.is_plain and body.thinking_token_budget is None:
+            return
+        served = service.model.names[0]
+        if self._may_call and dialect.syntax is None:
+            message = f"the chat template of {served} writes calls in no syntax that is known here"
+            raise ApiError(f"{message}; the server takes its name as --tool-call-parser NAME", param="tools")
+        if body.thinking_token_budget is not None and dialect.thoughts is None:
+            message = f"the chat template of {served} writes thoughts in no syntax that is known here"
+            raise ApiError(
+                f"{message}; the server takes its name as --reasoning-parser NAME", param="thinking_token_budget"
+            )
+        self._begins = dialect.begins(prompt.text or "", continued)
+        tokenizer = service.tokenizer
+        self._special: tuple[str, ...] = ()
+        if body.skip_special_tokens:
+            special = tokenizer.special_tokens
+            self._special = tuple(text for text, token in tokenizer.added_tokens.items() if token in special and text)
+        self.thinking = self._thinking(body)
+        self.tools = partial(self._grammar, self._demand(body)) if self._has_grammar(body) else None
+
+    def parser(self) -> AnswerParser:
+        """What reads one answer."""
+        return self.dialect.parser(self._functions, self._special, may_call=self._may_call, begins=self._begins)
+
+    def call_id(self, sample: int, number: int) -> str:
+        """A call's id: the same for the same answer, so that a stream can be continued elsewhere."""
+        size = 24 if self.dialect.syntax is None else self.dialect.syntax.id_size
+        digest = blake2b(f"{self._name}/{sample}/{number}".encode(), digest_size=16).hexdigest()[:size]
+        return digest if size < 10 else f"call_{digest}"
+
+    def num_reasoning(self, tokens: Sequence[int], reasoning: str) -> int:
+        """Tokens of an answer that are thoughts. Where no single token ends them, those that their text would have."""
+        if not reasoning or self.dialect.thoughts is None:
+            return 0
+        end = self._ids(self.dialect.thoughts.end)
+        if len(end) > 1 or self.dialect.thoughts is ANALYSIS:
+            return len(self._service.tokenizer.encode(reasoning, add_special_tokens=False))
+        begin = self._ids(self.dialect.thoughts.begin)
+        size = tokens.index(end[0]) if end[0] in tokens else len(tokens)
+        return size - (len(begin) if tuple(tokens[: len(begin)]) == begin else 0)
+
+    def counted(self, num_reasoning: int) -> int | None:
+        """That number as the usage has it; None: the model is not known to think."""
+        return None if self.dialect.thoughts is None else num_reasoning
+
+    # ------------------------------------------------------------------------------------------------- grammars
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._service.tokenizer.encode(text, add_special_tokens=False))
+
+    def _thinking(self, body: ChatRequest) -> Thinking | None:
+        thoughts, limit = self.dialect.thoughts, body.thinking_token_budget
+        if thoughts is None or self._begins == "saying" or (limit is None and body.grammar_field() is None):
+            return None
+        if thoughts is ANALYSIS and self._has_grammar(body):
+            if limit is not None:
+                message = "thinking_token_budget does not go with a grammar for this model; leave one of them out"
+                raise ApiError(message, param="thinking_token_budget")
+            return None  # its grammar has the thoughts
+        begin, is_inside = self._ids(thoughts.begin), self._begins == "thinking"
+        if len(begin) > 1 and not is_inside and body.grammar_field() != "thinking_token_budget":
+            return None  # what begins as thoughts might as well begin what the grammar says, so there are none
+        return Thinking(begin, self._ids(thoughts.end), is_inside, limit)
+
+    def _has_grammar(self, body: ChatRequest) -> bool:
+        """Whether the grammar is one of calls, or of channels."""
+        if self._may_call and (body.must_call() or body.is_strict()):
+            return True
+        asks_json = body.grammar_field() == "response_format"
+        return asks_json and (self._may_call or self.dialect.thoughts is ANALYSIS)
+
+    def _demand(self, body: ChatRequest) -> Demand:
+        form, chosen = body.response_format, body.tool_choice
+        instead: dict[str, Any] | None = None
+        if form is not None and form.type != "text":
+            instead = {"type": "object"} if form.type == "json_object" else form.schema_given()
+        functions = tuple(
+            Function(
+                tool.function.name,
+                tool.function.parameters or NO_ARGUMENTS,
+                bool(tool.function.strict) or body.must_call() or instead is not None,
+                f"tools[{i}].function.parameters",
+            )
+            for i, tool in enumerate((body.tools or ()) if self._may_call else ())
+            if not isinstance(chosen, NamedTool) or tool.function.name == chosen.function.name
+        )
+        is_many = not self.has_one_call and not isinstance(chosen, NamedTool)
+        return Demand(functions, body.must_call(), is_many, instead)
+
+    def _grammar(self, demand: Demand) -> Spec:
+        return Spec("tools", grammar_of(self.dialect, demand, self._service.tokenizer.added_tokens))
+
+
+class AnswerWriter:
+    """Turns one answer's text into the parts of OpenAI's messages and deltas."""
+
+    def __init__(self, reading: Reading, sample: int) -> None:
+        self._reading = reading
+        self._sample = sample
+        self._parser = reading.parser()
+        self._num_calls = 0
+        self.reasoning = ""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call has begun."""
+        return self._num_calls > 0
+
+    def deltas(self, text: str, *, is_last: bool) -> list[dict[str, Any]]:
+        """What a text adds to the message."""
+        pieces = self._parser.feed(text)
+        if is_last:
+            pieces += self._parser.finish()
+        return [delta for piece in pieces if (delta := self._delta(piece)) is not None]
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The whole message of a text."""
+        content, calls = "", list[dict[str, Any]]()
+        for delta in self.deltas(text, is_last=True):
+            content += delta.get("content", "")
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    calls.append({key: call[key] for key in ("id", "type")} | {"function": dict(call["function"])})
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        message["refusal"] = None
+        if calls:
+            message["tool_calls"] = calls
+        if self.reasoning and self._reading.shows_reasoning:
+            message |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
+        return message
+
+    def reason(self, found: str | None) -> str | None:
+        """Why the answer ends, as OpenAI has it."""
+        return "tool_calls" if found == "stop" and self.has_calls else found
+
+    def _delta(self, piece: Piece) -> dict[str, Any] | None:
+        kind, text = piece
+        if kind is Kind.CONTENT:
+            return {"content": text}
+        if kind is Kind.REASONING:
+            self.reasoning += text
+            return {"reasoning_content": text, "reasoning": text} if self._reading.shows_reasoning else None
+        if kind is Kind.CALL:
+            self._num_calls += 1
+        if self._num_calls > 1 and self._reading.has_one_call:
+            return None
+        number = self._num_calls - 1
+        if kind is Kind.ARGUMENTS:
+            return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
+        called = {"index": number, "id": self._reading.call_id(self._sample, number), "type": "function"}
+        return {"tool_calls": [called | {"function": {"name": text, "arguments": ""}}]}

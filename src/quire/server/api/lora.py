@@ -1,0 +1,58 @@
+"""Routes that load and unload LoRA adapters while the server runs. Who may use them can have any directory read."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.responses import PlainTextResponse, Response
+
+from quire.engine.engine import Engine
+from quire.errors import ConfigError, ModelError, RequestError
+from quire.models.lora.fitting import prepare
+from quire.server.api.service import ServedModel
+from quire.server.api.worker import Worker
+from quire.server.http.api_error import ApiError
+from quire.server.http.body import BodyRoute
+from quire.server.protocol.lora import LoadLoraRequest, UnloadLoraRequest
+
+
+def router(engine: Engine, worker: Worker, model: ServedModel) -> APIRouter:
+    """POST /v1/load_lora_adapter and POST /v1/unload_lora_adapter, with vLLM's bodies and answers."""
+    routes = APIRouter(route_class=BodyRoute)
+
+    @routes.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+    async def load_lora_adapter(body: LoadLoraRequest) -> Response:
+        """Let requests name an adapter as their model."""
+        name, directory = body.lora_name, Path(body.lora_path)
+        if name in model.names:
+            raise ApiError(f"lora_name is {name!r}, which is the model's own name; choose another", param="lora_name")
+        if name in model.loras and not body.load_inplace:
+            message = f"there is an adapter {name!r} already; unload it first, or set load_inplace"
+            raise ApiError(message, param="lora_name")
+        try:
+            # Other requests go on while its files are read.
+            prepared = await asyncio.to_thread(prepare, engine.known_loras(), directory)
+        except (ModelError, ConfigError) as error:
+            raise ApiError(str(error), param="lora_path") from error
+        try:
+            lora = await worker.call(partial(engine.load_lora, name, prepared, replace=body.load_inplace))
+        except ConfigError as error:
+            raise ApiError(str(error), param="lora_name") from error
+        model.loras[name] = str(lora.directory)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    @routes.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+    async def unload_lora_adapter(body: UnloadLoraRequest) -> Response:
+        """Let no further request name an adapter; those that run end with it."""
+        try:
+            await worker.call(partial(engine.unload_lora, body.lora_name))
+        except RequestError as error:
+            raise ApiError(str(error), HTTPStatus.NOT_FOUND, param="lora_name", code="model_not_found") from error
+        model.loras.pop(body.lora_name, None)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    return routes

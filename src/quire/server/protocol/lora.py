@@ -1,0 +1,27 @@
+"""The bodies of /v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import StringConstraints
+
+from quire.server.protocol.body import MAX_NAME, Body, Off
+
+MAX_PATH = 4096
+LoraName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+
+
+class LoadLoraRequest(Body):
+    """The body of /v1/load_lora_adapter."""
+
+    lora_name: LoraName
+    lora_path: Annotated[str, StringConstraints(min_length=1, max_length=MAX_PATH)]  # a directory of the server
+    load_inplace: Off = False  # instead of the one that has this name
+
+
+class UnloadLoraRequest(Body):
+    """The body of /v1/unload_lora_adapter."""
+
+    lora_name: LoraName
+    lora_int_id: int | None = None  # vLLM's number of it; the name says which

@@ -1,0 +1,250 @@
+"""AnswerParser: from a model's text to what it thought, what it says and what it calls, while the text grows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum
+from typing import NamedTuple
+
+from quire.server.tools.reader import Reader, Wait, drop, markers
+from quire.server.tools.values import Schema, dumps, escaped, is_text
+
+
+class Kind(Enum):
+    """What a piece of an answer is."""
+
+    REASONING = "reasoning"
+    CONTENT = "content"
+    CALL = "call"  # a call begins; the text is the function's name
+    ARGUMENTS = "arguments"  # of the last call, as JSON
+
+
+class Piece(NamedTuple):
+    """A part of an answer."""
+
+    kind: Kind
+    text: str
+
+
+class Writer:
+    """What a family's syntax reads from and writes to.
+
+    White space around thoughts, and between an answer's text and its calls, belongs to the syntax, so it is held until
+    it is known what follows.
+    """
+
+    def __init__(self, functions: Mapping[str, Schema]) -> None:
+        """functions: the parameters of each function that may be called."""
+        self.reader = Reader()
+        self.functions = functions
+        self.pieces: list[Piece] = []
+        self._space = ""  # held
+        self._kind: Kind | None = None  # of what the held space follows
+
+    def say(self, text: str) -> None:
+        """Add to the answer's text."""
+        self._text(Kind.CONTENT, text)
+
+    def think(self, text: str) -> None:
+        """Add to the thoughts."""
+        self._text(Kind.REASONING, text)
+
+    def call(self, name: str) -> None:
+        """Begin a call."""
+        self._space, self._kind = "", Kind.CALL
+        self.pieces.append(Piece(Kind.CALL, name))
+
+    def argue(self, text: str) -> None:
+        """Add to the JSON of the last call's arguments."""
+        if text:
+            self.pieces.append(Piece(Kind.ARGUMENTS, text))
+
+    def finish(self) -> None:
+        """The text has ended: space after the answer's text is the text's own."""
+        if self._kind in (None, Kind.CONTENT) and self._space:
+            self.pieces.append(Piece(Kind.CONTENT, self._space))
+        self._space = ""
+
+    def _text(self, kind: Kind, text: str) -> None:
+        if self._kind is not kind and (self._kind is not None or kind is Kind.REASONING):
+            self._space = ""
+            text = text.lstrip()
+        if not text:
+            return
+        self._kind = kind
+        whole = self._space + text
+        shown = whole.rstrip()
+        self._space = whole[len(shown) :]
+        if shown:
+            self.pieces.append(Piece(kind, shown))
+
+    # ------------------------------------------------------------------------------------------------- JSON
+
+    def json_call(self, names: Collection[str] | None = None) -> Wait[bool]:
+        """Read {"name": …, "arguments": {…}}. False: it is none, and nothing is written.
+
+        names: of the functions that count, where a text may look like a call and be none; then the name comes first.
+        """
+        reader = self.reader
+        if not (yield from reader.match("{")):
+            return False
+        name, arguments = None, None
+        while True:
+            yield from reader.space()
+            if (key := (yield from reader.json_string())) is None:
+                break
+            yield from reader.space()
+            if not (yield from reader.match(":")):
+                break
+            yield from reader.space()
+            if key == "name" and name is None:
+                name = yield from reader.json_string()
+                if not name or (names is not None and name not in names):
+                    return False
+                self.call(name)
+                if arguments is not None:
+                    self.argue(arguments)
+            elif key in ("arguments", "parameters") and arguments is None and (names is None or name is not None):
+                arguments = yield from self._json_arguments(is_shown=name is not None)
+            elif names is not None and name is None:
+                if key != "type" or (yield from reader.json_string()) is None:
+                    return False
+            else:
+                yield from reader.json_value(drop)
+            yield from reader.space()
+            if not (yield from reader.match(",")):
+                break
+        if name is None:
+            return False
+        if arguments is None and (yield from reader.peek()):
+            self.argue("{}")
+        yield from reader.match("}")
+        return True
+
+    def _json_arguments(self, *, is_shown: bool) -> Wait[str]:
+        """The arguments' JSON, written at once where they are to be shown."""
+        parts: list[str] = []
+        if (yield from self.reader.peek()) in ("{", "["):
+            yield from self.reader.json_value(self.argue if is_shown else parts.append)
+            return "".join(parts)
+        yield from self.reader.json_value(parts.append)
+        raw = "".join(parts)
+        try:
+            inner = json.loads(raw, strict=False)
+        except ValueError:
+            inner = None
+        if isinstance(inner, str) and inner.lstrip().startswith("{"):  # JSON within a JSON string
+            raw = inner
+        elif raw == "null":  # which stands for no arguments
+            raw = "{}"
+        if is_shown:
+            self.argue(raw)
+        return raw
+
+    # ------------------------------------------------------------------------------------------------- by name
+
+    def text_argument(self, name: str, key: str, ends: tuple[str, ...], convert: Callable[[str], str]) -> Wait[str]:
+        """Write one argument whose text ends with one of these; returns which.
+
+        Texts are written as they come, others when they are whole: convert makes JSON of them.
+        """
+        parameters = self.functions.get(name, {})
+        if is_text(parameters, key):
+            self.argue('"')
+            end = yield from self.reader.until(ends, lambda text: self.argue(escaped(text)))
+            if end:
+                self.argue('"')
+            return end
+        text, end = yield from self.reader.collect(ends)
+        if end:
+            self.argue(convert(text))
+        return end
+
+    def key(self, key: str, *, is_first: bool) -> None:
+        """Write the beginning of an argument."""
+        self.argue(("{" if is_first else ", ") + dumps(key) + ": ")
+
+
+class AnswerParser:
+    """Reads one answer."""
+
+    def __init__(self, writer: Writer, run: Wait[None], hidden: tuple[str, ...] = ()) -> None:
+        """run: what reads, from the writer's reader. hidden: texts of special tokens that nobody is to see."""
+        self._writer = writer
+        self._run = run
+        self._hidden = markers(hidden) if hidden else None
+        self._held = ""  # may be the beginning of a hidden text
+        self._go_on()
+
+    def feed(self, text: str) -> list[Piece]:
+        """What is certain with this text."""
+        self._writer.reader.add(self._shown(text))
+        self._go_on()
+        return self._taken()
+
+    def finish(self) -> list[Piece]:
+        """What is left at the end."""
+        if self._held:
+            self._writer.reader.add(self._held)
+            self._held = ""
+        self._writer.reader.end()
+        self._go_on()
+        self._writer.finish()
+        return self._taken()
+
+    def _go_on(self) -> None:
+        next(self._run, None)
+
+    def _shown(self, text: str) -> str:
+        """The text without what is hidden, and without an end of it that may yet be."""
+        if self._hidden is None:
+            return text
+        text, at, parts = self._held + text, 0, []
+        while (found := self._hidden.find(text, at)) is not None:
+            parts.append(text[at : found.start()])
+            at = found.end()
+        end = self._hidden.certain(text, at)
+        self._held = text[end:]
+        return "".join([*parts, text[at:end]])
+
+    def _taken(self) -> list[Piece]:
+        """The pieces, those of one kind that follow one another as one."""
+        found: list[Piece] = []
+        for kind, text in self._writer.pieces:
+            if found and found[-1].kind is kind is not Kind.CALL:
+                found[-1] = Piece(kind, found[-1].text + text)
+            else:
+                found.append(Piece(kind, text))
+        self._writer.pieces.clear()
+        return found
+
+
+class Call(NamedTuple):
+    """A function call."""
+
+    name: str
+    arguments: str  # JSON, where the model has written any
+
+
+class Answer(NamedTuple):
+    """A whole answer."""
+
+    reasoning: str
+    content: str
+    calls: list[Call]
+
+
+def gathered(pieces: list[Piece]) -> Answer:
+    """The answer that pieces make."""
+    reasoning, content, calls = "", "", list[Call]()
+    for kind, text in pieces:
+        if kind is Kind.REASONING:
+            reasoning += text
+        elif kind is Kind.CONTENT:
+            content += text
+        elif kind is Kind.CALL:
+            calls.append(Call(text, ""))
+        else:
+            calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + text)
+    return Answer(reasoning, content, calls)
