@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from quire import __version__
+from quire.cli.config_file import TakesFile
 from quire.cli.fleet import fleet
 from quire.cli.generate import generate
 from quire.cli.info import info
@@ -37,7 +38,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command(cls=PastedFlags)(serve)
-app.command()(fleet)
+app.command(cls=TakesFile)(fleet)
 
 
 def _show_version(asked: bool) -> None:

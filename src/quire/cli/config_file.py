@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from quire.cli.options import fail
 from quire.errors import ConfigError
+
+FILE = "quire.config_file"  # where a context's meta holds its path
 
 
 def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
@@ -28,13 +31,24 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
         name: [value] if options[name].multiple and not isinstance(value, list | None) else value
         for name, value in found.items()
     }
-    for name, value in context.default_map.items():
-        for one in value if isinstance(value, list) else [value]:
-            try:
-                options[name].type(one, options[name], context)
-            except typer.BadParameter as error:
-                fail(f"{path}: {name.replace('_', '-')} is {one!r}; {error.message}")
+    context.meta[FILE] = path
     return path
+
+
+class TakesFile(TyperCommand):
+    """A command with --config, which says of a bad value that it stands in the file."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            name = str(getattr(error.param, "name", ""))
+            source = ctx.get_parameter_source(name)
+            if source is None or source.name != "DEFAULT_MAP" or FILE not in ctx.meta:
+                raise
+            value = ctx.default_map[name]
+            fail(f"{ctx.meta[FILE]}: {name.replace('_', '-')} is {value!r}; {error.message}")
 
 
 def _options_of(path: Path, known: Collection[str], command: str) -> dict[str, Any]:

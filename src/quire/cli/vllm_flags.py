@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from typer.core import TyperCommand
-
+from quire.cli.config_file import TakesFile
 from quire.cli.options import fail
 from quire.config import FOREIGN, ONE_PROCESS, Foreign
 
 ABBREVIATED = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
 # Flags without a value that ask for what is done anyway, and what stands here in their place.
 HOLDS: dict[str, tuple[str, ...]] = {
-    "--enable-auto-tool-choice": (),
     "--enable-prompt-tokens-details": (),
     "--enable-request-id-headers": (),
     "--enforce-eager": (),
@@ -61,7 +59,7 @@ NOT_HERE = {
 SEVERAL = "--served-model-name"  # vLLM's takes all values up to the next flag
 
 
-class PastedFlags(TyperCommand):
+class PastedFlags(TakesFile):
     """A command that takes such flags. Those that are options of its own are these."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
