@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "integrations": {"errors", "ops"},
     "batch": {"errors", "request", "config"},
     "cache": {"errors", "request", "config", "ops"},
-    "models": {"errors", "request", "config", "ops", "batch", "cache", "integrations"},
+    "models": {"errors", "request", "config", "ops", "batch", "cache", "integrations", "progress"},
     "engine": {"errors", "request", "config", "ops", "batch", "cache", "models"},
     "text": {"errors", "request", "config", "ops", "batch", "cache", "models", "engine"},
     "embedding": {"errors", "request", "text"},

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -158,10 +159,14 @@ def test_info_says_who_computes_a_model(tmp_path: Path) -> None:
 
     shown = CliRunner().invoke(app, ["info", "--model", str(EMBEDDED)])
     assert shown.exit_code == 0
-    model, weights, cache = shown.stdout.splitlines()
+    model, parameters, weights, cache, longest, memory, speed = shown.stdout.splitlines()
     assert model.split()[1:] == ["own", "decoder"]
+    assert re.fullmatch(r"parameters +\d\.\d million", parameters)
     assert re.fullmatch(r"weights +not quantised, \d+\.\d MiB", weights)
-    assert re.fullmatch(r"KV cache +(bfloat16, 16|float32, 32) bits a number", cache)
+    assert re.fullmatch(r"KV cache +(bfloat16, 16|float32, 32) bits a number, 1,280 bytes a token", cache)
+    assert re.fullmatch(r"longest +1,024 tokens, whose cache takes 1\.2 MiB", longest)
+    assert re.fullmatch(r"memory +\d+\.\d MiB with one such sequence; [\d.,]+ [MG]iB are free here", memory)
+    assert re.fullmatch(r"speed +about [\d,]+ tokens a second .*, at \d+ GB/s as just measured", speed)
     config = json.loads((EMBEDDED / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | {"odd_key": 1}), encoding="utf-8")
     shown = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
@@ -180,7 +185,7 @@ def test_info_says_how_a_model_is_quantised(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config | {"quantization_config": scheme}), encoding="utf-8")
     shown = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
-    assert re.search(r"^weights +awq int4, groups of 128, zeros$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^weights +awq int4, groups of 128, zeros, \d\.\d MiB$", shown.stdout, re.MULTILINE)
     path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}), encoding="utf-8")
     shown = CliRunner().invoke(app, ["info", "--model", str(tmp_path)])
     assert shown.exit_code == 1
@@ -244,3 +249,113 @@ def test_a_value_outside_its_fields_bounds_is_refused(options: dict[str, object]
     with pytest.raises(ConfigError) as caught:
         engine_config(**options)
     assert str(caught.value) == message
+
+
+def test_version_and_short_help() -> None:
+    from quire import __version__
+
+    for name in ("--version", "-V"):
+        assert CliRunner().invoke(app, [name]).stdout == f"quire {__version__}\n"
+    for arguments in (["-h"], ["serve", "-h"], ["generate", "-h"], ["simulate", "-h"]):
+        assert CliRunner().invoke(app, arguments).stdout.startswith("Usage:")
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "fleet", "simulate"])
+def test_help_shows_each_name_as_a_whole_at_80_columns(command: str) -> None:
+    from typer.main import get_command
+
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).stdout
+    for option in get_command(app).commands[command].params:
+        for name in (*option.opts, *option.secondary_opts):
+            if name.startswith("-"):
+                assert re.search(rf"(^|[ /,]){name}($|[ ,])", shown, re.MULTILINE), name
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def served(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[dict[str, Any], Any, Any]:
+    """The options with which `quire serve` would serve, and its result."""
+    import quire.server.run
+
+    given: list[Any] = [{}, None]
+
+    def serve(options: dict[str, Any], server: Any, *_: Any) -> int:
+        given[:] = [options, server]
+        return 0
+
+    monkeypatch.setattr(quire.server.run, "serve", serve)
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    return given[0], given[1], result
+
+
+def test_flags_of_vllm_that_ask_for_what_holds_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    pasted = (
+        "some/model --tensor-parallel-size 1 -pp 1 --data_parallel_size=1 --trust-remote-code --enforce-eager "
+        "--enable-chunked-prefill --disable-log-stats --disable-log-requests --tokenizer some/model --revision main "
+        "--load-format=auto --served-model-name a b --max-num-seqs 7 --num-gpu-blocks-override 99 --uvicorn-log-level "
+        "warning --distributed-executor-backend mp --host 0.0.0.0 --spec-tokens 2"
+    )
+    options, server, result = served(monkeypatch, *pasted.split())
+    assert result.exit_code == 0, result.output
+    assert (options["model"], options["max_num_seqs"], options["num_blocks"]) == ("some/model", 7, 99)
+    assert options["num_speculative_tokens"] == 2
+    assert (server.served_model_name, server.log_stats, server.host) == (("a", "b"), False, "0.0.0.0")
+    for arguments in (["-m", "x"], ["--model", "x"], ["x"]):
+        assert served(monkeypatch, *arguments)[0]["model"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--tensor-parallel-size 2", "'2'); a model runs in one process here"),
+        ("-tp=2", "a model runs in one process here"),
+        ("--gpu-memory-utilization 0.9", "kv_cache_memory says"),
+        ("--tokenizer other", "--tokenizer is 'other'; it is read from the model's directory"),
+        ("--no-enable-chunked-prefill", "long prompts are always computed in pieces"),
+        ("--enforce-eager --device cuda", "on a GPU steps are captured as graphs"),
+        ("--revision abc", "download the revision"),
+        ("--ssl-keyfile x", "leave it to a proxy"),
+        ("--hf-token x", "HF_TOKEN"),
+        ("--api-server-count 4", "--api-server-count is '4'"),
+        ("--model x", "the model is given twice, as 'm' and as --model 'x'"),
+    ],
+)
+def test_other_flags_of_vllm_are_refused_with_a_sentence(
+    arguments: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, server, result = served(monkeypatch, "m", *arguments.split())
+    assert (result.exit_code, server) == (1, None)
+    assert result.stderr.startswith("error: ")
+    assert words in result.stderr
+
+
+def test_every_flag_of_the_table_is_none_of_our_own() -> None:
+    """What is an option of ours is taken as that, so a sentence about it would never be said."""
+    from typer.main import get_command
+
+    from quire.cli.vllm_flags import HOLDS, HOLDS_AT, NOT_HERE
+
+    own = {name for option in get_command(app).commands["serve"].params for name in option.opts}
+    assert not own & {*HOLDS, *HOLDS_AT, *NOT_HERE}
+
+
+def test_keys_come_from_the_environment_and_yaml_says_where_it_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "one two")
+    assert served(monkeypatch)[1].keys == ("one", "two")
+    assert served(monkeypatch, "--api-key", "three")[1].keys == ("three",)
+    path = tmp_path / "quire.yaml"
+    for text, words in (("port: abc", f"{path}: port is 'abc'; "), ("max-num-seqs: [1, x]", "max-num-seqs is")):
+        path.write_text(text)
+        result = served(monkeypatch, "--config", str(path))[2]
+        assert result.exit_code == 1
+        assert words in result.stderr
+    assert f"there is no file {tmp_path}/nowhere" in served(monkeypatch, "--config", f"{tmp_path}/nowhere")[2].stderr
+
+
+def test_generate_takes_the_checkpoints_own_sampling(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 3}')
+    own = ["import os\n", "--json", "--generation-config", str(tmp_path)]
+    same = [json.loads(generated(*own, "--seed", seed))["token_ids"] for seed in ("1", "2")]
+    assert (len(same[0]), same[0]) == (3, same[1])
+    assert len(json.loads(generated(*own, "--max-tokens", "5"))["token_ids"]) == 5

@@ -89,7 +89,7 @@ def an_object(version: str, kind: str, spec: Object) -> Object:
 
 AMOUNTS = record({"cpu": NUMBER, "memory": SIZE})
 PROBE = record(
-    httpGet=record({"path": {"const": "/health"}, "port": PORT}),
+    httpGet=record({"path": {"enum": ["/health", "/ready"]}, "port": PORT}),
     tcpSocket=record({"port": PORT}),
     periodSeconds=NUMBER,
     timeoutSeconds=NUMBER,

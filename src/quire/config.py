@@ -16,6 +16,7 @@ from quire.errors import ConfigError, check_integer, check_known, check_number
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
          "tib": 2**40}  # fmt: skip
 MAX_SPECULATIVE_TOKENS = 7  # with the token before them, as many rows as take hardly longer than one
+MOST_TOKENS = 2048  # query tokens of a step
 OPTION = "option"  # where a field's metadata has its Option
 
 
@@ -28,6 +29,7 @@ class Option:
     upper: int | float | None = None  # the greatest value; None: any
     choices: tuple[str, ...] = ()  # the values that there are; (): checked elsewhere
     aliases: tuple[str, ...] = ()  # further names on the command line
+    variable: str | None = None  # environment variable that gives it on the command line, texts with spaces between
 
 
 def option(default: Any, help: str, **about: Any) -> Any:
@@ -64,9 +66,17 @@ class CacheConfig:
     """How much KV cache there is and how it is cut into blocks."""
 
     block_size: int = option(16, "Tokens per KV block.", lower=1, upper=256)
-    num_blocks: int | None = option(None, "Number of KV blocks. Overrides --kv-cache-memory.", lower=1, upper=2**31 - 1)
+    num_blocks: int | None = option(
+        None,
+        "Number of KV blocks. Overrides --kv-cache-memory.",
+        lower=1,
+        upper=2**31 - 1,
+        aliases=("--num-gpu-blocks-override",),
+    )
     kv_cache_memory: int | float | str = option(
-        0.5, "Memory of the KV cache: bytes (2GiB) or a share of the free memory (50%)."
+        0.5,
+        "Memory of the KV cache: bytes (2GiB) or a share of the free memory (50%).",
+        aliases=("--kv-cache-memory-bytes",),
     )
     kv_cache_dtype: str = option(
         "auto",
@@ -100,7 +110,9 @@ class CacheConfig:
 class EngineConfig:
     """Everything that an engine is built from. Names and meanings are vLLM's where it has them."""
 
-    model: str | None = option(None, "Directory, or repository name on the hub. Default: the embedded model.")
+    model: str | None = option(
+        None, "Directory, or repository name on the hub. Default: the embedded model.", aliases=("-m",)
+    )
     dtype: str = option("auto", "Dtype of weights and cache: auto (the checkpoint's), float32, bfloat16 or float16.")
     quantization: str | None = option(
         None,
@@ -126,6 +138,10 @@ class EngineConfig:
     attention_backend: str = option(
         "auto", "Attention backend: auto, or a name from `quire info`.", aliases=("--attention",)
     )
+    generation_config: str = option(
+        "auto",
+        "Where sampling defaults come from: auto (the checkpoint's generation_config.json), none, or a directory.",
+    )
     prefetch: str | None = option(
         None, "How a CPU fetches weights, and keys and values: as in t0:2560:t1. Default: what suits the core."
     )
@@ -133,7 +149,12 @@ class EngineConfig:
         None, "Longest sequence in tokens. Default: what the model was made for.", lower=1
     )
     max_num_seqs: int = option(256, "Most sequences that run at the same time.", lower=1)
-    max_num_batched_tokens: int = option(2048, "Most query tokens per step.", lower=1)
+    max_num_batched_tokens: int | None = option(
+        None,
+        "Most query tokens per step. Default: 2048; a server on a CPU computes fewer beside sequences that decode, as "
+        "many as take it half a second.",
+        lower=1,
+    )
     scheduling_policy: str = option(
         "fcfs",
         "Who comes first: fcfs, priority (lowest first) or shortest (prompt).",
@@ -147,6 +168,7 @@ class EngineConfig:
         "Tokens that prompt lookup guesses at a time; 0 for none. Default: 3, on a GPU 0.",
         lower=0,
         upper=MAX_SPECULATIVE_TOKENS,
+        aliases=("--spec-tokens",),
     )
     enable_lora: bool = option(False, "Serve LoRA adapters. Implied where some are given.")
     max_loras: int = option(16, "Most LoRA adapters that are loaded at the same time.", lower=1, upper=4096)
@@ -157,6 +179,11 @@ class EngineConfig:
     # On a CPU that always holds.
     reproducible: bool = option(False, "Give a request the same bits in every batch on a GPU too.")
     cache: CacheConfig = field(default_factory=CacheConfig)
+
+    @property
+    def most_tokens(self) -> int:
+        """Query tokens that a step may have."""
+        return MOST_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -36,6 +36,7 @@ from quire.loglikelihood import (
     loglikelihood_request,
 )
 from quire.models import check_device, load_model, locate
+from quire.models.generation_config import read_default_sampling
 from quire.models.lora.fitting import prepare
 from quire.progress import progress_bar
 from quire.request import MAX_PRIORITY, Guide, Request, SamplingParams, StructuredOutputsParams
@@ -75,6 +76,8 @@ class LLM:
         config = engine_config(model=model, **options)
         self.config: EngineConfig = replace(config, device=check_device(config.device))
         self.directory = locate(self.config.model)
+        # What SamplingParams have where a request does not say.
+        self.default_sampling: Mapping[str, Any] = read_default_sampling(self.config.generation_config, self.directory)
         self.backend: ops.Backend = ops.load(self.config.attention_backend, self.config.device)
         if self.config.prefetch is not None:
             self.backend.set_prefetch(self.config.prefetch)
@@ -135,7 +138,7 @@ class LLM:
 
         prompts: one or a list of texts, lists of token ids, or {"prompt_token_ids": [...]}.
         prompt_token_ids: in place of prompts, one or a list of lists of token ids.
-        sampling_params: one for all prompts or one each; None is SamplingParams().
+        sampling_params: one for all prompts or one each; None is `get_default_sampling_params()`.
         use_tqdm: show a progress bar, if standard error is a terminal.
         priority: one for each prompt, the lower the sooner; for scheduling_policy="priority".
         lora: the name of an adapter for all prompts, or one each; None is the model alone.
@@ -310,6 +313,14 @@ class LLM:
         ended = self._finished(requests, use_tqdm)
         return [loglikelihood_output(output, *start) for output, start in zip(ended, starts, strict=True)]
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """How tokens are chosen where a call does not say: as the checkpoint's generation_config.json has it.
+
+        Of that file temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens count. The option
+        generation_config names another directory, or "none".
+        """
+        return SamplingParams(**self.default_sampling)
+
     @property
     def hidden_size(self) -> int:
         """Numbers of an embedding."""
@@ -382,7 +393,7 @@ class LLM:
         listed = _listed(prompts)
         priorities = _priorities(priority, len(listed))
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            each = [sampling_params or SamplingParams()] * len(listed)
+            each = [sampling_params or self.get_default_sampling_params()] * len(listed)
         else:
             each = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params]
         if len(each) != len(listed):

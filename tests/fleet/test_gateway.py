@@ -146,7 +146,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "x", "model": "another"}),
     (COMPLETIONS, {"prompt": "a " * 2000}),
     (COMPLETIONS, {"prompt": [1, 2, 99_999]}),
-    (COMPLETIONS, {"prompt": "x", "max_tokens": 5000}),
+    (COMPLETIONS, {"prompt": "x", "n_predict": 5}),
     (COMPLETIONS, {"prompt": "x", "n": 2, "best_of": 1}),
     (COMPLETIONS, {"prompt": "x", "regex": "(a"}),
     (COMPLETIONS, {"prompt": "x", "regex": "a", "grammar": "b"}),
@@ -157,12 +157,12 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "x" * 60, "use_beam_search": True, "n": 100}),
     (COMPLETIONS, {"prompt": "x", "use_beam_search": True, "n": 9, "temperature": 0}),
     (COMPLETIONS, {"prompt": "x", "min_tokens": 5, "max_tokens": 4}),
-    (CHAT, {"messages": [{"role": "user", "content": "a", "temperature": 0}]}),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "nam": 0}]}),
     (CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}),
     (CHAT, {"messages": [{"role": "user", "content": "a " * 2000}]}),
     (EMBEDDINGS, {"input": [99_999]}),
     (EMBEDDINGS, {"input": "x", "dimensions": 10_000}),
-    ("/tokenize", {"prompt": "x", "max_tokens": 1}),
+    ("/tokenize", {"prompt": "x", "return_token_str": True}),
     ("/detokenize", {"tokens": [99_999]}),
 ]
 
@@ -182,7 +182,7 @@ def test_what_is_wrong_is_said_as_a_plain_server_says_it(
 
 
 def test_the_other_routes_answer_as_a_plain_server_does(two: list[Serving], fleet: Front) -> None:
-    assert fleet.get("/health").status == 200
+    assert fleet.get("/health").status == fleet.get("/ready").status == 200
     mine, theirs = fleet.get("/v1/models").json(), two[0].get("/v1/models").json()
     for models in (mine, theirs):
         for model in models["data"]:
@@ -528,7 +528,7 @@ def test_without_a_replica_there_is_an_answer_after_some_patience(two: list[Serv
         assert not stream.errors
         assert only.server is not None
         only.server.should_exit = True
-        until(lambda: fleet.get("/health").status == 503)
+        until(lambda: fleet.get("/ready").status == 503)
         for body in (BODY, BODY | {"use_beam_search": True, "n": 2, "seed": None}, BODY | {"stream": True}):
             found = fleet.ask("POST", COMPLETIONS, body)
             assert (found.status, found.headers["retry-after"], found.error()["code"]) == (503, "1", "no_replica")
@@ -541,9 +541,9 @@ def test_a_replica_that_comes_in_time_is_waited_for(two: list[Serving]) -> None:
         fake.first_lines = [{"event": 0, "snapshot": [], "state": STATE | {"draining": True}}]
         with fronting(fake.url, two[0].url, patience=20.0) as fleet:
             drain(two[0])
-            until(lambda: fleet.get("/health").status == 503)
+            until(lambda: fleet.get("/ready").status == 503)
             asked = pool.submit(fleet.ask, "POST", COMPLETIONS, BODY)
-            replica_of(two[0]).draining = False
+            replica_of(two[0])._service.draining = False
             lose(two[0])  # a session that is made then does not drain
             assert text_of(asked.result()) == text_of(two[1].ask("POST", COMPLETIONS, BODY))
 
@@ -563,7 +563,7 @@ def test_what_the_only_replica_refuses_as_it_drains_waits_for_another_one(
         drain(two[0])
         asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
         until(lambda: len(fake.calls) > 0)
-        replica_of(two[0]).draining = False
+        replica_of(two[0])._service.draining = False
         lose(two[0])
         found = asked.result()
         assert found.json()["choices"] == two[1].ask("POST", COMPLETIONS, body).json()["choices"]
@@ -642,7 +642,7 @@ def test_what_is_taken_as_a_replica_begins_to_drain_is_moved(
         go_on.set()
         assert text_of(asked.result()) == expected
         assert value(fleet, "quire:fleet_resumed_total", reason="drained") == 1
-    replica_of(first).draining = False
+    replica_of(first)._service.draining = False
 
 
 def test_what_is_compiled_as_a_replica_begins_to_drain_is_refused(
@@ -652,7 +652,7 @@ def test_what_is_compiled_as_a_replica_begins_to_drain_is_refused(
     compiled = service.compiled
 
     async def late(*arguments: Any) -> Any:
-        replica.draining = True
+        replica._service.draining = True
         return await compiled(*arguments)
 
     monkeypatch.setattr(service, "compiled", late)
@@ -661,7 +661,7 @@ def test_what_is_compiled_as_a_replica_begins_to_drain_is_refused(
         body = BODY | {"regex": "[a-z]{20}"}
         found = fleet.ask("POST", COMPLETIONS, body)
         assert replica.draining, "it was not asked"
-        replica.draining = False
+        replica._service.draining = False
         assert text_of(found) == text_of(two[1].ask("POST", COMPLETIONS, body))
         assert value(fleet, "quire:fleet_routed_total", replica=two[0].url) == 0
 

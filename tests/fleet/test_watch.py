@@ -107,7 +107,7 @@ def test_what_becomes_of_replicas() -> None:
         assert gone["state"] is None
         assert gone["failure"]
         assert gone["held_blocks"] == 0
-        assert front.get("/health").status == 503
+        assert (front.get("/ready").status, front.get("/health").status) == (503, 200)
 
 
 def test_a_beam_search_is_seen(front: Front, servers: list[Serving]) -> None:

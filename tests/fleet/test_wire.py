@@ -127,7 +127,8 @@ def test_calls_that_cannot_be_are_refused_by_field() -> None:
 
 HELLO = Hello(
     protocol=1, session="s", incarnation="i", fingerprint={}, names=["m"], max_model_len=100, vocab_size=50,
-    eos_token_ids=[1], hidden_size=8, max_samples=4, block_size=16, salt="", has_windows=False,
+    eos_token_ids=[1], hidden_size=8, root="m", default_sampling={"top_k": 5},
+    max_samples=4, block_size=16, salt="", has_windows=False,
 )  # fmt: skip
 
 
@@ -146,6 +147,9 @@ HELLO = Hello(
         {"salt": None},
         {"session": 5},
         {"has_windows": 0},
+        {"root": None},
+        {"default_sampling": {"top_p": 2}},
+        {"default_sampling": []},
     ],
     ids=str,
 )

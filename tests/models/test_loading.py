@@ -4,12 +4,14 @@ import gc
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -22,6 +24,7 @@ from quire.config import engine_config
 from quire.errors import ConfigError, ModelError
 from quire.models import load_model, locate, read_config
 from quire.models.decoder_config import weight_shapes
+from quire.models.hub import locate_description
 from quire.models.rope import rope_table
 from quire.ops import load
 from quire.ops.cpu import native
@@ -383,10 +386,72 @@ def test_a_window_is_a_positive_integer(tmp_path: Path, window: Any) -> None:
     refused(tmp_path, f"sliding_window is {window!r}; it must be a positive integer")
 
 
-def test_names_that_are_no_model() -> None:
-    for name in ("no such directory", "/nowhere/at/all"):
-        with pytest.raises(ModelError, match="is neither a directory nor the name of a Hugging Face repository"):
-            locate(name)
+def test_names_that_are_no_model(tmp_path: Path) -> None:
+    gguf = tmp_path / "model.gguf"
+    gguf.touch()
+    for name, words in (
+        ("no such directory", "is neither a directory nor the name of a Hugging Face repository"),
+        ("/nowhere/at/all", "there is no directory '/nowhere/at/all'"),
+        ("./nowhere", "there is no directory './nowhere'"),
+        (str(gguf), "is a file; GGUF files are not read"),
+        (str(Path(__file__)), "is a file; a model is given by its directory"),
+    ):
+        for find in (locate, locate_description):
+            with pytest.raises(ModelError, match=re.escape(words)):
+                find(name)
+
+
+def snapshot(hub: Path, *files: str) -> Path:
+    """A repository in the layout of the hub's cache, with these files."""
+    repository = hub / "models--someone--large"
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text("abc123")
+    directory = repository / "snapshots" / "abc123"
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in files:
+        (directory / name).write_text("{}")
+    return directory
+
+
+def test_a_download_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub is asked again for what is missing, and for nothing where all is there."""
+    real, asked = huggingface_hub.snapshot_download, []
+
+    def download(model: str, local_files_only: bool = False, **options: Any) -> str:
+        if local_files_only:
+            return real(model, local_files_only=True, cache_dir=tmp_path)
+        asked.append(options["allow_patterns"])
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    shards = [f"model-0000{i}-of-00005.safetensors" for i in range(1, 6)]
+    for added, lacking in (
+        ([], "it is not in the hub's cache"),
+        (["tokenizer.json"], "lacks config.json"),
+        (["config.json"], "lacks weights"),
+        (shards[:1], f"lacks {', '.join(shards[1:4])} and 1 more"),  # no index yet
+        (["model.safetensors.index.json"], f"lacks {', '.join(shards[1:4])} and 1 more"),
+        (shards[1:4], f"lacks {shards[4]},"),
+    ):
+        if added:
+            directory = snapshot(tmp_path, *added)
+        if "model.safetensors.index.json" in added:
+            (directory / added[0]).write_text(
+                json.dumps({"weight_map": {str(i): name for i, name in enumerate(shards)}})
+            )
+        with pytest.raises(ModelError, match=re.escape(lacking)) as caught:
+            locate("someone/large")
+        assert "could not be downloaded (ConnectionError). Give a directory" in str(caught.value)
+    assert len(asked) == 6
+    assert locate_description("someone/large") == directory
+    snapshot(tmp_path, shards[4])
+    assert locate("someone/large") == directory
+    assert len(asked) == 6
+    for path in directory.iterdir():
+        path.unlink()
+    with pytest.raises(ModelError):
+        locate_description("someone/large")
+    assert "*.safetensors" not in asked[-1]
 
 
 @pytest.mark.slow
@@ -406,7 +471,7 @@ def test_a_model_in_the_hub_cache_is_found_offline(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
     )
-    assert "'someone/else' is not a directory, it is not in the Hugging Face hub cache" in result.stderr
+    assert "'someone/else' is not a directory, it is not in the hub's cache" in result.stderr
 
 
 ROPES: list[dict[str, Any]] = [

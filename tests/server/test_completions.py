@@ -194,12 +194,11 @@ def test_the_default_max_tokens_is_cut_to_what_there_is_room_for(server: Serving
     tokens = [5] * (longest - 3)
     found = server.post("/v1/completions", prompt=tokens, temperature=0, ignore_eos=True).json()
     assert found["usage"]["completion_tokens"] == 3
-    refused = server.post("/v1/completions", prompt=tokens, max_tokens=4)
-    assert refused.status == 400
-    assert refused.error()["code"] == "context_length_exceeded"
-    assert str(longest) in refused.error()["message"]
     refused = server.post("/v1/completions", prompt=[5] * longest)
-    assert refused.error()["param"] == "prompt"
+    assert (refused.error()["param"], refused.error()["code"]) == ("prompt", "context_length_exceeded")
+    assert (
+        f"this model's maximum context length is {longest} tokens" in refused.error()["message"]
+    )  # as litellm looks for
 
 
 @pytest.mark.parametrize(
@@ -240,7 +239,6 @@ def test_the_default_max_tokens_is_cut_to_what_there_is_room_for(server: Serving
         ({"response_format": {"type": "json_schema"}}, "response_format", "missing"),
         ({"length_penalty": 0.5}, "length_penalty", "use_beam_search"),
         ({"service_tier": "flex"}, "service_tier", "tier"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
         ({"stream_options": {"include_obfuscation": True}, "stream": True}, "stream_options", "padded"),
         ({"max_completion_tokens": 4}, "max_completion_tokens", "use max_tokens"),
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format", "ignore"),

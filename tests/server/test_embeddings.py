@@ -125,7 +125,7 @@ def test_many_clients_beside_others_who_generate(server: Serving, offline: dict[
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format is 'int8'"),
         ({"input": "a", "priority": 1}, "priority", "only scheduling_policy='priority' uses it"),
         ({"input": "a", "inputs": "b"}, "inputs", "there is no field 'inputs'; did you mean 'input'?"),
-        ({"input": "a", "temperature": 1}, "temperature", "there is no field 'temperature'"),
+        ({"input": "a", "dimension": 1}, "dimension", "there is no field 'dimension'"),
         ({"input": "a", "user": "u" * (2**21 + 1)}, "user", "user is"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
@@ -16,7 +17,9 @@ from quire.server.protocol.body import Body
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.embeddings import EmbeddingRequest
+from quire.server.protocol.sampling import Sampling
 from quire.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from quire.server.protocol.unknown import ALSO_CALLED, BOOKKEEPING, NOT_HERE, near_miss
 from tests.server.serving import Serving, serving
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -135,17 +138,18 @@ def test_a_message_may_have_a_null_where_a_tool_was_called(server: Serving) -> N
     [
         (COMPLETIONS, {"temprature": 1}, "temperature"),
         (COMPLETIONS, {"mesages": []}, None),
+        (COMPLETIONS, {"topP": 0.5}, "top_p"),
+        (COMPLETIONS, {"n_predict": 5}, "max_tokens"),
         (COMPLETIONS, {"max_token": 1}, "max_tokens"),
         (COMPLETIONS, {"stream_options": {"include_usag": 1}}, "include_usage"),
         (COMPLETIONS, {"stream_options": {"stream": True}}, None),
-        (COMPLETIONS, {"response_format": {"type": "text", "schema": {}}}, "json_schema"),
         (
             COMPLETIONS,
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "stict": 1}}},
             "strict",
         ),
         (CHAT, {"mesages": []}, "messages"),
-        (CHAT, {"messages": [MESSAGES[0], {"role": "tool", "content": "", "temperature": ""}]}, None),
+        (CHAT, {"messages": [{**MESSAGES[0], "tool_choice": ""}]}, None),
         (CHAT, {"messages": [{"role": "user", "contnet": "a"}]}, "content"),
         (CHAT, {"messages": [{"role": "user", "content": "a", "temperature": 0}]}, None),
         (EMBEDDINGS, {"max_tokens": 1}, None),
@@ -161,26 +165,74 @@ def test_a_message_may_have_a_null_where_a_tool_was_called(server: Serving) -> N
 def test_only_a_field_of_that_object_is_proposed(
     server: Serving, path: str, body: dict[str, Any], meant: str | None
 ) -> None:
+    """One that resembles none is taken, and named in a header."""
     answer = server.post(path, **BODIES[path][1] | body)
-    messages = [answer.error()["message"]]
-    assert answer.status == 400
-    found = next((m for message in messages if (m := re.search(r"no field '.*?'(?: here)?; (.*)$", message))), None)
     if meant is None:
-        assert found is None, messages
+        assert answer.status == 200
+        assert answer.headers["x-quire-ignored-fields"].rpartition(".")[2] in json.dumps(body)
     else:
-        assert found is not None, messages
-        assert found[1] in (f"did you mean {meant!r}?", f"use {meant}")
+        assert answer.status == 400
+        assert answer.error()["message"].endswith((f"; did you mean {meant!r}?", f"; use {meant}"))
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_no_proposal_is_ever_of_another_object(server: Serving, path: str) -> None:
-    """Every field of every body, on every route that has it not."""
+    """Every field of every body, on every route that has it not: refused by name, or reported."""
     own = BODIES[path][0].model_fields
-    for name in sorted({name for body, _ in BODIES.values() for name in body.model_fields} - set(own)):
-        message = server.post(path, **BODIES[path][1], **{name: 1}).error()["message"]
-        assert name in message
-        proposed = re.search(r"(?:did you mean '|use )(\w+)", message)
-        assert proposed is None or proposed[1] in own, message
+    for name in sorted({name for body, _ in BODIES.values() for name in body.model_fields} - set(own) - BOOKKEEPING):
+        answer = server.post(path, **BODIES[path][1], **{name: 1})
+        if answer.status == 200:
+            assert answer.headers["x-quire-ignored-fields"] == name
+        else:
+            message = answer.error()["message"]
+            assert name in message
+            proposed = re.search(r"(?:did you mean '|use )(\w+)", message)
+            assert proposed is None or proposed[1] in own, message
+
+
+def test_a_field_that_changes_the_text_elsewhere_is_refused_with_a_sentence(server: Serving) -> None:
+    for path, (kind, given) in BODIES.items():
+        for name in (*ALSO_CALLED, *NOT_HERE):
+            if not issubclass(kind, Sampling) or name in kind.model_fields:
+                continue
+            refused = server.post(path, **given, **{name: 1})
+            assert (refused.status, refused.error()["param"]) == (400, name)
+            assert f"there is no field {name!r}; " in refused.error()["message"]
+    hints = ("cache_prompt", "options", "return_token_ids", "usage", "truncate_prompt_tokens", "moderation")
+    for name in hints:  # what once brought a misleading hint brings none
+        assert near_miss(CompletionRequest, name) is None, name
+    refused = server.post(COMPLETIONS, **BODIES[COMPLETIONS][1], response_format={"type": "json_object", "schema": {}})
+    assert (refused.status, refused.error()["param"]) == (400, "response_format")
+    assert refused.error()["message"] == "there is no field 'response_format.schema'"
+
+
+def test_unknown_fields_are_reported_within_bounds(server: Serving, caplog: pytest.LogCaptureFixture) -> None:
+    given = BODIES[COMPLETIONS][1]
+    quiet = server.post(COMPLETIONS, **given, chat_id="c", cache_prompt=True, id="x")
+    assert (quiet.status, "x-quire-ignored-fields" in quiet.headers) == (200, False)
+    odd = {"zzz\r\nX-Evil: 1\x7f": 1, "é\u2028": 2, "q" * 5000: 3}
+    for body in (odd, {f"zzz_{i}_zzz": i for i in range(90)}):
+        for stream in (False, True):
+            caplog.clear()
+            answer = server.post(COMPLETIONS, **given, **body, stream=stream)
+            assert answer.status == 200
+            header = answer.headers["x-quire-ignored-fields"]
+            assert 10 < len(header) < 1400
+            assert "x-evil" not in answer.headers
+            assert len(caplog.messages) == (0 if stream else min(len(body), 16))  # each once
+            assert all(message.isascii() and message.isprintable() for message in caplog.messages)
+    assert header.endswith(", and 74 more")
+    assert server.post(COMPLETIONS, **given, **{f"zzz_{i}_zzz": i for i in range(101)}).status == 400
+    parts = [{"role": "user", "content": "a", "zzz": i} for i in range(50)]
+    assert server.post(CHAT, messages=parts, max_tokens=1).headers["x-quire-ignored-fields"] == "messages[].zzz"
+
+
+def test_unknown_fields_can_be_refused() -> None:
+    with serving(unknown_fields="refuse") as strict:
+        refused = strict.post(COMPLETIONS, **BODIES[COMPLETIONS][1], zzz=1)
+        assert (refused.status, refused.error()["param"]) == (400, "zzz")
+        assert refused.error()["message"] == "there is no field 'zzz'"
+        assert strict.post(COMPLETIONS, **BODIES[COMPLETIONS][1], chat_id="c").status == 200
 
 
 # -------------------------------------------------------------------------------------- the field that is the cause
@@ -216,10 +268,15 @@ def test_beams_that_can_never_fit_name_their_number() -> None:
             assert "can never fit" in refused.error()["message"]
 
 
-def test_the_limit_that_a_chat_gave_is_named(server: Serving) -> None:
-    for field in ("max_tokens", "max_completion_tokens"):
-        refused = server.post(CHAT, messages=MESSAGES, **{field: 10**6})
-        assert refused.error()["param"] == field
+def test_a_limit_above_the_room_ends_at_the_context(server: Serving) -> None:
+    longest = server.service.model.max_model_len
+    for path, field in ((CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (COMPLETIONS, "max_tokens")):
+        body = {"messages": [{"role": "user", "content": "a " * 400}]} if path == CHAT else {"prompt": "a " * 900}
+        answer = server.post(path, **body, **{field: 10**6}, ignore_eos=True, temperature=0).json()
+        assert answer["usage"]["total_tokens"] == longest
+        assert answer["choices"][0]["finish_reason"] == "length"
+    beams = server.post(COMPLETIONS, prompt="a " * 1000, max_tokens=10**6, use_beam_search=True, n=2, ignore_eos=True)
+    assert beams.status == 200, beams.body
     refused = server.post(CHAT, messages=MESSAGES, max_completion_tokens=4, min_tokens=5)
     assert (refused.status, refused.error()["param"]) == (400, "min_tokens")
 

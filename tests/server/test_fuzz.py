@@ -16,7 +16,7 @@ def test_no_case_brings_the_server_down_or_changes_a_text() -> None:
     assert report.num_cases >= 200
     assert report.num_canaries >= 4
     operations = {label for label, _, _ in report.cases}
-    assert len(operations) == 11
+    assert len(operations) == 12
     assert {mode for _, _, mode in report.cases} == {"positive", "negative"}
     assert report.statuses["POST /v1/completions", 200] > 5
     assert report.statuses["POST /v1/chat/completions", 200] > 5

@@ -175,7 +175,7 @@ class Sender:
 
 def in_a_loop(test: Callable[[Bodies], Any], limit: int) -> None:
     async def run() -> None:
-        await test(Bodies(limit))
+        await test(Bodies(limit, lambda request, body: None))
 
     asyncio.run(run())
 

@@ -110,6 +110,8 @@ def test_counts_are_bounded(server: Serving, path: str, fields: tuple[str, ...])
     ],
 )
 def test_lists_and_texts_are_bounded(server: Serving, path: str, field: str, value: Any) -> None:
+    if field == {COMPLETIONS: "messages", CHAT: "prompt"}[path]:
+        return  # it is no field there
     assert_refused(raw(server, path, field, json.dumps(value)))
 
 
@@ -188,7 +190,7 @@ def test_long_texts_keep_nobody_waiting(server: Serving, monkeypatch: pytest.Mon
     for name in ("encode", "decode"):
         monkeypatch.setattr(tokenizer, name, noting(getattr(tokenizer, name)))
     for path, body in (
-        (COMPLETIONS, {"prompt": ["some words"] * 1000, "max_tokens": 5000}),
+        (COMPLETIONS, {"prompt": ["some words"] * 1000, "max_tokens": 5, "min_tokens": 9}),
         (COMPLETIONS, {"prompt": "a" * 10_000}),
         (CHAT, {"messages": [{"role": "user", "content": "a" * 10_000}]}),
         ("/tokenize", {"prompt": "a" * 10_000}),
@@ -346,18 +348,18 @@ def test_tokens_are_the_models(server: Serving) -> None:
 # --------------------------------------------------------- /health says 200 while the engine hangs: vllm#36451
 
 
-def test_health_tells_of_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ready_tells_of_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in a step (see test_robust), but in something that it was asked to do between two."""
     monkeypatch.setattr(worker, "STUCK_AFTER", 0.1)
     gate = threading.Event()
     with serving() as server, ThreadPoolExecutor(2) as pool:
         pool.submit(server.on_engine, lambda: gate.wait(20))
-        until(lambda: server.get("/health").status == 503)
+        until(lambda: server.get("/ready").status == 503)
         asked = pool.submit(server.post, COMPLETIONS, prompt="a", max_tokens=1)
-        assert server.get("/health").error()["code"] == "engine_stuck"
+        assert server.get("/ready").error()["code"] == "engine_stuck"
         gate.set()
         assert asked.result().status == 200
-        assert server.get("/health").status == 200
+        assert server.get("/ready").status == 200
 
 
 # ------------------------------------------------------------------------------- an unbounded queue: vllm#49445
@@ -523,7 +525,7 @@ def test_templates_are_bounded_and_what_clients_say_is_no_template(tmp_path: Pat
         ):
             tokens = say(content, role=content[:9]).json()["tokens"]
             assert server.post("/detokenize", tokens=tokens).json()["prompt"] == f"{content[:9]}: {content}"
-        for field in ("chat_template", "chat_template_kwargs", "template", "documents"):
+        for field in ("chat_template", "template", "documents"):
             refused = server.post(CHAT, messages=MESSAGES, **{field: "{{ 7*7 }}"})
             assert refused.status == 400
             assert refused.error()["param"] == field
@@ -542,7 +544,7 @@ parts = build_parts({"num_blocks": 64, "max_num_seqs": 2}, ServerConfig(api_key=
 with TestClient(parts.app()) as client:
     good = {"prompt": "a", "max_tokens": 1}
     bad = [{"prompt": [10**6]}, {"n": 500}, {"stop_token_ids": [-1]}, {"temperature": -1}, {"logprobs": 10**6},
-           {"prompt": [1] * 2000}, {"regex": "("}, {"max_tokens": 5000}, {"cache_salt": 5}, {"prompt": 5}]
+           {"prompt": [1] * 2000}, {"regex": "("}, {"max_tokens": -1}, {"cache_salt": 5}, {"prompt": 5}]
     key = {"Authorization": "Bearer k"}
     asked = [(good | body, key) for body in bad] + [(good, {}), (good, key)]
     print(*(int(client.post("/v1/completions", json=body, headers=headers).status_code) for body, headers in asked))

@@ -204,7 +204,7 @@ def test_unknown_routes_and_methods(server: Serving) -> None:
 # ------------------------------------------------------------------------------------------------- keys
 
 
-def test_every_route_but_health_wants_a_key() -> None:
+def test_every_route_but_health_and_ready_wants_a_key() -> None:
     with serving(api_key=("first-key", "second-key")) as server:
         routes = [(method, path) for path, methods in server_routes(server) for method in methods]
         assert ("POST", "/v1/completions") in routes
@@ -213,7 +213,7 @@ def test_every_route_but_health_wants_a_key() -> None:
         for method, path in [*routes, ("GET", "/openapi.json"), ("GET", "/nowhere"), ("GET", "/health/")]:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "first-key"}):
                 answer = server.ask(method, path, {} if method == "POST" else None, headers)
-                expected = 200 if path == "/health" else 401
+                expected = 200 if path in ("/health", "/ready") else 401
                 assert answer.status == expected, (method, path, headers)
         for key in ("first-key", "second-key"):
             assert server.ask("GET", "/v1/models", None, {"Authorization": f"Bearer {key}"}).status == 200
@@ -293,13 +293,13 @@ def test_a_stuck_engine_is_told_of_and_forgiven(hooked: Serving, monkeypatch: py
     runner(hooked).before = lambda batch: gate.wait(30) and None
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(hooked.post, "/v1/completions", prompt="a", max_tokens=2)
-        until(lambda: hooked.get("/health").status == 503)
-        assert hooked.get("/health").error()["code"] == "engine_stuck"
+        until(lambda: hooked.get("/ready").status == 503)
+        assert hooked.get("/ready").error()["code"] == "engine_stuck"
         assert hooked.get("/metrics").status == 200
         assert hooked.get("/v1/models").status == 200
         gate.set()
         assert asked.result().status == 200
-    assert hooked.get("/health").status == 200
+    assert hooked.get("/ready").status == 200
 
 
 def test_a_long_step_is_not_a_stuck_one(hooked: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +312,7 @@ def test_a_long_step_is_not_a_stuck_one(hooked: Serving, monkeypatch: pytest.Mon
 
     def health(seconds: float) -> int:
         its._busy_since = time.monotonic() - seconds
-        return hooked.get("/health").status
+        return hooked.get("/ready").status
 
     with ThreadPoolExecutor(1) as pool:
         for count in (200, 20):
@@ -321,12 +321,12 @@ def test_a_long_step_is_not_a_stuck_one(hooked: Serving, monkeypatch: pytest.Mon
             until(lambda: its.engine.under_way is not None)
             allowed = worker.PATIENCE * count  # a second a row
             assert (health(0.9 * allowed), health(allowed + 1)) == (200, 503)
-            assert f"should take {allowed:.1f} s at most" in hooked.get("/health").error()["message"]
+            assert f"should take {allowed:.1f} s at most" in hooked.get("/ready").error()["message"]
             its._busy_since = now
             gate.set()
             assert asked.result().status == 200
             until(lambda: its.engine.under_way is None)
-    assert hooked.get("/health").status == 200
+    assert hooked.get("/ready").status == 200
 
 
 def test_how_long_a_step_may_take_can_be_told() -> None:
@@ -336,9 +336,9 @@ def test_how_long_a_step_may_take_can_be_told() -> None:
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(server.post, "/v1/completions", prompt="a", max_tokens=1)
             until(lambda: its.engine.under_way is not None)
-            for seconds, status in ((49, 200), (51, 503)):
+            for seconds, ready, health in ((49, 200, 200), (51, 503, 200), (501, 503, 503)):
                 its._busy_since = time.monotonic() - seconds
-                assert server.get("/health").status == status
+                assert (server.get("/ready").status, server.get("/health").status) == (ready, health)
             gate.set()
             assert asked.result().status == 200
 

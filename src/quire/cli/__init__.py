@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Annotated
 
 import typer
 
+from quire import __version__
+from quire.cli.config_file import TakesFile
 from quire.cli.fleet import fleet
 from quire.cli.generate import generate
 from quire.cli.info import info
@@ -17,6 +20,7 @@ from quire.cli.models import models
 from quire.cli.options import fail
 from quire.cli.serve import serve
 from quire.cli.simulate import simulate
+from quire.cli.vllm_flags import PastedFlags
 
 MEASURING = "quire_bench"  # a distribution of its own, which imports Quire: nothing else of Quire knows its name
 ALL_ARGUMENTS = {
@@ -26,10 +30,30 @@ ALL_ARGUMENTS = {
     "help_option_names": [],
 }
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Paged attention for Python: serve language models.")
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,  # its tables cut long names off
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Paged attention for Python: serve language models.",
+)
 app.command()(generate)
-app.command()(serve)
-app.command()(fleet)
+app.command(cls=PastedFlags)(serve)
+app.command(cls=TakesFile)(fleet)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"quire {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Paged attention for Python: serve language models."""
 
 
 @app.command(context_settings=ALL_ARGUMENTS, add_help_option=False)

@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from quire.cli.options import fail
 from quire.errors import ConfigError
+
+FILE = "quire.config_file"  # where a context's meta holds its path
 
 
 def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     """Let a YAML file's entries stand for the options that are not given."""
     if path is None:
         return None
-    options = {option.name: option for option in context.command.params if option.name and option.name != "_config"}
+    options: dict[str, Any] = {
+        option.name: option for option in context.command.params if option.name and option.name != "_config"
+    }
     try:
         found = _options_of(path, options.keys(), f"quire {context.info_name}")
     except ConfigError as error:
@@ -26,7 +31,24 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
         name: [value] if options[name].multiple and not isinstance(value, list | None) else value
         for name, value in found.items()
     }
+    context.meta[FILE] = path
     return path
+
+
+class TakesFile(TyperCommand):
+    """A command with --config, which says of a bad value that it stands in the file."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            name = str(getattr(error.param, "name", ""))
+            source = ctx.get_parameter_source(name)
+            if source is None or source.name != "DEFAULT_MAP" or FILE not in ctx.meta:
+                raise
+            value = ctx.default_map[name]
+            fail(f"{ctx.meta[FILE]}: {name.replace('_', '-')} is {value!r}; {error.message}")
 
 
 def _options_of(path: Path, known: Collection[str], command: str) -> dict[str, Any]:
@@ -34,6 +56,8 @@ def _options_of(path: Path, known: Collection[str], command: str) -> dict[str, A
 
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(found, dict):

@@ -26,8 +26,13 @@ OF_MANY = ("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "enabl
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue; - reads one from stdin.")] = None,
     file: Annotated[list[Path] | None, typer.Option(help="A file whose text is a prompt; may be repeated.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token each time.")] = 0.7,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="New tokens at most. Default: the checkpoint's own, else 128.")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 takes the most probable token each time. Default: the checkpoint's own, else 0.7."),
+    ] = None,
     lora: Annotated[str | None, typer.Option(help="NAME=PATH of a LoRA adapter that continues them.")] = None,
     as_json: AsJson = False,
     **options: Any,
@@ -37,9 +42,12 @@ def generate(
 
     try:
         texts = _read_prompts(prompts or [], file or [])
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+        asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+        given = {name: value for name, value in asked.items() if value is not None}
+        SamplingParams(**given)  # before a model is loaded for nothing
         loras = parse_loras([] if lora is None else [lora])
         llm = LLM(lora=loras, **options)
+        params = SamplingParams(**{"max_tokens": 128, "temperature": 0.7} | dict(llm.default_sampling) | given)
         show = _print_json if as_json else _print_text
         outputs = show(llm, texts, params, next(iter(loras), None))
     except QuireError as error:

@@ -20,27 +20,77 @@ ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "av
 def info(
     model: Annotated[
         str | None,
-        typer.Option(help="Directory or hub name of a model: show what computes it, or why it cannot be served."),
+        typer.Option(
+            "--model",
+            "-m",
+            help="Directory or hub name of a model: show what computes it and what it needs here, or why it cannot be "
+            "served. Weights are not downloaded.",
+        ),
     ] = None,
 ) -> None:
     """Show the version, the CPU's features, the backends, and the memory for the cache."""
     if model is None:
         _show_machine()
         return
-    from quire.models import choose, locate
-    from quire.models.weights import weight_files
-
     try:
-        directory = locate(model)
-        choice = choose(directory)
-        row(model, str(choice))
-        dtype = choice.dtype
-        size = sum(path.stat().st_size for path in weight_files(directory, choice.part) if path.exists())
-        scheme = "not quantised" if choice.scheme is None else choice.scheme.description
-        row("weights", scheme if size == 0 else f"{scheme}, {size / 2**20:,.1f} MiB")
-        row("KV cache", f"{str(dtype).removeprefix('torch.')}, {8 * dtype.itemsize} bits a number")
+        _show_model(model)
     except QuireError as error:
         fail(error)
+
+
+def _show_model(model: str) -> None:
+    import math
+
+    from quire.cache.groups import CacheGroup
+    from quire.cache.sizing import free_memory
+    from quire.engine.cost import measured_read_rate, model_cost
+    from quire.models import Own, choose, expected_weight_bytes
+    from quire.models.decoder_config import weight_shapes
+    from quire.models.hub import locate_description
+    from quire.models.weights import weight_files
+
+    directory = locate_description(model)
+    choice = choose(directory)
+    row(model, str(choice))
+    dtype = choice.dtype
+    files = weight_files(directory, choice.part)
+    size = sum(path.stat().st_size for path in files) if all(path.exists() for path in files) else 0
+    scheme = "not quantised" if choice.scheme is None else choice.scheme.description
+    if not isinstance(choice, Own):
+        row("weights", scheme if size == 0 else f"{scheme}, {_memory(size)}")
+        row("KV cache", f"{str(dtype).removeprefix('torch.')}, {8 * dtype.itemsize} bits a number")
+        return
+    config = choice.config
+    expected = expected_weight_bytes(directory)
+    cost = model_cost(config, dtype, expected)
+    row("parameters", _count(sum(math.prod(shape) for shape in weight_shapes(config).values())))
+    row("weights", f"{scheme}, {_memory(size or expected.total)}")
+    attention = [group for group in cost.groups if isinstance(group, CacheGroup)]
+    a_token = sum(map(cost.kv_bytes, attention))
+    row(
+        "KV cache",
+        f"{str(dtype).removeprefix('torch.')}, {8 * dtype.itemsize} bits a number, {a_token:,} bytes a token",
+    )
+    longest = cost.max_model_len
+    sequence = sum(cost.kv_bytes(group) * min(longest, group.window or longest) for group in attention)
+    row("longest", f"{longest:,} tokens, whose cache takes {_memory(sequence)}")
+    free = free_memory()
+    here = "" if free is None else f"; {_memory(free)} are free here"
+    row("memory", f"{_memory(expected.total + sequence)} with one such sequence{here}")
+    rate, read = measured_read_rate(), cost.weight_bytes(1)
+    row(
+        "speed",
+        f"about {rate / max(read, 1):,.0f} tokens a second for one request on this CPU, an estimate: {_memory(read)} "
+        f"of weights are read for each, at {rate / 1e9:,.0f} GB/s as just measured",
+    )
+
+
+def _memory(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB" if size < 2**30 else f"{size / 2**30:,.1f} GiB"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:,.1f} million" if number < 1e9 else f"{number / 1e9:,.2f} billion"
 
 
 def _show_machine() -> None:

@@ -52,7 +52,10 @@ def _parameter(config: Config, name: str) -> inspect.Parameter:
         kind, default = list[str], list(default)
     elif kind in (MEMORY, MEMORY | None):
         kind, default = str | None if default is None else str, f"{default:.0%}" if default else None
-    made = typer.Option(default, *_names(config, name), help=options_of(config)[name].help, show_default=default != [])
+    about = options_of(config)[name]
+    made = typer.Option(
+        default, *_names(config, name), help=about.help, show_default=default != [], envvar=about.variable
+    )
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=made, annotation=kind)
 
 

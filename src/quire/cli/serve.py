@@ -19,6 +19,8 @@ from quire.server.server_config import ServerConfig
 
 @with_options(ServerConfig, *ENGINE)
 def serve(
+    context: typer.Context,
+    model_name: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")] = None,
     _config: Annotated[
         Path | None,
         typer.Option("--config", help="YAML: these options by name.", is_eager=True, callback=read_config_file),
@@ -27,6 +29,11 @@ def serve(
 ) -> None:
     """Serve a model over HTTP as OpenAI does, with a window into its KV cache at /inspector."""
     began = time.monotonic()
+    if model_name is not None:
+        source = context.get_parameter_source("model")
+        if source is not None and source.name == "COMMANDLINE":
+            fail(f"the model is given twice, as {model_name!r} and as --model {options['model']!r}; give one of them")
+        options["model"] = model_name
     try:
         from quire.server.signals import obey_as_first_process
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -168,8 +169,23 @@ class CostModel:
         seconds = max(size / device.bytes_per_second, flops / device.flops_per_second)
         return seconds + (self._moved(plan.swap_out) + self._moved(plan.swap_in)) / device.link_bytes_per_second
 
+    @property
+    def seconds_a_prompt_token(self) -> float:
+        """Of a long prompt, its attention left out."""
+        return self.model.linear_flops(1, 0) / self.device.flops_per_second
+
     def _moved(self, moves: Sequence[Move]) -> int:
         return sum(self.block_bytes[move.group] for move in moves)
+
+
+def measured_read_rate(size: int = 2**28) -> float:
+    """Bytes a second that this machine's cores read from memory: the best of a few sums over that many bytes."""
+    numbers, seconds = torch.ones(size // 4), []
+    for _ in range(5):
+        start = time.perf_counter()
+        numbers.sum()
+        seconds.append(time.perf_counter() - start)
+    return size / min(seconds)
 
 
 def attended(items: Sequence[PlanItem], window: int | None) -> tuple[int, int]:

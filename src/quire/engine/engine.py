@@ -251,13 +251,13 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         for spec in specs:
             check_supported(spec, backend.name, backend.limits)
     sizes = BlockBytes(bytes_per_block(groups, block_size, kv_dtype), *bytes_of_states(groups, model.dtype))
-    growth = config.max_num_batched_tokens
+    growth = config.most_tokens
     a_sequence = max((group.most(model.max_model_len, growth, block_size) for group in attention), default=0)
     device = torch.device(config.device)
     # A step is kernels alone, of attention: a graph has no tables of states.
     is_queued = device.type == "cuda" and backend.graphable and model.capturable and not has_states(groups)
     loop = _loop(config, is_queued)
-    reserve = working_memory(decoder, model.dtype.itemsize, config.max_num_batched_tokens)
+    reserve = working_memory(decoder, model.dtype.itemsize, config.most_tokens)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what was computed with while loading
         reserve += FIXED_RESERVE
@@ -274,7 +274,7 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     except ConfigError as error:
         raise ConfigError(
             f"{error}. Of what is free on {config.device}, {reserve / 2**20:,.0f} MiB are kept for activations and "
-            f"logits; a smaller max_num_batched_tokens than {config.max_num_batched_tokens} needs less"
+            f"logits; a smaller max_num_batched_tokens than {config.most_tokens} needs less"
         ) from None
     left = free_memory()
     if left is not None and config.device == "cpu":  # the cache will be taken of the same memory
@@ -288,7 +288,7 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
             groups,
             num_blocks,
             block_size,
-            config.max_num_batched_tokens,
+            config.most_tokens,
             num_host_blocks=num_host_blocks,
             state_pools=state_pools,
             state_snapshot_interval=cache_config.state_snapshot_interval,
@@ -297,12 +297,12 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
         ),
         max_model_len=model.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.most_tokens,
         order=ORDERS[config.scheduling_policy],
         lookup=_lookup(config, backend, model),
     )
     max_blocks = -(-model.max_model_len // block_size)
-    limits = (config.max_num_batched_tokens, config.max_num_seqs, max_blocks)
+    limits = (config.most_tokens, config.max_num_seqs, max_blocks)
     eager = Runner(
         model,
         KVCache(

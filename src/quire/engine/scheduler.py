@@ -21,6 +21,7 @@ from quire.engine.decisions import (
 )
 from quire.engine.limits import check_size
 from quire.engine.order import BLIND_TO_PRIORITY, Order, first_come_first_served
+from quire.engine.pace import Pace
 from quire.engine.plan import GENERATE, INVALID_TOKEN, Plan, PlanItem, StepOutput
 from quire.engine.queue import RANK, RankedList, WaitingQueue
 from quire.engine.sharing import ComingBlocks, unforked
@@ -61,12 +62,14 @@ class Scheduler:
         self.order = order
         self.lookup = lookup  # if set, what comes next is guessed where that is worth while
         self.clock = clock
+        self.pace: Pace | None = None  # if set, steps in which sequences decode are shorter
         self.running = RankedList()
         self.swapped = RankedList()
         self.waiting = WaitingQueue()
         self.requests: dict[str, Request] = {}  # all of these, by id
         self.num_preemptions = 0
         self.num_planned = 0  # tokens to compute, of all steps that were committed
+        self._budget = max_num_batched_tokens  # of the step that was planned last
         self._marked: list[Request] = []  # to be ended by the next commit
         self._num_added = self._num_plans = 0
         self._blocked: tuple[int, list[int], int] | None = None  # who found no blocks, beside how many, in which plan
@@ -197,9 +200,9 @@ class Scheduler:
 
         Every request that needs a single token gets it before a long prompt takes the rest of the budget.
         """
-        budget = self.max_num_batched_tokens
         singles = sum([len(request.tokens) - request.cache.num_computed == 1 for request in self.running])
         all_decode = singles == len(self.running) and not self.swapped
+        budget = self._budget = self._step_budget(singles)
         lacking = [0] * len(self.manager.groups)
         at = 0
         while at < len(self.running) and budget > 0:  # the list may lose its tail on the way
@@ -223,11 +226,17 @@ class Scheduler:
                 budget -= num_new
                 if num_new < missing:
                     lacking = [a + b for a, b in zip(lacking, self.manager.lacking(request), strict=True)]
-        plan.num_tokens = self.max_num_batched_tokens - budget
+        plan.num_tokens = self._budget - budget
         nobody_comes = not self.waiting or len(self.running) >= self.max_num_seqs
         if self.lookup is not None and all_decode and nobody_comes and not plan.preempted:
             self.lookup.add_to(plan, self.manager, self.longest, budget)
         return lacking
+
+    def _step_budget(self, num_decoding: int) -> int:
+        """Tokens that a step may compute beside so many sequences that decode."""
+        if self.pace is None or num_decoding == 0:
+            return self.max_num_batched_tokens
+        return min(self.max_num_batched_tokens, self.pace.most(num_decoding))
 
     def _make_room(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         """Let a running request grow, preempting the last ones while blocks are short. False: it was the last."""
@@ -266,7 +275,7 @@ class Scheduler:
 
         Siblings come together, and only with blocks for all of their tokens beside what the running ones lack.
         """
-        while self.swapped and plan.num_tokens < self.max_num_batched_tokens:
+        while self.swapped and plan.num_tokens < self._budget:
             unit = self.swapped.first_unit()
             needed = [a + b for a, b in zip(self.manager.needed_to_swap_in(unit), lacking, strict=True)]
             if len(self.running) + len(unit) > self.max_num_seqs or not self.manager.has_free(needed):
@@ -287,7 +296,7 @@ class Scheduler:
                 self.running.add(request)
             for request in unit:
                 if request.num_missing and request.finish_reason is None:
-                    self._start(request, self.max_num_batched_tokens - plan.num_tokens, plan, lacking)
+                    self._start(request, self._budget - plan.num_tokens, plan, lacking)
 
     def _admit(self, plan: Plan, lacking: list[int]) -> None:
         """Plan waiting requests, the first ones first, until the budget, the seats or the blocks are taken.
@@ -304,7 +313,7 @@ class Scheduler:
         seats = free_seats(self.running, self.max_num_seqs)
         passed: list[Request] = []
         try:
-            while (request := self.waiting.first()) is not None and plan.num_tokens < self.max_num_batched_tokens:
+            while (request := self.waiting.first()) is not None and plan.num_tokens < self._budget:
                 wanted = seats_wanted(request, self.running)
                 if len(self.running) >= self.max_num_seqs or wanted > seats - len(passed):
                     break
@@ -343,7 +352,7 @@ class Scheduler:
         self.manager.admit(request, match)
         self.running.add(request)
         lacking[:] = [a + forks for a in lacking]
-        self._start(request, self.max_num_batched_tokens - plan.num_tokens, plan, lacking)
+        self._start(request, self._budget - plan.num_tokens, plan, lacking)
         return True
 
     def _is_blocked(self, request: Request, spare: list[int], number: int) -> bool:
@@ -429,7 +438,7 @@ class Scheduler:
 
     def _share_budget(self, going: list[tuple[Request, int, int]]) -> list[PlanItem]:
         """What each of these computes, as in `_keep_running`. going: with the first token and the number of tokens."""
-        budget, singles = self.max_num_batched_tokens, sum([missing == 1 for _, _, missing in going])
+        budget, singles = self._budget, sum([missing == 1 for _, _, missing in going])
         items = []
         for request, start, missing in going:
             if budget <= 0:
@@ -446,7 +455,7 @@ class Scheduler:
         first = self.waiting.first()
         if first is None or len(self.running) >= self.max_num_seqs:
             return False
-        if sum(item.num_new for item in items) >= self.max_num_batched_tokens:
+        if sum(item.num_new for item in items) >= self._budget:
             return False
         if self.manager.frees_early:  # what the step before frees is not known
             return True
@@ -460,6 +469,8 @@ class Scheduler:
         What was computed for a request that has ended since it was planned, or was marked to, is dropped.
         """
         self.num_planned += plan.num_tokens
+        if self.pace is not None:
+            self.pace.observe(plan.num_tokens, self.clock() - self.manager.now)
         events = [self._end_failed(request, error) for request, error in plan.failed if self._goes_on(request)]
         for i, item in enumerate(plan.items):
             request = item.request
@@ -527,6 +538,7 @@ class Scheduler:
                 break
             events.append(self._append(request, token, logprob))
         if self.lookup is not None:
+            self.lookup.count(len(item.guesses), len(events) - 1)
             self.lookup.judge(request, len(events) - 1)
         return events[1:]
 

@@ -152,7 +152,7 @@ class Simulation:
                 model.groups,
                 cache.num_blocks,
                 cache.block_size,
-                config.max_num_batched_tokens,
+                config.most_tokens,
                 num_host_blocks=num_host_blocks,
                 state_pools=pools._replace(hosts=config.max_num_seqs if num_host_blocks else 0),
                 state_snapshot_interval=cache.state_snapshot_interval,
@@ -160,7 +160,7 @@ class Simulation:
             ),
             max_model_len=longest,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.most_tokens,
             order=ORDERS[config.scheduling_policy],
             clock=self.clock,
         )

@@ -41,6 +41,7 @@ class PromptLookup:
     def __init__(self, num_tokens: int) -> None:
         """num_tokens: guessed at a time, at most."""
         self._num_tokens = num_tokens
+        self.num_drafts = self.num_guessed = self.num_right = 0  # steps of a request with guesses, and their tokens
         self._luck: weakref.WeakKeyDictionary[Request, _Luck] = weakref.WeakKeyDictionary()
 
     def add_to(self, plan: Plan, manager: BlockManager, longest: Callable[[Request], int], budget: int) -> None:
@@ -79,6 +80,12 @@ class PromptLookup:
         if not guesses:  # looking for them is not free
             self.judge(request, 0)
         return guesses
+
+    def count(self, num_guessed: int, num_right: int) -> None:
+        """A request's guesses were computed."""
+        self.num_drafts += 1
+        self.num_guessed += num_guessed
+        self.num_right += num_right
 
     def judge(self, request: Request, num_right: int) -> None:
         """So many of the request's last guesses were right."""

@@ -94,6 +94,11 @@ class Fleet:
         """The beam searches that are open."""
         return [job for job in self._open if isinstance(job, FleetSearch)]
 
+    def check_alive(self) -> None:
+        """Raise ApiError (503) if this gateway has been stopped. It is alive without a replica."""
+        if self._failure is not None:
+            raise engine_stopped(self._failure)
+
     def check_health(self) -> None:
         """Raise ApiError (503) if no replica serves."""
         try:

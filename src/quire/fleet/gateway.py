@@ -185,12 +185,13 @@ class GatewayServer(Listening):
     """Lets open answers end before it does, and the streams that never end go first."""
 
     def __init__(self, settings: uvicorn.Config, gateway: Gateway, ready: Callable[[], None]) -> None:
-        super().__init__(settings, ready)
+        super().__init__(settings, ready, gateway.service.config.shutdown_timeout)
         self._gateway = gateway
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer what is running, then end."""
         gateway = self._gateway
+        gateway.service.draining = True
         gateway.watch.close()
         end_all = partial(gateway.fleet.end_all, "the gateway is stopping")
         timer = asyncio.get_running_loop().call_later(gateway.service.config.shutdown_timeout, end_all)
@@ -213,6 +214,8 @@ def build_gateway(membership: Membership, config: GatewayConfig, found: Found, d
         vocab_size=hello.vocab_size,
         eos_token_ids=frozenset(hello.eos_token_ids),
         hidden_size=hello.hidden_size,
+        root=hello.root,
+        default_sampling=hello.default_sampling,
         loras=dict.fromkeys(hello.loras, hello.names[0]),
     )
     metrics = FleetMetrics()

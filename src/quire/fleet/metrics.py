@@ -12,6 +12,8 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from quire.fleet.score import Choice
 from quire.fleet.state import ReplicaState
 from quire.fleet.view import ReplicaView, Status
+from quire.server.http.access import Tally
+from quire.server.watch.metrics import request_counters
 
 OPENMETRICS = "application/openmetrics-text"
 
@@ -82,11 +84,16 @@ class FleetMetrics:
             "stall_seconds", "From the last token before another replica went on to the first one after.", STALL
         )
         self._replicas: Callable[[], Sequence[ReplicaView]] = tuple
+        self._tally: Tally | None = None
         self._registry.register(self)
 
     def show(self, replicas: Callable[[], Sequence[ReplicaView]]) -> None:
         """Show numbers of each replica, as they are whenever they are asked for."""
         self._replicas = replicas
+
+    def show_requests(self, tally: Tally) -> None:
+        """Show how requests were answered."""
+        self._tally = tally
 
     def routed(self, replica: str, choice: Choice) -> None:
         """A replica has taken a call."""
@@ -143,6 +150,8 @@ class FleetMetrics:
             yield _family(name, message, {one.url: value(one) for one in replicas})
         for name, (message, number) in STATE_GAUGES.items():
             yield _family(name, message, {url: number(state) for url, state in answering})
+        if self._tally is not None:
+            yield from request_counters(self._tally, "quire")
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """What a scrape gets, and its content type."""

@@ -50,7 +50,6 @@ class Replica:
         template = service.model.template
         self.fingerprint = replica_fingerprint(llm, None if template is None else template.source)
         self.incarnation = secrets.token_hex(8)
-        self.draining = False
         self._llm = llm
         self._worker = worker
         self._service = service
@@ -94,9 +93,14 @@ class Replica:
             routes.add_route(f"/fleet{path}", endpoint, methods=[method], include_in_schema=False)
         return routes
 
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no further calls."""
+        return self._service.draining
+
     def drain(self) -> None:
         """Take no further calls, and let gateways move those that run. What none of them moves is served to its end."""
-        self.draining = True
+        self._service.draining = True
         for session in self._sessions.values():
             session.draining = True
             session.wake()
@@ -264,6 +268,8 @@ class Replica:
             vocab_size=model.vocab_size,
             eos_token_ids=sorted(model.eos_token_ids),
             hidden_size=model.hidden_size,
+            root=model.root,
+            default_sampling=dict(model.default_sampling),
             max_samples=self._worker.max_samples,
             block_size=self._manager.block_size,
             salt=self._manager.lookup.salt,

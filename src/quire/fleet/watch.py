@@ -27,8 +27,8 @@ from quire.fleet.search import FleetSearch
 from quire.fleet.view import ReplicaView, Status
 from quire.fleet.work import Work
 from quire.server.http.api_error import ApiError
-from quire.server.http.sse import EventStream, dumps
-from quire.server.watch.page import HEARTBEAT, MAX_WATCHERS, STILL_HERE, page_at
+from quire.server.http.sse import STILL_HERE, EventStream, dumps
+from quire.server.watch.page import HEARTBEAT, MAX_WATCHERS, page_at
 
 INTERVAL = 0.25  # s from one snapshot to the next
 MAX_SHOWN = 40  # requests, and placements, in a snapshot

@@ -143,6 +143,8 @@ class Hello:
     vocab_size: int
     eos_token_ids: list[int]
     hidden_size: int
+    root: str  # the checkpoint
+    default_sampling: dict[str, Any]  # of SamplingParams, where a client's body does not say
     max_samples: int  # that run or wait at a time
     block_size: int
     salt: str  # of the cache: what digests depend on besides a request's own salt
@@ -152,13 +154,17 @@ class Hello:
     def __post_init__(self) -> None:
         for name in ("max_model_len", "vocab_size", "hidden_size", "max_samples", "block_size"):
             check_integer(WireError, name, getattr(self, name), 1)
-        for name in ("session", "incarnation", "salt"):
+        for name in ("session", "incarnation", "salt", "root"):
             if not isinstance(found := getattr(self, name), str):
                 raise WireError(f"{name} is {shown(found)}; it must be a text")
         if not isinstance(self.names, list) or {*map(type, self.names)} != {str}:
             raise WireError(f"names is {shown(self.names)}; it must be a list of one text or more")
         if not isinstance(self.eos_token_ids, list) or not {*map(type, self.eos_token_ids)} <= {int}:
             raise WireError(f"eos_token_ids is {shown(self.eos_token_ids)}; it must be a list of integers")
+        try:
+            SamplingParams(**self.default_sampling)
+        except (TypeError, RequestError) as error:
+            raise WireError(f"default_sampling is {shown(self.default_sampling)}; {error}") from error
         if not isinstance(self.loras, dict) or not {*map(type, (*self.loras, *self.loras.values()))} <= {str}:
             raise WireError(f"loras is {shown(self.loras)}; it must be an object of names and digests")
         if not isinstance(self.has_windows, bool):

@@ -7,7 +7,8 @@ transformers' modelling code with Quire's attention in it, if a trial shows that
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -17,6 +18,8 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelError, Unsupported
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import DecoderConfig
+from quire.models.hub import EMBEDDED as EMBEDDED
+from quire.models.hub import locate as locate
 from quire.models.lora.fitting import decoder_targets
 from quire.models.lora.slots import LoraLimits, Loras
 from quire.models.model import Model, WeightBytes
@@ -26,6 +29,7 @@ from quire.models.rope import longest_rotated
 from quire.models.text_part import TextPart, text_part
 from quire.models.weights import Checkpoint, Sources, Weights, expected_bytes, read_json, weight_files
 from quire.ops import Backend
+from quire.progress import progress_bar
 
 if TYPE_CHECKING:
     from quire.models.adapter.load import Found
@@ -79,19 +83,17 @@ FAMILIES = {
     "Starcoder2ForCausalLM": "quire.models.families.starcoder2",
 }
 
-EMBEDDED = Path(__file__).parent.parent / "embedded"
-
 DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "half": torch.float16,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
 }
-
-HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*.json",
-             "chat_template.jinja"]  # fmt: skip
-NOT_THESE = ["*/*", "consolidated*"]  # the same weights in other forms
+SHOWN_WHILE_READ = 2**29  # bytes of weights from which on a terminal shows how far they are read
 
 
 class Family(Protocol):
@@ -102,38 +104,6 @@ class Family(Protocol):
 
     def weight_sources(self, config: DecoderConfig, names: frozenset[str]) -> Sources:
         """Where the decoder's weights stand in a checkpoint with tensors of these names."""
-
-
-def locate(model: str | None) -> Path:
-    """The directory of a model: the embedded one (None), a local one, or a repository in the Hugging Face hub cache.
-
-    A repository that is not in the cache is downloaded, unless the hub library is set to be offline.
-    Raises ModelError where there is none of these.
-    """
-    if model is None:
-        return EMBEDDED
-    if model and Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download  # 0.3 s to import
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        try:
-            cached = Path(snapshot_download(model, local_files_only=True))
-            if any(cached.glob("*.safetensors")) or any(
-                cached.glob("pytorch_model*.bin")
-            ):  # else some other program has fetched its tokenizer only
-                return cached
-        except LocalEntryNotFoundError:
-            pass
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=NOT_THESE))
-    except HFValidationError as error:
-        raise ModelError(f"{model!r} is neither a directory nor the name of a Hugging Face repository") from error
-    except Exception as error:  # a network's ways to fail are many
-        raise ModelError(
-            f"{model!r} is not a directory, it is not in the Hugging Face hub cache, and it could not be downloaded: "
-            f"{error}"
-        ) from error
 
 
 def check_device(device: str) -> str:
@@ -258,12 +228,20 @@ def load_model(directory: Path, config: EngineConfig, backend: Backend) -> Model
     weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device, quantisation)
     eos_token_ids = _eos_token_ids(raw, directory, decoder.vocab_size)
     limits = lora_limits(config)
-    model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible, limits)
+    with _shown(weights, directory, part) as advance:
+        weights.on_read = advance
+        model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible, limits)
     model.quantisation, model.weight_bytes, model.origin = quantisation.description, weights.nbytes, str(choice)
     if limits is not None and model.lora_tables is not None:
         targets = decoder_targets(decoder, sources, model.lora_tables)
         model.loras = Loras(targets, limits, model.dtype, model.device)
     return model
+
+
+def _shown(weights: Weights, directory: Path, part: TextPart | None) -> AbstractContextManager[Callable[[], None]]:
+    """A progress bar over the weights, if reading them takes a while."""
+    size = sum(path.stat().st_size for path in weight_files(directory, part))
+    return progress_bar("weights", len(weights)) if size >= SHOWN_WHILE_READ else nullcontext(lambda: None)
 
 
 def _adapted(

@@ -128,6 +128,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ModelError where it is missing or malformed."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_hook=_infinite)
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} holds no {path.name}") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
@@ -195,6 +197,7 @@ class Weights(Mapping[str, Weight]):
         self._tied, self._quantisation = config.tied_embeddings, quantisation
         self._uses = {name: weight_use(config, name) for name in self._shapes}
         self._bytes: Counter[str] = Counter()
+        self.on_read: Callable[[], None] = lambda: None  # called for each weight that is asked for
         self._forms = self._quantised_modules()
         self._check_names()
 
@@ -254,6 +257,7 @@ class Weights(Mapping[str, Weight]):
         A tied embedding, which may be most of a model, is given as it stands in the file if nothing is to be changed.
         """
         parts, rounding = self._sources.of(name), self._rounding(name)
+        self.on_read()
         weight: Weight
         if any(part in self._forms for part in parts):
             weight = self._quantised(name, parts)

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import math
+import signal
 import socket
 import sys
 import time
@@ -24,9 +25,11 @@ from quire.cache.groups import CacheGroup
 from quire.cache.storage import bytes_of_states, bytes_per_block, cache_dtype
 from quire.config import parse_loras
 from quire.engine.cost import DEVICES, CostModel, cost_of
+from quire.engine.pace import LONGEST_STEP, Pace
 from quire.errors import ConfigError
 from quire.fleet.replica import Replica
 from quire.llm import LLM
+from quire.models.generation_config import FILE
 from quire.sandbox.chat_template import ChatTemplate, tokenizer_settings
 from quire.sandbox.process import SandboxFailed
 from quire.server.api import lora
@@ -40,6 +43,7 @@ from quire.server.tools.dialect import Dialect
 from quire.server.watch import inspector
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
+from quire.server.watch.statistics import Statistics
 
 if TYPE_CHECKING:  # its packages are an extra
     from quire.server.watch.kv_events import KVEventPublisher
@@ -47,6 +51,7 @@ if TYPE_CHECKING:  # its packages are an extra
 
 log = logging.getLogger("quire.server")
 
+REPORT_EVERY = 10.0  # seconds between two lines of statistics, while there is work
 FAREWELL = 5  # seconds in which those that did not end in time get an error
 KEEP_ALIVE = 30  # seconds that a connection stays open for a next request
 EMBEDDED_NAME = "quire-embedded"  # what clients call the model that comes with Quire
@@ -105,6 +110,7 @@ class Parts:
     inspector: Inspector
     replica: Replica | None  # where a fleet's gateways are served
     allows_lora_loading: bool = False
+    statistics: Statistics | None = None  # where a line of them is logged now and then
     publisher: KVEventPublisher | None = None  # where block events are published
 
     def app(self) -> FastAPI:
@@ -163,9 +169,11 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     llm = LLM(lora=loras, **options)
     template = ChatTemplate.find(llm.directory, config.chat_template)
     metrics = Metrics(llm.engine, names[0], config.vllm_metrics, _model_info(llm))
-    watched = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.api_key)
+    watched = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.keys)
     device = DEVICES["cpu" if llm.config.device == "cpu" else "h200"]
     cost = CostModel(cost_of(llm.decoder), device, llm.config.cache.block_size)
+    if llm.config.device == "cpu" and llm.config.max_num_batched_tokens is None:
+        llm.engine.scheduler.pace = Pace(cost.seconds_a_prompt_token)
     limits = (config.max_num_queued_reqs, config.request_timeout, config.stuck_after)
     worker = Worker(llm.engine, llm.tokenizer, watched, metrics, cost, *limits, traces)
     engine = llm.engine
@@ -179,11 +187,14 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
         vocab_size=engine.vocab_size,
         eos_token_ids=engine.eos_token_ids,
         hidden_size=llm.hidden_size,
+        root=options.get("model") or EMBEDDED_NAME,
+        default_sampling=llm.default_sampling,
         loras=loras,
     )
     service = Service(model, worker, config, traces)
     replica = Replica(llm, worker, service, metrics, config.fleet_secret) if config.fleet_secret else None
-    return Parts(llm, worker, service, metrics, watched, replica, config.allow_lora_loading)
+    statistics = Statistics(llm.engine, metrics) if config.log_stats else None
+    return Parts(llm, worker, service, metrics, watched, replica, config.allow_lora_loading, statistics)
 
 
 def find_dialect(template: ChatTemplate | None, config: HttpConfig) -> Dialect:
@@ -227,8 +238,10 @@ def settings(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
 class Listening(uvicorn.Server):
     """Says when it listens, and knows the signal that stopped it."""
 
-    def __init__(self, settings: uvicorn.Config, ready: Callable[[], None]) -> None:
+    def __init__(self, settings: uvicorn.Config, ready: Callable[[], None], shutdown_timeout: float) -> None:
+        """shutdown_timeout: seconds that requests have to end when it is stopped."""
         super().__init__(settings)
+        self._shutdown_timeout = shutdown_timeout
         self.signal: int | None = None  # the last one that stopped it
         self._ready = ready
 
@@ -237,6 +250,13 @@ class Listening(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer what is running, then end."""
+        if self.signal is not None and (count := len(self.server_state.tasks)):
+            again = "Ctrl-C again ends them now" if self.signal == signal.SIGINT else "a SIGINT ends them now"
+            log.warning("stopping: %d open requests have %g s to end; %s", count, self._shutdown_timeout, again)
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop in order; at a second interrupt, at once."""
@@ -250,14 +270,29 @@ class Server(Listening):
     """Lets the streams that never end go first, and stops when the engine has failed."""
 
     def __init__(self, settings: uvicorn.Config, parts: Parts, ready: Callable[[], None]) -> None:
-        super().__init__(settings, ready)
+        config = parts.service.config
+        super().__init__(settings, ready, config.shutdown_timeout)
         self.engine_failed = False
+        self._reports: asyncio.Task[None] | None = None
         self._parts = parts
         parts.worker.on_failure = self._fail
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and to report."""
+        await super().startup(sockets)
+        if self._parts.statistics is not None:
+            self._reports = asyncio.create_task(self._report(self._parts.statistics))
+
+    async def _report(self, statistics: Statistics) -> None:
+        while True:
+            await asyncio.sleep(REPORT_EVERY)
+            if (line := statistics.line()) is not None:
+                log.info(line)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer what is running, then end."""
         parts = self._parts
+        parts.service.draining = True
         parts.inspector.close()
         end_all = partial(parts.worker.end_all, "the server is stopping")
         timer = asyncio.get_running_loop().call_later(parts.service.config.shutdown_timeout, end_all)
@@ -265,6 +300,8 @@ class Server(Listening):
             parts.replica.close()
         await super().shutdown(sockets)
         timer.cancel()
+        if self._reports is not None:
+            self._reports.cancel()
         if parts.publisher is not None:  # no step makes events any more
             await asyncio.to_thread(parts.publisher.close)
 
@@ -314,6 +351,7 @@ def listening_lines(parts: Parts, listening: socket.socket, seconds: float) -> l
         "weights": _weights,
         "cache": _cache,
         "longest": _longest,
+        "sampling": _sampling,
         "limits": _limits,
     }
     if parts.llm.engine.loras is not None:
@@ -362,7 +400,7 @@ def _cache(parts: Parts) -> str:
     decoder, config, manager = parts.llm.decoder, parts.llm.config, parts.worker.engine.scheduler.manager
     groups, dtype = manager.groups, cache_dtype(config.cache, decoder.dtype)
     size = bytes_per_block(groups, manager.block_size, dtype)
-    growth = config.max_num_batched_tokens
+    growth = config.most_tokens
     attention = [group for group in groups if isinstance(group, CacheGroup)]
     a_sequence = max((group.most(decoder.max_model_len, growth, manager.block_size) for group in attention), default=0)
     if config.cache.num_blocks is not None:
@@ -394,10 +432,24 @@ def _longest(parts: Parts) -> str:
     return f"{parts.service.model.max_model_len:,} tokens ({why})"
 
 
+def _sampling(parts: Parts) -> str:
+    chosen = parts.service.model.default_sampling
+    source = parts.llm.config.generation_config
+    if not chosen:
+        return "OpenAI's defaults" + (f" (--generation-config {source})" if source != "auto" else "")
+    where = FILE if source == "auto" else f"{source}/{FILE}"
+    values = ", ".join(f"{name} {value:g}" for name, value in chosen.items())
+    return f"{values}, where a request does not say ({where}; --generation-config none leaves it out)"
+
+
 def _limits(parts: Parts) -> str:
-    scheduler, keys = parts.worker.engine.scheduler, parts.service.config.api_key
+    scheduler, keys = parts.worker.engine.scheduler, parts.service.config.keys
     who = f"{len(keys)} keys" if keys else "no keys: everybody is served"
+    pace, most = scheduler.pace, scheduler.max_num_batched_tokens
+    beside = (
+        "" if pace is None else f" (beside others' tokens {min(most, pace.most(1)):,}, or what takes {LONGEST_STEP} s)"
+    )
     return (
-        f"{scheduler.max_num_seqs} sequences at a time, {scheduler.max_num_batched_tokens:,} tokens a step, "
+        f"{scheduler.max_num_seqs} sequences at a time, {most:,} tokens a step{beside}, "
         f"{parts.worker.max_samples - scheduler.max_num_seqs:,} queued; {who}"
     )

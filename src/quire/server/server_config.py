@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from quire.errors import ConfigError
 from quire.server.http.hosts import check_allowed
 
 MAX_WAIT = 86_400.0  # seconds
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 ENDPOINT = re.compile(r"tcp://[^:/]\S*:([0-9]{1,5}|\*)|ipc://.+")  # a ZeroMQ address that another process can use
 
 
@@ -22,11 +24,21 @@ class HttpConfig:
 
     host: str = option("127.0.0.1", "Address to listen at. 0.0.0.0 stands for all.")
     port: int = option(8000, "Port to listen at. 0 takes any free one.", lower=0, upper=65_535)
-    api_key: tuple[str, ...] = option((), "Key that clients must send. May be repeated. Better kept in --config.")
+    api_key: tuple[str, ...] = option(
+        (),
+        "Key that clients must send. May be repeated. Better kept in a file, or in the environment.",
+        variable="QUIRE_API_KEY",
+    )
     allowed_hosts: tuple[str, ...] = option(
         (),
         "Answer requests whose Host header names this, besides localhost; may be repeated; '*' is any. "
         "Default: localhost only where the host is 127.0.0.1 and there is no key, else any.",
+    )
+    api_key_file: Path | None = option(None, "File of such keys, one in a line; a line that begins with # is a note.")
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Let pages of this origin, such as https://chat.example.org, use the server from a browser (CORS); may be "
+        "repeated; '*' is any. Default: none.",
     )
     fleet_secret: str | None = option(
         None, "Secret that a fleet's gateways and replicas share (docs/fleet.md). Better kept in --config."
@@ -52,22 +64,56 @@ class HttpConfig:
     otlp_traces_endpoint: str | None = option(
         None, "Send traces to this OTLP/HTTP endpoint, such as http://localhost:4318/v1/traces. Default: no traces."
     )
+    unknown_fields: str = option(
+        "report",
+        "Fields of a body that nothing is known of: take the request and name them in a header (report), or answer "
+        "with an error (refuse). Misspelt ones, and those known to change the text elsewhere, are always errors.",
+        choices=("report", "refuse"),
+    )
+    sse_keep_alive: float = option(
+        15.0,
+        "Seconds without an event after which a stream sends a comment, so that no proxy closes it; 0 sends none.",
+        lower=0.0,
+        upper=MAX_WAIT,
+    )
+    access_log: bool = option(True, "Log a line for each request: its id, status, seconds and tokens.")
     enable_log_requests: bool = option(False, "Log each request, its prompt included.")
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name in ("api_key", "allowed_hosts"):
+        for name in ("api_key", "allowed_hosts", "allowed_origins"):
             check_texts(name, getattr(self, name))
         check_allowed(self.allowed_hosts)
+        for origin in self.allowed_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins has {origin!r}; give origins without a path, such as 'https://chat.example.org', "
+                    f"or '*' for any"
+                )
         self.template_kwargs()
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"otlp_traces_endpoint is {endpoint!r}; it must be a URL, as http://HOST:4318/v1/traces")
         secret = () if self.fleet_secret is None else (self.fleet_secret,)
         check_texts("fleet_secret", secret)
-        for name, keys in (("an api_key", self.api_key), ("the fleet_secret", secret)):
+        for name, keys in (("an api_key", self.keys), ("the fleet_secret", secret)):
             if any(not key.isascii() or not key.isprintable() for key in keys):
                 raise ConfigError(f"{name} has characters that no HTTP header can carry; use printable ASCII")
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """All keys, those of the file included. Raises ConfigError for a file that has none."""
+        path = self.api_key_file
+        if path is None:
+            return self.api_key
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"api_key_file {path} cannot be read: {error}") from error
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:  # then everybody would be served
+            raise ConfigError(f"api_key_file {path} holds no key; write one in a line")
+        return (*self.api_key, *found)
 
     def template_kwargs(self) -> dict[str, Any]:
         """default_chat_template_kwargs as an object. Raises ConfigError where it is none."""
@@ -95,11 +141,13 @@ class ServerConfig(HttpConfig):
     max_num_queued_reqs: int = option(1024, "Most samples that wait. More get 429.", lower=0, upper=2**31 - 1)
     stuck_after: float | None = option(
         None,
-        "Seconds in one step after which /health says 503. Default: 16 times what a step of its size takes by its "
+        "Seconds in one step after which /ready says 503, and /health after ten times as long. "
+        "Default: 16 times what a step of its size takes by its "
         "cost model, and at least 4.",
         lower=0.001,
         upper=MAX_WAIT,
     )
+    log_stats: bool = option(True, "Log a line of statistics every ten seconds while there is work.")
     vllm_metrics: bool = option(False, "Name the metrics as vLLM does.")
     kv_events: str | None = option(
         None, "Publish block events, with token ids, in vLLM's form at this ZeroMQ endpoint, such as tcp://*:5557."

@@ -5,15 +5,17 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from http import HTTPStatus
-from typing import Any, Protocol, get_args, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -26,7 +28,9 @@ from quire.server.api.completions import complete
 from quire.server.api.conversation import conversation
 from quire.server.api.embeddings import embed
 from quire.server.api.service import Service
-from quire.server.http.api_error import MAX_SHOWN, ApiError, cut, internal_error, sandbox_failed, shown
+from quire.server.api.start_page import start_page
+from quire.server.http.access import ID, ID_HEADER, IGNORED_HEADER, Access, Tally, note_refusal
+from quire.server.http.api_error import ApiError, cut, internal_error, sandbox_failed, shown
 from quire.server.http.body import Bodies, BodyRoute
 from quire.server.http.guard import Guard
 from quire.server.http.hosts import hosts_to_check
@@ -35,10 +39,14 @@ from quire.server.protocol.body import Body
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.embeddings import EmbeddingRequest
-from quire.server.protocol.sampling import Sampling
 from quire.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from quire.server.protocol.unknown import UnknownField, UnknownFields, model_in, near_miss, sentence
 
 log = logging.getLogger("quire.server")
+
+INTERNAL_NAME = re.compile(r"^request [^ :]+(:?) ")  # with which the engine's sentences begin
+PROBED = ("/health", "/ready", "/metrics")  # asked for again and again
+MAX_PATH = 256  # characters of a path that is no route, which are compared with the routes
 
 # Of fields that may be of several kinds: one sentence instead of one for each kind.
 WANTED = {
@@ -49,21 +57,35 @@ WANTED = {
     "tool_choice": "it must be 'none', 'auto', 'required', or an object that names one of the tools",
     "function_call": "functions are called as tools here, so it must be 'none' or 'auto'",
 }
+# Of values of another kind, and of those out of bounds, by pydantic's words for it.
+KINDS_OF_VALUES = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "string_type": "a text",
+}
+BOUNDS = {
+    "greater_than": "be above {gt}",
+    "greater_than_equal": "be at least {ge}",
+    "less_than": "be below {lt}",
+    "less_than_equal": "be at most {le}",
+    "string_too_long": "have {max_length} characters at most",
+    "string_too_short": "have {min_length} characters or more",
+    "too_long": "have {max_length} entries at most",
+    "too_short": "have {min_length} entries or more",
+}
 # The engine's names of fields, where a route has others.
 ROUTES_NAMES = {
     "/v1/completions": {"beam_width": "n"},
     "/v1/chat/completions": {"beam_width": "n", "prompt": "messages"},
     "/v1/embeddings": {"prompt": "input"},
     "/detokenize": {"prompt": "tokens"},
-}
-# What other servers, or other routes, call a field of the routes that generate.
-ALSO_CALLED = {
-    "json_schema": "response_format",
-    "ebnf": "grammar",
-    "beam_width": "n, with use_beam_search",
-    "max_completion_tokens": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
 }
 
 
@@ -72,6 +94,9 @@ class Scraped(Protocol):
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """A body, and its content type."""
+
+    def show_requests(self, tally: Tally) -> None:
+        """Show how requests were answered."""
 
 
 def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) -> FastAPI:
@@ -96,7 +121,7 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
         redirect_slashes=False,  # to wherever the Host header says
         responses=openapi.ERRORS,
     )
-    app.state.bodies = Bodies(config.max_body_size)
+    app.state.bodies = Bodies(config.max_body_size, UnknownFields(config.unknown_fields).settle)
     if service.traces is not None:
         from quire.server.watch.traces import Traced
 
@@ -104,12 +129,23 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
     app.router.route_class = BodyRoute
     app.add_middleware(
         Guard,
-        keys=config.api_key,
-        hosts=hosts_to_check(config.allowed_hosts, config.host, bool(config.api_key)),
+        keys=config.keys,
+        hosts=hosts_to_check(config.allowed_hosts, config.host, bool(config.keys)),
         max_body_size=config.max_body_size,
         realm_paths=("/inspector",),
         fleet_secret=config.fleet_secret,
     )
+    tally = Tally()
+    metrics.show_requests(tally)
+    app.add_middleware(Access, tally=tally, logs=config.access_log, quiet=PROBED)
+    if config.allowed_origins:  # outermost: a browser asks without a key whether it may ask
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[ID_HEADER, IGNORED_HEADER],
+        )
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(ApiError, _failed)
@@ -141,7 +177,7 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
             "object": "model",
             "created": service.created,
             "owned_by": "quire",
-            "root": service.model.loras.get(name, service.model.names[0]),
+            "root": service.model.loras.get(name, service.model.root),
             "parent": None if service.lora_of(name) is None else service.model.names[0],
             "max_model_len": service.model.max_model_len,
         }
@@ -152,6 +188,8 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}", response_model=None, responses=openapi.answer(openapi.Model, "The model"))
     async def one_model(name: str) -> dict[str, Any]:
+        if not name:
+            raise HTTPException(HTTPStatus.NOT_FOUND)
         service.check_model(name)
         return model(name)
 
@@ -212,9 +250,21 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
 
     @app.get("/health", response_class=Response)
     async def health() -> Response:
-        """200 while the engine serves, 503 with the reason while it does not."""
-        service.worker.check_health()
+        """200 while the engine can serve, however long a step takes; 503 with the reason when it has stopped."""
+        service.worker.check_alive()
         return Response()
+
+    @app.get("/ready", response_class=Response)
+    async def ready() -> Response:
+        """200 while requests are taken; 503 with the reason while the server drains or the engine is stuck."""
+        service.check_ready()
+        return Response()
+
+    @app.get("/", response_class=Response, include_in_schema=False)
+    async def start(request: HttpRequest) -> Response:
+        return start_page(
+            request, service.model.names[0], service.model.template is not None, bool(service.config.keys)
+        )
 
     @app.get("/version", response_model=None, responses=openapi.answer(openapi.Version, "Quire's version"))
     async def version() -> dict[str, str]:
@@ -230,42 +280,65 @@ def _take_in(service: Service, request: HttpRequest, body: Body) -> None:
     """Log a body if that is asked for, then drop what of it would be held for nothing until the answer ends."""
     if service.config.enable_log_requests:
         # As ASCII, so that nothing in it begins a line or steers a terminal.
-        log.info("%s %s", request.url.path, json.dumps(body.model_dump(exclude_unset=True)))
+        shown_body = json.dumps(body.model_dump(exclude_unset=True))
+        log.info("%s %s %s", getattr(request.state, ID), request.url.path, shown_body)
     body.drop_notes()
 
 
 # ------------------------------------------------------------------------------------------------- errors
 
 
-def _answer(error: ApiError) -> Response:
+def _answer(request: HttpRequest, error: ApiError) -> Response:
+    note_refusal(request.scope, error)
     return JsonBody(error.body(), error.status, error.headers)
 
 
 async def _failed(request: HttpRequest, error: Exception) -> Response:
     if isinstance(error, RequestError):
-        error = ApiError(str(error), param=error.field)
+        error = ApiError(INTERNAL_NAME.sub(_without_name, str(error)), param=error.field)
     if isinstance(error, SandboxFailed):
         error = sandbox_failed(str(error))
     if not isinstance(error, ApiError):
         raise error
-    if error.param is not None:
+    if error.param is not None and not isinstance(error, UnknownField):
         error.param = ROUTES_NAMES.get(request.url.path, {}).get(error.param, error.param)
-    return _answer(error)
+    return _answer(request, error)
 
 
-async def _refused(_: HttpRequest, error: Exception) -> Response:
+def _without_name(found: re.Match[str]) -> str:
+    return "" if found[1] else "the request "
+
+
+async def _refused(request: HttpRequest, error: Exception) -> Response:
     """What the framework refuses: an unknown route, or a method that a route has not. And what the guard does."""
     if not isinstance(error, HTTPException):
         raise error
-    message = str(error.detail)
+    message, headers, path = str(error.detail), error.headers or {}, cut(request.url.path)
     if error.status_code == HTTPStatus.NOT_FOUND:
-        message = "there is no such route; those of this server stand in /openapi.json"
-    return _answer(ApiError(message, error.status_code, headers=error.headers))
+        close = _route_like(request)
+        hint = "" if close is None else f"; did you mean {close!r}?"
+        message = f"there is no route {path!r} here{hint or '; those of this server stand in /openapi.json'}"
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        message = f"{path} takes {headers.get('Allow', 'other methods')}, not {request.method}"
+    return _answer(request, ApiError(message, error.status_code, headers=headers))
+
+
+def _route_like(request: HttpRequest) -> str | None:
+    """The route that was perhaps meant by a path that is none: without /v1, with a slash too many, or misspelt."""
+    app = request.scope["app"]
+    routes = [path for route in app.routes if "{" not in (path := getattr(route, "path", "{")) and path != "/"]
+    path = "/" + "/".join(filter(None, request.url.path[:MAX_PATH].split("/")))
+    for plain in (path, f"/v1{path}"):
+        if plain in routes:
+            return plain
+    return next(iter(difflib.get_close_matches(path, routes, n=1, cutoff=0.75)), None)
 
 
 async def _broken(request: HttpRequest, error: Exception) -> Response:
     log.error("%s %r failed", request.method, request.url.path, exc_info=error)
-    return _answer(internal_error(error))
+    answer = _answer(request, internal_error(error))
+    answer.headers[ID_HEADER] = getattr(request.state, ID, "")  # it goes past Access
+    return answer
 
 
 async def _invalid(request: HttpRequest, error: Exception) -> Response:
@@ -276,8 +349,8 @@ async def _invalid(request: HttpRequest, error: Exception) -> Response:
     path = [part for part in first["loc"] if part != "body"]
     if first["type"] == "extra_forbidden":
         body = get_type_hints(request.scope["endpoint"])["body"]
-        return _answer(ApiError(_unknown(body, path), param=_field_of(path)))
-    return _answer(ApiError(_sentence(path, first), param=_field_of(path)))
+        return _answer(request, ApiError(_unknown(body, path), param=_field_of(path)))
+    return _answer(request, ApiError(_sentence(path, first), param=_field_of(path)))
 
 
 def _field_of(path: Sequence[str | int]) -> str | None:
@@ -305,28 +378,29 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
         return f"{name} is missing"
     if (field := next((part for part in reversed(path[:-1]) if part in WANTED), None)) is not None:
         return f"{_dotted(path[: list(path).index(field) + 1])} cannot be read; {WANTED[str(field)]}"
-    return f"{name} is {value}; {message[:1].lower()}{message[1:]}"
+    return f"{name} is {value}; {_wanted(found)}"
+
+
+def _wanted(found: dict[str, Any]) -> str:
+    """What a value would have to be, by what pydantic found."""
+    kind, bound = found["type"], found.get("ctx", {})
+    if kind in KINDS_OF_VALUES:
+        return f"it must be {KINDS_OF_VALUES[kind]}"
+    if kind in BOUNDS:
+        return f"it must {BOUNDS[kind].format(**bound)}"
+    if kind == "literal_error":
+        return f"it must be {bound['expected']}"
+    message: str = found["msg"]
+    return message[:1].lower() + message[1:]
 
 
 def _unknown(body: type[Body], path: Sequence[str | int]) -> str:
-    """Of a field that its object has not: which of that object's own was perhaps meant."""
-    *outer, word = map(str, path)
+    """Of a field that its object has not, and that changes the text: which of that object's own was perhaps meant."""
     model: type[Body] | None = body
     for part in path[:-1]:
         if isinstance(part, str) and model is not None:
-            model = _model_in(next((f.annotation for n, f in model.model_fields.items() if part in (n, f.alias)), None))
-    if not outer and issubclass(body, Sampling) and word in ALSO_CALLED:
-        return f"there is no field {word!r} here; use {ALSO_CALLED[word]}"
-    served = {} if model is None else {n: f for n, f in model.model_fields.items() if n not in model.NOT_SERVED}
-    close = difflib.get_close_matches(word[:MAX_SHOWN], [f.alias or n for n, f in served.items()], n=1)
-    return f"there is no field {cut(_dotted(path))!r}" + (f"; did you mean {close[0]!r}?" if close else "")
-
-
-def _model_in(annotation: Any) -> type[Body] | None:
-    """The kind of object that a field may have."""
-    if isinstance(annotation, type) and issubclass(annotation, Body):
-        return annotation
-    return next((model for part in get_args(annotation) if (model := _model_in(part)) is not None), None)
+            model = model_in(next((f.annotation for n, f in model.model_fields.items() if part in (n, f.alias)), None))
+    return sentence(_dotted(path), None if model is None else near_miss(model, str(path[-1])))
 
 
 def _dotted(path: Sequence[str | int]) -> str:

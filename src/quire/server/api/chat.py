@@ -83,7 +83,8 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
         job = service.stream(request, identity, made)
         await service.worker.submit(job)
         head["object"] = "chat.completion.chunk"
-        return StreamedAnswer(job, _Events(service, body, head, job, reading), lambda: service.worker.abort(job))
+        events, abort = _Events(service, body, head, job, reading), lambda: service.worker.abort(job)
+        return StreamedAnswer(job, events, abort, service.config.sse_keep_alive)
     outputs = await service.run(request, Generation(made), body.grammar_field())
     size = num_logprobs(outputs) + sum(len(sample.text) for sample in outputs[0].outputs)
     return await aside(size, partial(answer, outputs))

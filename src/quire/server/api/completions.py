@@ -80,6 +80,7 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
             job,
             _Events(body, head, writer, job),
             lambda: service.worker.abort(job),
+            service.config.sse_keep_alive,
             num_prompt_logprobs(prompts, params),
         )
     outputs = await service.run(request, Generation(made), body.grammar_field())

@@ -19,8 +19,11 @@ class Host(Protocol):
     async def stop(self) -> None:
         """End. Who still waits gets an error."""
 
+    def check_alive(self) -> None:
+        """Raise ApiError (503) if it can serve nobody any more."""
+
     def check_health(self) -> None:
-        """Raise ApiError (503) if it does not serve."""
+        """Raise ApiError (503) if it does not serve now."""
 
     def check_room(self, num_samples: int, name: str = "n") -> None:
         """Raise ApiError, naming a field, if so many samples cannot be taken now."""

@@ -21,6 +21,7 @@ from quire.sandbox.grammar import Grammars, Spec, num_trials
 from quire.sandbox.thinking import Thinking
 from quire.server.api.host import Host
 from quire.server.api.jobs import Generation, Job, Stream
+from quire.server.http.access import TOKENS
 from quire.server.http.api_error import ApiError, deadline_passed, request_failed, shown
 from quire.server.http.body import MAX_HELD_BODIES
 from quire.server.http.guard import client_of
@@ -74,6 +75,8 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: frozenset[int]
     hidden_size: int  # numbers of an embedding
+    root: str  # the checkpoint: a directory, or a repository's name
+    default_sampling: Mapping[str, Any]  # of SamplingParams, where a body does not say
     loras: dict[str, str] = field(default_factory=dict)  # names of adapters, models for clients, and where each lies
 
 
@@ -85,6 +88,7 @@ class Service:
     worker: Host
     config: HttpConfig
     traces: Traces | None = None
+    draining: bool = False  # what runs is served to its end, and nothing more is wanted
     created: int = field(default_factory=lambda: int(time.time()))
     grammars: Grammars | None = None  # made at first use
     compilers: Lane = field(init=False)  # of grammars that are new, or known to take long
@@ -128,6 +132,12 @@ class Service:
             message = f"there is no model {shown(name)} here; this server has {known}"
             raise ApiError(message, 404, param="model", code="model_not_found")
 
+    def check_ready(self) -> None:
+        """Raise ApiError (503) while no further requests are wanted, or none would be served."""
+        if self.draining:
+            raise ApiError("the server is stopping", HTTPStatus.SERVICE_UNAVAILABLE, code="draining")
+        self.worker.check_health()
+
     def lora_of(self, name: str | None) -> str | None:
         """The adapter that clients mean by a model's name; None: the model itself."""
         return name if name in self.model.loras and name not in self.model.names else None
@@ -152,7 +162,7 @@ class Service:
         longest = self.model.max_model_len * self.tokenizer.max_token_length
         if len(text) > longest:
             message = (
-                f"the {name} has {len(text)} characters; this model serves sequences of up to "
+                f"the {name} has {len(text)} characters; this model's maximum context length is "
                 f"{self.model.max_model_len} tokens, which are {longest} characters at most"
             )
             raise ApiError(message, param=name, code="context_length_exceeded")
@@ -179,31 +189,32 @@ class Service:
         room = self.model.max_model_len - len(prompt.tokens)
         if room < 1:
             message = (
-                f"the prompt has {len(prompt.tokens)} tokens; this model serves sequences of up to "
-                f"{self.model.max_model_len}, of which at least one must be new"
+                f"the prompt has {len(prompt.tokens)} tokens; this model's maximum context length is "
+                f"{self.model.max_model_len} tokens, of which at least one must be new"
             )
             raise ApiError(message, param="prompt", code="context_length_exceeded")
         return room
 
     def room_for(self, prompts: Sequence[Prompt], body: Sampling, name: str) -> int | None:
-        """The field's max_tokens, checked against the longest prompt, or what there is room for if it is not given."""
-        room = min(self.check_length(prompt) for prompt in prompts)
+        """Most new tokens after each prompt, by that field or by default; None: as many as there is room for.
+
+        One that is above the room is no error: what is generated ends where the context does. Raises ApiError for a
+        prompt after which there is no room at all.
+        """
+        for prompt in prompts:
+            self.check_length(prompt)
         asked: int | None = getattr(body, name)
-        if asked is None or name not in body.model_fields_set:
+        if asked is not None and name in body.model_fields_set:
             return asked
-        if asked > room:
-            message = (
-                f"{name} is {asked}; after this prompt there is room for {room} tokens, since sequences have at most "
-                f"{self.model.max_model_len}"
-            )
-            raise ApiError(message, param=name, code="context_length_exceeded")
-        return asked
+        default: int | None = self.model.default_sampling.get("max_tokens", asked)
+        return default
 
     # ------------------------------------------------------------------------------------------------- jobs
 
     def sampling(self, body: Sampling, **own: Any) -> SamplingParams:
         """How to choose tokens. Raises ApiError for what does not go together."""
-        given = {name: value for name in COPIED if (value := getattr(body, name)) is not None}
+        given = {name: getattr(body, name) for name in COPIED if name in body.model_fields_set}
+        given = {**self.model.default_sampling, **{name: one for name, one in given.items() if one is not None}}
         seed = None if body.seed is None else body.seed & MAX_SEED  # OpenAI's may be negative
         for name, count in (("logprobs", own.get("logprobs")), ("prompt_logprobs", body.prompt_logprobs)):
             self.check_logprobs(name, count)
@@ -339,7 +350,9 @@ class Service:
                 made.append((output, requests))
             return made
 
-        return await self.take_apart(request, sum(len(prompt.tokens) for prompt in prompts), make, params.n)
+        made = await self.take_apart(request, sum(len(prompt.tokens) for prompt in prompts), make, params.n)
+        setattr(request.state, TOKENS, lambda: counted([output for output, _ in made])[:2])
+        return made
 
     def salt(self, request: HttpRequest, body: Sampling | EmbeddingRequest) -> str:
         """What separates this client's blocks from those of others: its key, and its own cache_salt."""

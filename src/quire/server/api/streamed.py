@@ -29,9 +29,16 @@ class EventWriter(Protocol):
 class StreamedAnswer(EventStream):
     """The answer of a stream."""
 
-    def __init__(self, job: Stream, writer: EventWriter, on_disconnect: Callable[[], None], size: int = 0) -> None:
-        """size: logprobs that the first deltas may have."""
-        super().__init__(_parts(job, writer, size), on_disconnect)
+    def __init__(
+        self,
+        job: Stream,
+        writer: EventWriter,
+        on_disconnect: Callable[[], None],
+        keep_alive: float,
+        size: int = 0,
+    ) -> None:
+        """keep_alive: see EventStream. size: logprobs that the first deltas may have."""
+        super().__init__(_parts(job, writer, size), on_disconnect, keep_alive)
         self._job = job
         self._writer = writer
         self._size = size
@@ -40,16 +47,16 @@ class StreamedAnswer(EventStream):
         """Send it: what comes while the client reads, past the application's layers."""
         outlet: Outlet | None = scope.get("extensions", {}).get(OUTLET)
         if outlet is not None and self._size <= LONG_TEXT:
-            self._job.send_with(partial(_send, outlet, self._writer))
+            self._job.send_with(partial(self._send_at_once, outlet))
         await super().__call__(scope, receive, send)
 
-
-def _send(outlet: Outlet, writer: EventWriter, deltas: list[Delta]) -> bool:
-    if not outlet.is_open:
-        return False
-    if part := writer.events(deltas):
-        outlet.write(part)
-    return True
+    def _send_at_once(self, outlet: Outlet, deltas: list[Delta]) -> bool:
+        if not outlet.is_open:
+            return False
+        if part := self._writer.events(deltas):
+            self.is_silent = False
+            outlet.write(part)
+        return True
 
 
 async def _parts(job: Stream, writer: EventWriter, size: int) -> AsyncIterator[bytes]:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # its packages are an extra
 log = logging.getLogger("quire.server")
 
 STUCK_AFTER = 4.0  # seconds in one step after which the engine counts as stuck, unless the step is a long one:
+HOPELESS = 10  # times that, after which the process had better be started again
 PATIENCE = 16  # times what it takes by the cost model, whose machine may be that much faster than this one
 FIRST_BLOCKS = (BlocksAllocated, BlocksShared, BlocksForked)  # one of these comes first when a request begins to run
 T = TypeVar("T")
@@ -109,12 +110,20 @@ class Worker:
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
+    def check_alive(self) -> None:
+        """Raise ApiError (503) if the engine can serve nobody any more, or is stuck beyond hope."""
+        self._check(HOPELESS)
+
     def check_health(self) -> None:
-        """Raise ApiError (503) if the engine does not serve."""
+        """Raise ApiError (503) if the engine does not serve: it has stopped, or is stuck in a step."""
+        self._check(1)
+
+    def _check(self, times: int) -> None:
+        """times: how often as long as it may last a step lasts before the engine counts as stuck."""
         if self.failure is not None:
             raise engine_stopped(self.failure)
         seconds = self.stuck_for
-        if seconds > (self._stuck_after or STUCK_AFTER) and seconds > (longest := self._longest_step()):
+        if seconds > times * (self._stuck_after or STUCK_AFTER) and seconds > times * (longest := self._longest_step()):
             message = (
                 f"the engine has been in one step for {seconds:.1f} s, which should take {longest:.1f} s at most "
                 f"(--stuck-after says how long any step may take)"

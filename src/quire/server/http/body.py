@@ -29,7 +29,9 @@ class Bodies:
     never end keep out no others.
     """
 
-    def __init__(self, max_body_size: int) -> None:
+    def __init__(self, max_body_size: int, settle: Callable[[HttpRequest, Any], None]) -> None:
+        """settle: is given each body when it is parsed, and may raise ApiError for it."""
+        self._settle = settle
         self._limit = MAX_HELD_BODIES * max_body_size
         self._held = 0  # bytes
         self._coming: list[_Coming] = []  # in the order in which they began
@@ -42,9 +44,11 @@ class Bodies:
         coming = _Coming(client_of(request))
         self._coming.append(coming)
         try:
-            return model_of(_value(await self._read(request, coming), request), model)
+            body = model_of(_value(await self._read(request, coming), request), model)
         finally:
             self._drop(coming)
+        self._settle(request, body)
+        return body
 
     async def _read(self, request: HttpRequest, coming: _Coming) -> bytes:
         is_complete = False

@@ -13,12 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.server.http.access import note_refusal
 from quire.server.http.api_error import ApiError, shown
 from quire.server.http.hosts import host_in, is_loopback
 from quire.server.http.sse import JsonBody
 
 FLEET_PATHS = "/fleet/"  # what a fleet's gateways ask for, with a secret of their own
-OPEN_PATHS = frozenset({"/health"})  # what is answered without a key, and by any name
+OPEN_PATHS = frozenset({"/health", "/ready"})  # what is answered without a key, and by any name
 KEY_STATE = "key"  # where a request's state holds the key that was shown
 BODY_TIMEOUT = 60.0  # seconds for a body to come
 
@@ -43,7 +44,7 @@ class Guard:
     ) -> None:
         """hosts: see `hosts_to_check`. fleet_secret: the key of the routes below /fleet/, and of no other.
 
-        realm_paths: a browser that comes to one of these without a key asks its user for one (as a password).
+        realm_paths: a browser that comes to / or below one of these without a key asks its user for one (a password).
         """
         self._app = app
         self._keys = [key.encode() for key in keys]
@@ -60,6 +61,7 @@ class Guard:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         refusal = self._check_host(scope) or self._check_key(scope) or self._check_length(headers)
         if refusal is not None:
+            note_refusal(scope, refusal)
             await JsonBody(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)
             return
         await self._app(scope, _Bounded(receive, self._max_body_size), send)
@@ -94,7 +96,8 @@ class Guard:
             scope.setdefault("state", {})[KEY_STATE] = found[0].decode()
             return None
         message = 'send "Authorization: Bearer KEY" with a key of this server'
-        challenge = "Basic" if scope["path"].startswith(self._realm_paths) else "Bearer"
+        is_page = scope["path"] == "/" or scope["path"].startswith(self._realm_paths)
+        challenge = "Basic" if is_page else "Bearer"
         return ApiError(
             f"{'this key is not known' if shown else 'there is no key in the request'}; {message}",
             HTTPStatus.UNAUTHORIZED,

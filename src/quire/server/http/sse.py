@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 from starlette.exceptions import HTTPException
@@ -18,6 +18,7 @@ from quire.server.http.api_error import ApiError, internal_error
 log = logging.getLogger("quire.server")
 
 DONE = b"data: [DONE]\n\n"
+STILL_HERE = b": still here\n\n"  # a comment
 OUTLET = "quire.outlet"  # among a request's ASGI extensions: its Outlet
 ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
@@ -64,8 +65,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, parts: AsyncIterator[bytes], on_disconnect: Callable[[], None]) -> None:
-        """on_disconnect: is called when no more parts are wanted before their end."""
+    def __init__(self, parts: AsyncIterator[bytes], on_disconnect: Callable[[], None], keep_alive: float = 0.0) -> None:
+        """on_disconnect: is called when no more parts are wanted before their end.
+
+        keep_alive: seconds without a part after which a comment is sent; 0: none is.
+        """
+        self.is_silent = True  # since the last time that this was asked; a part that is sent ends it
+        self._keep_alive = keep_alive
         self.status_code = 200
         self.background = None
         self._parts = parts
@@ -75,10 +81,36 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it. When the client has gone, on_disconnect is called, and the parts are read to their end."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        outlet: Outlet | None = scope.get("extensions", {}).get(OUTLET)
         async with noticing_disconnect(receive, self._on_disconnect):
-            async for part in self._parts_or_error():
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+            with self._staying_alive(outlet):
+                async for part in self._parts_or_error():
+                    self.is_silent = False
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    @contextmanager
+    def _staying_alive(self, outlet: Outlet | None) -> Iterator[None]:
+        """Within it, a comment is sent whenever nothing else was for a while. Clients pass over it; proxies see it."""
+        if outlet is None or not self._keep_alive:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal timer
+            if self.is_silent and outlet.is_open:
+                outlet.write(STILL_HERE)
+            self.is_silent = True
+            timer = loop.call_later(self._keep_alive, look)
+
+        timer = loop.call_later(self._keep_alive, look)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     async def _parts_or_error(self) -> AsyncIterator[bytes]:
         """The parts. Where one cannot be made, an error in place of the rest: the status has been sent already."""

@@ -76,9 +76,12 @@ def bound_fields(value: Any) -> None:
 
 
 class Body(BaseModel):
-    """A request's body: no field is ignored, and no value is bent into shape."""
+    """A request's body, or an object in it: no value is bent into shape.
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    UnknownFields takes out the fields that it does not have, before a route sees it.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
     # Why, by the names of fields that must ask for nothing: be null or empty, or as NEUTRAL has it.
     NOT_SERVED: ClassVar[dict[str, str]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from quire.engine.beam import MAX_LENGTH_PENALTY
@@ -60,6 +60,8 @@ class StreamOptions(Body):
 class JsonSchema(Body):
     """The schema of a response_format."""
 
+    model_config = ConfigDict(extra="forbid")
+
     name: Name | None = None
     description: Name | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -67,7 +69,9 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the text has to be."""
+    """What the text has to be. All that stands in it is to change the text, so what is unknown is refused."""
+
+    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
@@ -201,9 +205,6 @@ class Sampling(Body):
 
     def check_together(self) -> None:
         """Raise ApiError for a field that is right by itself, but has no effect beside the others, or without one."""
-        options = self.stream_options
-        if options is not None and any(options.model_dump().values()) and not self.stream:
-            raise ApiError("stream_options goes with stream only; set stream to true", param="stream_options")
         if self.length_penalty not in (None, 1) and not self.use_beam_search:
             message = f"length_penalty is {self.length_penalty:g} without use_beam_search; only there has it an effect"
             raise ApiError(message, param="length_penalty")

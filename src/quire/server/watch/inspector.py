@@ -24,9 +24,9 @@ from quire.cache.groups import CacheGroup, RowGroup, StateGroup
 from quire.engine.engine import Engine
 from quire.request import Event
 from quire.server.http.api_error import ApiError
-from quire.server.http.sse import EventStream, dumps
+from quire.server.http.sse import STILL_HERE, EventStream, dumps
 from quire.server.watch.event_log import MAX_UNREPORTED, EventLog, TrackedRequest, plain, shorten
-from quire.server.watch.page import HEARTBEAT, MAX_WATCHERS, STILL_HERE, page_at
+from quire.server.watch.page import HEARTBEAT, MAX_WATCHERS, page_at
 
 log = logging.getLogger("quire.server")
 

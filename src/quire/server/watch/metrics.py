@@ -21,6 +21,7 @@ from quire.cache.groups import AnyGroup, CacheGroup, RowGroup, StateGroup
 from quire.engine.engine import Engine
 from quire.engine.scheduler import Scheduler
 from quire.request import FinishReason
+from quire.server.http.access import Tally
 
 OPENMETRICS = "application/openmetrics-text"
 
@@ -68,7 +69,7 @@ GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
     "num_requests_swapped": ("Requests whose blocks are on the host.", lambda engine: len(engine.scheduler.swapped)),
     "kv_cache_usage_perc": (
         "Share of the KV blocks that are owned, 0 to 1; with states, of the kind of blocks that is shortest.",
-        lambda engine: _usage(engine.scheduler),
+        lambda engine: cache_use(engine.scheduler),
     ),
     "kv_waste_ratio": (
         "Share of the owned KV slots that hold no token: the open ends of last blocks.",
@@ -89,6 +90,9 @@ ENGINE_COUNTERS: dict[str, tuple[str, Callable[[Engine], float]]] = {
         "Prompt tokens that need not be computed.",
         lambda engine: engine.scheduler.manager.hits.cached_tokens,
     ),
+    "spec_decode_num_drafts": ("Times that tokens were guessed.", lambda engine: _guesses(engine, "num_drafts")),
+    "spec_decode_num_draft_tokens": ("Tokens that were guessed.", lambda engine: _guesses(engine, "num_guessed")),
+    "spec_decode_num_accepted_tokens": ("Guesses that were right.", lambda engine: _guesses(engine, "num_right")),
 }
 
 
@@ -231,6 +235,7 @@ class Metrics:
         # Of others, by name: what each is, and how it is read.
         self._gauges: dict[str, tuple[str, Callable[[], float]]] = {}
         self._counters: dict[str, tuple[str, Callable[[], float]]] = {}
+        self._tally: Tally | None = None
         engine.listen(self._hear)
         self._registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -244,6 +249,10 @@ class Metrics:
     def show_counter(self, name: str, message: str, read: Callable[[], float]) -> None:
         """Show one more number that only rises. read: may be called by any thread."""
         self._counters[name] = (message, read)
+
+    def show_requests(self, tally: Tally) -> None:
+        """Show how requests were answered. `render` is then the event loop's."""
+        self._tally = tally
 
     # ---------------------------------------------------------------------------------- reported by the engine's side
 
@@ -281,6 +290,11 @@ class Metrics:
             self._swapped["in"] += len(event.blocks)
 
     # --------------------------------------------------------------------------------------------- reported to others
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were generated so far."""
+        return self._generation_tokens
 
     def render(self, accept_header: str) -> tuple[bytes, str]:
         """What a scrape gets, and its content type: OpenMetrics for whom takes it, else Prometheus's own text."""
@@ -327,6 +341,8 @@ class Metrics:
         ):
             yield self._family(CounterMetricFamily, name, message, values, by)
 
+        if self._tally is not None:
+            yield from request_counters(self._tally, self._prefix)
         for name, (message, _) in HISTOGRAMS.items():
             histogram = self.histograms[name]
             family = HistogramMetricFamily(f"{self._prefix}:{name}", message, labels=[*self._labels])
@@ -355,6 +371,22 @@ class Metrics:
         return family
 
 
+def request_counters(tally: Tally, prefix: str) -> Iterator[Metric]:
+    """How requests were answered, for Prometheus."""
+    answered = CounterMetricFamily(
+        f"{prefix}:http_requests", "Requests that were answered.", labels=["handler", "method", "status"]
+    )
+    for labels, count in tally.answered.items():
+        answered.add_metric(labels, count)
+    refused = CounterMetricFamily(
+        f"{prefix}:requests_refused", "Requests that were answered with an error, by its code.", labels=["reason"]
+    )
+    for reason, count in tally.refused.items():
+        refused.add_metric([reason], count)
+    yield answered
+    yield refused
+
+
 def _one_two_five(longest: int) -> list[float]:
     """1, 2, 5, 10, 20, ... up to `longest`."""
     return [
@@ -365,8 +397,14 @@ def _one_two_five(longest: int) -> list[float]:
     ]
 
 
-def _usage(scheduler: Scheduler) -> float:
-    """Of the kind of blocks that is shortest."""
+def _guesses(engine: Engine, name: str) -> float:
+    """A count of what was guessed; 0 where nothing is."""
+    lookup = engine.scheduler.lookup
+    return 0.0 if lookup is None else float(getattr(lookup, name))
+
+
+def cache_use(scheduler: Scheduler) -> float:
+    """Share of the blocks that are owned, of the kind that is shortest."""
     counts = [_blocks(scheduler, kind) for kind in (CacheGroup, StateGroup, RowGroup)]
     return max(count["used"] / total for count in counts if (total := sum(count.values())))
 

@@ -11,7 +11,6 @@ from starlette.responses import HTMLResponse
 
 MAX_WATCHERS = 16  # of one page
 HEARTBEAT = 15.0  # seconds of silence after which a stream shows that it is alive
-STILL_HERE = b": still here\n\n"
 
 
 def page_at(path: Path) -> HTMLResponse:

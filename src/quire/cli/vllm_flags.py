@@ -1,0 +1,120 @@
+"""Flags of `vllm serve` that people paste: some ask for what holds anyway, of the others a sentence says what to do.
+
+Those of the engine stand in `config.FOREIGN`, the others here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from quire.cli.config_file import TakesFile
+from quire.cli.options import fail
+from quire.config import FOREIGN, ONE_PROCESS, Foreign
+
+ABBREVIATED = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
+# Flags without a value that ask for what is done anyway, and what stands here in their place.
+HOLDS: dict[str, tuple[str, ...]] = {
+    "--enable-prompt-tokens-details": (),
+    "--enable-request-id-headers": (),
+    "--enforce-eager": (),
+    "--disable-fastapi-docs": (),
+    "--disable-log-requests": (),
+    "--disable-log-stats": ("--no-log-stats",),
+    "--disable-uvicorn-access-log": ("--no-access-log",),
+    "--no-enable-log-requests": (),
+    "--trust-remote-code": (),  # no code of a checkpoint is run, whether or not it may be
+}
+NO_OWN_FILE = "it is read from the model's directory; put another one there"
+PROXY = "leave it to a proxy in front of the server, such as nginx or caddy"
+NO_GRAPHS = "nothing is compiled or captured by choice; leave it out"
+# Values of flags that ask for what is done anyway, and what is said of all others.
+HOLDS_AT: dict[str, tuple[tuple[str, ...], str]] = {
+    "--api-server-count": (("1",), ONE_PROCESS),
+    "--chat-template-content-format": (("auto", "string"), "contents are given to templates as texts"),
+    "--response-role": (("assistant",), "answers are the assistant's"),
+    "--uvicorn-log-level": (("info", "warning"), "see --no-access-log and --no-log-stats"),
+}
+NOT_HERE = {
+    "--collect-detailed-traces": "traces are sent with --otlp-traces-endpoint",
+    "--cuda-graph-sizes": NO_GRAPHS,
+    "--enable-force-include-usage": "clients ask for it, with stream_options.include_usage",
+    "--enable-server-load-tracking": "/metrics has the numbers of requests that run and wait",
+    "--guided-decoding-backend": "grammars are followed by llguidance; leave it out",
+    "--kv-events-config": "the endpoint is --kv-events, the topic --kv-events-topic",
+    "--lora-extra-vocab-size": "adapters have no tokens of their own; leave it out",
+    "--max-log-len": "with --enable-log-requests whole prompts are logged",
+    "--max-parallel-loading-workers": "weights are loaded by one process; leave it out",
+    "--middleware": "no code is loaded into the server",
+    "--override-generation-config": "give --generation-config DIR, with a generation_config.json in it",
+    "--return-tokens-as-token-ids": "tokens that are no texts are shown as bytes",
+    "--root-path": PROXY,
+    "--speculative-model": "tokens are guessed from the text before: --num-speculative-tokens says how many",
+    "--ssl-ca-certs": PROXY,
+    "--ssl-certfile": PROXY,
+    "--ssl-keyfile": PROXY,
+    "--structured-outputs-config": "grammars are followed by llguidance; leave it out",
+    "--uds": PROXY,
+}
+SEVERAL = "--served-model-name"  # vLLM's takes all values up to the next flag
+
+
+class PastedFlags(TakesFile):
+    """A command that takes such flags. Those that are options of its own are these."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, without the flags that ask for what holds anyway."""
+        own = {name for option in self.params for name in (*option.opts, *option.secondary_opts)}
+        return super().parse_args(ctx, list(_translated(args, own)))
+
+
+def _translated(args: list[str], own: set[str]) -> Iterator[str]:
+    """The arguments as this command has them. own: its options."""
+    rest = iter(args)
+    several = False
+    for arg in rest:
+        if not arg.startswith("-"):
+            if several:
+                yield SEVERAL
+            yield arg
+            continue
+        flag, has_value, value = arg.partition("=")
+        name = ABBREVIATED.get(flag, flag.replace("_", "-"))
+        several = name == SEVERAL and not has_value
+        if several:
+            continue
+        if name in own:
+            yield f"{name}={value}" if has_value else name
+        elif name in HOLDS:
+            if name == "--enforce-eager" and any(each.startswith(("cuda", "--device=cuda")) for each in args):
+                fail(f"there is no option {flag} here; on a GPU steps are captured as graphs")
+            yield from HOLDS[name]
+        elif name in HOLDS_AT:
+            taken, sentence = HOLDS_AT[name]
+            given = value if has_value else next(rest, "")
+            if given not in taken:
+                fail(f"{flag} is {given!r}; {sentence}")
+        elif name == "--tokenizer":
+            given = value if has_value else next(rest, "")
+            if [each.partition("=")[2] or each for each in args].count(given) < 2:  # it is not the model's own
+                fail(f"{flag} is {given!r}; {NO_OWN_FILE}")
+        elif (foreign := _foreign(name)) is not None:
+            switch = not name.startswith("--no-")
+            given = value if has_value else str(switch) if _is_switch(foreign) else next(rest, "")
+            if given not in map(str, foreign.harmless):
+                fail(f"there is no option {flag} here (it is {given!r}); {foreign.sentence}")
+        elif name in NOT_HERE:
+            fail(f"there is no option {flag} here; {NOT_HERE[name]}")
+        else:
+            yield arg
+
+
+def _foreign(name: str) -> Foreign | None:
+    """What is known of an option of vLLM's engine."""
+    plain = name.removeprefix("--")
+    known = FOREIGN.get(plain.replace("-", "_"))
+    return FOREIGN.get(plain.removeprefix("no-").replace("-", "_")) if known is None else known
+
+
+def _is_switch(foreign: Foreign) -> bool:
+    return any(isinstance(value, bool) for value in foreign.harmless)

@@ -1,0 +1,207 @@
+"""Fields that a body has and its route does not know: refused, dropped, or dropped and reported."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, get_args
+
+from starlette.requests import Request as HttpRequest
+
+from quire.server.http.access import IGNORED
+from quire.server.http.api_error import MAX_SHOWN, ApiError, cut
+from quire.server.protocol.body import Body
+from quire.server.protocol.sampling import Sampling
+
+log = logging.getLogger("quire.server")
+
+MAX_NAMES = 16  # of one request that are reported
+MAX_NAME = 64  # characters of one of them
+PLACE = re.compile(r"\[[0-9]+\]")
+MAX_LOGGED = 256  # names that are remembered as logged; later ones are not logged
+# Of names without case and underscores. Lower, and "cache_prompt" would be taken for "prompt".
+NEAR = 0.8
+
+# What clients note for themselves or for a proxy, and what asks for something that is done anyway.
+BOOKKEEPING = frozenset(
+    "background_tasks cache_prompt call_id chat_id client_id conversation_id id id_slot keep_alive litellm_call_id "
+    "litellm_metadata litellm_session_id litellm_trace_id message_id model_item prompt_cache_key request_id "
+    "safety_identifier session_id slot_id span_id tags thread_id trace_id user_id".split()
+)
+# What other servers, or other routes, call a field that changes the text, and which one it is here, ...
+ALSO_CALLED = {
+    "beam_width": "n, with use_beam_search",
+    "do_sample": "temperature (0 is greedy)",
+    "ebnf": "grammar",
+    "format": "response_format",
+    "guided_grammar": "grammar",
+    "guided_json": "response_format",
+    "guided_regex": "regex",
+    "json_schema": "response_format",
+    "lora": "model, by the adapter's name",
+    "max_completion_tokens": "max_tokens",
+    "max_gen_len": "max_tokens",
+    "max_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "min_length": "min_tokens",
+    "min_new_tokens": "min_tokens",
+    "n_predict": "max_tokens",
+    "n_probs": "logprobs",
+    "num_beams": "n, with use_beam_search",
+    "num_predict": "max_tokens",
+    "num_return_sequences": "n",
+    "random_seed": "seed",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "stop_tokens": "stop_token_ids",
+    "stop_words": "stop",
+    "stopping_strings": "stop",
+    "structured_outputs": "response_format, regex or grammar",
+    "temp": "temperature",
+}
+# ... or why there is none.
+NOT_HERE = (
+    dict.fromkeys(
+        "dry_allowed_length dry_base dry_multiplier dry_penalty_last_n dry_sequence_breakers dynatemp_exponent "
+        "dynatemp_range epsilon_cutoff eta_cutoff guidance_scale min_keep mirostat mirostat_eta mirostat_tau "
+        "penalty_alpha samplers smoothing_curve smoothing_factor temperature_last tfs tfs_z top_a top_n_sigma typical "
+        "typical_p xtc_probability xtc_threshold".split(),
+        "this way of drawing tokens is not served; temperature, top_p, top_k and min_p are",
+    )
+    | dict.fromkeys(
+        "dry_penalty last_n_tokens no_repeat_ngram_size penalize_nl penalize_newline penalty_prompt repeat_last_n "
+        "repetition_penalty_range".split(),
+        "penalties are repetition_penalty, presence_penalty and frequency_penalty, over the whole text",
+    )
+    | dict.fromkeys(
+        ("early_stopping", "length_normalization", "diversity_penalty", "num_beam_groups"),
+        "a beam search has n, max_tokens and length_penalty",
+    )
+    | dict.fromkeys(
+        ("context", "raw", "template"), "it is of Ollama's own routes; give the whole prompt, or all of the messages"
+    )
+    | dict.fromkeys(
+        ("audio_url", "image_data", "image_url", "images", "multi_modal_data", "videos"),
+        "models are served for text alone",
+    )
+    | dict.fromkeys(("logits_processors", "logits_processor"), "no code of a request is run")
+    | {
+        "documents": "documents are not put into prompts here; write them into a message",
+        "input_prefix": "text cannot be filled in here; give prompt",
+        "input_suffix": "text cannot be filled in here; give prompt",
+        "n_keep": "no part of a prompt is dropped; one that is too long is an error",
+        "negative_prompt": "the text is not steered away from another one here",
+        "num_ctx": "the longest sequence is the server's (--max-model-len)",
+        "options": "it is of Ollama's own routes; give temperature, top_p, seed and the others in the body itself",
+        "prompt_embeds": "a prompt is a text or token ids",
+        "structural_tag": "the text can follow a schema, a regex or a grammar",
+        "system": "give a message with the role 'system'",
+        "transforms": "no part of a prompt is dropped; one that is too long is an error",
+    }
+)
+
+
+class UnknownField(ApiError):
+    """A body has a field that its route does not take; `param` is what the body calls it."""
+
+
+class UnknownFields:
+    """What becomes of fields that their objects do not have. It belongs to the event loop."""
+
+    def __init__(self, policy: str) -> None:
+        """policy: "report" drops those that nothing is known of, and says so; "refuse" answers them with an error."""
+        self._refuses = policy == "refuse"
+        self._logged: set[str] = set()
+
+    def settle(self, request: HttpRequest, body: Body) -> None:
+        """Take such fields out of a body, and note in the request's state what is to be reported.
+
+        Raises UnknownField for one that is misspelt, or known to change the text.
+        """
+        dropped: dict[str, None] = {}
+        for path, owner, name in _unknown(body, ""):
+            if not path and name in BOOKKEEPING:
+                continue
+            why = _why_not(owner, path, name)
+            if why is not None or self._refuses:
+                field = path.partition("[")[0].partition(".")[0] or name
+                raise UnknownField(sentence(path + name, why), param=cut(field))
+            dropped[_written(path + name)] = None
+        if dropped:
+            self._report(request, list(dropped))
+
+    def _report(self, request: HttpRequest, names: list[str]) -> None:
+        more = f", and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        setattr(request.state, IGNORED, ", ".join(names[:MAX_NAMES]) + more)
+        for name in names[:MAX_NAMES]:
+            if name not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add(name)
+                log.warning("%s has the field %s, which has no effect here", request.url.path, name)
+
+
+def sentence(name: str, why: str | None) -> str:
+    """What is said of a field that is refused. name: with what leads there."""
+    return f"there is no field {cut(name)!r}" + ("" if why is None else f"; {why}")
+
+
+def near_miss(owner: type[Body], name: str) -> str | None:
+    """Which field of its object a name was perhaps meant to be, as a question."""
+    known = {_plain(f.alias or n): f.alias or n for n, f in owner.model_fields.items() if n not in owner.NOT_SERVED}
+    close = difflib.get_close_matches(_plain(name[:MAX_SHOWN]), known, n=1, cutoff=NEAR)
+    return f"did you mean {known[close[0]]!r}?" if close else None
+
+
+def _why_not(owner: type[Body], path: str, name: str) -> str | None:
+    """Why a field is refused whatever the policy is; None: it is not."""
+    if not path and issubclass(owner, Sampling):
+        if name in ALSO_CALLED:
+            return f"use {ALSO_CALLED[name]}"
+        if name in NOT_HERE:
+            return NOT_HERE[name]
+    return near_miss(owner, name)
+
+
+def _unknown(body: Body, path: str) -> Iterator[tuple[str, type[Body], str]]:
+    """The unknown fields of an object and of those in it: what leads there, its kind, the name. They are taken out."""
+    extra = body.__pydantic_extra__
+    if extra:
+        names = list(extra)
+        extra.clear()
+        for name in names:
+            yield path, type(body), name
+    for field in _fields_of_objects(type(body)):
+        found = getattr(body, field)
+        if isinstance(found, Body):
+            yield from _unknown(found, f"{path}{field}.")
+        elif isinstance(found, list):
+            for i, one in enumerate(found):
+                if isinstance(one, Body):
+                    yield from _unknown(one, f"{path}{field}[{i}].")
+
+
+@cache
+def _fields_of_objects(kind: type[Body]) -> tuple[str, ...]:
+    """The fields that may have objects of the API."""
+    return tuple(name for name, field in kind.model_fields.items() if model_in(field.annotation) is not None)
+
+
+def model_in(annotation: Any) -> type[Body] | None:
+    """The kind of object that a field may have."""
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return annotation
+    return next((model for part in get_args(annotation) if (model := model_in(part)) is not None), None)
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").replace("-", "").casefold()
+
+
+def _written(name: str) -> str:
+    """A name as a header can carry it; the places of a list have one name."""
+    return json.dumps(PLACE.sub("[]", name[:MAX_NAME]))[1:-1].replace("\x7f", "\\u007f")
