@@ -87,11 +87,10 @@ def _mask(
     """Forbid what the rows' guides do not allow."""
     vocabulary = logits.shape[1]
     if logits.is_cpu:  # row by row in place: to gather the rows and to put them back takes several times as long
-        bits = np.unpackbits(~masks.allowed.numpy(), axis=1, bitorder="little").view(np.bool_)
-        known = min(vocabulary, bits.shape[1])
-        for place, one in zip(masks.rows.tolist(), map(torch.from_numpy, bits), strict=True):
-            logits[place, :known].masked_fill_(one[:known], -torch.inf)
-            logits[place, known:] = -torch.inf
+        unpacked = np.unpackbits(~masks.allowed.numpy(), axis=1, count=vocabulary, bitorder="little").view(np.bool_)
+        unpacked[:, 8 * masks.allowed.shape[1] :] = True  # what a mask does not reach
+        for row, one in zip(masks.rows.tolist(), map(torch.from_numpy, unpacked), strict=True):
+            logits[row].masked_fill_(one, -torch.inf)
         return
     rows, allowed = send([masks.rows, masks.allowed], logits.device)
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
