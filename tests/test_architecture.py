@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "engine": {"errors", "request", "config", "ops", "batch", "cache", "models"},
     "text": {"errors", "request", "config", "ops", "batch", "cache", "models", "engine"},
     "embedding": {"errors", "request", "text"},
+    "infill": {"errors", "text"},
     "loglikelihood": {"errors", "request", "text"},
     "sandbox": {"errors", "request", "models"},
     "llm": {

@@ -126,3 +126,18 @@ def test_vectors_without_a_direction_are_left_short() -> None:
     assert normalised(np.zeros(4, np.float32), None).tolist() == [0.0] * 4
     assert normalised(np.full(4, 3e38, np.float32), 2).tolist() == pytest.approx([0.5**0.5] * 2)
     assert normalised(np.full(4, 1e-30, np.float32), None).dtype == np.float32
+
+
+def test_a_score_is_the_cosine_of_a_pair() -> None:
+    texts = ["import os\n", "import sys\n", "class Queue:\n"]
+    with LLM(num_blocks=256) as llm:
+        vectors = [np.array(one.outputs.embedding, np.float64) for one in llm.embed(texts)]
+        found = llm.score(texts[0], texts)
+        assert [one.outputs.score for one in found] == pytest.approx([vectors[0] @ one for one in vectors], abs=1e-6)
+        assert found[0].outputs.score == pytest.approx(1, abs=1e-6)
+        assert [one.outputs.score for one in llm.score(texts[:2], texts[1:])] == pytest.approx(
+            [vectors[0] @ vectors[1], vectors[1] @ vectors[2]], abs=1e-6
+        )
+        assert llm.score([], []) == []
+        with pytest.raises(RequestError, match="data_1 has 2 prompts and data_2 has 3"):
+            llm.score(texts[:2], texts)

@@ -1,5 +1,7 @@
 """LLM, the offline interface, on the embedded model and on tiny random ones."""
 
+import gc
+import weakref
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from quire import LLM, BeamSearchParams, SamplingParams
 from quire.engine import runner
 from quire.engine.engine import working_memory
 from quire.errors import ConfigError, ModelError, QuireError, RequestError, Unsupported
+from quire.request import StructuredOutputsParams
 from tests.models.checkpoints import save
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -314,3 +317,44 @@ def test_the_host_pool_is_what_the_cache_leaves(monkeypatch: pytest.MonkeyPatch)
     assert LLM(**options, swap_space="300MiB").engine.scheduler.manager.host_pools[0].num_blocks > 0
     with pytest.raises(ConfigError, match=r"swap_space='310MiB' asks for .* are free"):
         LLM(**options, swap_space="310MiB", max_num_seqs=4096)
+
+
+def test_a_closed_llm_frees_its_memory_and_says_so() -> None:
+    with LLM(num_blocks=64) as llm:
+        stream = llm.stream("import os\n", SamplingParams(max_tokens=50, ignore_eos=True))
+        next(stream)
+        regex = StructuredOutputsParams(regex="a")
+        [one] = llm.generate("import os\n", SamplingParams(structured_outputs=regex))
+        assert one.outputs[0].text == "a"
+        runner, manager = llm.engine.runner, llm.engine.scheduler.manager
+        parts = [weakref.ref(part) for part in (llm.engine, llm.decoder, runner, runner.cache, manager)]  # type: ignore[attr-defined]
+        del runner, manager
+    with pytest.raises(QuireError, match="this LLM is closed"):
+        next(stream)
+    del stream
+    for call in (
+        lambda: llm.generate("a"),
+        lambda: llm.embed("a"),
+        lambda: llm.loglikelihood("a", "\n"),
+        lambda: llm.beam_search("a", BeamSearchParams(beam_width=2)),
+        llm.reset_prefix_cache,
+    ):
+        with pytest.raises(QuireError, match="this LLM is closed"):
+            call()
+    llm.close()
+    gc.collect()
+    assert [part() for part in parts] == [None] * 5
+
+
+def test_token_ids_are_given_as_vllm_s_callers_do() -> None:
+    with LLM(num_blocks=64) as llm:
+        params = SamplingParams(max_tokens=2, temperature=0)
+        expected = llm.generate([[5, 6], [7]], params)
+        for given in ([[5, 6], [7]], [5, 6]):
+            found = llm.generate(prompt_token_ids=given, sampling_params=params)
+            assert [one.outputs[0].token_ids for one in found] == [
+                one.outputs[0].token_ids for one in expected[: len(found)]
+            ]
+        for given in ({}, {"prompts": "a", "prompt_token_ids": [5]}):
+            with pytest.raises(RequestError, match=r"(neither|both) of prompts and prompt_token_ids"):
+                llm.generate(**given)  # type: ignore[arg-type]

@@ -218,12 +218,11 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         "calculate_kv_scales": Foreign((None, False), "kv_cache_dtype='int8' takes its scales from what it holds"),
         "chat_template": Foreign((None,), "`quire serve` takes --chat-template"),
         "compilation_config": Foreign((None, 0, {}), "steps are native calls, or CUDA graphs, and nothing is compiled"),
-        "config_format": Foreign((None, "auto", "hf"), "a checkpoint has a config.json, or is a GGUF file"),
+        "config_format": Foreign((None, "auto", "hf"), "a checkpoint has a config.json"),
         "cpu_offload_gb": Foreign((None, 0), "weights lie where the model is computed, all of them"),
         "disable_sliding_window": Foreign((None, False), "a model with windows is computed with its windows"),
         "download_dir": Foreign((None,), "downloads go to the hub's cache, which the variable HF_HOME moves"),
         "enable_chunked_prefill": Foreign((None, True), "long prompts are always computed in pieces"),
-        "enable_lora": Foreign((None, False), "adapters are given by name and path, as lora={name: path}"),
         "enable_sleep_mode": Foreign((None, False), "close() frees the memory, and a new LLM takes it again"),
         "gpu_memory_utilization": Foreign(
             (None,), "kv_cache_memory says how much memory the KV cache takes: '8GiB', or a share as 0.5"

@@ -7,7 +7,7 @@ import logging
 import re
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
@@ -123,6 +123,11 @@ class Tokenizer:
         if self._marks_words:
             return piece.replace(WORD_MARK, " ").encode()
         return self.decode([token], skip_special_tokens=False).encode()
+
+    def token_id(self, text: str) -> int | None:
+        """The token that is written so, special ones among them; None: there is none."""
+        found = self._fast.token_to_id(text)
+        return None if found is None else int(found)
 
     def json(self) -> str:
         """The contents of a `tokenizer.json`."""
@@ -330,6 +335,7 @@ class BeamSearchSequence:
     cum_logprob: float  # of the generated tokens
     score: float  # cum_logprob / number of generated tokens ** length_penalty
     finish_reason: str  # "stop" or "length"
+    logprobs: list[dict[int, Logprob]] | None = None  # of each generated token, where asked for
 
 
 @dataclass(frozen=True)
@@ -340,6 +346,22 @@ class BeamSearchOutput:
     prompt_token_ids: list[int]
     sequences: list[BeamSearchSequence]
     error: str | None = None  # what failed; then there may be no sequence
+
+
+def candidates(logprobs: TokenLogprobs, decode: Callable[[int], str | None]) -> dict[int, Logprob]:
+    """The token that stands at a position and the most probable ones: token id -> Logprob. decode: a token's text."""
+    chosen = {logprobs.token: Logprob(logprobs.logprob, logprobs.rank, decode(logprobs.token))}
+    top = {token: Logprob(logprob, rank, decode(token)) for rank, (token, logprob) in enumerate(logprobs.top, start=1)}
+    return chosen | top
+
+
+def beam_logprobs(found: Hypothesis, tokenizer: Tokenizer | None) -> list[dict[int, Logprob]] | None:
+    """The logprobs of a hypothesis's tokens; None: they were not asked for."""
+
+    def decode(token: int) -> str | None:
+        return None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+
+    return [candidates(one, decode) for one in found.logprobs] if found.logprobs else None
 
 
 def beam_sequences(
@@ -353,6 +375,7 @@ def beam_sequences(
             hypothesis.cumulative_logprob,
             hypothesis.score,
             hypothesis.finish_reason.value,
+            beam_logprobs(hypothesis, tokenizer),
         )
         for hypothesis in found
     ]
@@ -435,7 +458,7 @@ class TextEngine:
     def _process_event(self, sample: _Sample, event: Event) -> None:
         output = sample.output
         if sample.request.prompt_logprobs is not None and output.index == 0:
-            sample.request.prompt_logprobs += [self._candidates(position) for position in event.prompt_logprobs]
+            sample.request.prompt_logprobs += [candidates(position, self._decode) for position in event.prompt_logprobs]
         if event.hidden_state is not None:
             sample.request.hidden_state = event.hidden_state
         if event.drawn is not None:
@@ -443,7 +466,7 @@ class TextEngine:
         elif event.token is not None:
             output.token_ids.append(event.token)
             if event.logprobs is not None and output.logprobs is not None:
-                output.logprobs.append(self._candidates(event.logprobs))
+                output.logprobs.append(candidates(event.logprobs, self._decode))
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + event.logprobs.logprob
         if event.finish_reason is not None:
             output.finish_reason = event.finish_reason.value
@@ -470,15 +493,6 @@ class TextEngine:
                 output.finish_reason, output.stop_reason = FinishReason.STOP.value, stop
                 self._engine.finish(request_id, FinishReason.STOP)
         sample.searched = _certain(sample.text, sample.searched, stops)
-
-    def _candidates(self, logprobs: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token and the most probable ones: token id -> Logprob."""
-        chosen = {logprobs.token: Logprob(logprobs.logprob, logprobs.rank, self._decode(logprobs.token))}
-        top = {
-            token: Logprob(logprob, rank, self._decode(token))
-            for rank, (token, logprob) in enumerate(logprobs.top, start=1)
-        }
-        return chosen | top
 
     def _decode(self, token: int) -> str | None:
         if self._tokenizer is None:

@@ -214,6 +214,11 @@ def take(answer: Answer, event: bytes) -> None:
 def _add(whole: dict[str, Any], choice: dict[str, Any]) -> None:
     """Put a piece of a choice after the others."""
     whole["text"] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+    for call in choice.get("delta", {}).get("tool_calls", ()):
+        calls = whole.setdefault("calls", [])
+        if "id" in call:
+            calls.append([call["id"], call["function"]["name"], ""])
+        calls[-1][2] += call["function"]["arguments"]
     for name, found in (choice["logprobs"] or {}).items():
         if found is not None:
             whole.setdefault(name, []).extend(found)

@@ -106,6 +106,36 @@ def test_a_stream_goes_on_after_each_of_its_events(fleet: Front, kind: str) -> N
             assert put_together(*head, rest).choices == expected.choices, (cut, again)
 
 
+def test_calls_and_thoughts_through_a_gateway(two: list[Serving]) -> None:
+    """Replicas follow the grammars, the gateway reads the answers; a stream goes on within a call or a thought."""
+    zones = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}
+    clock = {"type": "function", "function": {"name": "clock", "parameters": zones | {"additionalProperties": False}}}
+    said = [{"role": "user", "content": "the time"}, {"role": "assistant", "content": "<think>well"}]
+    body = {
+        "messages": said, "continue_final_message": True, "thinking_token_budget": 5, "tools": [clock],
+        "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 80, "seed": 3,
+    }  # fmt: skip
+    own = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    with fronting(*(each.url for each in two), **own) as front:
+        answer = front.ask("POST", CHAT, body)
+        assert answer.status == 200, answer.body
+        [choice] = answer.json()["choices"]
+        [call] = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["zone"] in ("UTC", "CET")
+        assert choice["finish_reason"] == "tool_calls"
+        whole = front.ask("POST", CHAT, body | {"stream": True}).body
+        expected = put_together(whole)
+        assert expected.choices[0]["calls"][0][1:] == ["clock", call["function"]["arguments"]]
+        events = [event + b"\n\n" for event in whole.split(b"\n\n")[:-1]]
+        for cut in range(len(events)):
+            if (last := put_together(*events[:cut]).last_id) is not None:
+                rest = front.ask("POST", CHAT, body | {"stream": True}, {"Last-Event-ID": last}).body
+                assert put_together(*events[:cut], rest).choices == expected.choices, cut
+        broken = clock["function"] | {"parameters": {"properties": {"a": {"multipleOf": 0}}}}
+        refused = front.ask("POST", CHAT, body | {"tools": [clock | {"function": broken}]})
+        assert (refused.status, refused.error()["param"]) == (400, "tools")
+
+
 # ------------------------------------------------------------------------------------------------ as a plain server
 
 
@@ -195,6 +225,12 @@ class Rates:
 
     def observe(self, num_prompt: int, num_sequences: int, seconds: float) -> None:
         pass
+
+
+def get_the_request(first: Serving, other: Serving) -> None:
+    """Let the first one compute prompts faster than the other."""
+    replica_of(first)._rates = Rates(1e-9)  # type: ignore[assignment]
+    replica_of(other)._rates = Rates(1e-2)  # type: ignore[assignment]
 
 
 def test_equal_prompts_at_once_cost_one_prefill() -> None:
@@ -424,7 +460,7 @@ def test_another_dtype_is_another_class_and_what_drains_there_stays(two: list[Se
         expected = text_of(other.ask("POST", COMPLETIONS, body))
         assert expected != text_of(two[0].ask("POST", COMPLETIONS, body))
         slow(other, 0.01)
-        replica_of(other)._rates = Rates(1e-9)  # type: ignore[assignment]  # so that it gets the request
+        get_the_request(other, two[0])
         with fronting(other.url, two[0].url) as fleet, ThreadPoolExecutor(1) as pool:
             asked = pool.submit(fleet.ask, "POST", COMPLETIONS, body)
             until(lambda: value(fleet, "quire:fleet_time_to_first_token_seconds_count") == 1)
@@ -592,7 +628,7 @@ def test_what_is_taken_as_a_replica_begins_to_drain_is_moved(
         await submit(job)
         await asyncio.to_thread(go_on.wait, 30)
 
-    replica_of(first)._rates = Rates(1e-9)  # type: ignore[assignment]  # so that it gets the request
+    get_the_request(first, two[1])
     with fronting(first.url, two[1].url) as fleet, ThreadPoolExecutor(1) as pool:
         dispatch = fleet.gateway.fleet
         monkeypatch.setattr(worker, "submit", late)
@@ -620,7 +656,7 @@ def test_what_is_compiled_as_a_replica_begins_to_drain_is_refused(
         return await compiled(*arguments)
 
     monkeypatch.setattr(service, "compiled", late)
-    replica._rates = Rates(1e-9)  # type: ignore[assignment]  # so that it gets the request
+    get_the_request(two[0], two[1])
     with fronting(two[0].url, two[1].url) as fleet:
         body = BODY | {"regex": "[a-z]{20}"}
         found = fleet.ask("POST", COMPLETIONS, body)

@@ -47,6 +47,14 @@ def test_numbers_that_are_none_survive() -> None:
             delivered=[4, 5],
             num_checked=4,
         ),
+        Call(
+            flow=4,
+            name="d",
+            prompt=[5],
+            sampling=SamplingParams(
+                logit_bias={7: -0.1, 3: 100}, allowed_token_ids=[1, 2], bad_words=["a b", "\ud800"]
+            ),
+        ),
         Call(flow=3, name="c", prompt=[5], sampling=SamplingParams(seed=1), task=Task.EMBED, grammar=("regex", "a|b")),
     ],
 )
@@ -56,7 +64,14 @@ def test_calls_keep_all_that_they_ask(call: Call) -> None:
 
 def test_searches_keep_all_that_they_ask() -> None:
     search = SearchCall(
-        name="s", prompt=[1], salt="t", beam_width=2, max_tokens=3, ignore_eos=True, length_penalty=0.1 + 0.2
+        name="s",
+        prompt=[1],
+        salt="t",
+        beam_width=2,
+        max_tokens=3,
+        ignore_eos=True,
+        length_penalty=0.1 + 0.2,
+        logprobs=3,
     )
     assert read(SearchCall, loads(dumps(search))) == search
 

@@ -180,7 +180,9 @@ def test_every_method_takes_adapters(adapters: Path) -> None:
     found = [llm.embed(prompt, lora=lora, use_tqdm=False)[0] for prompt, lora in zip(prompts, ("a", None), strict=True)]
     assert [one.outputs for one in mixed] == [one.outputs for one in found]
     assert mixed[0].outputs != llm.embed(prompts[0], use_tqdm=False)[0].outputs
-    scores = [llm.score(prompts[0], " return", lora=lora, use_tqdm=False)[0].token_logprobs for lora in ("a", None)]
+    scores = [
+        llm.loglikelihood(prompts[0], " return", lora=lora, use_tqdm=False)[0].token_logprobs for lora in ("a", None)
+    ]
     assert scores[0] != scores[1]
     beams = [
         llm.beam_search(prompts[0], BeamSearchParams(beam_width=2, max_tokens=4), lora=lora)[0].sequences[0].cum_logprob

@@ -21,11 +21,11 @@ from pydantic import ValidationError
 
 from quire.engine.engine import Engine
 from quire.request import Request
+from quire.server.api import beams as beams_module
 from quire.server.api import embeddings as embeddings_module
 from quire.server.api import service as service_module
 from quire.server.api import worker
 from quire.server.api import worker as worker_module
-from quire.server.api.service import Service
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from tests.server.fuzz import LONGEST_MESSAGE, canary
@@ -208,11 +208,11 @@ def test_samples_of_a_long_prompt_cost_the_event_loop_nothing(server: Serving, m
     threads: list[int] = []
     made: list[int] = []
 
-    def checks(engine: Engine, request: Request, name: str, tokens: Any) -> None:
+    def checks(engine: Engine, request: Request, name: str, *tokens: Any) -> None:
         if name == "prompt":
             gone_through.append(name)
             threads.append(threading.get_ident())
-        old(engine, request, name, tokens)
+        old(engine, request, name, *tokens)
 
     def notes(function: Any) -> Any:
         def note(*given: Any, **options: Any) -> Any:
@@ -228,7 +228,7 @@ def test_samples_of_a_long_prompt_cost_the_event_loop_nothing(server: Serving, m
     monkeypatch.setattr(service_module, "LONG_TEXT", 500)
     monkeypatch.setattr(Engine, "_check_tokens", checks)
     for module, name in ((service_module, "make_requests"), (worker_module, "BeamDriver"),
-                         (Service, "_text_after"), (embeddings_module, "embedding_request")):  # fmt: skip
+                         (beams_module, "_text_after"), (embeddings_module, "embedding_request")):  # fmt: skip
         monkeypatch.setattr(module, name, notes(getattr(module, name)))
     prompt = [5] * 900
     for path, body, prompts in (

@@ -10,12 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
-from quire.errors import BadValue, RequestError, check_integer, check_number
-from quire.request import FinishReason
+from quire.errors import BadValue, RequestError, check_integer, check_known, check_number
+from quire.request import MAX_SEED, FinishReason, TokenLogprobs
 
 MAX_BEAM_WIDTH = 256  # a step ranks 2 * width**2 candidates or more: one request must not stall the others
 MAX_LENGTH_PENALTY = 10.0  # its power of any length stays far inside the range of floats
+# vLLM's names that are no fields here: what is said of each.
+NOT_SEARCH = MappingProxyType(
+    {
+        "include_stop_str_in_output": "no stop string ends a beam",
+        "temperature": "nothing is drawn in a search",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +35,12 @@ class BeamSearchParams:
     max_tokens: int = 16
     ignore_eos: bool = False  # go on past the model's end-of-sequence tokens
     length_penalty: float = 1.0  # score = cumulative logprob / length**length_penalty: above 0 favours long hypotheses
+    logprobs: int | None = None  # report that many most probable tokens at each position; 0: the chosen one only
+
+    def __new__(cls, **given: Any) -> BeamSearchParams:
+        """Refuse what is no field, as __init__ would, with a sentence."""
+        check_known(RequestError, "BeamSearchParams has no field", given, cls.__dataclass_fields__, NOT_SEARCH)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_integer(RequestError, "beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
@@ -33,6 +48,8 @@ class BeamSearchParams:
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
         check_number(RequestError, "length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if self.logprobs is not None:
+            check_integer(RequestError, "logprobs", self.logprobs, 0, MAX_SEED)
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,7 @@ class Beam:
 
     tokens: tuple[int, ...]  # the generated ones
     cumulative_logprob: float  # natural log, the sum over them
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of them, where asked for
 
 
 @dataclass(frozen=True)
@@ -51,6 +69,7 @@ class Hypothesis:
     cumulative_logprob: float  # natural log, the sum over them
     score: float  # cumulative_logprob / len(tokens)**length_penalty
     finish_reason: FinishReason  # STOP or LENGTH
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each of the tokens, where asked for
 
 
 class BeamSearch:
@@ -73,6 +92,7 @@ class BeamSearch:
         check_integer(RequestError, "max_tokens", max_tokens, 1)
         self.beams = [Beam((), 0.0)]  # the live ones, best first
         self._width = params.beam_width
+        self._num_logprobs = params.logprobs
         self._length_penalty = params.length_penalty
         self._max_tokens = max_tokens
         self._eos = frozenset() if params.ignore_eos else eos
@@ -98,8 +118,9 @@ class BeamSearch:
         Equal continuations rank by token, then by beam; of equal hypotheses the earlier one ranks first.
 
         Args:
-            candidates: For each live beam its `num_candidates` most probable next tokens with their natural
-                log-probabilities, or all tokens if there are fewer; those of -inf are impossible and left out.
+            candidates: For each live beam its `num_candidates` most probable next tokens or more, best first, with
+                their natural log-probabilities, or all tokens if there are fewer; those of -inf are impossible and
+                left out.
 
         Returns:
             For each new live beam, best first: the index of its parent among the old ones, and its token. Fewer than
@@ -112,16 +133,18 @@ class BeamSearch:
             raise BadValue(f"candidates has {len(candidates)} entries; {len(self.beams)} beams are live")
         live: list[tuple[int, int]] = []
         beams: list[Beam] = []
-        for rank, (parent, token, total) in enumerate(self._best(candidates)):
+        for rank, (parent, place, total) in enumerate(self._best(candidates)):
+            token = candidates[parent][place][0]
             tokens = (*self.beams[parent].tokens, token)
+            logprobs = self.beams[parent].logprobs + self._reported(candidates[parent], place)
             if token in self._eos or len(tokens) == self._max_tokens:
                 if rank < self._width:
                     reason = FinishReason.STOP if token in self._eos else FinishReason.LENGTH
                     score = self._score(total, len(tokens))
-                    self._hypotheses.append(Hypothesis(tokens, total, score, reason))
+                    self._hypotheses.append(Hypothesis(tokens, total, score, reason, logprobs))
             elif len(beams) < self._width:
                 live.append((parent, token))
-                beams.append(Beam(tokens, total))
+                beams.append(Beam(tokens, total, logprobs))
         self._hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
         del self._hypotheses[self._width :]
         if beams and not self._can_improve(beams[0]):
@@ -130,15 +153,23 @@ class BeamSearch:
         return live
 
     def _best(self, candidates: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, int, float]]:
-        """The `num_candidates` best continuations of all beams: parent, token, cumulative logprob."""
+        """The `num_candidates` best continuations of all beams: parent, place among its own, cumulative logprob."""
         continuations = []
         for parent, (beam, pairs) in enumerate(zip(self.beams, candidates, strict=True)):
-            for token, logprob in pairs:
+            for place, (token, logprob) in enumerate(pairs):
                 if math.isnan(logprob):
                     raise BadValue(f"candidates[{parent}] has NaN as the log-probability of token {token}")
                 if logprob > -math.inf:
-                    continuations.append((parent, token, beam.cumulative_logprob + logprob))
-        return sorted(continuations, key=lambda c: (-c[2], c[1], c[0]))[: self.num_candidates]
+                    continuations.append((-beam.cumulative_logprob - logprob, token, parent, place))
+        best = sorted(continuations)[: self.num_candidates]
+        return [(parent, place, -negated) for negated, _, parent, place in best]
+
+    def _reported(self, candidates: Sequence[tuple[int, float]], place: int) -> tuple[TokenLogprobs, ...]:
+        """What is reported of a beam's candidate at that place, if anything."""
+        if self._num_logprobs is None:
+            return ()
+        token, logprob = candidates[place]
+        return (TokenLogprobs(token, logprob, place + 1, tuple(candidates[: self._num_logprobs])),)
 
     def _can_improve(self, best: Beam) -> bool:
         """Whether the best live beam, scored as it is now, would be among the results."""

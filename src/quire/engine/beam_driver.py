@@ -42,7 +42,7 @@ class BeamDriver:
             temperature=0.0,
             max_tokens=min(params.max_tokens, room),
             ignore_eos=True,
-            logprobs=min(self._search.num_candidates, engine.vocab_size),
+            logprobs=max(min(self._search.num_candidates, engine.vocab_size), params.logprobs or 0),
         )
         group, tokens = Group(), array("i", prompt)
         group.members = [

@@ -22,6 +22,7 @@ from quire.engine.beam import BeamSearchParams
 from quire.errors import RequestError
 from quire.fleet.identity import lora_digests, replica_fingerprint
 from quire.fleet.rates import StepRates
+from quire.fleet.search import positions
 from quire.fleet.session import Flow, Session
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import BEAT, PROTOCOL, Call, Hello, SearchCall, WireError, dumps, loads, read, wire_digest
@@ -162,12 +163,16 @@ class Replica:
             max_tokens=call.max_tokens,
             ignore_eos=call.ignore_eos,
             length_penalty=call.length_penalty,
+            logprobs=call.logprobs,
         )
         job = self._worker.search(self._unique(call.name), call.prompt, params, call.salt, call.lora)
         with self._under(call.trace):
             await self._worker.submit(job)
         await self._service.wait(request, job)
-        found = [[list(one.tokens), one.cumulative_logprob, one.score, one.finish_reason] for one in job.results()]
+        found = [
+            [list(one.tokens), one.cumulative_logprob, one.score, one.finish_reason, positions(one.logprobs)]
+            for one in job.results()
+        ]
         return Response(dumps({"found": found, "failure": job.failure}))  # -inf, too
 
     async def _match(self, request: HttpRequest) -> Response:

@@ -14,7 +14,7 @@ from quire.engine.beam import BeamSearchParams, Hypothesis
 from quire.fleet.link import Link
 from quire.fleet.wire import ENDS, Hello, SearchCall, WireError, shown
 from quire.fleet.work import wire_digests
-from quire.request import FinishReason, Request
+from quire.request import FinishReason, Request, TokenLogprobs
 from quire.server.http.api_error import ApiError
 
 if TYPE_CHECKING:  # its packages are an extra
@@ -34,6 +34,7 @@ class FleetSearch:
             max_tokens=params.max_tokens,
             ignore_eos=params.ignore_eos,
             length_penalty=params.length_penalty,
+            logprobs=params.logprobs,
         )
         self.num_samples = params.beam_width
         self.requests: list[Request] = []
@@ -88,9 +89,9 @@ def _read(call: SearchCall, answer: Mapping[str, Any]) -> tuple[str | None, list
 
 
 def _hypothesis(call: SearchCall, found: Any) -> Hypothesis:
-    if not isinstance(found, list) or len(found) != 4:
-        raise WireError(f"a hypothesis is {shown(found)}; it must be its tokens, logprob, score and finish reason")
-    tokens, logprob, score, reason = found
+    if not isinstance(found, list) or len(found) != 5:
+        raise WireError(f"a hypothesis is {shown(found)}; it must be its tokens, logprob, score, end and logprobs")
+    tokens, logprob, score, reason, logprobs = found
     if not isinstance(tokens, list) or len(tokens) > call.max_tokens or not {*map(type, tokens)} <= {int}:
         raise WireError(f"tokens of a hypothesis are {shown(tokens)}; they must be at most {call.max_tokens} integers")
     if tokens and min(tokens) < 0:
@@ -100,4 +101,20 @@ def _hypothesis(call: SearchCall, found: Any) -> Hypothesis:
             raise WireError(f"the {name} of a hypothesis is {shown(number)}; it must be a number")
     if reason not in ENDS:
         raise WireError(f"the finish reason of a hypothesis is {shown(reason)}; it must be one of {', '.join(ENDS)}")
-    return Hypothesis(tuple(tokens), float(logprob), float(score), FinishReason(reason))
+    of_tokens = () if call.logprobs is None else _logprobs(tokens, logprobs)
+    return Hypothesis(tuple(tokens), float(logprob), float(score), FinishReason(reason), of_tokens)
+
+
+def positions(logprobs: Sequence[TokenLogprobs]) -> list[list[Any]]:
+    """Logprobs of a hypothesis's tokens as they are sent: of each its own, its rank, and those of the best."""
+    return [[one.logprob, one.rank, one.top] for one in logprobs]
+
+
+def _logprobs(tokens: Sequence[int], found: Any) -> tuple[TokenLogprobs, ...]:
+    try:
+        return tuple(
+            TokenLogprobs(token, float(logprob), int(rank), tuple((int(other), float(its)) for other, its in top))
+            for token, (logprob, rank, top) in zip(tokens, found, strict=True)
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"logprobs of a hypothesis are {shown(found)}; they cannot be read: {error}") from error

@@ -101,16 +101,17 @@ class Call:
     trace: str | None = None  # the gateway's span, as W3C's traceparent has it
 
 
+def _sampling(found: Mapping[str, Any]) -> SamplingParams:
+    """Raises WireError for a field that another version has, RequestError for what its client is to hear of."""
+    if unknown := sorted(set(found) - {one.name for one in fields(SamplingParams)}):
+        raise WireError(f"sampling has the field {unknown[0]!r}, which is unknown here")
+    bias = found.get("logit_bias")
+    tokens = None if bias is None else {int(token): value for token, value in bias.items()}  # JSON's keys are texts
+    return SamplingParams(**dict(found) | {"logit_bias": tokens})
+
+
 # Fields of messages that are more than JSON has.
-MADE_OF: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
-    {"sampling": lambda found: SamplingParams(**found | _with_tokens(found)), "task": Task, "grammar": tuple}
-)
-
-
-def _with_tokens(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields whose keys are tokens: JSON has them as texts. Raises ValueError."""
-    bias = sampling.get("logit_bias")
-    return {} if bias is None else {"logit_bias": {int(token): value for token, value in bias.items()}}
+MADE_OF: Mapping[str, Callable[[Any], Any]] = MappingProxyType({"sampling": _sampling, "task": Task, "grammar": tuple})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,7 @@ class SearchCall:
     max_tokens: int
     ignore_eos: bool
     length_penalty: float
+    logprobs: int | None  # of each token
     lora: str | None = None  # as a Call's
     trace: str | None = None  # as a Call's
 

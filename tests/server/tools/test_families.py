@@ -262,6 +262,14 @@ def test_random_text_is_read_to_its_end(syntax: str) -> None:
         assert read(how, cuts(text, 1)) == whole, text
 
 
+@pytest.mark.parametrize("syntax", WRITTEN)
+def test_what_is_deeply_nested_is_read_to_its_end(syntax: str) -> None:
+    for inner in ("[", "{a:", '{"a":', "(", "f(a=", "{'a':["):
+        for text in (WRITTEN[syntax]([("types", {"list": 5})]), WRITTEN[syntax]([("types", {"text": "5"})])):
+            nested = text.replace("5", inner * 2000)
+            assert read(dialect(syntax), [nested]) == read(dialect(syntax), cuts(nested, 3))
+
+
 def test_names_come_first_and_arguments_in_pieces() -> None:
     """As soon as a name, and what tells that it has ended, is there, the call begins."""
     for syntax, write in WRITTEN.items():

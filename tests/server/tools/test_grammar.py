@@ -167,8 +167,8 @@ def test_references_that_multiply_are_refused() -> None:
         str(i): {"type": "object", "properties": {k: {"$ref": f"#/$defs/{i + 1}"} for k in "ab"}} for i in range(15)
     }
     parameters = {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": both | {"15": {"type": "null"}}}
+    one = Function("f", parameters, True, "tools[0].function.parameters")
     with pytest.raises(RequestError, match="more than 4096 rules"):
-        one = Function("f", parameters, True, "tools[0].function.parameters")
         grammar_of(Dialect(SYNTAXES["gemma4"]), Demand((one,), True, False), {})
 
 

@@ -10,6 +10,7 @@ import typer
 from quire_bench.cli.attention import attention
 from quire_bench.cli.blocks import blocks
 from quire_bench.cli.cascade import cascade
+from quire_bench.cli.constraints import constraints
 from quire_bench.cli.fleet import fleet
 from quire_bench.cli.gpu import gpu
 from quire_bench.cli.http import http
@@ -43,6 +44,7 @@ COMMANDS = (
     steps,
     quantisation,
     lora,
+    constraints,
     startup,
     planning,
     memory,

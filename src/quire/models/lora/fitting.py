@@ -32,11 +32,11 @@ def prepare(loras: Loras, directory: Path) -> Prepared:
     meant = {name for name, target in loras.targets.items() if target.table is not None}
     meant = {name for name in meant if adapter.is_meant_for(name)}
     for module, low_rank in adapter.modules.items():
-        name, target = _target(loras.targets, directory, module)
-        if name not in meant:
+        name, target, table = _target(loras.targets, directory, module)
+        if not adapter.is_meant_for(module):
             raise ModelError(f"{directory} has an adapter of {module}, which its target_modules do not name")
         meant.discard(name)
-        table, part = _part(loras, directory, module, low_rank, target)
+        part = _part(loras, directory, module, low_rank, target, table)
         by_table.setdefault(id(table), (table, []))[1].append(part)
     if meant:
         raise ModelError(
@@ -46,8 +46,8 @@ def prepare(loras: Loras, directory: Path) -> Prepared:
     return Prepared(directory, adapter.digest, adapter.rank, list(by_table.values()))
 
 
-def _target(targets: Mapping[str, Target], directory: Path, module: str) -> tuple[str, Target]:
-    """The model's module of that name, whatever stands before it in either. Raises ModelError."""
+def _target(targets: Mapping[str, Target], directory: Path, module: str) -> tuple[str, Target, LoraTable]:
+    """The model's module of that name, whatever stands before it in either, and its table. Raises ModelError."""
     found = [module] if module in targets else []
     found = found or [one for one in targets if f".{module}".endswith(f".{one}") or one.endswith(f".{module}")]
     if len(found) != 1:
@@ -58,12 +58,11 @@ def _target(targets: Mapping[str, Target], directory: Path, module: str) -> tupl
     target = targets[found[0]]
     if target.table is None:
         raise ModelError(f"{directory} has an adapter of {module}: {target.why}, so it is not served")
-    return found[0], target
+    return found[0], target, target.table
 
 
-def _part(loras: Loras, directory: Path, module: str, low_rank: LowRank, target: Target) -> tuple[LoraTable, LoraPart]:
-    table = target.table
-    assert table is not None
+def _part(loras: Loras, directory: Path, module: str, low_rank: LowRank, target: Target, table: LoraTable) -> LoraPart:
+    """What the table takes of a module's adapter. Raises ModelError where that is of other sizes."""
     a, b = low_rank.a, low_rank.b
     if a.shape[1] != table.in_size or len(b) != target.size:
         raise ModelError(
@@ -73,7 +72,7 @@ def _part(loras: Loras, directory: Path, module: str, low_rank: LowRank, target:
     if target.order is not None:
         b = b[target.order]
     a, b = (one.to(loras.device, loras.dtype) for one in (a, b))
-    return table, LoraPart(a, b, low_rank.scale, target.first)
+    return LoraPart(a, b, low_rank.scale, target.first)
 
 
 def decoder_targets(config: DecoderConfig, sources: Sources, tables: LoraTables) -> dict[str, Target]:

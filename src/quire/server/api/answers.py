@@ -16,6 +16,8 @@ from quire.server.tools.dialect import ANALYSIS
 from quire.server.tools.grammar import NO_ARGUMENTS, Demand, Function, grammar_of
 from quire.server.tools.parser import AnswerParser, Kind, Piece
 
+REASONING = ("reasoning_content", "reasoning")  # both names that clients look for
+
 
 class Reading:
     """How one request's answers are read."""
@@ -144,48 +146,51 @@ class AnswerWriter:
         """Whether a call has begun."""
         return self._num_calls > 0
 
-    def deltas(self, text: str, *, is_last: bool) -> list[dict[str, Any]]:
-        """What a text adds to the message."""
+    def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
+        """What a text adds to the message, as one piece of a stream; empty: nothing."""
         pieces = self._parser.feed(text)
         if is_last:
             pieces += self._parser.finish()
-        return [delta for piece in pieces if (delta := self._delta(piece)) is not None]
+        delta: dict[str, Any] = {}
+        for piece in pieces:
+            self._add(piece, delta)
+        return delta
 
     def message(self, text: str) -> dict[str, Any]:
         """The whole message of a text."""
-        content, calls = "", list[dict[str, Any]]()
-        for delta in self.deltas(text, is_last=True):
-            content += delta.get("content", "")
-            for call in delta.get("tool_calls", ()):
-                if "id" in call:
-                    calls.append({key: call[key] for key in ("id", "type")} | {"function": dict(call["function"])})
-                else:
-                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+        delta = self.delta(text, is_last=True)
+        content = delta.get("content", "")
+        calls = [{key: one for key, one in call.items() if key != "index"} for call in delta.get("tool_calls", ())]
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
         message["refusal"] = None
         if calls:
             message["tool_calls"] = calls
-        if self.reasoning and self._reading.shows_reasoning:
-            message |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
-        return message
+        return message | {key: one for key, one in delta.items() if key in REASONING}
 
     def reason(self, found: str | None) -> str | None:
         """Why the answer ends, as OpenAI has it."""
         return "tool_calls" if found == "stop" and self.has_calls else found
 
-    def _delta(self, piece: Piece) -> dict[str, Any] | None:
+    def _add(self, piece: Piece, delta: dict[str, Any]) -> None:
         kind, text = piece
         if kind is Kind.CONTENT:
-            return {"content": text}
-        if kind is Kind.REASONING:
+            delta["content"] = delta.get("content", "") + text
+        elif kind is Kind.REASONING:
             self.reasoning += text
-            return {"reasoning_content": text, "reasoning": text} if self._reading.shows_reasoning else None
-        if kind is Kind.CALL:
-            self._num_calls += 1
-        if self._num_calls > 1 and self._reading.has_one_call:
-            return None
+            if self._reading.shows_reasoning:
+                delta |= dict.fromkeys(REASONING, delta.get(REASONING[0], "") + text)
+        else:
+            self._num_calls += kind is Kind.CALL
+            if self._num_calls == 1 or not self._reading.has_one_call:
+                self._add_call(kind, text, delta.setdefault("tool_calls", []))
+
+    def _add_call(self, kind: Kind, text: str, calls: list[dict[str, Any]]) -> None:
         number = self._num_calls - 1
-        if kind is Kind.ARGUMENTS:
-            return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
-        called = {"index": number, "id": self._reading.call_id(self._sample, number), "type": "function"}
-        return {"tool_calls": [called | {"function": {"name": text, "arguments": ""}}]}
+        if kind is Kind.CALL:
+            function = {"name": text, "arguments": ""}
+            name = self._reading.call_id(self._sample, number)
+            calls.append({"index": number, "id": name, "type": "function", "function": function})
+        elif calls and calls[-1]["index"] == number:
+            calls[-1]["function"]["arguments"] += text
+        else:
+            calls.append({"index": number, "function": {"arguments": text}})

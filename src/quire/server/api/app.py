@@ -367,6 +367,8 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
         return f"{name or 'the body'} is {value}; {message.removeprefix('Value error, ')}"
     if kind == "tool_message":
         return f"{name}.{message}"
+    if kind == "no_token":
+        return f"{name} has the key {shown(message)}; it must be a token id, as in '123'"
     if kind == "no_text":
         part = _dotted([*path, found["ctx"]["index"]])
         return f"{part} is of type {shown(message)}; models are served for text alone, in parts of type 'text'"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.server.api.answers import AnswerWriter, Reading
+from quire.server.api.beams import Beams
 from quire.server.api.chunks import Chunks, usage
 from quire.server.api.completions import check_num_logprobs, prompt_logprobs, whole
 from quire.server.api.conversation import conversation, said
@@ -17,9 +19,9 @@ from quire.server.api.jobs import Delta, Generation, Stream
 from quire.server.api.service import Service, aside, counted, finite, num_logprobs
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.http.api_error import request_failed
-from quire.server.http.sse import JsonBody, data
+from quire.server.http.sse import data
 from quire.server.protocol.chat import ChatRequest
-from quire.text import Logprob, Tokenizer
+from quire.text import Logprob, RequestOutput, Tokenizer
 
 
 async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Response:
@@ -36,21 +38,38 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     continued = said(body.messages[-1]) if body.continue_final_message else None
     body.messages.clear()  # many small parts take many times the memory of the text that they make
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    prompt = service.truncate(prompt, body, body.max_completion_tokens or body.max_tokens)
     max_tokens = service.room_for([prompt], body, field)
     identity = service.identity(request, "chatcmpl")
     name, created = identity
     head = {"id": name, "object": "chat.completion", "created": created, "model": service.answering(body.model)}
     reading = Reading(service, body, name, prompt, continued)
-    if body.use_beam_search:
-        found = await service.search(request, body, name, prompt, max_tokens)
-        choices = [
-            _choice(i, _read(reading, i, text, reason)[0], None, reason, None)
-            for i, (text, reason, _) in enumerate(found)
-        ]
-        generated = sum(count for _, _, count in found)
-        return JsonBody(head | {"choices": choices, "usage": usage(len(prompt.tokens), generated, 0)})
     service.check_logprobs("top_logprobs", body.top_logprobs)
     count = body.top_logprobs or 0
+
+    def answer(outputs: list[RequestOutput]) -> Response:
+        choices, num_reasoning = [], 0
+        for sample in outputs[0].outputs:
+            message, reason, thoughts = _read(reading, sample.index, sample.text, sample.finish_reason)
+            num_reasoning += reading.num_reasoning(sample.token_ids, thoughts)
+            logprobs = _logprobs(service.tokenizer, sample.token_ids, sample.logprobs, count)
+            tokens = {"token_ids": sample.token_ids} if body.return_token_ids else {}
+            choices.append(_choice(sample.index, message, logprobs, reason, sample.stop_reason) | tokens)
+        asked: dict[str, Any] = {}
+        if body.prompt_logprobs is not None:
+            asked["prompt_logprobs"] = prompt_logprobs(outputs[0])
+        if body.return_token_ids:
+            asked["prompt_token_ids"] = outputs[0].prompt_token_ids
+        return whole(head, choices, {"usage": usage(*counted(outputs), reading.counted(num_reasoning))} | asked)
+
+    if body.use_beam_search:
+        beams = Beams(service, [prompt], name, body.n or 1)
+        await beams.begin(request, body, max_tokens, count if body.logprobs else None)
+        if body.stream:
+            head["object"] = "chat.completion.chunk"
+            job = Stream([(one, []) for one in beams.outputs])
+            return beams.streamed(request, _Events(service, body, head, job, reading))
+        return answer(await beams.ended(request))
     params = service.sampling(body, max_tokens=max_tokens, logprobs=count if body.logprobs else None)
     check_num_logprobs(service, [prompt], params, "top_logprobs" if count else "logprobs")
     guide = None
@@ -67,18 +86,8 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
         events, abort = _Events(service, body, head, job, reading), lambda: service.worker.abort(job)
         return StreamedAnswer(job, events, abort, service.config.sse_keep_alive)
     outputs = await service.run(request, Generation(made), body.grammar_field())
-
-    def answer() -> Response:
-        choices, num_reasoning = [], 0
-        for sample in outputs[0].outputs:
-            message, reason, thoughts = _read(reading, sample.index, sample.text, sample.finish_reason)
-            num_reasoning += reading.num_reasoning(sample.token_ids, thoughts)
-            logprobs = _logprobs(service.tokenizer, sample.token_ids, sample.logprobs, count)
-            choices.append(_choice(sample.index, message, logprobs, reason, sample.stop_reason))
-        asked = {} if body.prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs(outputs[0])}
-        return whole(head, choices, {"usage": usage(*counted(outputs), reading.counted(num_reasoning))} | asked)
-
-    return await aside(num_logprobs(outputs) + sum(len(sample.text) for sample in outputs[0].outputs), answer)
+    size = num_logprobs(outputs) + sum(len(sample.text) for sample in outputs[0].outputs)
+    return await aside(size, partial(answer, outputs))
 
 
 def _read(reading: Reading, sample: int, text: str, reason: str | None) -> tuple[dict[str, Any], str | None, str]:
@@ -137,7 +146,8 @@ class _Events:
         if self._job.is_continued:
             return b""
         speaks = {"role": "assistant", "content": ""}
-        return b"".join(self._piece(index, speaks) for index in range(self._body.n or 1))
+        prompt = {"prompt_token_ids": self._output.prompt_token_ids} if self._body.return_token_ids else {}
+        return b"".join(self._piece(index, speaks, **prompt) for index in range(self._body.n or 1))
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
         """The pieces of the deltas' choices."""
@@ -159,28 +169,30 @@ class _Events:
     def _events(self, delta: Delta) -> list[bytes]:
         if delta.error is not None:
             return [data(request_failed(delta.error, self._body.grammar_field()).body())]
-        if delta.logprobs is None and delta.finish_reason is None:
+        if delta.logprobs is None and delta.finish_reason is None and not self._body.return_token_ids:
             counts = len(self._output.prompt_token_ids), self._generated
             return [self._chunks.text(delta.sample, delta.text, _said, *counts)] if delta.text else []
         events, count = [], self._body.top_logprobs or 0
         logprobs = _logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, count)
-        if delta.text or (logprobs and delta.token_ids):
-            events.append(self._piece(delta.sample, {"content": delta.text}, logprobs))
+        tokens = {"token_ids": delta.token_ids} if self._body.return_token_ids else {}
+        if delta.text or (logprobs and delta.token_ids) or any(tokens.values()):
+            events.append(self._piece(delta.sample, {"content": delta.text}, logprobs, **tokens))
         if delta.finish_reason is not None:
             end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
             events.append(self._piece(delta.sample, {}, **end))
         return events
 
     def _read_events(self, delta: Delta) -> list[bytes]:
-        """The same of an answer that is read: logprobs come with the first piece of their tokens."""
+        """The same of an answer that is read. One piece has all that a delta brings, as a client has it or not."""
         if delta.error is not None:
             return [data(request_failed(delta.error, self._body.grammar_field()).body())]
         writer = self._writers[delta.sample]
-        found = writer.deltas(delta.text, is_last=delta.finish_reason is not None)
+        found = writer.delta(delta.text, is_last=delta.finish_reason is not None)
         logprobs = _logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, self._body.top_logprobs or 0)
-        if logprobs and delta.token_ids and not found:
-            found.append({"content": ""})
-        events = [self._piece(delta.sample, one, logprobs if i == 0 else None) for i, one in enumerate(found)]
+        tokens = {"token_ids": delta.token_ids} if self._body.return_token_ids else {}
+        events = []
+        if found or ((logprobs or tokens) and delta.token_ids):
+            events.append(self._piece(delta.sample, found or {"content": ""}, logprobs, **tokens))
         if delta.finish_reason is not None:
             end = {"finish_reason": writer.reason(delta.finish_reason), "stop_reason": delta.stop_reason}
             events.append(self._piece(delta.sample, {}, **end))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from quire.infill import infill
 from quire.request import SamplingParams
+from quire.server.api.beams import Beams
 from quire.server.api.chunks import Chunks, usage
 from quire.server.api.jobs import Delta, Generation, Stream
 from quire.server.api.service import (
@@ -41,7 +44,10 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
     body.check_together()
     given = listed(body.prompt)
     size = sum(map(len, given))
-    prompts = await service.take_apart(request, size, lambda: [_prompt(service, one, body) for one in given])
+    prompts = await service.take_apart(
+        request, size, lambda: [service.truncate(_prompt(service, one, body), body, body.max_tokens) for one in given]
+    )
+    prompts, ends = await _filled_in(service, request, body, prompts)
     # Without a new token nothing would run, so one is drawn, and not reported.
     max_tokens = service.room_for(prompts, body, "max_tokens") or (1 if body.max_tokens == 0 else None)
     if body.max_tokens == 0 and not body.echo:
@@ -49,12 +55,24 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
     identity = service.identity(request, "cmpl")
     name, created = identity
     head = {"id": name, "object": "text_completion", "created": created, "model": service.answering(body.model)}
+    writer = _Writer(service, body, prompts)
+
+    def answer(outputs: list[RequestOutput]) -> Response:
+        num_prompt, num_generated, num_cached = counted(outputs)
+        choices = (choice for i, output in enumerate(outputs) for choice in writer.choices(i, output))
+        numbers = usage(num_prompt, 0 if body.max_tokens == 0 else num_generated, num_cached)
+        return whole(head, choices, {"usage": numbers})
+
     if body.use_beam_search:
-        return await _search(service, request, body, head, prompts, max_tokens)
-    params = _params(service, body, max_tokens)
+        service.check_logprobs("logprobs", body.logprobs)
+        beams = Beams(service, prompts, name, body.n or 1)
+        await beams.begin(request, body, max_tokens, body.logprobs)
+        if body.stream:
+            return beams.streamed(request, _Events(body, head, writer, Stream([(one, []) for one in beams.outputs])))
+        return answer(await beams.ended(request))
+    params = _params(service, body, max_tokens, ends)
     check_num_logprobs(service, prompts, params, "best_of" if body.logprobs is None else "logprobs")
     made = await service.requests(request, body, name, prompts, params, await service.guide(request, body))
-    writer = _Writer(service, body, prompts)
     if body.stream:
         job = service.stream(request, identity, made)
         await service.worker.submit(job)
@@ -66,14 +84,7 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
             num_prompt_logprobs(prompts, params),
         )
     outputs = await service.run(request, Generation(made), body.grammar_field())
-
-    def answer() -> Response:
-        num_prompt, num_generated, num_cached = counted(outputs)
-        choices = (choice for i, output in enumerate(outputs) for choice in writer.choices(i, output))
-        numbers = usage(num_prompt, 0 if body.max_tokens == 0 else num_generated, num_cached)
-        return whole(head, choices, {"usage": numbers})
-
-    return await aside(num_logprobs(outputs), answer)
+    return await aside(num_logprobs(outputs), partial(answer, outputs))
 
 
 def check_num_logprobs(service: Service, prompts: Sequence[Prompt], params: SamplingParams, name: str) -> None:
@@ -108,9 +119,25 @@ def _prompt(service: Service, given: str | list[int], body: CompletionRequest) -
     return Prompt(text, given)
 
 
-def _params(service: Service, body: CompletionRequest, max_tokens: int | None) -> SamplingParams:
+async def _filled_in(
+    service: Service, request: HttpRequest, body: CompletionRequest, prompts: list[Prompt]
+) -> tuple[list[Prompt], list[int]]:
+    """Prompts for what stands before the body's suffix, and the tokens that end it; without one, the prompts."""
+    if not body.suffix:
+        return prompts, []
+    service.check_text(body.suffix, "suffix")
+    size = len(body.suffix) + sum(len(prompt.tokens) for prompt in prompts)
+    make = [partial(infill, service.tokenizer, prompt.tokens, body.suffix) for prompt in prompts]
+    found = await service.take_apart(request, size, lambda: [one() for one in make])
+    return [Prompt(prompt.text, one.tokens) for prompt, one in zip(prompts, found, strict=True)], found[0].ends
+
+
+def _params(service: Service, body: CompletionRequest, max_tokens: int | None, ends: list[int]) -> SamplingParams:
+    """ends: tokens that end the text besides those that the body names."""
     num_choices = body.n or 1
     own: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs}
+    if ends:
+        own["stop_token_ids"] = [*(body.stop_token_ids or ()), *ends]
     if body.best_of is not None:
         if body.best_of < num_choices:
             raise ApiError(f"best_of is {body.best_of}; it must be at least n, which is {num_choices}", param="best_of")
@@ -122,26 +149,6 @@ def _params(service: Service, body: CompletionRequest, max_tokens: int | None) -
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         own["prompt_logprobs"] = body.logprobs
     return service.sampling(body, **own)
-
-
-async def _search(
-    service: Service,
-    request: HttpRequest,
-    body: CompletionRequest,
-    head: dict[str, Any],
-    prompts: Sequence[Prompt],
-    max_tokens: int | None,
-) -> Response:
-    if len(prompts) > 1:
-        raise ApiError(f"use_beam_search takes one prompt at a time; {len(prompts)} were given", param="prompt")
-    [prompt] = prompts
-    found = await service.search(request, body, head["id"], prompt, max_tokens)
-    choices = [
-        {"index": i, "text": text, "logprobs": None, "finish_reason": reason, "stop_reason": None}
-        for i, (text, reason, _) in enumerate(found)
-    ]
-    generated = sum(count for _, _, count in found)
-    return JsonBody(head | {"choices": choices, "usage": usage(len(prompt.tokens), generated, 0)})
 
 
 class _Events:
@@ -221,7 +228,7 @@ class _Writer:
             "finish_reason": sample.finish_reason if shown else "length",
             "stop_reason": sample.stop_reason if shown else None,
         }
-        return choice | self._prompt_logprobs(output)
+        return choice | self._prompt_logprobs(output) | self._token_ids(output, sample.token_ids)
 
     def index(self, number: int, delta: Delta) -> int:
         """The number of a delta's choice."""
@@ -230,6 +237,8 @@ class _Writer:
     def is_plain(self, number: int, delta: Delta) -> bool:
         """Whether a delta brings its choice some text, and nothing else that is to be sent."""
         if delta.logprobs is not None or delta.finish_reason is not None or delta.is_known:
+            return False
+        if self._body.return_token_ids:
             return False
         return (number, delta.sample) in self._offsets and self._body.max_tokens != 0
 
@@ -245,7 +254,7 @@ class _Writer:
         if is_first and self._body.echo:
             text = (self._prompts[number].text or "") + text
             positions = self._echoed(delta.output) + positions
-        if not (text or positions or delta.finish_reason or is_first):
+        if not (text or positions or delta.finish_reason or is_first or self._body.return_token_ids):
             return None
         offset = self._offsets.setdefault(key, 0)
         logprobs = None if self._body.logprobs is None else self._logprobs(positions, offset)
@@ -256,7 +265,15 @@ class _Writer:
             "finish_reason": delta.finish_reason if shown or delta.finish_reason is None else "length",
             "stop_reason": delta.stop_reason if shown else None,
         }
+        choice |= self._token_ids(delta.output if is_first else None, delta.token_ids)
         return choice | (self._prompt_logprobs(delta.output) if is_first else {})
+
+    def _token_ids(self, output: RequestOutput | None, tokens: list[int]) -> dict[str, Any]:
+        """The choice's tokens, and those of its prompt where its output is given, if they were asked for."""
+        if not self._body.return_token_ids:
+            return {}
+        prompt = {} if output is None else {"prompt_token_ids": output.prompt_token_ids}
+        return prompt | {"token_ids": [] if self._body.max_tokens == 0 else tokens}
 
     def _echoed(self, output: RequestOutput) -> list[tuple[int, Candidates | None]]:
         if self._body.logprobs is None or output.prompt_logprobs is None:

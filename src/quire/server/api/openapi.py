@@ -98,6 +98,8 @@ class CompletionChoice(Answer):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     prompt_logprobs: PromptLogprobs = None
+    prompt_token_ids: list[int] = []
+    token_ids: list[int] = []
 
 
 class Completion(Answer):
@@ -177,6 +179,7 @@ class ChatChoice(Answer):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
     stop_reason: int | str | None
+    token_ids: list[int] = []
 
 
 class ChatCompletion(Answer):
@@ -189,6 +192,7 @@ class ChatCompletion(Answer):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs = None
+    prompt_token_ids: list[int] = []
 
 
 class FunctionDelta(Answer):
@@ -225,6 +229,8 @@ class ChatChunkChoice(Answer):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
     stop_reason: int | str | None = None
+    prompt_token_ids: list[int] = []  # of a choice's first piece
+    token_ids: list[int] = []
 
 
 class ChatChunk(Answer):

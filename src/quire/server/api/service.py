@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
-from quire.engine.beam import BeamSearchParams
 from quire.errors import BadValue, RequestError
 from quire.request import MAX_SEED, Guide, Request, SamplingParams
 from quire.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
@@ -32,7 +31,7 @@ from quire.server.protocol.embeddings import EmbeddingRequest
 from quire.server.protocol.sampling import Sampling
 from quire.server.server_config import HttpConfig
 from quire.server.tools.dialect import Dialect
-from quire.text import Detokenizer, RequestOutput, Tokenizer, make_requests
+from quire.text import RequestOutput, Tokenizer, make_requests, truncated
 
 if TYPE_CHECKING:  # its packages are an extra
     from quire.server.watch.traces import Traces
@@ -46,28 +45,6 @@ LONG_TEXT = 4096  # characters or tokens above which a text is taken apart on an
 LOWEST_LOGPROB = -9999.0  # what stands for numbers that JSON does not have, as in vLLM
 COPIED = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty",
           "min_tokens")  # fmt: skip
-# What a beam search cannot be asked for, and what each is while it is not asked for.
-NOT_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
-    "stream": (None, False),
-    "echo": (None, False),
-    "logprobs": (None, False),
-    "prompt_logprobs": (None,),
-    "stop": (None, [], ""),
-    "stop_token_ids": (None, []),
-    "min_tokens": (None, 0),
-    "best_of": (None,),
-    "temperature": (None, 0, 1),
-    "top_p": (None, 1),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "seed": (None,),
-    "priority": (None, 0),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-}
 
 
 @dataclass
@@ -76,14 +53,6 @@ class Prompt:
 
     text: str | None  # None where token ids were given
     tokens: list[int]
-
-
-class Found(NamedTuple):
-    """What a beam search found."""
-
-    text: str  # after the prompt
-    finish_reason: str
-    num_tokens: int
 
 
 class Identity(NamedTuple):
@@ -207,6 +176,14 @@ class Service:
             return function()
         return await self._texts.run(client_of(request), function, size)
 
+    def truncate(self, prompt: Prompt, body: Sampling, max_tokens: int | None) -> Prompt:
+        """The end of a prompt, where the body asks for no more of it."""
+        tokens = truncated(prompt.tokens, body.truncate_prompt_tokens, max_tokens, self.model.max_model_len)
+        if len(tokens) == len(prompt.tokens):
+            return prompt
+        text = None if prompt.text is None else self.tokenizer.decode(tokens)
+        return Prompt(text, tokens)
+
     def check_length(self, prompt: Prompt) -> int:
         """Tokens that there is room for after a prompt. Raises ApiError if there is none."""
         room = self.model.max_model_len - len(prompt.tokens)
@@ -246,14 +223,17 @@ class Service:
                 f"min_tokens is {body.min_tokens}; at most {most} tokens were asked for, so it must be in 0..{most}"
             )
             raise ApiError(message, param="min_tokens")
+        usual = {"n": body.n or 1, "prompt_logprobs": body.prompt_logprobs, "stop_token_ids": body.stop_token_ids}
         return SamplingParams(
-            **{"n": body.n or 1, "prompt_logprobs": body.prompt_logprobs} | given | own,
+            **usual | given | own,
             seed=seed,
             stop=body.stop or None,
-            stop_token_ids=body.stop_token_ids,
             include_stop_str_in_output=body.include_stop_str_in_output,
             ignore_eos=body.ignore_eos,
             skip_special_tokens=body.skip_special_tokens,
+            logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+            allowed_token_ids=body.allowed_token_ids or None,
+            bad_words=body.bad_words,
         )
 
     def check_logprobs(self, name: str, count: int | None) -> None:
@@ -298,15 +278,13 @@ class Service:
         tools: Callable[[], Spec] | None,
         thinking: Thinking | None,
     ) -> Guide:
-        form, spec = body.response_format, None
+        spec, asked = None, body.structure()
         if tools is not None:
             spec = await self._quick_grammars.run(client, tools)
-        elif name in ("regex", "grammar"):
-            spec = Spec(name, getattr(body, name))
-        elif form is not None and form.type == "json_object":
-            spec = Spec("json_object")
-        elif form is not None and form.type == "json_schema":  # on another thread: it may be as large as a body
-            spec = await self._quick_grammars.run(client, partial(Spec.of_schema, form.schema_given()))
+        elif asked is not None and isinstance(asked.json, Mapping):  # on another thread: it may be as large as a body
+            spec = await self._quick_grammars.run(client, partial(Spec.of, asked))
+        elif asked is not None:
+            spec = Spec.of(asked)
         if thinking is not None:
             spec = Spec.of_thoughts(thinking, spec)
         if spec is None:
@@ -397,45 +375,6 @@ class Service:
             await job.ended.wait()
         if job.error is not None:
             raise job.error
-
-    async def search(
-        self, request: HttpRequest, body: Sampling, name: str, prompt: Prompt, max_tokens: int | None
-    ) -> list[Found]:
-        """The n best continuations that a beam search of that width finds, best first."""
-        asked = (one for one, neutral in NOT_IN_BEAM_SEARCH.items() if getattr(body, one, None) not in neutral)
-        if option := next(asked, body.grammar_field()):
-            raise ApiError(f"{option} does not go with use_beam_search; leave one of them out", param=option)
-        room = self.check_length(prompt)
-        params = BeamSearchParams(
-            beam_width=body.n or 1,
-            max_tokens=min(max_tokens or room, room),
-            ignore_eos=body.ignore_eos,
-            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
-        )
-        size = len(prompt.tokens)
-
-        salt, lora = self.salt(request, body), self.lora_of(body.model)
-        make = partial(self.worker.search, name, prompt.tokens, params, salt, lora)
-        job = await self.take_apart(request, size, make, params.beam_width)
-        await self.worker.submit(job)
-        await self.wait(request, job)
-        if job.failure is not None:
-            raise request_failed(job.failure)
-
-        def read() -> list[Found]:
-            return [
-                Found(self._text_after(prompt, one.tokens), one.finish_reason.value, len(one.tokens))
-                for one in job.results()
-            ]
-
-        return await self.take_apart(request, size, read, params.beam_width)
-
-    def _text_after(self, prompt: Prompt, tokens: Sequence[int]) -> str:
-        """What tokens add to a prompt's text, which may end within a character."""
-        if self.model.tokenizer is None:
-            return ""
-        detokenizer = Detokenizer(self.model.tokenizer, prompt.tokens, skip_special_tokens=True)
-        return "".join([*(detokenizer.add(token) for token in tokens), detokenizer.finish()])
 
 
 def _samples_field(body: Sampling) -> str:

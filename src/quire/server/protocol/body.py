@@ -56,6 +56,7 @@ NoFlag = Annotated[bool, WithJsonSchema({"const": False})]
 # Values that such a field may have besides, since they ask for what is done anyway.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
+    "guided_decoding_backend": ("auto", "guidance"),
     "modalities": (["text"],),
     "prompt_cache_options": ({"mode": "implicit"},),
     "prompt_cache_retention": ("in_memory",),

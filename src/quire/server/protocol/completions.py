@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 
-from quire.server.protocol.body import MAX_N, MAX_TOKEN, Inputs, NoText, On
+from quire.server.http.api_error import ApiError
+from quire.server.protocol.body import MAX_N, MAX_TOKEN, Inputs, On, Text
 from quire.server.protocol.sampling import Sampling
 
 
@@ -14,13 +15,15 @@ class CompletionRequest(Sampling):
     """The body of /v1/completions."""
 
     prompt: Inputs
-    suffix: NoText | None = None
+    suffix: Text | None = None  # what stands after the text that is asked for
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = 16
     echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     add_special_tokens: On = True
 
-    NOT_SERVED: ClassVar[dict[str, str]] = Sampling.NOT_SERVED | {
-        "suffix": "text cannot be filled in before a suffix: models here only continue"
-    }
+    def check_together(self) -> None:
+        """As for chats, and what only a completion has."""
+        super().check_together()
+        if self.suffix and self.echo:
+            raise ApiError("echo does not go with suffix, whose text would stand between the two", param="echo")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, StringConstraints, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from quire.engine.beam import MAX_LENGTH_PENALTY
-from quire.request import MAX_SEED, SMALLEST
+from quire.errors import RequestError
+from quire.request import MAX_BIAS, MAX_SEED, NOT_STRUCTURED, SMALLEST, StructuredOutputsParams
 from quire.server.http.api_error import ApiError
 from quire.server.protocol.body import (
+    MAX_GRAMMAR,
     MAX_N,
     MAX_PROMPT,
     MAX_STOP_TOKENS,
@@ -20,7 +23,7 @@ from quire.server.protocol.body import (
     Grammar,
     Name,
     NoFlag,
-    NoObject,
+    NoText,
     Number,
     Off,
     On,
@@ -30,6 +33,18 @@ from quire.server.protocol.body import (
     Token,
     neutral,
 )
+
+MAX_BIASED = 4096  # tokens of a logit_bias; OpenAI takes 300
+MAX_ALLOWED = 2**18  # token ids
+MAX_BAD_WORDS = 256
+MAX_CHOICES = 4096
+Bias = Annotated[Number, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+Choices = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR)]],
+    Field(max_length=MAX_CHOICES, fail_fast=True),
+]
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")  # of vLLM's structured_outputs
+GRAMMAR_FIELDS = ("regex", "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 class StreamOptions(Body):
@@ -75,6 +90,36 @@ class ResponseFormat(Body):
         return self.json_schema.schema_
 
 
+class StructuredOutputs(Body):
+    """What the text has to be, as vLLM has it; one of these."""
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    regex: Grammar | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
+    json_object: bool | None = None
+
+    disable_any_whitespace: NoFlag | None = None
+    disable_additional_properties: NoFlag | None = None
+    whitespace_pattern: NoText | None = None
+    structural_tag: NoText | None = None
+
+    NOT_SERVED: ClassVar[dict[str, str]] = {
+        name: NOT_STRUCTURED[name]
+        for name in (
+            "disable_any_whitespace",
+            "disable_additional_properties",
+            "whitespace_pattern",
+            "structural_tag",
+        )
+    }
+
+    def asked(self) -> dict[str, Any]:
+        """The fields that ask for something."""
+        given = {name: getattr(self, "json_" if name == "json" else name) for name in STRUCTURES}
+        return {name: value for name, value in given.items() if value}
+
+
 class Sampling(Body):
     """What completions and chat completions have in common. The second part is vLLM's."""
 
@@ -84,6 +129,7 @@ class Sampling(Body):
     top_p: Annotated[Number, Field(ge=SMALLEST, le=1)] | None = 1.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = 0.0
+    logit_bias: Annotated[dict[Name, Bias], Field(max_length=MAX_BIASED)] | None = None
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop: StopText | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = False
@@ -106,19 +152,56 @@ class Sampling(Body):
     length_penalty: Annotated[Number, Field(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = 1.0
     regex: Grammar | None = None
     grammar: Grammar | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: Grammar | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    guided_decoding_backend: Annotated[Name, neutral("guided_decoding_backend", NO_TEXT)] | None = None
+    guided_whitespace_pattern: NoText | None = None
+    allowed_token_ids: Annotated[list[Token], Field(max_length=MAX_ALLOWED, fail_fast=True)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None
+    return_token_ids: Off = False
+    spaces_between_special_tokens: On = True
 
     # Fields of OpenAI's that are taken where they ask for nothing, since clients send them, and otherwise refused.
-    logit_bias: NoObject | None = None
     metadata: dict[str, Any] | None = None  # of no consequence, by definition: what a client notes for itself
     store: NoFlag | None = None
     service_tier: Annotated[Name, neutral("service_tier", NO_TEXT)] | None = None
 
     NOTES: ClassVar[tuple[str, ...]] = ("user", "metadata")
     NOT_SERVED: ClassVar[dict[str, str]] = {
-        "logit_bias": "tokens cannot be biased here",
         "store": "nothing is stored here",
+        "guided_decoding_backend": NOT_STRUCTURED["backend"],
+        "guided_whitespace_pattern": NOT_STRUCTURED["whitespace_pattern"],
         "service_tier": "there is one tier of service here, 'default' (and see priority)",
     }
+
+    @field_validator("logit_bias", mode="after")
+    @classmethod
+    def check_tokens(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        """JSON has no integers as keys, so they are texts here."""
+        for token in value or ():
+            if not (token.isascii() and token.isdecimal()):
+                raise PydanticCustomError("no_token", "{token}", {"token": token})
+        return value
+
+    @field_validator("truncate_prompt_tokens", mode="after")
+    @classmethod
+    def check_some_are_kept(cls, value: int | None) -> int | None:
+        """A prompt without a token cannot be continued."""
+        if value == 0:
+            raise ValueError("it must be at least 1, or -1 for as many tokens as there is room for")
+        return value
+
+    @field_validator("spaces_between_special_tokens", mode="after")
+    @classmethod
+    def check_spaces(cls, value: bool) -> bool:
+        """Nothing else is served."""
+        if not value:
+            raise ValueError("special tokens are written as the tokenizer writes them; leave it out")
+        return value
 
     def check_together(self) -> None:
         """Raise ApiError for a field that is right by itself, but has no effect beside the others, or without one."""
@@ -131,10 +214,34 @@ class Sampling(Body):
 
     def grammar_field(self) -> str | None:
         """The field that asks for a grammar, if one does. Raises ApiError where several do."""
-        given = [name for name in ("regex", "grammar") if getattr(self, name)]
+        return self.structure_field()
+
+    def structure_field(self) -> str | None:
+        """The field that says what the text has to be, if one does. Raises ApiError where several do."""
+        given = [name for name in GRAMMAR_FIELDS if getattr(self, name)]
+        if self.structured_outputs is not None and self.structured_outputs.asked():
+            given.insert(0, "structured_outputs")
         if self.response_format is not None and self.response_format.type != "text":
             given.insert(0, "response_format")
         if len(given) > 1:
             message = f"{' and '.join(given)} were given; a text can follow one of them only"
             raise ApiError(message, param=given[1])
         return given[0] if given else None
+
+    def structure(self) -> StructuredOutputsParams | None:
+        """What the text has to be, whichever field says so. Raises ApiError for what cannot be, or for several."""
+        name, form = self.structure_field(), self.response_format
+        if name is None:
+            return None
+        if name == "structured_outputs" and self.structured_outputs is not None:
+            asked = self.structured_outputs.asked()
+        elif name != "response_format" or form is None:
+            asked = {name.removeprefix("guided_"): getattr(self, name)}
+        elif form.type == "json_object":
+            asked = {"json_object": True}
+        else:
+            asked = {"json": form.schema_given()}
+        try:
+            return StructuredOutputsParams(**asked)
+        except RequestError as error:
+            raise ApiError(str(error), param=name) from error

@@ -187,7 +187,7 @@ SIGNS: tuple[tuple[str, str], ...] = (
     (r"<tool_call>", "hermes"),
     (r"tool_code", "gemma"),
     (r"\[\w+\(\w+=", "pythonic"),
-    (r"<\|python_tag\|>|\"parameters\": ", "llama3_json"),
+    (r"<\|python_tag\|>|ipython(?s:.*)\"parameters\": ", "llama3_json"),
 )
 SIGNS_OF_THOUGHTS: tuple[tuple[str, str], ...] = (
     (r"<\|channel\|>analysis|<\|channel\|>", "openai_gptoss"),

@@ -15,6 +15,7 @@ from quire.server.tools.reader import Wait, drop
 from quire.server.tools.values import escaped, json_of_literal, json_of_text
 
 Read = Callable[[Writer], Wait[None]]
+MAX_DEPTH = 100  # of a value within a value, where they are read one by one
 HEADER = re.compile(r"to=(?:functions\.)?([\w.-]+)")  # of a harmony message to a function
 
 
@@ -333,10 +334,10 @@ def gemma(begin: str, end: str, quote: str) -> Read:
                 to.say(raw)
                 continue
             to.call(name)
-            yield from members(to)
+            yield from members(to, 1)
             yield from reader.until((end,), drop)
 
-    def members(to: Writer) -> Wait[bool]:
+    def members(to: Writer, depth: int) -> Wait[bool]:
         """The rest of an object. False: it does not end."""
         reader = to.reader
         is_first = True
@@ -354,12 +355,12 @@ def gemma(begin: str, end: str, quote: str) -> Read:
                 return False
             to.key(key.strip(), is_first=is_first)
             is_first = False
-            if not (yield from value(to)):
+            if not (yield from value(to, depth)):
                 return False
             yield from reader.space()
             yield from reader.match(",")
 
-    def value(to: Writer) -> Wait[bool]:
+    def value(to: Writer, depth: int) -> Wait[bool]:
         reader = to.reader
         yield from reader.space()
         if (yield from reader.match(quote)):
@@ -367,10 +368,10 @@ def gemma(begin: str, end: str, quote: str) -> Read:
             if not (yield from reader.until((quote,), lambda text: to.argue(escaped(text)))):
                 return False
             to.argue('"')
-        elif (yield from reader.match("{")):
-            return (yield from members(to))
-        elif (yield from reader.match("[")):
-            return (yield from items(to))
+        elif depth < MAX_DEPTH and (yield from reader.match("{")):
+            return (yield from members(to, depth + 1))
+        elif depth < MAX_DEPTH and (yield from reader.match("[")):
+            return (yield from items(to, depth + 1))
         else:
             text = yield from reader.scalar(",}]")
             if not (yield from reader.peek()):
@@ -378,7 +379,7 @@ def gemma(begin: str, end: str, quote: str) -> Read:
             to.argue(json_of_literal(text.strip()))
         return True
 
-    def items(to: Writer) -> Wait[bool]:
+    def items(to: Writer, depth: int) -> Wait[bool]:
         reader = to.reader
         is_first = True
         while True:
@@ -388,7 +389,7 @@ def gemma(begin: str, end: str, quote: str) -> Read:
                 return True
             to.argue("[" if is_first else ", ")
             is_first = False
-            if not (yield from value(to)):
+            if not (yield from value(to, depth)):
                 return False
             yield from reader.space()
             yield from reader.match(",")

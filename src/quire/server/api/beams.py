@@ -1,0 +1,155 @@
+"""Beam searches of a request's prompts: their answers are those of samples, and come when the searches have ended."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+
+from quire.engine.beam import BeamSearchParams, Hypothesis
+from quire.server.api.jobs import SearchJob, Stream
+from quire.server.api.service import Prompt, Service
+from quire.server.api.streamed import EventWriter
+from quire.server.http.api_error import ApiError, request_failed
+from quire.server.http.sse import DONE, EventStream, data
+from quire.server.protocol.sampling import Sampling
+from quire.text import CompletionOutput, Detokenizer, RequestOutput, Tokenizer, beam_logprobs
+
+# What a beam search cannot be asked for, and what each is while it is not asked for.
+NOT_IN_BEAM_SEARCH: dict[str, tuple[Any, ...]] = {
+    "echo": (None, False),
+    "prompt_logprobs": (None,),
+    "stop": (None, [], ""),
+    "stop_token_ids": (None, []),
+    "min_tokens": (None, 0),
+    "best_of": (None,),
+    "temperature": (None, 0, 1),
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, []),
+    "seed": (None,),
+    "priority": (None, 0),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+}
+
+
+class Beams:
+    """The searches of some prompts, a job each."""
+
+    def __init__(self, service: Service, prompts: Sequence[Prompt], name: str, width: int) -> None:
+        """name: of the answer. width: beams of each prompt."""
+        self.outputs = [  # filled when all searches have ended
+            RequestOutput(f"{name}-{i}", one.text, one.tokens, [CompletionOutput(j) for j in range(width)])
+            for i, one in enumerate(prompts)
+        ]
+        self._service = service
+        self._width = width
+        self._jobs: list[SearchJob] = []
+
+    async def begin(self, request: HttpRequest, body: Sampling, max_tokens: int | None, logprobs: int | None) -> None:
+        """Submit them. Raises ApiError or RequestError, and then none of them goes on."""
+        asked = (one for one, neutral in NOT_IN_BEAM_SEARCH.items() if getattr(body, one, None) not in neutral)
+        if option := next(asked, body.grammar_field()):
+            raise ApiError(f"{option} does not go with use_beam_search; leave one of them out", param=option)
+        service = self._service
+        service.worker.check_room(len(self.outputs) * self._width)
+        whose = service.salt(request, body), service.lora_of(body.model)
+        for output in self.outputs:
+            tokens = output.prompt_token_ids
+            room = service.check_length(Prompt(output.prompt, tokens))
+            params = BeamSearchParams(
+                beam_width=self._width,
+                max_tokens=min(max_tokens or room, room),
+                ignore_eos=body.ignore_eos,
+                length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+                logprobs=logprobs,
+            )
+            make = partial(service.worker.search, output.request_id, tokens, params, *whose)
+            self._jobs.append(await service.take_apart(request, len(tokens), make, self._width))
+        try:
+            for job in self._jobs:
+                await service.worker.submit(job)
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Take them back."""
+        for job in self._jobs:
+            self._service.worker.abort(job)
+
+    async def ended(self, request: HttpRequest) -> list[RequestOutput]:
+        """What they have found, when all of them have ended. They are taken back when the client goes.
+
+        Raises what one of them has failed with.
+        """
+        try:
+            for job in self._jobs:
+                await self._service.wait(request, job)
+            return await self._read(request)
+        except BaseException:
+            self.abort()
+            raise
+
+    def streamed(self, request: HttpRequest, writer: EventWriter) -> EventStream:
+        """The same as events: nothing is certain before the end, when all of it comes."""
+        return EventStream(self._parts(request, writer), self.abort)
+
+    async def _parts(self, request: HttpRequest, writer: EventWriter) -> AsyncIterator[bytes]:
+        if start := writer.begin():
+            yield start
+        try:
+            for job in self._jobs:
+                await job.ended.wait()
+                if job.error is not None:
+                    raise job.error
+            outputs = await self._read(request)
+        except ApiError as error:
+            self.abort()
+            yield data(error.body()) + DONE
+            return
+        news = Stream([(output, []) for output in outputs]).news
+        for output in outputs:
+            yield writer.events(news(output))
+        yield writer.end()
+
+    async def _read(self, request: HttpRequest) -> list[RequestOutput]:
+        """The outputs, filled with what was found. Raises ApiError for a search that has failed."""
+        for output, job in zip(self.outputs, self._jobs, strict=True):
+            if job.failure is not None:
+                raise request_failed(job.failure)
+            fill = partial(_samples, self._service.model.tokenizer, output.prompt_token_ids, job.results())
+            output.outputs = await self._service.take_apart(request, len(output.prompt_token_ids), fill, self._width)
+        return self.outputs
+
+
+def _samples(tokenizer: Tokenizer | None, prompt: list[int], found: Sequence[Hypothesis]) -> list[CompletionOutput]:
+    """The hypotheses as samples, the best first."""
+    return [
+        CompletionOutput(
+            index,
+            _text_after(tokenizer, prompt, one.tokens),
+            list(one.tokens),
+            one.cumulative_logprob,
+            beam_logprobs(one, tokenizer),
+            one.finish_reason.value,
+        )
+        for index, one in enumerate(found)
+    ]
+
+
+def _text_after(tokenizer: Tokenizer | None, prompt: list[int], tokens: Sequence[int]) -> str:
+    """What tokens add to a prompt's text, which may end within a character."""
+    if tokenizer is None:
+        return ""
+    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=True)
+    return "".join([*(detokenizer.add(token) for token in tokens), detokenizer.finish()])
