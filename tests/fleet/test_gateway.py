@@ -157,7 +157,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "x" * 60, "use_beam_search": True, "n": 100}),
     (COMPLETIONS, {"prompt": "x", "use_beam_search": True, "n": 9, "temperature": 0}),
     (COMPLETIONS, {"prompt": "x", "min_tokens": 5, "max_tokens": 4}),
-    (CHAT, {"messages": [{"role": "user", "content": "a", "nam": 0}]}),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "contents": 0}]}),
     (CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}),
     (CHAT, {"messages": [{"role": "user", "content": "a " * 2000}]}),
     (EMBEDDINGS, {"input": [99_999]}),

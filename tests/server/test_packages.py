@@ -12,7 +12,7 @@ MAY_IMPORT = {
     "http": {"http"},
     "protocol": {"protocol", "http"},
     "watch": {"watch", "http"},
-    "api": {"api", "watch", "protocol", "http", "server_config"},
+    "api": {"api", "watch", "protocol", "http", "tools", "server_config"},
 }
 
 

@@ -15,6 +15,7 @@ is left out, since no token, logprob or digest of a block depends on it:
           max_num_seqs, max_num_batched_tokens, scheduling_policy, async_scheduling, num_speculative_tokens
                                                  which rows are computed together: they keep their bits
           enable_lora, max_loras, max_lora_rank  what else could be loaded
+          generation_config                      a gateway sends all of a request's sampling with it
           seed                                   of requests without one; a gateway gives one to each
           num_blocks, kv_cache_memory, enable_prefix_caching, preemption, swap_space, state_snapshot_interval
                                                  what is kept, moved or computed again, with the same bits

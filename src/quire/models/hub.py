@@ -25,9 +25,10 @@ def locate(model: str | None) -> Path:
     A repository of which the cache lacks files is downloaded, unless the hub library is set to be offline; what is
     there of it already is not downloaded again. Raises ModelError where there is none of these.
     """
+    if model is None:
+        return EMBEDDED
     if (local := _local(model)) is not None:
         return local
-    assert model is not None
     cached = _cached(model)
     lacking = None if cached is None else missing_files(cached)
     if cached is not None and not lacking:
@@ -37,9 +38,10 @@ def locate(model: str | None) -> Path:
 
 def locate_description(model: str | None) -> Path:
     """As `locate`, but of a repository that is not in the cache only what describes it: no weights are downloaded."""
+    if model is None:
+        return EMBEDDED
     if (local := _local(model)) is not None:
         return local
-    assert model is not None
     cached = _cached(model)
     if cached is not None and (cached / "config.json").exists():
         return cached
@@ -63,10 +65,8 @@ def missing_files(directory: Path) -> list[str]:
     return sorted(wanted - present)
 
 
-def _local(model: str | None) -> Path | None:
+def _local(model: str) -> Path | None:
     """The directory of a model that is no repository. Raises ModelError for a path at which there is none."""
-    if model is None:
-        return EMBEDDED
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path

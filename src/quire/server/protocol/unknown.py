@@ -38,9 +38,6 @@ ALSO_CALLED = {
     "do_sample": "temperature (0 is greedy)",
     "ebnf": "grammar",
     "format": "response_format",
-    "guided_grammar": "grammar",
-    "guided_json": "response_format",
-    "guided_regex": "regex",
     "json_schema": "response_format",
     "lora": "model, by the adapter's name",
     "max_completion_tokens": "max_tokens",
@@ -62,7 +59,6 @@ ALSO_CALLED = {
     "stop_tokens": "stop_token_ids",
     "stop_words": "stop",
     "stopping_strings": "stop",
-    "structured_outputs": "response_format, regex or grammar",
     "temp": "temperature",
 }
 # ... or why there is none.
