@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from quire.server.api import openapi
 from tests.server.serving import Serving, serving
@@ -138,6 +139,13 @@ def test_a_required_call_is_one_of_the_functions(server: Serving) -> None:
                 for entry in one["logprobs"]["content"]
             ]
             assert entries == choices[0]["logprobs"]["content"]
+
+
+def test_arguments_without_a_name_in_the_schema_are_left_out(server: Serving) -> None:
+    open_schema = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}
+    body = {"tools": [named("clock", parameters=open_schema)], "tool_choice": "required", "parallel_tool_calls": False}
+    for choice in chat(server, **body, n=4, temperature=1.5)["choices"]:
+        assert_follows(choice["message"]["tool_calls"][0])
 
 
 def test_several_calls(server: Serving) -> None:
@@ -334,3 +342,22 @@ def test_a_model_whose_syntax_is_not_known_is_said_so() -> None:
             assert answer.status == 400
             assert word in answer.error()["message"]
         assert plain.post(CHAT, messages=MESSAGES, max_tokens=2, tools=[CLOCK], tool_choice="none").status == 200
+
+
+def test_the_openai_packages_tool_loop(server: Serving) -> None:
+    """A call, its result, and the conversation with both; whole, streamed, and put together by the package."""
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    said: list[Any] = [{"role": "user", "content": "the time"}]
+    body: dict[str, Any] = {"model": "quire-embedded", "tools": [CLOCK], "seed": 3, "max_tokens": 80}
+    choice: Any = {"type": "function", "function": {"name": "clock"}}
+    message = client.chat.completions.create(**body, messages=said, tool_choice=choice).choices[0].message
+    [call] = message.tool_calls or []
+    with client.chat.completions.stream(**body, messages=said, tool_choice=choice) as stream:
+        [streamed_call] = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert_follows(call.model_dump())
+    assert streamed_call.model_dump()["function"]["arguments"] == call.model_dump()["function"]["arguments"]
+    said += [message, {"role": "tool", "tool_call_id": call.id, "content": "12:00"}]
+    answer = client.chat.completions.create(**body, messages=said, tool_choice="none", temperature=0)
+    assert answer.choices[0].message.content
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
