@@ -277,6 +277,10 @@ for _ in range(200):
 HUGE = {"type": "object", "properties": {f"p{i}": {"enum": [f"v{j}" for j in range(40)]} for i in range(400)}}
 
 
+def calling(arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}]}
+
+
 def named(name: Any, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name} | more}
 
@@ -310,6 +314,8 @@ def named(name: Any, **more: Any) -> dict[str, Any]:
         ({"messages": [{"role": "tool", "content": "5"}]}, "messages", "messages[0].tool_call_id is missing"),
         ({"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages", "'assistant'"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "tool_calls[0].function is missing"),
+        ({"chat_template_kwargs": DEEP}, None, "chat_template_kwargs is nested"),
+        ({"messages": [calling(DEEP)]}, None, "arguments is nested"),
         ({"chat_template_kwargs": {"messages": []}}, "messages", "'messages'"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "leave one"),
         ({"thinking_token_budget": -1}, "thinking_token_budget", "-1"),
@@ -323,6 +329,26 @@ def test_what_cannot_be_done_is_refused_by_its_place(
     error = answer.error()
     assert words in error["message"]
     assert param is None or error["param"] == param
+
+
+def test_arguments_of_the_history_that_are_no_objects_stay_text(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}")
+    with serving(chat_template=template) as server:
+        for given, shown in (
+            ("{broken", '"{broken"'),
+            ("[1]", '"[1]"'),
+            ("", "{}"),
+            (None, "{}"),
+            ('{"a": 1}', '{"a": 1}'),
+            ({"a": 1}, '{"a": 1}'),
+        ):
+            assert prompt_of(server, messages=[calling(given)]) == shown
+        for opening in ("[", '{"a":'):
+            for depth in (150, 2000):  # above what is read, and above what Python reads
+                assert prompt_of(server, messages=[calling(opening * depth)]).startswith('"')
+                nested = opening * depth + "1" + {"[": "]"}.get(opening, "}") * depth
+                assert prompt_of(server, messages=[calling(nested)]).startswith('"')
 
 
 def test_a_recursive_schema_is_followed(server: Serving) -> None:
