@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
+from quire.cli import app
 from quire.engine.beam import BeamSearchParams
 from quire.errors import ConfigError, ModelError, QuireError, RequestError
 from quire.models import EMBEDDED
@@ -146,7 +148,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three adapters of the embedded model."""
     directory = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate("abc"):
-        save_adapter(directory / name, embedded_linears(), seed, spread=0.05)
+        save_adapter(directory / name, embedded_linears(), seed, spread=0.08)
     return directory
 
 
@@ -184,6 +186,8 @@ def test_every_method_takes_adapters(adapters: Path) -> None:
         llm.loglikelihood(prompts[0], " return", lora=lora, use_tqdm=False)[0].token_logprobs for lora in ("a", None)
     ]
     assert scores[0] != scores[1]
+    pairs = [llm.score(*prompts, lora=lora, use_tqdm=False)[0].outputs.score for lora in ("a", None)]
+    assert pairs[0] != pairs[1]
     beams = [
         llm.beam_search(prompts[0], BeamSearchParams(beam_width=2, max_tokens=4), lora=lora)[0].sequences[0].cum_logprob
         for lora in ("a", None)
@@ -304,6 +308,19 @@ def test_linears_without_adapters_are_named(tmp_path: Path) -> None:
         )
         with pytest.raises(ModelError, match=why):
             LLM(str(tmp_path / kind), lora={"x": tmp_path / "x"}, num_blocks=64)
+
+
+def test_the_command_takes_an_adapter(adapters: Path) -> None:
+    command = ["generate", "def f(x):", "--max-tokens", "8", "--temperature", "0", "--num-blocks", "64"]
+    texts = []
+    for option in ([], ["--lora", f"a={adapters / 'a'}"]):
+        result = CliRunner().invoke(app, command + option)
+        assert result.exit_code == 0, result.output
+        texts.append(result.stdout)
+    assert texts[0] != texts[1]
+    result = CliRunner().invoke(app, [*command, "--lora", "a"])
+    assert result.exit_code == 1
+    assert "lora contains 'a'; it must be NAME=PATH" in result.output
 
 
 def test_the_digest_is_of_the_weights(tmp_path: Path) -> None:
