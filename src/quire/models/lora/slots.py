@@ -79,7 +79,7 @@ class Loras:
         self.targets, self.dtype, self.device = targets, dtype, device
         self.part: TextPart | None = None  # of the checkpoint that the model is; set when it was loaded
         self._tables = list({id(one.table): one.table for one in targets.values() if one.table is not None}.values())
-        self.left: set[int] = set()  # slots whose adapters nobody can name any more
+        self.left: set[int] = set()  # slots whose adapters no request can name any more
 
     def __getitem__(self, name: str) -> Lora:
         """The adapter of that name. Raises RequestError where there is none."""
