@@ -244,12 +244,13 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """How similar the prompts of each pair are: the cosine of their embeddings, -1..1, as vLLM scores a decoder.
 
         One prompt of data_1 goes with all of data_2; else there are as many of both. Models that read a pair at once,
         cross-encoders, are not served. use_tqdm and priority are those of `generate`, for each of data_1, then of
-        data_2.
+        data_2. lora: the name of an adapter that embeds them all.
 
         Raises RequestError as `embed` does, and for numbers of prompts that make no pairs.
         """
@@ -258,7 +259,7 @@ class LLM:
             raise RequestError(
                 f"data_1 has {len(firsts)} prompts and data_2 has {len(seconds)}; give as many, or one as data_1"
             )
-        found = self.embed([*firsts, *seconds], use_tqdm=use_tqdm, priority=priority)
+        found = self.embed([*firsts, *seconds], use_tqdm=use_tqdm, priority=priority, lora=lora)
         first, second = found[: len(firsts)], found[len(firsts) :]
         return [
             similarity(one, other)

@@ -258,6 +258,8 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     is_queued = device.type == "cuda" and backend.graphable and model.capturable and not has_states(groups)
     loop = _loop(config, is_queued)
     reserve = working_memory(decoder, model.dtype.itemsize, config.most_tokens)
+    if model.loras is not None:
+        reserve += config.most_tokens * model.loras.row_bytes
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what was computed with while loading
         reserve += FIXED_RESERVE
