@@ -97,13 +97,8 @@ def made(
     """A request, or the last sample of it after delivered tokens."""
     sampling = SamplingParams(**{"max_tokens": COUNT, "seed": 11, "logprobs": 2, "ignore_eos": True} | KINDS[kind])
     assert llm.tokenizer is not None
-    output, requests = make_requests(
-        name,
-        None,
-        llm.tokenizer.encode(PROMPT),
-        sampling,
-        constraints=constraints_for(sampling, llm.tokenizer, llm.engine.vocab_size),
-    )
+    limits = constraints_for(sampling, llm.tokenizer, llm.engine.vocab_size)
+    output, requests = make_requests(name, None, llm.tokenizer.encode(PROMPT), sampling, constraints=limits)
     guide = guide_of(kind, llm)
     if delivered:
         output.outputs, requests = output.outputs[-1:], requests[-1:]

@@ -17,7 +17,7 @@ def constraints_of(
 ) -> Constraints | None:
     """Which tokens may be drawn at any time. None: nothing is said of it. Requests that ask for the same may share it.
 
-    bad_sequences: the tokens of each bad word, in order. Raises RequestError for token ids that are not the vocabulary's.
+    bad_sequences: the tokens of each bad word. Raises RequestError for token ids that are not the vocabulary's.
     """
     if not (sampling.logit_bias or sampling.allowed_token_ids is not None or bad_sequences):
         return None

@@ -38,9 +38,6 @@ ALSO_CALLED = {
     "do_sample": "temperature (0 is greedy)",
     "ebnf": "grammar",
     "format": "response_format",
-    "guided_grammar": "grammar",
-    "guided_json": "response_format",
-    "guided_regex": "regex",
     "json_schema": "response_format",
     "lora": "model, by the adapter's name",
     "max_completion_tokens": "max_tokens",
@@ -62,7 +59,6 @@ ALSO_CALLED = {
     "stop_tokens": "stop_token_ids",
     "stop_words": "stop",
     "stopping_strings": "stop",
-    "structured_outputs": "response_format, regex or grammar",
     "temp": "temperature",
 }
 # ... or why there is none.
@@ -93,8 +89,8 @@ NOT_HERE = (
     | dict.fromkeys(("logits_processors", "logits_processor"), "no code of a request is run")
     | {
         "documents": "documents are not put into prompts here; write them into a message",
-        "input_prefix": "text cannot be filled in here; give prompt",
-        "input_suffix": "text cannot be filled in here; give prompt",
+        "input_prefix": "/v1/completions fills in, between prompt and suffix",
+        "input_suffix": "/v1/completions fills in, between prompt and suffix",
         "n_keep": "no part of a prompt is dropped; one that is too long is an error",
         "negative_prompt": "the text is not steered away from another one here",
         "num_ctx": "the longest sequence is the server's (--max-model-len)",
