@@ -31,7 +31,7 @@ from quire.server.protocol.embeddings import EmbeddingRequest
 from quire.server.protocol.sampling import Sampling
 from quire.server.server_config import HttpConfig
 from quire.server.tools.dialect import Dialect
-from quire.text import RequestOutput, Tokenizer, make_requests, truncated
+from quire.text import RequestOutput, Tokenizer, constraints_for, make_requests, truncated
 
 if TYPE_CHECKING:  # its packages are an extra
     from quire.server.watch.traces import Traces
@@ -340,9 +340,10 @@ class Service:
 
         def make() -> list[tuple[RequestOutput, list[Request]]]:
             made: list[tuple[RequestOutput, list[Request]]] = []
-            own = (params, body.priority or 0, self.salt(request, body), self.lora_of(body.model))
+            constraints = constraints_for(params, self.model.tokenizer, self.model.vocab_size)
+            own = (params, body.priority or 0, self.salt(request, body), self.lora_of(body.model), constraints)
             for i, prompt in enumerate(prompts):
-                output, requests = make_requests(f"{name}-{i}", prompt.text, prompt.tokens, *own, self.model.tokenizer)
+                output, requests = make_requests(f"{name}-{i}", prompt.text, prompt.tokens, *own)
                 self.worker.check(requests[0])
                 if guide is not None:
                     for each in requests:
@@ -350,7 +351,8 @@ class Service:
                 made.append((output, requests))
             return made
 
-        made = await self.take_apart(request, sum(len(prompt.tokens) for prompt in prompts), make, params.n)
+        size = sum(len(prompt.tokens) for prompt in prompts) + sum(map(len, params.bad_words or ()))
+        made = await self.take_apart(request, size + len(params.allowed_tokens), make, params.n)
         setattr(request.state, TOKENS, lambda: counted([output for output, _ in made])[:2])
         return made
 
