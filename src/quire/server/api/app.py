@@ -290,7 +290,7 @@ def _take_in(service: Service, request: HttpRequest, body: Body) -> None:
 
 def _answer(request: HttpRequest, error: ApiError) -> Response:
     note_refusal(request.scope, error)
-    return JsonBody(error.body(), error.status, error.headers)
+    return JsonBody(error.body_for(request.url.path), error.status, error.headers)
 
 
 async def _failed(request: HttpRequest, error: Exception) -> Response:
