@@ -261,6 +261,190 @@ class Embeddings(Answer):
     usage: Usage
 
 
+class ItemPart(Answer):
+    """A text in an item."""
+
+    type: Literal["output_text", "reasoning_text"]
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[ChatLogprob] = []
+
+
+class OutputItem(Answer):
+    """What the model says, calls or thinks."""
+
+    id: str
+    type: Literal["message", "function_call", "reasoning"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] = "assistant"  # of a message
+    content: list[ItemPart] = []  # of a message, and of thoughts
+    summary: list[Any] = []  # of thoughts, like the next
+    encrypted_content: None = None
+    call_id: str = ""  # of a call, like the next two
+    name: str = ""
+    arguments: str = ""
+
+
+class InputDetails(Answer):
+    """Of the prompt's tokens, those that were found in the cache."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseUsage(Answer):
+    """Numbers of tokens."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: CompletionDetails
+    total_tokens: int
+
+
+class IncompleteDetails(Answer):
+    """Why a response ended early."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(Answer):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class ModelResponse(Answer):
+    """The answer of /v1/responses, with what was asked for."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, Any]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, str | None]
+    service_tier: Literal["default"]
+    store: Literal[False]
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float | None
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: None
+
+
+class ResponseEvent(Answer):
+    """An event of such an answer's stream. Its type says which fields it has."""
+
+    type: str
+    sequence_number: int
+    response: ModelResponse | None = None
+    output_index: int = 0
+    content_index: int = 0
+    item_id: str = ""
+    item: OutputItem | None = None
+    part: ItemPart | None = None
+    delta: str = ""
+    text: str = ""
+    name: str = ""
+    arguments: str = ""
+    logprobs: list[ChatLogprob] = []
+
+
+class AnthropicUsage(Answer):
+    """Numbers of tokens. Those found in the cache are not counted as input."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+
+
+class AnthropicBlock(Answer):
+    """A part of a message."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str = ""
+    thinking: str = ""
+    signature: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = {}
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class AnthropicMessage(Answer):
+    """The answer of /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnthropicBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class AnthropicDelta(Answer):
+    """What an event adds to a block, or to the message."""
+
+    type: Literal["text_delta", "thinking_delta", "input_json_delta"] = "text_delta"
+    text: str = ""
+    thinking: str = ""
+    partial_json: str = ""
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+
+
+class AnthropicEvent(Answer):
+    """An event of such an answer's stream. Its type says which fields it has."""
+
+    type: str
+    message: AnthropicMessage | None = None
+    index: int = 0
+    content_block: AnthropicBlock | None = None
+    delta: AnthropicDelta | None = None
+    usage: AnthropicUsage | None = None
+
+
+class InputTokens(Answer):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class AnthropicErrorDetail(Answer):
+    """Why a request was not served: its kind, and in words."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(Answer):
+    """What a request of Anthropic's protocol that was not served is answered."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
 class Model(Answer):
     """A model that is served, by one of its names."""
 
