@@ -22,12 +22,13 @@ from starlette.responses import JSONResponse, Response
 from quire import __version__
 from quire.errors import RequestError
 from quire.sandbox.process import SandboxFailed
-from quire.server.api import openapi
+from quire.server.api import ollama, openapi
 from quire.server.api.chat import chat
 from quire.server.api.completions import complete
 from quire.server.api.conversation import conversation
 from quire.server.api.embeddings import embed
 from quire.server.api.messages import count_tokens, messages
+from quire.server.api.rerank import rerank, score
 from quire.server.api.responses import respond
 from quire.server.api.service import Service
 from quire.server.api.start_page import start_page
@@ -42,6 +43,8 @@ from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.embeddings import EmbeddingRequest
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
+from quire.server.protocol.ollama import GenerateRequest, OllamaChatRequest, ShowRequest
+from quire.server.protocol.rerank import RerankRequest, ScoreRequest
 from quire.server.protocol.responses import ResponsesRequest
 from quire.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from quire.server.protocol.unknown import UnknownField, UnknownFields, model_in, near_miss, sentence
@@ -167,6 +170,8 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
     app.add_exception_handler(Exception, _broken)
     _add_openai_routes(app, service)
     _add_further_protocols(app, service)
+    if config.ollama:
+        _add_ollama_routes(app, service)
     _add_other_routes(app, service, metrics)
     for router in routers:
         app.include_router(router)
@@ -240,6 +245,48 @@ def _add_further_protocols(app: FastAPI, service: Service) -> None:
     async def anthropic_tokens(request: HttpRequest, body: CountTokensRequest) -> Response:
         _take_in(service, request, body)
         return await count_tokens(service, request, body)
+
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+
+        @app.post(path, responses=openapi.answer(openapi.Reranked, "The documents, best first"), name=path)
+        async def reranked(request: HttpRequest, body: RerankRequest) -> Response:
+            _take_in(service, request, body)
+            return await rerank(service, request, body)
+
+    for path in ("/v1/score", "/score"):
+
+        @app.post(path, responses=openapi.answer(openapi.Scored, "A score for each pair"), name=path)
+        async def scored(request: HttpRequest, body: ScoreRequest) -> Response:
+            _take_in(service, request, body)
+            return await score(service, request, body)
+
+
+def _add_ollama_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/api/chat", responses=openapi.answer(openapi.OllamaAnswer, "What is said next"))
+    async def chat_lines(request: HttpRequest, body: OllamaChatRequest) -> Response:
+        _take_in(service, request, body)
+        return await ollama.ollama_chat(service, request, body)
+
+    @app.post("/api/generate", responses=openapi.answer(openapi.OllamaAnswer, "The answer to a prompt"))
+    async def generated_lines(request: HttpRequest, body: GenerateRequest) -> Response:
+        _take_in(service, request, body)
+        return await ollama.ollama_generate(service, request, body)
+
+    @app.post("/api/show", response_model=None, responses=openapi.answer(openapi.OllamaShown, "The model"))
+    async def shown_model(body: ShowRequest) -> Response:
+        return JsonBody(ollama.show(service, body))
+
+    @app.get("/api/tags", response_model=None, responses=openapi.answer(openapi.OllamaModels, "The models"))
+    async def tags() -> dict[str, Any]:
+        return ollama.tags(service)
+
+    @app.get("/api/ps", response_model=None, responses=openapi.answer(openapi.OllamaModels, "The loaded models"))
+    async def running_models() -> dict[str, Any]:
+        return ollama.running(service)
+
+    @app.get("/api/version", response_model=None, responses=openapi.answer(openapi.Version, "The API's version"))
+    async def ollama_version() -> dict[str, str]:
+        return {"version": ollama.VERSION}
 
 
 def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:

@@ -343,7 +343,7 @@ class ModelResponse(Answer):
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float | None
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: None
 
@@ -443,6 +443,141 @@ class AnthropicError(Answer):
 
     type: Literal["error"]
     error: AnthropicErrorDetail
+
+
+class RankedText(Answer):
+    """A document."""
+
+    text: str
+
+
+class Ranked(Answer):
+    """A document, and how well it answers the query."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class Reranked(Answer):
+    """The answer of /v1/rerank."""
+
+    id: str
+    model: str
+    usage: Usage
+    results: list[Ranked]
+
+
+class Score(Answer):
+    """How well the texts of a pair go together."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scored(Answer):
+    """The answer of /v1/score."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+
+
+class OllamaFunction(Answer):
+    """What is called."""
+
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCall(Answer):
+    """A call."""
+
+    id: str
+    function: OllamaFunction
+
+
+class OllamaMessage(Answer):
+    """What the model says, calls and thinks."""
+
+    role: Literal["assistant"]
+    content: str
+    thinking: str = ""
+    tool_calls: list[OllamaCall] = []
+
+
+class OllamaAnswer(Answer):
+    """The answer of /api/chat, with a message, or of /api/generate, with a response; or a line of it."""
+
+    model: str
+    created_at: str
+    message: OllamaMessage | None = None
+    response: str = ""
+    thinking: str = ""
+    logprobs: list[ChatLogprob] = []
+    done: bool
+    done_reason: Literal["stop", "length", "load"] | None = None
+    total_duration: int = 0  # nanoseconds
+    load_duration: int = 0
+    prompt_eval_count: int = 0
+    prompt_eval_duration: int = 0
+    eval_count: int = 0
+    eval_duration: int = 0
+
+
+class OllamaDetails(Answer):
+    """What is not known of a model here."""
+
+    parent_model: str
+    format: str
+    family: str
+    families: list[str] | None
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(Answer):
+    """A model that is served."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails
+    expires_at: str = ""
+    size_vram: int = 0
+    context_length: int = 0
+
+
+class OllamaModels(Answer):
+    """The answer of /api/tags and /api/ps."""
+
+    models: list[OllamaModel]
+
+
+class OllamaShown(Answer):
+    """The answer of /api/show."""
+
+    modelfile: str
+    parameters: str
+    license: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, str | int]
+    capabilities: list[Literal["completion", "tools", "thinking"]]
+    modified_at: str
+
+
+class OllamaError(Answer):
+    """What a request of Ollama's protocol that was not served is answered."""
+
+    error: str
 
 
 class Model(Answer):

@@ -113,7 +113,7 @@ def _head(turn: Turn, body: ResponsesRequest) -> dict[str, Any]:
         "tools": [tool.model_dump(include=SHOWN_OF_TOOLS) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
         "user": None,
     }

@@ -67,8 +67,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": ({"mode": "implicit"},),
     "prompt_cache_retention": ("in_memory",),
     "service_tier": ("auto", "default"),
+    "repeat_last_n": (-1,),
     "speed": ("standard",),
-    "truncation": ("disabled",),
+    "tfs_z": (1,),
+    "typical_p": (1,),
     "verbosity": ("medium",),
 }
 
@@ -94,7 +96,10 @@ class OrText:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """What is validated: the list."""
-        parts: Callable[[Any], Any] = lambda value: [self.make(value)] if isinstance(value, str) else value
+
+        def parts(value: Any) -> Any:
+            return [self.make(value)] if isinstance(value, str) else value
+
         return no_info_before_validator_function(parts, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:

@@ -29,19 +29,18 @@ from quire.server.protocol.body import (
 )
 from quire.server.protocol.chat import MAX_TOOLS, ChatRequest
 
-Note = NotRequired[Any]  # of no consequence: the prefix cache needs no breakpoints, and nothing is cited
 ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class TextBlock(TypedDict):
-    """A text."""
+    """A text. What may be anything here is of no consequence."""
 
     __pydantic_config__ = PLAIN  # type: ignore[misc]
 
     type: Literal["text"]
     text: Text
-    cache_control: Note
-    citations: Note
+    cache_control: NotRequired[Any]
+    citations: NotRequired[Any]
 
 
 Texts = Annotated[
@@ -60,9 +59,9 @@ class ToolUseBlock(TypedDict):
     id: Name
     name: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
     input: dict[str, Any]
-    cache_control: Note
-    caller: Note
-    toolset_name: Note
+    cache_control: NotRequired[Any]
+    caller: NotRequired[Any]
+    toolset_name: NotRequired[Any]
 
 
 class ToolResultBlock(TypedDict):
@@ -73,9 +72,9 @@ class ToolResultBlock(TypedDict):
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
     content: NotRequired[Texts | None]
-    is_error: Note  # the content says so as well
-    cache_control: Note
-    toolset_name: Note
+    is_error: NotRequired[Any]  # the content says so as well
+    cache_control: NotRequired[Any]
+    toolset_name: NotRequired[Any]
 
 
 class ThinkingBlock(TypedDict):
@@ -85,7 +84,7 @@ class ThinkingBlock(TypedDict):
 
     type: Literal["thinking"]
     thinking: Text
-    signature: Note  # thoughts are not signed here
+    signature: NotRequired[Any]  # thoughts are not signed here
 
 
 class RedactedThinkingBlock(TypedDict):
@@ -94,7 +93,7 @@ class RedactedThinkingBlock(TypedDict):
     __pydantic_config__ = PLAIN  # type: ignore[misc]
 
     type: Literal["redacted_thinking"]
-    data: Note
+    data: NotRequired[Any]
 
 
 Block = Annotated[

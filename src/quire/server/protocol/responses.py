@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import Discriminator, Field, StringConstraints, Tag, WithJsonSchema
@@ -48,20 +49,19 @@ Included = Literal[
 COPIED = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty",
           "repetition_penalty", "priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget",
           "parallel_tool_calls", "stream", "top_logprobs")  # fmt: skip
-Note = NotRequired[Any]  # of no consequence
 ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class InputText(TypedDict):
-    """A text."""
+    """A text. What may be anything here is of no consequence."""
 
     __pydantic_config__ = PLAIN  # type: ignore[misc]
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: Text
-    annotations: Note
-    logprobs: Note
-    prompt_cache_breakpoint: Note
+    annotations: NotRequired[Any]
+    logprobs: NotRequired[Any]
+    prompt_cache_breakpoint: NotRequired[Any]
 
 
 class Refusal(TypedDict):
@@ -99,9 +99,9 @@ class MessageItem(TypedDict):
     type: NotRequired[Literal["message"]]
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
-    id: Note
-    phase: Note
-    status: Note
+    id: NotRequired[Any]
+    phase: NotRequired[Any]
+    status: NotRequired[Any]
 
 
 class CallItem(TypedDict):
@@ -113,13 +113,13 @@ class CallItem(TypedDict):
     call_id: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
     name: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
     arguments: Text
-    caller: Note
-    id: Note
-    namespace: Note
-    status: Note
+    caller: NotRequired[Any]
+    id: NotRequired[Any]
+    namespace: NotRequired[Any]
+    status: NotRequired[Any]
 
 
-class OutputItem(TypedDict):
+class CallOutputItem(TypedDict):
     """What a call has brought."""
 
     __pydantic_config__ = PLAIN  # type: ignore[misc]
@@ -127,11 +127,11 @@ class OutputItem(TypedDict):
     type: Literal["function_call_output"]
     call_id: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
     output: Parts
-    caller: Note
-    id: Note
-    name: Note
-    namespace: Note
-    status: Note
+    caller: NotRequired[Any]
+    id: NotRequired[Any]
+    name: NotRequired[Any]
+    namespace: NotRequired[Any]
+    status: NotRequired[Any]
 
 
 class ReasoningItem(TypedDict):
@@ -142,9 +142,9 @@ class ReasoningItem(TypedDict):
     type: Literal["reasoning"]
     summary: NotRequired[Parts | None]
     content: NotRequired[Parts | None]
-    encrypted_content: Note  # only who has encrypted it can read it
-    id: Note
-    status: Note
+    encrypted_content: NotRequired[Any]  # only who has encrypted it can read it
+    id: NotRequired[Any]
+    status: NotRequired[Any]
 
 
 def _item_tag(value: Any) -> str | None:
@@ -156,14 +156,14 @@ Item = Annotated[
     Union[  # noqa: UP007
         Annotated[MessageItem, Tag("<message>")],
         Annotated[CallItem, Tag("<function_call>")],
-        Annotated[OutputItem, Tag("<function_call_output>")],
+        Annotated[CallOutputItem, Tag("<function_call_output>")],
         Annotated[ReasoningItem, Tag("<reasoning>")],
     ],
     Discriminator(_item_tag),
 ]
 
 
-class FunctionTool(Body):
+class ResponseTool(Body):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -226,7 +226,7 @@ class ResponsesRequest(Body):
         OrText(lambda text: {"role": "user", "content": text}),
     ]
     instructions: Text | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -235,6 +235,7 @@ class ResponsesRequest(Body):
     temperature: Number | None = None
     top_p: Number | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # auto: the end of a prompt that is too long
     include: Annotated[list[Included], Field(max_length=MAX_INCLUDED)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -267,7 +268,6 @@ class ResponsesRequest(Body):
     prompt_cache_options: Annotated[dict[str, Any], neutral("prompt_cache_options", NO_OBJECT)] | None = None
     prompt_cache_retention: Annotated[Name, neutral("prompt_cache_retention", NO_TEXT)] | None = None
     service_tier: Annotated[Name, neutral("service_tier", NO_TEXT)] | None = None
-    truncation: Annotated[Name, neutral("truncation", NO_TEXT)] | None = None
 
     NOTES: ClassVar[tuple[str, ...]] = ("user", "safety_identifier", "prompt_cache_key")
     NOT_SERVED: ClassVar[dict[str, str]] = {
@@ -276,11 +276,10 @@ class ResponsesRequest(Body):
     } | {
         "background": "an answer is given while its client waits, and nothing is stored",
         "background_options": "an answer is given while its client waits, and nothing is stored",
-        "context_management": "no part of a conversation is dropped here; send what the model is to see",
+        "context_management": "conversations are not made shorter here; send what the model is to see",
         "conversation": "nothing is stored here; send the whole conversation as input",
         "previous_response_id": "nothing is stored here; send the whole conversation as input",
         "prompt": "no prompts are stored here; give instructions and input",
-        "truncation": "no part of a conversation is dropped here; one that is too long is an error",
     }
 
     def chat(self) -> ChatRequest:
@@ -289,6 +288,8 @@ class ResponsesRequest(Body):
         asked["messages"] = _messages(self.instructions, self.input)
         asked["max_completion_tokens"] = self.max_output_tokens
         asked["logprobs"] = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+        if self.truncation == "auto":
+            asked["truncate_prompt_tokens"] = -1
         if self.reasoning is not None:
             asked["reasoning_effort"] = self.reasoning.effort
         form = None if self.text is None else self.text.format
@@ -313,7 +314,7 @@ class ResponsesRequest(Body):
         return {"tools": [{"type": "function", "function": one} for one in functions] or None, "tool_choice": chosen}
 
 
-def _messages(instructions: str | None, items: list[Item]) -> list[dict[str, Any]]:
+def _messages(instructions: str | None, items: Sequence[Any]) -> list[dict[str, Any]]:
     """The messages of a conversation. What the assistant thought, said and called in one go is one message."""
     messages: list[dict[str, Any]] = []
     if instructions:
@@ -332,7 +333,7 @@ def _messages(instructions: str | None, items: list[Item]) -> list[dict[str, Any
             last = {"role": "assistant"}
             messages.append(last)
         if kind == "reasoning":
-            thoughts = "\n".join(part["text"] for part in _texts(item.get("content") or item.get("summary") or []))
+            thoughts = "\n".join(part["text"] for part in _texts(item.get("content") or item.get("summary") or ()))
             last["reasoning_content"] = "\n".join(filter(None, (last.get("reasoning_content"), thoughts)))
         elif kind == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
@@ -353,5 +354,5 @@ def _add(messages: list[dict[str, Any]], role: str, content: list[dict[str, str]
     messages.append({"role": role, "content": content})
 
 
-def _texts(parts: list[Part]) -> list[dict[str, str]]:
+def _texts(parts: Sequence[Any]) -> list[dict[str, str]]:
     return [{"type": "text", "text": part["refusal"] if "refusal" in part else part["text"]} for part in parts]
