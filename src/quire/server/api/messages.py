@@ -32,7 +32,8 @@ async def messages(service: Service, request: HttpRequest, body: MessagesRequest
     turn = await Turn.of(service, request, chat, "msg")
     if chat.stream:
         job = await turn.stream()
-        return StreamedAnswer(job, BlockEvents(turn, job, _Script(turn)), lambda: service.worker.abort(job))
+        events, abort = BlockEvents(turn, job, _Script(turn)), lambda: service.worker.abort(job)
+        return StreamedAnswer(job, events, abort, service.config.sse_keep_alive)
     blocks, ending = await read_whole(turn)
     own = {"content": [_content(block) for block in blocks], **_reason(ending), "usage": _usage(ending)}
     return JsonBody(_message(turn) | own)

@@ -65,7 +65,8 @@ async def _answer(
     script = _Script(body.model or turn.model, field, began)
     if chat.stream:
         job = await turn.stream()
-        return LinesAnswer(job, BlockEvents(turn, job, script), lambda: service.worker.abort(job))
+        events, abort = BlockEvents(turn, job, script), lambda: service.worker.abort(job)
+        return LinesAnswer(job, events, abort, keep_alive=0)  # there are no comments between such lines
     blocks, ending = await read_whole(turn)
     texts = {kind: "".join(one.text for one in blocks if one.kind is kind) for kind in Kind}
     calls = [_call(one) for one in blocks if one.kind is Kind.CALL]
