@@ -27,7 +27,7 @@ from quire.server.http.body import MAX_HELD_BODIES
 from quire.server.http.guard import client_of
 from quire.server.http.lane import Lane
 from quire.server.http.sse import noticing_disconnect
-from quire.server.protocol.embeddings import EmbeddingRequest
+from quire.server.protocol.embeddings import Embedding
 from quire.server.protocol.sampling import Sampling
 from quire.server.server_config import HttpConfig
 from quire.server.tools.dialect import Dialect
@@ -137,6 +137,11 @@ class Service:
         if self.draining:
             raise ApiError("the server is stopping", HTTPStatus.SERVICE_UNAVAILABLE, code="draining")
         self.worker.check_health()
+
+    def says_yes_or_no(self) -> bool:
+        """Whether pairs of texts are scored by the model's yes, not by the cosine of embeddings."""
+        how = self.config.reranker
+        return how == "yes-no" or (how == "auto" and "reranker" in self.model.root.casefold())
 
     def lora_of(self, name: str | None) -> str | None:
         """The adapter that clients mean by a model's name; None: the model itself."""
@@ -356,7 +361,7 @@ class Service:
         setattr(request.state, TOKENS, lambda: counted([output for output, _ in made])[:2])
         return made
 
-    def salt(self, request: HttpRequest, body: Sampling | EmbeddingRequest) -> str:
+    def salt(self, request: HttpRequest, body: Sampling | Embedding) -> str:
         """What separates this client's blocks from those of others: its key, and its own cache_salt."""
         client = client_of(request)
         return f"{client}:{body.cache_salt or ''}" if client or body.cache_salt else ""
