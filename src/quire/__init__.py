@@ -13,13 +13,18 @@ if TYPE_CHECKING:
     from quire import ops
     from quire.engine.beam import BeamSearchParams
     from quire.llm import LLM
-    from quire.request import SamplingParams
+    from quire.request import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "__version__", "ops"]
+__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "StructuredOutputsParams", "__version__", "ops"]
 
 
-_MODULES = {"LLM": "quire.llm", "BeamSearchParams": "quire.engine.beam", "SamplingParams": "quire.request"}
+_MODULES = {
+    "LLM": "quire.llm",
+    "BeamSearchParams": "quire.engine.beam",
+    "SamplingParams": "quire.request",
+    "StructuredOutputsParams": "quire.request",
+}
 
 
 def __getattr__(name: str) -> Any:
