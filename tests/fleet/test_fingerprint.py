@@ -50,6 +50,7 @@ IN: dict[str, tuple[dict[str, Any], set[str]]] = {
 OUT: dict[str, dict[str, Any]] = {
     "model": {"model": str(EMBEDDED)},
     "device": {"device": "cpu"},
+    "generation_config": {"generation_config": "none"},
     "prefetch": {"prefetch": "t0:2560:t1"},
     "reproducible": {"reproducible": True},
     "max_num_seqs": {"max_num_seqs": 3},

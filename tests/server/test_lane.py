@@ -263,7 +263,7 @@ def test_one_clients_templates_do_not_fill_the_threads_that_others_need(
     """Those of asyncio, of which there are few, and those for long texts."""
     gate, begun, most = threading.Event(), threading.Semaphore(0), service_module.MAX_TEMPLATES
 
-    def render(*_: Any) -> str:
+    def render(*_: Any, **__: Any) -> str:
         begun.release()
         gate.wait(30)
         return "a"

@@ -54,7 +54,7 @@ def test_the_lines_that_the_page_shows_are_those_of_the_server(server: Process) 
     shown = next(body for body in PAGE.split("```") if body.startswith("\nQuire 0"))
     plain = [re.sub(r"[\d.,]+|a[vm]x\w*", "0", line).strip() for line in shown.strip().splitlines()]
     reported = [re.sub(r"[\d.,]+|a[vm]x\w*", "0", line).strip() for line in lines(server)]
-    assert [line.split("(")[0] for line in plain] == [line.split("(")[0] for line in reported]
+    assert [line.split("(")[0] for line in plain] == [line.split("(")[0] for line in reported[: len(plain)]]
 
 
 def test_the_container_file_copies_what_there_is_and_serves() -> None:
