@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quire.errors import ConfigError
+from quire.models.families import codegen
 from tests.models.checkpoints import engine, probed_logits, save
 
 pytestmark = pytest.mark.slow
@@ -474,3 +475,13 @@ def test_preemption_does_not_change_the_tokens(tmp_path: Path) -> None:
     probe, cramped = probed_logits(engine(tmp_path, block_size=4, num_blocks=24), some, max_tokens=40)
     assert probe.preempted
     assert cramped == roomy
+
+
+def test_rows_of_codegen_move_as_a_bias_does(tmp_path: Path) -> None:
+    """It has none, but the rows of integers are moved so."""
+    save(tmp_path, "CodeGen")
+    config = engine(tmp_path).runner.model.config
+    weight = torch.randn(3 * config.hidden_size, 5)
+    name, part = "layers.0.qkv.weight", "transformer.h.0.attn.qkv_proj.weight"
+    moved = codegen._adapt(config, name, part, torch.arange(len(weight)))
+    torch.testing.assert_close(weight[moved], codegen._adapt(config, name, part, weight), rtol=0, atol=0)

@@ -37,6 +37,6 @@ def _adapt(config: DecoderConfig, name: str, part: str, tensor: Tensor) -> Tenso
     """From queries, values and keys of each part to all of q, all of k, all of v."""
     if ".qkv." not in name:
         return tensor
-    q, v, k = tensor.view(PARTS, 3, -1, tensor.shape[1]).unbind(1)
+    q, v, k = tensor.view(PARTS, 3, -1, *tensor.shape[1:]).unbind(1)
     turned = (pairs_apart(config, name, f".{kind}_proj.", x.flatten(0, 1)) for kind, x in (("q", q), ("k", k)))
     return torch.cat([*turned, v.flatten(0, 1)])
