@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -98,13 +99,17 @@ def embedding_output(output: RequestOutput, dimensions: int | None) -> Embedding
     )
 
 
+def cosine(first: Iterable[float], second: Iterable[float]) -> float:
+    """That of two vectors of length 1, -1..1, whatever rounding has left of their length."""
+    return max(-1.0, min(1.0, math.fsum(a * b for a, b in zip(first, second, strict=True))))
+
+
 def similarity(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) -> ScoringRequestOutput:
     """The score of a pair."""
     error = first.error or second.error
     score = math.nan
     if error is None:
-        products = (a * b for a, b in zip(first.outputs.embedding, second.outputs.embedding, strict=True))
-        score = max(-1.0, min(1.0, math.fsum(products)))
+        score = cosine(first.outputs.embedding, second.outputs.embedding)
     return ScoringRequestOutput(
         f"{first.request_id}_{second.request_id}",
         ScoringOutput(score),

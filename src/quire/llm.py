@@ -39,7 +39,7 @@ from quire.models import check_device, load_model, locate
 from quire.models.generation_config import read_default_sampling
 from quire.models.lora.fitting import prepare
 from quire.progress import progress_bar
-from quire.request import MAX_PRIORITY, Guide, Request, SamplingParams, StructuredOutputsParams
+from quire.request import MAX_PRIORITY, Constraints, Guide, Request, SamplingParams, StructuredOutputsParams
 from quire.sandbox.grammar import Grammars, Spec
 from quire.text import (
     BeamSearchOutput,
@@ -47,6 +47,7 @@ from quire.text import (
     TextEngine,
     Tokenizer,
     beam_sequences,
+    constraints_for,
     find_tokenizer,
     make_requests,
     truncated,
@@ -244,12 +245,13 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        lora: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """How similar the prompts of each pair are: the cosine of their embeddings, -1..1, as vLLM scores a decoder.
 
         One prompt of data_1 goes with all of data_2; else there are as many of both. Models that read a pair at once,
         cross-encoders, are not served. use_tqdm and priority are those of `generate`, for each of data_1, then of
-        data_2.
+        data_2. lora: the name of an adapter that embeds them all.
 
         Raises RequestError as `embed` does, and for numbers of prompts that make no pairs.
         """
@@ -258,7 +260,7 @@ class LLM:
             raise RequestError(
                 f"data_1 has {len(firsts)} prompts and data_2 has {len(seconds)}; give as many, or one as data_1"
             )
-        found = self.embed([*firsts, *seconds], use_tqdm=use_tqdm, priority=priority)
+        found = self.embed([*firsts, *seconds], use_tqdm=use_tqdm, priority=priority, lora=lora)
         first, second = found[: len(firsts)], found[len(firsts) :]
         return [
             similarity(one, other)
@@ -401,6 +403,7 @@ class LLM:
                 f"{len(listed)} prompts were given with {len(each)} sampling_params; give one for all, or one each"
             )
         requests: list[tuple[Request, RequestOutput]] = []
+        constraints: dict[int, Constraints | None] = {}
         loras = _loras(lora, len(listed))
         for prompt, sampling, own_priority, own_lora in zip(listed, each, priorities, loras, strict=True):
             if not isinstance(sampling, SamplingParams):
@@ -413,8 +416,10 @@ class LLM:
             tokens = truncated(
                 tokens, sampling.truncate_prompt_tokens, sampling.max_tokens, self.engine.scheduler.max_model_len
             )
-            own = (own_priority, salt, own_lora)
-            output, samples = make_requests(self._next_name(), text, tokens, sampling, *own, self.tokenizer)
+            if id(sampling) not in constraints:  # one for all prompts that have it
+                constraints[id(sampling)] = constraints_for(sampling, self.tokenizer, self.engine.vocab_size)
+            own = (own_priority, salt, own_lora, constraints[id(sampling)])
+            output, samples = make_requests(self._next_name(), text, tokens, sampling, *own)
             if sampling.structured_outputs is not None:
                 guide = self._guide(sampling.structured_outputs)
                 for request in samples:

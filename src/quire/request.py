@@ -160,7 +160,9 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids"):
             if not isinstance(given := getattr(self, name), (Collection, NoneType)):
                 raise RequestError(f"{name} is {given!r}; it must be a list of token ids", name)
-            for i, token in enumerate(() if given is None else given):
+            if given is None or (set(map(type, given)) <= {int} and min(given, default=0) >= 0):
+                continue
+            for i, token in enumerate(given):
                 check_integer(RequestError, f"{name}[{i}]", token, 0)
         if self.allowed_token_ids is not None and not self.allowed_tokens:
             raise RequestError("allowed_token_ids is empty, so no token could be drawn", "allowed_token_ids")
@@ -374,7 +376,7 @@ class Request:
     group: Group | None = None  # its siblings and itself
     driven: bool = False  # a driver chooses its tokens: the engine reports logprobs, and waits for Engine.extend
     guide: Guide | None = None  # which tokens it may draw, where not all of them; its own, not a sibling's
-    bad_sequences: tuple[tuple[int, ...], ...] = ()  # tokens that must not be drawn one after the other
+    constraints: Constraints | None = None  # what else says which tokens it may draw
     task: Task = Task.GENERATE
     lora: str | None = None  # the name of its adapter; None: the model alone computes it
     first_prompt_logprob: int = 0  # prompt positions before it are not asked for, whatever prompt_logprobs says
@@ -382,7 +384,6 @@ class Request:
     is_strict: bool = True  # it ends with an error where another token than the one to check is drawn
     seed: int = 0  # key of its random numbers, as given or derived; set by Engine.add
     ending_tokens: frozenset[int] = frozenset()  # stop tokens and the model's own end tokens; set by Engine.add
-    constraints: Constraints | None = None  # what else says which tokens it may draw; set by Engine.add
     lora_slot: int = -1  # its adapter's; set by Engine.add
     lora_digest: str = ""  # of its adapter's weights; set by Engine.add
     tokens_checked: bool = False  # the prompt's ids are the vocabulary's, and so its siblings' are; set by Engine.check

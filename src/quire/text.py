@@ -17,9 +17,20 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer as FastTokenizer
 
 from quire.engine.beam import Hypothesis
+from quire.engine.constraints import constraints_of
 from quire.engine.engine import Engine
 from quire.errors import ModelError, RequestError
-from quire.request import Event, FinishReason, Group, PrefixReport, Request, SamplingParams, Task, TokenLogprobs
+from quire.request import (
+    Constraints,
+    Event,
+    FinishReason,
+    Group,
+    PrefixReport,
+    Request,
+    SamplingParams,
+    Task,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -293,6 +304,14 @@ def bad_sequences(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tu
     return tuple(dict.fromkeys(tokens for tokens in found if tokens))
 
 
+def constraints_for(sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int) -> Constraints | None:
+    """Which tokens requests with these parameters may draw; all of them may share it.
+
+    Raises RequestError for token ids that are not the vocabulary's, and for bad words without a tokenizer.
+    """
+    return constraints_of(sampling, bad_sequences(sampling.bad_words or (), tokenizer), vocab_size)
+
+
 def truncated(tokens: list[int], count: int | None, max_tokens: int | None, max_model_len: int) -> list[int]:
     """The prompt's last tokens, see SamplingParams.truncate_prompt_tokens. max_model_len: of prompt and answer."""
     if count is None:
@@ -308,18 +327,18 @@ def make_requests(
     priority: int = 0,
     cache_salt: str = "",
     lora: str | None = None,
-    tokenizer: Tokenizer | None = None,
+    constraints: Constraints | None = None,
 ) -> tuple[RequestOutput, list[Request]]:
-    """A prompt's output, still empty, and the requests of its samples. tokenizer: of the model's, for bad_words."""
-    bad = bad_sequences(sampling.bad_words or (), tokenizer)
+    """A prompt's output, still empty, and the requests of its samples. constraints: from `constraints_for`."""
     output = RequestOutput(name, text, tokens, [CompletionOutput(i) for i in range(sampling.n)])
     group = Group() if sampling.n > 1 else None
     prompt = array("i", tokens)
     requests = []
+    other = sampling if sampling.prompt_logprobs is None else replace(sampling, prompt_logprobs=None)
     for i in range(sampling.n):
-        own = sampling if i == 0 else replace(sampling, prompt_logprobs=None)  # the prompt is reported once
+        own = sampling if i == 0 else other  # the prompt is reported once
         request = Request(f"{name}-{i}", prompt[:], len(prompt), own, i, priority, cache_salt, group, lora=lora)
-        request.bad_sequences = bad
+        request.constraints = constraints
         requests.append(request)
     if group is not None:
         group.members += requests
@@ -410,7 +429,8 @@ class TextEngine:
         When all samples ended, the output joins `ended`. Raises RequestError, queueing nothing, as Engine.add does.
         """
         first = output.outputs[0]  # of a request that is resumed, the only one
-        if request.sample_index > first.index:  # siblings share its seed; their index tells them apart
+        # Siblings share its seed; their index tells them apart.
+        if request.sample_index > first.index and request.sampling.seed is None:
             request.sampling = replace(request.sampling, seed=first.seed)
         sampling, sample = request.sampling, output.outputs[request.sample_index - first.index]
         detokenizer = (

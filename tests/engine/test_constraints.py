@@ -25,23 +25,22 @@ PROMPT = "import os\n\n\ndef main(path):\n    for name in sorted(os.listdir(path
 
 def request(tokens: list[int], num_prompt: int, bad: list[list[int]], seed: int = 0, **sampling: Any) -> Request:
     made = Request("r", array("i", tokens), num_prompt, SamplingParams(**sampling), seed=seed)
-    made.bad_sequences = tuple(map(tuple, bad))
-    made.constraints = constraints_of(made, V)
+    made.constraints = constraints_of(made.sampling, bad, V)
     return made
 
 
-def forbidden(asked: Request) -> set[int]:
+def forbidden(asked: Request, bad: list[list[int]]) -> set[int]:
     """Tokens that must not come next, as the definitions say."""
     generated = asked.tokens[asked.num_prompt :].tolist()
     allowed = asked.sampling.allowed_token_ids
     found = set() if allowed is None else set(range(V)) - set(allowed)
-    for *before, last in asked.bad_sequences:
+    for *before, last in bad:
         if not before or generated[-len(before) :] == before:
             found.add(last)
     return found
 
 
-def changed(row: torch.Tensor, asked: Request) -> torch.Tensor:
+def changed(row: torch.Tensor, asked: Request, bad: list[list[int]]) -> torch.Tensor:
     """The logits that are drawn from, in float64, one token after the other."""
     p, found = asked.sampling, row.double().clone()
     generated = asked.tokens[asked.num_prompt :].tolist()
@@ -50,13 +49,13 @@ def changed(row: torch.Tensor, asked: Request) -> torch.Tensor:
         if token in asked.tokens:
             found[token] *= 1 / p.repetition_penalty if found[token] > 0 else p.repetition_penalty
         found[token] -= p.frequency_penalty * generated.count(token) + p.presence_penalty * (token in generated)
-        if token in forbidden(asked):
+        if token in forbidden(asked, bad):
             found[token] = -torch.inf
     return found
 
 
-def anything(rng: random.Random, seed: int) -> Request:
-    """A request with any of the constraints, or none, and tokens of which bad sequences have a few."""
+def anything(rng: random.Random, seed: int) -> tuple[Request, list[list[int]]]:
+    """A request with any of the constraints, or none, and its bad sequences, of which its tokens have a few."""
     tokens = [rng.randrange(4) for _ in range(rng.randint(1, 12))]
     params: dict[str, Any] = {"temperature": rng.choice([0.0, 0.0, 1.0]), "top_k": rng.choice([0, 5])}
     if rng.random() < 0.4:
@@ -66,21 +65,22 @@ def anything(rng: random.Random, seed: int) -> Request:
     if rng.random() < 0.3:
         params |= {"repetition_penalty": 1.3, "frequency_penalty": 0.3, "presence_penalty": -0.2}
     bad = [[rng.randrange(4) for _ in range(rng.randint(1, 4))] for _ in range(rng.choice([0, 3, 8]))]
-    return request(tokens, rng.randint(1, len(tokens)), bad, seed, **params)
+    return request(tokens, rng.randint(1, len(tokens)), bad, seed, **params), bad
 
 
 @pytest.mark.parametrize("draw", [sampler._draw_looking, sampler._draw_blindly], ids=["cpu", "gpu"])
 def test_rows_follow_the_definitions_alone_and_together(draw: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "_draw_looking", draw)
     rng, generator = random.Random(3), torch.Generator().manual_seed(3)
-    asked = [anything(rng, seed) for seed in range(90)]
+    made = [anything(rng, seed) for seed in range(90)]
+    asked = [one for one, _ in made]
     rows = torch.randn(90, V, generator=generator) * 3
     drawn = sample(rows.clone(), batch := sampling_rows(asked), OPS).tolist()
     assert sum(one.constraints is not None and one.looks_back for one in asked) > 10
-    for i, (token, one) in enumerate(zip(drawn, asked, strict=True)):
-        assert token not in forbidden(one)
+    for i, (token, (one, bad)) in enumerate(zip(drawn, made, strict=True)):
+        assert token not in forbidden(one, bad)
         if one.sampling.temperature == 0:
-            assert token == changed(rows[i], one).argmax().item()
+            assert token == changed(rows[i], one, bad).argmax().item()
         assert sample(rows[i : i + 1].clone(), sampling_rows([one]), OPS).item() == token
     cut = [sample(rows[a:b].clone(), batch.part(a, b), OPS).tolist() for a, b in ((0, 7), (7, 8), (8, 70), (70, 999))]
     assert [token for part in cut for token in part] == drawn

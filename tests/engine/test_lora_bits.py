@@ -1,4 +1,4 @@
-"""The same bits with adapters: whoever else is in the batch, however prompts are cut, on however many threads."""
+"""The same bits with adapters: whatever else is in the batch, however prompts are cut, on however many threads."""
 
 from __future__ import annotations
 

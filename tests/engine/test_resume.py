@@ -15,7 +15,7 @@ from quire import LLM
 from quire.engine.loops import Loop, OverlappedLoop, SequentialLoop
 from quire.errors import RequestError
 from quire.request import Guide, Request, SamplingParams
-from quire.text import CompletionOutput, RequestOutput, TextEngine, make_requests
+from quire.text import CompletionOutput, RequestOutput, TextEngine, constraints_for, make_requests
 from tests.engine import fakes
 from tests.engine.test_guides import Residues, bitmask
 
@@ -97,7 +97,8 @@ def made(
     """A request, or the last sample of it after delivered tokens."""
     sampling = SamplingParams(**{"max_tokens": COUNT, "seed": 11, "logprobs": 2, "ignore_eos": True} | KINDS[kind])
     assert llm.tokenizer is not None
-    output, requests = make_requests(name, None, llm.tokenizer.encode(PROMPT), sampling, tokenizer=llm.tokenizer)
+    limits = constraints_for(sampling, llm.tokenizer, llm.engine.vocab_size)
+    output, requests = make_requests(name, None, llm.tokenizer.encode(PROMPT), sampling, constraints=limits)
     guide = guide_of(kind, llm)
     if delivered:
         output.outputs, requests = output.outputs[-1:], requests[-1:]

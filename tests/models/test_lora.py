@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
+from quire.cache.events import BlockStored
+from quire.cli import app
 from quire.engine.beam import BeamSearchParams
 from quire.errors import ConfigError, ModelError, QuireError, RequestError
 from quire.models import EMBEDDED
 from quire.models.lora.peft import CONFIG, TENSORS, read_adapter
 from tests.marks import of_long_runs
 from tests.models.adapters import embedded_linears, linears, save_adapter, save_merged
-from tests.models.checkpoints import save
+from tests.models.checkpoints import TINY, save
+from tests.models.test_text_part import save_whole
 
 PROMPTS = [[5, 9], [7, 3, 9, 11], list(range(2, 40))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=0, prompt_logprobs=0)
@@ -146,7 +150,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three adapters of the embedded model."""
     directory = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate("abc"):
-        save_adapter(directory / name, embedded_linears(), seed, spread=0.05)
+        save_adapter(directory / name, embedded_linears(), seed, spread=0.08)
     return directory
 
 
@@ -161,6 +165,8 @@ def test_blocks_are_those_of_the_same_weights(adapters: Path) -> None:
         return llm.generate(given, short, lora=lora, use_tqdm=False)[0].num_cached_tokens
 
     assert [cached(None), cached(None), cached("a"), cached("a")] == [0, 64, 0, 64]
+    stored: list[str | None] = []
+    llm.engine.listen(lambda event: stored.append(event.lora) if isinstance(event, BlockStored) else None)
     digest = llm.engine.known_loras()["a"].digest
     assert cached(None, f"{digest}\0") == 0  # nothing in a salt stands for an adapter
     llm.unload_lora("a")
@@ -168,6 +174,7 @@ def test_blocks_are_those_of_the_same_weights(adapters: Path) -> None:
     assert cached("a") == 0
     llm.load_lora("again", adapters / "a")
     assert cached("again") == 64
+    assert set(stored) == {None, "a"}
     with pytest.raises(ConfigError, match="max_loras is 2"):
         llm.load_lora("c", adapters / "c")
 
@@ -184,6 +191,8 @@ def test_every_method_takes_adapters(adapters: Path) -> None:
         llm.loglikelihood(prompts[0], " return", lora=lora, use_tqdm=False)[0].token_logprobs for lora in ("a", None)
     ]
     assert scores[0] != scores[1]
+    pairs = [llm.score(*prompts, lora=lora, use_tqdm=False)[0].outputs.score for lora in ("a", None)]
+    assert pairs[0] != pairs[1]
     beams = [
         llm.beam_search(prompts[0], BeamSearchParams(beam_width=2, max_tokens=4), lora=lora)[0].sequences[0].cum_logprob
         for lora in ("a", None)
@@ -294,6 +303,25 @@ def test_what_is_no_adapter_of_the_model(tmp_path: Path, adapters: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("impl", ["quire", "transformers"])
+def test_the_text_part_of_a_whole(tmp_path: Path, impl: str) -> None:
+    """Modules as they are called in the whole, or in a model of its own."""
+    save_whole(tmp_path / "model")
+    inside = {f"model.language_model.layers.{i}.self_attn.q_proj": (TINY["hidden_size"], 96) for i in range(3)}
+    alone = {name.replace("language_model.", ""): shape for name, shape in inside.items()}
+    seeing = {"model.vision_tower.encoder.layers.0.self_attn.q_proj": (8, 8)}
+    for name, shapes in (("inside", inside), ("alone", alone), ("seeing", seeing)):
+        save_adapter(tmp_path / name, shapes)
+    options: dict[str, Any] = {"model_impl": impl, "num_blocks": 128, "dtype": "float32"}
+    llm = LLM(str(tmp_path / "model"), lora={name: tmp_path / name for name in ("inside", "alone")}, **options)
+    first, second, without = logprobs(llm, "inside"), logprobs(llm, "alone"), logprobs(llm)
+    assert torch.equal(first[1], second[1])
+    assert not torch.equal(first[1], without[1])
+    with pytest.raises(ModelError, match="which is not of the model's text part"):
+        llm.load_lora("seeing", tmp_path / "seeing")
+
+
+@pytest.mark.slow
 def test_linears_without_adapters_are_named(tmp_path: Path) -> None:
     for kind, part, why in (("Qwen3Moe", "mlp.gate", "it chooses experts"), ("DeepseekV3", "kv_b_proj", "is folded")):
         model = save(tmp_path / kind, kind)
@@ -304,6 +332,19 @@ def test_linears_without_adapters_are_named(tmp_path: Path) -> None:
         )
         with pytest.raises(ModelError, match=why):
             LLM(str(tmp_path / kind), lora={"x": tmp_path / "x"}, num_blocks=64)
+
+
+def test_the_command_takes_an_adapter(adapters: Path) -> None:
+    command = ["generate", "def f(x):", "--max-tokens", "8", "--temperature", "0", "--num-blocks", "64"]
+    texts = []
+    for option in ([], ["--lora", f"a={adapters / 'a'}"]):
+        result = CliRunner().invoke(app, command + option)
+        assert result.exit_code == 0, result.output
+        texts.append(result.stdout)
+    assert texts[0] != texts[1]
+    result = CliRunner().invoke(app, [*command, "--lora", "a"])
+    assert result.exit_code == 1
+    assert "lora contains 'a'; it must be NAME=PATH" in result.output
 
 
 def test_the_digest_is_of_the_weights(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tables of adapters against float64, and the bits of a row whoever else is in the batch."""
+"""Tables of adapters against float64, and the bits of a row whatever else is in the batch."""
 
 from __future__ import annotations
 

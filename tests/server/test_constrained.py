@@ -154,7 +154,7 @@ def test_what_cannot_be_is_refused_by_name(server: Serving, path: str) -> None:
         ({"logit_bias": {"5": "a"}}, "logit_bias", "logit_bias.5 is 'a'"),
         ({"logit_bias": {"2048": 1}}, "logit_bias", "logit_bias has the token 2048; token ids of this model lie in"),
         ({"logit_bias": {"9" * 200: 1}}, "logit_bias", "token ids of this model lie in"),
-        ({"logit_bias": [1]}, "logit_bias", "dictionary"),
+        ({"logit_bias": [1]}, "logit_bias", "logit_bias is [1]"),
         ({"allowed_token_ids": [1, 2048]}, "allowed_token_ids", "allowed_token_ids[1] is 2048"),
         ({"allowed_token_ids": ["a"]}, "allowed_token_ids", "allowed_token_ids[0] is 'a'"),
         ({"bad_words": "word"}, "bad_words", "bad_words is 'word'"),

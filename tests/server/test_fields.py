@@ -198,7 +198,7 @@ def test_a_field_that_changes_the_text_elsewhere_is_refused_with_a_sentence(serv
             refused = server.post(path, **given, **{name: 1})
             assert (refused.status, refused.error()["param"]) == (400, name)
             assert f"there is no field {name!r}; " in refused.error()["message"]
-    hints = ("cache_prompt", "options", "usage", "prompt_embeds", "moderation")
+    hints = ("cache_prompt", "options", "usage", "moderation")
     for name in hints:  # what once brought a misleading hint brings none
         assert near_miss(CompletionRequest, name) is None, name
     refused = server.post(COMPLETIONS, **BODIES[COMPLETIONS][1], response_format={"type": "json_object", "schema": {}})

@@ -12,7 +12,8 @@ MAY_IMPORT = {
     "http": {"http"},
     "protocol": {"protocol", "http"},
     "watch": {"watch", "http"},
-    "api": {"api", "watch", "protocol", "http", "tools", "server_config"},
+    "tools": {"tools"},
+    "api": {"api", "watch", "protocol", "tools", "http", "server_config"},
 }
 
 

@@ -108,7 +108,7 @@ def failing_at(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
-    ("path", "module", "name"), [(COMPLETIONS, completions, "token_text"), (CHAT, chat, "_logprobs")]
+    ("path", "module", "name"), [(COMPLETIONS, completions, "token_text"), (CHAT, chat, "chat_logprobs")]
 )
 def test_a_stream_that_fails_ends_in_an_error_and_its_request_with_it(
     server: Serving,

@@ -108,6 +108,7 @@ class BlockStored:
     parent_block_hash: bytes | None  # of the block before; None for a first one
     token_ids: list[int]
     block_size: int
+    lora: str | None = None  # the name of its request's adapter; only blocks of that one's weights are shared
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,9 @@ class BlockManager:
                     new = index.publish(block, digest, parent, tokens.tobytes(), first=i == 0)
                     if new and self.listeners:
                         names = ([block], [digest], parent if i else None)
-                        self._tell(events.BlockStored(self.now, g, request.id, *names, tokens.tolist(), size))
+                        self._tell(
+                            events.BlockStored(self.now, g, request.id, *names, tokens.tolist(), size, request.lora)
+                        )
         request.cache.num_published = full
 
     def reset_prefix_cache(self) -> None:

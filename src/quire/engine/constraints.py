@@ -4,32 +4,43 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from quire.request import Constraints, Request
+from quire.errors import RequestError
+from quire.request import Constraints, Request, SamplingParams
 
 
-def constraints_of(request: Request, vocab_size: int) -> Constraints | None:
-    """What a request may draw at any time. None: nothing is said of it. Token ids must be the vocabulary's."""
-    sampling = request.sampling
-    if not (sampling.logit_bias or sampling.allowed_token_ids is not None or request.bad_sequences):
+def constraints_of(
+    sampling: SamplingParams, bad_sequences: Sequence[Sequence[int]], vocab_size: int
+) -> Constraints | None:
+    """Which tokens may be drawn at any time. None: nothing is said of it. Requests that ask for the same may share it.
+
+    bad_sequences: the tokens of each bad word. Raises RequestError for token ids that are not the vocabulary's.
+    """
+    if not (sampling.logit_bias or sampling.allowed_token_ids is not None or bad_sequences):
         return None
-    biased = sampling.logit_bias or {}
+    biased, listed = sampling.logit_bias or {}, sampling.allowed_tokens
+    inside = f"token ids of this model lie in 0..{vocab_size - 1}"
+    if biased and (most := max(biased)) >= vocab_size:
+        raise RequestError(f"logit_bias has the token {most}; {inside}", "logit_bias")
+    if listed and (most := max(listed)) >= vocab_size:
+        at = f"allowed_token_ids[{listed.index(most)}]"
+        raise RequestError(f"{at} is {most}; {inside}", "allowed_token_ids")
     endings: dict[int, list[tuple[array[int], int]]] = defaultdict(list)
-    for *before, last in request.bad_sequences:
-        if before and last < vocab_size:  # a tokenizer may have more than the model
+    for *before, last in bad_sequences:
+        if before and last < vocab_size:  # a tokenizer may have more tokens than the model
             endings[before[-1]].append((array("i", before), last))
     allowed = None
-    if sampling.allowed_token_ids is not None:
+    if listed:
         bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-        bits[np.array(sampling.allowed_tokens)] = 1
+        bits[np.array(listed)] = 1
         allowed = np.packbits(bits, bitorder="little").view(np.int32)
     return Constraints(
         np.fromiter(biased.keys(), np.int64, len(biased)),
         np.fromiter(biased.values(), np.float32, len(biased)),
-        tuple(sequence[0] for sequence in request.bad_sequences if len(sequence) == 1 and sequence[0] < vocab_size),
+        tuple(sequence[0] for sequence in bad_sequences if len(sequence) == 1 and sequence[0] < vocab_size),
         endings,
         allowed,
     )

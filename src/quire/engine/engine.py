@@ -16,7 +16,6 @@ from quire.cache.manager import BlockManager
 from quire.cache.sizing import BlockBytes, choose_host_pools, choose_pools, free_memory
 from quire.cache.storage import KVCache, bytes_of_states, bytes_per_block, cache_dtype, group_spec, recurrent_spec
 from quire.config import EngineConfig
-from quire.engine.constraints import constraints_of
 from quire.engine.exit import StepGuard
 from quire.engine.flatten import Buffers, flatten
 from quire.engine.graphs import CudaCapture, GraphRunner
@@ -93,8 +92,6 @@ class Engine:
         sampling = request.sampling
         request.seed = self._derived_seed(request) if sampling.seed is None else sampling.seed
         goes_on = sampling.ignore_eos and request.guide is None  # a guide allows an end where there is one
-        first = request.group.members[0] if request.group else request
-        request.constraints = first.constraints or constraints_of(request, self.vocab_size)
         own = frozenset() if goes_on else self.eos_token_ids
         request.ending_tokens = own | frozenset(sampling.stop_tokens)
         if request.guide is not None and request.guide.done:
@@ -109,12 +106,7 @@ class Engine:
         if request.num_generated or request.to_check:
             delivered = np.array([*request.tokens[request.num_prompt :], *request.to_check])
             self._check_tokens(request, "delivered", delivered)
-        sampling = request.sampling
-        self._check_tokens(request, "stop_token_ids", np.array(sampling.stop_tokens, object))
-        self._check_tokens(request, "allowed_token_ids", np.array(sampling.allowed_tokens, object))
-        self._check_tokens(
-            request, "logit_bias", np.array([*(sampling.logit_bias or {})], object), "{0} has the token {2}"
-        )
+        self._check_tokens(request, "stop_token_ids", np.array(request.sampling.stop_tokens, object))
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(request.sampling, name)
             if count is not None and count > self.vocab_size:
@@ -218,11 +210,11 @@ class Engine:
         """The plan as tensors, views of buffers that the next one overwrites."""
         return flatten(plan, self.buffers)
 
-    def _check_tokens(self, request: Request, name: str, tokens: NDArray[Any], says: str = "{0}[{1}] is {2}") -> None:
+    def _check_tokens(self, request: Request, name: str, tokens: NDArray[Any]) -> None:
         wrong = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
         if len(wrong):
             i = int(wrong[0])
-            message = f"request {request.id}: {says.format(name, i, tokens[i])}"
+            message = f"request {request.id}: {name}[{i}] is {tokens[i]}"
             raise RequestError(f"{message}; token ids of this model lie in 0..{self.vocab_size - 1}", name)
 
     def _derived_seed(self, request: Request) -> int:
@@ -258,6 +250,8 @@ def build_engine(model: Model, backend: Backend, config: EngineConfig) -> Engine
     is_queued = device.type == "cuda" and backend.graphable and model.capturable and not has_states(groups)
     loop = _loop(config, is_queued)
     reserve = working_memory(decoder, model.dtype.itemsize, config.most_tokens)
+    if model.loras is not None:
+        reserve += config.most_tokens * model.loras.row_bytes
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what was computed with while loading
         reserve += FIXED_RESERVE

@@ -34,7 +34,7 @@ from quire.server.api.worker import Worker
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import EventStream, JsonBody
 from quire.server.watch.metrics import Metrics
-from quire.text import RequestOutput, make_requests
+from quire.text import RequestOutput, constraints_for, make_requests
 
 log = logging.getLogger("quire.fleet")
 M = TypeVar("M")
@@ -220,8 +220,9 @@ class Replica:
             request, output = embedding_request(name, None, call.prompt, call.priority, call.salt, call.lora)
             return [(output, [request])]
         sampling = call.sampling if call.sample is None else replace(call.sampling, n=1)
-        own = (call.priority, call.salt, call.lora)
-        output, requests = make_requests(name, None, call.prompt, sampling, *own, self._service.model.tokenizer)
+        model = self._service.model
+        own = (call.priority, call.salt, call.lora, constraints_for(sampling, model.tokenizer, model.vocab_size))
+        output, requests = make_requests(name, None, call.prompt, sampling, *own)
         if call.sample is not None:
             output.outputs[0].index = requests[0].sample_index = call.sample
             requests[0].first_prompt_logprob = call.first_prompt_logprob

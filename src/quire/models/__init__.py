@@ -235,6 +235,7 @@ def load_model(directory: Path, config: EngineConfig, backend: Backend) -> Model
     if limits is not None and model.lora_tables is not None:
         targets = decoder_targets(decoder, sources, model.lora_tables)
         model.loras = Loras(targets, limits, model.dtype, model.device)
+        model.loras.part = part
     return model
 
 
@@ -270,6 +271,8 @@ def _adapted(
     except Unsupported as error:
         raise ModelError(f"{choice.reason}. Nor can transformers' {found.model.__name__} be served: {error}") from error
     model.origin = str(choice)
+    if model.loras is not None:
+        model.loras.part = choice.part
     return model
 
 

@@ -61,6 +61,13 @@ class HttpConfig:
         None, 'JSON of what the chat template sees in every request, such as {"enable_thinking": false}.'
     )
     enable_auto_tool_choice: bool = option(False, "Without effect: the model may choose to call wherever tools are.")
+    reranker: str = option(
+        "auto",
+        "How /v1/rerank and /v1/score compare texts: by the similarity of embeddings, or by the model's answer, as "
+        "Qwen3-Reranker's (yes-no). auto: by its answer if its name has the word reranker.",
+        choices=("auto", "similarity", "yes-no"),
+    )
+    ollama: bool = option(False, "Serve Ollama's routes, such as /api/chat, as well.")
     otlp_traces_endpoint: str | None = option(
         None, "Send traces to this OTLP/HTTP endpoint, such as http://localhost:4318/v1/traces. Default: no traces."
     )

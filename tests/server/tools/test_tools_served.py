@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from quire.server.api import openapi
 from tests.server.serving import Serving, serving
@@ -140,6 +141,13 @@ def test_a_required_call_is_one_of_the_functions(server: Serving) -> None:
             assert entries == choices[0]["logprobs"]["content"]
 
 
+def test_arguments_without_a_name_in_the_schema_are_left_out(server: Serving) -> None:
+    open_schema = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}
+    body = {"tools": [named("clock", parameters=open_schema)], "tool_choice": "required", "parallel_tool_calls": False}
+    for choice in chat(server, **body, n=4, temperature=1.5)["choices"]:
+        assert_follows(choice["message"]["tool_calls"][0])
+
+
 def test_several_calls(server: Serving) -> None:
     """A greedy embedded model never ends by itself, so it calls until its tokens are used up."""
     [choice] = chat(server, tools=[CLOCK], tool_choice="required", temperature=2.0, max_tokens=120)["choices"]
@@ -269,6 +277,10 @@ for _ in range(200):
 HUGE = {"type": "object", "properties": {f"p{i}": {"enum": [f"v{j}" for j in range(40)]} for i in range(400)}}
 
 
+def calling(arguments: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}]}
+
+
 def named(name: Any, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name} | more}
 
@@ -302,6 +314,8 @@ def named(name: Any, **more: Any) -> dict[str, Any]:
         ({"messages": [{"role": "tool", "content": "5"}]}, "messages", "messages[0].tool_call_id is missing"),
         ({"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages", "'assistant'"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "tool_calls[0].function is missing"),
+        ({"chat_template_kwargs": DEEP}, None, "chat_template_kwargs is nested"),
+        ({"messages": [calling(DEEP)]}, None, "arguments is nested"),
         ({"chat_template_kwargs": {"messages": []}}, "messages", "'messages'"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "leave one"),
         ({"thinking_token_budget": -1}, "thinking_token_budget", "-1"),
@@ -315,6 +329,26 @@ def test_what_cannot_be_done_is_refused_by_its_place(
     error = answer.error()
     assert words in error["message"]
     assert param is None or error["param"] == param
+
+
+def test_arguments_of_the_history_that_are_no_objects_stay_text(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}")
+    with serving(chat_template=template) as server:
+        for given, shown in (
+            ("{broken", '"{broken"'),
+            ("[1]", '"[1]"'),
+            ("", "{}"),
+            (None, "{}"),
+            ('{"a": 1}', '{"a": 1}'),
+            ({"a": 1}, '{"a": 1}'),
+        ):
+            assert prompt_of(server, messages=[calling(given)]) == shown
+        for opening in ("[", '{"a":'):
+            for depth in (150, 2000):  # above what is read, and above what Python reads
+                assert prompt_of(server, messages=[calling(opening * depth)]).startswith('"')
+                nested = opening * depth + "1" + {"[": "]"}.get(opening, "}") * depth
+                assert prompt_of(server, messages=[calling(nested)]).startswith('"')
 
 
 def test_a_recursive_schema_is_followed(server: Serving) -> None:
@@ -334,3 +368,22 @@ def test_a_model_whose_syntax_is_not_known_is_said_so() -> None:
             assert answer.status == 400
             assert word in answer.error()["message"]
         assert plain.post(CHAT, messages=MESSAGES, max_tokens=2, tools=[CLOCK], tool_choice="none").status == 200
+
+
+def test_the_openai_packages_tool_loop(server: Serving) -> None:
+    """A call, its result, and the conversation with both; whole, streamed, and put together by the package."""
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    said: list[Any] = [{"role": "user", "content": "the time"}]
+    body: dict[str, Any] = {"model": "quire-embedded", "tools": [CLOCK], "seed": 3, "max_tokens": 80}
+    choice: Any = {"type": "function", "function": {"name": "clock"}}
+    message = client.chat.completions.create(**body, messages=said, tool_choice=choice).choices[0].message
+    [call] = message.tool_calls or []
+    with client.chat.completions.stream(**body, messages=said, tool_choice=choice) as stream:
+        [streamed_call] = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert_follows(call.model_dump())
+    assert streamed_call.model_dump()["function"]["arguments"] == call.model_dump()["function"]["arguments"]
+    said += [message, {"role": "tool", "tool_call_id": call.id, "content": "12:00"}]
+    answer = client.chat.completions.create(**body, messages=said, tool_choice="none", temperature=0)
+    assert answer.choices[0].message.content
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None

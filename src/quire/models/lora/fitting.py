@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ def prepare(loras: Loras, directory: Path) -> Prepared:
     meant = {name for name, target in loras.targets.items() if target.table is not None}
     meant = {name for name in meant if adapter.is_meant_for(name)}
     for module, low_rank in adapter.modules.items():
-        name, target, table = _target(loras.targets, directory, module)
+        name, target, table = _target(loras, directory, module)
         if not adapter.is_meant_for(module):
             raise ModelError(f"{directory} has an adapter of {module}, which its target_modules do not name")
         meant.discard(name)
@@ -46,10 +46,16 @@ def prepare(loras: Loras, directory: Path) -> Prepared:
     return Prepared(directory, adapter.digest, adapter.rank, list(by_table.values()))
 
 
-def _target(targets: Mapping[str, Target], directory: Path, module: str) -> tuple[str, Target, LoraTable]:
+def _target(loras: Loras, directory: Path, module: str) -> tuple[str, Target, LoraTable]:
     """The model's module of that name, whatever stands before it in either, and its table. Raises ModelError."""
-    found = [module] if module in targets else []
-    found = found or [one for one in targets if f".{module}".endswith(f".{one}") or one.endswith(f".{module}")]
+    targets, name = loras.targets, module
+    if loras.part is not None:
+        own = loras.part.name(f"{module}.weight")
+        if own is None:
+            raise ModelError(f"{directory} has an adapter of {module}, which is not of the model's text part")
+        name = own.removesuffix(".weight")
+    found = [name] if name in targets else []
+    found = found or [one for one in targets if f".{name}".endswith(f".{one}") or one.endswith(f".{name}")]
     if len(found) != 1:
         known = ", ".join(sorted({one.rpartition(".")[2] for one, target in targets.items() if target.table}))
         raise ModelError(

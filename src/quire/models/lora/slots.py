@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ConfigError, RequestError
+from quire.models.text_part import TextPart
 from quire.ops.linear import Linears
 from quire.ops.lora import LoraPart, LoraTable
 
@@ -76,8 +77,9 @@ class Loras:
         self.limits = limits
         self.by_name: dict[str, Lora] = {}  # of those that requests may name
         self.targets, self.dtype, self.device = targets, dtype, device
+        self.part: TextPart | None = None  # of the checkpoint that the model is; set when it was loaded
         self._tables = list({id(one.table): one.table for one in targets.values() if one.table is not None}.values())
-        self.left: set[int] = set()  # slots whose adapters nobody can name any more
+        self.left: set[int] = set()  # slots whose adapters no request can name any more
 
     def __getitem__(self, name: str) -> Lora:
         """The adapter of that name. Raises RequestError where there is none."""
@@ -85,6 +87,11 @@ class Loras:
             known = ", ".join(map(repr, self.by_name)) or "none"
             raise RequestError(f"there is no adapter {name!r}; loaded are: {known}", "lora")
         return self.by_name[name]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that a step takes at most for each token, besides what it takes without adapters."""
+        return 4 * max((table.in_size + 8 * self.limits.max_rank for table in self._tables), default=0)
 
     def put(self, name: str, prepared: Prepared, in_use: Collection[int] = (), *, replace: bool = False) -> Lora:
         """Load an adapter under a name. in_use: slots of requests that have not ended.

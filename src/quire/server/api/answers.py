@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -137,7 +137,7 @@ class AnswerWriter:
     def __init__(self, reading: Reading, sample: int) -> None:
         self._reading = reading
         self._sample = sample
-        self._parser = reading.parser()
+        self._parser = None if reading.is_plain else reading.parser()
         self._num_calls = 0
         self.reasoning = ""
 
@@ -146,13 +146,35 @@ class AnswerWriter:
         """Whether a call has begun."""
         return self._num_calls > 0
 
+    @property
+    def call_id(self) -> str:
+        """The id of the last call that has begun."""
+        return self._reading.call_id(self._sample, self._num_calls - 1)
+
+    def pieces(self, text: str, *, is_last: bool) -> Iterator[Piece]:
+        """What a text adds to the answer, without what the request does not want to see."""
+        if self._parser is None:
+            if text:
+                yield Piece(Kind.CONTENT, text)
+            return
+        found = self._parser.feed(text)
+        if is_last:
+            found += self._parser.finish()
+        for piece in found:
+            if piece.kind is Kind.REASONING:
+                self.reasoning += piece.text
+                if not self._reading.shows_reasoning:
+                    continue
+            elif piece.kind is not Kind.CONTENT:
+                self._num_calls += piece.kind is Kind.CALL
+                if self._num_calls > 1 and self._reading.has_one_call:
+                    continue
+            yield piece
+
     def delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
         """What a text adds to the message, as one piece of a stream; empty: nothing."""
-        pieces = self._parser.feed(text)
-        if is_last:
-            pieces += self._parser.finish()
         delta: dict[str, Any] = {}
-        for piece in pieces:
+        for piece in self.pieces(text, is_last=is_last):
             self._add(piece, delta)
         return delta
 
@@ -176,20 +198,15 @@ class AnswerWriter:
         if kind is Kind.CONTENT:
             delta["content"] = delta.get("content", "") + text
         elif kind is Kind.REASONING:
-            self.reasoning += text
-            if self._reading.shows_reasoning:
-                delta |= dict.fromkeys(REASONING, delta.get(REASONING[0], "") + text)
+            delta |= dict.fromkeys(REASONING, delta.get(REASONING[0], "") + text)
         else:
-            self._num_calls += kind is Kind.CALL
-            if self._num_calls == 1 or not self._reading.has_one_call:
-                self._add_call(kind, text, delta.setdefault("tool_calls", []))
+            self._add_call(kind, text, delta.setdefault("tool_calls", []))
 
     def _add_call(self, kind: Kind, text: str, calls: list[dict[str, Any]]) -> None:
         number = self._num_calls - 1
         if kind is Kind.CALL:
             function = {"name": text, "arguments": ""}
-            name = self._reading.call_id(self._sample, number)
-            calls.append({"index": number, "id": name, "type": "function", "function": function})
+            calls.append({"index": number, "id": self.call_id, "type": "function", "function": function})
         elif calls and calls[-1]["index"] == number:
             calls[-1]["function"]["arguments"] += text
         else:

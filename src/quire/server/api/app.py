@@ -22,11 +22,14 @@ from starlette.responses import JSONResponse, Response
 from quire import __version__
 from quire.errors import RequestError
 from quire.sandbox.process import SandboxFailed
-from quire.server.api import openapi
+from quire.server.api import ollama, openapi
 from quire.server.api.chat import chat
 from quire.server.api.completions import complete
 from quire.server.api.conversation import conversation
 from quire.server.api.embeddings import embed
+from quire.server.api.messages import count_tokens, messages
+from quire.server.api.rerank import rerank, score
+from quire.server.api.responses import respond
 from quire.server.api.service import Service
 from quire.server.api.start_page import start_page
 from quire.server.http.access import ID, ID_HEADER, IGNORED_HEADER, Access, Tally, note_refusal
@@ -39,6 +42,10 @@ from quire.server.protocol.body import Body
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.embeddings import EmbeddingRequest
+from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
+from quire.server.protocol.ollama import GenerateRequest, OllamaChatRequest, ShowRequest
+from quire.server.protocol.rerank import RerankRequest, ScoreRequest
+from quire.server.protocol.responses import ResponsesRequest
 from quire.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from quire.server.protocol.unknown import UnknownField, UnknownFields, model_in, near_miss, sentence
 
@@ -85,6 +92,15 @@ ROUTES_NAMES = {
     "/v1/completions": {"beam_width": "n"},
     "/v1/chat/completions": {"beam_width": "n", "prompt": "messages"},
     "/v1/embeddings": {"prompt": "input"},
+    "/v1/responses": {
+        "messages": "input",
+        "prompt": "input",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text",
+        "reasoning_effort": "reasoning",
+        "logprobs": "top_logprobs",
+    },
     "/detokenize": {"prompt": "tokens"},
 }
 
@@ -153,6 +169,9 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
     app.add_exception_handler(SandboxFailed, _failed)
     app.add_exception_handler(Exception, _broken)
     _add_openai_routes(app, service)
+    _add_further_protocols(app, service)
+    if config.ollama:
+        _add_ollama_routes(app, service)
     _add_other_routes(app, service, metrics)
     for router in routers:
         app.include_router(router)
@@ -207,6 +226,67 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
     async def embeddings(request: HttpRequest, body: EmbeddingRequest) -> Response:
         _take_in(service, request, body)
         return await embed(service, request, body)
+
+
+def _add_further_protocols(app: FastAPI, service: Service) -> None:
+    """Other protocols' routes for the same answers."""
+
+    @app.post("/v1/responses", responses=openapi.answer(openapi.ModelResponse, "What is said next, in items"))
+    async def responses(request: HttpRequest, body: ResponsesRequest) -> Response:
+        _take_in(service, request, body)
+        return await respond(service, request, body)
+
+    @app.post("/v1/messages", responses=openapi.answer(openapi.AnthropicMessage, "What is said next, in blocks"))
+    async def anthropic_messages(request: HttpRequest, body: MessagesRequest) -> Response:
+        _take_in(service, request, body)
+        return await messages(service, request, body)
+
+    @app.post("/v1/messages/count_tokens", responses=openapi.answer(openapi.InputTokens, "The tokens of the prompt"))
+    async def anthropic_tokens(request: HttpRequest, body: CountTokensRequest) -> Response:
+        _take_in(service, request, body)
+        return await count_tokens(service, request, body)
+
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+
+        @app.post(path, responses=openapi.answer(openapi.Reranked, "The documents, best first"), name=path)
+        async def reranked(request: HttpRequest, body: RerankRequest) -> Response:
+            _take_in(service, request, body)
+            return await rerank(service, request, body)
+
+    for path in ("/v1/score", "/score"):
+
+        @app.post(path, responses=openapi.answer(openapi.Scored, "A score for each pair"), name=path)
+        async def scored(request: HttpRequest, body: ScoreRequest) -> Response:
+            _take_in(service, request, body)
+            return await score(service, request, body)
+
+
+def _add_ollama_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/api/chat", responses=openapi.answer(openapi.OllamaAnswer, "What is said next"))
+    async def chat_lines(request: HttpRequest, body: OllamaChatRequest) -> Response:
+        _take_in(service, request, body)
+        return await ollama.ollama_chat(service, request, body)
+
+    @app.post("/api/generate", responses=openapi.answer(openapi.OllamaAnswer, "The answer to a prompt"))
+    async def generated_lines(request: HttpRequest, body: GenerateRequest) -> Response:
+        _take_in(service, request, body)
+        return await ollama.ollama_generate(service, request, body)
+
+    @app.post("/api/show", response_model=None, responses=openapi.answer(openapi.OllamaShown, "The model"))
+    async def shown_model(body: ShowRequest) -> Response:
+        return JsonBody(ollama.show(service, body))
+
+    @app.get("/api/tags", response_model=None, responses=openapi.answer(openapi.OllamaModels, "The models"))
+    async def tags() -> dict[str, Any]:
+        return ollama.tags(service)
+
+    @app.get("/api/ps", response_model=None, responses=openapi.answer(openapi.OllamaModels, "The loaded models"))
+    async def running_models() -> dict[str, Any]:
+        return ollama.running(service)
+
+    @app.get("/api/version", response_model=None, responses=openapi.answer(openapi.Version, "The API's version"))
+    async def ollama_version() -> dict[str, str]:
+        return {"version": ollama.VERSION}
 
 
 def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
@@ -290,7 +370,7 @@ def _take_in(service: Service, request: HttpRequest, body: Body) -> None:
 
 def _answer(request: HttpRequest, error: ApiError) -> Response:
     note_refusal(request.scope, error)
-    return JsonBody(error.body(), error.status, error.headers)
+    return JsonBody(error.body_for(request.url.path), error.status, error.headers)
 
 
 async def _failed(request: HttpRequest, error: Exception) -> Response:
@@ -346,25 +426,36 @@ async def _invalid(request: HttpRequest, error: Exception) -> Response:
     if not isinstance(error, RequestValidationError):
         raise error
     first = error.errors()[0]
-    path = [part for part in first["loc"] if part != "body"]
+    place = [part for part in first["loc"] if part != "body"]
+    path = [part for part in place if not str(part).startswith("<")]  # see tag_of
     if first["type"] == "extra_forbidden":
         body = get_type_hints(request.scope["endpoint"])["body"]
         return _answer(request, ApiError(_unknown(body, path), param=_field_of(path)))
-    return _answer(request, ApiError(_sentence(path, first), param=_field_of(path)))
+    message = _sentence(path, first, is_of_a_kind=path != place)
+    return _answer(request, ApiError(message, param=_field_of(path)))
 
 
 def _field_of(path: Sequence[str | int]) -> str | None:
     return cut(path[0]) if path and isinstance(path[0], str) else None
 
 
-def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
-    """What is wrong, where, with the value, and what would be right."""
+def _sentence(path: Sequence[str | int], found: dict[str, Any], *, is_of_a_kind: bool) -> str:
+    """What is wrong, where, with the value, and what would be right.
+
+    is_of_a_kind: it is known which of several kinds the value is meant to be.
+    """
     kind, message = found["type"], found["msg"]
     name, value = _dotted(path), shown(found.get("input"))
     if kind == "json_invalid":
         return f"the body is not JSON: {found.get('ctx', {}).get('error', message)} at character {path[-1]}"
     if kind == "value_error":
         return f"{name or 'the body'} is {value}; {message.removeprefix('Value error, ')}"
+    if kind == "union_tag_invalid":
+        own = first.get("type") if isinstance(first := found.get("input"), dict) else None
+        known = found["ctx"]["expected_tags"].replace("<", "").replace(">", "")
+        return f"{name} is of type {shown(own)}, which is not served; it may be of type {known}"
+    if kind == "union_tag_not_found":
+        return f"{name} is {value}; it must be an object with a type"
     if kind == "tool_message":
         return f"{name}.{message}"
     if kind == "no_token":
@@ -376,7 +467,8 @@ def _sentence(path: Sequence[str | int], found: dict[str, Any]) -> str:
         return "the body is missing or no JSON object; send one with Content-Type: application/json"
     if kind == "missing":
         return f"{name} is missing"
-    if (field := next((part for part in reversed(path[:-1]) if part in WANTED), None)) is not None:
+    field = None if is_of_a_kind else next((part for part in reversed(path[:-1]) if part in WANTED), None)
+    if field is not None:
         return f"{_dotted(path[: list(path).index(field) + 1])} cannot be read; {WANTED[str(field)]}"
     return f"{name} is {value}; {_wanted(found)}"
 

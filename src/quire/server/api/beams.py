@@ -13,7 +13,7 @@ from quire.server.api.jobs import SearchJob, Stream
 from quire.server.api.service import Prompt, Service
 from quire.server.api.streamed import EventWriter
 from quire.server.http.api_error import ApiError, request_failed
-from quire.server.http.sse import DONE, EventStream, data
+from quire.server.http.sse import EventStream
 from quire.server.protocol.sampling import Sampling
 from quire.text import CompletionOutput, Detokenizer, RequestOutput, Tokenizer, beam_logprobs
 
@@ -115,7 +115,7 @@ class Beams:
             outputs = await self._read(request)
         except ApiError as error:
             self.abort()
-            yield data(error.body()) + DONE
+            yield writer.fail(error)
             return
         news = Stream([(output, []) for output in outputs]).news
         for output in outputs:

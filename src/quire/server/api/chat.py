@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,13 +12,13 @@ from starlette.responses import Response
 from quire.server.api.answers import AnswerWriter, Reading
 from quire.server.api.beams import Beams
 from quire.server.api.chunks import Chunks, usage
-from quire.server.api.completions import check_num_logprobs, prompt_logprobs, whole
-from quire.server.api.conversation import conversation, said
-from quire.server.api.jobs import Delta, Generation, Stream
+from quire.server.api.completions import prompt_logprobs, whole
+from quire.server.api.jobs import Delta, Stream
 from quire.server.api.service import Service, aside, counted, finite, num_logprobs
 from quire.server.api.streamed import StreamedAnswer
-from quire.server.http.api_error import request_failed
-from quire.server.http.sse import data
+from quire.server.api.turn import Turn
+from quire.server.http.api_error import ApiError, request_failed
+from quire.server.http.sse import DONE, data
 from quire.server.protocol.chat import ChatRequest
 from quire.text import Logprob, RequestOutput, Tokenizer
 
@@ -30,64 +29,43 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     Where one of its samples fails, the whole answer is that error. A stream has an error event in that sample's place,
     and the others go on to their ends.
     """
-    service.check_model(body.model)
-    body.check_together()
-    if not body.may_call():
-        body.tools = None  # what must not be called is not shown
-    prompt = await conversation(service, request, body.messages, body, _variables(body))
-    continued = said(body.messages[-1]) if body.continue_final_message else None
-    body.messages.clear()  # many small parts take many times the memory of the text that they make
-    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    prompt = service.truncate(prompt, body, body.max_completion_tokens or body.max_tokens)
-    max_tokens = service.room_for([prompt], body, field)
-    identity = service.identity(request, "chatcmpl")
-    name, created = identity
-    head = {"id": name, "object": "chat.completion", "created": created, "model": service.answering(body.model)}
-    reading = Reading(service, body, name, prompt, continued)
-    service.check_logprobs("top_logprobs", body.top_logprobs)
-    count = body.top_logprobs or 0
+    turn = await Turn.of(service, request, body, "chatcmpl")
+    name, created = turn.identity
+    head = {"id": name, "object": "chat.completion", "created": created, "model": turn.model}
+    reading, count = turn.reading, body.top_logprobs or 0
 
-    def answer(outputs: list[RequestOutput]) -> Response:
+    def answer(output: RequestOutput) -> Response:
         choices, num_reasoning = [], 0
-        for sample in outputs[0].outputs:
+        for sample in output.outputs:
             message, reason, thoughts = _read(reading, sample.index, sample.text, sample.finish_reason)
             num_reasoning += reading.num_reasoning(sample.token_ids, thoughts)
-            logprobs = _logprobs(service.tokenizer, sample.token_ids, sample.logprobs, count)
+            logprobs = chat_logprobs(service.tokenizer, sample.token_ids, sample.logprobs, count)
             tokens = {"token_ids": sample.token_ids} if body.return_token_ids else {}
             choices.append(_choice(sample.index, message, logprobs, reason, sample.stop_reason) | tokens)
         asked: dict[str, Any] = {}
         if body.prompt_logprobs is not None:
-            asked["prompt_logprobs"] = prompt_logprobs(outputs[0])
+            asked["prompt_logprobs"] = prompt_logprobs(output)
         if body.return_token_ids:
-            asked["prompt_token_ids"] = outputs[0].prompt_token_ids
-        return whole(head, choices, {"usage": usage(*counted(outputs), reading.counted(num_reasoning))} | asked)
+            asked["prompt_token_ids"] = output.prompt_token_ids
+        return whole(head, choices, {"usage": usage(*counted([output]), reading.counted(num_reasoning))} | asked)
 
     if body.use_beam_search:
-        beams = Beams(service, [prompt], name, body.n or 1)
-        await beams.begin(request, body, max_tokens, count if body.logprobs else None)
+        beams = Beams(service, [turn.prompt], name, body.n or 1)
+        await beams.begin(request, body, turn.max_tokens, count if body.logprobs else None)
         if body.stream:
             head["object"] = "chat.completion.chunk"
             job = Stream([(one, []) for one in beams.outputs])
             return beams.streamed(request, _Events(service, body, head, job, reading))
-        return answer(await beams.ended(request))
-    params = service.sampling(body, max_tokens=max_tokens, logprobs=count if body.logprobs else None)
-    check_num_logprobs(service, [prompt], params, "top_logprobs" if count else "logprobs")
-    guide = None
-    if reading.is_plain:
-        guide = await service.guide(request, body)
-    else:  # the syntax may be made of special tokens
-        params = replace(params, skip_special_tokens=False)
-        guide = await service.guide(request, body, reading.tools, reading.thinking)
-    made = await service.requests(request, body, name, [prompt], params, guide)
+        [output] = await beams.ended(request)
+        return answer(output)
     if body.stream:
-        job = service.stream(request, identity, made)
-        await service.worker.submit(job)
+        job = await turn.stream()
         head["object"] = "chat.completion.chunk"
         events, abort = _Events(service, body, head, job, reading), lambda: service.worker.abort(job)
         return StreamedAnswer(job, events, abort, service.config.sse_keep_alive)
-    outputs = await service.run(request, Generation(made), body.grammar_field())
-    size = num_logprobs(outputs) + sum(len(sample.text) for sample in outputs[0].outputs)
-    return await aside(size, partial(answer, outputs))
+    output = await turn.run()
+    size = num_logprobs([output]) + sum(len(sample.text) for sample in output.outputs)
+    return await aside(size, partial(answer, output))
 
 
 def _read(reading: Reading, sample: int, text: str, reason: str | None) -> tuple[dict[str, Any], str | None, str]:
@@ -97,14 +75,6 @@ def _read(reading: Reading, sample: int, text: str, reason: str | None) -> tuple
     writer = AnswerWriter(reading, sample)
     message = writer.message(text)
     return message, writer.reason(reason), writer.reasoning
-
-
-def _variables(body: ChatRequest) -> dict[str, Any]:
-    """What the template sees of the request's own fields."""
-    if not body.reasoning_effort:
-        return {}
-    quiet = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
-    return {"reasoning_effort": body.reasoning_effort} | quiet
 
 
 def _choice(
@@ -166,6 +136,10 @@ class _Events:
         num_reasoning = sum(self._reading.num_reasoning(one.token_ids, writer.reasoning) for writer, one in pairs)
         return self._chunks.end(num_prompt, self._generated, num_cached, self._reading.counted(num_reasoning))
 
+    def fail(self, error: ApiError) -> bytes:
+        """An event with an error, and the mark of the end."""
+        return data(error.body()) + DONE
+
     def _events(self, delta: Delta) -> list[bytes]:
         if delta.error is not None:
             return [data(request_failed(delta.error, self._body.grammar_field()).body())]
@@ -173,7 +147,7 @@ class _Events:
             counts = len(self._output.prompt_token_ids), self._generated
             return [self._chunks.text(delta.sample, delta.text, _said, *counts)] if delta.text else []
         events, count = [], self._body.top_logprobs or 0
-        logprobs = _logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, count)
+        logprobs = chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, count)
         tokens = {"token_ids": delta.token_ids} if self._body.return_token_ids else {}
         if delta.text or (logprobs and delta.token_ids) or any(tokens.values()):
             events.append(self._piece(delta.sample, {"content": delta.text}, logprobs, **tokens))
@@ -188,7 +162,7 @@ class _Events:
             return [data(request_failed(delta.error, self._body.grammar_field()).body())]
         writer = self._writers[delta.sample]
         found = writer.delta(delta.text, is_last=delta.finish_reason is not None)
-        logprobs = _logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, self._body.top_logprobs or 0)
+        logprobs = chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, self._body.top_logprobs or 0)
         tokens = {"token_ids": delta.token_ids} if self._body.return_token_ids else {}
         events = []
         if found or ((logprobs or tokens) and delta.token_ids):
@@ -208,7 +182,7 @@ def _said(index: int, text: str) -> dict[str, Any]:
     return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
 
 
-def _logprobs(
+def chat_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob]] | None, count: int
 ) -> dict[str, Any] | None:
     """The tokens, each with the `count` most probable ones in its place."""

@@ -27,7 +27,7 @@ from quire.server.api.service import (
 )
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.http.api_error import ApiError, request_failed
-from quire.server.http.sse import JsonBody, data, dumps
+from quire.server.http.sse import DONE, JsonBody, data, dumps
 from quire.server.protocol.completions import CompletionRequest
 from quire.text import CompletionOutput, Logprob, RequestOutput, Tokenizer
 
@@ -191,6 +191,10 @@ class _Events:
         """The numbers of tokens, if they were asked for, and the mark of the end."""
         num_prompt, _, num_cached = counted(self._job.outputs)
         return self._chunks.end(num_prompt, sum(self._generated), num_cached)
+
+    def fail(self, error: ApiError) -> bytes:
+        """An event with an error, and the mark of the end."""
+        return data(error.body()) + DONE
 
 
 class _Writer:

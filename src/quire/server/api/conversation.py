@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 
 from quire.errors import RequestError
+from quire.sandbox.grammar import check_depth
 from quire.server.api.service import Prompt, Service
 from quire.server.http.api_error import ApiError
 from quire.server.protocol.chat import Message, Rendering, ToolCall
@@ -34,6 +35,7 @@ async def conversation(
             f"server takes a template as --chat-template FILE"
         )
         raise ApiError(message, param="messages")
+    rendering.check_depths()
     plain = [_plain(message, service.model.dialect.wants_json) for message in messages]
     tools = [_tool(tool.function.model_dump(exclude_none=True)) for tool in rendering.tools or ()]
     given = config.template_kwargs() | dict(variables or {}) | (rendering.chat_template_kwargs or {})
@@ -75,14 +77,17 @@ def _plain(message: Message, wants_json: bool) -> dict[str, Any]:
 
 def _call(call: ToolCall, wants_json: bool) -> dict[str, Any]:
     """A call of the history. Most templates take its arguments as an object, and write its JSON themselves."""
-    given: Any = call.function.arguments
+    given = call.function.arguments
     if isinstance(given, dict):
+        check_depth(given, "tool_calls.function.arguments")
         arguments: Any = json.dumps(given, ensure_ascii=False) if wants_json else given
     else:
         arguments = given or "{}"
         if not wants_json:
-            with contextlib.suppress(ValueError):  # what a model has written wrongly, it should see so
-                arguments = json.loads(arguments)
+            with contextlib.suppress(ValueError, RecursionError):  # what a model has written wrongly, it should see so
+                if isinstance(found := json.loads(arguments), dict):
+                    check_depth(found)
+                    arguments = found
     function = {"name": call.function.name, "arguments": arguments}
     return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
 

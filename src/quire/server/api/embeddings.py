@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from starlette.requests import Request as HttpRequest
@@ -17,8 +18,11 @@ from quire.server.api.jobs import Generation
 from quire.server.api.service import Prompt, Service, aside, counted, listed
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody, dumps
-from quire.server.protocol.embeddings import EmbeddingRequest
-from quire.text import RequestOutput
+from quire.server.protocol.embeddings import Embedding, EmbeddingRequest
+from quire.text import RequestOutput, truncated
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MAX_NUMBERS = 2**22  # in one answer: some 20 bytes each
 
@@ -34,22 +38,39 @@ async def embed(service: Service, request: HttpRequest, body: EmbeddingRequest) 
             f"a time, so send fewer, or set dimensions"
         )
         raise ApiError(message, param="input")
-    service.worker.check_room(len(inputs), "input")
+    outputs = await hidden_states(service, request, body, inputs, "input")
+    return await aside(size, lambda: _answer(service, body, outputs))
+
+
+async def hidden_states(
+    service: Service, request: HttpRequest, body: Embedding, inputs: Sequence[str | list[int]], field: str
+) -> list[RequestOutput]:
+    """The outputs of inputs, with their hidden states. field: what has them. Raises ApiError where one fails."""
+    service.worker.check_room(len(inputs), field)
     name, priority = service.identity(request, "embd").name, body.priority or 0
     own = (priority, service.salt(request, body), service.lora_of(body.model))
 
     def make() -> list[tuple[RequestOutput, list[Request]]]:
         made = []
         for i, given in enumerate(inputs):
-            prompt = _prompt(service, i, given, body)
+            prompt = _prompt(service, f"{field} {i}", field, given, body)
             one, output = embedding_request(f"{name}-{i}", prompt.text, prompt.tokens, *own)
             service.worker.check(one)
             made.append((output, [one]))
         return made
 
     made = await service.take_apart(request, sum(map(len, inputs)), make)
-    outputs = await service.run(request, Generation(made))
-    return await aside(size, lambda: _answer(service, body, outputs))
+    return await service.run(request, Generation(made))
+
+
+def unit_vector(output: RequestOutput, dimensions: int | None = None) -> NDArray[np.float32]:
+    """An output's vector, of length 1. Raises ApiError for numbers that JSON cannot hold and no client can compare."""
+    if output.hidden_state is None:  # it was taken back
+        raise ApiError("the client has gone")
+    vector = normalised(output.hidden_state, dimensions)
+    if not np.isfinite(vector).all():
+        raise request_failed(f"the model gave numbers that are not finite for {output.request_id}")
+    return vector
 
 
 def _dimensions(service: Service, body: EmbeddingRequest) -> int:
@@ -61,25 +82,24 @@ def _dimensions(service: Service, body: EmbeddingRequest) -> int:
     return body.dimensions or service.model.hidden_size
 
 
-def _prompt(service: Service, number: int, given: str | list[int], body: EmbeddingRequest) -> Prompt:
-    """An input in both forms. Raises ApiError for one that is too long, or has no token."""
+def _prompt(service: Service, name: str, field: str, given: str | list[int], body: Embedding) -> Prompt:
+    """An input in both forms. name: of it. Raises ApiError for one that is too long, or has no token."""
     if isinstance(given, str):
         if service.model.tokenizer is None:
-            raise ApiError("this model has no tokenizer, so input takes token ids only", param="input")
-        service.check_text(given, "input")
+            raise ApiError(f"this model has no tokenizer, so {field} takes token ids only", param=field)
+        service.check_text(given, field)
         prompt = Prompt(given, service.tokenizer.encode(given, body.add_special_tokens))
     else:
         prompt = Prompt(None, given)
-    count, longest, size = len(prompt.tokens), service.model.max_model_len, service.model.vocab_size
-    if count == 0:
-        raise ApiError(f"input {number} has no token; each input needs at least one", param="input")
+    longest, size = service.model.max_model_len, service.model.vocab_size
+    prompt.tokens = truncated(prompt.tokens, body.truncate_prompt_tokens, None, longest)
+    if (count := len(prompt.tokens)) == 0:
+        raise ApiError(f"{name} has no token; each input needs at least one", param=field)
     if count > longest:
-        message = f"input {number} has {count} tokens; this model serves sequences of up to {longest}"
-        raise ApiError(message, param="input", code="context_length_exceeded")
+        message = f"{name} has {count} tokens; this model serves sequences of up to {longest}"
+        raise ApiError(message, param=field, code="context_length_exceeded")
     if (wrong := next((token for token in prompt.tokens if token >= size), None)) is not None:
-        raise ApiError(
-            f"input {number} has the token {wrong}; token ids of this model lie in 0..{size - 1}", param="input"
-        )
+        raise ApiError(f"{name} has the token {wrong}; token ids of this model lie in 0..{size - 1}", param=field)
     return prompt
 
 
@@ -93,10 +113,6 @@ def _answer(service: Service, body: EmbeddingRequest, outputs: list[RequestOutpu
 
 
 def _vector(body: EmbeddingRequest, index: int, output: RequestOutput) -> dict[str, Any]:
-    if output.hidden_state is None:  # it was taken back
-        raise ApiError("the client has gone")
-    vector = normalised(output.hidden_state, body.dimensions)
-    if not np.isfinite(vector).all():  # which JSON cannot hold, and no client can compare
-        raise request_failed(f"the model gave numbers that are not finite for input {index}")
+    vector = unit_vector(output, body.dimensions)
     shown = b64encode(vector.astype("<f4").tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
     return {"object": "embedding", "index": index, "embedding": shown}

@@ -27,11 +27,11 @@ from quire.server.http.body import MAX_HELD_BODIES
 from quire.server.http.guard import client_of
 from quire.server.http.lane import Lane
 from quire.server.http.sse import noticing_disconnect
-from quire.server.protocol.embeddings import EmbeddingRequest
+from quire.server.protocol.embeddings import Embedding
 from quire.server.protocol.sampling import Sampling
 from quire.server.server_config import HttpConfig
 from quire.server.tools.dialect import Dialect
-from quire.text import RequestOutput, Tokenizer, make_requests, truncated
+from quire.text import RequestOutput, Tokenizer, constraints_for, make_requests, truncated
 
 if TYPE_CHECKING:  # its packages are an extra
     from quire.server.watch.traces import Traces
@@ -137,6 +137,11 @@ class Service:
         if self.draining:
             raise ApiError("the server is stopping", HTTPStatus.SERVICE_UNAVAILABLE, code="draining")
         self.worker.check_health()
+
+    def says_yes_or_no(self) -> bool:
+        """Whether pairs of texts are scored by the model's yes, not by the cosine of embeddings."""
+        how = self.config.reranker
+        return how == "yes-no" or (how == "auto" and "reranker" in self.model.root.casefold())
 
     def lora_of(self, name: str | None) -> str | None:
         """The adapter that clients mean by a model's name; None: the model itself."""
@@ -340,9 +345,10 @@ class Service:
 
         def make() -> list[tuple[RequestOutput, list[Request]]]:
             made: list[tuple[RequestOutput, list[Request]]] = []
-            own = (params, body.priority or 0, self.salt(request, body), self.lora_of(body.model))
+            constraints = constraints_for(params, self.model.tokenizer, self.model.vocab_size)
+            own = (params, body.priority or 0, self.salt(request, body), self.lora_of(body.model), constraints)
             for i, prompt in enumerate(prompts):
-                output, requests = make_requests(f"{name}-{i}", prompt.text, prompt.tokens, *own, self.model.tokenizer)
+                output, requests = make_requests(f"{name}-{i}", prompt.text, prompt.tokens, *own)
                 self.worker.check(requests[0])
                 if guide is not None:
                     for each in requests:
@@ -350,11 +356,12 @@ class Service:
                 made.append((output, requests))
             return made
 
-        made = await self.take_apart(request, sum(len(prompt.tokens) for prompt in prompts), make, params.n)
+        size = sum(len(prompt.tokens) for prompt in prompts) + sum(map(len, params.bad_words or ()))
+        made = await self.take_apart(request, size + len(params.allowed_tokens), make, params.n)
         setattr(request.state, TOKENS, lambda: counted([output for output, _ in made])[:2])
         return made
 
-    def salt(self, request: HttpRequest, body: Sampling | EmbeddingRequest) -> str:
+    def salt(self, request: HttpRequest, body: Sampling | Embedding) -> str:
         """What separates this client's blocks from those of others: its key, and its own cache_salt."""
         client = client_of(request)
         return f"{client}:{body.cache_salt or ''}" if client or body.cache_salt else ""

@@ -10,7 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 from quire.server.api.jobs import Delta, Stream
 from quire.server.api.service import LONG_TEXT, aside
-from quire.server.http.sse import DONE, OUTLET, EventStream, Outlet, data
+from quire.server.http.api_error import ApiError
+from quire.server.http.sse import OUTLET, EventStream, Outlet
 
 
 class EventWriter(Protocol):
@@ -24,6 +25,9 @@ class EventWriter(Protocol):
 
     def end(self) -> bytes:
         """What comes when the job has ended well."""
+
+    def fail(self, error: ApiError) -> bytes:
+        """What comes in place of the rest."""
 
 
 class StreamedAnswer(EventStream):
@@ -50,6 +54,10 @@ class StreamedAnswer(EventStream):
             self._job.send_with(partial(self._send_at_once, outlet))
         await super().__call__(scope, receive, send)
 
+    def failure(self, error: ApiError) -> bytes:
+        """What stands in place of the rest."""
+        return self._writer.fail(error)
+
     def _send_at_once(self, outlet: Outlet, deltas: list[Delta]) -> bool:
         if not outlet.is_open:
             return False
@@ -66,4 +74,4 @@ async def _parts(job: Stream, writer: EventWriter, size: int) -> AsyncIterator[b
     while deltas := await job.deltas():
         if part := await aside(size, partial(writer.events, deltas)):
             yield part
-    yield writer.end() if job.error is None else data(job.error.body()) + DONE
+    yield writer.end() if job.error is None else writer.fail(job.error)

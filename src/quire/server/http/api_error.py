@@ -15,6 +15,17 @@ KINDS = {
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
+# Anthropic's, on its own routes; others are "invalid_request_error" below 500 and "api_error" above.
+ANTHROPIC_KINDS = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
+ANTHROPIC_PATHS, OLLAMA_PATHS = "/v1/messages", "/api/"  # what the routes of these protocols begin with
 MAX_SHOWN = 80  # characters of what a client sent that an error shows
 
 
@@ -54,6 +65,16 @@ class ApiError(QuireError):
         default = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
         kind = next((name for status, name in KINDS.items() if status == self.status), default)
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """The error as the protocol of a route has it."""
+        if path.startswith(OLLAMA_PATHS):
+            return {"error": str(self)}
+        if path == ANTHROPIC_PATHS or path.startswith(f"{ANTHROPIC_PATHS}/"):
+            default = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "api_error"
+            kind = next((name for status, name in ANTHROPIC_KINDS.items() if status == self.status), default)
+            return {"type": "error", "error": {"type": kind, "message": str(self)}}
+        return self.body()
 
 
 def queue_full(limit: int) -> ApiError:

@@ -62,7 +62,7 @@ class Guard:
         refusal = self._check_host(scope) or self._check_key(scope) or self._check_length(headers)
         if refusal is not None:
             note_refusal(scope, refusal)
-            await JsonBody(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)
+            await JsonBody(refusal.body_for(scope["path"]), refusal.status, refusal.headers)(scope, receive, send)
             return
         await self._app(scope, _Bounded(receive, self._max_body_size), send)
 
@@ -89,7 +89,11 @@ class Guard:
         if not keys or scope["path"] in OPEN_PATHS:
             return None
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        shown = _shown_key(given[0]) if len(given) == 1 else b""  # of several, a proxy may have checked another one
+        if given:
+            shown = _shown_key(given[0]) if len(given) == 1 else b""  # of several, a proxy may have checked another one
+        else:  # Anthropic's clients
+            given = [value for name, value in scope["headers"] if name == b"x-api-key"]
+            shown = given[0].strip() if len(given) == 1 else b""
         # Each key is compared, and in constant time, so that the time taken tells nothing of any.
         found = [key for key in keys if hmac.compare_digest(key, shown)]
         if found:

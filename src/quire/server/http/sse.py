@@ -33,6 +33,11 @@ def data(value: object) -> bytes:
     return b"data: " + dumps(value) + b"\n\n"
 
 
+def named(value: dict[str, Any]) -> bytes:
+    """One event that has a name, which is its type."""
+    return b"event: " + str(value["type"]).encode("ascii") + b"\n" + data(value)
+
+
 class Outlet(Protocol):
     """The way to a client past the application's layers, for the parts of a body that has begun.
 
@@ -120,7 +125,11 @@ class EventStream(Response):
         except Exception as error:
             log.error("a stream failed", exc_info=error)
             self._on_disconnect()
-            yield data((error if isinstance(error, ApiError) else internal_error(error)).body()) + DONE
+            yield self.failure(error if isinstance(error, ApiError) else internal_error(error))
+
+    def failure(self, error: ApiError) -> bytes:
+        """What stands in place of the rest."""
+        return data(error.body()) + DONE
 
 
 @asynccontextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -9,11 +11,15 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     StringConstraints,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import no_info_before_validator_function
 
 from quire.request import MAX_PRIORITY
 
@@ -61,8 +67,44 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": ({"mode": "implicit"},),
     "prompt_cache_retention": ("in_memory",),
     "service_tier": ("auto", "default"),
+    "repeat_last_n": (-1,),
+    "speed": ("standard",),
+    "tfs_z": (1,),
+    "typical_p": (1,),
     "verbosity": ("medium",),
 }
+
+
+# How an object is read that is a dictionary: where there may be very many, an object of each takes its time.
+PLAIN = ConfigDict(extra="forbid", strict=True)
+
+
+def tag_of(value: Any) -> str | None:
+    """Which of several kinds of objects a value is, by its "type", as a Discriminator wants it.
+
+    In brackets, since the path of an error has it, where no field is called so.
+    """
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"<{kind}>" if isinstance(kind, str) else None
+
+
+@dataclass(frozen=True)
+class OrText:
+    """Annotates a list of parts for which a text may stand."""
+
+    make: Callable[[str], dict[str, Any]]  # the one part that a text is
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """What is validated: the list."""
+
+        def parts(value: Any) -> Any:
+            return [self.make(value)] if isinstance(value, str) else value
+
+        return no_info_before_validator_function(parts, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """What the OpenAPI document says."""
+        return {"anyOf": [{"type": "string"}, handler(schema)]}
 
 
 def neutral(name: str, nothing: dict[str, Any]) -> WithJsonSchema:

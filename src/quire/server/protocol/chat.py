@@ -164,6 +164,12 @@ class Rendering(Body):
     chat_template_kwargs: dict[str, Any] | None = None  # what the template sees besides, such as enable_thinking
     tools: Tools | None = None
 
+    def check_depths(self) -> None:
+        """Raise RequestError for what is too deeply nested to be written as JSON."""
+        check_depth(self.chat_template_kwargs or {}, "chat_template_kwargs")
+        for i, tool in enumerate(self.tools or ()):
+            check_depth(tool.function.parameters or {}, f"tools[{i}].function.parameters")
+
     def adds_prompt(self) -> bool:
         """Whether the prompt ends where a new answer begins. Raises ApiError where a message is continued as well."""
         if self.continue_final_message and self.add_generation_prompt:
@@ -228,6 +234,7 @@ class ChatRequest(Sampling, Rendering):
         """As for completions, and what only a chat has."""
         super().check_together()
         self.adds_prompt()
+        self.check_depths()
         self._check_tools()
         if self.stream and self.prompt_logprobs is not None:
             message = "prompt_logprobs does not go with stream: a chat's first piece is sent before the prompt has run"
@@ -250,7 +257,6 @@ class ChatRequest(Sampling, Rendering):
             if (other := names.setdefault(name, i)) != i:
                 raise ApiError(f"{path}.name is {name!r}, as that of tools[{other}]", param=f"{path}.name")
             parameters = tool.function.parameters or {}
-            check_depth(parameters, f"{path}.parameters")
             if parameters.get("type", "object") != "object":
                 message = f"{path}.parameters has the type {parameters['type']!r}; arguments are an object"
                 raise ApiError(message, param=f"{path}.parameters")

@@ -34,8 +34,8 @@ from quire.server.protocol.body import (
     neutral,
 )
 
-MAX_BIASED = 4096  # tokens of a logit_bias; OpenAI takes 300
-MAX_ALLOWED = 2**18  # token ids
+MAX_BIASED = 1024  # tokens of a logit_bias; OpenAI takes 300
+MAX_ALLOWED = 2**16  # token ids
 MAX_BAD_WORDS = 256
 MAX_CHOICES = 4096
 Bias = Annotated[Number, Field(ge=-MAX_BIAS, le=MAX_BIAS)]

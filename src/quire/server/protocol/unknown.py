@@ -89,8 +89,8 @@ NOT_HERE = (
     | dict.fromkeys(("logits_processors", "logits_processor"), "no code of a request is run")
     | {
         "documents": "documents are not put into prompts here; write them into a message",
-        "input_prefix": "text cannot be filled in here; give prompt",
-        "input_suffix": "text cannot be filled in here; give prompt",
+        "input_prefix": "/v1/completions fills in, between prompt and suffix",
+        "input_suffix": "/v1/completions fills in, between prompt and suffix",
         "n_keep": "no part of a prompt is dropped; one that is too long is an error",
         "negative_prompt": "the text is not steered away from another one here",
         "num_ctx": "the longest sequence is the server's (--max-model-len)",

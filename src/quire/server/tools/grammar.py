@@ -12,6 +12,7 @@ from quire.server.tools.dialect import ANALYSIS, Dialect, Layout
 from quire.server.tools.values import Schema, referred
 
 MAX_DEPTH = 32  # of an object within an object, where its syntax is no JSON
+PLAIN = {"type", "properties", "required", "description", "title", "$defs", "definitions", "$schema"}
 MAX_RULES = 4096
 ANY = r"/(?s:.*)/"
 # As in quire.sandbox.grammar: a model that may write white space anywhere may write nothing else for ever.
@@ -94,7 +95,7 @@ class _Rules:
         self._layout = layout
         self._tokens = tokens
         arguments: dict[str, Callable[[Function], str]] = {
-            "json": lambda one: self.json(one.parameters),
+            "json": lambda one: self.json(_closed(one.parameters)),
             "xml": lambda one: self._tagged(one, "<parameter=", ">\n", "\n</parameter>\n"),
             "glm": lambda one: self._tagged(one, "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
             "python": lambda one: self._members(one, self._python, "="),
@@ -289,6 +290,12 @@ def _check_text(schema: Schema, path: str) -> None:
             f"{path} has {', '.join(more)}, which this model's call syntax cannot guarantee for a text; leave it out",
             "tools",
         )
+
+
+def _closed(parameters: Schema) -> Schema:
+    """Parameters that allow no argument but those they name, unless they say otherwise."""
+    is_plain = "properties" in parameters and PLAIN.issuperset(parameters)
+    return {**parameters, "additionalProperties": False} if is_plain else parameters
 
 
 def _bare(schema: Mapping[str, Any]) -> dict[str, Any]:

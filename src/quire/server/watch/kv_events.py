@@ -115,7 +115,7 @@ def wire_events(events: Sequence[CacheEvent], groups: Sequence[AnyGroup]) -> lis
                     block_size=event.block_size,
                     lora_id=None,
                     medium=MEDIUM,
-                    lora_name=None,
+                    lora_name=event.lora,
                     group_idx=event.group,
                     kv_cache_spec_kind="mamba" if isinstance(group, StateGroup) else attends,  # vLLM's name for states
                     kv_cache_spec_sliding_window=group.window,

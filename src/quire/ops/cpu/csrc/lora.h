@@ -1,6 +1,6 @@
 // What low-rank adapters add to the results of a linear: (scale * x @ A.T) @ B.T, of each row by its own adapter.
 //
-// Rows are taken by adapter, a few at a time, whoever stands between them in the batch. A number is one chain of multiply-adds
+// Rows are taken by adapter, a few at a time, wherever they stand in the batch. A number is one chain of multiply-adds
 // in each of the two products; between these it is scaled and rounded to the dtype. So a row's bits do not depend on the others.
 #pragma once
 

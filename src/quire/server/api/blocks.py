@@ -1,0 +1,182 @@
+"""Blocks: an answer as a list of thoughts, texts and calls, whole or while it grows.
+
+Every protocol but OpenAI's chats says what an answer is made of in this way. A `Script` has one protocol's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from quire.server.api.answers import AnswerWriter
+from quire.server.api.chat import chat_logprobs
+from quire.server.api.jobs import Delta, Stream
+from quire.server.api.service import aside, num_logprobs
+from quire.server.api.turn import Turn
+from quire.server.http.api_error import ApiError, request_failed
+from quire.server.tools.parser import Kind
+from quire.text import CompletionOutput, Logprob, RequestOutput
+
+
+@dataclass
+class Block:
+    """A part of an answer."""
+
+    kind: Kind  # REASONING, CONTENT or CALL
+    index: int
+    name: str = ""  # of the called function
+    call_id: str = ""
+    parts: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text's tokens, where they are asked for
+
+    @property
+    def text(self) -> str:
+        """What it says; of a call, the JSON of its arguments."""
+        return "".join(self.parts)
+
+
+class Ending(NamedTuple):
+    """How an answer has ended."""
+
+    reason: str  # "stop", "length" or "tool_calls"
+    stop_text: str | None  # the stop string that ended it
+    num_prompt: int  # tokens
+    num_generated: int
+    num_cached: int  # of the prompt
+    num_reasoning: int  # of the generated ones
+
+
+class Script(Protocol):
+    """What a stream says of an answer that grows."""
+
+    def begin(self) -> bytes:
+        """Before all blocks."""
+
+    def open(self, block: Block) -> bytes:
+        """A block begins."""
+
+    def grow(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+        """A text has come to a block."""
+
+    def close(self, block: Block) -> bytes:
+        """A block is whole."""
+
+    def end(self, blocks: Sequence[Block], ending: Ending) -> bytes:
+        """The answer is whole."""
+
+    def fail(self, blocks: Sequence[Block], error: ApiError) -> bytes:
+        """The answer has ended with an error."""
+
+
+class BlockReader:
+    """Reads one answer, the first sample's, as blocks."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.blocks: list[Block] = []
+        self._turn = turn
+        self._writer = AnswerWriter(turn.reading, 0)
+
+    def read(self, text: str, *, is_last: bool) -> Iterator[tuple[Block, str]]:
+        """The blocks that a text adds to, and what it adds. One to which nothing was added before is new."""
+        for kind, piece in self._writer.pieces(text, is_last=is_last):
+            if kind is Kind.CALL:
+                self.blocks.append(Block(kind, len(self.blocks), piece, self._writer.call_id))
+                yield self.blocks[-1], ""
+                continue
+            belongs = Kind.CALL if kind is Kind.ARGUMENTS else kind
+            if not self.blocks or self.blocks[-1].kind is not belongs:
+                self.blocks.append(Block(belongs, len(self.blocks)))
+            yield self.blocks[-1], piece
+            self.blocks[-1].parts.append(piece)
+
+    def logprobs(self, tokens: Sequence[int], found: Sequence[dict[int, Logprob]] | None) -> list[dict[str, Any]]:
+        """Those of tokens as OpenAI writes them; none where they are not asked for."""
+        turn = self._turn
+        shown = chat_logprobs(turn.service.tokenizer, tokens, found, turn.body.top_logprobs or 0)
+        return [] if shown is None else list(shown["content"])
+
+    def ending(self, output: RequestOutput, reason: str | None, stop_reason: int | str | None) -> Ending:
+        """How an answer that has been read has ended."""
+        [sample] = output.outputs
+        return Ending(
+            self._writer.reason(reason) or "stop",
+            stop_reason if isinstance(stop_reason, str) else None,
+            len(output.prompt_token_ids),
+            len(sample.token_ids),
+            output.num_cached_tokens or 0,
+            self._turn.reading.num_reasoning(sample.token_ids, self._writer.reasoning),
+        )
+
+    def whole(self, output: RequestOutput, sample: CompletionOutput) -> Ending:
+        """Read an answer that has ended. The logprobs are those of what is not thought; the first text has them."""
+        for _ in self.read(sample.text, is_last=True):
+            pass
+        ending = self.ending(output, sample.finish_reason, sample.stop_reason)
+        said = next((block for block in self.blocks if block.kind is Kind.CONTENT), None)
+        if said is not None and sample.logprobs is not None:
+            start = ending.num_reasoning
+            said.logprobs = self.logprobs(sample.token_ids[start:], sample.logprobs[start:])
+        return ending
+
+
+async def read_whole(turn: Turn) -> tuple[list[Block], Ending]:
+    """The blocks of an answer, and how it ended. Raises ApiError where it cannot be served."""
+    output = await turn.run()
+    reader, [sample] = BlockReader(turn), output.outputs
+    size = num_logprobs([output]) + len(sample.text)
+    return reader.blocks, await aside(size, lambda: reader.whole(output, sample))
+
+
+class BlockEvents:
+    """Writes a stream by a script: an `EventWriter`."""
+
+    def __init__(self, turn: Turn, job: Stream, script: Script) -> None:
+        self._turn = turn
+        self._script = script
+        self._reader = BlockReader(turn)
+        self._open: Block | None = None
+        self._end: tuple[str | None, int | str | None] | None = None  # None: it has failed, or goes on
+        [self._output] = job.outputs
+
+    def begin(self) -> bytes:
+        """What the script says first."""
+        return self._script.begin()
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        """What the script says of the answer's pieces."""
+        return b"".join(part for delta in deltas for part in self._events(delta))
+
+    def end(self) -> bytes:
+        """What the script says last; nothing where it has said that the answer failed."""
+        if self._end is None:
+            return b""
+        return self._script.end(self._reader.blocks, self._reader.ending(self._output, *self._end))
+
+    def fail(self, error: ApiError) -> bytes:
+        """What the script says of an error."""
+        return self._script.fail(self._reader.blocks, error)
+
+    def _events(self, delta: Delta) -> Iterator[bytes]:
+        if delta.error is not None:
+            yield self.fail(request_failed(delta.error, self._turn.body.grammar_field()))
+            return
+        logprobs = self._reader.logprobs(delta.token_ids, delta.logprobs)
+        for block, text in self._reader.read(delta.text, is_last=delta.finish_reason is not None):
+            if block is not self._open:
+                yield self._closed()
+                self._open = block
+                yield self._script.open(block)
+            if text:
+                own: list[dict[str, Any]] = []
+                if block.kind is Kind.CONTENT:
+                    own, logprobs = logprobs, own
+                block.logprobs += own
+                yield self._script.grow(block, text, own)
+        if delta.finish_reason is not None:
+            yield self._closed()
+            self._end = (delta.finish_reason, delta.stop_reason)
+
+    def _closed(self) -> bytes:
+        block, self._open = self._open, None
+        return b"" if block is None else self._script.close(block)

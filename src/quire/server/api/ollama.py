@@ -1,0 +1,209 @@
+"""Ollama's routes: /api/chat and /api/generate go on with a conversation or a prompt, the others tell of the model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from hashlib import sha256
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from quire.server.api.blocks import Block, BlockEvents, Ending, read_whole
+from quire.server.api.service import Service
+from quire.server.api.streamed import StreamedAnswer
+from quire.server.api.turn import Turn
+from quire.server.http.api_error import OLLAMA_PATHS, ApiError
+from quire.server.http.sse import JsonBody, dumps
+from quire.server.protocol.ollama import GenerateRequest, OllamaChatRequest, ShowRequest
+from quire.server.tools.parser import Kind
+
+VERSION = "0.12.6"  # of Ollama, whose API this is: clients ask for it to know what they may send
+FAR = "2318-01-01T00:00:00Z"  # when a model that stays is unloaded
+
+
+class LinesAnswer(StreamedAnswer):
+    """A stream whose events are lines of JSON."""
+
+    media_type = "application/x-ndjson"
+
+
+async def ollama_chat(service: Service, request: HttpRequest, body: OllamaChatRequest) -> Response:
+    """Answer a conversation."""
+    return await _answer(service, request, body, has_prompt=bool(body.messages), field="message")
+
+
+async def ollama_generate(service: Service, request: HttpRequest, body: GenerateRequest) -> Response:
+    """Answer a prompt, or continue it: where that is asked for, and where the model has no template."""
+    return await _answer(service, request, body, has_prompt=bool(body.prompt), field="response")
+
+
+async def _answer(
+    service: Service,
+    request: HttpRequest,
+    body: OllamaChatRequest | GenerateRequest,
+    *,
+    has_prompt: bool,
+    field: str,
+) -> Response:
+    began = time.perf_counter_ns()
+    if not has_prompt:  # which asks Ollama to load the model
+        model = (body.model or "").removesuffix(":latest")
+        service.check_model(model)
+        head = {"model": body.model or service.answering(None), "created_at": _now()}
+        return JsonBody(head | _said(field, "", "") | {"done": True, "done_reason": "load"})
+    chat, prompt = body.chat(), None
+    if isinstance(body, GenerateRequest) and (body.raw or service.model.template is None):
+        service.check_model(chat.model)
+        text = body.prompt or ""
+        service.check_text(text)
+        prompt = await service.encode(request, text)
+    turn = await Turn.of(service, request, chat, "ollama", prompt)
+    script = _Script(body.model or turn.model, field, began)
+    if chat.stream:
+        job = await turn.stream()
+        events, abort = BlockEvents(turn, job, script), lambda: service.worker.abort(job)
+        return LinesAnswer(job, events, abort, keep_alive=0)  # there are no comments between such lines
+    blocks, ending = await read_whole(turn)
+    texts = {kind: "".join(one.text for one in blocks if one.kind is kind) for kind in Kind}
+    calls = [_call(one) for one in blocks if one.kind is Kind.CALL]
+    found = _said(field, texts[Kind.CONTENT], texts[Kind.REASONING], calls)
+    logprobs = [entry for one in blocks for entry in one.logprobs]
+    return JsonBody(script.last(ending) | found | ({"logprobs": logprobs} if chat.logprobs else {}))
+
+
+def tags(service: Service) -> dict[str, Any]:
+    """/api/tags."""
+    return {"models": [_model(service, name) for name in (*service.model.names, *service.model.loras)]}
+
+
+def running(service: Service) -> dict[str, Any]:
+    """/api/ps: all models are loaded."""
+    more = {"expires_at": FAR, "size_vram": 0, "context_length": service.model.max_model_len}
+    return {"models": [one | more for one in tags(service)["models"]]}
+
+
+def show(service: Service, body: ShowRequest) -> dict[str, Any]:
+    """/api/show. Raises ApiError (404) for a model that is not served here."""
+    name = (body.model or body.name or "").removesuffix(":latest")
+    service.check_model(name)
+    model = service.model
+    able = {
+        "completion": True,
+        "tools": model.dialect.syntax is not None,
+        "thinking": model.dialect.thoughts is not None,
+    }
+    about = {"context_length": model.max_model_len, "embedding_length": model.hidden_size}
+    shown = _model(service, name or model.names[0])
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "license": "",
+        "template": "" if model.template is None else model.template.source,
+        "details": shown["details"],
+        "model_info": {"general.architecture": "quire"} | {f"quire.{key}": value for key, value in about.items()},
+        "capabilities": [what for what, is_able in able.items() if is_able],
+        "modified_at": shown["modified_at"],
+    }
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    """What is said of a model. What a server here does not know of it is empty, or 0."""
+    details = {"parent_model": "", "format": "", "family": "", "families": None}
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _written(service.created),
+        "size": 0,
+        "digest": sha256(name.encode(errors="surrogatepass")).hexdigest(),
+        "details": details | {"parameter_size": "", "quantization_level": ""},
+    }
+
+
+def _written(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat().replace("+00:00", "Z")
+
+
+def _now() -> str:
+    return _written(time.time())
+
+
+def _said(field: str, text: str, thoughts: str, calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """A message, or a response; field: which of them."""
+    thinking = {"thinking": thoughts} if thoughts else {}
+    if field == "response":
+        return {"response": text} | thinking
+    message = {"role": "assistant", "content": text} | thinking
+    return {"message": message | ({"tool_calls": list(calls)} if calls else {})}
+
+
+def _call(block: Block) -> dict[str, Any]:
+    """A call. Arguments that broke off are shown as the text that they are."""
+    text = block.text
+    try:
+        given = json.loads(text or "{}")
+    except ValueError:
+        given = None
+    arguments = given if isinstance(given, dict) else {"": text}
+    return {"id": block.call_id, "function": {"index": block.index, "name": block.name, "arguments": arguments}}
+
+
+class _Script:
+    """What a stream says: a line for each piece. A call is one line, when it is whole."""
+
+    def __init__(self, model: str, field: str, began: int) -> None:
+        """began: time.perf_counter_ns() when the request came."""
+        self._model = model
+        self._field = field
+        self._began = began
+        self._first: int | None = None  # when the first piece came
+
+    def begin(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def open(self, block: Block) -> bytes:
+        """Nothing."""
+        return b""
+
+    def grow(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+        """A piece of the text or of the thoughts."""
+        self._first = self._first or time.perf_counter_ns()
+        if block.kind is Kind.CALL:
+            return b""
+        is_said = block.kind is Kind.CONTENT
+        said = _said(self._field, text if is_said else "", "" if is_said else text)
+        return self._line(said | ({"logprobs": logprobs} if logprobs else {}))
+
+    def close(self, block: Block) -> bytes:
+        """A call."""
+        return self._line(_said(self._field, "", "", [_call(block)])) if block.kind is Kind.CALL else b""
+
+    def end(self, blocks: Sequence[Block], ending: Ending) -> bytes:
+        """How the answer has ended."""
+        return dumps(self.last(ending) | _said(self._field, "", "")) + b"\n"
+
+    def last(self, ending: Ending) -> dict[str, Any]:
+        """The last line, but for what is said. Durations are in nanoseconds; a whole answer's is that of its tokens."""
+        now = time.perf_counter_ns()
+        first = self._first or self._began
+        numbers = {
+            "total_duration": now - self._began,
+            "load_duration": 0,
+            "prompt_eval_count": ending.num_prompt,
+            "prompt_eval_duration": first - self._began,
+            "eval_count": ending.num_generated,
+            "eval_duration": now - first,
+        }
+        reason = "length" if ending.reason == "length" else "stop"
+        return {"model": self._model, "created_at": _now(), "done": True, "done_reason": reason} | numbers
+
+    def fail(self, blocks: Sequence[Block], error: ApiError) -> bytes:
+        """An error."""
+        return dumps(error.body_for(OLLAMA_PATHS)) + b"\n"
+
+    def _line(self, said: dict[str, Any]) -> bytes:
+        return dumps({"model": self._model, "created_at": _now()} | said | {"done": False}) + b"\n"

@@ -1,0 +1,178 @@
+"""/v1/rerank and /v1/score: how well documents answer a query, as Jina, Cohere and vLLM answer it.
+
+A model that embeds says it by the cosine of two embeddings. One that was taught to say yes or no to a query and a
+document, as Qwen3-Reranker, says it by how probable its yes is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from quire.embedding import cosine
+from quire.request import Request, SamplingParams
+from quire.server.api.embeddings import hidden_states, unit_vector
+from quire.server.api.jobs import Generation
+from quire.server.api.service import Prompt, Service, aside, counted
+from quire.server.http.api_error import ApiError, request_failed
+from quire.server.http.sse import JsonBody
+from quire.server.protocol.rerank import RerankRequest, ScoreRequest
+from quire.text import RequestOutput, make_requests
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+# What Qwen3-Reranker was taught to answer, word for word.
+QUESTION = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: {}\n<Query>: {}\n<Document>: {}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+ANSWERS = ("yes", "no")
+
+
+class Scores(NamedTuple):
+    """A score for each pair."""
+
+    scores: list[float]
+    num_prompt: int  # tokens
+    num_cached: int
+
+    def usage(self) -> dict[str, object]:
+        """The numbers of tokens as vLLM reports them."""
+        return {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": 0,
+            "total_tokens": self.num_prompt,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
+        }
+
+
+async def rerank(service: Service, request: HttpRequest, body: RerankRequest) -> Response:
+    """The best documents of a query, best first; of equal ones the first one comes first."""
+    service.check_model(body.model)
+    documents = body.texts()
+    found = await _scores(service, request, body, [body.query], documents, ("query", "documents"))
+    order = sorted(range(len(documents)), key=lambda i: -found.scores[i])[: body.top_n or None]
+    results = [
+        {"index": i, "relevance_score": found.scores[i]}
+        | ({"document": {"text": documents[i]}} if body.return_documents else {})
+        for i in order
+    ]
+    name = service.identity(request, "rerank").name
+    head = {"id": name, "model": service.answering(body.model), "usage": found.usage()}
+    return JsonBody(head | {"results": results})
+
+
+async def score(service: Service, request: HttpRequest, body: ScoreRequest) -> Response:
+    """How well the texts of each pair go together."""
+    service.check_model(body.model)
+    firsts, seconds = body.pairs()
+    fields = ("text_1", "text_2") if body.text_1 is not None else ("queries", "documents")
+    found = await _scores(service, request, body, firsts, seconds, fields)
+    name, created = service.identity(request, "score")
+    data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(found.scores)]
+    head = {"id": name, "object": "list", "created": created, "model": service.answering(body.model)}
+    return JsonBody(head | {"data": data, "usage": found.usage()})
+
+
+async def _scores(
+    service: Service,
+    request: HttpRequest,
+    body: RerankRequest | ScoreRequest,
+    firsts: Sequence[str],
+    seconds: Sequence[str],
+    fields: tuple[str, str],
+) -> Scores:
+    """Those of pairs of a first text and a second one. fields: what has the texts."""
+    if service.says_yes_or_no():
+        pairs = [(firsts[0] if len(firsts) == 1 else firsts[i], second) for i, second in enumerate(seconds)]
+        return await _by_answers(service, request, body, pairs, fields[1])
+    if body.instruction:
+        message = "this model embeds texts, and takes no instruction; write it into the query"
+        raise ApiError(message, param="instruction")
+    outputs = [
+        output
+        for field, texts in zip(fields, (firsts, seconds), strict=True)
+        for output in await hidden_states(service, request, body, texts, field)
+    ]
+
+    def read() -> list[float]:
+        vectors = [unit_vector(output).tolist() for output in outputs]
+        first, second = vectors[: len(firsts)], vectors[len(firsts) :]
+        pairs = zip(first * len(second) if len(first) == 1 else first, second, strict=True)
+        return [cosine(one, other) for one, other in pairs]
+
+    scores = await aside(len(outputs) * service.model.hidden_size, read)
+    num_prompt, _, num_cached = counted(outputs)
+    return Scores(scores, num_prompt, num_cached)
+
+
+async def _by_answers(
+    service: Service,
+    request: HttpRequest,
+    body: RerankRequest | ScoreRequest,
+    pairs: Sequence[tuple[str, str]],
+    field: str,
+) -> Scores:
+    """How probable yes is, where the answer is yes or no."""
+    if body.truncate_prompt_tokens is not None:
+        message = "the question of this model cannot be cut; leave it out, and send shorter texts"
+        raise ApiError(message, param="truncate_prompt_tokens")
+    service.worker.check_room(len(pairs), field)
+    tokens = [_answer_token(service, answer) for answer in ANSWERS]
+    questions = [QUESTION.format(body.instruction or INSTRUCTION, *pair) for pair in pairs]
+    for question in questions:
+        service.check_text(question, field)
+    encode = service.tokenizer.encode
+    size = sum(map(len, questions))
+    prompts = await service.take_apart(
+        request, size, lambda: [Prompt(one, encode(one, add_special_tokens=False)) for one in questions]
+    )
+    for prompt in prompts:
+        service.check_length(prompt)
+    yes = await _drawn(service, request, body, prompts, tokens[0])
+    no = await _drawn(service, request, body, prompts, tokens[1])  # whose prompts are found in the cache
+    margins = [_logprob(one) - _logprob(other) for one, other in zip(yes, no, strict=True)]
+    num_prompt, _, num_cached = counted(yes)
+    return Scores([1 / (1 + math.exp(-max(-700.0, margin))) for margin in margins], num_prompt, num_cached)
+
+
+def _answer_token(service: Service, answer: str) -> int:
+    tokens = service.tokenizer.encode(answer, add_special_tokens=False)
+    if len(tokens) != 1:
+        message = f"{answer!r} is {len(tokens)} tokens of this model, so it was not taught to say yes or no"
+        raise ApiError(f"{message}; start the server with --reranker similarity")
+    return tokens[0]
+
+
+async def _drawn(
+    service: Service, request: HttpRequest, body: RerankRequest | ScoreRequest, prompts: Sequence[Prompt], token: int
+) -> list[RequestOutput]:
+    """What follows each prompt where nothing but a token may, with its logprob, which is that of the raw logits."""
+    params = SamplingParams(max_tokens=1, temperature=0, allowed_token_ids=[token], logprobs=0)
+    name = service.identity(request, "rerank").name
+    own = (params, body.priority or 0, service.salt(request, body), service.lora_of(body.model))
+
+    def make() -> list[tuple[RequestOutput, list[Request]]]:
+        made = []
+        for i, prompt in enumerate(prompts):
+            output, requests = make_requests(f"{name}-{token}-{i}", prompt.text, prompt.tokens, *own)
+            service.worker.check(requests[0])
+            made.append((output, requests))
+        return made
+
+    made = await service.take_apart(request, sum(len(prompt.tokens) for prompt in prompts), make)
+    return await service.run(request, Generation(made))
+
+
+def _logprob(output: RequestOutput) -> float:
+    [sample] = output.outputs
+    if not sample.logprobs:  # it was taken back
+        raise ApiError("the client has gone")
+    found = sample.logprobs[0][sample.token_ids[0]].logprob
+    if not math.isfinite(found):
+        raise request_failed(f"the model gave numbers that are not finite for {output.request_id}")
+    return found

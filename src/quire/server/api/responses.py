@@ -1,0 +1,193 @@
+"""/v1/responses: a conversation goes on, as OpenAI's newer API answers it. Nothing is stored between two requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from quire.server.api.blocks import Block, BlockEvents, Ending, read_whole
+from quire.server.api.service import Service
+from quire.server.api.streamed import StreamedAnswer
+from quire.server.api.turn import Turn
+from quire.server.http.api_error import ApiError
+from quire.server.http.sse import JsonBody, named
+from quire.server.protocol.responses import ResponsesRequest
+from quire.server.tools.parser import Kind
+
+PREFIXES = {Kind.REASONING: "rs", Kind.CONTENT: "msg", Kind.CALL: "fc"}
+
+
+async def respond(service: Service, request: HttpRequest, body: ResponsesRequest) -> Response:
+    """Answer a request."""
+    chat = body.chat()
+    body.input.clear()  # the chat has it
+    turn = await Turn.of(service, request, chat, "resp")
+    writer = _Writer(turn, body)
+    if chat.stream:
+        job = await turn.stream()
+        events, abort = BlockEvents(turn, job, _Script(writer)), lambda: service.worker.abort(job)
+        return StreamedAnswer(job, events, abort, service.config.sse_keep_alive)
+    return JsonBody(writer.ended(*await read_whole(turn)))
+
+
+class _Writer:
+    """Writes the response, and its items."""
+
+    def __init__(self, turn: Turn, body: ResponsesRequest) -> None:
+        self._name = turn.identity.name.partition("-")[2]
+        self._head = _head(turn, body)
+
+    def response(self, status: str, blocks: Sequence[Block] = (), **fields: Any) -> dict[str, Any]:
+        """The response in a state. The last item of one that is not completed is not, either."""
+        items = [self.item(block, "completed") for block in blocks]
+        if items and status != "completed":
+            items[-1]["status"] = "incomplete"
+        return self._head | {"status": status, "output": items} | fields
+
+    def ended(self, blocks: Sequence[Block], ending: Ending) -> dict[str, Any]:
+        """The response when its answer has ended."""
+        usage = {
+            "input_tokens": ending.num_prompt,
+            "input_tokens_details": {"cached_tokens": ending.num_cached, "cache_write_tokens": 0},
+            "output_tokens": ending.num_generated,
+            "output_tokens_details": {"reasoning_tokens": ending.num_reasoning},
+            "total_tokens": ending.num_prompt + ending.num_generated,
+        }
+        if ending.reason == "length":
+            return self.response("incomplete", blocks, usage=usage, incomplete_details={"reason": "max_output_tokens"})
+        return self.response("completed", blocks, usage=usage, completed_at=int(time.time()))
+
+    def item(self, block: Block, status: str) -> dict[str, Any]:
+        """A block as an item."""
+        kind, name = block.kind, self.item_id(block)
+        if kind is Kind.CALL:
+            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+            return {"id": name, "type": "function_call", "status": status} | call
+        parts = [self.part(block)] if block.parts else []
+        if kind is Kind.REASONING:
+            own = {"id": name, "type": "reasoning", "status": status, "summary": []}
+            return own | {"content": parts, "encrypted_content": None}
+        return {"id": name, "type": "message", "status": status, "role": "assistant", "content": parts}
+
+    def item_id(self, block: Block) -> str:
+        """The id of a block's item."""
+        return f"{PREFIXES[block.kind]}_{self._name}{block.index:04d}"
+
+    def part(self, block: Block) -> dict[str, Any]:
+        """The one part of a block's item, as far as it has come."""
+        if block.kind is Kind.REASONING:
+            return {"type": "reasoning_text", "text": block.text}
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
+
+
+def _head(turn: Turn, body: ResponsesRequest) -> dict[str, Any]:
+    """What a response says of its request."""
+    reasoning, text, params = body.reasoning, body.text, turn.body
+    shown = {} if text is None or text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
+    return {
+        "id": turn.identity.name.replace("-", "_"),
+        "object": "response",
+        "created_at": turn.identity.created,
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": turn.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "store": False,
+        "temperature": params.temperature,
+        "text": {"format": {"type": "text"} | shown},
+        "tool_choice": _chosen(body),
+        "tools": [tool.model_dump(include=SHOWN_OF_TOOLS) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": None,
+    }
+
+
+SHOWN_OF_TOOLS = {"type", "name", "description", "parameters", "strict"}
+
+
+def _chosen(body: ResponsesRequest) -> Any:
+    choice = body.tool_choice
+    return choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump(exclude_none=True)
+
+
+class _Script:
+    """What a stream says."""
+
+    def __init__(self, writer: _Writer) -> None:
+        self._writer = writer
+        self._number = 0
+
+    def begin(self) -> bytes:
+        """The response has begun."""
+        first = self._writer.response("in_progress")
+        return self._event("response.created", response=first) + self._event("response.in_progress", response=first)
+
+    def open(self, block: Block) -> bytes:
+        """An item, and its part where it has one."""
+        item = self._writer.item(block, "in_progress")
+        added = self._event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind is Kind.CALL:
+            return added
+        return added + self._event("response.content_part.added", **self._place(block), part=self._writer.part(block))
+
+    def grow(self, block: Block, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+        """A text has come to an item."""
+        if block.kind is Kind.CALL:
+            return self._event("response.function_call_arguments.delta", **self._item_of(block), delta=text)
+        if block.kind is Kind.REASONING:
+            return self._event("response.reasoning_text.delta", **self._place(block), delta=text)
+        return self._event("response.output_text.delta", **self._place(block), delta=text, logprobs=logprobs)
+
+    def close(self, block: Block) -> bytes:
+        """An item is whole."""
+        if block.kind is Kind.CALL:
+            whole = {"name": block.name, "arguments": block.text}
+            done = self._event("response.function_call_arguments.done", **self._item_of(block), **whole)
+        else:
+            place, part = self._place(block), self._writer.part(block)
+            if block.kind is Kind.REASONING:
+                done = self._event("response.reasoning_text.done", **place, text=block.text)
+            else:
+                own = {"text": block.text, "logprobs": block.logprobs}
+                done = self._event("response.output_text.done", **place, **own)
+            done += self._event("response.content_part.done", **place, part=part)
+        item = self._writer.item(block, "completed")
+        return done + self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def end(self, blocks: Sequence[Block], ending: Ending) -> bytes:
+        """The response has ended."""
+        last = self._writer.ended(blocks, ending)
+        return self._event(f"response.{last['status']}", response=last)
+
+    def fail(self, blocks: Sequence[Block], error: ApiError) -> bytes:
+        """The response has failed."""
+        shown = {"code": error.code or "server_error", "message": str(error)}
+        return self._event("response.failed", response=self._writer.response("failed", blocks, error=shown))
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return named({"type": kind, "sequence_number": number} | fields)
+
+    def _item_of(self, block: Block) -> dict[str, Any]:
+        return {"item_id": self._writer.item_id(block), "output_index": block.index}
+
+    def _place(self, block: Block) -> dict[str, Any]:
+        return self._item_of(block) | {"content_index": 0}

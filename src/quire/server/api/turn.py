@@ -1,0 +1,99 @@
+"""Turn: what is said next in a conversation, from a chat's body to a job. All routes with messages share it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+
+from quire.request import Request, SamplingParams
+from quire.server.api.answers import Reading
+from quire.server.api.completions import check_num_logprobs
+from quire.server.api.conversation import conversation, said
+from quire.server.api.jobs import Generation, Stream
+from quire.server.api.service import Identity, Prompt, Service
+from quire.server.protocol.chat import ChatRequest
+from quire.text import RequestOutput
+
+
+async def prompt_of(service: Service, request: HttpRequest, body: ChatRequest) -> Prompt:
+    """The prompt that a body's messages make. Raises ApiError."""
+    if not body.may_call():
+        body.tools = None  # what must not be called is not shown
+    return await conversation(service, request, body.messages, body, _variables(body))
+
+
+def _variables(body: ChatRequest) -> dict[str, Any]:
+    """What the template sees of the request's own fields."""
+    if not body.reasoning_effort:
+        return {}
+    quiet = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
+    return {"reasoning_effort": body.reasoning_effort} | quiet
+
+
+@dataclass
+class Turn:
+    """One request's answers, which are not computed yet."""
+
+    service: Service
+    request: HttpRequest
+    body: ChatRequest
+    identity: Identity
+    prompt: Prompt
+    max_tokens: int | None
+    reading: Reading
+
+    @classmethod
+    async def of(
+        cls, service: Service, request: HttpRequest, body: ChatRequest, kind: str, prompt: Prompt | None = None
+    ) -> Turn:
+        """The one that a body asks for. kind: what its name begins with. prompt: instead of what its messages make.
+
+        Raises ApiError for what cannot be served.
+        """
+        service.check_model(body.model)
+        body.check_together()
+        prompt = prompt or await prompt_of(service, request, body)
+        continued = said(body.messages[-1]) if body.continue_final_message else None
+        body.messages.clear()  # many small parts take many times the memory of the text that they make
+        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        prompt = service.truncate(prompt, body, body.max_completion_tokens or body.max_tokens)
+        max_tokens = service.room_for([prompt], body, field)
+        identity = service.identity(request, kind)
+        service.check_logprobs("top_logprobs", body.top_logprobs)
+        reading = Reading(service, body, identity.name, prompt, continued)
+        return cls(service, request, body, identity, prompt, max_tokens, reading)
+
+    @property
+    def model(self) -> str:
+        """The model's name in the answer."""
+        return self.service.answering(self.body.model)
+
+    async def stream(self) -> Stream:
+        """A job that has been submitted, and reports what comes."""
+        job = self.service.stream(self.request, self.identity, await self._requests())
+        await self.service.worker.submit(job)
+        return job
+
+    async def run(self) -> RequestOutput:
+        """The answers when they have ended. Raises ApiError where one of them fails."""
+        made = await self._requests()
+        [output] = await self.service.run(self.request, Generation(made), self.body.grammar_field())
+        return output
+
+    async def _requests(self) -> list[tuple[RequestOutput, list[Request]]]:
+        params, body = self._params(), self.body
+        if self.reading.is_plain:
+            guide = await self.service.guide(self.request, body)
+        else:  # the syntax may be made of special tokens
+            params = replace(params, skip_special_tokens=False)
+            guide = await self.service.guide(self.request, body, self.reading.tools, self.reading.thinking)
+        return await self.service.requests(self.request, body, self.identity.name, [self.prompt], params, guide)
+
+    def _params(self) -> SamplingParams:
+        body, service = self.body, self.service
+        count = body.top_logprobs or 0
+        params = service.sampling(body, max_tokens=self.max_tokens, logprobs=count if body.logprobs else None)
+        check_num_logprobs(service, [self.prompt], params, "top_logprobs" if count else "logprobs")
+        return params

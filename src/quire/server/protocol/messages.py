@@ -1,0 +1,286 @@
+"""The bodies of Anthropic's /v1/messages and /v1/messages/count_tokens, and the chats that they ask for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Union
+
+from pydantic import Discriminator, Field, StringConstraints, Tag
+from typing_extensions import NotRequired, TypedDict
+
+from quire.server.http.body import model_of
+from quire.server.protocol.body import (
+    MAX_MESSAGES,
+    MAX_NAME,
+    MAX_TOKEN,
+    NO_TEXT,
+    PLAIN,
+    Body,
+    MaxTokens,
+    Name,
+    NoList,
+    NoObject,
+    NoText,
+    Number,
+    OrText,
+    Stop,
+    Text,
+    neutral,
+    tag_of,
+)
+from quire.server.protocol.chat import MAX_TOOLS, ChatRequest
+
+ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class TextBlock(TypedDict):
+    """A text. What may be anything here is of no consequence."""
+
+    __pydantic_config__ = PLAIN  # type: ignore[misc]
+
+    type: Literal["text"]
+    text: Text
+    cache_control: NotRequired[Any]
+    citations: NotRequired[Any]
+
+
+Texts = Annotated[
+    list[Annotated[Union[Annotated[TextBlock, Tag("<text>")]], Discriminator(tag_of)]],  # noqa: UP007
+    Field(max_length=MAX_MESSAGES, fail_fast=True),
+    OrText(lambda text: {"type": "text", "text": text}),
+]
+
+
+class ToolUseBlock(TypedDict):
+    """A call, in a message of the assistant."""
+
+    __pydantic_config__ = PLAIN  # type: ignore[misc]
+
+    type: Literal["tool_use"]
+    id: Name
+    name: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+    input: dict[str, Any]
+    cache_control: NotRequired[Any]
+    caller: NotRequired[Any]
+    toolset_name: NotRequired[Any]
+
+
+class ToolResultBlock(TypedDict):
+    """What a call has brought, in a message of the user."""
+
+    __pydantic_config__ = PLAIN  # type: ignore[misc]
+
+    type: Literal["tool_result"]
+    tool_use_id: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+    content: NotRequired[Texts | None]
+    is_error: NotRequired[Any]  # the content says so as well
+    cache_control: NotRequired[Any]
+    toolset_name: NotRequired[Any]
+
+
+class ThinkingBlock(TypedDict):
+    """What the assistant has thought."""
+
+    __pydantic_config__ = PLAIN  # type: ignore[misc]
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: NotRequired[Any]  # thoughts are not signed here
+
+
+class RedactedThinkingBlock(TypedDict):
+    """Thoughts of another server's, which nothing else can read: they are left out."""
+
+    __pydantic_config__ = PLAIN  # type: ignore[misc]
+
+    type: Literal["redacted_thinking"]
+    data: NotRequired[Any]
+
+
+Block = Annotated[
+    Union[  # noqa: UP007
+        Annotated[TextBlock, Tag("<text>")],
+        Annotated[ToolUseBlock, Tag("<tool_use>")],
+        Annotated[ToolResultBlock, Tag("<tool_result>")],
+        Annotated[ThinkingBlock, Tag("<thinking>")],
+        Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
+    ],
+    Discriminator(tag_of),
+]
+
+
+class InputMessage(Body):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        list[Block],
+        Field(max_length=MAX_MESSAGES, fail_fast=True),
+        OrText(lambda text: {"type": "text", "text": text}),
+    ]
+
+
+class InputTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: Text | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: Any = None  # of no consequence, like the rest
+    allowed_callers: Any = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: Any = None
+
+
+class ToolChoice(Body):
+    """Whether the model calls, and what."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None  # of the tool
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(Body):
+    """Whether the model thinks before it answers, and how long."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
+    display: Name | None = None  # of no consequence: thoughts are shown as they are
+
+
+class OutputFormat(Body):
+    """What the text has to be."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """How the answer is given."""
+
+    effort: Name | None = None  # the chat template's reasoning_effort
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(Body):
+    """The body of /v1/messages/count_tokens: what makes the prompt."""
+
+    model: Name | None = None
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: Texts | None = None
+    tools: Annotated[list[InputTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None  # of no consequence
+    speed: Annotated[Name, neutral("speed", NO_TEXT)] | None = None
+    mcp_servers: NoList | None = None
+
+    NOTES: ClassVar[tuple[str, ...]] = ("cache_control",)
+    NOT_SERVED: ClassVar[dict[str, str]] = {
+        "speed": "there is one speed here, the highest",
+        "mcp_servers": "no other server is asked here; give tools, and call them yourself",
+    }
+
+    def chat(self, *, can_think: bool) -> ChatRequest:
+        """The chat that this asks for. Raises RequestValidationError, with a chat's names, for what none may be.
+
+        can_think: whether the model is known to think; one that is not keeps to every budget.
+        """
+        thinking, choice, output = self.thinking, self.tool_choice, self.output_config or OutputConfig()
+        asked: dict[str, Any] = {
+            "model": self.model,
+            "messages": [one for message in self._messages() for one in _said(message)],
+            "continue_final_message": _is_begun(self.messages[-1]),
+            "tools": [_tool(tool) for tool in self.tools or ()] or None,
+        }
+        if choice is not None:
+            named = {"type": "function", "function": {"name": choice.name or ""}}
+            asked["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
+            asked["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
+        if thinking is not None:
+            asked["chat_template_kwargs"] = {"enable_thinking": thinking.type != "disabled"}
+            if can_think and thinking.type == "enabled":
+                asked["thinking_token_budget"] = thinking.budget_tokens
+        if output.effort:
+            asked["reasoning_effort"] = output.effort
+        if output.format is not None:
+            schema = {"name": "answer", "schema": output.format.schema_}
+            asked["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return model_of({name: one for name, one in (asked | self._drawn()).items() if one is not None}, ChatRequest)
+
+    def _drawn(self) -> dict[str, Any]:
+        """How the answer's tokens are drawn, by a chat's names."""
+        return {}
+
+    def _messages(self) -> list[InputMessage]:
+        if not self.system:
+            return self.messages
+        return [InputMessage.model_construct(role="system", content=list(self.system)), *self.messages]
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of /v1/messages."""
+
+    max_tokens: MaxTokens
+    stop_sequences: Annotated[list[Stop], Field(fail_fast=True)] | None = None
+    stream: bool | None = False
+    temperature: Number | None = None
+    top_k: int | None = None
+    top_p: Number | None = None
+    metadata: dict[str, Any] | None = None  # of no consequence, like the rest
+    inference_geo: Name | None = None
+    user_profile_id: Name | None = None
+    workspace_id: Name | None = None
+    diagnostics: Any = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    container: NoText | NoObject | None = None
+    context_management: Any = None  # nothing is dropped: the model sees all that is sent
+
+    NOTES = (*CountTokensRequest.NOTES, "metadata", "diagnostics", "context_management")
+    NOT_SERVED: ClassVar[dict[str, str]] = CountTokensRequest.NOT_SERVED | {
+        "container": "no code is run here",
+    }
+
+    def _drawn(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_k", "top_p")}
+        return own | {"stop": self.stop_sequences or None}
+
+
+def _is_begun(last: InputMessage) -> bool:
+    """Whether a last message is the beginning of the answer."""
+    return last.role == "assistant" and all(block["type"] != "tool_use" for block in last.content)
+
+
+def _said(message: InputMessage) -> list[dict[str, Any]]:
+    """A message as chats have it: the results of calls are messages of their own."""
+    said: dict[str, Any] = {"role": message.role}
+    parts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    for block in message.content:
+        if block["type"] == "text":
+            parts.append({"type": "text", "text": block["text"]})
+        elif block["type"] == "tool_use":
+            function = {"name": block["name"], "arguments": block["input"]}
+            calls.append({"id": block["id"], "type": "function", "function": function})
+        elif block["type"] == "tool_result":
+            content = [{"type": "text", "text": one["text"]} for one in block.get("content") or ()]
+            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
+        elif block["type"] == "thinking":
+            thoughts.append(block["thinking"])
+    if thoughts:
+        said["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        said["tool_calls"] = calls
+    if parts or calls or thoughts or not results:
+        results.append(said | {"content": parts})
+    return results
+
+
+def _tool(tool: InputTool) -> dict[str, Any]:
+    given = {"name": tool.name, "description": tool.description, "strict": tool.strict}
+    return {"type": "function", "function": given | {"parameters": tool.input_schema}}

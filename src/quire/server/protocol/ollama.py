@@ -1,0 +1,245 @@
+"""The bodies of Ollama's /api/chat, /api/generate and /api/show, and the chats that they ask for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, StringConstraints
+
+from quire.server.http.body import model_of
+from quire.server.protocol.body import (
+    MAX_MESSAGES,
+    MAX_NAME,
+    Body,
+    Name,
+    NoList,
+    NoText,
+    Number,
+    Off,
+    On,
+    Text,
+)
+from quire.server.protocol.chat import MAX_CALLS, MAX_TOOLS, ChatRequest
+
+# Ollama's names of options: those of a chat.
+CALLED = {
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+} | {
+    name: name
+    for name in ("temperature", "top_k", "top_p", "min_p", "stop", "seed", "presence_penalty", "frequency_penalty")
+}
+
+
+class Options(Body):
+    """How tokens are drawn. Of no consequence is how Ollama would load and compute the model."""
+
+    num_predict: int | None = None  # below 0: as many as there is room for
+    temperature: Number | None = None
+    top_k: int | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    stop: Text | list[Text] | None = None
+    seed: int | None = None
+    repeat_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+
+    num_ctx: int | None = None  # of no consequence, like the rest: each sequence gets the memory that it needs
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    num_keep: int | None = None
+    num_thread: int | None = None
+    main_gpu: int | None = None
+    draft_num_predict: int | None = None
+    embedding_only: bool | None = None
+    f16_kv: bool | None = None
+    logits_all: bool | None = None
+    low_vram: bool | None = None
+    numa: bool | None = None
+    use_mlock: bool | None = None
+    use_mmap: bool | None = None
+    vocab_only: bool | None = None
+
+    mirostat: int | None = None
+    mirostat_eta: Number | None = None  # without effect while mirostat is 0
+    mirostat_tau: Number | None = None
+    penalize_newline: bool | None = None
+    repeat_last_n: int | None = None
+    tfs_z: Number | None = None
+    typical_p: Number | None = None
+
+    NOT_SERVED: ClassVar[dict[str, str]] = {
+        "mirostat": "this way of drawing tokens is not served; temperature, top_k, top_p and min_p are",
+        "penalize_newline": "penalties are for all tokens alike",
+        "repeat_last_n": "penalties are over the whole text",
+        "tfs_z": "this way of drawing tokens is not served; temperature, top_k, top_p and min_p are",
+        "typical_p": "this way of drawing tokens is not served; temperature, top_k, top_p and min_p are",
+    }
+
+    def drawn(self) -> dict[str, Any]:
+        """The options by a chat's names."""
+        found = {own: one for name, own in CALLED.items() if (one := getattr(self, name)) is not None}
+        if found.get("max_tokens", 1) < 0:
+            del found["max_tokens"]
+        return found
+
+
+class Shared(Body):
+    """What chats and prompts have in common."""
+
+    model: Name | None = None
+    stream: On = True
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: Options | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    logprobs: Off = False
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    keep_alive: Any = None  # of no consequence: the model stays, and a prompt that is too long is an error
+    truncate: bool | None = None
+    shift: bool | None = None
+
+    NOTES: ClassVar[tuple[str, ...]] = ("keep_alive",)
+
+    def chat_of(self, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:
+        """The chat that messages and the shared fields ask for. Raises RequestValidationError, with a chat's names."""
+        asked: dict[str, Any] = {
+            "model": None if self.model is None else self.model.removesuffix(":latest"),
+            "messages": messages,
+            "stream": self.stream,
+            "logprobs": self.logprobs or bool(self.top_logprobs),
+            "top_logprobs": self.top_logprobs,
+        }
+        if self.format == "json":
+            asked["response_format"] = {"type": "json_object"}
+        elif self.format:
+            asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
+        if isinstance(self.think, str):
+            asked["reasoning_effort"] = self.think
+        elif self.think is not None:
+            asked["chat_template_kwargs"] = {"enable_thinking": self.think}
+        asked |= more | (self.options or Options()).drawn()
+        return model_of({name: one for name, one in asked.items() if one is not None}, ChatRequest)
+
+
+class PastFunction(Body):
+    """What was called."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+    arguments: dict[str, Any]
+    description: Text | None = None  # of no consequence, like the next
+    index: int | None = None
+
+
+class PastCall(Body):
+    """A call in an assistant's message."""
+
+    id: Name | None = None
+    type: Literal["function"] | None = None
+    function: PastFunction
+
+
+class PastMessage(Body):
+    """A message of a conversation."""
+
+    role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    content: Text | None = None
+    thinking: Text | None = None
+    images: NoList | None = None
+    tool_calls: Annotated[list[PastCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_name: Name | None = None
+    tool_call_id: Name | None = None
+
+    NOT_SERVED: ClassVar[dict[str, str]] = {"images": "models are served for text alone"}
+
+
+class OfferedFunction(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class OfferedTool(Body):
+    """A tool, of the one kind that there is."""
+
+    type: Literal["function"] | None = None
+    function: OfferedFunction
+
+
+class OllamaChatRequest(Shared):
+    """The body of /api/chat."""
+
+    messages: Annotated[list[PastMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+    def chat(self) -> ChatRequest:
+        """The chat that this asks for."""
+        tools = [{"type": "function", "function": tool.function.model_dump()} for tool in self.tools or ()]
+        return self.chat_of(_named(self.messages or []), tools=tools or None)
+
+
+class GenerateRequest(Shared):
+    """The body of /api/generate."""
+
+    prompt: Text | None = None
+    system: Text | None = None
+    raw: Off = False  # the prompt is what the model continues
+    context: NoList | None = None
+    images: NoList | None = None
+    suffix: NoText | None = None
+    template: NoText | None = None
+
+    NOT_SERVED: ClassVar[dict[str, str]] = {
+        "context": "nothing is stored here; send the whole conversation to /api/chat",
+        "images": "models are served for text alone",
+        "suffix": "/v1/completions fills in text before a suffix",
+        "template": "a template in a request would be a program from a stranger; start the server with one",
+    }
+
+    def chat(self) -> ChatRequest:
+        """The chat that this asks for."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return self.chat_of([*system, {"role": "user", "content": self.prompt or ""}])
+
+
+class ShowRequest(Body):
+    """The body of /api/show."""
+
+    model: Name | None = None
+    name: Name | None = None  # an older name of the same
+    verbose: bool | None = None  # of no consequence, like the next
+    system: Text | None = None
+
+
+def _named(messages: list[PastMessage]) -> list[dict[str, Any]]:
+    """Messages as chats have them: calls have ids, and a result says whose it is. Here results come in their order."""
+    found: list[dict[str, Any]] = []
+    open_calls: list[tuple[str, str]] = []  # ids and names
+    for i, message in enumerate(messages):
+        one: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            one["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            ids = [call.id or f"call_{i}_{j}" for j, call in enumerate(message.tool_calls)]
+            open_calls = [(name, call.function.name) for name, call in zip(ids, message.tool_calls, strict=True)]
+            functions = [call.function.model_dump(include={"name", "arguments"}) for call in message.tool_calls]
+            calls = zip(ids, functions, strict=True)
+            one["tool_calls"] = [{"id": name, "type": "function", "function": function} for name, function in calls]
+        if message.role == "tool":
+            one["tool_call_id"] = message.tool_call_id or _answered(open_calls, message.tool_name, i)
+        if message.tool_name:
+            one["name"] = message.tool_name
+        found.append(one)
+    return found
+
+
+def _answered(open_calls: list[tuple[str, str]], name: str | None, place: int) -> str:
+    """The id of the first open call of that function, or of any, which is open no more."""
+    found = next((call for call in open_calls if name in (None, call[1])), None)
+    if found is None:
+        return f"call_{place}"
+    open_calls.remove(found)
+    return found[0]

@@ -1,0 +1,69 @@
+"""The bodies of /v1/rerank and /v1/score."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from quire.server.http.api_error import ApiError
+from quire.server.protocol.body import MAX_PROMPTS, MAX_TOKEN, PLAIN, NoList, On, Text
+from quire.server.protocol.embeddings import Embedding
+
+
+class Document(TypedDict):
+    """A document that is an object."""
+
+    __pydantic_config__ = PLAIN  # type: ignore[misc]
+
+    text: Text
+
+
+Some = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+
+
+class RerankRequest(Embedding):
+    """The body of /v1/rerank, as Jina, Cohere and vLLM have it."""
+
+    query: Text
+    documents: Annotated[list[Text | Document], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    top_n: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None  # None or 0: all
+    return_documents: On = True
+    instruction: Text | None = None  # what the model is to look for, of one that is asked for yes or no
+    max_tokens_per_doc: Any = None
+    rank_fields: NoList | None = None
+
+    NOT_SERVED: ClassVar[dict[str, str]] = {
+        "max_tokens_per_doc": "documents are not cut here; one that is too long is an error",
+        "rank_fields": "documents are texts here",
+    }
+
+    def texts(self) -> list[str]:
+        """The documents' texts."""
+        return [one if isinstance(one, str) else one["text"] for one in self.documents]
+
+
+class ScoreRequest(Embedding):
+    """The body of /v1/score, as vLLM has it: two names for each side of the pairs."""
+
+    text_1: Text | Some | None = None
+    text_2: Text | Some | None = None
+    queries: Text | Some | None = None
+    documents: Text | Some | None = None
+    instruction: Text | None = None
+
+    def pairs(self) -> tuple[list[str], list[str]]:
+        """The first texts and the second ones: as many, or one first text. Raises ApiError for what is no pairs."""
+        named = ("queries", "documents") if self.text_1 is None and self.text_2 is None else ("text_1", "text_2")
+        given = [getattr(self, name) for name in named]
+        if None in given or (named[0] == "text_1" and not self.queries is self.documents is None):
+            raise ApiError("give text_1 and text_2, or queries and documents", param="text_1")
+        firsts, seconds = ([one] if isinstance(one, str) else one for one in given)
+        if len(firsts) not in (1, len(seconds)):
+            message = (
+                f"{named[0]} has {len(firsts)} texts and {named[1]} has {len(seconds)}; give as many, or one as "
+                f"{named[0]}"
+            )
+            raise ApiError(message, param=named[0])
+        return firsts, seconds

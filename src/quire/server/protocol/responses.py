@@ -1,0 +1,358 @@
+"""The body of /v1/responses, and the chat that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Union
+
+from pydantic import Discriminator, Field, StringConstraints, Tag, WithJsonSchema
+from typing_extensions import NotRequired, TypedDict
+
+from quire.server.http.api_error import ApiError
+from quire.server.http.body import model_of
+from quire.server.protocol.body import (
+    MAX_MESSAGES,
+    MAX_NAME,
+    NO_OBJECT,
+    NO_TEXT,
+    PLAIN,
+    Body,
+    MaxTokens,
+    Name,
+    NoFlag,
+    NoList,
+    NoObject,
+    NoText,
+    Number,
+    OrText,
+    Priority,
+    Text,
+    neutral,
+    tag_of,
+)
+from quire.server.protocol.chat import MAX_TOOLS, ChatRequest
+from quire.server.protocol.sampling import StreamOptions
+
+MAX_INCLUDED = 64
+LOGPROBS = "message.output_text.logprobs"
+# What an answer may have besides. All but the logprobs belong to what is not served here, or need not be asked for.
+Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+COPIED = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty",
+          "repetition_penalty", "priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget",
+          "parallel_tool_calls", "stream", "top_logprobs")  # fmt: skip
+ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class InputText(TypedDict):
+    """A text. What may be anything here is of no consequence."""
+
+    __pydantic_config__ = PLAIN  # type: ignore[misc]
+
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: Text
+    annotations: NotRequired[Any]
+    logprobs: NotRequired[Any]
+    prompt_cache_breakpoint: NotRequired[Any]
+
+
+class Refusal(TypedDict):
+    """What another server's model has refused."""
+
+    __pydantic_config__ = PLAIN  # type: ignore[misc]
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+Part = Annotated[
+    Union[  # noqa: UP007
+        Annotated[InputText, Tag("<input_text>")],
+        Annotated[InputText, Tag("<output_text>")],
+        Annotated[InputText, Tag("<text>")],
+        Annotated[InputText, Tag("<summary_text>")],
+        Annotated[InputText, Tag("<reasoning_text>")],
+        Annotated[Refusal, Tag("<refusal>")],
+    ],
+    Discriminator(tag_of),
+]
+Parts = Annotated[
+    list[Part],
+    Field(max_length=MAX_MESSAGES, fail_fast=True),
+    OrText(lambda text: {"type": "input_text", "text": text}),
+]
+
+
+class MessageItem(TypedDict):
+    """A message."""
+
+    __pydantic_config__ = PLAIN  # type: ignore[misc]
+
+    type: NotRequired[Literal["message"]]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+    id: NotRequired[Any]
+    phase: NotRequired[Any]
+    status: NotRequired[Any]
+
+
+class CallItem(TypedDict):
+    """A call of the assistant's."""
+
+    __pydantic_config__ = PLAIN  # type: ignore[misc]
+
+    type: Literal["function_call"]
+    call_id: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+    name: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+    arguments: Text
+    caller: NotRequired[Any]
+    id: NotRequired[Any]
+    namespace: NotRequired[Any]
+    status: NotRequired[Any]
+
+
+class CallOutputItem(TypedDict):
+    """What a call has brought."""
+
+    __pydantic_config__ = PLAIN  # type: ignore[misc]
+
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+    output: Parts
+    caller: NotRequired[Any]
+    id: NotRequired[Any]
+    name: NotRequired[Any]
+    namespace: NotRequired[Any]
+    status: NotRequired[Any]
+
+
+class ReasoningItem(TypedDict):
+    """What the assistant has thought."""
+
+    __pydantic_config__ = PLAIN  # type: ignore[misc]
+
+    type: Literal["reasoning"]
+    summary: NotRequired[Parts | None]
+    content: NotRequired[Parts | None]
+    encrypted_content: NotRequired[Any]  # only who has encrypted it can read it
+    id: NotRequired[Any]
+    status: NotRequired[Any]
+
+
+def _item_tag(value: Any) -> str | None:
+    """As tag_of; what has a role and no type is a message."""
+    return "<message>" if isinstance(value, dict) and "type" not in value and "role" in value else tag_of(value)
+
+
+Item = Annotated[
+    Union[  # noqa: UP007
+        Annotated[MessageItem, Tag("<message>")],
+        Annotated[CallItem, Tag("<function_call>")],
+        Annotated[CallOutputItem, Tag("<function_call_output>")],
+        Annotated[ReasoningItem, Tag("<reasoning>")],
+    ],
+    Discriminator(_item_tag),
+]
+
+
+class ResponseTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    allowed_callers: Any = None  # of no consequence, like the rest
+    defer_loading: bool | None = None
+    output_schema: dict[str, Any] | None = None
+
+
+class ChosenTools(Body):
+    """The function that is to be called, or those that may be."""
+
+    type: Literal["function", "allowed_tools"]
+    name: Name | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+
+
+class TextFormat(Body):
+    """What the text has to be."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Name | None = None
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None  # a schema is always kept to
+
+
+class TextConfig(Body):
+    """How the text is written."""
+
+    format: TextFormat | None = None
+    verbosity: Annotated[Name, neutral("verbosity", NO_TEXT)] | None = None
+
+    NOT_SERVED: ClassVar[dict[str, str]] = {
+        "verbosity": "how much is said cannot be set here, except by max_output_tokens"
+    }
+
+
+class Reasoning(Body):
+    """How the model thinks."""
+
+    effort: Name | None = None  # the chat template's; "none" asks it for no thoughts
+    summary: Name | None = None  # of no consequence, like the rest: thoughts are shown as they are
+    generate_summary: Name | None = None
+    context: Name | None = None
+    mode: Name | None = None
+
+
+class ResponsesRequest(Body):
+    """The body of /v1/responses. The second part is vLLM's."""
+
+    model: Name | None = None
+    input: Annotated[
+        list[Item],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        OrText(lambda text: {"role": "user", "content": text}),
+    ]
+    instructions: Text | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    max_output_tokens: MaxTokens | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # auto: the end of a prompt that is too long
+    include: Annotated[list[Included], Field(max_length=MAX_INCLUDED)] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, Any] | None = None  # what a client notes for itself: it comes back in the answer
+    store: bool | None = None  # of no consequence: nothing is stored, as the answer says
+    max_tool_calls: int | None = None  # of no consequence: it bounds the calls of tools that are not served
+    user: Text | None = None  # of no consequence, like the next two
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+
+    top_k: int | None = None
+    min_p: Number | None = None
+    seed: int | None = None
+    stop: Text | list[Text] | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    priority: Priority | None = None
+    cache_salt: Name | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+
+    background: NoFlag | None = None
+    background_options: NoObject | None = None
+    context_management: NoList | None = None
+    conversation: Annotated[str | dict[str, Any], WithJsonSchema(NO_TEXT)] | None = None
+    moderation: NoObject | None = None
+    previous_response_id: NoText | None = None
+    prompt: NoObject | None = None
+    prompt_cache_options: Annotated[dict[str, Any], neutral("prompt_cache_options", NO_OBJECT)] | None = None
+    prompt_cache_retention: Annotated[Name, neutral("prompt_cache_retention", NO_TEXT)] | None = None
+    service_tier: Annotated[Name, neutral("service_tier", NO_TEXT)] | None = None
+
+    NOTES: ClassVar[tuple[str, ...]] = ("user", "safety_identifier", "prompt_cache_key")
+    NOT_SERVED: ClassVar[dict[str, str]] = {
+        name: ChatRequest.NOT_SERVED[name]
+        for name in ("moderation", "prompt_cache_options", "prompt_cache_retention", "service_tier")
+    } | {
+        "background": "an answer is given while its client waits, and nothing is stored",
+        "background_options": "an answer is given while its client waits, and nothing is stored",
+        "context_management": "conversations are not made shorter here; send what the model is to see",
+        "conversation": "nothing is stored here; send the whole conversation as input",
+        "previous_response_id": "nothing is stored here; send the whole conversation as input",
+        "prompt": "no prompts are stored here; give instructions and input",
+    }
+
+    def chat(self) -> ChatRequest:
+        """The chat that this asks for. Raises RequestValidationError, with a chat's names, for what none may be."""
+        asked: dict[str, Any] = {name: getattr(self, name) for name in COPIED} | self._tools()
+        asked["messages"] = _messages(self.instructions, self.input)
+        asked["max_completion_tokens"] = self.max_output_tokens
+        asked["logprobs"] = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+        if self.truncation == "auto":
+            asked["truncate_prompt_tokens"] = -1
+        if self.reasoning is not None:
+            asked["reasoning_effort"] = self.reasoning.effort
+        form = None if self.text is None else self.text.format
+        if form is not None and form.type == "json_schema":
+            if form.schema_ is None:
+                raise ApiError("text.format.schema is missing; it must hold the schema", param="text")
+            schema = {"name": form.name, "schema": form.schema_}
+            asked["response_format"] = {"type": form.type, "json_schema": schema}
+        elif form is not None:
+            asked["response_format"] = {"type": form.type}
+        return model_of({name: one for name, one in asked.items() if one is not None}, ChatRequest)
+
+    def _tools(self) -> dict[str, Any]:
+        tools, choice = self.tools or [], self.tool_choice
+        chosen: Any = choice
+        if isinstance(choice, ChosenTools):
+            chosen = {"type": "function", "function": {"name": choice.name or ""}}
+            if choice.type == "allowed_tools":
+                names = [tool.get("name") for tool in choice.tools or ()]
+                tools, chosen = [tool for tool in tools if tool.name in names], choice.mode
+        functions = [tool.model_dump(include={"name", "description", "parameters", "strict"}) for tool in tools]
+        return {"tools": [{"type": "function", "function": one} for one in functions] or None, "tool_choice": chosen}
+
+
+def _messages(instructions: str | None, items: Sequence[Any]) -> list[dict[str, Any]]:
+    """The messages of a conversation. What the assistant thought, said and called in one go is one message."""
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "function_call_output":
+            content = _texts(item["output"])
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
+            continue
+        if kind == "message" and item["role"] != "assistant":
+            _add(messages, item["role"], _texts(item["content"]))
+            continue
+        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        if last is None or (kind == "reasoning" and last.keys() != {"role", "reasoning_content"}):
+            last = {"role": "assistant"}
+            messages.append(last)
+        if kind == "reasoning":
+            thoughts = "\n".join(part["text"] for part in _texts(item.get("content") or item.get("summary") or ()))
+            last["reasoning_content"] = "\n".join(filter(None, (last.get("reasoning_content"), thoughts)))
+        elif kind == "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            called = {"id": item["call_id"], "type": "function", "function": function}
+            last.setdefault("tool_calls", []).append(called)
+        else:
+            last.setdefault("content", []).extend(_texts(item["content"]))
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], role: str, content: list[dict[str, str]]) -> None:
+    """Add a message. Instructions and what a developer says first are one: most templates take one of a system's."""
+    if role in ("system", "developer"):
+        role = "system"
+        if len(messages) == 1 and messages[0]["role"] == role and isinstance(messages[0]["content"], str):
+            messages[0]["content"] = "\n\n".join([messages[0]["content"], *(part["text"] for part in content)])
+            return
+    messages.append({"role": role, "content": content})
+
+
+def _texts(parts: Sequence[Any]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": part["refusal"] if "refusal" in part else part["text"]} for part in parts]
