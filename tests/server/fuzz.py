@@ -42,6 +42,7 @@ TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum":
 NARROW: dict[str, Any] = {
     "max_tokens": {"type": "integer", "minimum": 1, "maximum": 12},
     "max_completion_tokens": {"type": "integer", "minimum": 1, "maximum": 12},
+    "max_output_tokens": {"type": "integer", "minimum": 1, "maximum": 12},
     "n": {"type": "integer", "minimum": 1, "maximum": 4},
     "min_tokens": {"const": 0},
     "prompt_logprobs": {"type": "integer", "minimum": 0, "maximum": 5},
@@ -88,9 +89,12 @@ def faults(status: int, kind: str, content: bytes, path: str) -> Iterator[str]:
         if kind != "application/json":
             yield f"an error of content type {kind!r}"
         elif content:  # what HEAD asks for has none
-            yield from _faults_of_error(json.loads(content))
+            yield from _faults_of_error(json.loads(content), path)
     elif kind.startswith("text/event-stream"):
-        yield from _faults_of_stream(content)
+        yield from _faults_of_stream(content, path)
+    elif kind == "application/x-ndjson":
+        if any("error" in json.loads(line) for line in content.splitlines()):
+            yield "an error in a stream"
     elif kind == "application/json":
         if b"NaN" in content or b"Infinity" in content:
             json.loads(content, parse_constant=lambda name: 1 / 0)
@@ -98,8 +102,14 @@ def faults(status: int, kind: str, content: bytes, path: str) -> Iterator[str]:
         yield f"content type {kind!r}"
 
 
-def _faults_of_error(body: Any) -> Iterator[str]:
+def _faults_of_error(body: Any, path: str) -> Iterator[str]:
     error = body.get("error")
+    if path.startswith("/v1/messages"):
+        if body.keys() != {"type", "error"} or error.keys() != {"type", "message"}:
+            yield "an error that is not Anthropic's"
+        error = error | {"param": None, "code": None}
+    if path.startswith("/api/"):
+        error = {"message": error, "type": None, "param": None, "code": None}
     if not isinstance(error, dict) or set(error) != {"message", "type", "param", "code"}:
         yield "an error that is not OpenAI's"
         return
@@ -109,14 +119,19 @@ def _faults_of_error(body: Any) -> Iterator[str]:
         yield "a param that is no field's name"
 
 
-def _faults_of_stream(content: bytes) -> Iterator[str]:
+# How the streams of other protocols than OpenAI's chats end.
+ENDS = {"/v1/responses": b"event: response.", "/v1/messages": b"event: message_stop"}
+
+
+def _faults_of_stream(content: bytes, path: str) -> Iterator[str]:
     *parts, last, rest = content.split(b"\n\n")
-    if (last, rest) != (b"data: [DONE]", b""):
+    if rest or not last.startswith(ENDS.get(path, b"data: [DONE]")):
         yield "a stream without an end"
     for part in parts:
+        part = part.partition(b"\n")[2] if path in ENDS else part
         if not part.startswith(b"data: "):
             yield "an event without data"
-        elif "error" in json.loads(part[6:]):
+        elif "error" in (found := json.loads(part[6:])) or found.get("type") == "response.failed":
             yield "an error in a stream"
 
 
@@ -189,7 +204,10 @@ def attack(
 def narrowed(document: Any) -> Any:
     """A document that allows less, so that most of what is as it says can be served."""
     found = deepcopy(document)
-    for name in ("CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeRequest", "Message"):
+    for name in (
+        "CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeRequest", "Message", "ResponsesRequest",
+        "MessagesRequest", "RerankRequest", "ScoreRequest", "OllamaChatRequest", "GenerateRequest",
+    ):  # fmt: skip
         properties = found["components"]["schemas"][name]["properties"]
         properties |= {name: NARROW[name] for name in NARROW.keys() & properties.keys()}
         for unwanted in NARROWED_OUT:
@@ -225,7 +243,7 @@ def fuzz(server: Serving, count: int, max_examples: int = 100, phases: tuple[str
 @contextmanager
 def target() -> Iterator[Serving]:
     """A server to be attacked."""
-    with serving(ENGINE, api_key=(KEY,)) as server:
+    with serving(ENGINE, api_key=(KEY,), ollama=True) as server:
         server.headers = {"Authorization": f"Bearer {KEY}"}
         yield server
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import re
 from collections.abc import AsyncIterator, Sequence
@@ -22,14 +21,11 @@ from starlette.responses import JSONResponse, Response
 from quire import __version__
 from quire.errors import RequestError
 from quire.sandbox.process import SandboxFailed
-from quire.server.api import ollama, openapi
+from quire.server.api import further, further_forms, openapi
 from quire.server.api.chat import chat
 from quire.server.api.completions import complete
 from quire.server.api.conversation import conversation
 from quire.server.api.embeddings import embed
-from quire.server.api.messages import count_tokens, messages
-from quire.server.api.rerank import rerank, score
-from quire.server.api.responses import respond
 from quire.server.api.service import Service
 from quire.server.api.start_page import start_page
 from quire.server.http.access import ID, ID_HEADER, IGNORED_HEADER, Access, Tally, note_refusal
@@ -42,10 +38,6 @@ from quire.server.protocol.body import Body
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.embeddings import EmbeddingRequest
-from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
-from quire.server.protocol.ollama import GenerateRequest, OllamaChatRequest, ShowRequest
-from quire.server.protocol.rerank import RerankRequest, ScoreRequest
-from quire.server.protocol.responses import ResponsesRequest
 from quire.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from quire.server.protocol.unknown import UnknownField, UnknownFields, model_in, near_miss, sentence
 
@@ -169,9 +161,9 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
     app.add_exception_handler(SandboxFailed, _failed)
     app.add_exception_handler(Exception, _broken)
     _add_openai_routes(app, service)
-    _add_further_protocols(app, service)
+    app.include_router(further.router(service))
     if config.ollama:
-        _add_ollama_routes(app, service)
+        app.include_router(further.ollama_router(service))
     _add_other_routes(app, service, metrics)
     for router in routers:
         app.include_router(router)
@@ -181,7 +173,7 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
 
 def _add_document(app: FastAPI, service: Service) -> None:
     """/openapi.json. It is made when it is first asked for, which takes a tenth of a second, so a thread does it."""
-    app.openapi = cache(partial(openapi.document_of, app, service))  # type: ignore[method-assign]
+    app.openapi = cache(partial(openapi.document_of, app, service, openapi.STREAMS | further_forms.STREAMS))  # type: ignore[method-assign]
 
     def document(_: HttpRequest) -> JSONResponse:
         return JSONResponse(app.openapi())
@@ -214,79 +206,18 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", responses=openapi.answer(openapi.Completion, "The prompts, continued"))
     async def completions(request: HttpRequest, body: CompletionRequest) -> Response:
-        _take_in(service, request, body)
+        service.take_in(request, body)
         return await complete(service, request, body)
 
     @app.post("/v1/chat/completions", responses=openapi.answer(openapi.ChatCompletion, "What is said next"))
     async def chat_completions(request: HttpRequest, body: ChatRequest) -> Response:
-        _take_in(service, request, body)
+        service.take_in(request, body)
         return await chat(service, request, body)
 
     @app.post("/v1/embeddings", responses=openapi.answer(openapi.Embeddings, "A vector for each input"))
     async def embeddings(request: HttpRequest, body: EmbeddingRequest) -> Response:
-        _take_in(service, request, body)
+        service.take_in(request, body)
         return await embed(service, request, body)
-
-
-def _add_further_protocols(app: FastAPI, service: Service) -> None:
-    """Other protocols' routes for the same answers."""
-
-    @app.post("/v1/responses", responses=openapi.answer(openapi.ModelResponse, "What is said next, in items"))
-    async def responses(request: HttpRequest, body: ResponsesRequest) -> Response:
-        _take_in(service, request, body)
-        return await respond(service, request, body)
-
-    @app.post("/v1/messages", responses=openapi.answer(openapi.AnthropicMessage, "What is said next, in blocks"))
-    async def anthropic_messages(request: HttpRequest, body: MessagesRequest) -> Response:
-        _take_in(service, request, body)
-        return await messages(service, request, body)
-
-    @app.post("/v1/messages/count_tokens", responses=openapi.answer(openapi.InputTokens, "The tokens of the prompt"))
-    async def anthropic_tokens(request: HttpRequest, body: CountTokensRequest) -> Response:
-        _take_in(service, request, body)
-        return await count_tokens(service, request, body)
-
-    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
-
-        @app.post(path, responses=openapi.answer(openapi.Reranked, "The documents, best first"), name=path)
-        async def reranked(request: HttpRequest, body: RerankRequest) -> Response:
-            _take_in(service, request, body)
-            return await rerank(service, request, body)
-
-    for path in ("/v1/score", "/score"):
-
-        @app.post(path, responses=openapi.answer(openapi.Scored, "A score for each pair"), name=path)
-        async def scored(request: HttpRequest, body: ScoreRequest) -> Response:
-            _take_in(service, request, body)
-            return await score(service, request, body)
-
-
-def _add_ollama_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/api/chat", responses=openapi.answer(openapi.OllamaAnswer, "What is said next"))
-    async def chat_lines(request: HttpRequest, body: OllamaChatRequest) -> Response:
-        _take_in(service, request, body)
-        return await ollama.ollama_chat(service, request, body)
-
-    @app.post("/api/generate", responses=openapi.answer(openapi.OllamaAnswer, "The answer to a prompt"))
-    async def generated_lines(request: HttpRequest, body: GenerateRequest) -> Response:
-        _take_in(service, request, body)
-        return await ollama.ollama_generate(service, request, body)
-
-    @app.post("/api/show", response_model=None, responses=openapi.answer(openapi.OllamaShown, "The model"))
-    async def shown_model(body: ShowRequest) -> Response:
-        return JsonBody(ollama.show(service, body))
-
-    @app.get("/api/tags", response_model=None, responses=openapi.answer(openapi.OllamaModels, "The models"))
-    async def tags() -> dict[str, Any]:
-        return ollama.tags(service)
-
-    @app.get("/api/ps", response_model=None, responses=openapi.answer(openapi.OllamaModels, "The loaded models"))
-    async def running_models() -> dict[str, Any]:
-        return ollama.running(service)
-
-    @app.get("/api/version", response_model=None, responses=openapi.answer(openapi.Version, "The API's version"))
-    async def ollama_version() -> dict[str, str]:
-        return {"version": ollama.VERSION}
 
 
 def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
@@ -354,15 +285,6 @@ def _add_other_routes(app: FastAPI, service: Service, metrics: Scraped) -> None:
     async def scrape(request: HttpRequest) -> Response:
         body, content_type = metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"Content-Type": content_type})
-
-
-def _take_in(service: Service, request: HttpRequest, body: Body) -> None:
-    """Log a body if that is asked for, then drop what of it would be held for nothing until the answer ends."""
-    if service.config.enable_log_requests:
-        # As ASCII, so that nothing in it begins a line or steers a terminal.
-        shown_body = json.dumps(body.model_dump(exclude_unset=True))
-        log.info("%s %s %s", getattr(request.state, ID), request.url.path, shown_body)
-    body.drop_notes()
 
 
 # ------------------------------------------------------------------------------------------------- errors

@@ -5,7 +5,8 @@ Answers are written without these models, which is faster; the tests hold each o
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,7 +24,11 @@ Logprob = Annotated[
 ]
 FinishReason = Literal["stop", "length"]  # a request that fails is answered with an error
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
-BODIES = ("CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeRequest", "DetokenizeRequest")
+# Those that name a model.
+BODIES = frozenset(
+    "ChatRequest CompletionRequest CountTokensRequest DetokenizeRequest EmbeddingRequest GenerateRequest "
+    "MessagesRequest OllamaChatRequest RerankRequest ResponsesRequest ScoreRequest ShowRequest TokenizeRequest".split()
+)
 
 
 class Answer(BaseModel):
@@ -261,325 +266,6 @@ class Embeddings(Answer):
     usage: Usage
 
 
-class ItemPart(Answer):
-    """A text in an item."""
-
-    type: Literal["output_text", "reasoning_text"]
-    text: str
-    annotations: list[Any] = []
-    logprobs: list[ChatLogprob] = []
-
-
-class OutputItem(Answer):
-    """What the model says, calls or thinks."""
-
-    id: str
-    type: Literal["message", "function_call", "reasoning"]
-    status: Literal["in_progress", "completed", "incomplete"]
-    role: Literal["assistant"] = "assistant"  # of a message
-    content: list[ItemPart] = []  # of a message, and of thoughts
-    summary: list[Any] = []  # of thoughts, like the next
-    encrypted_content: None = None
-    call_id: str = ""  # of a call, like the next two
-    name: str = ""
-    arguments: str = ""
-
-
-class InputDetails(Answer):
-    """Of the prompt's tokens, those that were found in the cache."""
-
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class ResponseUsage(Answer):
-    """Numbers of tokens."""
-
-    input_tokens: int
-    input_tokens_details: InputDetails
-    output_tokens: int
-    output_tokens_details: CompletionDetails
-    total_tokens: int
-
-
-class IncompleteDetails(Answer):
-    """Why a response ended early."""
-
-    reason: Literal["max_output_tokens"]
-
-
-class ResponseError(Answer):
-    """Why a response failed."""
-
-    code: str
-    message: str
-
-
-class ModelResponse(Answer):
-    """The answer of /v1/responses, with what was asked for."""
-
-    id: str
-    object: Literal["response"]
-    created_at: int
-    completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False]
-    error: ResponseError | None
-    incomplete_details: IncompleteDetails | None
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: int | None
-    metadata: dict[str, Any]
-    model: str
-    output: list[OutputItem]
-    parallel_tool_calls: bool
-    previous_response_id: None
-    reasoning: dict[str, str | None]
-    service_tier: Literal["default"]
-    store: Literal[False]
-    temperature: float | None
-    text: dict[str, Any]
-    tool_choice: Any
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    top_p: float | None
-    truncation: Literal["auto", "disabled"]
-    usage: ResponseUsage | None
-    user: None
-
-
-class ResponseEvent(Answer):
-    """An event of such an answer's stream. Its type says which fields it has."""
-
-    type: str
-    sequence_number: int
-    response: ModelResponse | None = None
-    output_index: int = 0
-    content_index: int = 0
-    item_id: str = ""
-    item: OutputItem | None = None
-    part: ItemPart | None = None
-    delta: str = ""
-    text: str = ""
-    name: str = ""
-    arguments: str = ""
-    logprobs: list[ChatLogprob] = []
-
-
-class AnthropicUsage(Answer):
-    """Numbers of tokens. Those found in the cache are not counted as input."""
-
-    input_tokens: int
-    output_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-
-
-class AnthropicBlock(Answer):
-    """A part of a message."""
-
-    type: Literal["text", "thinking", "tool_use"]
-    text: str = ""
-    thinking: str = ""
-    signature: str = ""
-    id: str = ""
-    name: str = ""
-    input: dict[str, Any] = {}
-
-
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-
-
-class AnthropicMessage(Answer):
-    """The answer of /v1/messages."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[AnthropicBlock]
-    stop_reason: StopReason | None
-    stop_sequence: str | None
-    usage: AnthropicUsage
-
-
-class AnthropicDelta(Answer):
-    """What an event adds to a block, or to the message."""
-
-    type: Literal["text_delta", "thinking_delta", "input_json_delta"] = "text_delta"
-    text: str = ""
-    thinking: str = ""
-    partial_json: str = ""
-    stop_reason: StopReason | None = None
-    stop_sequence: str | None = None
-
-
-class AnthropicEvent(Answer):
-    """An event of such an answer's stream. Its type says which fields it has."""
-
-    type: str
-    message: AnthropicMessage | None = None
-    index: int = 0
-    content_block: AnthropicBlock | None = None
-    delta: AnthropicDelta | None = None
-    usage: AnthropicUsage | None = None
-
-
-class InputTokens(Answer):
-    """The answer of /v1/messages/count_tokens."""
-
-    input_tokens: int
-
-
-class AnthropicErrorDetail(Answer):
-    """Why a request was not served: its kind, and in words."""
-
-    type: str
-    message: str
-
-
-class AnthropicError(Answer):
-    """What a request of Anthropic's protocol that was not served is answered."""
-
-    type: Literal["error"]
-    error: AnthropicErrorDetail
-
-
-class RankedText(Answer):
-    """A document."""
-
-    text: str
-
-
-class Ranked(Answer):
-    """A document, and how well it answers the query."""
-
-    index: int
-    relevance_score: float
-    document: RankedText | None = None
-
-
-class Reranked(Answer):
-    """The answer of /v1/rerank."""
-
-    id: str
-    model: str
-    usage: Usage
-    results: list[Ranked]
-
-
-class Score(Answer):
-    """How well the texts of a pair go together."""
-
-    index: int
-    object: Literal["score"]
-    score: float
-
-
-class Scored(Answer):
-    """The answer of /v1/score."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[Score]
-    usage: Usage
-
-
-class OllamaFunction(Answer):
-    """What is called."""
-
-    index: int
-    name: str
-    arguments: dict[str, Any]
-
-
-class OllamaCall(Answer):
-    """A call."""
-
-    id: str
-    function: OllamaFunction
-
-
-class OllamaMessage(Answer):
-    """What the model says, calls and thinks."""
-
-    role: Literal["assistant"]
-    content: str
-    thinking: str = ""
-    tool_calls: list[OllamaCall] = []
-
-
-class OllamaAnswer(Answer):
-    """The answer of /api/chat, with a message, or of /api/generate, with a response; or a line of it."""
-
-    model: str
-    created_at: str
-    message: OllamaMessage | None = None
-    response: str = ""
-    thinking: str = ""
-    logprobs: list[ChatLogprob] = []
-    done: bool
-    done_reason: Literal["stop", "length", "load"] | None = None
-    total_duration: int = 0  # nanoseconds
-    load_duration: int = 0
-    prompt_eval_count: int = 0
-    prompt_eval_duration: int = 0
-    eval_count: int = 0
-    eval_duration: int = 0
-
-
-class OllamaDetails(Answer):
-    """What is not known of a model here."""
-
-    parent_model: str
-    format: str
-    family: str
-    families: list[str] | None
-    parameter_size: str
-    quantization_level: str
-
-
-class OllamaModel(Answer):
-    """A model that is served."""
-
-    name: str
-    model: str
-    modified_at: str
-    size: int
-    digest: str
-    details: OllamaDetails
-    expires_at: str = ""
-    size_vram: int = 0
-    context_length: int = 0
-
-
-class OllamaModels(Answer):
-    """The answer of /api/tags and /api/ps."""
-
-    models: list[OllamaModel]
-
-
-class OllamaShown(Answer):
-    """The answer of /api/show."""
-
-    modelfile: str
-    parameters: str
-    license: str
-    template: str
-    details: OllamaDetails
-    model_info: dict[str, str | int]
-    capabilities: list[Literal["completion", "tools", "thinking"]]
-    modified_at: str
-
-
-class OllamaError(Answer):
-    """What a request of Ollama's protocol that was not served is answered."""
-
-    error: str
-
-
 class Model(Answer):
     """A model that is served, by one of its names."""
 
@@ -641,9 +327,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def answer(model: type[Answer], description: str) -> dict[int | str, dict[str, Any]]:
-    """A route's responses: an answer of this form."""
-    return {200: {"model": model, "description": description}}
+def answer(model: type[Answer], description: str, error: type[Answer] | None = None) -> dict[int | str, dict[str, Any]]:
+    """A route's responses: an answer of this form. error: of another protocol than OpenAI's."""
+    own = {} if error is None else {status: {**one, "model": error} for status, one in ERRORS.items()}
+    return {200: {"model": model, "description": description}, **own}
 
 
 TEXT = {"schema": {"type": "string"}}
@@ -655,21 +342,34 @@ SCRAPED: dict[int | str, dict[str, Any]] = {
 }
 
 
-CHUNKS: dict[str, type[Answer]] = {"/v1/completions": CompletionChunk, "/v1/chat/completions": ChatChunk}
+class Stream(NamedTuple):
+    """What a route streams."""
+
+    piece: type[Answer]
+    error: type[Answer]
+    media_type: str = "text/event-stream"
+    has_done: bool = False  # a word at its end
 
 
-def document_of(app: FastAPI, service: Service) -> dict[str, Any]:
+STREAMS = {
+    "/v1/completions": Stream(CompletionChunk, Error, has_done=True),
+    "/v1/chat/completions": Stream(ChatChunk, Error, has_done=True),
+}
+
+
+def document_of(app: FastAPI, service: Service, streams: Mapping[str, Stream]) -> dict[str, Any]:
     """What the routes say, and what they cannot say: streams, the models' names, and whether keys are wanted."""
     document = FastAPI.openapi(app)
     schemas, paths = document["components"]["schemas"], document["paths"]
     _, made = models_json_schema(
-        [(chunk, "serialization") for chunk in CHUNKS.values()], ref_template="#/components/schemas/{model}"
+        [(stream.piece, "serialization") for stream in streams.values()], ref_template="#/components/schemas/{model}"
     )
     schemas.update(made["$defs"])
-    for path, chunk in CHUNKS.items():
-        paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"] = _stream_of(chunk)
+    for path, stream in streams.items():
+        if path in paths:
+            paths[path]["post"]["responses"]["200"]["content"][stream.media_type] = _content_of(stream)
     named = {"type": "string", "enum": list(service.model.names)}
-    for body in BODIES:
+    for body in BODIES & schemas.keys():
         schemas[body]["properties"]["model"] = {"anyOf": [named, {"type": "null"}, {"const": ""}]}
     [parameter] = paths["/v1/models/{name}"]["get"]["parameters"]
     parameter["schema"] = named
@@ -681,9 +381,15 @@ def document_of(app: FastAPI, service: Service) -> dict[str, Any]:
     return document
 
 
-def _stream_of(chunk: type[Answer]) -> dict[str, Any]:
-    """A media type: server-sent events, each a chunk or an error, and at the end a word. OpenAPI 3.2 has itemSchema."""
-    forms = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in (chunk, Error)]
-    piece = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": forms}}
-    event = {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, piece]}}}
-    return {"itemSchema": event}
+def _content_of(stream: Stream) -> dict[str, Any]:
+    """A media type: lines, or server-sent events, each a piece or an error. OpenAPI 3.2 has itemSchema."""
+    forms = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in (stream.piece, stream.error)]
+    if stream.media_type != "text/event-stream":
+        return {"itemSchema": {"anyOf": forms}}
+    found: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": forms},
+    }
+    data = {"anyOf": [{"const": "[DONE]"}, found]} if stream.has_done else found
+    return {"itemSchema": {"type": "object", "required": ["data"], "properties": {"data": data}}}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import math
 import time
 import uuid
@@ -21,12 +23,13 @@ from quire.sandbox.grammar import Grammars, Spec, num_trials
 from quire.sandbox.thinking import Thinking
 from quire.server.api.host import Host
 from quire.server.api.jobs import Generation, Job, Stream
-from quire.server.http.access import TOKENS
+from quire.server.http.access import ID, TOKENS
 from quire.server.http.api_error import ApiError, deadline_passed, request_failed, shown
 from quire.server.http.body import MAX_HELD_BODIES
 from quire.server.http.guard import client_of
 from quire.server.http.lane import Lane
 from quire.server.http.sse import noticing_disconnect
+from quire.server.protocol.body import Body
 from quire.server.protocol.embeddings import Embedding
 from quire.server.protocol.sampling import Sampling
 from quire.server.server_config import HttpConfig
@@ -35,6 +38,8 @@ from quire.text import RequestOutput, Tokenizer, constraints_for, make_requests,
 
 if TYPE_CHECKING:  # its packages are an extra
     from quire.server.watch.traces import Traces
+
+log = logging.getLogger("quire.server")
 
 T = TypeVar("T")
 MAX_LOGPROBS = 2**19  # in one request: a hundred bytes each, and as many in the answer
@@ -150,6 +155,14 @@ class Service:
     def answering(self, name: str | None) -> str:
         """The model's name in answers."""
         return self.lora_of(name) or self.model.names[0]
+
+    def take_in(self, request: HttpRequest, body: Body) -> None:
+        """Log a body if that is asked for, then drop what of it would be held for nothing until the answer ends."""
+        if self.config.enable_log_requests:
+            # As ASCII, so that nothing in it begins a line or steers a terminal.
+            shown_body = json.dumps(body.model_dump(exclude_unset=True))
+            log.info("%s %s %s", getattr(request.state, ID), request.url.path, shown_body)
+        body.drop_notes()
 
     # ------------------------------------------------------------------------------------------------- prompts
 

@@ -91,7 +91,9 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """What the text has to be, as vLLM has it; one of these."""
+    """What the text has to be, as vLLM has it; one of these. As in a ResponseFormat, what is unknown is refused."""
+
+    model_config = ConfigDict(extra="forbid")
 
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
     regex: Grammar | None = None
