@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import quire.text
 from quire.server.api import chat, completions, embeddings
 from quire.server.watch import inspector
 from quire.text import Logprob
@@ -25,21 +26,6 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 
-def with_logprob(number: float) -> Callable[[Any], None]:
-    """A server whose model gives this logprob everywhere."""
-
-    def prepare(service: Any) -> None:
-        processor = service.worker._processor
-        candidates = processor._candidates
-
-        def changed(logprobs: Any) -> dict[int, Logprob]:
-            return {token: replace(one, logprob=number) for token, one in candidates(logprobs).items()}
-
-        processor._candidates = changed
-
-    return prepare
-
-
 def numbers(value: Any) -> list[float]:
     """All numbers with a fraction in an answer."""
     if isinstance(value, dict):
@@ -50,8 +36,14 @@ def numbers(value: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("number", [math.nan, -math.inf, math.inf])
-def test_a_logprob_that_is_not_finite_is_the_lowest_one(number: float) -> None:
-    with serving(prepare=with_logprob(number)) as server:
+def test_a_logprob_that_is_not_finite_is_the_lowest_one(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = quire.text.candidates
+
+    def changed(*given: Any) -> dict[int, Logprob]:
+        return {token: replace(one, logprob=number) for token, one in candidates(*given).items()}
+
+    monkeypatch.setattr(quire.text, "candidates", changed)
+    with serving() as server:
         asked: list[tuple[str, dict[str, Any]]] = [
             (COMPLETIONS, {"prompt_logprobs": 0}),
             (COMPLETIONS, {"prompt_logprobs": 1, "logprobs": 2, "echo": True}),

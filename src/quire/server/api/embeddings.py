@@ -69,7 +69,8 @@ def unit_vector(output: RequestOutput, dimensions: int | None = None) -> NDArray
         raise ApiError("the client has gone")
     vector = normalised(output.hidden_state, dimensions)
     if not np.isfinite(vector).all():
-        raise request_failed(f"the model gave numbers that are not finite for {output.request_id}")
+        number = output.request_id.rpartition("-")[2]
+        raise request_failed(f"the model gave numbers that are not finite for input {number}")
     return vector
 
 
