@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import quire.text
+from quire import text
 from quire.server.api import chat, completions, embeddings
 from quire.server.watch import inspector
 from quire.text import Logprob
@@ -26,6 +26,16 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 
+def give_logprob(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
+    """Let models give this logprob everywhere."""
+    candidates = text.candidates
+
+    def changed(logprobs: Any, decode: Any) -> dict[int, Logprob]:
+        return {token: replace(one, logprob=number) for token, one in candidates(logprobs, decode).items()}
+
+    monkeypatch.setattr(text, "candidates", changed)
+
+
 def numbers(value: Any) -> list[float]:
     """All numbers with a fraction in an answer."""
     if isinstance(value, dict):
@@ -36,14 +46,9 @@ def numbers(value: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("number", [math.nan, -math.inf, math.inf])
-def test_a_logprob_that_is_not_finite_is_the_lowest_one(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    candidates = quire.text.candidates
-
-    def changed(*given: Any) -> dict[int, Logprob]:
-        return {token: replace(one, logprob=number) for token, one in candidates(*given).items()}
-
-    monkeypatch.setattr(quire.text, "candidates", changed)
+def test_a_logprob_that_is_not_finite_is_the_lowest_one(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
     with serving() as server:
+        give_logprob(monkeypatch, number)
         asked: list[tuple[str, dict[str, Any]]] = [
             (COMPLETIONS, {"prompt_logprobs": 0}),
             (COMPLETIONS, {"prompt_logprobs": 1, "logprobs": 2, "echo": True}),

@@ -63,14 +63,16 @@ async def hidden_states(
     return await service.run(request, Generation(made))
 
 
-def unit_vector(output: RequestOutput, dimensions: int | None = None) -> NDArray[np.float32]:
-    """An output's vector, of length 1. Raises ApiError for numbers that JSON cannot hold and no client can compare."""
+def unit_vector(output: RequestOutput, what: str, dimensions: int | None = None) -> NDArray[np.float32]:
+    """An output's vector, of length 1. what: it is of, for a client.
+
+    Raises ApiError for numbers that JSON cannot hold and no client can compare.
+    """
     if output.hidden_state is None:  # it was taken back
         raise ApiError("the client has gone")
     vector = normalised(output.hidden_state, dimensions)
     if not np.isfinite(vector).all():
-        number = output.request_id.rpartition("-")[2]
-        raise request_failed(f"the model gave numbers that are not finite for input {number}")
+        raise request_failed(f"the model gave numbers that are not finite for {what}")
     return vector
 
 
@@ -114,6 +116,6 @@ def _answer(service: Service, body: EmbeddingRequest, outputs: list[RequestOutpu
 
 
 def _vector(body: EmbeddingRequest, index: int, output: RequestOutput) -> dict[str, Any]:
-    vector = unit_vector(output, body.dimensions)
+    vector = unit_vector(output, f"input {index}", body.dimensions)
     shown = b64encode(vector.astype("<f4").tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
     return {"object": "embedding", "index": index, "embedding": shown}

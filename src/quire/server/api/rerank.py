@@ -100,7 +100,7 @@ async def _scores(
     ]
 
     def read() -> list[float]:
-        vectors = [unit_vector(output).tolist() for output in outputs]
+        vectors = [unit_vector(output, f"text {i}").tolist() for i, output in enumerate(outputs)]
         first, second = vectors[: len(firsts)], vectors[len(firsts) :]
         pairs = zip(first * len(second) if len(first) == 1 else first, second, strict=True)
         return [cosine(one, other) for one, other in pairs]
