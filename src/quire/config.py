@@ -151,8 +151,8 @@ class EngineConfig:
     max_num_seqs: int = option(256, "Most sequences that run at the same time.", lower=1)
     max_num_batched_tokens: int | None = option(
         None,
-        "Most query tokens per step. Default: 2048; a server on a CPU computes fewer beside sequences that decode, as "
-        "many as take it half a second.",
+        "Most query tokens per step. Default: 2048; a server on a CPU computes fewer while sequences decode, as many "
+        "as take it half a second.",
         lower=1,
     )
     scheduling_policy: str = option(

@@ -51,7 +51,7 @@ def planned(engine: Engine) -> list[int]:
     return found
 
 
-def test_prompts_beside_decoding_are_cut_shorter_and_say_the_same() -> None:
+def test_prompts_are_cut_shorter_while_others_decode_and_say_the_same() -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(250) for _ in range(size)] for size in (5, 300, 250)]
 
@@ -75,7 +75,7 @@ def test_prompts_beside_decoding_are_cut_shorter_and_say_the_same() -> None:
     assert sum(steps["paced"]) == sum(steps["plain"])
     alone = engine(slow)
     alone.add(request("a", prompts[1], max_tokens=2))
-    assert planned(alone)[0] == 256  # nobody waits
+    assert planned(alone)[0] == 256  # no other waits
     both = engine(slow)
     for i, prompt in enumerate(prompts):
         both.add(request(str(i), prompt, max_tokens=30))

@@ -1,4 +1,4 @@
-"""What clients send and get besides bodies: ids, origins, keys, comments in streams, and the pages of a server."""
+"""What clients send and get around bodies: ids, origins, keys, comments in streams, and the pages of a server."""
 
 from __future__ import annotations
 
@@ -95,6 +95,13 @@ def test_each_request_has_an_id_a_line_and_a_count(server: Serving, caplog: pyte
         settle(server)
         line = caplog.messages[-1]
         assert re.fullmatch(rf"mine-1 POST {COMPLETIONS} 200 in \d+\.\d{{3}} s, 4 prompt tokens, 4 new", line), line
+    for path, body, counts in (
+        ("/v1/embeddings", {"input": "import os\n"}, "4 prompt tokens, 0 new"),
+        (COMPLETIONS, {**ASKED, "use_beam_search": True, "n": 2, "ignore_eos": True}, "4 prompt tokens, 8 new"),
+    ):
+        assert server.ask("POST", path, body, sent).status == 200
+        settle(server)
+        assert caplog.messages[-1].endswith(counts), caplog.messages[-1]
     for given in ("", "a b", "é", "x" * 129):
         made = server.ask("POST", COMPLETIONS, {"prompt": []}, {"X-Request-Id": given.encode("latin-1")})  # type: ignore[dict-item]
         assert made.status == 400
@@ -111,7 +118,7 @@ def test_each_request_has_an_id_a_line_and_a_count(server: Serving, caplog: pyte
     assert len(caplog.messages) == num_lines
     after = values(server, "quire:http_requests_total")
     label = f'quire:http_requests_total{{handler="{COMPLETIONS}",method="POST",status="%d"}}'
-    assert after[label % 200] - before.get(label % 200, 0) == 2
+    assert after[label % 200] - before.get(label % 200, 0) == 3
     assert after[label % 400] - before.get(label % 400, 0) == 4
     assert 'quire:http_requests_total{handler="none",method="GET",status="404"}' in after
     assert values(server, "quire:requests_refused_total")['quire:requests_refused_total{reason="not_found"}'] >= 1

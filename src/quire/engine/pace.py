@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-LONGEST_STEP = 0.5  # seconds, about: what somebody who reads along takes for a pause
+LONGEST_STEP = 0.5  # seconds, about: a longer one looks like a pause to a reader
 LEAST = 64  # tokens of prompts; below, reading the weights takes most of a step
 WEIGHT = 0.25  # of the newest step
 
 
 class Pace:
-    """Bounds the steps that compute prompts beside sequences that decode, by what steps took.
+    """Bounds the steps that compute prompts while sequences decode, by what steps took.
 
     Only how prompts are cut depends on it, and with a reproducible backend no answer does.
     """

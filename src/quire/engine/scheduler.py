@@ -233,7 +233,7 @@ class Scheduler:
         return lacking
 
     def _step_budget(self, num_decoding: int) -> int:
-        """Tokens that a step may compute beside so many sequences that decode."""
+        """Tokens that a step may compute while so many sequences decode."""
         if self.pace is None or num_decoding == 0:
             return self.max_num_batched_tokens
         return min(self.max_num_batched_tokens, self.pace.most(num_decoding))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import math
@@ -333,7 +334,8 @@ def listen(host: str, port: int) -> socket.socket:
         listening.bind((host, port))
     except OSError as error:
         listening.close()
-        raise ConfigError(f"cannot listen at {host} port {port}: {error.strerror}") from error
+        hint = "; --port 0 takes a free one" if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(f"cannot listen at {host} port {port}: {error.strerror}{hint}") from error
     return listening
 
 
@@ -446,10 +448,10 @@ def _limits(parts: Parts) -> str:
     scheduler, keys = parts.worker.engine.scheduler, parts.service.config.keys
     who = f"{len(keys)} keys" if keys else "no keys: everybody is served"
     pace, most = scheduler.pace, scheduler.max_num_batched_tokens
-    beside = (
-        "" if pace is None else f" (beside others' tokens {min(most, pace.most(1)):,}, or what takes {LONGEST_STEP} s)"
+    shorter = (
+        "" if pace is None else f" (while others decode {min(most, pace.most(1)):,}, or what takes {LONGEST_STEP} s)"
     )
     return (
-        f"{scheduler.max_num_seqs} sequences at a time, {most:,} tokens a step{beside}, "
+        f"{scheduler.max_num_seqs} sequences at a time, {most:,} tokens a step{shorter}, "
         f"{parts.worker.max_samples - scheduler.max_num_seqs:,} queued; {who}"
     )

@@ -62,6 +62,7 @@ class Beams:
             raise ApiError(f"{option} does not go with use_beam_search; leave one of them out", param=option)
         service = self._service
         service.worker.check_room(len(self.outputs) * self._width)
+        service.note_outputs(request, self.outputs)
         whose = service.salt(request, body), service.lora_of(body.model)
         for output in self.outputs:
             tokens = output.prompt_token_ids

@@ -371,7 +371,7 @@ class Service:
 
         size = sum(len(prompt.tokens) for prompt in prompts) + sum(map(len, params.bad_words or ()))
         made = await self.take_apart(request, size + len(params.allowed_tokens), make, params.n)
-        setattr(request.state, TOKENS, lambda: counted([output for output, _ in made])[:2])
+        self.note_outputs(request, [output for output, _ in made])
         return made
 
     def salt(self, request: HttpRequest, body: Sampling | Embedding) -> str:
@@ -379,8 +379,13 @@ class Service:
         client = client_of(request)
         return f"{client}:{body.cache_salt or ''}" if client or body.cache_salt else ""
 
+    def note_outputs(self, request: HttpRequest, outputs: Sequence[RequestOutput]) -> None:
+        """Let the request's line in the log count the tokens of these."""
+        setattr(request.state, TOKENS, lambda: counted(outputs)[:2])
+
     async def run(self, request: HttpRequest, job: Generation, grammar: str | None = None) -> list[RequestOutput]:
         """Serve a job to its end. Raises what it ended with. grammar: the field that had a grammar."""
+        self.note_outputs(request, job.outputs)
         await self.worker.submit(job)
         await self.wait(request, job)
         for output in job.outputs:

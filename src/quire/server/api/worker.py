@@ -111,7 +111,7 @@ class Worker:
         return 0.0 if since is None else time.monotonic() - since
 
     def check_alive(self) -> None:
-        """Raise ApiError (503) if the engine can serve nobody any more, or is stuck beyond hope."""
+        """Raise ApiError (503) if the engine can serve no request any more, or is stuck beyond hope."""
         self._check(HOPELESS)
 
     def check_health(self) -> None:
