@@ -59,9 +59,7 @@ def router(service: Service) -> APIRouter:
 
     for path in ("/v1/score", "/score"):  # as well
 
-        @routes.post(
-            path, responses=answer(forms.Scored, "A score for each pair"), include_in_schema=path[:3] == "/v1"
-        )
+        @routes.post(path, responses=answer(forms.Scored, "A score for each pair"), include_in_schema=path[:3] == "/v1")
         async def scored(request: HttpRequest, body: ScoreRequest) -> Response:
             service.take_in(request, body)
             return await score(service, request, body)
