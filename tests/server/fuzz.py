@@ -37,6 +37,8 @@ ALL_PHASES = ("examples", "coverage", "fuzzing", "stateful")
 ENGINE = {"max_model_len": 64, "max_num_seqs": 8, "num_blocks": 256, "max_num_batched_tokens": 128}
 # A request may be just as the document says and ask for what cannot be: more tokens than there is room for, say.
 CHECKS_OFF = ("positive_data_acceptance",)
+# What Python below 3.12 may say where two threads, such as schemathesis's, parse Python at the same time.
+CPYTHONS_OWN = "AST constructor recursion depth mismatch"
 TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2047}, "maxItems": 8}
 # Instead of what the document says of these fields, so that more of the requests reach the engine.
 NARROW: dict[str, Any] = {
@@ -187,7 +189,7 @@ def attack(
     """One run of schemathesis."""
     schema = schemathesis.openapi.from_dict(document, config=config(server, mode, seed, max_examples, phases))
     for event in engine.from_schema(schema).execute():
-        if isinstance(event, events.NonFatalError):
+        if isinstance(event, events.NonFatalError) and CPYTHONS_OWN not in event.info.message:
             report.wrong[f"{event.label}: {event.info.title}: {event.info.message}"[:500]] += 1
         elif isinstance(event, events.FatalError):
             raise event.exception

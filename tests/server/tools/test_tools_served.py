@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,6 @@ from tests.server.serving import Serving, serving
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "the weather in Paris"}]
-TEMPLATE = """{% for tool in tools or [] %}# {{ tool | tojson }}
-{% endfor %}# mood={{ mood }} effort={{ reasoning_effort }} thinking={{ enable_thinking }}
-{% for m in messages %}# {{ m.role }}:{{ m.reasoning_content or "" }}:{{ m.content }}
-{% for c in m.tool_calls or [] %}{% set f = c.function %}# {{ c.id }}={{ f.name }}:{{ f.arguments | dictsort }}
-{% endfor %}{% endfor %}{% if add_generation_prompt %}def answer():
-{% endif %}"""
 
 
 def tool(name: str, strict: bool | None = None, **properties: Any) -> dict[str, Any]:
@@ -41,19 +34,9 @@ YES_OR_NO = tool("", a={"type": "boolean"})["function"]["parameters"]
 CLOCK = tool("clock", zone={"enum": ["UTC", "CET"]})
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    template: Path = tmp_path_factory.mktemp("tools") / "template.jinja"
-    template.write_text(TEMPLATE)
-    kwargs = '{"mood": "calm"}'
-    with serving(
-        tool_call_parser="hermes",
-        reasoning_parser="qwen3",
-        chat_template=template,
-        default_chat_template_kwargs=kwargs,
-        enable_auto_tool_choice=True,
-    ) as running:
-        yield running
+@pytest.fixture
+def server(speaking: Serving) -> Serving:
+    return speaking
 
 
 def chat(server: Serving, **body: Any) -> dict[str, Any]:

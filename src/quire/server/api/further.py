@@ -48,16 +48,18 @@ def router(service: Service) -> APIRouter:
         service.take_in(request, body)
         return await count_tokens(service, request, body)
 
-    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):  # of which the document has the first
 
-        @routes.post(path, responses=answer(forms.Reranked, "The documents, best first"), name=path)
+        @routes.post(
+            path, responses=answer(forms.Reranked, "The documents, best first"), include_in_schema=path[:3] == "/v1"
+        )
         async def reranked(request: HttpRequest, body: RerankRequest) -> Response:
             service.take_in(request, body)
             return await rerank(service, request, body)
 
-    for path in ("/v1/score", "/score"):
+    for path in ("/v1/score", "/score"):  # as well
 
-        @routes.post(path, responses=answer(forms.Scored, "A score for each pair"), name=path)
+        @routes.post(path, responses=answer(forms.Scored, "A score for each pair"), include_in_schema=path[:3] == "/v1")
         async def scored(request: HttpRequest, body: ScoreRequest) -> Response:
             service.take_in(request, body)
             return await score(service, request, body)

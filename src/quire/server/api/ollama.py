@@ -69,7 +69,7 @@ async def _answer(
         return LinesAnswer(job, events, abort, keep_alive=0)  # there are no comments between such lines
     blocks, ending = await read_whole(turn)
     texts = {kind: "".join(one.text for one in blocks if one.kind is kind) for kind in Kind}
-    calls = [_call(one) for one in blocks if one.kind is Kind.CALL]
+    calls = [_call(one, i) for i, one in enumerate(one for one in blocks if one.kind is Kind.CALL)]
     found = _said(field, texts[Kind.CONTENT], texts[Kind.REASONING], calls)
     logprobs = [entry for one in blocks for entry in one.logprobs]
     return JsonBody(script.last(ending) | found | ({"logprobs": logprobs} if chat.logprobs else {}))
@@ -140,15 +140,15 @@ def _said(field: str, text: str, thoughts: str, calls: Sequence[dict[str, Any]] 
     return {"message": message | ({"tool_calls": list(calls)} if calls else {})}
 
 
-def _call(block: Block) -> dict[str, Any]:
-    """A call. Arguments that broke off are shown as the text that they are."""
+def _call(block: Block, number: int) -> dict[str, Any]:
+    """A call. number: among those of the answer. Arguments that broke off are shown as the text that they are."""
     text = block.text
     try:
         given = json.loads(text or "{}")
     except ValueError:
         given = None
     arguments = given if isinstance(given, dict) else {"": text}
-    return {"id": block.call_id, "function": {"index": block.index, "name": block.name, "arguments": arguments}}
+    return {"id": block.call_id, "function": {"index": number, "name": block.name, "arguments": arguments}}
 
 
 class _Script:
@@ -159,6 +159,7 @@ class _Script:
         self._model = model
         self._field = field
         self._began = began
+        self._num_calls = 0
         self._first: int | None = None  # when the first piece came
 
     def begin(self) -> bytes:
@@ -180,7 +181,10 @@ class _Script:
 
     def close(self, block: Block) -> bytes:
         """A call."""
-        return self._line(_said(self._field, "", "", [_call(block)])) if block.kind is Kind.CALL else b""
+        if block.kind is not Kind.CALL:
+            return b""
+        self._num_calls += 1
+        return self._line(_said(self._field, "", "", [_call(block, self._num_calls - 1)]))
 
     def end(self, blocks: Sequence[Block], ending: Ending) -> bytes:
         """How the answer has ended."""

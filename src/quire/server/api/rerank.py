@@ -21,7 +21,7 @@ from quire.server.api.service import Prompt, Service, aside, counted
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody
 from quire.server.protocol.rerank import RerankRequest, ScoreRequest
-from quire.text import RequestOutput, make_requests
+from quire.text import RequestOutput, constraints_for, make_requests
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 # What Qwen3-Reranker was taught to answer, word for word.
@@ -154,7 +154,8 @@ async def _drawn(
     """What follows each prompt where nothing but a token may, with its logprob, which is that of the raw logits."""
     params = SamplingParams(max_tokens=1, temperature=0, allowed_token_ids=[token], logprobs=0)
     name = service.identity(request, "rerank").name
-    own = (params, body.priority or 0, service.salt(request, body), service.lora_of(body.model))
+    constraints = constraints_for(params, service.model.tokenizer, service.model.vocab_size)
+    own = (params, body.priority or 0, service.salt(request, body), service.lora_of(body.model), constraints)
 
     def make() -> list[tuple[RequestOutput, list[Request]]]:
         made = []

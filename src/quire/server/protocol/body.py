@@ -75,8 +75,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-# How an object is read that is a dictionary: where there may be very many, an object of each takes its time.
-PLAIN = ConfigDict(extra="forbid", strict=True)
+# How an item of a history is read: as a dictionary, since there may be very many, and an object of each takes its time.
+# What it says of itself besides, such as its id and status, is for other servers, and is left out.
+HISTORY = ConfigDict(extra="ignore", strict=True)
 
 
 def tag_of(value: Any) -> str | None:
@@ -127,6 +128,8 @@ class Body(BaseModel):
 
     # Why, by the names of fields that must ask for nothing: be null or empty, or as NEUTRAL has it.
     NOT_SERVED: ClassVar[dict[str, str]] = {}
+    # What other protocols call a field that changes the text, and which one it is here.
+    ALSO_CALLED: ClassVar[dict[str, str]] = {}
     NOTES: ClassVar[tuple[str, ...]] = ()  # fields of no consequence, which may be as large as the whole body
 
     @model_validator(mode="before")

@@ -9,11 +9,11 @@ from typing_extensions import NotRequired, TypedDict
 
 from quire.server.http.body import model_of
 from quire.server.protocol.body import (
+    HISTORY,
     MAX_MESSAGES,
     MAX_NAME,
     MAX_TOKEN,
     NO_TEXT,
-    PLAIN,
     Body,
     MaxTokens,
     Name,
@@ -33,14 +33,12 @@ ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class TextBlock(TypedDict):
-    """A text. What may be anything here is of no consequence."""
+    """A text."""
 
-    __pydantic_config__ = PLAIN  # type: ignore[misc]
+    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["text"]
     text: Text
-    cache_control: NotRequired[Any]
-    citations: NotRequired[Any]
 
 
 Texts = Annotated[
@@ -53,47 +51,39 @@ Texts = Annotated[
 class ToolUseBlock(TypedDict):
     """A call, in a message of the assistant."""
 
-    __pydantic_config__ = PLAIN  # type: ignore[misc]
+    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["tool_use"]
     id: Name
     name: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
     input: dict[str, Any]
-    cache_control: NotRequired[Any]
-    caller: NotRequired[Any]
-    toolset_name: NotRequired[Any]
 
 
 class ToolResultBlock(TypedDict):
     """What a call has brought, in a message of the user."""
 
-    __pydantic_config__ = PLAIN  # type: ignore[misc]
+    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
     content: NotRequired[Texts | None]
-    is_error: NotRequired[Any]  # the content says so as well
-    cache_control: NotRequired[Any]
-    toolset_name: NotRequired[Any]
 
 
 class ThinkingBlock(TypedDict):
     """What the assistant has thought."""
 
-    __pydantic_config__ = PLAIN  # type: ignore[misc]
+    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["thinking"]
     thinking: Text
-    signature: NotRequired[Any]  # thoughts are not signed here
 
 
 class RedactedThinkingBlock(TypedDict):
     """Thoughts of another server's, which nothing else can read: they are left out."""
 
-    __pydantic_config__ = PLAIN  # type: ignore[misc]
+    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["redacted_thinking"]
-    data: NotRequired[Any]
 
 
 Block = Annotated[
@@ -178,6 +168,12 @@ class CountTokensRequest(Body):
     speed: Annotated[Name, neutral("speed", NO_TEXT)] | None = None
     mcp_servers: NoList | None = None
 
+    ALSO_CALLED: ClassVar[dict[str, str]] = {
+        "output_format": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+    }
     NOTES: ClassVar[tuple[str, ...]] = ("cache_control",)
     NOT_SERVED: ClassVar[dict[str, str]] = {
         "speed": "there is one speed here, the highest",

@@ -99,6 +99,10 @@ class Shared(Body):
     truncate: bool | None = None
     shift: bool | None = None
 
+    ALSO_CALLED: ClassVar[dict[str, str]] = {name: f"options.{name}" for name in CALLED} | {
+        "max_tokens": "options.num_predict",
+        "response_format": "format",
+    }
     NOTES: ClassVar[tuple[str, ...]] = ("keep_alive",)
 
     def chat_of(self, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 from quire.server.http.api_error import ApiError
-from quire.server.protocol.body import MAX_PROMPTS, MAX_TOKEN, PLAIN, NoList, On, Text
+from quire.server.protocol.body import MAX_PROMPTS, MAX_TOKEN, NoList, On, Text
 from quire.server.protocol.embeddings import Embedding
 
 
 class Document(TypedDict):
     """A document that is an object."""
 
-    __pydantic_config__ = PLAIN  # type: ignore[misc]
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
     text: Text
 

@@ -11,11 +11,11 @@ from typing_extensions import NotRequired, TypedDict
 from quire.server.http.api_error import ApiError
 from quire.server.http.body import model_of
 from quire.server.protocol.body import (
+    HISTORY,
     MAX_MESSAGES,
     MAX_NAME,
     NO_OBJECT,
     NO_TEXT,
-    PLAIN,
     Body,
     MaxTokens,
     Name,
@@ -53,21 +53,18 @@ ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class InputText(TypedDict):
-    """A text. What may be anything here is of no consequence."""
+    """A text."""
 
-    __pydantic_config__ = PLAIN  # type: ignore[misc]
+    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: Text
-    annotations: NotRequired[Any]
-    logprobs: NotRequired[Any]
-    prompt_cache_breakpoint: NotRequired[Any]
 
 
 class Refusal(TypedDict):
     """What another server's model has refused."""
 
-    __pydantic_config__ = PLAIN  # type: ignore[misc]
+    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["refusal"]
     refusal: Text
@@ -94,62 +91,48 @@ Parts = Annotated[
 class MessageItem(TypedDict):
     """A message."""
 
-    __pydantic_config__ = PLAIN  # type: ignore[misc]
+    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
-    type: NotRequired[Literal["message"]]
+    type: NotRequired[Literal["message"] | None]
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
-    id: NotRequired[Any]
-    phase: NotRequired[Any]
-    status: NotRequired[Any]
 
 
 class CallItem(TypedDict):
     """A call of the assistant's."""
 
-    __pydantic_config__ = PLAIN  # type: ignore[misc]
+    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["function_call"]
     call_id: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
     name: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
     arguments: Text
-    caller: NotRequired[Any]
-    id: NotRequired[Any]
-    namespace: NotRequired[Any]
-    status: NotRequired[Any]
 
 
 class CallOutputItem(TypedDict):
     """What a call has brought."""
 
-    __pydantic_config__ = PLAIN  # type: ignore[misc]
+    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["function_call_output"]
     call_id: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
     output: Parts
-    caller: NotRequired[Any]
-    id: NotRequired[Any]
-    name: NotRequired[Any]
-    namespace: NotRequired[Any]
-    status: NotRequired[Any]
 
 
 class ReasoningItem(TypedDict):
     """What the assistant has thought."""
 
-    __pydantic_config__ = PLAIN  # type: ignore[misc]
+    __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["reasoning"]
     summary: NotRequired[Parts | None]
     content: NotRequired[Parts | None]
-    encrypted_content: NotRequired[Any]  # only who has encrypted it can read it
-    id: NotRequired[Any]
-    status: NotRequired[Any]
 
 
 def _item_tag(value: Any) -> str | None:
     """As tag_of; what has a role and no type is a message."""
-    return "<message>" if isinstance(value, dict) and "type" not in value and "role" in value else tag_of(value)
+    is_bare = isinstance(value, dict) and value.get("type") is None and "role" in value
+    return "<message>" if is_bare else tag_of(value)
 
 
 Item = Annotated[
@@ -269,6 +252,13 @@ class ResponsesRequest(Body):
     prompt_cache_retention: Annotated[Name, neutral("prompt_cache_retention", NO_TEXT)] | None = None
     service_tier: Annotated[Name, neutral("service_tier", NO_TEXT)] | None = None
 
+    ALSO_CALLED: ClassVar[dict[str, str]] = {
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
+    }
     NOTES: ClassVar[tuple[str, ...]] = ("user", "safety_identifier", "prompt_cache_key")
     NOT_SERVED: ClassVar[dict[str, str]] = {
         name: ChatRequest.NOT_SERVED[name]
@@ -320,7 +310,7 @@ def _messages(instructions: str | None, items: Sequence[Any]) -> list[dict[str, 
     if instructions:
         messages.append({"role": "system", "content": instructions})
     for item in items:
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         if kind == "function_call_output":
             content = _texts(item["output"])
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})

@@ -155,6 +155,8 @@ def near_miss(owner: type[Body], name: str) -> str | None:
 
 def _why_not(owner: type[Body], path: str, name: str) -> str | None:
     """Why a field is refused whatever the policy is; None: it is not."""
+    if not path and name in owner.ALSO_CALLED:
+        return f"use {owner.ALSO_CALLED[name]}"
     if not path and issubclass(owner, Sampling):
         if name in ALSO_CALLED:
             return f"use {ALSO_CALLED[name]}"
