@@ -127,7 +127,7 @@ class Body(BaseModel):
 
     # Why, by the names of fields that must ask for nothing: be null or empty, or as NEUTRAL has it.
     NOT_SERVED: ClassVar[dict[str, str]] = {}
-    NOTES: ClassVar[tuple[str, ...]] = ()  # fields of no consequence, which may be as large as the whole body
+    NOTES: ClassVar[tuple[str, ...]] = ()  # fields that are taken and have no effect
 
     @model_validator(mode="before")
     @classmethod
