@@ -130,7 +130,7 @@ class Body(BaseModel):
     NOT_SERVED: ClassVar[dict[str, str]] = {}
     # What other protocols call a field that changes the text, and which one it is here.
     ALSO_CALLED: ClassVar[dict[str, str]] = {}
-    NOTES: ClassVar[tuple[str, ...]] = ()  # fields of no consequence, which may be as large as the whole body
+    NOTES: ClassVar[tuple[str, ...]] = ()  # fields that are taken and have no effect
 
     @model_validator(mode="before")
     @classmethod

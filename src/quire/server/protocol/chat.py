@@ -56,7 +56,7 @@ class TextPart(TypedDict):
 
     type: Literal["text"]
     text: Text
-    cache_control: NotRequired[dict[str, Any] | None]  # of no consequence: the prefix cache needs no breakpoints
+    cache_control: NotRequired[Any]  # of no consequence: the prefix cache needs no breakpoints
 
 
 class CalledFunction(Body):
@@ -73,6 +73,8 @@ class ToolCall(Body):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None  # as streams have it: of no consequence
+
+    NOTES: ClassVar[tuple[str, ...]] = ("index",)
 
 
 class Message(Body):
@@ -93,6 +95,7 @@ class Message(Body):
     audio: NoObject | None = None
     function_call: NoObject | None = None
 
+    NOTES: ClassVar[tuple[str, ...]] = ("id",)
     NOT_SERVED: ClassVar[dict[str, str]] = {
         "refusal": "models here have no words for refusals; say it in content",
         "annotations": "annotations are not served here",
@@ -137,6 +140,8 @@ class Tool(Body):
     type: Literal["function"]
     function: FunctionTool
     cache_control: dict[str, Any] | None = None  # of no consequence
+
+    NOTES: ClassVar[tuple[str, ...]] = ("cache_control",)
 
 
 class NamedFunction(Body):
@@ -220,6 +225,7 @@ class ChatRequest(Sampling, Rendering):
         "prompt_cache_retention": "how long a prompt stays in the cache cannot be set here",
         "prompt_cache_options": "the prefix cache needs no breakpoints, and how long a prompt stays cannot be set here",
         "moderation": "texts are not moderated here",
+        "web_search_options": "the web is not searched here",
     }
 
     @field_validator("web_search_options", mode="after")
@@ -227,7 +233,7 @@ class ChatRequest(Sampling, Rendering):
     def refuse_web_search(cls, value: Any) -> Any:
         """An empty object asks for a search as well."""
         if value is not None:
-            raise ValueError("the web is not searched here; leave it out")
+            raise ValueError(f"{cls.NOT_SERVED['web_search_options']}; leave it out")
         return value
 
     def check_together(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import StringConstraints
 
@@ -25,3 +25,5 @@ class UnloadLoraRequest(Body):
 
     lora_name: LoraName
     lora_int_id: int | None = None  # vLLM's number of it; the name says which
+
+    NOTES: ClassVar[tuple[str, ...]] = ("lora_int_id",)

@@ -123,6 +123,14 @@ class InputTool(Body):
     eager_input_streaming: bool | None = None
     input_examples: Any = None
 
+    NOTES: ClassVar[tuple[str, ...]] = (
+        "cache_control",
+        "allowed_callers",
+        "defer_loading",
+        "eager_input_streaming",
+        "input_examples",
+    )
+
 
 class ToolChoice(Body):
     """Whether the model calls, and what."""
@@ -138,6 +146,8 @@ class ThinkingConfig(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None
     display: Name | None = None  # of no consequence: thoughts are shown as they are
+
+    NOTES: ClassVar[tuple[str, ...]] = ("display",)
 
 
 class OutputFormat(Body):
@@ -235,7 +245,16 @@ class MessagesRequest(CountTokensRequest):
     container: NoText | NoObject | None = None
     context_management: Any = None  # nothing is dropped: the model sees all that is sent
 
-    NOTES = (*CountTokensRequest.NOTES, "metadata", "diagnostics", "context_management")
+    NOTES = (
+        *CountTokensRequest.NOTES,
+        "metadata",
+        "inference_geo",
+        "user_profile_id",
+        "workspace_id",
+        "diagnostics",
+        "service_tier",
+        "context_management",
+    )
     NOT_SERVED: ClassVar[dict[str, str]] = CountTokensRequest.NOT_SERVED | {
         "container": "no code is run here",
     }

@@ -69,6 +69,25 @@ class Options(Body):
     tfs_z: Number | None = None
     typical_p: Number | None = None
 
+    NOTES: ClassVar[tuple[str, ...]] = (
+        "num_ctx",
+        "num_batch",
+        "num_gpu",
+        "num_keep",
+        "num_thread",
+        "main_gpu",
+        "draft_num_predict",
+        "embedding_only",
+        "f16_kv",
+        "logits_all",
+        "low_vram",
+        "numa",
+        "use_mlock",
+        "use_mmap",
+        "vocab_only",
+        "mirostat_eta",
+        "mirostat_tau",
+    )
     NOT_SERVED: ClassVar[dict[str, str]] = {
         "mirostat": "this way of drawing tokens is not served; temperature, top_k, top_p and min_p are",
         "penalize_newline": "penalties are for all tokens alike",
@@ -103,7 +122,7 @@ class Shared(Body):
         "max_tokens": "options.num_predict",
         "response_format": "format",
     }
-    NOTES: ClassVar[tuple[str, ...]] = ("keep_alive",)
+    NOTES: ClassVar[tuple[str, ...]] = ("keep_alive", "truncate", "shift")
 
     def chat_of(self, messages: list[dict[str, Any]], **more: Any) -> ChatRequest:
         """The chat that messages and the shared fields ask for. Raises RequestValidationError, with a chat's names."""
@@ -133,6 +152,8 @@ class PastFunction(Body):
     arguments: dict[str, Any]
     description: Text | None = None  # of no consequence, like the next
     index: int | None = None
+
+    NOTES: ClassVar[tuple[str, ...]] = ("description", "index")
 
 
 class PastCall(Body):
@@ -216,6 +237,8 @@ class ShowRequest(Body):
     name: Name | None = None  # an older name of the same
     verbose: bool | None = None  # of no consequence, like the next
     system: Text | None = None
+
+    NOTES: ClassVar[tuple[str, ...]] = ("verbose", "system")
 
 
 def _named(messages: list[PastMessage]) -> list[dict[str, Any]]:

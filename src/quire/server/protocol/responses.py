@@ -158,6 +158,8 @@ class ResponseTool(Body):
     defer_loading: bool | None = None
     output_schema: dict[str, Any] | None = None
 
+    NOTES: ClassVar[tuple[str, ...]] = ("allowed_callers", "defer_loading", "output_schema")
+
 
 class ChosenTools(Body):
     """The function that is to be called, or those that may be."""
@@ -176,6 +178,8 @@ class TextFormat(Body):
     description: Text | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None  # a schema is always kept to
+
+    NOTES: ClassVar[tuple[str, ...]] = ("description", "strict")
 
 
 class TextConfig(Body):
@@ -197,6 +201,8 @@ class Reasoning(Body):
     generate_summary: Name | None = None
     context: Name | None = None
     mode: Name | None = None
+
+    NOTES: ClassVar[tuple[str, ...]] = ("summary", "generate_summary", "context", "mode")
 
 
 class ResponsesRequest(Body):
@@ -259,7 +265,7 @@ class ResponsesRequest(Body):
         "reasoning_effort": "reasoning.effort",
         "response_format": "text.format",
     }
-    NOTES: ClassVar[tuple[str, ...]] = ("user", "safety_identifier", "prompt_cache_key")
+    NOTES: ClassVar[tuple[str, ...]] = ("user", "safety_identifier", "prompt_cache_key", "store")
     NOT_SERVED: ClassVar[dict[str, str]] = {
         name: ChatRequest.NOT_SERVED[name]
         for name in ("moderation", "prompt_cache_options", "prompt_cache_retention", "service_tier")

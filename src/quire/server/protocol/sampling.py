@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from quire.engine.beam import MAX_LENGTH_PENALTY
@@ -66,6 +66,8 @@ class JsonSchema(Body):
     description: Name | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None  # a schema is always kept to
+
+    NOTES: ClassVar[tuple[str, ...]] = ("name", "description", "strict")
 
 
 class ResponseFormat(Body):
@@ -165,7 +167,7 @@ class Sampling(Body):
     bad_words: Annotated[list[Stop], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = None
     return_token_ids: Off = False
-    spaces_between_special_tokens: On = True
+    spaces_between_special_tokens: Annotated[On, WithJsonSchema({"enum": [True, None]})] = True
 
     # Fields of OpenAI's that are taken where they ask for nothing, since clients send them, and otherwise refused.
     metadata: dict[str, Any] | None = None  # of no consequence, by definition: what a client notes for itself

@@ -98,6 +98,7 @@ NOT_HERE = (
         "prompt_embeds": "a prompt is a text or token ids",
         "structural_tag": "the text can follow a schema, a regex or a grammar",
         "system": "give a message with the role 'system'",
+        "truncation_side": "the end of a prompt is what is kept by truncate_prompt_tokens",
         "transforms": "no part of a prompt is dropped; one that is too long is an error",
     }
 )
