@@ -321,7 +321,7 @@ def test_command(tmp_path: Path) -> None:
         ("--blocks 5 --workload nope", "there is no workload 'nope'"),
         ("--blocks 5 --requests 3 --device tpu", "device is 'tpu'; the devices are cpu, h200"),
         ("--blocks 5 --trace nope.csv", "nope.csv cannot be read as CSV"),
-        ("--blocks 5 --requests 3 --model-config nope.json", "nope.json cannot be read"),
+        ("--blocks 5 --requests 3 --model-config nope.json", "holds no nope.json"),
         ("--blocks 0 --requests 3", "num_blocks is 0"),
         ("--blocks 5 --requests 3 --scheduling-policy lottery", "scheduling_policy is 'lottery'"),
         ("--blocks 5 --requests 3 --rate 0", "rate is 0"),
