@@ -29,7 +29,7 @@ def with_logprob(number: float) -> Callable[[Any], None]:
     """A server whose model gives this logprob everywhere."""
 
     def prepare(service: Any) -> None:
-        processor = service.worker._processor
+        processor = service.worker.llm._processor
         candidates = processor._candidates
 
         def changed(logprobs: Any) -> dict[int, Logprob]:
