@@ -123,7 +123,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the weights, the KV cache and the processes that grammars and chat templates run in. What is called later raises.
+        """Free the weights, the KV cache and the processes of grammars and templates. What is called later raises.
 
         Streams that have not ended raise QuireError, like every later call. To close it once more changes nothing.
         """
@@ -493,7 +493,10 @@ class LLM:
     def embedding_request(
         self, name: str, prompt: Prompt, priority: int, lora: str | None
     ) -> tuple[RequestOutput, list[Request]]:
-        """The output of one prompt, still empty, and its request, see `embed`. Any thread may ask. Raises RequestError."""
+        """The output of one prompt, still empty, and its request, see `embed`. Any thread may ask.
+
+        Raises RequestError.
+        """
         text, tokens, salt = self.encoded(prompt)
         [priority] = _priorities([priority], 1)
         request, output = embedding_request(name, text, tokens, priority, salt, lora)
