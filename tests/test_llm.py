@@ -358,3 +358,20 @@ def test_token_ids_are_given_as_vllm_s_callers_do() -> None:
         for given in ({}, {"prompts": "a", "prompt_token_ids": [5]}):
             with pytest.raises(RequestError, match=r"(neither|both) of prompts and prompt_token_ids"):
                 llm.generate(**given)  # type: ignore[arg-type]
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ '<assistant>' * add_generation_prompt }}"
+
+
+def test_chats_are_prompts_that_a_template_writes(llm: LLM) -> None:
+    said = [{"role": "user", "content": [{"type": "text", "text": "def a("}]}]
+    text = "<user>def a(<assistant>"
+    [output] = llm.chat(said, GREEDY, use_tqdm=False, chat_template=TEMPLATE)
+    right = llm.generate(llm.get_tokenizer().encode(text, add_special_tokens=False), GREEDY, use_tqdm=False)[0]
+    assert (output.prompt, output.outputs) == (text, right.outputs)
+    both = llm.chat([said, said], GREEDY, chat_template=TEMPLATE, add_generation_prompt=False)
+    assert [one.prompt for one in both] == ["<user>def a("] * 2
+    with pytest.raises(RequestError, match="must be a mapping with a role"):
+        llm.chat([{"content": "a"}], chat_template=TEMPLATE)
+    with pytest.raises(RequestError, match="chat_template is no template"):
+        llm.chat(said, chat_template="{% if %}")

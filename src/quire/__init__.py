@@ -1,6 +1,6 @@
 """Quire: paged attention for Python.
 
-    from quire import LLM, BeamSearchParams, SamplingParams, ops
+    from quire import LLM, AsyncLLM, BeamSearchParams, SamplingParams, ops
 
 Names are imported when they are first used, so that `import quire` costs nothing.
 """
@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire import ops
+    from quire.aio import AsyncLLM
     from quire.engine.beam import BeamSearchParams
     from quire.llm import LLM
     from quire.request import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "StructuredOutputsParams", "__version__", "ops"]
+__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "SamplingParams", "StructuredOutputsParams", "__version__", "ops"]
 
 
 _MODULES = {
     "LLM": "quire.llm",
+    "AsyncLLM": "quire.aio",
     "BeamSearchParams": "quire.engine.beam",
     "SamplingParams": "quire.request",
     "StructuredOutputsParams": "quire.request",

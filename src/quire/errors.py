@@ -75,6 +75,14 @@ class OutOfBlocks(QuireError):
     """More KV blocks were asked for than are free. The scheduler asks first; a caller of BlockPool may see it."""
 
 
+class EngineStopped(QuireError):
+    """The engine computes nothing any more: it was closed, or it has failed. What waited for it ends with this."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the engine has stopped: {why}")
+        self.why = why
+
+
 class NoReplica(QuireError):
     """No replica of the fleet can take a request now; the request itself may be right, and can be sent again."""
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import threading
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
 from quire import ops
+from quire.chat import ChatTokenizer, find_chat_tokenizer
 from quire.config import EngineConfig, engine_config
 from quire.embedding import (
     EmbeddingRequestOutput,
@@ -45,16 +48,23 @@ from quire.text import (
     BeamSearchOutput,
     RequestOutput,
     TextEngine,
-    Tokenizer,
     beam_sequences,
     constraints_for,
-    find_tokenizer,
     make_requests,
     truncated,
 )
 
 # A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as vLLM has it, both with a "cache_salt" if wanted.
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+Messages: TypeAlias = Sequence[Mapping[str, Any]]  # a conversation
+
+
+class Encoded(NamedTuple):
+    """A prompt as the engine takes it."""
+
+    text: str | None  # None where token ids were given
+    tokens: list[int]
+    salt: str  # its cache_salt
 
 
 class LLM:
@@ -85,11 +95,12 @@ class LLM:
         if self.config.reproducible and not self.backend.limits.reproducible:  # before weights are read
             raise Unsupported(f"attention backend {self.backend.name!r} does not give the same bits in every batch")
         self.decoder = load_model(self.directory, self.config, self.backend)
-        self.tokenizer: Tokenizer | None = find_tokenizer(self.directory)
+        self.tokenizer: ChatTokenizer | None = find_chat_tokenizer(self.directory)
         self.engine: Engine = build_engine(self.decoder, self.backend, self.config)
         self._processor = TextEngine(self.engine, self.tokenizer)
         self._grammars: Grammars | None = None  # made at first use
-        self._num_prompts = 0
+        self._grammars_lock = threading.Lock()
+        self._names = itertools.count()
         for name, directory in (lora or {}).items():
             self.load_lora(name, directory)
 
@@ -112,13 +123,15 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the weights, the KV cache and the processes that grammars are tried in. What is called later raises.
+        """Free the weights, the KV cache and the processes of grammars and templates. What is called later raises.
 
         Streams that have not ended raise QuireError, like every later call. To close it once more changes nothing.
         """
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
+        if self.tokenizer is not None:
+            self.tokenizer.close()
         for name in ("engine", "decoder", "backend", "_processor"):
             setattr(self, name, Closed())
         gc.collect()  # an engine's parts know one another
@@ -151,7 +164,47 @@ class LLM:
             given = "neither" if prompts is None else "both"
             raise RequestError(f"{given} of prompts and prompt_token_ids was given; give one of them")
         listed = cast("Sequence[Prompt]", prompt_token_ids if prompts is None else prompts)
-        return self._finished(self._requests(listed, sampling_params, priority, lora), use_tqdm)
+        return self._finished(
+            self._requests([self.encoded(prompt) for prompt in _listed(listed)], sampling_params, priority, lora),
+            use_tqdm,
+        )
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | None = None,
+        lora: str | Sequence[str | None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or each of a list; the results are in their order, as those of `generate`.
+
+        messages: each with a role and a content, as OpenAI's clients write them; of parts of a content, texts only.
+        chat_template: a template's text, in place of the model's. add_generation_prompt: the prompt ends where the
+        model's answer begins. continue_final_message: the model goes on with the last message, in place of that.
+        tools: functions that the model may call, as OpenAI's clients describe them; a call is a part of the answer's
+        text. chat_template_kwargs: what the template sees besides. The rest is as in `generate`.
+
+        Raises RequestError as `generate` does, and where there is no template or it does not take such messages;
+        ModelError where the model's template is none.
+        """
+        rendering: dict[str, Any] = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        is_one = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
+        listed = cast("Sequence[Messages]", [messages] if is_one else messages)
+        encoded = [self.encoded_chat(conversation, **rendering) for conversation in listed]
+        return self._finished(self._requests(encoded, sampling_params, priority, lora), use_tqdm)
 
     def stream(
         self,
@@ -165,7 +218,9 @@ class LLM:
 
         Closing the iterator early takes the prompts back.
         """
-        yield from self._run(self._requests(prompts, sampling_params, priority, lora))
+        yield from self._run(
+            self._requests([self.encoded(prompt) for prompt in _listed(prompts)], sampling_params, priority, lora)
+        )
 
     def beam_search(
         self,
@@ -186,8 +241,8 @@ class LLM:
         searches = []
         listed = _listed(prompts)
         for prompt, own_lora in zip(listed, _loras(lora, len(listed)), strict=True):
-            text, tokens, salt = self._encoded(prompt)
-            driver = BeamDriver(self.engine, self._next_name(), tokens, params, salt, own_lora)
+            text, tokens, salt = self.encoded(prompt)
+            driver = BeamDriver(self.engine, self.next_name(), tokens, params, salt, own_lora)
             driver.check()
             searches.append((text, tokens, driver))
         takers = {request_id: driver for _, _, driver in searches for request_id in driver.request_ids}
@@ -234,8 +289,8 @@ class LLM:
         requests: list[tuple[Request, RequestOutput]] = []
         each = zip(listed, _priorities(priority, len(listed)), _loras(lora, len(listed)), strict=True)
         for prompt, own_priority, own_lora in each:
-            text, tokens, salt = self._encoded(prompt)
-            requests.append(embedding_request(self._next_name(), text, tokens, own_priority, salt, own_lora))
+            text, tokens, salt = self.encoded(prompt)
+            requests.append(embedding_request(self.next_name(), text, tokens, own_priority, salt, own_lora))
         return [embedding_output(output, dimensions) for output in self._finished(requests, use_tqdm)]
 
     def score(
@@ -310,7 +365,7 @@ class LLM:
             else:
                 before, after = prompt, continuation
             check_pair(i, before, after)
-            requests.append(loglikelihood_request(self._next_name(), before, after, own_priority, salt, loras[i]))
+            requests.append(loglikelihood_request(self.next_name(), before, after, own_priority, salt, loras[i]))
             starts.append((*texts, len(before)))
         ended = self._finished(requests, use_tqdm)
         return [loglikelihood_output(output, *start) for output, start in zip(ended, starts, strict=True)]
@@ -322,6 +377,12 @@ class LLM:
         generation_config names another directory, or "none".
         """
         return SamplingParams(**self.default_sampling)
+
+    def get_tokenizer(self) -> ChatTokenizer:
+        """The model's, with `encode`, `decode` and `apply_chat_template`. Raises RequestError where it has none."""
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer, so it takes and gives token ids only")
+        return self.tokenizer
 
     @property
     def hidden_size(self) -> int:
@@ -386,13 +447,12 @@ class LLM:
 
     def _requests(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        listed: Sequence[Encoded],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
         lora: str | Sequence[str | None] | None,
     ) -> list[tuple[Request, RequestOutput]]:
         """A request for each sample of each prompt, with the output that it belongs to."""
-        listed = _listed(prompts)
         priorities = _priorities(priority, len(listed))
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             each = [sampling_params or self.get_default_sampling_params()] * len(listed)
@@ -408,45 +468,90 @@ class LLM:
         for prompt, sampling, own_priority, own_lora in zip(listed, each, priorities, loras, strict=True):
             if not isinstance(sampling, SamplingParams):
                 raise RequestError(f"sampling_params has a {type(sampling).__name__}; it must be SamplingParams")
-            text, tokens, salt = self._encoded(prompt)
-            if sampling.stop_strings and self.tokenizer is None:
-                raise RequestError(
-                    f"stop is {sampling.stop!r}; without a tokenizer only stop_token_ids can end a request"
-                )
-            tokens = truncated(
-                tokens, sampling.truncate_prompt_tokens, sampling.max_tokens, self.engine.scheduler.max_model_len
-            )
             if id(sampling) not in constraints:  # one for all prompts that have it
                 constraints[id(sampling)] = constraints_for(sampling, self.tokenizer, self.engine.vocab_size)
-            own = (own_priority, salt, own_lora, constraints[id(sampling)])
-            output, samples = make_requests(self._next_name(), text, tokens, sampling, *own)
-            if sampling.structured_outputs is not None:
-                guide = self._guide(sampling.structured_outputs)
-                for request in samples:
-                    request.guide = guide.copy()
+            own = (own_priority, own_lora, constraints[id(sampling)])
+            output, samples = self._request(self.next_name(), prompt, sampling, *own)
             requests += [(request, output) for request in samples]
         return requests
+
+    def request(
+        self, name: str, prompt: Encoded, sampling: SamplingParams | None, priority: int, lora: str | None
+    ) -> tuple[RequestOutput, list[Request]]:
+        """The output of one prompt, still empty, and the requests of its samples, see `generate`.
+
+        Any thread may ask. Raises RequestError.
+        """
+        if sampling is None:
+            sampling = self.get_default_sampling_params()
+        if not isinstance(sampling, SamplingParams):
+            raise RequestError(f"sampling_params is a {type(sampling).__name__}; it must be SamplingParams")
+        [priority] = _priorities([priority], 1)
+        constraints = constraints_for(sampling, self.tokenizer, self.engine.vocab_size)
+        return self._request(name, prompt, sampling, priority, lora, constraints)
+
+    def embedding_request(
+        self, name: str, prompt: Prompt, priority: int, lora: str | None
+    ) -> tuple[RequestOutput, list[Request]]:
+        """The output of one prompt, still empty, and its request, see `embed`. Any thread may ask.
+
+        Raises RequestError.
+        """
+        text, tokens, salt = self.encoded(prompt)
+        [priority] = _priorities([priority], 1)
+        request, output = embedding_request(name, text, tokens, priority, salt, lora)
+        return output, [request]
+
+    def _request(
+        self,
+        name: str,
+        prompt: Encoded,
+        sampling: SamplingParams,
+        priority: int,
+        lora: str | None,
+        constraints: Constraints | None,
+    ) -> tuple[RequestOutput, list[Request]]:
+        if sampling.stop_strings and self.tokenizer is None:
+            raise RequestError(f"stop is {sampling.stop!r}; without a tokenizer only stop_token_ids can end a request")
+        longest = self.engine.scheduler.max_model_len
+        tokens = truncated(prompt.tokens, sampling.truncate_prompt_tokens, sampling.max_tokens, longest)
+        own = (priority, prompt.salt, lora, constraints)
+        output, samples = make_requests(name, prompt.text, tokens, sampling, *own)
+        if sampling.structured_outputs is not None:
+            guide = self._guide(sampling.structured_outputs)
+            for request in samples:
+                request.guide = guide.copy()
+        return output, samples
 
     def _guide(self, asked: StructuredOutputsParams) -> Guide:
         """What keeps a text to what was asked. Raises RequestError for what cannot be followed."""
         if self.tokenizer is None:
             raise RequestError("structured_outputs are of texts, and this model has no tokenizer")
-        if self._grammars is None:
-            self._grammars = Grammars(self.tokenizer.json(), self.engine.vocab_size, self.engine.eos_token_ids)
-        return self._grammars.compile(Spec.of(asked))
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer.json(), self.engine.vocab_size, self.engine.eos_token_ids)
+            grammars = self._grammars
+        return grammars.compile(Spec.of(asked))
 
-    def _next_name(self) -> str:
-        self._num_prompts += 1
-        return str(self._num_prompts - 1)
+    def next_name(self) -> str:
+        """A name for a prompt. Any thread may ask."""
+        return str(next(self._names))
 
-    def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
-        """The prompt's text, if it has one, its tokens and its cache_salt."""
+    def encoded(self, prompt: Prompt) -> Encoded:
+        """A prompt as the engine takes it. Any thread may ask. Raises RequestError."""
         given, salt = _parsed(prompt)
         if isinstance(given, str):
-            return given, self._tokenizer_for(given).encode(given), salt
-        return None, given, salt
+            return Encoded(given, self._tokenizer_for(given).encode(given), salt)
+        return Encoded(None, given, salt)
 
-    def _tokenizer_for(self, text: str) -> Tokenizer:
+    def encoded_chat(self, messages: Sequence[Mapping[str, Any]], **rendering: Any) -> Encoded:
+        """A conversation as the engine takes it, see `chat`. Any thread may ask. Raises RequestError."""
+        if self.tokenizer is None:
+            raise RequestError("a chat is text, and this model has no tokenizer; generate takes token ids")
+        text = self.tokenizer.render(messages, **rendering)
+        return Encoded(text, self.tokenizer.encode(text, add_special_tokens=False), "")
+
+    def _tokenizer_for(self, text: str) -> ChatTokenizer:
         if self.tokenizer is None:
             raise RequestError(f"{text[:40]!r} is a text, and this model has no tokenizer; give token ids")
         return self.tokenizer

@@ -233,9 +233,10 @@ def fuzz(server: Serving, count: int, max_examples: int = 100, phases: tuple[str
             seed += 1
     settle(server)
     worker = server.service.worker
+    llm = worker.llm
     if not server.is_idle():
         report.wrong["blocks or requests are left"] += 1
-    if worker._generations or worker._searches or worker._clocks or worker._waiting or worker._open:
+    if llm._generations or llm._searches or llm._open or not worker.clocks.is_empty:
         report.wrong["entries of the worker are left"] += 1
     if num_tasks(server) > before:
         report.wrong[f"{num_tasks(server) - before} tasks are left"] += 1

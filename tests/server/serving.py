@@ -95,7 +95,7 @@ class Serving:
     def on_engine(self, function: Callable[[], Any]) -> Any:
         """What a function returns on the engine's thread."""
         assert self.loop is not None
-        return asyncio.run_coroutine_threadsafe(self.service.worker.call(function), self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(self.service.worker.llm.call(function), self.loop).result(60)
 
     def is_idle(self) -> bool:
         """Whether every request has ended, every block is back, and the books are right."""

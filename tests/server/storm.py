@@ -141,7 +141,8 @@ def storm(server: Serving, count: int, seed: int) -> Report:
     ]
     if not server.is_idle():
         leaked.append("blocks or requests")
-    if server.service.worker._generations or server.service.worker._searches or server.service.worker._clocks:
+    worker = server.service.worker
+    if worker.llm._generations or worker.llm._searches or not worker.clocks.is_empty:
         leaked.append("entries of the worker")
     return Report(count, completed, leaked)
 

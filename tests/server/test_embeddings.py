@@ -222,4 +222,4 @@ def test_keys_separate_and_metrics_count() -> None:
         assert happened.num_generated_tokens == 0
         assert happened.num_prompt_tokens == 3 * count - cached[-1]
         assert not happened.requests
-        assert not server.service.worker._clocks
+        assert server.service.worker.clocks.is_empty

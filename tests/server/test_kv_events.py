@@ -15,6 +15,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.aio import Step
 from quire.cache import events as cache
 from quire.cache.events import CacheEvent
 from quire.cache.groups import CacheGroup, RowGroup, StateGroup
@@ -33,6 +34,7 @@ from tests.server.test_serve_command import failing, post, running
 ANYWHERE = "tcp://127.0.0.1:*"
 COMPLETIONS = "/v1/completions"
 PATIENCE = 20_000  # milliseconds
+NOTHING = Step((), (), (), 0.0, 0.0)  # a step that brought no text
 QUIET = 300  # milliseconds without a message
 
 # ------------------------------------------------------------------- what a subscriber declares, as vLLM's example does
@@ -181,7 +183,7 @@ def opened(endpoint: str, replay: str | None = None) -> Iterator[KVEventPublishe
 def clear(publisher: KVEventPublisher) -> None:
     """Publish a small batch."""
     publisher.hear(cache.AllBlocksCleared(0.0, 0))
-    publisher.observe([], 0.0)
+    publisher.observe(NOTHING)
 
 
 def joined(router: Subscriber, publish: Callable[[], object]) -> int:
@@ -354,7 +356,7 @@ def test_a_subscriber_that_reads_nothing_stops_neither_the_engine_nor_the_others
 
         def publish() -> None:
             publisher.hear(large)
-            publisher.observe([], 0.0)
+            publisher.observe(NOTHING)
 
         first = joined(router, lambda: server.on_engine(lambda: clear(publisher)))
         wanted = list(range(first, first + 300))
@@ -382,11 +384,11 @@ def test_batches_that_find_no_room_leave_a_gap(monkeypatch: pytest.MonkeyPatch) 
     with opened(ANYWHERE, ANYWHERE) as publisher, subscribed(publisher) as router:
         for _ in range(4):  # nothing takes them yet
             clear(publisher)
-        publisher.observe([], 0.0)  # nothing was heard
+        publisher.observe(NOTHING)  # nothing was heard
         publisher.start(engine)
         wait_for(router, [0, 1])
         engine.reset_prefix_cache()
-        publisher.observe([], 0.0)
+        publisher.observe(NOTHING)
         wait_for(router, [0, 1, 4])
 
 

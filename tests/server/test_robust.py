@@ -378,7 +378,7 @@ def test_who_waits_for_blocks_gets_them_and_who_never_could_is_told() -> None:
 
 
 def test_a_tokenizer_that_fails_ends_one_request(hooked: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = hooked.service.worker._processor
+    processor = hooked.service.worker.llm._processor
     old = processor._process_event
 
     def fail(sample: Any, event: Any) -> None:

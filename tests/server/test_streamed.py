@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from quire.jobs import Delta
 from quire.request import SamplingParams
-from quire.server.api.jobs import Delta, Stream
+from quire.server.api.jobs import Stream
 from quire.text import make_requests
 
 

@@ -29,8 +29,8 @@ from quire.fleet.spans import span_of
 from quire.fleet.stream import NumberedStream
 from quire.fleet.wire import Frame, Hello
 from quire.fleet.work import Assignment, Work
+from quire.jobs import Generation, Job
 from quire.request import FinishReason, Request
-from quire.server.api.jobs import Generation, Job
 from quire.server.http.api_error import ApiError, deadline_passed, engine_stopped, internal_error
 
 if TYPE_CHECKING:  # its packages are an extra

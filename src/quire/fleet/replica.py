@@ -16,6 +16,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from quire.aio import Step
 from quire.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from quire.embedding import embedding_request
 from quire.engine.beam import BeamSearchParams
@@ -27,7 +28,7 @@ from quire.fleet.session import Flow, Session
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import BEAT, PROTOCOL, Call, Hello, SearchCall, WireError, dumps, loads, read, wire_digest
 from quire.llm import LLM
-from quire.request import Event, Request, Task
+from quire.request import Request, Task
 from quire.sandbox.grammar import Spec
 from quire.server.api.service import Service
 from quire.server.api.worker import Worker
@@ -69,7 +70,7 @@ class Replica:
         self._num_planned = self._num_computed = self._num_decoded = 0
         self._num_mismatches = 0  # delivered tokens that were drawn otherwise
         llm.engine.listen(self._hear)
-        worker.observers.append(self._observe)
+        worker.llm.observers.append(self._observe)
         metrics.show_gauge("fleet_sessions", "Gateways that are connected.", lambda: len(self._sessions))
         metrics.show_gauge("fleet_calls", "Calls of gateways that have not ended.", self._num_calls)
         metrics.show_counter("resumed_requests", "Requests that had begun elsewhere.", lambda: self._num_resumed)
@@ -129,7 +130,7 @@ class Replica:
             self._beats = self._loop.create_task(self._beat())
         session = Session(secrets.token_hex(8), self._hello)
         session.draining, session.closing = self.draining, self._closing
-        await self._worker.call(partial(self._subscribe, session))
+        await self._worker.llm.call(partial(self._subscribe, session))
         return EventStream(self._lines(session), session.close)
 
     async def _generate(self, request: HttpRequest) -> Response:
@@ -184,11 +185,11 @@ class Replica:
             self._llm.engine.bind_lora(one)
             return self._manager.lookup.match(one).num_blocks * self._manager.block_size
 
-        return JsonBody({"cached": await self._worker.call(look)})
+        return JsonBody({"cached": await self._worker.llm.call(look)})
 
     async def _report(self, _: HttpRequest) -> Response:
         """Its state, and the tokens that it has computed and decoded since it began: what a fleet is scaled by."""
-        found = asdict(await self._worker.call(self._state))
+        found = asdict(await self._worker.llm.call(self._state))
         return JsonBody(found | {"prompt_tokens": self._num_computed, "decoded_tokens": self._num_decoded})
 
     async def _drain(self, _: HttpRequest) -> Response:
@@ -344,19 +345,19 @@ class Replica:
         elif isinstance(event, AllBlocksCleared) and event.group == 0:
             self._events.append(["0"])
 
-    def _observe(self, events: Sequence[Event], seconds: float) -> None:
+    def _observe(self, step: Step) -> None:
         """A step was computed."""
         num_planned = self._llm.engine.scheduler.num_planned
         rows, self._num_planned = num_planned - self._num_planned, num_planned
-        self._num_mismatches += sum(event.drawn is not None and event.drawn != event.token for event in events)
-        for event in events:
+        self._num_mismatches += sum(event.drawn is not None and event.drawn != event.token for event in step.events)
+        for event in step.events:
             if event.finish_reason is not None:
                 self._uncached.pop(event.request_id, None)
-        drawn = len({event.request_id for event in events if event.token is not None})
+        drawn = len({event.request_id for event in step.events if event.token is not None})
         computed, decoded = max(0, rows - drawn), min(rows, drawn)
         self._num_computed += computed
         self._num_decoded += decoded
-        self._rates.observe(computed, decoded, seconds)
+        self._rates.observe(computed, decoded, step.seconds)
         self._flush(self._state())
 
     def _flush(self, state: ReplicaState) -> None:

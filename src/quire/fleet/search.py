@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.beam import BeamSearchParams, Hypothesis
+from quire.errors import QuireError
 from quire.fleet.link import Link
 from quire.fleet.wire import ENDS, Hello, SearchCall, WireError, shown
 from quire.fleet.work import wire_digests
 from quire.request import FinishReason, Request, TokenLogprobs
-from quire.server.http.api_error import ApiError
 
 if TYPE_CHECKING:  # its packages are an extra
     from quire.server.watch.traces import CallSpan
@@ -39,7 +39,7 @@ class FleetSearch:
         self.num_samples = params.beam_width
         self.requests: list[Request] = []
         self.ended = asyncio.Event()
-        self.error: ApiError | None = None
+        self.error: QuireError | None = None
         self.failure: str | None = None
         self.task: asyncio.Task[None] | None = None
         self.replica: str | None = None  # the URL of the one that does it

@@ -10,8 +10,9 @@ from typing import Any
 
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import Frame, Hello, dumps
+from quire.jobs import Generation
 from quire.request import Request
-from quire.server.api.jobs import Generation
+from quire.server.http.api_error import api_error
 from quire.text import CompletionOutput, Logprob, RequestOutput, TextEngine
 
 # s, while nothing but tokens of the same requests is drawn: with each step it would cost more than the step's tokens
@@ -178,7 +179,8 @@ class Flow(Generation):
     def take(self, deltas: list[Any]) -> None:
         """Hand the frames to the session."""
         if self.error is not None:
-            self._session.fail(self._number, self.error.status, self.error.body())
+            error = api_error(self.error)
+            self._session.fail(self._number, error.status, error.body())
         elif deltas:
             self._session.report(deltas)
         if self.ended.is_set():

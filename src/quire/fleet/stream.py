@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from quire.jobs import Delta
 from quire.request import FinishReason, Request
-from quire.server.api.jobs import Delta, Stream
+from quire.server.api.jobs import Stream
 from quire.server.api.service import Identity
 from quire.server.http.api_error import ApiError
 from quire.text import RequestOutput

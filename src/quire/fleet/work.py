@@ -18,9 +18,9 @@ from quire.fleet.ledger import Ledger, position
 from quire.fleet.link import Link
 from quire.fleet.placement import Placement
 from quire.fleet.wire import Call, Frame, Hello, WireError, wire_digest
+from quire.jobs import Generation
 from quire.request import MAX_SEED, FinishReason, PrefixReport, Request
 from quire.sandbox.grammar import Spec
-from quire.server.api.jobs import Generation
 from quire.text import Logprob, RequestOutput
 
 if TYPE_CHECKING:  # its packages are an extra

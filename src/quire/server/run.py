@@ -22,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from quire import __version__
+from quire.aio import AsyncLLM
 from quire.cache.groups import CacheGroup
 from quire.cache.storage import bytes_of_states, bytes_per_block, cache_dtype
 from quire.config import parse_loras
@@ -42,6 +43,7 @@ from quire.server.server_config import HttpConfig, ServerConfig
 from quire.server.signals import end
 from quire.server.tools.dialect import Dialect
 from quire.server.watch import inspector
+from quire.server.watch.clocks import Clocks
 from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
 from quire.server.watch.statistics import Statistics
@@ -116,11 +118,11 @@ class Parts:
 
     def app(self) -> FastAPI:
         """The application that serves it."""
-        routers = [inspector.router(self.inspector, self.worker)]
+        routers = [inspector.router(self.inspector, self.worker.llm)]
         if self.replica is not None:
             routers.append(self.replica.router())
         if self.allows_lora_loading:
-            routers.append(lora.router(self.llm.engine, self.worker, self.service.model))
+            routers.append(lora.router(self.worker.llm, self.service.model))
         return build_app(self.service, self.metrics, routers)
 
 
@@ -135,7 +137,7 @@ def build_parts(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     except BaseException:
         publisher.close()
         raise
-    parts.worker.observers.append(publisher.observe)
+    parts.worker.llm.observers.append(publisher.observe)
     parts.publisher = publisher
     return parts
 
@@ -176,7 +178,8 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     if llm.config.device == "cpu" and llm.config.max_num_batched_tokens is None:
         llm.engine.scheduler.pace = Pace(cost.seconds_a_prompt_token)
     limits = (config.max_num_queued_reqs, config.request_timeout, config.stuck_after)
-    worker = Worker(llm.engine, llm.tokenizer, watched, metrics, cost, *limits, traces)
+    worker = Worker(AsyncLLM.of(llm), Clocks(metrics, traces), cost, *limits)
+    worker.llm.observers.append(lambda step: watched.observe(step.events))
     engine = llm.engine
     model = ServedModel(
         names=names,
@@ -276,7 +279,7 @@ class Server(Listening):
         self.engine_failed = False
         self._reports: asyncio.Task[None] | None = None
         self._parts = parts
-        parts.worker.on_failure = self._fail
+        parts.worker.llm.on_failure = self._fail
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and to report."""
@@ -295,7 +298,7 @@ class Server(Listening):
         parts = self._parts
         parts.service.draining = True
         parts.inspector.close()
-        end_all = partial(parts.worker.end_all, "the server is stopping")
+        end_all = partial(parts.worker.llm.end_all, "the server is stopping")
         timer = asyncio.get_running_loop().call_later(parts.service.config.shutdown_timeout, end_all)
         if parts.replica is not None:
             parts.replica.close()

@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from quire import __version__
-from quire.errors import RequestError
+from quire.errors import EngineStopped, RequestError
 from quire.sandbox.process import SandboxFailed
 from quire.server.api import further, further_forms, openapi
 from quire.server.api.chat import chat
@@ -29,7 +29,7 @@ from quire.server.api.embeddings import embed
 from quire.server.api.service import Service
 from quire.server.api.start_page import start_page
 from quire.server.http.access import ID, ID_HEADER, IGNORED_HEADER, Access, Tally, note_refusal
-from quire.server.http.api_error import ApiError, cut, internal_error, sandbox_failed, shown
+from quire.server.http.api_error import ApiError, api_error, cut, internal_error, sandbox_failed, shown
 from quire.server.http.body import Bodies, BodyRoute
 from quire.server.http.guard import Guard
 from quire.server.http.hosts import hosts_to_check
@@ -159,6 +159,7 @@ def build_app(service: Service, metrics: Scraped, routers: Sequence[APIRouter]) 
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(RequestError, _failed)
     app.add_exception_handler(SandboxFailed, _failed)
+    app.add_exception_handler(EngineStopped, _failed)
     app.add_exception_handler(Exception, _broken)
     _add_openai_routes(app, service)
     app.include_router(further.router(service))
@@ -300,6 +301,8 @@ async def _failed(request: HttpRequest, error: Exception) -> Response:
         error = ApiError(INTERNAL_NAME.sub(_without_name, str(error)), param=error.field)
     if isinstance(error, SandboxFailed):
         error = sandbox_failed(str(error))
+    if isinstance(error, EngineStopped):
+        error = api_error(error)
     if not isinstance(error, ApiError):
         raise error
     if error.param is not None and not isinstance(error, UnknownField):

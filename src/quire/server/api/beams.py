@@ -12,7 +12,7 @@ from quire.engine.beam import BeamSearchParams, Hypothesis
 from quire.server.api.jobs import SearchJob, Stream
 from quire.server.api.service import Prompt, Service
 from quire.server.api.streamed import EventWriter
-from quire.server.http.api_error import ApiError, request_failed
+from quire.server.http.api_error import ApiError, api_error, request_failed
 from quire.server.http.sse import EventStream
 from quire.server.protocol.sampling import Sampling
 from quire.text import CompletionOutput, Detokenizer, RequestOutput, Tokenizer, beam_logprobs
@@ -112,7 +112,7 @@ class Beams:
             for job in self._jobs:
                 await job.ended.wait()
                 if job.error is not None:
-                    raise job.error
+                    raise api_error(job.error)
             outputs = await self._read(request)
         except ApiError as error:
             self.abort()

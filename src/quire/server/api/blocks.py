@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from quire.jobs import Delta
 from quire.server.api.answers import AnswerWriter
 from quire.server.api.chat import chat_logprobs
-from quire.server.api.jobs import Delta, Stream
+from quire.server.api.jobs import Stream
 from quire.server.api.service import aside, num_logprobs
 from quire.server.api.turn import Turn
 from quire.server.http.api_error import ApiError, request_failed

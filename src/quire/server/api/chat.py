@@ -9,11 +9,12 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from quire.jobs import Delta
 from quire.server.api.answers import AnswerWriter, Reading
 from quire.server.api.beams import Beams
 from quire.server.api.chunks import Chunks, usage
 from quire.server.api.completions import prompt_logprobs, whole
-from quire.server.api.jobs import Delta, Stream
+from quire.server.api.jobs import Stream
 from quire.server.api.service import Service, aside, counted, finite, num_logprobs
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.api.turn import Turn

@@ -10,10 +10,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.infill import infill
+from quire.jobs import Delta, Generation
 from quire.request import SamplingParams
 from quire.server.api.beams import Beams
 from quire.server.api.chunks import Chunks, usage
-from quire.server.api.jobs import Delta, Generation, Stream
+from quire.server.api.jobs import Stream
 from quire.server.api.service import (
     MAX_LOGPROBS,
     Prompt,

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
+from quire.chat import plain_call, plain_tool
 from quire.errors import RequestError
-from quire.sandbox.grammar import check_depth
 from quire.server.api.service import Prompt, Service
 from quire.server.http.api_error import ApiError
-from quire.server.protocol.chat import Message, Rendering, ToolCall
+from quire.server.protocol.chat import Message, Rendering
 
 
 async def conversation(
@@ -37,7 +35,7 @@ async def conversation(
         raise ApiError(message, param="messages")
     rendering.check_depths()
     plain = [_plain(message, service.model.dialect.wants_json) for message in messages]
-    tools = [_tool(tool.function.model_dump(exclude_none=True)) for tool in rendering.tools or ()]
+    tools = [plain_tool(tool.function.model_dump(exclude_none=True)) for tool in rendering.tools or ()]
     given = config.template_kwargs() | dict(variables or {}) | (rendering.chat_template_kwargs or {})
     render = partial(
         template.render,
@@ -65,7 +63,10 @@ def said(message: Message) -> str:
 
 def _plain(message: Message, wants_json: bool) -> dict[str, Any]:
     """A message as templates take it: without what it does not have."""
-    calls = [_call(call, wants_json) for call in message.tool_calls or ()]
+    calls = [
+        plain_call(call.function.name, call.function.arguments, call.id, wants_json)
+        for call in message.tool_calls or ()
+    ]
     more = {
         "name": message.name,
         "tool_call_id": message.tool_call_id,
@@ -73,29 +74,3 @@ def _plain(message: Message, wants_json: bool) -> dict[str, Any]:
         "reasoning_content": message.reasoning_content or message.reasoning,
     }
     return {"role": message.role, "content": said(message)} | {key: one for key, one in more.items() if one is not None}
-
-
-def _call(call: ToolCall, wants_json: bool) -> dict[str, Any]:
-    """A call of the history. Most templates take its arguments as an object, and write its JSON themselves."""
-    given = call.function.arguments
-    if isinstance(given, dict):
-        check_depth(given, "tool_calls.function.arguments")
-        arguments: Any = json.dumps(given, ensure_ascii=False) if wants_json else given
-    else:
-        arguments = given or "{}"
-        if not wants_json:
-            with contextlib.suppress(ValueError, RecursionError):  # what a model has written wrongly, it should see so
-                if isinstance(found := json.loads(arguments), dict):
-                    check_depth(found)
-                    arguments = found
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
-
-
-def _tool(function: dict[str, Any]) -> dict[str, Any]:
-    """A tool of the request: with parameters, which most templates ask for, and without what is not said to models."""
-    function.pop("strict", None)
-    return {"type": "function", "function": function | {"parameters": function.get("parameters") or EMPTY}}
-
-
-EMPTY: dict[str, Any] = {"type": "object", "properties": {}}

@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 from quire.embedding import check_dimensions, embedding_request, normalised
 from quire.errors import RequestError
+from quire.jobs import Generation
 from quire.request import Request
 from quire.server.api.chunks import usage
-from quire.server.api.jobs import Generation
 from quire.server.api.service import Prompt, Service, aside, counted, listed
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody, dumps

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from quire.engine.beam import BeamSearchParams
+from quire.jobs import Job
 from quire.request import Request
-from quire.server.api.jobs import Job, SearchJob
+from quire.server.api.jobs import SearchJob
 
 
 class Host(Protocol):

@@ -10,17 +10,16 @@ from pathlib import Path
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
-from quire.engine.engine import Engine
+from quire.aio import AsyncLLM
 from quire.errors import ConfigError, ModelError, RequestError
 from quire.models.lora.fitting import prepare
 from quire.server.api.service import ServedModel
-from quire.server.api.worker import Worker
 from quire.server.http.api_error import ApiError
 from quire.server.http.body import BodyRoute
 from quire.server.protocol.lora import LoadLoraRequest, UnloadLoraRequest
 
 
-def router(engine: Engine, worker: Worker, model: ServedModel) -> APIRouter:
+def router(llm: AsyncLLM, model: ServedModel) -> APIRouter:
     """POST /v1/load_lora_adapter and POST /v1/unload_lora_adapter, with vLLM's bodies and answers."""
     routes = APIRouter(route_class=BodyRoute)
 
@@ -35,11 +34,11 @@ def router(engine: Engine, worker: Worker, model: ServedModel) -> APIRouter:
             raise ApiError(message, param="lora_name")
         try:
             # Other requests go on while its files are read.
-            prepared = await asyncio.to_thread(prepare, engine.known_loras(), directory)
+            prepared = await asyncio.to_thread(prepare, llm.engine.known_loras(), directory)
         except (ModelError, ConfigError) as error:
             raise ApiError(str(error), param="lora_path") from error
         try:
-            lora = await worker.call(partial(engine.load_lora, name, prepared, replace=body.load_inplace))
+            lora = await llm.call(partial(llm.engine.load_lora, name, prepared, replace=body.load_inplace))
         except ConfigError as error:
             raise ApiError(str(error), param="lora_name") from error
         model.loras[name] = str(lora.directory)
@@ -49,7 +48,7 @@ def router(engine: Engine, worker: Worker, model: ServedModel) -> APIRouter:
     async def unload_lora_adapter(body: UnloadLoraRequest) -> Response:
         """Let no further request name an adapter; those that run end with it."""
         try:
-            await worker.call(partial(engine.unload_lora, body.lora_name))
+            await llm.call(partial(llm.engine.unload_lora, body.lora_name))
         except RequestError as error:
             raise ApiError(str(error), HTTPStatus.NOT_FOUND, param="lora_name", code="model_not_found") from error
         model.loras.pop(body.lora_name, None)

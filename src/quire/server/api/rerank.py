@@ -14,9 +14,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.embedding import cosine
+from quire.jobs import Generation
 from quire.request import Request, SamplingParams
 from quire.server.api.embeddings import hidden_states, unit_vector
-from quire.server.api.jobs import Generation
 from quire.server.api.service import Prompt, Service, aside, counted
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody

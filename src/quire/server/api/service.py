@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from quire.errors import BadValue, RequestError
+from quire.jobs import Generation, Job
 from quire.request import MAX_SEED, Guide, Request, SamplingParams
 from quire.sandbox.chat_template import MAX_TEMPLATES, ChatTemplate, special_tokens
 from quire.sandbox.grammar import Grammars, Spec, num_trials
 from quire.sandbox.thinking import Thinking
 from quire.server.api.host import Host
-from quire.server.api.jobs import Generation, Job, Stream
+from quire.server.api.jobs import Stream
 from quire.server.http.access import ID, TOKENS
-from quire.server.http.api_error import ApiError, deadline_passed, request_failed, shown
+from quire.server.http.api_error import ApiError, api_error, deadline_passed, request_failed, shown
 from quire.server.http.body import MAX_HELD_BODIES
 from quire.server.http.guard import client_of
 from quire.server.http.lane import Lane
@@ -399,7 +400,7 @@ class Service:
         async with noticing_disconnect(request.receive, lambda: self.worker.abort(job)):
             await job.ended.wait()
         if job.error is not None:
-            raise job.error
+            raise api_error(job.error)
 
 
 def _samples_field(body: Sampling) -> str:

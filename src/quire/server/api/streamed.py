@@ -8,9 +8,10 @@ from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from quire.server.api.jobs import Delta, Stream
+from quire.jobs import Delta
+from quire.server.api.jobs import Stream
 from quire.server.api.service import LONG_TEXT, aside
-from quire.server.http.api_error import ApiError
+from quire.server.http.api_error import ApiError, api_error
 from quire.server.http.sse import OUTLET, EventStream, Outlet
 
 
@@ -74,4 +75,4 @@ async def _parts(job: Stream, writer: EventWriter, size: int) -> AsyncIterator[b
     while deltas := await job.deltas():
         if part := await aside(size, partial(writer.events, deltas)):
             yield part
-    yield writer.end() if job.error is None else writer.fail(job.error)
+    yield writer.end() if job.error is None else writer.fail(api_error(job.error))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from quire.errors import QuireError, RequestError
+from quire.errors import EngineStopped, QuireError, RequestError
 
 # OpenAI's names of kinds of errors, by status; others are "invalid_request_error" below 500 and "server_error" above.
 KINDS = {
@@ -90,6 +90,15 @@ def queue_full(limit: int) -> ApiError:
 def engine_stopped(why: str) -> ApiError:
     """No request can be served any more."""
     return ApiError(f"the engine has stopped: {why}", HTTPStatus.SERVICE_UNAVAILABLE, code="engine_stopped")
+
+
+def api_error(error: QuireError) -> ApiError:
+    """What a client gets of an error that a job ended with."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineStopped):
+        return engine_stopped(error.why)
+    return ApiError(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def sandbox_failed(why: str) -> ApiError:

@@ -22,6 +22,7 @@ from starlette.responses import Response
 
 from quire.cache.groups import CacheGroup, RowGroup, StateGroup
 from quire.engine.engine import Engine
+from quire.errors import EngineStopped
 from quire.request import Event
 from quire.server.http.api_error import ApiError
 from quire.server.http.sse import STILL_HERE, EventStream, dumps
@@ -229,13 +230,13 @@ class Inspector:
 
 
 class EngineThread(Protocol):
-    """What the routes need of whoever runs the engine."""
+    """What the routes need of AsyncLLM."""
 
     def call(self, function: Callable[[], T]) -> Coroutine[Any, Any, T]:
-        """Run a function on the engine's thread, between two steps."""
+        """Run a function on the engine's thread, between two steps. Raises EngineStopped."""
 
 
-def router(inspector: Inspector, worker: EngineThread) -> APIRouter:
+def router(inspector: Inspector, engine: EngineThread) -> APIRouter:
     """GET /inspector, the page, and /inspector/events, what it shows."""
     routes = APIRouter()
     page = page_at(Path(__file__).parent / "inspector.html")
@@ -246,9 +247,9 @@ def router(inspector: Inspector, worker: EngineThread) -> APIRouter:
 
     @routes.get("/inspector/events", include_in_schema=False)
     async def inspector_events() -> Response:
-        reader = _Reader(inspector, worker)
+        reader = _Reader(inspector, engine)
         try:
-            await worker.call(partial(inspector.subscribe, reader.watcher))
+            await engine.call(partial(inspector.subscribe, reader.watcher))
         except BaseException:
             reader.leave()
             raise
@@ -260,9 +261,9 @@ def router(inspector: Inspector, worker: EngineThread) -> APIRouter:
 class _Reader:
     """A watcher's end on the event loop."""
 
-    def __init__(self, inspector: Inspector, worker: EngineThread) -> None:
+    def __init__(self, inspector: Inspector, engine: EngineThread) -> None:
         self.watcher = Watcher(self._deliver)
-        self._inspector, self._worker = inspector, worker
+        self._inspector, self._engine = inspector, engine
         self._loop = asyncio.get_running_loop()
         self._parts: deque[bytes] = deque()
         self._wake = asyncio.Event()
@@ -304,9 +305,9 @@ class _Reader:
     async def _flush(self) -> bool:
         """Report what no record has, as nothing came for a while. False: the engine will not run again."""
         try:
-            await asyncio.wait_for(self._worker.call(self._inspector.flush), HEARTBEAT)
+            await asyncio.wait_for(self._engine.call(self._inspector.flush), HEARTBEAT)
         except asyncio.TimeoutError:
             return True  # it is in a long step
-        except ApiError:
+        except EngineStopped:
             return False
         return True

@@ -22,12 +22,12 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
+from quire.aio import Step
 from quire.cache import events as cache
 from quire.cache.events import CacheEvent
 from quire.cache.groups import AnyGroup, StateGroup
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
-from quire.request import Event
 
 log = logging.getLogger("quire.server")
 
@@ -229,7 +229,7 @@ class KVEventPublisher:
         if isinstance(event, (cache.BlockStored, cache.BlockRemoved, cache.AllBlocksCleared)):
             self._heard.append(event)
 
-    def observe(self, events: Sequence[Event], seconds: float) -> None:
+    def observe(self, _: Step) -> None:
         """A step has ended: what was heard since the last one is a batch."""
         if not self._heard:
             return

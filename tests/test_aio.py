@@ -1,0 +1,93 @@
+"""AsyncLLM: the same answers as LLM, in one batch, taken back when nobody waits, for one event loop after another."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.errors import EngineStopped, RequestError
+
+PROMPTS = ["def fibonacci(", "import os\n", "class A:\n"]
+PARAMS = SamplingParams(temperature=1.0, seed=7, n=2, max_tokens=12, logprobs=1, prompt_logprobs=0)
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(dtype="float32", num_blocks=256)
+    yield llm
+    asyncio.run(llm.close())
+
+
+async def outputs_of(stream: Any) -> list[Any]:
+    return [output async for output in stream]
+
+
+def test_answers_are_those_of_llm_and_grow(served: AsyncLLM) -> None:
+    async def ask() -> Any:
+        streams = [outputs_of(served.generate(prompt, PARAMS)) for prompt in PROMPTS]
+        return await asyncio.gather(*streams), await served.embed("x = 1", dimensions=8)
+
+    found, embedded = asyncio.run(ask())
+    with LLM(dtype="float32", num_blocks=256) as llm:
+        expected = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        assert embedded.outputs == llm.embed("x = 1", dimensions=8, use_tqdm=False)[0].outputs
+    for outputs, right in zip(found, expected, strict=True):
+        assert outputs[-1].finished
+        assert outputs[-1].outputs == right.outputs
+        assert outputs[-1].prompt_logprobs == right.prompt_logprobs
+        lengths = [sum(len(sample.token_ids) for sample in output.outputs) for output in outputs]
+        assert lengths == sorted(set(lengths))
+        assert not any(output.finished for output in outputs[:-1])
+
+
+def test_what_nobody_waits_for_is_taken_back(served: AsyncLLM) -> None:
+    async def ask() -> None:
+        stream = served.generate("a", LONG, "mine")
+        await anext(stream)
+        with pytest.raises(RequestError, match="request_id is 'mine'"):
+            await anext(served.generate("b", LONG, "mine"))
+        await stream.aclose()
+        task = asyncio.create_task(outputs_of(served.generate("b", LONG)))
+        while not await served.call(lambda: served.engine.has_work):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while served._open:
+            await asyncio.sleep(0)
+        assert not await served.call(lambda: served.engine.has_work)
+        with pytest.raises(RequestError, match="priority"):
+            await anext(served.generate("a", priority="soon"))  # type: ignore[arg-type]
+
+    asyncio.run(ask())  # another event loop than the first test's
+    assert not served._names
+
+
+def test_a_slow_reader_finds_all_in_one(served: AsyncLLM) -> None:
+    async def ask() -> list[Any]:
+        stream = served.generate("def a(", SamplingParams(max_tokens=20, ignore_eos=True, seed=1))
+        first = await anext(stream)
+        held = list(first.outputs[0].token_ids)
+        while served._open:
+            await asyncio.sleep(0)
+        assert first.outputs[0].token_ids == held  # what the reader has does not change
+        return await outputs_of(stream)
+
+    [rest] = asyncio.run(ask())
+    assert (len(rest.outputs[0].token_ids), rest.finished) == (20, True)
+
+
+def test_closing_ends_what_waits() -> None:
+    async def ask() -> None:
+        async with AsyncLLM(num_blocks=64) as llm:
+            stream = llm.generate("a", LONG)
+            await anext(stream)
+        with pytest.raises(EngineStopped, match="closed"):
+            await outputs_of(stream)
+        with pytest.raises(EngineStopped, match="closed"):
+            await anext(llm.generate("a"))
+
+    asyncio.run(ask())
