@@ -46,7 +46,7 @@ def budget(backend, request, long):
     return all_of_them * 3 // 10 if " on " in name else all_of_them // 2 if name in INTERPRETED else all_of_them
 
 
-@pytest.mark.parametrize("shard", quick(range(SHARDS), 1))
+@pytest.mark.parametrize("shard", quick(range(SHARDS), 1, SHARDS // 2))
 def test_random_ragged_batches(backend, device, shard, budget):
     for seed in seeds(shard, budget):
         check(backend, Case.draw(seed, backend.limits), device)
