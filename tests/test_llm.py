@@ -368,7 +368,7 @@ def test_chats_are_prompts_that_a_template_writes(llm: LLM) -> None:
     text = "<user>def a(<assistant>"
     [output] = llm.chat(said, GREEDY, use_tqdm=False, chat_template=TEMPLATE)
     right = llm.generate(llm.get_tokenizer().encode(text, add_special_tokens=False), GREEDY, use_tqdm=False)[0]
-    assert (output.prompt, output.outputs) == (text, right.outputs)
+    assert (output.prompt, output.outputs[0].token_ids) == (text, right.outputs[0].token_ids)
     both = llm.chat([said, said], GREEDY, chat_template=TEMPLATE, add_generation_prompt=False)
     assert [one.prompt for one in both] == ["<user>def a("] * 2
     with pytest.raises(RequestError, match="must be a mapping with a role"):
