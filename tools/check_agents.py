@@ -1,7 +1,8 @@
 """Do the packages that people build agents with pass against `quire serve`? Each runs in a process of its own.
 
 `python tools/check_agents.py [DIRECTORY]` keeps them in a virtual environment of their own, .venv-agents by default.
-The model is the embedded one, which cannot converse: so calls are required, and a grammar makes them. Everything is local.
+The model is the embedded one, which cannot converse: so calls are required, and a grammar makes them. Everything is
+local.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ from anthropic import Anthropic
 client = Anthropic(base_url=url, api_key="none")
 offered = {"name": "clock", "description": "The time.", "input_schema": zone}
 said = client.messages.create(
-    model=model, max_tokens=60, messages=asked, tools=[offered], tool_choice={"type": "any", "disable_parallel_tool_use": True})
+    model=model, max_tokens=60, messages=asked, tools=[offered],
+    tool_choice={"type": "any", "disable_parallel_tool_use": True})
 call = next(block for block in said.content if block.type == "tool_use")
 with client.messages.stream(model=model, max_tokens=8, messages=asked) as stream:
     text = "".join(stream.text_stream)
@@ -143,18 +145,15 @@ print(Agent(made, output_type=Yes, model_settings={"max_tokens": 60}).run_sync("
     "openai-agents": """
 from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI
-from pydantic import BaseModel
-class Yes(BaseModel):
-    sure: bool
 set_tracing_disabled(True)
 @function_tool
 def clock(hour: bool) -> str:
     "The time."
     return "noon"
 made = OpenAIResponsesModel(model=model, openai_client=AsyncOpenAI(base_url=url + "/v1", api_key="none"))
-agent = Agent(name="a", model=made, tools=[clock], output_type=Yes,
+agent = Agent(name="a", model=made, tools=[clock], tool_use_behavior="stop_on_first_tool",
               model_settings=ModelSettings(tool_choice="required", max_tokens=60, parallel_tool_calls=False))
-found = Runner.run_sync(agent, "the time", max_turns=9)
+found = Runner.run_sync(agent, "the time", max_turns=3)
 print([type(item).__name__ for item in found.new_items])
 """,
 }
