@@ -1,0 +1,199 @@
+"""Do the packages that people build agents with pass against `quire serve`? Each runs in a process of its own.
+
+`python tools/check_agents.py [DIRECTORY]` keeps them in a virtual environment of their own, .venv-agents by default.
+The model is the embedded one, which cannot converse: so calls are required, and a grammar makes them. Everything is
+local.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from quire_bench.server.process import server
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = [
+    "openai==3.3.0",
+    "anthropic==2.12.0",
+    "ollama==0.6.3",
+    "litellm==1.83.0",
+    "langchain-openai==1.7.3",
+    "langgraph==1.2.22",
+    "instructor==1.17.0",
+    "pydantic-ai-slim[openai]==2.38.0",
+    "openai-agents==0.24.0",
+]
+MODEL = "quire-embedded"
+SECONDS = 120  # for each
+TEMPLATE = """{% for tool in tools or [] %}# {{ tool | tojson }}
+{% endfor %}{% for m in messages %}# {{ m.role }}: {{ m.content }}
+{% for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}"}</tool_call>
+{% endfor %}{% endfor %}{% if add_generation_prompt %}def answer():
+{% endif %}"""
+# What each program has before it: where the server is, and a function that is offered. It prints what it found.
+HEAD = """
+import asyncio, json, sys
+url, model = sys.argv[1:]
+asked = [{"role": "user", "content": "what time is it"}]
+zone = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"],
+        "additionalProperties": False}
+clock = {"type": "function", "function": {"name": "clock", "description": "The time.", "parameters": zone}}
+"""
+PROGRAMS = {
+    "openai": """
+from openai import OpenAI
+client = OpenAI(base_url=url + "/v1", api_key="none")
+said = client.chat.completions.create(
+    model=model, messages=asked, tools=[clock], tool_choice="required", parallel_tool_calls=False, max_tokens=60)
+call = said.choices[0].message.tool_calls[0]
+assert json.loads(call.function.arguments)["zone"] in ("UTC", "CET")
+after = [*asked, said.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "noon"}]
+pieces = list(client.chat.completions.create(model=model, messages=after, tools=[clock], max_tokens=8, stream=True))
+answer = client.responses.create(model=model, input="hello", max_output_tokens=8)
+vectors = client.embeddings.create(model=model, input=["a", "b"]).data
+print(call.function.name, len(pieces), "pieces", answer.status, len(vectors), "vectors")
+""",
+    "anthropic": """
+from anthropic import Anthropic
+client = Anthropic(base_url=url, api_key="none")
+offered = {"name": "clock", "description": "The time.", "input_schema": zone}
+said = client.messages.create(
+    model=model, max_tokens=60, messages=asked, tools=[offered],
+    tool_choice={"type": "any", "disable_parallel_tool_use": True})
+call = next(block for block in said.content if block.type == "tool_use")
+with client.messages.stream(model=model, max_tokens=8, messages=asked) as stream:
+    text = "".join(stream.text_stream)
+counted = client.messages.count_tokens(model=model, messages=asked).input_tokens
+print(said.stop_reason, call.name, call.input, repr(text), counted, "tokens")
+""",
+    "ollama": """
+from ollama import Client
+client = Client(host=url)
+said = client.chat(model=model, messages=asked, options={"num_predict": 8})
+lines = list(client.generate(model=model, prompt="import os", stream=True, options={"num_predict": 8}))
+formed = client.chat(model=model, messages=asked, format=zone, options={"num_predict": 40}).message.content
+print(repr(said.message.content), len(lines), "lines", json.loads(formed), [one.model for one in client.list().models])
+""",
+    "litellm": """
+import litellm
+litellm.suppress_debug_info = True
+common = {"model": "openai/" + model, "api_base": url + "/v1", "api_key": "none", "messages": asked}
+said = litellm.completion(**common, tools=[clock], tool_choice="required", max_tokens=60)
+pieces = list(litellm.completion(**common, stream=True, max_tokens=8))
+try:
+    litellm.completion(**common | {"messages": [{"role": "user", "content": "word " * 4000}]})
+except litellm.ContextWindowExceededError as error:
+    print(said.choices[0].message.tool_calls[0].function.name, len(pieces), "pieces", type(error).__name__)
+""",
+    "langchain-openai": """
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+@tool
+def clock(zone: str) -> str:
+    "The time."
+    return "noon"
+chat = ChatOpenAI(base_url=url + "/v1", api_key="none", model=model, max_tokens=60)
+call = chat.bind_tools([clock], tool_choice="required", parallel_tool_calls=False).invoke("the time").tool_calls[0]
+shaped = chat.with_structured_output(zone | {"title": "zone"}).invoke("the time")
+print(call["name"], shaped, len(list(chat.stream("hello"))), "pieces")
+""",
+    "langgraph": """
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from langgraph.graph import MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode
+@tool
+def clock(hour: bool) -> str:
+    "The time."
+    return "noon"
+chat = ChatOpenAI(base_url=url + "/v1", api_key="none", model=model, max_tokens=60)
+calls = chat.bind_tools([clock], tool_choice="required", parallel_tool_calls=False)
+graph = StateGraph(MessagesState)
+graph.add_node("ask", lambda state: {"messages": calls.invoke(state["messages"])})
+graph.add_node("call", ToolNode([clock]))
+graph.add_node("say", lambda state: {"messages": chat.invoke(state["messages"])})
+for pair in (("__start__", "ask"), ("ask", "call"), ("call", "say"), ("say", "__end__")):
+    graph.add_edge(*pair)
+found = graph.compile().invoke({"messages": asked})["messages"]
+assert found[2].content == "noon"
+print([one.type for one in found])
+""",
+    "instructor": """
+import instructor
+from openai import OpenAI
+from pydantic import BaseModel
+class Yes(BaseModel):
+    sure: bool
+client = instructor.from_openai(OpenAI(base_url=url + "/v1", api_key="none"), mode=instructor.Mode.TOOLS)
+print(client.chat.completions.create(model=model, response_model=Yes, messages=asked, max_tokens=60))
+""",
+    "pydantic-ai": """
+from pydantic import BaseModel
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+class Yes(BaseModel):
+    sure: bool
+made = OpenAIChatModel(model, provider=OpenAIProvider(base_url=url + "/v1", api_key="none"))
+print(Agent(made, output_type=Yes, model_settings={"max_tokens": 60}).run_sync("is it noon").output)
+""",
+    "openai-agents": """
+from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+set_tracing_disabled(True)
+@function_tool
+def clock(hour: bool) -> str:
+    "The time."
+    return "noon"
+made = OpenAIResponsesModel(model=model, openai_client=AsyncOpenAI(base_url=url + "/v1", api_key="none"))
+agent = Agent(name="a", model=made, tools=[clock], tool_use_behavior="stop_on_first_tool",
+              model_settings=ModelSettings(tool_choice="required", max_tokens=60, parallel_tool_calls=False))
+found = Runner.run_sync(agent, "the time", max_turns=3)
+print([type(item).__name__ for item in found.new_items])
+""",
+}
+
+
+def main() -> int:
+    """Run all programs; 1 if one of them failed."""
+    directory = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv-agents").absolute()
+    python = install(directory)
+    failed = False
+    with TemporaryDirectory() as made:
+        template = Path(made) / "template.jinja"
+        template.write_text(TEMPLATE)
+        options = ["--chat-template", str(template), "--tool-call-parser", "hermes", "--ollama"]
+        with server(*options) as process:
+            for name, program in PROGRAMS.items():
+                found = run(python, HEAD + program, process.url)
+                failed |= found.returncode != 0
+                said = found.stdout.strip() if found.returncode == 0 else f"FAILED: {found.stderr[-1500:]}"
+                print(f"{name:20s} {said}", flush=True)
+    return int(failed)
+
+
+def install(directory: Path) -> Path:
+    """An environment with the packages: its Python."""
+    python = directory / "bin" / "python"
+    if not python.exists():
+        venv.create(directory, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
+    return python
+
+
+def run(python: Path, program: str, url: str) -> subprocess.CompletedProcess[str]:
+    """Run a program against a server."""
+    nowhere = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    command = [python, "-c", program, url, MODEL]
+    return subprocess.run(
+        command, env=os.environ | nowhere, capture_output=True, text=True, check=False, timeout=SECONDS
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
