@@ -95,6 +95,7 @@ def assert_follows(call: dict[str, Any]) -> None:
 def test_a_required_call_is_one_of_the_functions(server: Serving) -> None:
     for body in (
         {"tool_choice": "required", "parallel_tool_calls": False, "n": 3, "temperature": 1.5},
+        {"tool_choice": "required", "parallel_tool_calls": False, "response_format": {"type": "json_object"}},
         {"tool_choice": {"type": "function", "function": {"name": "clock"}}},
         {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}, "logprobs": True, "n": 2},
     ):

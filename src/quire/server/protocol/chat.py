@@ -291,6 +291,11 @@ class ChatRequest(Sampling, Rendering):
         """Whether a function is called with arguments of its schema only."""
         return self.may_call() and any(tool.function.strict for tool in self.tools or ())
 
+    def structure_field(self) -> str | None:
+        """As for completions. Agents send a response_format along where a turn must be a call: it has no text."""
+        field = super().structure_field()
+        return None if field == "response_format" and self.must_call() else field
+
     def grammar_field(self) -> str | None:
         """As for completions; and tools have one where a call must come, or be right."""
         field = super().grammar_field()
