@@ -282,6 +282,11 @@ class TestRefused:
         change_config(tmp_path, architectures=["MambaForCausalLM"])
         refused(tmp_path, "MambaForCausalLM, for which there is no decoder here")
 
+    def test_cross_encoder(self, tmp_path: Path) -> None:
+        change_config(tmp_path, architectures=["LlamaForSequenceClassification"])
+        for way in ("auto", "quire", "transformers"):
+            refused(tmp_path, "a LlamaForSequenceClassification, a cross-encoder or classifier", model_impl=way)
+
     def test_modelling_code_of_its_own(self, tmp_path: Path) -> None:
         change_config(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
         refused(tmp_path, "does not understand: auto_map=")

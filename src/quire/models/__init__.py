@@ -191,6 +191,7 @@ def choose(directory: Path, model_impl: str = "auto") -> Own | Adapted:
     model_impl: "auto", "quire" or "transformers". Raises ModelError, with all reasons, where nobody does.
     """
     raw, part = text_part(read_json(directory / "config.json"))
+    _refuse_cross_encoders(raw, directory)
     if part is not None and raw.get("tie_word_embeddings") is None and weight_files(directory, part):
         # What a missing key means differs between the whole, its text part, and the release that wrote them.
         raw = {**raw, "tie_word_embeddings": "lm_head.weight" not in Checkpoint(directory, part).names}
@@ -288,6 +289,15 @@ def _max_model_len(config: EngineConfig, directory: Path, usual: int, longest: i
             f"max_model_len is {max_model_len}; {directory.name} was made for sequences of up to {longest}"
         )
     return max_model_len
+
+
+def _refuse_cross_encoders(raw: Mapping[str, Any], directory: Path) -> None:
+    for name in map(str, raw.get("architectures") or ()):
+        if name.endswith("ForSequenceClassification"):
+            raise ModelError(
+                f"{directory} is a {name}, a cross-encoder or classifier, whose head scores a text; models here "
+                f"generate and embed. Texts are compared by embeddings, or by what a causal reranker answers"
+            )
 
 
 def _family_of(raw: Mapping[str, Any], directory: Path) -> Family:
