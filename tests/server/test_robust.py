@@ -311,7 +311,7 @@ def test_a_long_step_is_not_a_stuck_one(hooked: Serving, monkeypatch: pytest.Mon
     runner(hooked).before = lambda batch: gate.wait(30) and None
 
     def health(seconds: float) -> int:
-        its._busy_since = time.monotonic() - seconds
+        its.llm._busy_since = time.monotonic() - seconds
         return hooked.get("/ready").status
 
     with ThreadPoolExecutor(1) as pool:
@@ -322,7 +322,7 @@ def test_a_long_step_is_not_a_stuck_one(hooked: Serving, monkeypatch: pytest.Mon
             allowed = worker.PATIENCE * count  # a second a row
             assert (health(0.9 * allowed), health(allowed + 1)) == (200, 503)
             assert f"should take {allowed:.1f} s at most" in hooked.get("/ready").error()["message"]
-            its._busy_since = now
+            its.llm._busy_since = now
             gate.set()
             assert asked.result().status == 200
             until(lambda: its.engine.under_way is None)
@@ -337,7 +337,7 @@ def test_how_long_a_step_may_take_can_be_told() -> None:
             asked = pool.submit(server.post, "/v1/completions", prompt="a", max_tokens=1)
             until(lambda: its.engine.under_way is not None)
             for seconds, ready, health in ((49, 200, 200), (51, 503, 200), (501, 503, 503)):
-                its._busy_since = time.monotonic() - seconds
+                its.llm._busy_since = time.monotonic() - seconds
                 assert (server.get("/ready").status, server.get("/health").status) == (ready, health)
             gate.set()
             assert asked.result().status == 200
