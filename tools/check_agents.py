@@ -189,7 +189,7 @@ def install(directory: Path) -> Path:
 def run(python: Path, program: str, url: str) -> subprocess.CompletedProcess[str]:
     """Run a program against a server."""
     nowhere = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    command = [python, "-c", program, url, MODEL]
+    command = [str(python), "-c", program, url, MODEL]
     return subprocess.run(
         command, env=os.environ | nowhere, capture_output=True, text=True, check=False, timeout=SECONDS
     )

@@ -357,7 +357,7 @@ def test_model_config(tmp_path: Path) -> None:
     assert "contiguous         30 requests fit" in shown
     other = path.rename(path.with_name("other.json"))
     assert "other.json: 3 layers" in run(f"--requests 5 --model-config {other}")
-    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
         memory.model_fit(tmp_path, "1GB", 16, None, 5, 0)
 
 
