@@ -1,4 +1,4 @@
-"""AsyncLLM: the same answers as LLM, in one batch, taken back when nobody waits, for one event loop after another."""
+"""AsyncLLM: the same answers as LLM, in one batch, taken back when no one waits, for one event loop after another."""
 
 import asyncio
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def test_answers_are_those_of_llm_and_grow(served: AsyncLLM) -> None:
         assert not any(output.finished for output in outputs[:-1])
 
 
-def test_what_nobody_waits_for_is_taken_back(served: AsyncLLM) -> None:
+def test_what_no_one_waits_for_is_taken_back(served: AsyncLLM) -> None:
     async def ask() -> None:
         stream = served.generate("a", LONG, "mine")
         await anext(stream)

@@ -67,7 +67,7 @@ class AsyncLLM:
     def _own(self, llm: LLM) -> None:
         self.llm = llm
         self.engine = llm.engine
-        self.failure: str | None = None  # why the engine serves nobody any more
+        self.failure: str | None = None  # why the engine serves no one any more
         self.on_failure: Callable[[], None] = lambda: None  # called on the event loop when the engine has failed
         # Called on the engine's thread after each step.
         self.observers: list[Callable[[Step], None]] = []
@@ -333,7 +333,7 @@ class AsyncLLM:
         """Let the event loop run a function."""
         loop = self._loop
         if loop is not None:
-            with suppress(RuntimeError):  # it is closed, and nobody waits there any more
+            with suppress(RuntimeError):  # it is closed, and no one waits there any more
                 loop.call_soon_threadsafe(function)
 
     def _run(self) -> None:
@@ -341,7 +341,7 @@ class AsyncLLM:
             while self._turn():
                 pass
         except BaseException as error:
-            log.exception("the engine stops: it can serve nobody any more")
+            log.exception("the engine stops: it can serve no one any more")
             self._report(partial(self._die, f"{type(error).__name__}: {error}"))
 
     def _turn(self) -> bool:

@@ -202,7 +202,7 @@ class Search:
 
 
 def end(job: Job, error: QuireError | None = None) -> None:
-    """Let the caller who waits for a job go on. Its blocks may still be the engine's."""
+    """Let the caller that waits for a job go on. Its blocks may still be the engine's."""
     if not job.ended.is_set():
         job.error = error
         job.ended.set()
