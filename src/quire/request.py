@@ -38,7 +38,7 @@ NOT_SAMPLING = MappingProxyType(
         "output_kind": "LLM.generate returns what is whole, and LLM.stream yields it as it grows",
         "repetition_detection": "a text that repeats itself ends at max_tokens; frequency_penalty works against it",
         "skip_reading_prefix_cache": "a prompt with a cache_salt of its own finds nothing in the cache",
-        "thinking_token_budget": "thinking is not told from the rest of the text here; max_tokens limits both",
+        "thinking_token_budget": "thinking is not separated from the rest of the text here; max_tokens limits both",
         "use_beam_search": "LLM.beam_search searches",
     }
 )

@@ -21,7 +21,7 @@ class Host(Protocol):
         """End. Who still waits gets an error."""
 
     def check_alive(self) -> None:
-        """Raise ApiError (503) if it can serve nobody any more."""
+        """Raise ApiError (503) if it serves no one any more."""
 
     def check_health(self) -> None:
         """Raise ApiError (503) if it does not serve now."""

@@ -170,7 +170,7 @@ class AnswerParser:
     """Reads one answer."""
 
     def __init__(self, writer: Writer, run: Wait[None], hidden: tuple[str, ...] = ()) -> None:
-        """run: what reads, from the writer's reader. hidden: texts of special tokens that nobody is to see."""
+        """run: what reads, from the writer's reader. hidden: texts of special tokens that no one is to see."""
         self._writer = writer
         self._run = run
         self._hidden = markers(hidden) if hidden else None
