@@ -20,6 +20,7 @@ from quire.fleet.config import GatewayConfig
 from quire.fleet.gateway import FleetServer, find_model
 from quire.fleet.link import LinkLost
 from quire.fleet.membership import StaticMembers
+from quire.server.api import rerank
 from quire.server.http.api_error import ApiError
 from tests.fleet.asks import CHAT, COMPLETIONS, EMBEDDINGS, Answer, compared, take
 from tests.fleet.fake_replica import END, STATE, Calls, faking, frame
@@ -196,6 +197,52 @@ def test_the_other_routes_answer_as_a_plain_server_does(two: list[Serving], flee
         assert fleet.ask("POST", path, body).json() == two[0].ask("POST", path, body).json()
     assert fleet.get("/tokenizer_info").json() == two[0].get("/tokenizer_info").json()
     assert fleet.get("/version").json() == two[0].get("/version").json()
+
+
+def test_further_protocols_through_a_gateway(two: list[Serving], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They answer as a plain server does, also where a replica is lost on the way."""
+    responses = {"input": "a list", "max_output_tokens": 40, "temperature": 0}
+    messages = {"messages": [{"role": "user", "content": "a list"}], "max_tokens": 40, "temperature": 0}
+    documents = {"query": "import os", "documents": ["import sys", "class Stack:", "x"]}
+    monkeypatch.setattr(rerank, "QUESTION", "# {} | {} | {}\n")
+    monkeypatch.setattr(rerank, "ANSWERS", ("def", "import"))
+    with fronting(*(each.url for each in two), reranker="yes-no", ollama=True) as front, serving() as plain:
+        text = plain.post("/v1/messages", **messages).json()["content"][0]["text"]
+        chat = front.post("/api/chat", messages=messages["messages"], options={"num_predict": 40, "temperature": 0})
+        assert "".join(json.loads(line)["message"]["content"] for line in chat.body.splitlines()) == text
+        assert front.post("/v1/messages", **messages).json()["content"][0]["text"] == text
+        scores = [one["score"] for one in plain.post("/v1/score", text_1="a", text_2=["b", "c"]).json()["data"]]
+        with fronting(two[0].url) as by_vectors:
+            found = by_vectors.post("/v1/score", text_1="a", text_2=["b", "c"]).json()["data"]
+            assert [one["score"] for one in found] == scores
+        results = front.post("/v1/rerank", **documents).json()["results"]
+        with serving(reranker="yes-no") as other:
+            assert other.post("/v1/rerank", **documents).json()["results"] == results
+        for each in two:
+            slow(each, 0.02)
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(front.post, "/v1/responses", stream=True, **responses)
+                lose(until_one_serves(two))
+                body = asked.result(60).body
+        finally:
+            for each in two:
+                slow(each, 0.0)
+        last = json.loads(body.split(b"\n\n")[-2].partition(b"data: ")[2])
+        assert (last["type"], last["response"]["output"][0]["content"][0]["text"]) == ("response.incomplete", text)
+        assert b"id: " not in body  # such a stream is not continued by a client
+
+
+def until_one_serves(servers: list[Serving]) -> Serving:
+    """The replica that has begun to generate."""
+
+    def serving_one() -> Serving | None:
+        return next((each for each in servers if each.service.worker.num_samples), None)
+
+    until(lambda: serving_one() is not None)
+    found = serving_one()
+    assert found is not None
+    return found
 
 
 def test_tenants_share_no_blocks(two: list[Serving]) -> None:

@@ -14,6 +14,7 @@ from quire.server.protocol.body import (
     HISTORY,
     MAX_MESSAGES,
     MAX_NAME,
+    NO_CHOICE,
     NO_OBJECT,
     NO_TEXT,
     Body,
@@ -250,7 +251,7 @@ class ResponsesRequest(Body):
     background: NoFlag | None = None
     background_options: NoObject | None = None
     context_management: NoList | None = None
-    conversation: Annotated[str | dict[str, Any], WithJsonSchema(NO_TEXT)] | None = None
+    conversation: Annotated[str | dict[str, Any], WithJsonSchema(NO_CHOICE)] | None = None
     moderation: NoObject | None = None
     previous_response_id: NoText | None = None
     prompt: NoObject | None = None
