@@ -199,7 +199,8 @@ def _error(made: Any, eager: Any) -> float:
 
 PAGE = """# Models
 
-Point Quire at a checkpoint. `quire info --model DIRECTORY` says in one line who computes it, or why it is refused:
+Point Quire at a checkpoint. `quire info --model NAME` says who computes it, or why it is refused, and what it
+needs here: parameters, memory, and tokens a second to expect. It downloads no weights.
 
 - **own decoder**: Quire's, the fastest. A family is chosen only if it understands every key of the config.
 - **adapter**: transformers' modelling code with Quire's paged attention and linears. Before a checkpoint is served, a

@@ -16,7 +16,8 @@ from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
 from quire.errors import ConfigError, ModelError, RequestError
-from quire.models import EMBEDDED, HUB_FILES
+from quire.models import EMBEDDED
+from quire.models.hub import DESCRIPTION
 from quire.sandbox.chat_template import MAX_CHARACTERS, MAX_SOURCE, ChatTemplate, make_renderers
 from quire.sandbox.process import Sandbox
 from quire.text import Tokenizer
@@ -132,7 +133,7 @@ class TestFinding:
         assert self.find(tmp_path, chat_template="other", eos_token="<E>") == "own <E>"
         (tmp_path / "given.jinja").write_text("given {{ eos_token }}")
         assert self.find(tmp_path, tmp_path / "given.jinja", eos_token="<E>") == "given <E>"
-        assert "chat_template.jinja" in HUB_FILES
+        assert "chat_template.jinja" in DESCRIPTION
 
     def test_nowhere(self, tmp_path: Path) -> None:
         assert ChatTemplate.find(tmp_path) is None

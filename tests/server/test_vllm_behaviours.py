@@ -11,16 +11,13 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import pytest
 
 from quire.server.tools.dialect import SYNTAXES, THOUGHTS, Dialect
 from quire.server.tools.parser import Answer, gathered
-from tests.server.serving import Serving, serving
+from tests.server.serving import Serving
 from tests.server.tools.test_families import WRITTEN
-from tests.server.tools.test_tools_served import CLOCK, TEMPLATE, WEATHER, assert_follows
+from tests.server.tools.test_tools_served import CLOCK, WEATHER, assert_follows
 
 # ----------------------------------------------------------------------------------------------------- parsers
 
@@ -545,22 +542,14 @@ OTHERWISE = [  # what vLLM refuses and Quire takes, and why
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    template: Path = tmp_path_factory.mktemp("behaviours") / "template.jinja"
-    template.write_text(TEMPLATE)
-    with serving(tool_call_parser="hermes", reasoning_parser="qwen3", chat_template=template) as running:
-        yield running
-
-
-def test_entrypoints(tooled: Serving) -> None:
+def test_entrypoints(speaking: Serving) -> None:
     assert len({row.cite for row in (*ANSWERED, *REFUSED, *NOT_HERE)}) >= 110
     for asked in (*ANSWERED, *OTHERWISE):
-        answer = tooled.post(asked.path, **BASE[asked.path] | asked.body)
+        answer = speaking.post(asked.path, **BASE[asked.path] | asked.body)
         assert answer.status == 200, (asked.cite, answer.body)
         assert asked.check(answer.events() if asked.body.get("stream") else answer.json()), (asked.cite, answer.body)
     for refused in (*REFUSED, *NOT_HERE):
-        answer = tooled.post(refused.path, **BASE[refused.path] | refused.body)
+        answer = speaking.post(refused.path, **BASE[refused.path] | refused.body)
         assert answer.status == 400, (refused.cite, answer.body)
         error = answer.error()
         assert refused.words in f"{error['param']}: {error['message']}", (refused.cite, error)
