@@ -122,12 +122,7 @@ class Nodes:
 
     def servers(self) -> set[int]:
         """The processes of the node that are `quire serve`."""
-        found = set()
-        for pid in family(self._processes["node"].pid):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                if b"\0serve\0--config\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.add(pid)
-        return found
+        return serving(self._processes["node"].pid)
 
     def _start(self, name: str, *options: str) -> None:
         where = () if name == "head" else ("--address", self._environment["RAY_ADDRESS"])
@@ -165,6 +160,16 @@ def family(pid: int) -> list[int]:
     found = [pid]
     for one in found:
         found += children.get(one, [])
+    return found
+
+
+def serving(pid: int) -> set[int]:
+    """Of a process and all that come from it, those that are `quire serve`."""
+    found = set()
+    for one in family(pid):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if b"\0serve\0--config\0" in Path(f"/proc/{one}/cmdline").read_bytes():
+                found.add(one)
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import threading
 import time
 import urllib.error
@@ -20,6 +19,7 @@ import pytest
 from quire.ray.app import REPLICA, FleetConfig, build, replicas
 from quire.ray.membership import MEMBERS
 from quire.ray.scaling import Load
+from tests.ray.head import free_port, serving
 
 pytestmark = pytest.mark.slow
 
@@ -63,26 +63,9 @@ def streamed(url: str, body: dict[str, Any]) -> str:
     raise AssertionError(f"it ends without [DONE] after {len(texts)} pieces")
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
 def servers() -> set[int]:
-    """The processes that serve for Ray's replicas."""
-    found = set()
-    for process in Path("/proc").iterdir():
-        try:
-            if b"serve\0--config\0" in (process / "cmdline").read_bytes() and b"ray::" in parent(process):
-                found.add(int(process.name))
-        except (OSError, ValueError):
-            continue
-    return found
-
-
-def parent(process: Path) -> bytes:
-    number = (process / "stat").read_text().rpartition(")")[2].split()[1]
-    return Path("/proc", number, "cmdline").read_bytes()
+    """The processes that serve in this process's cluster. Another test may have a cluster of its own meanwhile."""
+    return serving(os.getpid())
 
 
 def test_replicas_come_are_replaced_when_they_die_and_leave_nothing(serve: Any) -> None:
