@@ -29,12 +29,13 @@ MAY_IMPORT = {
     "infill": {"errors", "text"},
     "chat": {"errors", "text", "sandbox"},
     "jobs": {"errors", "request", "engine", "text"},
-    "aio": {"errors", "request", "llm", "jobs", "embedding", "text"},
+    "aio": {"errors", "request", "llm", "prompts", "jobs", "embedding", "text"},
     "loglikelihood": {"errors", "request", "text"},
     "sandbox": {"errors", "request", "models"},
+    "prompts": {"errors", "request", "engine", "text", "embedding", "sandbox", "chat"},
     "llm": {
         *("errors", "request", "config", "ops", "batch", "cache", "models", "engine", "text", "progress"),
-        *("embedding", "loglikelihood", "sandbox", "chat"),
+        *("embedding", "loglikelihood", "chat", "prompts"),
     },
 }
 FACES = {"cli", "fleet", "ray", "server", "__init__", "__main__"}  # may import everything

@@ -21,9 +21,10 @@ from typing import Any, NamedTuple, TypeVar
 from quire.embedding import EmbeddingRequestOutput, check_dimensions, embedding_output
 from quire.errors import EngineStopped, QuireError, RequestError
 from quire.jobs import Delta, Generation, Growing, Job, Search, end
-from quire.llm import LLM, Closed, Encoded, Prompt
+from quire.llm import LLM, Closed
+from quire.prompts import Encoded, Prompt
 from quire.request import Event, SamplingParams
-from quire.text import RequestOutput, TextEngine
+from quire.text import RequestOutput
 
 log = logging.getLogger("quire")
 T = TypeVar("T")
@@ -78,7 +79,7 @@ class AsyncLLM:
         # From here on the engine thread's.
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._busy_since: float | None = None
-        self._processor = TextEngine(llm.engine, llm.tokenizer)
+        self._processor = llm.processor
         self._generations: dict[str, Generation] = {}  # by the id of each output that has not ended
         self._searches: dict[str, Search] = {}  # by the id of each beam
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
@@ -112,8 +113,8 @@ class AsyncLLM:
         Raises RequestError for a prompt that is invalid or can never fit, EngineStopped where the engine ends before
         the prompt does. A prompt whose step failed has the finish_reason "error" and says why in its `error`.
         """
-        encode = partial(self.llm.encoded, prompt)
-        async for output in self._generate(encode, sampling_params, request_id, priority, lora):
+        own = (sampling_params, request_id, priority, lora)
+        async for output in self._generate(lambda: self.llm.prompts.encoded(prompt), *own):
             yield output
 
     async def chat(
@@ -131,8 +132,8 @@ class AsyncLLM:
         rendering: chat_template, add_generation_prompt, continue_final_message, tools and chat_template_kwargs, as
         `LLM.chat` takes them.
         """
-        encode = partial(self.llm.encoded_chat, messages, **rendering)
-        async for output in self._generate(encode, sampling_params, request_id, priority, lora):
+        own = (sampling_params, request_id, priority, lora)
+        async for output in self._generate(lambda: self.llm.prompts.encoded_chat(messages, **rendering), *own):
             yield output
 
     async def embed(
@@ -147,7 +148,7 @@ class AsyncLLM:
         """The embedding of a prompt, as `LLM.embed` has it. Raises what `generate` raises."""
         check_dimensions(dimensions, self.llm.hidden_size)
         name = self._named(request_id)
-        make = partial(self.llm.embedding_request, name, prompt, priority, lora)
+        make = partial(self.llm.prompts.embedding_request, name, prompt, priority, lora)
         job = Generation([await self._made(name, make)])
         self._start(job, name)
         try:
@@ -175,7 +176,7 @@ class AsyncLLM:
         name = self._named(request_id)
 
         def make() -> tuple[RequestOutput, list[Any]]:
-            return self.llm.request(name, encode(), sampling_params, priority, lora)
+            return self.llm.prompts.request(name, encode(), sampling_params, priority, lora)
 
         job = Growing(*await self._made(name, make))
         self._start(job, name)
@@ -193,7 +194,7 @@ class AsyncLLM:
         self.start()
         name = request_id
         if name is None:
-            name = next(name for name in iter(self.llm.next_name, None) if name not in self._names)
+            name = next(name for name in iter(self.llm.prompts.next_name, None) if name not in self._names)
         elif not isinstance(name, str) or not name:
             raise RequestError(f"request_id is {name!r}; it must be a text of at least one character")
         elif name in self._names:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import itertools
-import threading
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 
@@ -30,7 +27,7 @@ from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine, build_engine
 from quire.engine.interrupts import deferred_interrupts
-from quire.errors import QuireError, RequestError, Unsupported, check_integer
+from quire.errors import QuireError, RequestError, Unsupported
 from quire.loglikelihood import (
     LoglikelihoodOutput,
     check_pair,
@@ -42,29 +39,14 @@ from quire.models import check_device, load_model, locate
 from quire.models.generation_config import read_default_sampling
 from quire.models.lora.fitting import prepare
 from quire.progress import progress_bar
-from quire.request import MAX_PRIORITY, Constraints, Guide, Request, SamplingParams, StructuredOutputsParams
-from quire.sandbox.grammar import Grammars, Spec
+from quire.prompts import Messages, Prompt, Prompts, each_lora, each_priority, list_prompts, parse_prompt
+from quire.request import Request, SamplingParams
 from quire.text import (
     BeamSearchOutput,
     RequestOutput,
     TextEngine,
     beam_sequences,
-    constraints_for,
-    make_requests,
-    truncated,
 )
-
-# A text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as vLLM has it, both with a "cache_salt" if wanted.
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-Messages: TypeAlias = Sequence[Mapping[str, Any]]  # a conversation
-
-
-class Encoded(NamedTuple):
-    """A prompt as the engine takes it."""
-
-    text: str | None  # None where token ids were given
-    tokens: list[int]
-    salt: str  # its cache_salt
 
 
 class LLM:
@@ -97,10 +79,8 @@ class LLM:
         self.decoder = load_model(self.directory, self.config, self.backend)
         self.tokenizer: ChatTokenizer | None = find_chat_tokenizer(self.directory)
         self.engine: Engine = build_engine(self.decoder, self.backend, self.config)
-        self._processor = TextEngine(self.engine, self.tokenizer)
-        self._grammars: Grammars | None = None  # made at first use
-        self._grammars_lock = threading.Lock()
-        self._names = itertools.count()
+        self.processor = TextEngine(self.engine, self.tokenizer)
+        self.prompts = Prompts(self.engine, self.tokenizer, self.default_sampling)
         for name, directory in (lora or {}).items():
             self.load_lora(name, directory)
 
@@ -127,12 +107,12 @@ class LLM:
 
         Streams that have not ended raise QuireError, like every later call. To close it once more changes nothing.
         """
-        if self._grammars is not None:
-            self._grammars.close()
-            self._grammars = None
+        if isinstance(self.engine, Closed):
+            return
+        self.prompts.close()
         if self.tokenizer is not None:
             self.tokenizer.close()
-        for name in ("engine", "decoder", "backend", "_processor"):
+        for name in ("engine", "decoder", "backend", "processor", "prompts"):
             setattr(self, name, Closed())
         gc.collect()  # an engine's parts know one another
         if self.config.device != "cpu":
@@ -165,7 +145,9 @@ class LLM:
             raise RequestError(f"{given} of prompts and prompt_token_ids was given; give one of them")
         listed = cast("Sequence[Prompt]", prompt_token_ids if prompts is None else prompts)
         return self._finished(
-            self._requests([self.encoded(prompt) for prompt in _listed(listed)], sampling_params, priority, lora),
+            self.prompts.requests(
+                [self.prompts.encoded(prompt) for prompt in list_prompts(listed)], sampling_params, priority, lora
+            ),
             use_tqdm,
         )
 
@@ -203,8 +185,8 @@ class LLM:
         }
         is_one = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
         listed = cast("Sequence[Messages]", [messages] if is_one else messages)
-        encoded = [self.encoded_chat(conversation, **rendering) for conversation in listed]
-        return self._finished(self._requests(encoded, sampling_params, priority, lora), use_tqdm)
+        encoded = [self.prompts.encoded_chat(conversation, **rendering) for conversation in listed]
+        return self._finished(self.prompts.requests(encoded, sampling_params, priority, lora), use_tqdm)
 
     def stream(
         self,
@@ -219,7 +201,9 @@ class LLM:
         Closing the iterator early takes the prompts back.
         """
         yield from self._run(
-            self._requests([self.encoded(prompt) for prompt in _listed(prompts)], sampling_params, priority, lora)
+            self.prompts.requests(
+                [self.prompts.encoded(prompt) for prompt in list_prompts(prompts)], sampling_params, priority, lora
+            )
         )
 
     def beam_search(
@@ -239,10 +223,10 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params is a {type(params).__name__}; it must be BeamSearchParams")
         searches = []
-        listed = _listed(prompts)
-        for prompt, own_lora in zip(listed, _loras(lora, len(listed)), strict=True):
-            text, tokens, salt = self.encoded(prompt)
-            driver = BeamDriver(self.engine, self.next_name(), tokens, params, salt, own_lora)
+        listed = list_prompts(prompts)
+        for prompt, own_lora in zip(listed, each_lora(lora, len(listed)), strict=True):
+            text, tokens, salt = self.prompts.encoded(prompt)
+            driver = BeamDriver(self.engine, self.prompts.next_name(), tokens, params, salt, own_lora)
             driver.check()
             searches.append((text, tokens, driver))
         takers = {request_id: driver for _, _, driver in searches for request_id in driver.request_ids}
@@ -252,7 +236,7 @@ class LLM:
             while not all(driver.done for _, _, driver in searches):
                 with deferred_interrupts():  # a search knows its beams only between two steps
                     events = self.engine.step()
-                    list(self._processor.process(events))  # those of streams beside this call
+                    list(self.processor.process(events))  # also those of other streams
                     for event in events:
                         if event.request_id in takers:
                             takers[event.request_id].take(event)
@@ -285,12 +269,12 @@ class LLM:
         step failed has no numbers and says why in its `error`; the others are not affected.
         """
         check_dimensions(dimensions, self.hidden_size)
-        listed = _listed(prompts)
+        listed = list_prompts(prompts)
         requests: list[tuple[Request, RequestOutput]] = []
-        each = zip(listed, _priorities(priority, len(listed)), _loras(lora, len(listed)), strict=True)
+        each = zip(listed, each_priority(priority, len(listed)), each_lora(lora, len(listed)), strict=True)
         for prompt, own_priority, own_lora in each:
-            text, tokens, salt = self.encoded(prompt)
-            requests.append(embedding_request(self.next_name(), text, tokens, own_priority, salt, own_lora))
+            text, tokens, salt = self.prompts.encoded(prompt)
+            requests.append(embedding_request(self.prompts.next_name(), text, tokens, own_priority, salt, own_lora))
         return [embedding_output(output, dimensions) for output in self._finished(requests, use_tqdm)]
 
     def score(
@@ -310,7 +294,7 @@ class LLM:
 
         Raises RequestError as `embed` does, and for numbers of prompts that make no pairs.
         """
-        firsts, seconds = _listed(data_1, "data_1"), _listed(data_2, "data_2")
+        firsts, seconds = list_prompts(data_1, "data_1"), list_prompts(data_2, "data_2")
         if len(firsts) not in (1, len(seconds)):
             raise RequestError(
                 f"data_1 has {len(firsts)} prompts and data_2 has {len(seconds)}; give as many, or one as data_1"
@@ -344,19 +328,19 @@ class LLM:
         Raises RequestError for a pair that is invalid or can never fit; then nothing was computed. A pair whose step
         failed has no logprobs and says why in its `error`; the others are not affected.
         """
-        firsts, seconds = _listed(prompts), _listed(continuations, "continuations")
+        firsts, seconds = list_prompts(prompts), list_prompts(continuations, "continuations")
         if len(firsts) != len(seconds):
             raise RequestError(f"{len(firsts)} prompts were given with {len(seconds)} continuations; give one each")
         requests: list[tuple[Request, RequestOutput]] = []
         starts: list[tuple[str | None, str | None, int]] = []  # of each pair its texts, and the prompt's tokens
-        loras = _loras(lora, len(firsts))
-        for i, own_priority in enumerate(_priorities(priority, len(firsts))):
-            prompt, salt = _parsed(firsts[i])
-            continuation, _ = _parsed(seconds[i], "continuation")
+        loras = each_lora(lora, len(firsts))
+        for i, own_priority in enumerate(each_priority(priority, len(firsts))):
+            prompt, salt = parse_prompt(firsts[i])
+            continuation, _ = parse_prompt(seconds[i], "continuation")
             texts: tuple[str | None, str | None] = (None, None)
             if isinstance(prompt, str) and isinstance(continuation, str):
                 texts = (prompt, continuation)
-                before, after = encode_pair(self._tokenizer_for(prompt), prompt, continuation)
+                before, after = encode_pair(self.prompts.tokenizer_for(prompt), prompt, continuation)
             elif isinstance(prompt, str) or isinstance(continuation, str):
                 kinds = ["a text" if isinstance(x, str) else "token ids" for x in (prompt, continuation)]
                 raise RequestError(
@@ -365,7 +349,9 @@ class LLM:
             else:
                 before, after = prompt, continuation
             check_pair(i, before, after)
-            requests.append(loglikelihood_request(self.next_name(), before, after, own_priority, salt, loras[i]))
+            requests.append(
+                loglikelihood_request(self.prompts.next_name(), before, after, own_priority, salt, loras[i])
+            )
             starts.append((*texts, len(before)))
         ended = self._finished(requests, use_tqdm)
         return [loglikelihood_output(output, *start) for output, start in zip(ended, starts, strict=True)]
@@ -412,10 +398,10 @@ class LLM:
         ended: deque[RequestOutput] = deque()
         try:
             for request, output in requests:
-                self._processor.add(request, output, ended)
+                self.processor.add(request, output, ended)
             while pending:
                 if not self.engine.has_work:
-                    raise QuireError("events of this call were lost: an exception interrupted a call beside it")
+                    raise QuireError("events of this call were lost: an exception interrupted another call")
                 grown = self._step()
                 yield from (output for output in grown if output.request_id in pending and not output.finished)
                 while ended:  # by this step, or by one of another stream
@@ -441,120 +427,7 @@ class LLM:
 
         An interrupt waits until they have: what is lost is only that they have grown.
         """
-        return list({output.request_id: output for _, output in self._processor.process(self.engine.step())}.values())
-
-    # ------------------------------------------------------------------------------------------- its input
-
-    def _requests(
-        self,
-        listed: Sequence[Encoded],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
-        lora: str | Sequence[str | None] | None,
-    ) -> list[tuple[Request, RequestOutput]]:
-        """A request for each sample of each prompt, with the output that it belongs to."""
-        priorities = _priorities(priority, len(listed))
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            each = [sampling_params or self.get_default_sampling_params()] * len(listed)
-        else:
-            each = list(sampling_params) if isinstance(sampling_params, Sequence) else [sampling_params]
-        if len(each) != len(listed):
-            raise RequestError(
-                f"{len(listed)} prompts were given with {len(each)} sampling_params; give one for all, or one each"
-            )
-        requests: list[tuple[Request, RequestOutput]] = []
-        constraints: dict[int, Constraints | None] = {}
-        loras = _loras(lora, len(listed))
-        for prompt, sampling, own_priority, own_lora in zip(listed, each, priorities, loras, strict=True):
-            if not isinstance(sampling, SamplingParams):
-                raise RequestError(f"sampling_params has a {type(sampling).__name__}; it must be SamplingParams")
-            if id(sampling) not in constraints:  # one for all prompts that have it
-                constraints[id(sampling)] = constraints_for(sampling, self.tokenizer, self.engine.vocab_size)
-            own = (own_priority, own_lora, constraints[id(sampling)])
-            output, samples = self._request(self.next_name(), prompt, sampling, *own)
-            requests += [(request, output) for request in samples]
-        return requests
-
-    def request(
-        self, name: str, prompt: Encoded, sampling: SamplingParams | None, priority: int, lora: str | None
-    ) -> tuple[RequestOutput, list[Request]]:
-        """The output of one prompt, still empty, and the requests of its samples, see `generate`.
-
-        Any thread may ask. Raises RequestError.
-        """
-        if sampling is None:
-            sampling = self.get_default_sampling_params()
-        if not isinstance(sampling, SamplingParams):
-            raise RequestError(f"sampling_params is a {type(sampling).__name__}; it must be SamplingParams")
-        [priority] = _priorities([priority], 1)
-        constraints = constraints_for(sampling, self.tokenizer, self.engine.vocab_size)
-        return self._request(name, prompt, sampling, priority, lora, constraints)
-
-    def embedding_request(
-        self, name: str, prompt: Prompt, priority: int, lora: str | None
-    ) -> tuple[RequestOutput, list[Request]]:
-        """The output of one prompt, still empty, and its request, see `embed`. Any thread may ask.
-
-        Raises RequestError.
-        """
-        text, tokens, salt = self.encoded(prompt)
-        [priority] = _priorities([priority], 1)
-        request, output = embedding_request(name, text, tokens, priority, salt, lora)
-        return output, [request]
-
-    def _request(
-        self,
-        name: str,
-        prompt: Encoded,
-        sampling: SamplingParams,
-        priority: int,
-        lora: str | None,
-        constraints: Constraints | None,
-    ) -> tuple[RequestOutput, list[Request]]:
-        if sampling.stop_strings and self.tokenizer is None:
-            raise RequestError(f"stop is {sampling.stop!r}; without a tokenizer only stop_token_ids can end a request")
-        longest = self.engine.scheduler.max_model_len
-        tokens = truncated(prompt.tokens, sampling.truncate_prompt_tokens, sampling.max_tokens, longest)
-        own = (priority, prompt.salt, lora, constraints)
-        output, samples = make_requests(name, prompt.text, tokens, sampling, *own)
-        if sampling.structured_outputs is not None:
-            guide = self._guide(sampling.structured_outputs)
-            for request in samples:
-                request.guide = guide.copy()
-        return output, samples
-
-    def _guide(self, asked: StructuredOutputsParams) -> Guide:
-        """What keeps a text to what was asked. Raises RequestError for what cannot be followed."""
-        if self.tokenizer is None:
-            raise RequestError("structured_outputs are of texts, and this model has no tokenizer")
-        with self._grammars_lock:
-            if self._grammars is None:
-                self._grammars = Grammars(self.tokenizer.json(), self.engine.vocab_size, self.engine.eos_token_ids)
-            grammars = self._grammars
-        return grammars.compile(Spec.of(asked))
-
-    def next_name(self) -> str:
-        """A name for a prompt. Any thread may ask."""
-        return str(next(self._names))
-
-    def encoded(self, prompt: Prompt) -> Encoded:
-        """A prompt as the engine takes it. Any thread may ask. Raises RequestError."""
-        given, salt = _parsed(prompt)
-        if isinstance(given, str):
-            return Encoded(given, self._tokenizer_for(given).encode(given), salt)
-        return Encoded(None, given, salt)
-
-    def encoded_chat(self, messages: Sequence[Mapping[str, Any]], **rendering: Any) -> Encoded:
-        """A conversation as the engine takes it, see `chat`. Any thread may ask. Raises RequestError."""
-        if self.tokenizer is None:
-            raise RequestError("a chat is text, and this model has no tokenizer; generate takes token ids")
-        text = self.tokenizer.render(messages, **rendering)
-        return Encoded(text, self.tokenizer.encode(text, add_special_tokens=False), "")
-
-    def _tokenizer_for(self, text: str) -> ChatTokenizer:
-        if self.tokenizer is None:
-            raise RequestError(f"{text[:40]!r} is a text, and this model has no tokenizer; give token ids")
-        return self.tokenizer
+        return list({output.request_id: output for _, output in self.processor.process(self.engine.step())}.values())
 
 
 class Closed:
@@ -562,57 +435,3 @@ class Closed:
 
     def __getattr__(self, name: str) -> Any:
         raise QuireError("this LLM is closed and its memory is free; make another one")
-
-
-def _parsed(prompt: Prompt, what: str = "prompt") -> tuple[str | list[int], str]:
-    """The prompt's text or tokens, and its cache_salt. what: its name in errors; only a prompt may be a mapping."""
-    salt = ""
-    if isinstance(prompt, Mapping) and what == "prompt":
-        salt = prompt.get("cache_salt", "")
-        if not isinstance(salt, str):
-            raise RequestError(f"cache_salt is {salt!r}; it must be a text")
-        keys = set(prompt) - {"cache_salt"}
-        if keys == {"prompt_token_ids"}:
-            prompt = prompt["prompt_token_ids"]
-        elif keys == {"prompt"}:
-            prompt = prompt["prompt"]
-        else:
-            raise RequestError(f"a prompt has the keys {sorted(keys)}; give either 'prompt' or 'prompt_token_ids'")
-    if isinstance(prompt, str):
-        return prompt, salt
-    if not isinstance(prompt, Sequence):
-        raise RequestError(f"a {what} is a {type(prompt).__name__}; give a text or a list of token ids")
-    for i, token in enumerate(prompt):
-        check_integer(RequestError, f"{what} token {i}", token, 0, 2**31 - 1)
-    return [int(token) for token in prompt], salt
-
-
-def _priorities(priority: Sequence[int] | None, count: int) -> list[int]:
-    """A priority for each of that many prompts."""
-    priorities = [0] * count if priority is None else list(priority)
-    if len(priorities) != count:
-        raise RequestError(f"{count} prompts were given with {len(priorities)} priorities; give one each")
-    for i, value in enumerate(priorities):
-        check_integer(RequestError, f"priority[{i}]", value, -MAX_PRIORITY, MAX_PRIORITY)
-    return priorities
-
-
-def _loras(lora: str | Sequence[str | None] | None, count: int) -> list[str | None]:
-    """An adapter's name, or None, for each of that many prompts."""
-    loras = [lora] * count if lora is None or isinstance(lora, str) else list(lora)
-    if len(loras) != count:
-        raise RequestError(f"{count} prompts were given with {len(loras)} adapters; give one for all, or one each")
-    return loras
-
-
-def _listed(prompts: Prompt | Sequence[Prompt], name: str = "prompts") -> list[Prompt]:
-    """The prompts as a list, also where a single one was given: a text, a mapping, or one list of token ids."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(
-            f"{name} is a {type(prompts).__name__}; give a text, a list of token ids, or a list of these"
-        )
-    if len(prompts) > 0 and isinstance(prompts[0], Integral):
-        return [cast(Prompt, prompts)]
-    return list(cast("Sequence[Prompt]", prompts))

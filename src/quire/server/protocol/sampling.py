@@ -48,7 +48,7 @@ GRAMMAR_FIELDS = ("regex", "grammar", "guided_json", "guided_regex", "guided_cho
 
 
 class StreamOptions(Body):
-    """What a stream reports besides the text."""
+    """What a stream reports in addition to the text."""
 
     include_usage: Off = False  # a last chunk with the number of tokens
     continuous_usage_stats: Off = False  # with it, the numbers so far in every chunk, as vLLM has it
@@ -208,7 +208,7 @@ class Sampling(Body):
         return value
 
     def check_together(self) -> None:
-        """Raise ApiError for a field that is right by itself, but has no effect beside the others, or without one."""
+        """Raise ApiError for a field that is right by itself, but has no effect next to the others, or without one."""
         if self.length_penalty not in (None, 1) and not self.use_beam_search:
             message = f"length_penalty is {self.length_penalty:g} without use_beam_search; only there has it an effect"
             raise ApiError(message, param="length_penalty")
