@@ -15,7 +15,7 @@ from quire.engine.engine import Engine
 from quire.engine.speculation import PromptLookup
 from quire.errors import ConfigError
 from quire.ops.cpu import native
-from quire.request import Miss
+from quire.request import Event, Miss
 from tests.engine.fakes import VOCAB, circling, continuation, fake_engine, request, run, siblings
 from tests.engine.stateful import stateful_engine
 
@@ -154,6 +154,39 @@ def test_no_state_after_what_is_not_finite_is_left_to_others(at: int) -> None:
     assert r.cache.prefix_report.num_cached <= at
 
 
+@NATIVE
+@pytest.mark.parametrize("options", [{}, {"num_blocks": 19, "max_num_seqs": 6, "max_model_len": 96}])
+def test_after_any_delivered_token_the_rest_is_the_same(options: dict[str, object]) -> None:
+    """All cuts at once: some fall into a piece of 32 tokens, and one on its edge."""
+    sampling = {"max_tokens": 40, "temperature": 0.9, "seed": 5, "logprobs": 2}
+    prompt = [3 + i * i % 400 for i in range(45)]
+    engine = stateful_engine(torch.bfloat16, block_size=8)
+    engine.add(request("whole", prompt, **sampling))
+    whole = [(event.token, event.logprobs) for event in events_of(engine)]
+    engine = stateful_engine(torch.bfloat16, block_size=8, **options)
+    cuts = range(1, len(whole), 3)
+    for cut in cuts:
+        resumed = request(str(cut), prompt, **sampling)
+        resumed.resume([token for token, _ in whole[:cut]], num_checked=cut % 5)
+        engine.add(resumed)
+    found: dict[str, list[object]] = {}
+    for event in events_of(engine):
+        assert event.error is None, event.error
+        if event.drawn is None:  # else it was drawn to be compared
+            found.setdefault(event.request_id, []).append((event.token, event.logprobs))
+    assert found == {str(cut): whole[cut:] for cut in cuts}
+    assert (engine.scheduler.num_preemptions > 0) == bool(options)
+
+
+def events_of(engine: Engine) -> list[Event]:
+    """All that is left, as the engine reports it."""
+    found = []
+    while engine.has_work:
+        found += engine.step()
+        engine.scheduler.audit()
+    return found
+
+
 def engine_with(name: str, prompt: list[int]) -> Engine:
     engine = stateful_engine(torch.float32)
     engine.runner.model.embedding[7] = 0.5
@@ -163,9 +196,8 @@ def engine_with(name: str, prompt: list[int]) -> Engine:
 
 def run_all(engine: Engine) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
-    while engine.has_work:
-        for event in engine.step():
-            found.setdefault(event.request_id, []).append(event.token)
+    for event in events_of(engine):
+        found.setdefault(event.request_id, []).append(event.token)
     return found
 
 
