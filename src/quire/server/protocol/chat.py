@@ -8,7 +8,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    StringConstraints,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -20,13 +19,14 @@ from quire.sandbox.grammar import check_depth
 from quire.server.http.api_error import ApiError
 from quire.server.protocol.body import (
     MAX_MESSAGES,
-    MAX_NAME,
     MAX_TOKEN,
     NO_CHOICE,
     NO_LIST,
     NO_OBJECT,
     NO_TEXT,
     Body,
+    FunctionName,
+    GivenName,
     MaxTokens,
     Name,
     NoList,
@@ -34,6 +34,7 @@ from quire.server.protocol.body import (
     NoText,
     Off,
     On,
+    Role,
     Text,
     bound_fields,
     neutral,
@@ -62,7 +63,7 @@ class TextPart(TypedDict):
 class CalledFunction(Body):
     """What an assistant's message has called."""
 
-    name: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+    name: GivenName
     arguments: Text | dict[str, Any] | None = None  # JSON
 
 
@@ -80,7 +81,7 @@ class ToolCall(Body):
 class Message(Body):
     """A message of a conversation."""
 
-    role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    role: Role
     content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     name: Name | None = None
     id: Name | None = None  # of no consequence
@@ -128,7 +129,7 @@ class Message(Body):
 class FunctionTool(Body):
     """A function that the model may call."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    name: FunctionName
     description: Text | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema; None: there are none
     strict: bool | None = None  # arguments follow the schema in any case
@@ -147,7 +148,7 @@ class Tool(Body):
 class NamedFunction(Body):
     """The name of a function."""
 
-    name: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+    name: GivenName
 
 
 class NamedTool(Body):

@@ -6,16 +6,15 @@ from typing import Annotated, ClassVar
 
 from pydantic import StringConstraints
 
-from quire.server.protocol.body import MAX_NAME, Body, Off
+from quire.server.protocol.body import Body, GivenName, Off
 
 MAX_PATH = 4096
-LoraName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
 
 
 class LoadLoraRequest(Body):
     """The body of /v1/load_lora_adapter."""
 
-    lora_name: LoraName
+    lora_name: GivenName
     lora_path: Annotated[str, StringConstraints(min_length=1, max_length=MAX_PATH)]  # a directory of the server
     load_inplace: Off = False  # instead of the one that has this name
 
@@ -23,7 +22,7 @@ class LoadLoraRequest(Body):
 class UnloadLoraRequest(Body):
     """The body of /v1/unload_lora_adapter."""
 
-    lora_name: LoraName
+    lora_name: GivenName
     lora_int_id: int | None = None  # vLLM's number of it; the name says which
 
     NOTES: ClassVar[tuple[str, ...]] = ("lora_int_id",)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import Discriminator, Field, StringConstraints, Tag
+from pydantic import Discriminator, Field, Tag
 from typing_extensions import NotRequired, TypedDict
 
 from quire.server.http.body import model_of
 from quire.server.protocol.body import (
     HISTORY,
     MAX_MESSAGES,
-    MAX_NAME,
     MAX_TOKEN,
     NO_TEXT,
     Body,
+    FunctionName,
+    GivenName,
     MaxTokens,
     Name,
     NoList,
@@ -28,8 +29,6 @@ from quire.server.protocol.body import (
     tag_of,
 )
 from quire.server.protocol.chat import MAX_TOOLS, ChatRequest
-
-ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class TextBlock(TypedDict):
@@ -55,7 +54,7 @@ class ToolUseBlock(TypedDict):
 
     type: Literal["tool_use"]
     id: Name
-    name: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+    name: GivenName
     input: dict[str, Any]
 
 
@@ -65,7 +64,7 @@ class ToolResultBlock(TypedDict):
     __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["tool_result"]
-    tool_use_id: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+    tool_use_id: GivenName
     content: NotRequired[Texts | None]
 
 
@@ -113,7 +112,7 @@ class InputTool(Body):
     """A function that the model may call."""
 
     type: Literal["custom"] | None = None
-    name: ToolName
+    name: FunctionName
     description: Text | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
 from quire.server.http.body import model_of
 from quire.server.protocol.body import (
     MAX_MESSAGES,
-    MAX_NAME,
     Body,
+    FunctionName,
+    GivenName,
     Name,
     NoList,
     NoText,
     Number,
     Off,
     On,
+    Role,
     Text,
 )
 from quire.server.protocol.chat import MAX_CALLS, MAX_TOOLS, ChatRequest
@@ -148,7 +150,7 @@ class Shared(Body):
 class PastFunction(Body):
     """What was called."""
 
-    name: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+    name: GivenName
     arguments: dict[str, Any]
     description: Text | None = None  # of no consequence, like the next
     index: int | None = None
@@ -167,7 +169,7 @@ class PastCall(Body):
 class PastMessage(Body):
     """A message of a conversation."""
 
-    role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    role: Role
     content: Text | None = None
     thinking: Text | None = None
     images: NoList | None = None
@@ -181,7 +183,7 @@ class PastMessage(Body):
 class OfferedFunction(Body):
     """A function that the model may call."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    name: FunctionName
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, WithJsonSchema
+from pydantic import Discriminator, Field, Tag, WithJsonSchema
 from typing_extensions import NotRequired, TypedDict
 
 from quire.server.http.api_error import ApiError
@@ -13,11 +13,12 @@ from quire.server.http.body import model_of
 from quire.server.protocol.body import (
     HISTORY,
     MAX_MESSAGES,
-    MAX_NAME,
     NO_CHOICE,
     NO_OBJECT,
     NO_TEXT,
     Body,
+    FunctionName,
+    GivenName,
     MaxTokens,
     Name,
     NoFlag,
@@ -50,7 +51,6 @@ Included = Literal[
 COPIED = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty",
           "repetition_penalty", "priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget",
           "parallel_tool_calls", "stream", "top_logprobs")  # fmt: skip
-ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class InputText(TypedDict):
@@ -105,8 +105,8 @@ class CallItem(TypedDict):
     __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["function_call"]
-    call_id: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
-    name: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+    call_id: GivenName
+    name: GivenName
     arguments: Text
 
 
@@ -116,7 +116,7 @@ class CallOutputItem(TypedDict):
     __pydantic_config__ = HISTORY  # type: ignore[misc]
 
     type: Literal["function_call_output"]
-    call_id: Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
+    call_id: GivenName
     output: Parts
 
 
@@ -151,7 +151,7 @@ class ResponseTool(Body):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: ToolName
+    name: FunctionName
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

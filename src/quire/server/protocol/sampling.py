@@ -14,7 +14,6 @@ from quire.server.http.api_error import ApiError
 from quire.server.protocol.body import (
     MAX_GRAMMAR,
     MAX_N,
-    MAX_PROMPT,
     MAX_STOP_TOKENS,
     MAX_STOPS,
     MAX_TOKEN,
@@ -30,6 +29,7 @@ from quire.server.protocol.body import (
     Priority,
     Stop,
     StopText,
+    Text,
     Token,
     neutral,
 )
@@ -139,7 +139,7 @@ class Sampling(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    user: Annotated[str, StringConstraints(max_length=MAX_PROMPT)] | None = None  # of no consequence
+    user: Text | None = None  # of no consequence
 
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKEN)] | None = 0
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = 0.0
