@@ -63,6 +63,12 @@ async def hidden_states(
     return await service.run(request, Generation(made))
 
 
+def prompt_usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """The tokens of prompts after which nothing is generated."""
+    num_prompt, _, num_cached = counted(outputs)
+    return usage(num_prompt, 0, num_cached)
+
+
 def unit_vector(output: RequestOutput, what: str, dimensions: int | None = None) -> NDArray[np.float32]:
     """An output's vector, of length 1. what: it is of, for a client.
 
@@ -109,8 +115,7 @@ def _prompt(service: Service, name: str, field: str, given: str | list[int], bod
 def _answer(service: Service, body: EmbeddingRequest, outputs: list[RequestOutput]) -> Response:
     """The vectors, encoded one by one: the encoder lets no other thread run before it is done."""
     encoded = b",".join(dumps(_vector(body, i, output)) for i, output in enumerate(outputs))
-    num_prompt, _, num_cached = counted(outputs)
-    end = {"model": service.answering(body.model), "usage": usage(num_prompt, 0, num_cached)}
+    end = {"model": service.answering(body.model), "usage": prompt_usage(outputs)}
     content = b'{"object":"list","data":[' + encoded + b"]," + dumps(end)[1:]
     return Response(content, media_type=JsonBody.media_type)
 

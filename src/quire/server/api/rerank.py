@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -16,8 +16,8 @@ from starlette.responses import Response
 from quire.embedding import cosine
 from quire.jobs import Generation
 from quire.request import Request, SamplingParams
-from quire.server.api.embeddings import hidden_states, unit_vector
-from quire.server.api.service import Prompt, Service, aside, counted
+from quire.server.api.embeddings import hidden_states, prompt_usage, unit_vector
+from quire.server.api.service import Prompt, Service, aside
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody
 from quire.server.protocol.rerank import RerankRequest, ScoreRequest
@@ -37,17 +37,7 @@ class Scores(NamedTuple):
     """A score for each pair."""
 
     scores: list[float]
-    num_prompt: int  # tokens
-    num_cached: int
-
-    def usage(self) -> dict[str, object]:
-        """The numbers of tokens as vLLM reports them."""
-        return {
-            "prompt_tokens": self.num_prompt,
-            "completion_tokens": 0,
-            "total_tokens": self.num_prompt,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached},
-        }
+    usage: dict[str, Any]
 
 
 async def rerank(service: Service, request: HttpRequest, body: RerankRequest) -> Response:
@@ -62,7 +52,7 @@ async def rerank(service: Service, request: HttpRequest, body: RerankRequest) ->
         for i in order
     ]
     name = service.identity(request, "rerank").name
-    head = {"id": name, "model": service.answering(body.model), "usage": found.usage()}
+    head = {"id": name, "model": service.answering(body.model), "usage": found.usage}
     return JsonBody(head | {"results": results})
 
 
@@ -75,7 +65,7 @@ async def score(service: Service, request: HttpRequest, body: ScoreRequest) -> R
     name, created = service.identity(request, "score")
     data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(found.scores)]
     head = {"id": name, "object": "list", "created": created, "model": service.answering(body.model)}
-    return JsonBody(head | {"data": data, "usage": found.usage()})
+    return JsonBody(head | {"data": data, "usage": found.usage})
 
 
 async def _scores(
@@ -106,8 +96,7 @@ async def _scores(
         return [cosine(one, other) for one, other in pairs]
 
     scores = await aside(len(outputs) * service.model.hidden_size, read)
-    num_prompt, _, num_cached = counted(outputs)
-    return Scores(scores, num_prompt, num_cached)
+    return Scores(scores, prompt_usage(outputs))
 
 
 async def _by_answers(
@@ -136,8 +125,7 @@ async def _by_answers(
     yes = await _drawn(service, request, body, prompts, tokens[0])
     no = await _drawn(service, request, body, prompts, tokens[1])  # whose prompts are found in the cache
     margins = [_logprob(one) - _logprob(other) for one, other in zip(yes, no, strict=True)]
-    num_prompt, _, num_cached = counted(yes)
-    return Scores([1 / (1 + math.exp(-max(-700.0, margin))) for margin in margins], num_prompt, num_cached)
+    return Scores([1 / (1 + math.exp(-max(-700.0, margin))) for margin in margins], prompt_usage(yes))
 
 
 def _answer_token(service: Service, answer: str) -> int:
