@@ -5,6 +5,7 @@ Every protocol but OpenAI's chats says what an answer is made of in this way. A 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -35,6 +36,14 @@ class Block:
     def text(self) -> str:
         """What it says; of a call, the JSON of its arguments."""
         return "".join(self.parts)
+
+    def arguments(self) -> dict[str, Any] | None:
+        """Those of a call; None where they broke off."""
+        try:
+            found = json.loads(self.text or "{}")
+        except (ValueError, RecursionError):
+            return None
+        return found if isinstance(found, dict) else None
 
 
 class Ending(NamedTuple):

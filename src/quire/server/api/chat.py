@@ -62,8 +62,8 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     if body.stream:
         job = await turn.stream()
         head["object"] = "chat.completion.chunk"
-        events, abort = _Events(service, body, head, job, reading), lambda: service.worker.abort(job)
-        return StreamedAnswer(job, events, abort, service.config.sse_keep_alive)
+        events = _Events(service, body, head, job, reading)
+        return StreamedAnswer(service.worker, job, events, service.config.sse_keep_alive)
     output = await turn.run()
     size = num_logprobs([output]) + sum(len(sample.text) for sample in output.outputs)
     return await aside(size, partial(answer, output))

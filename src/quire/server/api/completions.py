@@ -77,13 +77,8 @@ async def complete(service: Service, request: HttpRequest, body: CompletionReque
     if body.stream:
         job = service.stream(request, identity, made)
         await service.worker.submit(job)
-        return StreamedAnswer(
-            job,
-            _Events(body, head, writer, job),
-            lambda: service.worker.abort(job),
-            service.config.sse_keep_alive,
-            num_prompt_logprobs(prompts, params),
-        )
+        events, size = _Events(body, head, writer, job), num_prompt_logprobs(prompts, params)
+        return StreamedAnswer(service.worker, job, events, service.config.sse_keep_alive, size)
     outputs = await service.run(request, Generation(made), body.grammar_field())
     return await aside(num_logprobs(outputs), partial(answer, outputs))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,8 +31,8 @@ async def messages(service: Service, request: HttpRequest, body: MessagesRequest
     turn = await Turn.of(service, request, chat, "msg")
     if chat.stream:
         job = await turn.stream()
-        events, abort = BlockEvents(turn, job, _Script(turn)), lambda: service.worker.abort(job)
-        return StreamedAnswer(job, events, abort, service.config.sse_keep_alive)
+        events = BlockEvents(turn, job, _Script(turn))
+        return StreamedAnswer(service.worker, job, events, service.config.sse_keep_alive)
     blocks, ending = await read_whole(turn)
     own = {"content": [_content(block) for block in blocks], **_reason(ending), "usage": _usage(ending)}
     return JsonBody(_message(turn) | own)
@@ -65,15 +64,11 @@ def _message(turn: Turn) -> dict[str, Any]:
 
 def _content(block: Block) -> dict[str, Any]:
     """A block that is whole. A call whose arguments broke off is shown as the text that it is."""
-    text = block.text
     if block.kind is not Kind.CALL:
-        return EMPTY[block.kind] | {EMPTY[block.kind]["type"]: text}
-    try:
-        given = json.loads(text or "{}")
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        return {"type": "text", "text": f"{block.name}({text}"}
+        return EMPTY[block.kind] | {EMPTY[block.kind]["type"]: block.text}
+    given = block.arguments()
+    if given is None:
+        return {"type": "text", "text": f"{block.name}({block.text}"}
     return _tool_use(block) | {"input": given}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -65,8 +64,8 @@ async def _answer(
     script = _Script(body.model or turn.model, field, began)
     if chat.stream:
         job = await turn.stream()
-        events, abort = BlockEvents(turn, job, script), lambda: service.worker.abort(job)
-        return LinesAnswer(job, events, abort, keep_alive=0)  # there are no comments between such lines
+        # There are no comments between such lines.
+        return LinesAnswer(service.worker, job, BlockEvents(turn, job, script), keep_alive=0)
     blocks, ending = await read_whole(turn)
     texts = {kind: "".join(one.text for one in blocks if one.kind is kind) for kind in Kind}
     calls = [_call(one, i) for i, one in enumerate(one for one in blocks if one.kind is Kind.CALL)]
@@ -142,12 +141,8 @@ def _said(field: str, text: str, thoughts: str, calls: Sequence[dict[str, Any]] 
 
 def _call(block: Block, number: int) -> dict[str, Any]:
     """A call. number: among those of the answer. Arguments that broke off are shown as the text that they are."""
-    text = block.text
-    try:
-        given = json.loads(text or "{}")
-    except ValueError:
-        given = None
-    arguments = given if isinstance(given, dict) else {"": text}
+    given = block.arguments()
+    arguments = {"": block.text} if given is None else given
     return {"id": block.call_id, "function": {"index": number, "name": block.name, "arguments": arguments}}
 
 

@@ -29,8 +29,8 @@ async def respond(service: Service, request: HttpRequest, body: ResponsesRequest
     writer = _Writer(turn, body)
     if chat.stream:
         job = await turn.stream()
-        events, abort = BlockEvents(turn, job, _Script(writer)), lambda: service.worker.abort(job)
-        return StreamedAnswer(job, events, abort, service.config.sse_keep_alive)
+        events = BlockEvents(turn, job, _Script(writer))
+        return StreamedAnswer(service.worker, job, events, service.config.sse_keep_alive)
     return JsonBody(writer.ended(*await read_whole(turn)))
 
 

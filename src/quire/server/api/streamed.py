@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
 
 from quire.jobs import Delta
+from quire.server.api.host import Host
 from quire.server.api.jobs import Stream
 from quire.server.api.service import LONG_TEXT, aside
 from quire.server.http.api_error import ApiError, api_error
@@ -34,16 +35,12 @@ class EventWriter(Protocol):
 class StreamedAnswer(EventStream):
     """The answer of a stream."""
 
-    def __init__(
-        self,
-        job: Stream,
-        writer: EventWriter,
-        on_disconnect: Callable[[], None],
-        keep_alive: float,
-        size: int = 0,
-    ) -> None:
-        """keep_alive: see EventStream. size: logprobs that the first deltas may have."""
-        super().__init__(_parts(job, writer, size), on_disconnect, keep_alive)
+    def __init__(self, worker: Host, job: Stream, writer: EventWriter, keep_alive: float, size: int = 0) -> None:
+        """worker: what the job was submitted to. keep_alive: see EventStream.
+
+        size: logprobs that the first deltas may have.
+        """
+        super().__init__(_parts(job, writer, size), partial(worker.abort, job), keep_alive)
         self._job = job
         self._writer = writer
         self._size = size
