@@ -93,6 +93,17 @@ def test_logprobs(speaking: Serving) -> None:
     assert without_names(streamed) == without_names(whole)
 
 
+def test_logprobs_of_characters_of_several_tokens_are_streamed(speaking: Serving) -> None:
+    form = {"format": {"type": "json_schema", "name": "a", "schema": {"enum": ["a☺ ☺"]}}}
+    body = {"input": "a", "max_output_tokens": 30, "temperature": 0, "top_logprobs": 1, "text": form}
+    events = events_of(speaking, **body)
+    assert without_names(events[-1]["response"]) == without_names(speaking.post("/v1/responses", **body).json())
+    [part] = events[-1]["response"]["output"][0]["content"]
+    assert part["text"] == '"a☺ ☺"'
+    assert len(part["logprobs"]) > len(part["text"])
+    assert [one for event in events for one in event.get("logprobs", ()) if "delta" in event] == part["logprobs"]
+
+
 def test_a_stream_is_the_whole_in_order(speaking: Serving) -> None:
     """A regex makes the model think, speak and call."""
     call = '\\{"name": "clock", "arguments": \\{"zone": "UTC"\\}\\}'

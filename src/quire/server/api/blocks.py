@@ -146,6 +146,7 @@ class BlockEvents:
         self._script = script
         self._reader = BlockReader(turn)
         self._open: Block | None = None
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still held, as that of half a character
         self._end: tuple[str | None, int | str | None] | None = None  # None: it has failed, or goes on
         [self._output] = job.outputs
 
@@ -171,21 +172,28 @@ class BlockEvents:
         if delta.error is not None:
             yield self.fail(request_failed(delta.error, self._turn.body.grammar_field()))
             return
-        logprobs = self._reader.logprobs(delta.token_ids, delta.logprobs)
+        self._logprobs += self._reader.logprobs(delta.token_ids, delta.logprobs)
         for block, text in self._reader.read(delta.text, is_last=delta.finish_reason is not None):
             if block is not self._open:
                 yield self._closed()
                 self._open = block
                 yield self._script.open(block)
             if text:
-                own: list[dict[str, Any]] = []
-                if block.kind is Kind.CONTENT:
-                    own, logprobs = logprobs, own
-                block.logprobs += own
-                yield self._script.grow(block, text, own)
+                yield self._grown(block, text)
+        if self._open is not None and self._open.kind is not Kind.CONTENT:
+            self._logprobs = []  # those of thoughts and calls are not reported
         if delta.finish_reason is not None:
+            if self._logprobs and self._open is not None:
+                yield self._grown(self._open, "")
             yield self._closed()
             self._end = (delta.finish_reason, delta.stop_reason)
+
+    def _grown(self, block: Block, text: str) -> bytes:
+        own: list[dict[str, Any]] = []
+        if block.kind is Kind.CONTENT:
+            own, self._logprobs = self._logprobs, own
+        block.logprobs += own
+        return self._script.grow(block, text, own)
 
     def _closed(self) -> bytes:
         block, self._open = self._open, None
