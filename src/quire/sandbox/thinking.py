@@ -85,6 +85,8 @@ class ThinkingGuide:
             self._num_begun += 1
             if self._num_begun == len(self._thinking.begin):
                 self._is_open, self._is_thinking = False, True
+        elif self._may_lead(token):
+            pass
         else:
             self._is_open = False
             if self._inner is not None:
@@ -113,6 +115,12 @@ class ThinkingGuide:
         else:
             self._tail = (self._tail + self._bytes_of([token]))[-2 * len(self._end_bytes) :]
             self._is_thinking = self._end_bytes not in self._tail
+
+    def _may_lead(self, token: int) -> bool:
+        """Whether a token is white space before thoughts, as those who read the answer take it."""
+        if not self._is_open or self._num_begun or self._inner is not None:
+            return False
+        return self._bytes_of([token]).isspace()
 
     def _only(self, token: int) -> NDArray[np.int32]:
         mask = np.zeros_like(self._any)

@@ -227,6 +227,8 @@ def test_thoughts_end_after_so_many_tokens() -> None:
     begins = Thinking((50, 51), (60,), has_begun=False, limit=1)
     assert guided(begins, [50, 51, 1, 60, 2]) == [every] * 3 + [[60], every]
     assert guided(begins, [50, 1, 51, 1, 1, 1]) == [every] * 6  # no thoughts
+    assert guided(begins, [10, 32, 50, 51, 1, 60, 2]) == [every] * 5 + [[60], every]  # white space may come before them
+    assert guided(begins, [10, 1, 50, 51, 1, 1]) == [every] * 6
     assert guided(Thinking((50,), (60,), has_begun=True, limit=0), [60, 1]) == [[60], every]
 
 
