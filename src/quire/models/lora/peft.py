@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -129,12 +130,39 @@ def _check_config(directory: Path, config: Mapping[str, Any]) -> None:
     for key, value in config.items():
         if key not in READ and key not in IMMATERIAL and key not in NOT_SERVED and value:
             raise ModelError(f"{where}: {key} is {value!r}, which is not understood")
-    for key, kinds in (("r", int), ("lora_alpha", (int, float))):
-        if not isinstance(value := config.get(key), kinds) or isinstance(value, bool) or value <= 0:
-            raise ModelError(f"{where}: {key} is {value!r}; it must be a number above 0")
-    for key in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(config.get(key) or {}, Mapping):
-            raise ModelError(f"{where}: {key} is {config[key]!r}; it must be an object of patterns and numbers")
+    for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        if not isinstance(own := config.get(pattern) or {}, Mapping):
+            raise ModelError(f"{where}: {pattern} is {own!r}; it must be an object of patterns and numbers")
+        kinds, what = (int, "an integer") if key == "r" else ((int, float), "a number")
+        named = {key: config.get(key)} | {f"{pattern}[{one!r}]": value for one, value in own.items()}
+        for name, value in named.items():
+            if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise ModelError(f"{where}: {name} is {value!r}; it must be {what} above 0")
+    _check_modules(where, config)
+
+
+def _check_modules(where: str, config: Mapping[str, Any]) -> None:
+    """Raise ModelError for what names no modules, or no layers."""
+    for key in ("target_modules", "exclude_modules", "layers_pattern"):
+        if not isinstance(given := config.get(key) or "", (str, list)) or not all(
+            isinstance(one, str) for one in given
+        ):
+            raise ModelError(f"{where}: {key} is {given!r}; it must be a text or a list of texts")
+    for key in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
+        given = config.get(key) or ()
+        if isinstance(given, list) and key != "layers_pattern":
+            continue  # names, not patterns
+        for pattern in [given] if isinstance(given, str) else given:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ModelError(f"{where}: {key} has {pattern!r}, which is no pattern: {error}") from error
+    chosen = config.get("layers_to_transform")
+    for layer in [] if chosen is None else chosen if isinstance(chosen, list) else [chosen]:
+        if not isinstance(layer, int):
+            raise ModelError(
+                f"{where}: layers_to_transform is {chosen!r}; it must be a number of a layer or a list of these"
+            )
 
 
 def _modules(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, LowRank]:
@@ -171,11 +199,8 @@ def _modules(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, T
 def _of_pattern(config: Mapping[str, Any], key: str, module: str, usual: Any) -> Any:
     """A number that a pattern gives to some modules: the first one that fits the end of the module's name."""
     for pattern, value in (config.get(key) or {}).items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error as error:
-            raise ModelError(f"{CONFIG}: {key} has {pattern!r}, which is no pattern: {error}") from error
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
     return usual
 
 
