@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from quire.server.watch.kv_events import KVEventPublisher
 
 
-
 class Eager:
     """asyncio for uvicorn, which looks ten times a second whether to end: hundreds of tests would wait for that."""
 
