@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,3 +24,18 @@ def quick(values: Iterable[Any], count: int, usual: int | None = None) -> list[A
 def of_long_runs(*values: Any) -> Any:
     """A test's parameters that are more of the same: `pytest --long` alone runs them."""
     return pytest.param(*values, marks=pytest.mark.long)
+
+
+def spread(one_in: int, *axes: Iterable[Any]) -> list[Any]:
+    """The product of the axes as parameters, of which one in so many runs in `make test`, and all with `pytest --long`.
+
+    Those run whose places on the axes add up to a multiple: each two values of different axes meet in one of them, if
+    there is a third axis of at least `one_in` values.
+    """
+    ways = [list(enumerate(axis)) for axis in axes]
+    found = []
+    for way in product(*ways):
+        places, values = zip(*way, strict=True)
+        marks = [pytest.mark.long] * (sum(places) % one_in != 0)
+        found.append(pytest.param(*values, marks=marks, id="-".join(map(str, values))))
+    return found

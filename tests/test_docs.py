@@ -143,7 +143,7 @@ def test_every_public_name_has_a_docstring(module: ModuleType) -> None:
     assert not [name for name, thing in found.items() if not (thing.__doc__ or "").strip()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """As `make check` builds it. All that is made from the code is there."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed")

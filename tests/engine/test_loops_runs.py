@@ -30,7 +30,7 @@ from tests.models.checkpoints import engine, save
 
 pytestmark = pytest.mark.slow
 
-SEEDS, SHARDS = 800, 2
+SEEDS, LONG_SEEDS, SHARDS = 400, 2_000, 2
 SEEN = """
 preempted, swapped out, swapped in, copied, found a prefix, refused, failed, embedded, scored
 aborted waiting, aborted running, aborted swapped, aborted under way, planned ahead, forked
@@ -87,7 +87,7 @@ class OverlappedRun(RandomRun):
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_random_runs(shard: int, long: bool) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(shard, SEEDS, SHARDS):
+    for seed in range(shard, LONG_SEEDS if long else SEEDS, SHARDS):
         one = OverlappedRun(seed, seen)
         one.scheduler.manager.listeners.append(lambda event: seen.update(forked=type(event).__name__ == "BlocksForked"))
         try:

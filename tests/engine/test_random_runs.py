@@ -43,7 +43,7 @@ GROUPS = (
     (StateGroup((0,), piece=4), RowGroup((0,), piece=4)),
 )
 
-SEEDS, LONG_SEEDS, SHARDS = 3_000, 10_000, 5
+SEEDS, LONG_SEEDS, SHARDS = 1_500, 10_000, 3
 RARE = ("aborted swapped", "restarted", "aborted with guesses")  # a shard may see none of them unless it is long
 CHECKED = 5  # every so manieth run has a memory, and is audited after each step; the others at the end
 REPEATED = 20  # every so manieth run is done twice
@@ -353,7 +353,7 @@ def test_random_runs(shard: int, long: bool) -> None:
 
 # ------------------------------------------------------------------------------------------------------- guesses
 
-GUESSED_SEEDS, LONG_GUESSED_SEEDS, GUESSED_SHARDS = 180, 1_000, 3
+GUESSED_SEEDS, LONG_GUESSED_SEEDS, GUESSED_SHARDS = 120, 1_000, 2
 GUESSED_SEEN = """
 all right, some right, none right, overflowed, stopped among guesses, aborted with guesses, failed
 preempted, swapped out, swapped in, restarted, copied, found a prefix, forked

@@ -12,7 +12,6 @@ from array import array
 from collections import Counter
 from copy import deepcopy
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from quire.loglikelihood import loglikelihood_request
 from quire.ops.cpu import native
 from quire.request import FinishReason, Request, SamplingParams, Task
 from tests.engine.fakes import fake_engine, run
-from tests.marks import of_long_runs
+from tests.marks import spread
 from tests.models.checkpoints import engine, save
 
 pytestmark = pytest.mark.slow
@@ -143,19 +142,12 @@ def test_what_is_told_is_what_transformers_computes(model: tuple[Path, Any]) -> 
                 assert [rank for _, _, rank in shown] == ranks
 
 
-def combinations() -> list[Any]:
-    """A half of them, in which each two of the values meet."""
-    found = []
-    for shape, (i, preemption), (j, chunk), caching in product(
-        SHAPES, enumerate(["none", "recompute", "swap"]), enumerate([7, 2048]), [True, False]
-    ):
-        values = (shape, preemption, chunk, caching)
-        found.append(values if (i + j) % 2 == caching else of_long_runs(*values))
-    return found
-
-
 @pytest.mark.skipif(native.unavailable() is not None, reason=f"{native.unavailable()}")
-@pytest.mark.parametrize(("model", "preemption", "chunk", "caching"), combinations(), indirect=["model"])
+@pytest.mark.parametrize(
+    ("model", "preemption", "chunk", "caching"),
+    spread(3, SHAPES, ["none", "recompute", "swap"], [7, 2048], [True, False]),
+    indirect=["model"],
+)
 def test_the_same_bits(model: tuple[Path, Any], preemption: str, chunk: int, caching: bool) -> None:
     directory, _ = model
     served = engine(

@@ -11,13 +11,14 @@ import pytest
 from tests.fleet.asks import Answer, verdict
 from tests.fleet.chaos import play
 from tests.forks import Spawner
+from tests.marks import of_long_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked here")]
 
 ROUNDS = 15  # of one fleet
 
 
-@pytest.mark.parametrize("first", [0, ROUNDS])
+@pytest.mark.parametrize("first", [0, of_long_runs(ROUNDS)])
 def test_clients_get_what_a_plain_server_answers(first: int, forks: Spawner) -> None:
     report = asyncio.run(play(range(first, first + ROUNDS), 1, forks))
     assert not report.failures, str(report)

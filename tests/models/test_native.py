@@ -29,6 +29,7 @@ from quire.ops.program import (
     Scale,
     Write,
 )
+from tests.marks import spread
 from tests.models.checkpoints import engine, probed_logits, save
 from tests.models.test_families import VARIANTS
 from tests.ops.conftest import OTHER_ISAS, WIDE, use_library
@@ -50,16 +51,13 @@ def run_one_by_one(model: Decoder) -> None:
     model.layers = EagerExecutor(model.backend, model.layers.program)
 
 
+# All kinds of operators.
+FEW = ("grouped query", "gpt2", "gemma2", "qwen3", "olmo2", "granite", "gpt_neox", "qwen3 moe, some layers dense")
 CASES = [
-    *product([None], VARIANTS, DTYPES),
-    # all kinds of operators
-    *product(
-        OTHER_ISAS,
-        ("grouped query", "gpt2", "gemma2", "qwen3", "olmo2", "granite", "gpt_neox", "qwen3 moe, some layers dense"),
-        DTYPES,
-    ),
+    *spread(3, [None], VARIANTS, DTYPES),
+    *spread(2, [isa for isa in OTHER_ISAS if isa not in WIDE], FEW, DTYPES),
+    *product([isa for isa in OTHER_ISAS if isa in WIDE], FEW, [torch.bfloat16]),
 ]
-CASES = [case for case in CASES if case[0] not in WIDE or case[2] is torch.bfloat16]
 
 
 @pytest.mark.parametrize(("isa", "kind", "dtype"), CASES, ids=str, indirect=["isa"])

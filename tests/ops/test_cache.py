@@ -7,6 +7,7 @@ import torch
 
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadStride, BadValue
+from tests.marks import spread
 from tests.ops.cases import LAYOUTS, Case, Step
 
 
@@ -77,9 +78,11 @@ def test_rounding_into_the_cache(backend, device):
                 assert same.all(), f"{dtype} to {kv_dtype}: {values} became {got.tolist()}, not {want.tolist()}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("src", "dst"), [([0], [3]), ([1, 1, 4], [0, 5, 2]), ([3, 2], [1, 4]), ([], [])])
-def test_copy_blocks(backend, device, layout, src, dst):
+@pytest.mark.parametrize(
+    ("layout", "pairs"), spread(2, LAYOUTS, [([0], [3]), ([1, 1, 4], [0, 5, 2]), ([3, 2], [1, 4]), ([], [])])
+)
+def test_copy_blocks(backend, device, layout, pairs):
+    src, dst = pairs
     for dtype in {kv for served in backend.limits.kv_dtypes.values() for kv in served}:
         query = next(d for d, served in backend.limits.kv_dtypes.items() if dtype in served)
         case = Case(

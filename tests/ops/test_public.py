@@ -17,6 +17,7 @@ from torch import Tensor
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
 from quire.ops import backend as backends
+from tests.marks import spread
 from tests.ops import dense
 from tests.ops.cases import Case, Step, half_dtype
 from tests.ops.small_caches import check, random_cache, random_rows, tables_of
@@ -27,10 +28,10 @@ PREFILL_STARTS = [0, 10, 30, 45, 70]  # four sequences of 10, 20, 15 and 25 quer
 # ------------------------------------------------------------------------------------------- the seeds' examples
 
 
-@pytest.mark.parametrize("history", [0, 19])
-@pytest.mark.parametrize("num_kv_heads", [8, 1])  # grouped queries, and one KV head for all
-@pytest.mark.parametrize("alibi", [False, True])
-@pytest.mark.parametrize("int_dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(  # 8 KV heads: grouped queries; 1: one for all
+    ("history", "num_kv_heads", "alibi", "int_dtype"),
+    spread(2, [0, 19], [8, 1], [False, True], [torch.int64, torch.int32]),
+)
 def test_paged_prefill_of_the_seed(backend, device, history, num_kv_heads, alibi, int_dtype):
     """cum_seq_lens_q [0, 10, 30, 45, 70], 32 heads of 128 in fp16, blocks of 16, scale 1/sqrt(128)."""
     dtype, lens = half_dtype(backend), [n + history for n in (10, 20, 15, 25)]

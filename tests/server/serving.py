@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import uvicorn.server
+
 from quire.server.api.service import Service
 from quire.server.run import Server, build_parts, settings
 from quire.server.server_config import ServerConfig
@@ -20,6 +22,19 @@ from quire.server.watch.metrics import Metrics
 
 if TYPE_CHECKING:
     from quire.server.watch.kv_events import KVEventPublisher
+
+
+class Eager:
+    """asyncio for uvicorn, which looks ten times a second whether to end: hundreds of tests would wait for that."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 20)
+
+
+uvicorn.server.asyncio = Eager()  # type: ignore[attr-defined]
 
 SMALL = {"num_blocks": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256}
 

@@ -8,6 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -235,11 +236,13 @@ async def find_model(membership: Membership, config: GatewayConfig) -> Found:
     headers = {"Authorization": f"Bearer {config.fleet_secret}"}
     timeout = aiohttp.ClientTimeout(total=10, sock_connect=2)
     known: set[Member] = set()
+    changed = asyncio.Event()
 
     async def follow() -> None:
         async for members in membership.changes():
             known.clear()
             known.update(members)
+            changed.set()
 
     following = asyncio.create_task(follow())
     try:
@@ -249,7 +252,9 @@ async def find_model(membership: Membership, config: GatewayConfig) -> Found:
                     found = await _asked(http, member)
                     if found is not None:
                         return found
-                await asyncio.sleep(ASK_AGAIN)
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(changed.wait(), ASK_AGAIN)
+                changed.clear()
     finally:
         following.cancel()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from quire import ops
 from quire.ops.activation import Activation
 from quire.ops.rounding import quantised_rows
+from tests.marks import spread
 from tests.ops.cases import Case, Step
 
 OPTIONS: list[dict[str, Any]] = [
@@ -52,9 +53,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kv_dtype", CACHES, ids=str)
+@pytest.mark.parametrize(("options", "dtype", "kv_dtype"), spread(2, OPTIONS, DTYPES, CACHES))
 def test_long_contexts_over_many_threads(backend, dtype, kv_dtype, options):
     case = Case(
         query_lens=(1, 5, 0, 2), context_lens=(3_500, 1_030, 9, 2_048), dtype=dtype, kv_dtype=kv_dtype, block_size=32,
@@ -71,10 +70,7 @@ def test_long_contexts_over_many_threads(backend, dtype, kv_dtype, options):
         step.check_result(backend, *step.attend(backend, plan))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_size", [16, 100])
-@pytest.mark.parametrize("kv_dtype", CACHES, ids=str)
+@pytest.mark.parametrize(("options", "dtype", "block_size", "kv_dtype"), spread(2, OPTIONS, DTYPES, [16, 100], CACHES))
 def test_blocks_that_sequences_share_are_read_for_all_of_them(backend, dtype, kv_dtype, options, block_size):
     """Each sequence alone has no one to share with; 3 and 5 have other lengths than the rest."""
     case = Case(
@@ -182,13 +178,13 @@ def test_a_common_prompt_below_a_split_is_read_once(backend):
     assert (few.num_phases, few.num_parts) == (1, 0)
 
 
-@pytest.mark.parametrize("options", OPTIONS[:-1], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("group_size", "head_dim"), [(1, 64), (3, 80), (8, 128), (71, 20)])
-@pytest.mark.parametrize("kv_dtype", CACHES, ids=str)
-def test_a_row_alone_and_in_chunks(backend, dtype, kv_dtype, options, group_size, head_dim):
+@pytest.mark.parametrize(
+    ("options", "dtype", "sizes", "kv_dtype"),
+    spread(3, OPTIONS[:-1], DTYPES, [(1, 64), (3, 80), (8, 128), (71, 20)], CACHES),
+)
+def test_a_row_alone_and_in_chunks(backend, dtype, kv_dtype, options, sizes):
     """Decoding token after token, prefill at once, and anything between."""
-    length = 300
+    length, (group_size, head_dim) = 300, sizes
     case = Case(
         query_lens=(length,), context_lens=(length,), num_kv_heads=1, group_size=group_size, head_dim=head_dim,
         dtype=dtype, kv_dtype=kv_dtype, block_size=16, **options,

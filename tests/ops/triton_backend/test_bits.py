@@ -17,6 +17,7 @@ from torch import Tensor
 from quire import ops
 from quire.errors import BadValue, Unsupported
 from quire.ops.triton import partition, worklist
+from tests.marks import of_long_runs
 from tests.ops import dense
 from tests.ops.conftest import DEVICES
 
@@ -90,10 +91,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_a_row_has_the_same_bits_in_every_batch_and_chunk(monkeypatch, options):
+@pytest.mark.parametrize("kind", [of_long_runs(kind) if kind == "plain" else kind for kind in CASES])
+def test_a_row_has_the_same_bits_in_every_batch_and_chunk(monkeypatch, kind):
     """Positions on both sides of a chunk of 1,024 keys, where a context is cut."""
-    caches = make(True, **options)
+    caches = make(True, **CASES[kind])
     positions = (1_000, 1_023, 1_024, 2_047, 2_048, 2_599)
     alone = {p: caches.attend((0, p, p + 1))[0] for p in positions}
     batches = (
