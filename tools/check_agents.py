@@ -1,6 +1,6 @@
 """Do the packages that people build agents with pass against `quire serve`? Each runs in a process of its own.
 
-`python tools/check_agents.py [DIRECTORY]` keeps them in a virtual environment of their own, .venv-agents by default.
+`python tools/check_agents.py [DIRECTORY]` keeps them in virtual environments of their own, in .venv-agents by default.
 The model is the embedded one, which cannot converse: so calls are required, and a grammar makes them. Everything is
 local.
 """
@@ -17,17 +17,21 @@ from tempfile import TemporaryDirectory
 from quire_bench.server.process import server
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = [
-    "openai==3.3.0",
-    "anthropic==2.12.0",
-    "ollama==0.6.3",
-    "litellm==1.83.0",
-    "langchain-openai==1.7.3",
-    "langgraph==1.2.22",
-    "instructor==1.17.0",
-    "pydantic-ai-slim[openai]==2.38.0",
-    "openai-agents==0.24.0",
-]
+# By environment: what does not go with the others has one of its own.
+PACKAGES = {
+    "agents": [
+        "openai==3.3.0",
+        "anthropic==2.12.0",
+        "ollama==0.6.3",
+        "litellm==1.83.0",
+        "langchain-openai==1.7.3",
+        "langgraph==1.2.22",
+        "instructor==1.17.0",
+        "pydantic-ai-slim[openai]==2.38.0",
+        "openai-agents==0.24.0",
+    ],
+    "llama-index": ["llama-index-llms-openai-like==0.8.1", "llama-index-core==0.14.25"],
+}
 MODEL = "quire-embedded"
 SECONDS = 120  # for each
 TEMPLATE = """{% for tool in tools or [] %}# {{ tool | tojson }}
@@ -156,13 +160,38 @@ agent = Agent(name="a", model=made, tools=[clock], tool_use_behavior="stop_on_fi
 found = Runner.run_sync(agent, "the time", max_turns=3)
 print([type(item).__name__ for item in found.new_items])
 """,
+    "llama-index": """
+from llama_index.core.llms import ChatMessage
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.openai_like import OpenAILike
+def clock(hour: bool) -> str:
+    "The time."
+    return "noon"
+tool = FunctionTool.from_defaults(clock)
+common = {"model": model, "api_base": url + "/v1", "api_key": "none", "context_window": 1024, "max_tokens": 60,
+          "temperature": 0}
+llm = OpenAILike(**common, is_chat_model=True, is_function_calling_model=True)
+user = ChatMessage(role="user", content="the time")
+said = llm.chat_with_tools([tool], chat_history=[user], tool_required=True, allow_parallel_tool_calls=False)
+[call] = llm.get_tool_calls_from_response(said)
+noon = tool(**call.tool_kwargs).content
+result = ChatMessage(role="tool", content=noon, additional_kwargs={"tool_call_id": call.tool_id})
+after = llm.chat([user, said.message, result]).message.content
+found = llm.predict_and_call([tool], user_msg=user, tool_required=True, allow_parallel_tool_calls=False)
+pieces = list(llm.stream_chat([user]))
+assert pieces[-1].message.content == "".join(one.delta for one in pieces) == llm.chat([user]).message.content
+calling = list(llm.stream_chat_with_tools([tool], chat_history=[user], tool_required=True))
+assert llm.get_tool_calls_from_response(calling[-1])[0].tool_name == "clock"
+text = OpenAILike(**common).complete("import os").text
+print(call.tool_name, found.response, len(pieces), "pieces", len(after), len(text), "characters")
+""",
 }
 
 
 def main() -> int:
     """Run all programs; 1 if one of them failed."""
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv-agents").absolute()
-    python = install(directory)
+    pythons = {name: install(directory / name, packages) for name, packages in PACKAGES.items()}
     failed = False
     with TemporaryDirectory() as made:
         template = Path(made) / "template.jinja"
@@ -170,19 +199,19 @@ def main() -> int:
         options = ["--chat-template", str(template), "--tool-call-parser", "hermes", "--ollama"]
         with server(*options) as process:
             for name, program in PROGRAMS.items():
-                found = run(python, HEAD + program, process.url)
+                found = run(pythons.get(name, pythons["agents"]), HEAD + program, process.url)
                 failed |= found.returncode != 0
                 said = found.stdout.strip() if found.returncode == 0 else f"FAILED: {found.stderr[-1500:]}"
                 print(f"{name:20s} {said}", flush=True)
     return int(failed)
 
 
-def install(directory: Path) -> Path:
-    """An environment with the packages: its Python."""
+def install(directory: Path, packages: list[str]) -> Path:
+    """An environment with packages: its Python."""
     python = directory / "bin" / "python"
     if not python.exists():
         venv.create(directory, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
     return python
 
 

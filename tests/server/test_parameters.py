@@ -98,11 +98,9 @@ def value_for(kind: type[Body], name: str, given: dict[str, Any]) -> Any:
 
 def shown(body: dict[str, Any]) -> dict[str, Any]:
     """An answer without what differs from answer to answer."""
-    left = {
-        name: value
-        for name, value in body.items()
-        if name not in ("id", "created", "created_at", "completed_at", "usage")
-    }
-    for item in left.get("output", []):
-        item.pop("id")
-    return left
+    left = without(body, "id", "created", "created_at", "completed_at", "usage")
+    return left | {"output": [without(item, "id") for item in left.get("output", ())]}
+
+
+def without(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name not in names}

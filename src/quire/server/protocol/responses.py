@@ -248,10 +248,12 @@ class ResponsesRequest(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
 
+    access_programs: NoObject | None = None
     background: NoFlag | None = None
     background_options: NoObject | None = None
     context_management: NoList | None = None
     conversation: Annotated[str | dict[str, Any], WithJsonSchema(NO_CHOICE)] | None = None
+    image: NoObject | None = None
     moderation: NoObject | None = None
     previous_response_id: NoText | None = None
     prompt: NoObject | None = None
@@ -271,10 +273,12 @@ class ResponsesRequest(Body):
         name: ChatRequest.NOT_SERVED[name]
         for name in ("moderation", "prompt_cache_options", "prompt_cache_retention", "service_tier")
     } | {
+        "access_programs": "there are no programs here that give access to more",
         "background": "an answer is given while its client waits, and nothing is stored",
         "background_options": "an answer is given while its client waits, and nothing is stored",
         "context_management": "conversations are not made shorter here; send what the model is to see",
         "conversation": "nothing is stored here; send the whole conversation as input",
+        "image": "models are served for text alone",
         "previous_response_id": "nothing is stored here; send the whole conversation as input",
         "prompt": "no prompts are stored here; give instructions and input",
     }
