@@ -23,7 +23,7 @@ from quire.errors import EngineStopped, QuireError, RequestError
 from quire.jobs import Delta, Generation, Growing, Job, Search, end
 from quire.llm import LLM, Closed, Encoded, Prompt
 from quire.request import Event, SamplingParams
-from quire.text import RequestOutput, TextEngine
+from quire.text import RequestOutput
 
 log = logging.getLogger("quire")
 T = TypeVar("T")
@@ -78,7 +78,6 @@ class AsyncLLM:
         # From here on the engine thread's.
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._busy_since: float | None = None
-        self._processor = TextEngine(llm.engine, llm.tokenizer)
         self._generations: dict[str, Generation] = {}  # by the id of each output that has not ended
         self._searches: dict[str, Search] = {}  # by the id of each beam
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
@@ -161,7 +160,7 @@ class AsyncLLM:
     async def close(self) -> None:
         """End the engine after its present step and free its memory, see `LLM.close`. Who waits gets EngineStopped."""
         await self.stop("the AsyncLLM is closed")
-        self.engine = self._processor = Closed()  # type: ignore[assignment]  # else its memory would not be free
+        self.engine = Closed()  # type: ignore[assignment]  # else its memory would not be free
         self.llm.close()
 
     async def _generate(
@@ -375,7 +374,7 @@ class AsyncLLM:
             for event in events
             if (search := self._searches.get(event.request_id)) is not None and self._lead(search, event)
         ]
-        texts = list(self._processor.process(events))
+        texts = list(self.llm.texts.process(events))
         grown = {output.request_id: output for _, output in texts}
         shown = []
         for name, output in grown.items():
@@ -401,7 +400,7 @@ class AsyncLLM:
 
     def _begin(self, job: Job) -> None:
         try:
-            job.start(self._processor)
+            job.start(self.llm.texts)
         except Exception as error:  # nothing that `check` saw; what was queued of it is taken back
             log.exception("a job could not be queued")
             job.stop(self.engine)

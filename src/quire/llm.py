@@ -97,7 +97,7 @@ class LLM:
         self.decoder = load_model(self.directory, self.config, self.backend)
         self.tokenizer: ChatTokenizer | None = find_chat_tokenizer(self.directory)
         self.engine: Engine = build_engine(self.decoder, self.backend, self.config)
-        self._processor = TextEngine(self.engine, self.tokenizer)
+        self.texts = TextEngine(self.engine, self.tokenizer)  # of all requests, an AsyncLLM's too
         self._grammars: Grammars | None = None  # made at first use
         self._grammars_lock = threading.Lock()
         self._names = itertools.count()
@@ -132,7 +132,7 @@ class LLM:
             self._grammars = None
         if self.tokenizer is not None:
             self.tokenizer.close()
-        for name in ("engine", "decoder", "backend", "_processor"):
+        for name in ("engine", "decoder", "backend", "texts"):
             setattr(self, name, Closed())
         gc.collect()  # an engine's parts know one another
         if self.config.device != "cpu":
@@ -252,7 +252,7 @@ class LLM:
             while not all(driver.done for _, _, driver in searches):
                 with deferred_interrupts():  # a search knows its beams only between two steps
                     events = self.engine.step()
-                    list(self._processor.process(events))  # those of streams beside this call
+                    list(self.texts.process(events))  # those of streams beside this call
                     for event in events:
                         if event.request_id in takers:
                             takers[event.request_id].take(event)
@@ -412,7 +412,7 @@ class LLM:
         ended: deque[RequestOutput] = deque()
         try:
             for request, output in requests:
-                self._processor.add(request, output, ended)
+                self.texts.add(request, output, ended)
             while pending:
                 if not self.engine.has_work:
                     raise QuireError("events of this call were lost: an exception interrupted a call beside it")
@@ -441,7 +441,7 @@ class LLM:
 
         An interrupt waits until they have: what is lost is only that they have grown.
         """
-        return list({output.request_id: output for _, output in self._processor.process(self.engine.step())}.values())
+        return list({output.request_id: output for _, output in self.texts.process(self.engine.step())}.values())
 
     # ------------------------------------------------------------------------------------------- its input
 

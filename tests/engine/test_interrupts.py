@@ -212,7 +212,7 @@ def test_nothing_of_an_interrupted_call_stays_in_the_engine(llm: LLM, what: str)
         llm.engine.scheduler.audit()
         assert not llm.engine.scheduler.requests, at
         assert not llm.engine.has_work, at
-        assert not llm._processor._samples, at
+        assert not llm.texts._samples, at
     assert interrupted == 12
     assert ask(llm, what) == expected
 

@@ -290,7 +290,7 @@ class GrammarGuide:
     @property
     def done(self) -> bool:
         """Whether the text is complete, and nothing can be added."""
-        return self._matcher.is_stopped()
+        return self._done
 
     def copy(self) -> GrammarGuide:
         """The same way, to be continued differently, at the expense of the same allowance."""
@@ -300,7 +300,8 @@ class GrammarGuide:
 
     def _mask(self) -> NDArray[np.int32]:
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32, len(self._drawable))
-        if self._matcher.is_error() or (self._matcher.is_stopped() and not self._matcher.is_accepting()):
+        self._done = self._matcher.is_stopped()  # in an error, too
+        if self._done and not self._matcher.is_accepting():
             raise RequestError(f"{self._kind} cannot be followed: {_reason(self._matcher.get_error())}")
         return mask & self._drawable
 
