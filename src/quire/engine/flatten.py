@@ -238,10 +238,10 @@ def _allowed(request: Request) -> NDArray[np.int32] | None:
 def _masks(allowed: dict[int, NDArray[np.int32]]) -> Masks | None:
     if not allowed:
         return None
-    words = np.zeros((len(allowed), max(len(mask) for mask in allowed.values())), "<i4")
-    for row, mask in zip(words, allowed.values(), strict=True):
-        row[: len(mask)] = mask
-    return Masks(torch.tensor(list(allowed), dtype=torch.int64), torch.from_numpy(words.view(np.uint8)))
+    widest = max(mask.nbytes for mask in allowed.values())
+    found = bytearray().join([mask.tobytes().ljust(widest, b"\0") for mask in allowed.values()])
+    masks = torch.frombuffer(found, dtype=torch.uint8).view(-1, widest)
+    return Masks(torch.tensor(list(allowed), dtype=torch.int64), masks)
 
 
 def _penalised(row: int, request: Request) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:

@@ -86,11 +86,13 @@ def _mask(
 ) -> None:
     """Forbid what the rows' guides do not allow."""
     vocabulary = logits.shape[1]
-    if logits.is_cpu:  # row by row in place: to gather the rows and to put them back takes several times as long
-        unpacked = np.unpackbits(~masks.allowed.numpy(), axis=1, count=vocabulary, bitorder="little").view(np.bool_)
-        unpacked[:, 8 * masks.allowed.shape[1] :] = True  # what a mask does not reach
-        for row, one in zip(masks.rows.tolist(), map(torch.from_numpy, unpacked), strict=True):
-            logits[row].masked_fill_(one, -torch.inf)
+    if logits.is_cpu:  # row by row in place, by numpy: torch's masked_fill_ takes several times as long
+        reach = min(8 * masks.allowed.shape[1], vocabulary)
+        unpacked = np.unpackbits(~masks.allowed.numpy(), axis=1, count=reach, bitorder="little").view(np.bool_)
+        numbers = logits.numpy()
+        for row, one in zip(masks.rows.tolist(), unpacked, strict=True):
+            np.copyto(numbers[row, :reach], -np.inf, where=one)
+            numbers[row, reach:] = -np.inf
         return
     rows, allowed = send([masks.rows, masks.allowed], logits.device)
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)

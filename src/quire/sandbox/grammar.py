@@ -166,10 +166,7 @@ class Grammars:
 
     def _thinking(self, thinking: Thinking, inner: AnyGuide | None) -> ThinkingGuide:
         tools = self._made_tools()
-        size = -(-len(tools.drawable) // 4) if inner is None else len(inner.allowed())  # words
-        words = np.zeros(4 * size, np.uint8)
-        words[: len(tools.drawable)] = tools.drawable
-        return ThinkingGuide(thinking, inner, words.view(np.int32), self._eos_tokens, tools.tokenizer.decode_bytes)
+        return ThinkingGuide(thinking, inner, tools.drawable, self._eos_tokens, tools.tokenizer.decode_bytes)
 
     def close(self) -> None:
         """End the processes in which grammars are tried."""
@@ -211,14 +208,15 @@ class Grammars:
                     tokenizer = make_tokenizer(self._tokenizer_json, self._eos_tokens)
                 except ValueError as error:
                     raise RequestError(f"no grammar can be followed with this model's tokenizer: {error}") from error
-                drawable = np.arange(tokenizer.vocab_size) < self._vocab_size
+                drawable = np.zeros(-(-tokenizer.vocab_size // 32) * 32, np.bool_)
+                drawable[: min(tokenizer.vocab_size, self._vocab_size)] = True
                 if not self._eos_tokens:  # the model can tell no end: what would stand for one is some other token
                     drawable[tokenizer.eos_tokens] = False
                 # What a trial survives is compiled once more here.
                 limits = Limits(seconds=self._seconds, cpu_seconds=self._seconds / 2, **TRIAL)
                 arguments = (self._tokenizer_json, self._eos_tokens)
                 trials = Sandbox(num_trials(), Path(grammar_program.__file__), limits, *arguments)
-                self._tools = _Tools(tokenizer, trials, np.packbits(drawable, bitorder="little"))
+                self._tools = _Tools(tokenizer, trials, np.packbits(drawable, bitorder="little").view(np.int32))
             return self._tools
 
 
@@ -241,7 +239,7 @@ class _Known(NamedTuple):
 class _Tools(NamedTuple):
     tokenizer: LLTokenizer
     trials: Sandbox
-    drawable: NDArray[np.uint8]  # a bit for each of the tokenizer's tokens: whether the model ever draws it
+    drawable: NDArray[np.int32]  # a bit for each of the tokenizer's tokens: whether the model ever draws it
 
 
 @dataclass
@@ -268,7 +266,7 @@ class _Budget:
 class GrammarGuide:
     """A `Guide`: one request's way through a grammar."""
 
-    def __init__(self, kind: str, matcher: LLMatcher, drawable: NDArray[np.uint8]) -> None:
+    def __init__(self, kind: str, matcher: LLMatcher, drawable: NDArray[np.int32]) -> None:
         """Raises RequestError where no text can follow the grammar."""
         self._kind = kind
         self._matcher = matcher
@@ -292,7 +290,7 @@ class GrammarGuide:
     @property
     def done(self) -> bool:
         """Whether the text is complete, and nothing can be added."""
-        return self._matcher.is_stopped()
+        return self._done
 
     def copy(self) -> GrammarGuide:
         """The same way, to be continued differently, at the expense of the same allowance."""
@@ -301,11 +299,11 @@ class GrammarGuide:
         return other
 
     def _mask(self) -> NDArray[np.int32]:
-        mask: NDArray[np.int32] = np.frombuffer(self._matcher.compute_bitmask(), np.int32).copy()
-        if self._matcher.is_error() or (self._matcher.is_stopped() and not self._matcher.is_accepting()):
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32, len(self._drawable))
+        self._done = self._matcher.is_stopped()  # in an error, too
+        if self._done and not self._matcher.is_accepting():
             raise RequestError(f"{self._kind} cannot be followed: {_reason(self._matcher.get_error())}")
-        mask.view(np.uint8)[: len(self._drawable)] &= self._drawable
-        return mask
+        return mask & self._drawable
 
 
 def check_depth(schema: Mapping[str, Any], name: str = "json_schema") -> None:
