@@ -378,15 +378,15 @@ def test_who_waits_for_blocks_gets_them_and_who_never_could_is_told() -> None:
 
 
 def test_a_tokenizer_that_fails_ends_one_request(hooked: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = hooked.service.worker.llm.llm.texts
-    old = texts._process_event
+    processor = hooked.service.worker.llm._processor
+    old = processor._process_event
 
     def fail(sample: Any, event: Any) -> None:
         if sample.request.prompt == "bad":
             raise RuntimeError("no such character")
         old(sample, event)
 
-    monkeypatch.setattr(texts, "_process_event", fail)
+    monkeypatch.setattr(processor, "_process_event", fail)
     with ThreadPoolExecutor(2) as pool:
         good = pool.submit(hooked.post, "/v1/completions", prompt="good", max_tokens=30, ignore_eos=True)
         bad = hooked.post("/v1/completions", prompt="bad", max_tokens=30, ignore_eos=True)
