@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import math
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -287,10 +289,29 @@ def test_an_answer_is_encoded_choice_by_choice(server: Serving, monkeypatch: pyt
 @pytest.mark.slow
 def test_a_stream_that_is_cut_off_ends_in_an_error_alone(path: str) -> None:
     """And in no finish_reason, of which OpenAI's clients do not know "abort"."""
-    with serving({}, hook, request_timeout=0.3) as server:
-        runner(server).before = lambda batch: time.sleep(0.02)
+    jobs: list[Any] = []
+    may_step = threading.Semaphore(5)
+    with serving({}, hook, request_timeout=600.0) as server:
+        worker = server.service.worker
+        submit = worker.llm.submit
+        worker.llm.submit = lambda job, *rest: (jobs.append(job), submit(job, *rest))  # type: ignore[method-assign]
+        runner(server).before = lambda batch: may_step.acquire(timeout=60)
         given: dict[str, Any] = {"prompt": "x = "} if path == COMPLETIONS else {"messages": MESSAGES}
-        *pieces, last = server.post(path, **given, n=2, max_tokens=400, ignore_eos=True, stream=True).events()
+        body = given | {"n": 2, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        client = http.client.HTTPConnection(server.host, server.port, timeout=60)
+        client.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        lines = filter(bytes.strip, iter(client.getresponse().readline, b""))
+        found = []
+        for line in lines:
+            found.append(line.removeprefix(b"data: "))
+            if len(found) == 3:  # its time is up
+                assert server.loop is not None
+                server.loop.call_soon_threadsafe(worker._expire, jobs[0], 600.0)
+            may_step.release()
+        may_step.release(9)
+        client.close()
+        *pieces, last = map(json.loads, found[:-1])
+        assert found[-1].strip() == b"[DONE]"
         assert last["error"]["code"] == "deadline"
-        assert len(pieces) > 2
+        assert len(pieces) >= 3
         assert {choice["finish_reason"] for piece in pieces for choice in piece["choices"]} == {None}
