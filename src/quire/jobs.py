@@ -97,31 +97,33 @@ class Reported(Generation):
 
     def __init__(self, prompts: Sequence[tuple[RequestOutput, list[Request]]]) -> None:
         super().__init__(prompts)
-        self._told: dict[tuple[str, int], tuple[int, int]] = {}  # characters and tokens; the engine thread's
+        self._reported: dict[tuple[str, int], tuple[int, int]] = {}  # characters and tokens; the engine thread's
 
     def news(self, output: RequestOutput) -> list[Any]:
         """What is new in an output: a Delta for each sample."""
         found = []
         for sample in output.outputs:
             key = (output.request_id, sample.index)
-            characters, tokens = self._told.get(key, (0, 0))
+            characters, tokens = self._reported.get(key, (0, 0))
             if characters < 0 or (len(sample.token_ids) == tokens and not sample.finished):
                 continue
             logprobs = None if sample.logprobs is None else sample.logprobs[tokens:]
             new = (sample.text[characters:], sample.token_ids[tokens:], logprobs)
             found.append(Delta(output, sample.index, *new, sample.finish_reason, sample.stop_reason, sample.error))
-            self.mark_told(output, sample.index, len(sample.text), len(sample.token_ids), is_whole=sample.finished)
+            self.mark_reported(output, sample.index, len(sample.text), len(sample.token_ids), is_whole=sample.finished)
         return found
 
-    def mark_told(self, output: RequestOutput, sample: int, characters: int, tokens: int, *, is_whole: bool) -> None:
+    def mark_reported(
+        self, output: RequestOutput, sample: int, characters: int, tokens: int, *, is_whole: bool
+    ) -> None:
         """So much of a sample is not to be reported again; of one that is whole, nothing more."""
-        self._told[output.request_id, sample] = (-1, -1) if is_whole else (characters, tokens)
+        self._reported[output.request_id, sample] = (-1, -1) if is_whole else (characters, tokens)
 
 
 class Growing(Reported):
-    """One prompt to be continued, whose output its reader sees grow at his own pace.
+    """One prompt to be continued, whose output its reader sees grow at the reader's own pace.
 
-    What comes while he does other things is merged, so that it takes no more memory than the output itself.
+    What comes between two reads is merged, so that it takes no more memory than the output itself.
     """
 
     def __init__(self, output: RequestOutput, requests: list[Request]) -> None:

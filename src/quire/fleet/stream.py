@@ -103,14 +103,14 @@ class NumberedStream(Stream):
             if len(sample.token_ids) < known.tokens:  # so this is another request
                 del self._known[output.request_id, sample.index]
                 found.append(Delta(output, sample.index, "", [], None, FinishReason.ERROR.value, None, ANOTHER))
-                self.mark_told(output, sample.index, 0, 0, is_whole=True)
+                self.mark_reported(output, sample.index, 0, 0, is_whole=True)
                 continue
             del self._known[output.request_id, sample.index]
             logprobs = None if sample.logprobs is None else sample.logprobs[: known.tokens]
             end = (sample.finish_reason, sample.stop_reason) if known.is_whole else (None, None)
             text, tokens = sample.text[: known.characters], sample.token_ids[: known.tokens]
             found.append(Delta(output, sample.index, text, tokens, logprobs, *end, None, is_known=True))
-            self.mark_told(output, sample.index, known.characters, known.tokens, is_whole=known.is_whole)
+            self.mark_reported(output, sample.index, known.characters, known.tokens, is_whole=known.is_whole)
         if any((output.request_id, sample.index) in self._known for sample in output.outputs):
             return found
         return found + super().news(output)

@@ -1,1 +1,1 @@
-"""Programs that nobody has read, grammars and chat templates, in child processes with limits."""
+"""Programs that no one has read, grammars and chat templates, in child processes with limits."""

@@ -1,4 +1,4 @@
-"""Processes for programs that nobody has read: grammars by clients, and chat templates that come with a model.
+"""Processes for programs that no one has read: grammars by clients, and chat templates that come with a model.
 
 Such a program may loop, take all memory, or overflow a stack, and no library stops all of that. So it runs in a process
 of its own that has limits. This module starts such processes, asks them, and ends them; `child.py` is what they run.
@@ -129,7 +129,7 @@ class Process:
     def _running(self) -> subprocess.Popen[bytes]:
         process = self._process
         if process is not None and not self._is_closed:
-            # What it says before it is asked is of a request that somebody else has ended, such as the system.
+            # What it says before it is asked is of a request that something else has ended, such as the system.
             if process.poll() is None and not (self._is_ready and _poll(_pipes(process)[1], select.POLLIN, 0)):
                 return process
             _end(process)

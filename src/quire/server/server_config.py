@@ -118,7 +118,7 @@ class HttpConfig:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"api_key_file {path} cannot be read: {error}") from error
         found = [line for line in lines if line and not line.startswith("#")]
-        if not found:  # then everybody would be served
+        if not found:  # then every client would be served
             raise ConfigError(f"api_key_file {path} holds no key; write one in a line")
         return (*self.api_key, *found)
 

@@ -38,8 +38,9 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     def answer(output: RequestOutput) -> Response:
         choices, num_reasoning = [], 0
         for sample in output.outputs:
-            message, reason, thoughts = _read(reading, sample.index, sample.text, sample.finish_reason)
-            num_reasoning += reading.num_reasoning(sample.token_ids, thoughts)
+            written = AnswerWriter(reading, sample.index)
+            message, reason = written.message(sample.text), written.reason(sample.finish_reason)
+            num_reasoning += reading.num_reasoning(sample.token_ids, written.reasoning)
             logprobs = chat_logprobs(service.tokenizer, sample.token_ids, sample.logprobs, count)
             tokens = {"token_ids": sample.token_ids} if body.return_token_ids else {}
             choices.append(_choice(sample.index, message, logprobs, reason, sample.stop_reason) | tokens)
@@ -67,15 +68,6 @@ async def chat(service: Service, request: HttpRequest, body: ChatRequest) -> Res
     output = await turn.run()
     size = num_logprobs([output]) + sum(len(sample.text) for sample in output.outputs)
     return await aside(size, partial(answer, output))
-
-
-def _read(reading: Reading, sample: int, text: str, reason: str | None) -> tuple[dict[str, Any], str | None, str]:
-    """A sample's message, why it ended, and its thoughts."""
-    if reading.is_plain:
-        return {"role": "assistant", "content": text, "refusal": None}, reason, ""
-    writer = AnswerWriter(reading, sample)
-    message = writer.message(text)
-    return message, writer.reason(reason), writer.reasoning
 
 
 def _choice(
@@ -110,7 +102,7 @@ class _Events:
         [self._output] = job.outputs
         self._generated = 0
         self._reading = reading
-        self._writers = [] if reading.is_plain else [AnswerWriter(reading, i) for i in range(body.n or 1)]
+        self._writers = [AnswerWriter(reading, i) for i in range(body.n or 1)]
 
     def begin(self) -> bytes:
         """Who speaks."""
@@ -125,7 +117,7 @@ class _Events:
         parts: list[bytes] = []
         for delta in deltas:
             self._generated += len(delta.token_ids)
-            events = self._read_events(delta) if self._writers else self._events(delta)
+            events = self._events(delta)
             if not delta.is_known:
                 parts += self._job.marked(delta, events)
         return b"".join(parts)
@@ -142,33 +134,21 @@ class _Events:
         return data(error.body()) + DONE
 
     def _events(self, delta: Delta) -> list[bytes]:
+        """One piece has all that a delta brings, as a client has it or not; another one has the end."""
+        body, is_last = self._body, delta.finish_reason is not None
         if delta.error is not None:
-            return [data(request_failed(delta.error, self._body.grammar_field()).body())]
-        if delta.logprobs is None and delta.finish_reason is None and not self._body.return_token_ids:
+            return [data(request_failed(delta.error, body.grammar_field()).body())]
+        if self._reading.is_plain and delta.logprobs is None and not is_last and not body.return_token_ids:
             counts = len(self._output.prompt_token_ids), self._generated
             return [self._chunks.text(delta.sample, delta.text, _said, *counts)] if delta.text else []
-        events, count = [], self._body.top_logprobs or 0
-        logprobs = chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, count)
-        tokens = {"token_ids": delta.token_ids} if self._body.return_token_ids else {}
-        if delta.text or (logprobs and delta.token_ids) or any(tokens.values()):
-            events.append(self._piece(delta.sample, {"content": delta.text}, logprobs, **tokens))
-        if delta.finish_reason is not None:
-            end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-            events.append(self._piece(delta.sample, {}, **end))
-        return events
-
-    def _read_events(self, delta: Delta) -> list[bytes]:
-        """The same of an answer that is read. One piece has all that a delta brings, as a client has it or not."""
-        if delta.error is not None:
-            return [data(request_failed(delta.error, self._body.grammar_field()).body())]
         writer = self._writers[delta.sample]
-        found = writer.delta(delta.text, is_last=delta.finish_reason is not None)
-        logprobs = chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, self._body.top_logprobs or 0)
-        tokens = {"token_ids": delta.token_ids} if self._body.return_token_ids else {}
+        found = writer.delta(delta.text, is_last=is_last)
+        logprobs = chat_logprobs(self._service.tokenizer, delta.token_ids, delta.logprobs, body.top_logprobs or 0)
+        tokens = {"token_ids": delta.token_ids} if body.return_token_ids else {}
         events = []
         if found or ((logprobs or tokens) and delta.token_ids):
             events.append(self._piece(delta.sample, found or {"content": ""}, logprobs, **tokens))
-        if delta.finish_reason is not None:
+        if is_last:
             end = {"finish_reason": writer.reason(delta.finish_reason), "stop_reason": delta.stop_reason}
             events.append(self._piece(delta.sample, {}, **end))
         return events

@@ -323,7 +323,7 @@ class Service:
         return await self.compilers.run(client, partial(self.grammars.compile, spec))
 
     def close(self) -> None:
-        """End what runs beside the engine."""
+        """End the threads and processes that work for the engine."""
         for lane in (self.compilers, self._quick_grammars, self._texts, self._templates):
             lane.close()
         if self.grammars is not None:
@@ -334,7 +334,7 @@ class Service:
             self.traces.close()
 
     def identity(self, request: HttpRequest, kind: str) -> Identity:
-        """The name of a request's answer, which nobody can guess, and when it was made."""
+        """The name of a request's answer, which cannot be guessed, and when it was made."""
         return Identity(new_name(kind), int(time.time()))
 
     def stream(
@@ -413,7 +413,7 @@ def _cancel(task: asyncio.Task[T]) -> None:
 
 
 async def aside(size: int, function: Callable[[], T]) -> T:
-    """What a function returns; it runs on another thread if what it goes through is long, so that nobody waits."""
+    """What a function returns; it runs on another thread if what it goes through is long, so that no one waits."""
     return await asyncio.to_thread(function) if size > LONG_TEXT else function()
 
 
@@ -423,7 +423,7 @@ def listed(given: Any) -> list[str | list[int]]:
 
 
 def new_name(kind: str) -> str:
-    """An id for an answer, which nobody can guess."""
+    """An id for an answer, which cannot be guessed."""
     return f"{kind}-{uuid.uuid4().hex}"
 
 
