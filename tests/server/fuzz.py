@@ -209,7 +209,7 @@ def narrowed(document: Any) -> Any:
     found = deepcopy(document)
     for name in (
         "CompletionRequest", "ChatRequest", "EmbeddingRequest", "TokenizeRequest", "Message", "ResponsesRequest",
-        "MessagesRequest", "RerankRequest", "ScoreRequest", "OllamaChatRequest", "GenerateRequest",
+        "MessagesRequest", "RerankRequest", "ScoreRequest", "OllamaChatRequest", "GenerateRequest", "EmbedRequest",
     ):  # fmt: skip
         properties = found["components"]["schemas"][name]["properties"]
         properties |= {name: NARROW[name] for name in NARROW.keys() & properties.keys()}

@@ -15,6 +15,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from quire import LLM
 from quire.server.api import embeddings as embeddings_module
+from quire.server.api import further_forms
 from quire.server.api.openapi import Embeddings
 from tests.server.fuzz import LONGEST_MESSAGE
 from tests.server.serving import Serving, serving
@@ -77,6 +78,34 @@ def test_usage_tells_of_the_prompts_and_of_the_cache() -> None:
         until(server.is_idle)
 
 
+def test_conversations_and_what_is_left_of_long_inputs(speaking: Serving) -> None:
+    """As vLLM has the former, as others have the latter, and as Ollama has both."""
+    asked = {"messages": [{"role": "user", "content": "a queue"}], "chat_template_kwargs": {"mood": "glad"}}
+    for added in (False, True):
+        tokens = speaking.post("/tokenize", **asked, add_generation_prompt=added).json()["tokens"]
+        assert vectors(speaking, **asked, **{"add_generation_prompt": True} if added else {}) == vectors(
+            speaking, input=tokens
+        )
+    long = list(np.random.default_rng(5).integers(5, 2000, 1500).tolist())
+    first, last = vectors(speaking, input=[long[:1024], long[-1024:]])
+    assert vectors(speaking, input=long, truncate="END") == [first]
+    assert vectors(speaking, input=long, truncate="START") == vectors(speaking, input=long, truncate_prompt_tokens=-1)
+    assert vectors(speaking, input=long, truncate="START") == [last]
+    assert vectors(speaking, input=long, truncate="END", truncate_prompt_tokens=9) == vectors(speaking, input=long[-9:])
+    text = " ".join(f"word{i}" for i in range(999))
+    found = speaking.post("/api/embed", model=f"{MODEL}:latest", input=["a", text], keep_alive=5, options={}).json()
+    assert further_forms.OllamaEmbeddings.model_validate(found).prompt_eval_count == 2 + 1024
+    assert found["embeddings"] == vectors(speaking, input=["a", text], truncate="END")
+    assert len(speaking.post("/api/embed", input="a", dimensions=3).json()["embeddings"][0]) == 3
+    assert speaking.post("/api/embed", model=MODEL).json()["embeddings"] == []
+    for body, words in (
+        ({"input": text, "truncate": False}, "up to 1024"),
+        ({"input": "a", "model": "m"}, "there is no model 'm'"),
+        ({"input": "a", "dimensions": 999}, "dimensions is 999"),
+    ):
+        assert words in speaking.post("/api/embed", **body).json()["error"]
+
+
 def test_the_openai_package(server: Serving, offline: dict[str, list[float]]) -> None:
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     for options in ({}, {"encoding_format": "float"}):  # without it the package asks for base64
@@ -111,7 +140,15 @@ def test_many_clients_beside_others_who_generate(server: Serving, offline: dict[
         ({}, "input", "input is missing"),
         ({"input": []}, "input", "input cannot be read; it must be a text, a list of token ids, or a list of these"),
         ({"input": [[]]}, "input", "input cannot be read"),
-        ({"input": None}, "input", "input cannot be read"),
+        ({"input": None}, "input", "input is missing; give either input or messages"),
+        ({"input": "a", "messages": [{"role": "user", "content": "b"}]}, "input", "input goes without messages"),
+        (
+            {"messages": [{"role": "user", "content": "b" * 9000}]},
+            "messages",
+            "this model serves sequences of up to 1024",
+        ),
+        ({"input": "a", "input_type": "query"}, "input_type", "a text is embedded as it is"),
+        ({"input": "a" * 9000, "truncate": "NONE"}, "input", "this model serves sequences of up to 1024"),
         ({"input": {"text": "a"}}, "input", "input cannot be read"),
         ({"input": ["a", 1]}, "input", "input cannot be read"),
         ({"input": ["a"] * 1025}, "input", "input cannot be read"),

@@ -16,7 +16,7 @@ def test_no_case_brings_the_server_down_or_changes_a_text() -> None:
     assert report.num_cases >= 200
     assert report.num_canaries >= 4
     operations = {label for label, _, _ in report.cases}
-    assert len(operations) == 23
+    assert len(operations) == 24
     assert {mode for _, _, mode in report.cases} == {"positive", "negative"}
     for route in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/rerank", "/api/generate"):
         assert report.statuses[f"POST {route}", 200] > 3, told(report)

@@ -15,11 +15,12 @@ from quire.errors import RequestError
 from quire.jobs import Generation
 from quire.request import Request
 from quire.server.api.chunks import usage
+from quire.server.api.conversation import conversation
 from quire.server.api.service import Prompt, Service, aside, counted, listed
 from quire.server.http.api_error import ApiError, request_failed
 from quire.server.http.sse import JsonBody, dumps
 from quire.server.protocol.embeddings import Embedding, EmbeddingRequest
-from quire.text import RequestOutput, truncated
+from quire.text import RequestOutput
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,17 +30,26 @@ MAX_NUMBERS = 2**22  # in one answer: some 20 bytes each
 
 async def embed(service: Service, request: HttpRequest, body: EmbeddingRequest) -> Response:
     """Answer a request. Where one of its inputs fails, the whole answer is that error."""
+    outputs = await embedded(service, request, body)
+    return await aside(_num_numbers(service, body, len(outputs)), lambda: _answer(service, body, outputs))
+
+
+async def embedded(service: Service, request: HttpRequest, body: EmbeddingRequest) -> list[RequestOutput]:
+    """The outputs of a request's inputs, with their hidden states. Raises ApiError where one fails."""
     service.check_model(body.model)
-    inputs = listed(body.input)
-    size = len(inputs) * _dimensions(service, body)
+    given = body.inputs()
+    if given is None:
+        prompt = await conversation(service, request, body.messages or (), body)
+        return await hidden_states(service, request, body, [prompt.tokens], "messages")
+    inputs = listed(given)
+    size = _num_numbers(service, body, len(inputs))
     if size > MAX_NUMBERS:
         message = (
             f"input has {len(inputs)} entries, whose vectors are {size} numbers; this server gives {MAX_NUMBERS} at "
             f"a time, so send fewer, or set dimensions"
         )
         raise ApiError(message, param="input")
-    outputs = await hidden_states(service, request, body, inputs, "input")
-    return await aside(size, lambda: _answer(service, body, outputs))
+    return await hidden_states(service, request, body, inputs, "input")
 
 
 async def hidden_states(
@@ -82,13 +92,13 @@ def unit_vector(output: RequestOutput, what: str, dimensions: int | None = None)
     return vector
 
 
-def _dimensions(service: Service, body: EmbeddingRequest) -> int:
-    """Numbers of a vector. Raises ApiError for more than the model has."""
+def _num_numbers(service: Service, body: EmbeddingRequest, count: int) -> int:
+    """Numbers of so many vectors. Raises ApiError for vectors of more than the model has."""
     try:
         check_dimensions(body.dimensions, service.model.hidden_size)
     except RequestError as error:
         raise ApiError(str(error), param="dimensions") from error
-    return body.dimensions or service.model.hidden_size
+    return count * (body.dimensions or service.model.hidden_size)
 
 
 def _prompt(service: Service, name: str, field: str, given: str | list[int], body: Embedding) -> Prompt:
@@ -101,7 +111,7 @@ def _prompt(service: Service, name: str, field: str, given: str | list[int], bod
     else:
         prompt = Prompt(None, given)
     longest, size = service.model.max_model_len, service.model.vocab_size
-    prompt.tokens = truncated(prompt.tokens, body.truncate_prompt_tokens, None, longest)
+    prompt.tokens = body.kept(prompt.tokens, longest)
     if (count := len(prompt.tokens)) == 0:
         raise ApiError(f"{name} has no token; each input needs at least one", param=field)
     if count > longest:

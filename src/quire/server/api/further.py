@@ -18,7 +18,7 @@ from quire.server.api.service import Service
 from quire.server.http.body import BodyRoute
 from quire.server.http.sse import JsonBody
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
-from quire.server.protocol.ollama import GenerateRequest, OllamaChatRequest, ShowRequest
+from quire.server.protocol.ollama import EmbedRequest, GenerateRequest, OllamaChatRequest, ShowRequest
 from quire.server.protocol.rerank import RerankRequest, ScoreRequest
 from quire.server.protocol.responses import ResponsesRequest
 
@@ -80,6 +80,11 @@ def ollama_router(service: Service) -> APIRouter:
     async def generated_lines(request: HttpRequest, body: GenerateRequest) -> Response:
         service.take_in(request, body)
         return await ollama.ollama_generate(service, request, body)
+
+    @routes.post("/api/embed", responses=answer(forms.OllamaEmbeddings, "A vector for each text", forms.OllamaError))
+    async def embedded_texts(request: HttpRequest, body: EmbedRequest) -> Response:
+        service.take_in(request, body)
+        return await ollama.ollama_embed(service, request, body)
 
     @routes.post("/api/show", response_model=None, responses=answer(forms.OllamaShown, "The model", forms.OllamaError))
     async def shown_model(body: ShowRequest) -> Response:

@@ -278,6 +278,16 @@ class OllamaAnswer(Answer):
     eval_duration: int = 0
 
 
+class OllamaEmbeddings(Answer):
+    """The answer of /api/embed."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int  # nanoseconds
+    load_duration: int
+    prompt_eval_count: int
+
+
 class OllamaDetails(Answer):
     """What is not known of a model here."""
 

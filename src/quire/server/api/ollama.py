@@ -1,4 +1,7 @@
-"""Ollama's routes: /api/chat and /api/generate go on with a conversation or a prompt, the others tell of the model."""
+"""Ollama's routes: /api/chat and /api/generate go on with a conversation or a prompt, /api/embed embeds texts.
+
+The others tell of the model.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quire.server.api.blocks import Block, BlockEvents, Ending, read_whole
-from quire.server.api.service import Service
+from quire.server.api.embeddings import embedded, unit_vector
+from quire.server.api.service import Service, aside, counted
 from quire.server.api.streamed import StreamedAnswer
 from quire.server.api.turn import Turn
 from quire.server.http.api_error import OLLAMA_PATHS, ApiError
 from quire.server.http.sse import JsonBody, dumps
-from quire.server.protocol.ollama import GenerateRequest, OllamaChatRequest, ShowRequest
+from quire.server.protocol.ollama import EmbedRequest, GenerateRequest, OllamaChatRequest, ShowRequest
 from quire.server.tools.parser import Kind
 
 VERSION = "0.12.6"  # of Ollama, whose API this is: clients ask for it to know what they may send
@@ -72,6 +76,22 @@ async def _answer(
     found = _said(field, texts[Kind.CONTENT], texts[Kind.REASONING], calls)
     logprobs = [entry for one in blocks for entry in one.logprobs]
     return JsonBody(script.last(ending) | found | ({"logprobs": logprobs} if chat.logprobs else {}))
+
+
+async def ollama_embed(service: Service, request: HttpRequest, body: EmbedRequest) -> Response:
+    """Embed texts; none of them asks Ollama to load the model."""
+    began, asked = time.perf_counter_ns(), body.embedding()
+    service.check_model(asked.model)
+    outputs = await embedded(service, request, asked) if body.input else []
+    num_prompt = counted(outputs)[0]
+
+    def answered() -> Response:
+        vectors = [unit_vector(one, f"input {i}", asked.dimensions).tolist() for i, one in enumerate(outputs)]
+        head = {"model": body.model or service.answering(None), "embeddings": vectors}
+        spent = {"total_duration": time.perf_counter_ns() - began, "load_duration": 0}
+        return JsonBody(head | spent | {"prompt_eval_count": num_prompt})
+
+    return await aside(len(outputs) * service.model.hidden_size, answered)
 
 
 def tags(service: Service) -> dict[str, Any]:

@@ -26,7 +26,7 @@ FinishReason = Literal["stop", "length"]  # a request that fails is answered wit
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
 # Those that name a model.
 BODIES = frozenset(
-    "ChatRequest CompletionRequest CountTokensRequest DetokenizeRequest EmbeddingRequest GenerateRequest "
+    "ChatRequest CompletionRequest CountTokensRequest DetokenizeRequest EmbedRequest EmbeddingRequest GenerateRequest "
     "MessagesRequest OllamaChatRequest RerankRequest ResponsesRequest ScoreRequest ShowRequest TokenizeRequest".split()
 )
 

@@ -26,7 +26,7 @@ from quire.request import MAX_PRIORITY
 MAX_N = 128  # samples of a prompt, as OpenAI has it
 MAX_PROMPTS = 1024  # in one request
 MAX_PROMPT = 2**21  # characters or tokens
-MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_STOPS, MAX_STOP_LENGTH = 64, 256  # editors send a word of each kind of line that may follow
 MAX_STOP_TOKENS = 256
 MAX_TOKEN = 2**31 - 1
 MAX_NAME = 256

@@ -1,4 +1,4 @@
-"""The bodies of Ollama's /api/chat, /api/generate and /api/show, and the chats that they ask for."""
+"""The bodies of Ollama's /api/chat, /api/generate, /api/embed and /api/show, and what they ask for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pydantic import Field
 from quire.server.http.body import model_of
 from quire.server.protocol.body import (
     MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_TOKEN,
     Body,
     FunctionName,
     GivenName,
@@ -22,6 +24,7 @@ from quire.server.protocol.body import (
     Text,
 )
 from quire.server.protocol.chat import MAX_CALLS, MAX_TOOLS, ChatRequest
+from quire.server.protocol.embeddings import EmbeddingRequest
 
 # Ollama's names of options: those of a chat.
 CALLED = {
@@ -230,6 +233,30 @@ class GenerateRequest(Shared):
         """The chat that this asks for."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return self.chat_of([*system, {"role": "user", "content": self.prompt or ""}])
+
+
+class EmbedRequest(Body):
+    """The body of /api/embed."""
+
+    model: Name | None = None
+    input: Text | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)] | None = None
+    truncate: On = True  # a text that is too long loses its end
+    dimensions: Annotated[int, Field(ge=0, le=MAX_TOKEN)] | None = None  # 0: all
+    options: Options | None = None  # of no consequence, like the next: nothing is drawn
+    keep_alive: Any = None
+
+    ALSO_CALLED: ClassVar[dict[str, str]] = {"prompt": "input"}
+    NOTES: ClassVar[tuple[str, ...]] = ("options", "keep_alive")
+
+    def embedding(self) -> EmbeddingRequest:
+        """The embeddings that this asks for."""
+        asked = {
+            "model": None if self.model is None else self.model.removesuffix(":latest"),
+            "input": self.input,
+            "truncate": "END" if self.truncate else None,
+            "dimensions": self.dimensions or None,
+        }
+        return model_of(asked, EmbeddingRequest)
 
 
 class ShowRequest(Body):

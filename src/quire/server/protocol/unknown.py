@@ -93,7 +93,6 @@ NOT_HERE = (
         "input_suffix": "/v1/completions fills in, between prompt and suffix",
         "n_keep": "no part of a prompt is dropped; one that is too long is an error",
         "negative_prompt": "the text is not steered away from another one here",
-        "num_ctx": "the longest sequence is the server's (--max-model-len)",
         "options": "it is of Ollama's own routes; give temperature, top_p, seed and the others in the body itself",
         "prompt_embeds": "a prompt is a text or token ids",
         "structural_tag": "the text can follow a schema, a regex or a grammar",
