@@ -90,6 +90,9 @@ def test_formats_thoughts_and_calls(speaking: Serving) -> None:
     first, second = [one.id for one in made.messages[1].tool_calls or ()]
     assert [one.tool_call_id for one in made.messages[2:]] == [second, first]
     assert made.messages[1].reasoning_content == "hm"
+    named = [{"role": "tool", "content": "1", "tool_call_id": first}, {"role": "tool", "content": "2"}]
+    made_so = OllamaChatRequest.model_validate({"messages": [*history[:2], *named]}).chat()
+    assert [one.tool_call_id for one in made_so.messages[2:]] == [first, second]
     assert (made.chat_template_kwargs, made.repetition_penalty, made.stream) == ({"enable_thinking": True}, 1.1, True)
     assert ask(speaking, "/api/chat", messages=history, think="low")["message"]["content"]
 
