@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from quire.ops.lora import LoraTable, PlainLoraTable
+from quire.ops.narrow import NarrowLinear, NarrowWeight
 from quire.ops.quantised import QuantisedEmbedding, QuantisedLinear, QuantisedWeight
 
 PROBED_ROWS = (2, 3, 16, 17, 64, 512)
 PROBE_NUMBERS = 2**24  # of an output: the probe of a large vocabulary has fewer rows
+
+LinearWeight: TypeAlias = Tensor | QuantisedWeight | NarrowWeight  # [out, in]
 
 
 class Linear(Protocol):
@@ -145,12 +148,16 @@ class Linears:
 
     def linear(
         self,
-        weight: Tensor | QuantisedWeight,  # [out, in]
+        weight: LinearWeight,  # [out, in]
         bias: Tensor | None = None,  # [out]
     ) -> Linear:
         """The linear of that weight."""
         if isinstance(weight, QuantisedWeight):
             return QuantisedLinear(weight, bias, weight.dtype)
+        if isinstance(weight, NarrowWeight):
+            if weight.is_cpu:
+                return NarrowLinear(weight, bias, weight.dtype)
+            return self.linear(weight.dequantised().to(weight.dtype), bias)
         if not weight.is_cpu:
             return PlainLinear(weight, bias)
         dtype = product_dtype(weight.dtype)
@@ -161,11 +168,11 @@ class Linears:
 
     def joined(
         self,
-        weights: Sequence[Tensor | QuantisedWeight],  # [out, in] each
+        weights: Sequence[LinearWeight],  # [out, in] each
         bias: Tensor | None = None,  # [all out]
     ) -> Linear:
         """One linear of weights that differ in kind, or in the order of their inputs."""
-        sizes = [w.out_size if isinstance(w, QuantisedWeight) else len(w) for w in weights]
+        sizes = [len(w) if isinstance(w, Tensor) else w.out_size for w in weights]
         biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
         return JoinedLinear([self.linear(w, b) for w, b in zip(weights, biases, strict=True)], sizes)
 
@@ -178,17 +185,19 @@ class Linears:
 
     def head(
         self,
-        weight: Tensor | QuantisedWeight,  # [V, H]
+        weight: LinearWeight,  # [V, H]
         bias: Tensor | None = None,  # [V]
     ) -> Linear:
         """The linear that makes logits: in fp32 where the product has them so, rounded to its dtype elsewhere."""
         if isinstance(weight, QuantisedWeight):
             return QuantisedLinear(weight, bias, torch.float32)
+        if isinstance(weight, NarrowWeight) and weight.is_cpu:
+            return NarrowLinear(weight, bias, torch.float32)
         return self.linear(weight, bias)
 
     def tied(
         self,
-        weight: Tensor | QuantisedWeight,  # [V, H]
+        weight: LinearWeight,  # [V, H]
     ) -> tuple[Embedding, Linear]:
         """The embedding, and the linear that makes logits with the same weight, which is held once.
 
@@ -197,6 +206,8 @@ class Linears:
         """
         if isinstance(weight, QuantisedWeight):
             return QuantisedEmbedding(weight), self.head(weight)
+        if isinstance(weight, NarrowWeight):
+            return PlainEmbedding(weight.dequantised().to(weight.dtype), weight.dtype), self.head(weight)
         if not weight.is_cpu:
             return PlainEmbedding(weight, weight.dtype), self.head(weight)
         dtype = product_dtype(weight.dtype)

@@ -18,9 +18,10 @@ from quire.errors import BadShape, BadValue, Unsupported
 from quire.ops import checks
 from quire.ops.cpu import native
 from quire.ops.cpu.lora import LoraMemory, PackedLoraTable
-from quire.ops.linear import Embedding, Linear, Linears
+from quire.ops.linear import Embedding, Linear, Linears, LinearWeight
 from quire.ops.lora import LoraTable
 from quire.ops.memory import in_huge_pages
+from quire.ops.narrow import NarrowFormat, NarrowWeight
 from quire.ops.quantised import QuantisedWeight
 
 BLOCK = 64 * 2**20  # bytes that weights share, since a small one alone fills no huge page
@@ -67,6 +68,7 @@ class PackedLinear:
     out_dtype: torch.dtype
     library: native.Library
     integers: PackedIntegers | None = None  # of a quantised weight
+    narrow: NarrowFormat | None = None  # of a weight of narrow numbers
 
     def __call__(
         self,
@@ -120,9 +122,16 @@ class PackedLinear:
         """fp32 numbers of the copy of a row of x: each has one of its numbers, a pair of bf16, or four bytes."""
         return int(self.library("row_lanes", byref(self.params())))
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What decides how x is taken, and how the weight is packed; the first of it which product is formed."""
+        if self.integers is not None:
+            return self.integers.kind
+        return (None if self.narrow is None else self.narrow.name,)
+
     def params(self) -> native.LinearParams:
         """What the kernel needs to know of the weight; its rows are the caller's to fill in."""
-        params = _params(self.out_size, self.in_size, self.dtype, self.integers)
+        params = _params(self.out_size, self.in_size, self.dtype, self.integers, self.narrow)
         params.weight, params.out_dtype = self.packed.data_ptr(), native.DTYPES[self.out_dtype]
         params.bias = None if self.bias is None else self.bias.data_ptr()
         return params
@@ -152,7 +161,7 @@ class PackedLinears(Linears):
 
     def linear(
         self,
-        weight: Tensor | QuantisedWeight,  # [out, in]
+        weight: LinearWeight,  # [out, in]
         bias: Tensor | None = None,  # [out]
     ) -> Linear:
         """The linear of that weight."""
@@ -160,7 +169,7 @@ class PackedLinears(Linears):
 
     def head(
         self,
-        weight: Tensor | QuantisedWeight,  # [V, H]
+        weight: LinearWeight,  # [V, H]
         bias: Tensor | None = None,  # [V]
     ) -> Linear:
         """The linear that makes logits, in fp32."""
@@ -168,10 +177,10 @@ class PackedLinears(Linears):
 
     def tied(
         self,
-        weight: Tensor | QuantisedWeight,  # [V, H]
+        weight: LinearWeight,  # [V, H]
     ) -> tuple[Embedding, Linear]:
         """The embedding and the linear that makes logits, of one packed weight."""
-        if not self._serves(weight):
+        if not self._serves(weight) or isinstance(weight, NarrowWeight):
             return super().tied(weight)
         packed = self._pack(weight, out_dtype=torch.float32)
         return PackedEmbedding(packed), packed
@@ -182,7 +191,7 @@ class PackedLinears(Linears):
             return super().lora(in_size, out_size, dtype, num_slots, most_rank)
         return PackedLoraTable(in_size, out_size, dtype, num_slots, most_rank, self._loras, native.default())
 
-    def _serves(self, weight: Tensor | QuantisedWeight) -> bool:
+    def _serves(self, weight: LinearWeight) -> bool:
         return weight.is_cpu and weight.dtype in native.DTYPES
 
 
@@ -196,7 +205,7 @@ class Packer:
 
     def __call__(
         self,
-        weight: Tensor | QuantisedWeight,  # [out, in], of a dtype of native.DTYPES
+        weight: LinearWeight,  # [out, in], of a dtype of native.DTYPES
         bias: Tensor | None = None,  # [out]
         out_dtype: torch.dtype | None = None,  # fp32, or the weight's
     ) -> PackedLinear:
@@ -204,7 +213,7 @@ class Packer:
         dtype = weight.dtype
         if dtype not in native.DTYPES or out_dtype not in (None, dtype, torch.float32):
             raise Unsupported(f"weight is {dtype} and out_dtype {out_dtype}; the kernel takes {list(native.DTYPES)}")
-        values = weight.values if isinstance(weight, QuantisedWeight) else weight
+        values = _values(weight)
         if values.dim() != 2 or values.numel() == 0 or (bias is not None and bias.shape != values.shape[:1]):
             shown = None if bias is None else tuple(bias.shape)
             raise BadShape(f"weight has shape {tuple(values.shape)} and bias {shown}; expected [out, in] and [out]")
@@ -214,11 +223,15 @@ class Packer:
         if bias is not None:
             _check_host("bias", bias)
         integers = PackedIntegers.of(weight, self._kept) if isinstance(weight, QuantisedWeight) else None
+        narrow = weight.format if isinstance(weight, NarrowWeight) else None
         out_size, in_size = values.shape
-        params = _params(out_size, in_size, dtype, integers)
+        params = _params(out_size, in_size, dtype, integers, narrow)
         packed = self._take(self._library("packed_bytes", byref(params)))
         if isinstance(weight, QuantisedWeight):
             self._pack_values(params, weight, packed)
+        elif isinstance(weight, NarrowWeight):
+            codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+            self._library("pack_narrow", byref(params), codes.data_ptr(), scales.data_ptr(), packed.data_ptr())
         else:
             self._pack_numbers(params, weight, packed)
         return PackedLinear(
@@ -230,6 +243,7 @@ class Packer:
             out_dtype or dtype,
             self._library,
             integers,
+            narrow,
         )
 
     def _pack_numbers(self, params: native.LinearParams, weight: Tensor, packed: Tensor) -> None:
@@ -257,9 +271,24 @@ class Packer:
         return taken
 
 
-def _params(out_size: int, in_size: int, dtype: torch.dtype, integers: PackedIntegers | None) -> native.LinearParams:
+def _values(weight: LinearWeight) -> Tensor:
+    """Its numbers, integers or codes: [out, in]."""
+    if isinstance(weight, Tensor):
+        return weight
+    return weight.values if isinstance(weight, QuantisedWeight) else weight.codes
+
+
+def _params(
+    out_size: int,
+    in_size: int,
+    dtype: torch.dtype,
+    integers: PackedIntegers | None,
+    narrow: NarrowFormat | None,
+) -> native.LinearParams:
     """What says how a weight is packed."""
     params = native.LinearParams(in_size=in_size, out_size=out_size, dtype=native.DTYPES[dtype])
+    if narrow is not None:
+        params.bits, params.narrow = narrow.bits, True
     if integers is not None:
         params.bits, params.group, params.zeros = integers.bits, integers.group_size, integers.has_zeros
         params.whole_rows = integers.whole_rows

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from quire.errors import BadShape, BadStride
 from quire.ops import checks
-from quire.ops.linear import Linear, Linears, rows_are_independent
-from quire.ops.quantised import QuantisedWeight
+from quire.ops.linear import Linear, Linears, LinearWeight, rows_are_independent
 from quire.ops.triton.launch import check_dtype, on_device_of
 
 
@@ -162,11 +161,11 @@ class TiledLinears(Linears):
 
     def linear(
         self,
-        weight: Tensor | QuantisedWeight,  # [out, in]
+        weight: LinearWeight,  # [out, in]
         bias: Tensor | None = None,  # [out]
     ) -> Linear:
         """The linear of that weight."""
-        if isinstance(weight, QuantisedWeight):
+        if not isinstance(weight, Tensor):
             return super().linear(weight, bias)
         few, many = TiledLinear(weight, bias, FEW_ROWS), TiledLinear(weight, bias, MANY_ROWS)
         # One shape of tile gives a row the same bits wherever it stands; two do as far as a probe finds, one with

@@ -37,10 +37,20 @@ static void with_vector_kind(int32_t dtype, const F& f) {
     with_kind(dtype, [&]<class K>() { f.template operator()<typename VectorKindOf<K>::Kind>(); });
 }
 
+// The kind of a weight of narrow numbers.
+template <class F>
+static void with_narrow(const LinearParams* p, const F& f) {
+    with_kind(p->dtype, [&]<class K>() {
+        if (p->bits == 4) f.template operator()<Narrow<K, 4>>();
+        else f.template operator()<Narrow<K, 8>>();
+    });
+}
+
 // The kind of a weight.
 template <class F>
 static void with_weight(const LinearParams* p, const F& f) {
-    if (p->bits == 4) f.template operator()<Integers<4>>();
+    if (p->narrow) with_narrow(p, f);
+    else if (p->bits == 4) f.template operator()<Integers<4>>();
     else if (p->bits == 8) f.template operator()<Integers<8>>();
     else with_kind(p->dtype, f);
 }
@@ -212,12 +222,19 @@ ENTRY(pack_values)(
     else pack_values<8>(parallel_for, *p, values, scales, zeros, packed);
 }
 
-// Rows of a weight that was packed. Writes nothing and returns a place in `places` that is no row, or -1.
+// The same of narrow numbers. codes: [out, in], one a byte. scales: [out, groups].
+ENTRY(pack_narrow)(ParallelFor parallel_for, const LinearParams* p, const uint8_t* codes, const float* scales, char* packed) {
+    with_narrow(p, [&]<class K>() { pack_narrow<K>(parallel_for, *p, codes, scales, packed); });
+}
+
+// Rows of a weight that was packed, other than a narrow one. Writes nothing and returns a place in `places` that is no row, or -1.
 extern "C" QUIRE_EXPORT int64_t QUIRE_NAME(unpack, QUIRE_ISA)(
     ParallelFor parallel_for, const LinearParams* p, const int64_t* places, int64_t count, void* to) {
     for (int64_t i = 0; i < count; i++)
         if (places[i] < 0 || places[i] >= p->out_size) return i;
-    with_weight(p, [&]<class K>() { unpack<K>(parallel_for, *p, places, count, to); });
+    with_weight(p, [&]<class K>() {
+        if constexpr (!NARROW<K>) unpack<K>(parallel_for, *p, places, count, to);
+    });
     return -1;
 }
 

@@ -3,8 +3,8 @@
 // W rows of the weight, transposed, make a strip: the lines that the kernels read lie one after the other, so a strip is one
 // stream from memory however many strips are multiplied at a time.
 //
-// This file shares the work between threads; linear_vectors.h, linear_integers.h, linear_tiles.h and linear_integer_tiles.h
-// multiply. In each, the bits of a number depend neither on the other rows nor on how the work is cut.
+// This file shares the work between threads; linear_vectors.h, linear_integers.h, linear_tiles.h, linear_integer_tiles.h and
+// linear_narrow.h multiply. In each, the bits of a number depend neither on the other rows nor on how the work is cut.
 #pragma once
 
 #include "kinds.h"
@@ -19,6 +19,9 @@ constexpr int64_t FORK = 1 << 16;  // multiply-adds that are worth a second thre
 // Whether a kind of weight is integers with scales.
 template <class K>
 constexpr bool INTEGERS = false;
+// Whether it is floating-point numbers of 8 or 4 bits with scales.
+template <class K>
+constexpr bool NARROW = false;
 
 // One strip: to[lane][column], zero after the last row of the weight and after its last input.
 template <class K, class T = typename K::E::T>
@@ -119,6 +122,7 @@ class LinearItems {
 #include "linear_tiles.h"
 #include "linear_integer_tiles.h"
 #endif
+#include "linear_narrow.h"
 
 namespace {
 
@@ -140,6 +144,10 @@ struct LinearWorkerOf<Tiled> {
     using Worker = LinearTiles;
 };
 #endif
+template <class Base, int BITS>
+struct LinearWorkerOf<Narrow<Base, BITS>> {
+    using Worker = LinearNarrow<Narrow<Base, BITS>>;
+};
 template <class K>
 using LinearWorker = typename LinearWorkerOf<K>::Worker;
 
@@ -147,6 +155,7 @@ using LinearWorker = typename LinearWorkerOf<K>::Worker;
 template <class K>
 static int64_t strip_lines(const LinearParams& p) {
     if constexpr (INTEGERS<K>) return Lines<K::BITS>(p).all;
+    else if constexpr (NARROW<K>) return NarrowLines<K>(p).all;
     else return K::lanes(p.in_size);
 }
 template <class K>
@@ -173,7 +182,8 @@ static int64_t row_stride(int64_t numbers) { return row_lanes<K>(numbers) * K::P
 // that lie a multiple of 4 KiB apart, the lines would compete for the same places of the caches.
 template <class K>
 static bool rows_in_place(const LinearParams& p, int64_t rows, int64_t stride) {
-    if constexpr (INTEGERS<K>) return false;
+    if constexpr (INTEGERS<K> || (NARROW<K> && K::TILED)) return false;
+    else if (NARROW<K> && p.in_size % 8) return false;
     else if (K::TILED) return p.in_size % 32 == 0 && stride % 32 == 0 && (rows <= 32 || stride % 2048);
     else return sizeof(typename K::E::T) * K::PAIR == 4 && p.in_size % K::PAIR == 0 && stride % K::PAIR == 0;
 }
@@ -190,7 +200,10 @@ template <class K>
 static void copy_row(const LinearParams& p, const void* row, float* to) {
     if constexpr (INTEGERS<K>)
         with_element(p.dtype, [&](auto element) { round_groups<decltype(element)>(p, (const typename decltype(element)::T*)row, to); });
-    else pack_row<K>((const typename K::E::T*)row, p.in_size, to);
+    else if constexpr (NARROW<K>) {
+        memset(to, 0, (size_t)x_lanes<K>(p) * sizeof *to);
+        pack_row<typename K::Wide>((const typename K::E::T*)row, p.in_size, to);
+    } else pack_row<K>((const typename K::E::T*)row, p.in_size, to);
 }
 
 // Rows of x from `first` on, as lanes.

@@ -50,6 +50,29 @@ struct FetchAhead {
     }
 };
 
+// Sums of an item's rows, [rows, PANEL], that begin with the bias.
+static void start_sums(const LinearItem& item, float* sums) {
+    const LinearParams& p = *item.call->params;
+    for (int64_t c = 0; c < item.strips * W; c += W) {
+        const int64_t left = p.out_size - item.first_strip * W - c;
+        const V v = p.bias ? get_part<F32>(p.bias + item.first_strip * W + c, left < W ? (int)left : W) : V{};
+        for (int i = 0; i < item.rows; i++) store(sums + i * PANEL + c, v);
+    }
+}
+
+// What they are at the end to the results.
+template <class Out>
+static void finish_sums(const LinearItem& item, const float* sums) {
+    const LinearParams& p = *item.call->params;
+    const int64_t column = item.first_strip * W;
+    const int64_t columns = p.out_size - column < item.strips * W ? p.out_size - column : item.strips * W;
+    for (int i = 0; i < item.rows; i++) {
+        typename Out::T* out = (typename Out::T*)p.out + (item.first_row + i) * p.out_stride + column;
+        for (int64_t c = 0; c < columns; c += W)
+            put_part<Out>(out + c, load(sums + i * PANEL + c), columns - c < W ? (int)(columns - c) : W);
+    }
+}
+
 template <class K>
 struct LinearVectors {
     using E = typename K::E;
@@ -72,25 +95,16 @@ struct LinearVectors {
         for (bool more = items.take(item); more; item = after) {
             more = items.take(after);
             if (!more) after.weight = item.weight;  // which is in the cache
-            start(item);
+            start_sums(item, sums);
             const int64_t lanes = item.call->lanes;
             for (int64_t begin = 0; begin < lanes; begin += S::NEAR_LANES)
                 multiply(item, begin, begin + S::NEAR_LANES < lanes ? begin + S::NEAR_LANES : lanes, after.weight);
-            if (item.call->params->out_dtype == DTYPE_F32) finish<F32>(item);
-            else finish<E>(item);
+            if (item.call->params->out_dtype == DTYPE_F32) finish_sums<F32>(item, sums);
+            else finish_sums<E>(item, sums);
         }
     }
 
   private:
-    void start(const LinearItem& item) {
-        const LinearParams& p = *item.call->params;
-        for (int64_t c = 0; c < item.strips * W; c += W) {
-            const int64_t left = p.out_size - item.first_strip * W - c;
-            const V v = p.bias ? get_part<F32>(p.bias + item.first_strip * W + c, left < W ? (int)left : W) : V{};
-            for (int i = 0; i < item.rows; i++) store(sums + i * PANEL + c, v);
-        }
-    }
-
     // after: the weight of the next item, which is fetched meanwhile once nothing is left of this one.
     void multiply(const LinearItem& item, int64_t begin, int64_t end, const char* after) {
         const RowBlocks blocks(item.rows);
@@ -121,18 +135,6 @@ struct LinearVectors {
                     else share.template operator()<1, FETCH_FIRST>();
                 });
             });
-        }
-    }
-
-    template <class Out>
-    void finish(const LinearItem& item) {
-        const LinearParams& p = *item.call->params;
-        const int64_t column = item.first_strip * W;
-        const int64_t columns = p.out_size - column < item.strips * W ? p.out_size - column : item.strips * W;
-        for (int i = 0; i < item.rows; i++) {
-            typename Out::T* out = (typename Out::T*)p.out + (item.first_row + i) * p.out_stride + column;
-            for (int64_t c = 0; c < columns; c += W)
-                put_part<Out>(out + c, load(sums + i * PANEL + c), columns - c < W ? (int)(columns - c) : W);
         }
     }
 };

@@ -79,6 +79,7 @@ struct LinearParams {
     int32_t bits;          // 4 or 8; 0: it is none
     int32_t zeros;         // whether each group has a zero
     int32_t whole_rows;    // whether a row of x has one scale
+    int32_t narrow;        // whether it is floating-point numbers, see linear_narrow.h; then only bits says more
     int64_t group;         // inputs that share a scale
     const float* scales;   // [out], where each output has one scale; else null
     const int64_t* order;  // [in]: the input that each of the weight's belongs to; null: its own

@@ -82,7 +82,9 @@ struct Program {
                 Experts<F, K>{parallel_for, e, rows, p.threads}.run(
                     at(op.x), stride(op.x), at(op.y), stride(op.y), at(op.out), stride(op.out));
             };
-            if (e.mlp_in->bits == 4) run.template operator()<Integers<4>>();
+            if (e.mlp_in->narrow && e.mlp_in->bits == 4) run.template operator()<Narrow<F, 4>>();
+            else if (e.mlp_in->narrow) run.template operator()<Narrow<F, 8>>();
+            else if (e.mlp_in->bits == 4) run.template operator()<Integers<4>>();
             else if (e.mlp_in->bits == 8) run.template operator()<Integers<8>>();
             else run.template operator()<F>();
         });

@@ -12,6 +12,8 @@ constexpr int COLUMNS = 2;
 typedef float V __attribute__((vector_size(32)));
 typedef int32_t I __attribute__((vector_size(32)));
 typedef uint32_t U __attribute__((vector_size(32)));
+typedef int16_t H __attribute__((vector_size(32)));
+typedef uint8_t B __attribute__((vector_size(32)));
 
 QUIRE_INLINE V fma(V a, V b, V c) { return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 QUIRE_INLINE V round_to_even(V x) { return (V)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -67,6 +69,21 @@ QUIRE_INLINE V lower_fp16(V lanes) { return (V)_mm256_cvtph_ps(low_halves((__m25
 QUIRE_INLINE V upper_fp16(V lanes) {
     return (V)_mm256_cvtph_ps(low_halves(_mm256_srli_epi32((__m256i)lanes, 16)));
 }
+
+// Twice as many fp16 numbers as there are lanes, widened: the first ones, the others.
+QUIRE_INLINE void widen_halves(V halves, V* to) {
+    to[0] = (V)_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)halves));
+    to[1] = (V)_mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)halves, 1));
+}
+
+// What a table has at each byte, which are below 16.
+QUIRE_INLINE B look_up(const uint8_t (&table)[16], B at) {
+    return (B)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table)), (__m256i)at);
+}
+
+// Numbers of 16 bits from their bytes: of each 16 bytes the first eight, the others.
+QUIRE_INLINE V join_lower(B low, B high) { return (V)_mm256_unpacklo_epi8((__m256i)low, (__m256i)high); }
+QUIRE_INLINE V join_upper(B low, B high) { return (V)_mm256_unpackhi_epi8((__m256i)low, (__m256i)high); }
 
 // acc + the products of each lane's four bytes, those of u unsigned, those of s signed; dot_nibbles: those of u below 16.
 QUIRE_INLINE I dot_bytes(I acc, I u, I s) {  // widened: sums of two products do not fit 16 bits

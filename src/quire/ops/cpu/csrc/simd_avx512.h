@@ -12,6 +12,8 @@ constexpr int COLUMNS = 4;
 typedef float V __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
 typedef uint32_t U __attribute__((vector_size(64)));
+typedef int16_t H __attribute__((vector_size(64)));
+typedef uint8_t B __attribute__((vector_size(64)));
 
 QUIRE_INLINE V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 QUIRE_INLINE V round_to_even(V x) { return (V)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -91,6 +93,21 @@ QUIRE_INLINE V lower_fp16(V lanes) { return (V)_mm512_cvtph_ps(_mm512_cvtepi32_e
 QUIRE_INLINE V upper_fp16(V lanes) {
     return (V)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)lanes, 16)));
 }
+
+// Twice as many fp16 numbers as there are lanes, widened: the first ones, the others.
+QUIRE_INLINE void widen_halves(V halves, V* to) {
+    to[0] = (V)_mm512_cvtph_ps(_mm512_castsi512_si256((__m512i)halves));
+    to[1] = (V)_mm512_cvtph_ps(_mm512_extracti64x4_epi64((__m512i)halves, 1));
+}
+
+// What a table has at each byte, which are below 16.
+QUIRE_INLINE B look_up(const uint8_t (&table)[16], B at) {
+    return (B)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), (__m512i)at);
+}
+
+// Numbers of 16 bits from their bytes: of each 16 bytes the first eight, the others.
+QUIRE_INLINE V join_lower(B low, B high) { return (V)_mm512_unpacklo_epi8((__m512i)low, (__m512i)high); }
+QUIRE_INLINE V join_upper(B low, B high) { return (V)_mm512_unpackhi_epi8((__m512i)low, (__m512i)high); }
 
 // acc + the products of each lane's four bytes, those of u unsigned, those of s signed; dot_nibbles: those of u below 16.
 #if defined(__AVX512VNNI__)

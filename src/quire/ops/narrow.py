@@ -1,0 +1,157 @@
+"""Weights of floating-point numbers of 8 or 4 bits with scales, and their product with a row.
+
+Every number of such a format is exact in bfloat16, in float16 and in float32, so products are those of a weight of
+16 bits. Only the scales are applied afterwards, in fp32, to the sum of each group of inputs:
+
+    out = bias;  for each group, ascending:  out += (sum over its inputs of number[i] * x[i]) * scale
+
+Rows of x are not rounded. The order within a group's sum is that of the instruction set, as with weights of 16 bits.
+
+Formats: E4M3 as in "FP8 Formats for Deep Learning" (Micikevicius et al. 2022), without infinities; E2M1 with scales that
+are powers of two, which is MXFP4 of the OCP Microscaling Formats 1.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadDtype, BadShape, BadValue
+
+ROWS_AT_ONCE = 2**22  # products that the spec holds at a time
+
+
+@dataclass(frozen=True)
+class NarrowFormat:
+    """What the codes of a weight mean."""
+
+    name: str
+    bits: int
+    group_size: int  # inputs that share a scale
+    numbers: tuple[float, ...]  # of each code
+
+    @property
+    def table(self) -> Tensor:
+        """The numbers: fp32 [2 ** bits]."""
+        return torch.tensor(self.numbers)
+
+
+_E4M3 = tuple(torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist())
+_HALVES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E4M3 = NarrowFormat("e4m3", 8, 128, _E4M3)
+E2M1 = NarrowFormat("e2m1", 4, 32, (*_HALVES, *(-number for number in _HALVES)))
+
+
+@dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
+class NarrowWeight:
+    """A weight of narrow numbers times scales. Validated on construction.
+
+    Raises BadShape, BadDtype or BadValue, naming the field.
+    """
+
+    codes: Tensor  # uint8 [out, in], one number a byte
+    scales: Tensor  # fp32 [out, groups]: of each group of inputs, the last of which may have fewer
+    format: NarrowFormat
+    dtype: torch.dtype  # of x, and of the product
+
+    def __post_init__(self) -> None:
+        if self.codes.dim() != 2 or self.codes.numel() == 0:
+            raise BadShape(f"codes has shape {tuple(self.codes.shape)}; expected [out, in]")
+        groups = (self.out_size, -(-self.in_size // self.format.group_size))
+        if self.scales.shape != groups:
+            raise BadShape(f"scales has shape {tuple(self.scales.shape)}; expected {groups}")
+        for name, tensor, dtype in (
+            ("codes", self.codes, torch.uint8),
+            ("scales", self.scales, torch.float32),
+        ):
+            if tensor.dtype is not dtype:
+                raise BadDtype(f"{name} is {tensor.dtype}; expected {dtype}")
+        if self.format.bits == 8:
+            wrong, what = self.codes & 0x7F == 0x7F, "NaN"
+        else:
+            wrong, what = self.codes >= 16, "more than 4 bits"
+        if wrong.any():
+            raise BadValue(f"codes holds {what} at {wrong.nonzero()[0].tolist()}; all numbers must be {self.format.name}")
+        unfit = ~self.scales.isfinite()
+        if self.format.bits == 4:
+            unfit |= (self.scales.view(torch.int32) & 0x807FFFFF != 0) & (self.scales != 2.0**-127)
+        if unfit.any():
+            place = unfit.nonzero()[0].tolist()
+            served = "finite" if self.format.bits == 8 else "powers of two"
+            raise BadValue(f"scales holds {float(self.scales[tuple(place)])} at {place}; all must be {served}")
+
+    @property
+    def out_size(self) -> int:
+        """Outputs."""
+        return self.codes.shape[0]
+
+    @property
+    def in_size(self) -> int:
+        """Inputs."""
+        return self.codes.shape[1]
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it lies on the CPU."""
+        return self.codes.is_cpu
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers and scales, once packed."""
+        return narrow_bytes(self.out_size, self.in_size, self.format)
+
+    def rows(
+        self,
+        index: Tensor,  # int64 [N]
+    ) -> NarrowWeight:
+        """These outputs, in this order, in memory of their own."""
+        return replace(self, codes=self.codes[index], scales=self.scales[index])
+
+    def to(self, device: str) -> NarrowWeight:
+        """The same on that device."""
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device))
+
+    def dequantised(self) -> Tensor:
+        """The weight's numbers: fp32 [out, in]. Each is rounded once, from the exact product."""
+        scales = self.scales.repeat_interleave(self.format.group_size, 1)[:, : self.in_size]
+        return self.format.table.to(self.device)[self.codes.int()] * scales
+
+
+def narrow_bytes(out_size: int, in_size: int, form: NarrowFormat) -> int:
+    """Bytes of such a weight, once packed: numbers, and scales of 32 bits, or of 8 where they are powers of two."""
+    groups = -(-in_size // form.group_size)
+    return out_size * in_size * form.bits // 8 + out_size * groups * (4 if form.bits == 8 else 1)
+
+
+@dataclass(frozen=True)
+class NarrowLinear:
+    """The product by torch's operators, on any device: what every kernel computes, up to the order within a group."""
+
+    weight: NarrowWeight
+    bias: Tensor | None  # [out]
+    out_dtype: torch.dtype
+
+    def __call__(
+        self,
+        x: Tensor,  # [T, in]
+    ) -> Tensor:
+        """The projection: [T, out]."""
+        weight, size = self.weight, self.weight.format.group_size
+        out = torch.zeros(len(x), weight.out_size, device=x.device)
+        if self.bias is not None:
+            out += self.bias.float()
+        table, wide = weight.format.table.to(x.device), x.float()
+        step = max(1, ROWS_AT_ONCE // (weight.out_size * size))
+        for group, first in enumerate(range(0, weight.in_size, size)):
+            numbers = table[weight.codes[:, first : first + size].int()]
+            for row in range(0, len(x), step):  # each sum by itself, so that its order is not that of a matrix product
+                products = wide[row : row + step, None, first : first + size] * numbers
+                out[row : row + step] += products.sum(2) * weight.scales[:, group]
+        return out.to(self.out_dtype)
