@@ -21,16 +21,18 @@ from torch import Tensor
 from quire.errors import ConfigError, ModelError
 from quire.models.decoder_config import DecoderConfig, weight_shapes, weight_use
 from quire.models.model import WeightBytes
-from quire.models.quantisation import mxfp4
-from quire.models.quantisation.module import Form, Module, Scheme, form_of
+from quire.models.quantisation.module import Form, Module, Scheme, form_of, tensor_name
 from quire.models.quantisation.policy import Quantisation, Rounding, dequantised_into
 from quire.models.quantisation.stacking import StackedWeight, Weight, stacked
 from quire.models.text_part import TextPart
+from quire.ops.linear import LinearWeight
 from quire.ops.memory import mapped
+from quire.ops.narrow import NarrowWeight
 from quire.ops.quantised import QuantisedWeight
 
 INDEX = "model.safetensors.index.json"
 MARKS = ("qweight", "weight_packed")  # tensors of quantised linears
+NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of a weight that is not quantised
 EXACT = re.compile(r"norm\.|\.conv\.|\.(sinks|correction|shares|scale|A_log|D|dt_bias)$")  # in our names
 SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "model.pt", "*.pt")
 
@@ -64,11 +66,6 @@ class Checkpoint:
                         self._reader_of[name] = partial(read, theirs)
             except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
                 raise ModelError(f"{path} cannot be read as weights: {error}") from error
-        for name in [name for name in self._reader_of if name.endswith(mxfp4.BLOCKS)]:
-            whole = name.removesuffix(mxfp4.BLOCKS)
-            if (scales := whole + mxfp4.SCALES) in self._reader_of:  # the two are one tensor
-                halves = self._reader_of.pop(name), self._reader_of.pop(scales)
-                self._reader_of[whole] = partial(_of_blocks, whole, *halves)
 
     @property
     def names(self) -> frozenset[str]:
@@ -84,12 +81,6 @@ class Checkpoint:
 def _stored(file: Any, name: str, entry: int | None) -> Tensor:
     tensor: Tensor = file.get_tensor(name) if entry is None else file.get_slice(name)[entry]
     return tensor
-
-
-def _of_blocks(
-    name: str, blocks: Callable[[int | None], Tensor], scales: Callable[[int | None], Tensor], entry: int | None
-) -> Tensor:
-    return mxfp4.numbers(name, blocks(entry), scales(entry))
 
 
 def _held(tensors: Mapping[str, Tensor], name: str, entry: int | None) -> Tensor:
@@ -226,9 +217,9 @@ class Weights(Mapping[str, Weight]):
         allowed: set[str] = set()
         for part, form in forms.items():
             module = _module(part)
-            needed.remove(part)
-            needed |= {f"{module}.{kind}" for kind in form.needs}
-            allowed |= {f"{module}.{kind}" for kind in form.takes}
+            needed.discard(_whole(part))
+            needed |= {_whole(tensor_name(module, kind)) for kind in form.needs}
+            allowed |= {_whole(tensor_name(module, kind)) for kind in form.takes}
         if missing := needed - checkpoint.names:
             lacking = f"{checkpoint.directory} lacks {len(missing)} tensors, among them {_first(missing)}"
             marks = (f"{_module(name)}.{mark}" for name in missing for mark in MARKS)
@@ -312,7 +303,7 @@ class Weights(Mapping[str, Weight]):
                 f"{self._checkpoint.directory}: {part} has shape {tuple(tensor.shape)}; config.json asks for "
                 f"{tuple(home.shape)}"
             )
-        if not tensor.is_floating_point():
+        if tensor.dtype not in NUMBERS:
             raise ModelError(
                 f"{self._checkpoint.directory}: {part} is {str(tensor.dtype).removeprefix('torch.')}, without scales "
                 "that would say what it means; a weight that is not quantised is bfloat16, float16 or float32"
@@ -320,9 +311,10 @@ class Weights(Mapping[str, Weight]):
         home.copy_(ours)
 
     def _quantised(self, name: str, parts: Sequence[str]) -> Weight:
-        """A weight that the checkpoint has as integers, or some parts of it; numbers where these are needed."""
+        """A weight that the checkpoint has quantised, or some parts of it; plain numbers where these are needed."""
         lengths, columns = self._lengths(name, parts), self._shapes[name][1]
-        if _is_folded(name) or not self._quantisation.rounds_activations:
+        rounds_rows = any(part in self._forms and self._forms[part].rounds_rows for part in parts)
+        if _is_folded(name) or (rounds_rows and not self._quantisation.rounds_activations):
             weight = self._empty(self._shapes[name])
             for part, home in zip(parts, torch.split(weight, lengths), strict=True):
                 if part in self._forms:
@@ -330,7 +322,7 @@ class Weights(Mapping[str, Weight]):
                 else:
                     self._copy(name, part, home)
             return weight
-        found: list[Tensor | QuantisedWeight] = []
+        found: list[LinearWeight] = []
         for part, rows in zip(parts, lengths, strict=True):
             if part in self._forms:
                 found.append(self._read(name, part, rows, columns))
@@ -340,8 +332,8 @@ class Weights(Mapping[str, Weight]):
                 found.append(home)
         return stacked(found)
 
-    def _read(self, name: str, part: str, rows: int, columns: int) -> QuantisedWeight:
-        """The integers of a part of a weight, its rows in our order."""
+    def _read(self, name: str, part: str, rows: int, columns: int) -> QuantisedWeight | NarrowWeight:
+        """A quantised part of a weight, its rows in our order."""
         weight = self._forms[part].read(Module(self._checkpoint, _module(part), rows, columns), self._dtype)
         if self._sources.adapt is None:
             return weight
@@ -418,8 +410,8 @@ def _whole(part: str) -> str:
 
 
 def _module(tensor: str) -> str:
-    """The module that a tensor of the checkpoint belongs to."""
-    return tensor.rpartition(".")[0]
+    """The module that a tensor of the checkpoint belongs to: an entry of one is one by itself."""
+    return tensor if tensor.endswith("]") else tensor.rpartition(".")[0]
 
 
 def _first(names: set[str] | frozenset[str]) -> str:

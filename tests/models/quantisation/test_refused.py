@@ -38,7 +38,7 @@ DOWN = "model.layers.1.mlp.down_proj"
                 {"quant_method": method},
                 f"stored as quant_method {method}, which is not served; take .*16-bit checkpoint",
             )
-            for method in ("bitsandbytes", "torchao", "fp8", "fbgemm_fp8", "hqq", "eetq", "quanto", "openvino")
+            for method in ("bitsandbytes", "torchao", "fbgemm_fp8", "hqq", "eetq", "quanto", "openvino")
         ),
         ({"bits": 4}, "stored as quant_method None, which is not served"),
         ("int4", "quantization_config is 'int4'; it must be an object"),

@@ -21,8 +21,9 @@ from quire.models.adapter.lora import CurrentLora
 from quire.models.lora.slots import LoraTables
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import Backend
-from quire.ops.linear import Embedding, Linear, Linears, PlainEmbedding
+from quire.ops.linear import Embedding, Linear, Linears, LinearWeight, PlainEmbedding
 from quire.ops.lora import LoraTable
+from quire.ops.narrow import NarrowWeight
 from quire.ops.quantised import QuantisedWeight
 
 GELUS: dict[type, Literal["none", "tanh"]] = {
@@ -39,9 +40,9 @@ ROUTERS = ("gate", "router", "shared_expert_gate")  # linears that choose expert
 
 
 class Unread(nn.Module):
-    """A linear of a checkpoint that has its weight as integers, which transformers does not read."""
+    """A linear of a checkpoint that has its weight quantised, which transformers does not read."""
 
-    def __init__(self, theirs: Any, read: Callable[[], QuantisedWeight]) -> None:
+    def __init__(self, theirs: Any, read: Callable[[], QuantisedWeight | NarrowWeight]) -> None:
         """theirs: the nn.Linear or Conv1D that it stands for."""
         super().__init__()
         self.read = read
@@ -58,14 +59,15 @@ class Packing:
         self.layer_bytes = self.head_bytes = 0  # of the weights so far
         self._quantisation, self._dtype, self._device = quantisation, dtype, device
 
-    def weight(self, theirs: Any, name: str, is_head: bool) -> Tensor | QuantisedWeight:
+    def weight(self, theirs: Any, name: str, is_head: bool) -> LinearWeight:
         """The weight [out, in] of an nn.Linear, a Conv1D, which keeps its own as [in, out], or an Unread one."""
         if isinstance(theirs, Unread):
-            weight = self._quantisation.multiplied(theirs.read())
+            read = theirs.read()
+            weight: LinearWeight = read if isinstance(read, NarrowWeight) else self._quantisation.multiplied(read)
         else:
-            weight = theirs.weight.detach().T if type(theirs) is Conv1D else theirs.weight.detach()
-            if is_head or name.rpartition(".")[2] not in ROUTERS:
-                weight = self._quantisation.linear(weight, self._dtype, name, is_head)
+            plain = theirs.weight.detach().T if type(theirs) is Conv1D else theirs.weight.detach()
+            rounded = is_head or name.rpartition(".")[2] not in ROUTERS
+            weight = self._quantisation.linear(plain, self._dtype, name, is_head) if rounded else plain
         if is_head:
             self.head_bytes += weight.nbytes
         else:
@@ -172,14 +174,14 @@ class _Embedding(nn.Module):
 class _PackedModule(nn.Module):
     """One of our linears."""
 
-    def __init__(self, linear: Linear, weight: Tensor | QuantisedWeight, added: Tensor | None = None) -> None:
+    def __init__(self, linear: Linear, weight: LinearWeight, added: Tensor | None = None) -> None:
         """added: what the linear itself does not add, [out]."""
         super().__init__()
         self.linear, self._added = linear, added
         self.current_lora = CurrentLora()
         self.table: LoraTable | None = None
         # Some ask for its dtype or shape. There are no values: they are in the linear.
-        shape = (weight.out_size, weight.in_size) if isinstance(weight, QuantisedWeight) else weight.shape
+        shape = weight.shape if isinstance(weight, Tensor) else (weight.out_size, weight.in_size)
         self.weight = torch.empty(shape, dtype=weight.dtype, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ class AwqForm:
     """(q - z) s: words of eight outputs."""
 
     group_size: int
+    rounds_rows = True
     needs = ("qweight", "qzeros", "scales")
     takes = ()
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the library compressed-tensors: words of packed integers, or int8 with activations in int8."""
+"""Checkpoints of the library compressed-tensors: words of packed integers, int8 with activations in int8, or e4m3."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any, ClassVar
 import torch
 
 from quire.errors import ModelError
+from quire.models.quantisation.fp8 import Fp8Form, block_size, fp8_description
 from quire.models.quantisation.module import WHOLE, Form, Module, bytes_read, described, unpacked
 from quire.models.quantisation.reader import SchemeReader, names_module, unserved
 from quire.ops.quantised import QuantisedWeight
 
 FORMATS = ("pack-quantized", "int-quantized")
+FLOATS = ("float-quantized", "naive-quantized")  # e4m3, with and without quantised activations
 LINEAR = "Linear"  # a target: all linears
 TOP = "global_compression_ratio quantization_status version".split()
 ARGUMENTS = "block_structure observer observer_kwargs scale_dtype zp_dtype".split()
@@ -27,6 +29,7 @@ class _Form:
     group_size: int
     symmetric: bool
     whole_rows: bool  # activations have a scale a row
+    rounds_rows: ClassVar[bool] = True
     values: ClassVar[str]  # the kind of tensor that has the integers
 
     @property
@@ -99,7 +102,7 @@ class BytesForm(_Form):
 class CompressedTensors:
     """A form for each group of linears; names come before classes."""
 
-    forms: tuple[tuple[tuple[str, ...], PackedForm | BytesForm], ...]  # targets, form
+    forms: tuple[tuple[tuple[str, ...], PackedForm | BytesForm | Fp8Form], ...]  # targets, form
     ignored: tuple[str, ...]
 
     @classmethod
@@ -134,6 +137,8 @@ class CompressedTensors:
     def description(self) -> str:
         """The format of the first group of linears."""
         form = self.forms[0][1]
+        if isinstance(form, Fp8Form):
+            return fp8_description("compressed-tensors", form)
         extras = {
             "zeros": not form.symmetric,
             "activations int8": form.whole_rows,
@@ -151,8 +156,10 @@ class CompressedTensors:
         return any(names_module(pattern, name) for pattern in self.ignored)
 
 
-def _form(group: SchemeReader, stored: object) -> PackedForm | BytesForm:
+def _form(group: SchemeReader, stored: object) -> PackedForm | BytesForm | Fp8Form:
     """The form of a group of linears."""
+    if stored in FLOATS and group.mapping("weights").get("type") == "float":
+        return _fp8_form(group)
     if stored not in FORMATS:
         raise unserved(f"compressed-tensors in the format {stored!r}")
     weights = SchemeReader(group.mapping("weights"), "compressed-tensors", ARGUMENTS)
@@ -176,6 +183,26 @@ def _form(group: SchemeReader, stored: object) -> PackedForm | BytesForm:
     if whole_rows and (grouped or not made.symmetric):
         raise unserved("compressed-tensors with int8 activations and weights that have zeros or groups")
     return made
+
+
+def _fp8_form(group: SchemeReader) -> Fp8Form:
+    """The form of a group of e4m3 weights. What is said of activations is not followed, see fp8.py."""
+    weights = SchemeReader(group.mapping("weights"), "compressed-tensors", [*ARGUMENTS, "actorder"])
+    weights.only("num_bits", 8)
+    weights.only("type", "float")
+    weights.only("dynamic", False)
+    weights.only("symmetric", True)
+    weights.only("strategy", "tensor", "channel", "block", "group")
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    weights.finish()
+    if group.get("output_activations"):
+        raise unserved("compressed-tensors with quantised output_activations")
+    group.get("input_activations")
+    if strategy == "group":
+        group_block = SchemeReader({"group_size": [1, size]}, "compressed-tensors")
+        return Fp8Form(block_size(group_block, "group_size"))
+    block = SchemeReader({"block_structure": group.mapping("weights").get("block_structure")}, "compressed-tensors")
+    return Fp8Form(block_size(block, "block_structure") if strategy == "block" else None)
 
 
 def _rounds_rows(group: SchemeReader) -> bool:

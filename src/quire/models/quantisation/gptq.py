@@ -35,6 +35,7 @@ class GptqForm:
     group_size: int
     symmetric: bool
     version: str  # what the config says; for weights with zeros
+    rounds_rows = True
     needs = ("qweight", "qzeros", "scales")
     takes = ("g_idx",)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.errors import ModelError, QuireError
 from quire.ops.memory import mapped
+from quire.ops.narrow import NarrowWeight
 from quire.ops.quantised import GROUPS, QuantisedWeight, number_bytes
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -30,7 +31,7 @@ class Tensors(Protocol):
 
 @dataclass(frozen=True)
 class Module:
-    """A linear in a checkpoint, by the name that its tensors begin with."""
+    """A linear in a checkpoint, by the name that its tensors begin with; "x[3]": one entry of them all."""
 
     tensors: Tensors
     name: str
@@ -39,17 +40,24 @@ class Module:
 
     def has(self, kind: str) -> bool:
         """Whether there is such a tensor of it."""
-        return f"{self.name}.{kind}" in self.tensors.names
+        return tensor_name(self.name, kind).partition("[")[0] in self.tensors.names
+
+    def shape(self, kind: str) -> torch.Size:
+        """The shape of its tensor of that kind."""
+        return self._stored(kind).shape
 
     def tensor(self, kind: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> Tensor:
         """Its tensor of that kind. Raises ModelError where it has another shape, or none of these dtypes."""
-        tensor = self.tensors[f"{self.name}.{kind}"]
+        tensor = self._stored(kind)
         if tensor.shape != shape:
             raise self.error(kind, f"has shape {tuple(tensor.shape)}; its format and config.json ask for {shape}")
         if tensor.dtype not in dtypes:
             served = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise self.error(kind, f"is {str(tensor.dtype).removeprefix('torch.')}; its format has {served}")
         return tensor
+
+    def _stored(self, kind: str) -> Tensor:
+        return self.tensors[tensor_name(self.name, kind)]
 
     def scales(self, kind: str, shape: tuple[int, ...]) -> Tensor:
         """Its scales in fp32, which is exact. Raises ModelError where one is not finite."""
@@ -125,7 +133,7 @@ class Module:
 
     def error(self, kind: str, what: str) -> ModelError:
         """That something is wrong with a tensor of it."""
-        return ModelError(f"{self.name}.{kind} {what}")
+        return ModelError(f"{tensor_name(self.name, kind)} {what}")
 
 
 class Form(Protocol):
@@ -136,14 +144,26 @@ class Form(Protocol):
         """The kinds of tensors that there have to be."""
 
     @property
+    def rounds_rows(self) -> bool:
+        """Whether rows of x are rounded where they are multiplied with it."""
+
+    @property
     def takes(self) -> tuple[str, ...]:
         """The kinds of tensors that there may be besides."""
 
     def nbytes(self, out_size: int, in_size: int) -> int:
         """Bytes that such a weight takes, once it was read."""
 
-    def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
+    def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight | NarrowWeight:
         """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+
+
+def tensor_name(module: str, kind: str) -> str:
+    """The tensor of that kind of a linear. Of an entry "x[3]" the weight is x[3], and its weight_scale x_scale[3]."""
+    whole, bracket, entry = module.partition("[")
+    if not bracket:
+        return f"{module}.{kind}"
+    return module if kind == "weight" else f"{whole}_{kind.removeprefix('weight_')}[{entry}"
 
 
 class Scheme(Protocol):
@@ -170,9 +190,10 @@ def form_of(scheme: Scheme, name: str, names: Collection[str]) -> Form | None:
     if form is None:
         return None
     own = [kind for kind in (*form.needs, *form.takes) if kind != "weight"]
-    if any(f"{name}.{kind}" in names for kind in own):
+    found = [kind for kind in ("weight", *own) if tensor_name(name, kind).partition("[")[0] in names]
+    if any(kind != "weight" for kind in found):
         return form
-    return None if f"{name}.weight" in names or scheme.excludes(name) else form
+    return None if found or scheme.excludes(name) else form
 
 
 def bytes_read(out_size: int, in_size: int, bits: int, group_size: int, has_zeros: bool) -> int:

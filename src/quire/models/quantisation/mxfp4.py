@@ -1,7 +1,4 @@
-"""MXFP4 (OCP Microscaling 1.0), in which gpt-oss has its experts: numbers of 4 bits, 32 of which share an exponent.
-
-All their values are exact in bfloat16, in which they are multiplied.
-"""
+"""MXFP4 (OCP Microscaling 1.0), in which gpt-oss has its experts: numbers of 4 bits, 32 of which share an exponent."""
 
 from __future__ import annotations
 
@@ -10,21 +7,51 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from quire.errors import ModelError
-from quire.models.quantisation.module import Form
+from quire.errors import ModelError, QuireError
+from quire.models.quantisation.module import Form, Module
 from quire.models.quantisation.reader import SchemeReader
+from quire.ops.memory import mapped
+from quire.ops.narrow import E2M1, NarrowWeight, narrow_bytes
 
-BLOCKS, SCALES = "_blocks", "_scales"  # what the names of a tensor's two halves end with
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the numbers 0..7; 8..15 are the same with a minus
-BIAS = 127  # of an exponent
 IMMATERIAL = ["modules_to_not_convert", "dequantize"]  # what is stored so has other names; how others compute
 
 
 @dataclass(frozen=True)
+class Mxfp4Form:
+    """number * 2 ** (exponent - 127)."""
+
+    needs = ("blocks", "scales")
+    takes = ()
+    rounds_rows = False
+
+    def nbytes(self, out_size: int, in_size: int) -> int:
+        """Bytes that such a weight takes, once it was read."""
+        return narrow_bytes(out_size, in_size, E2M1)
+
+    def read(self, module: Module, dtype: torch.dtype) -> NarrowWeight:
+        """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+        rows, columns, size = module.out_size, module.in_size, E2M1.group_size
+        module.check_multiple("inputs", columns, size)
+        pairs = module.tensor("blocks", (rows, columns // size, size // 2), torch.uint8)
+        exponents = module.tensor("scales", (rows, columns // size), torch.uint8)
+        if (exponents == 255).any():
+            raise module.error("scales", "holds 255, which is no exponent; all numbers must be finite")
+        codes = mapped((rows, columns), torch.uint8)
+        halves = codes.view(rows, columns // size, size // 2, 2)
+        torch.bitwise_and(pairs, 15, out=halves[..., 0])
+        torch.bitwise_right_shift(pairs, 4, out=halves[..., 1])
+        wide = exponents.int()
+        scales = torch.where(wide == 0, 2**22, wide << 23).to(torch.int32).view(torch.float32)  # 2 ** -127 is subnormal
+        try:
+            return NarrowWeight(codes, scales, E2M1, dtype)
+        except QuireError as error:
+            raise ModelError(f"{module.name}: {error}") from error
+
+
+@dataclass(frozen=True)
 class Mxfp4:
-    """Experts are stored as blocks; no linear that the checkpoint has by itself is."""
+    """Weights of all experts are stored as blocks; no linear that the checkpoint has by itself is."""
 
     description = "mxfp4, multiplied in 16 bits"
 
@@ -35,29 +62,10 @@ class Mxfp4:
         config.finish()
         return cls()
 
-    def form(self, name: str) -> Form | None:  # noqa: ARG002  # as the protocol has it
-        """None."""
-        return None
+    def form(self, name: str) -> Form | None:
+        """How the linear of that name is stored if it is quantised: entries of tensors are."""
+        return Mxfp4Form() if name.endswith("]") else None
 
-    def excludes(self, name: str) -> bool:  # noqa: ARG002  # as the protocol has it
-        """Whether the linear of that name is stored as usual: all are."""
-        return True
-
-
-def numbers(
-    name: str,
-    blocks: Tensor,  # uint8 [..., out, groups, 16]: two numbers a byte, the first one in its lower half
-    scales: Tensor,  # uint8 [..., out, groups]
-) -> Tensor:
-    """What the blocks of that name mean, with outputs last: bfloat16 [..., in, out]. Raises ModelError for others."""
-    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape != (*scales.shape, 16):
-        raise ModelError(
-            f"{name}{BLOCKS} is {blocks.dtype} {tuple(blocks.shape)} and {name}{SCALES} {scales.dtype} "
-            f"{tuple(scales.shape)}; MXFP4 has uint8 [..., 16] and uint8 [...]"
-        )
-    if (scales == 255).any():
-        raise ModelError(f"{name}{SCALES} holds 255, which is no exponent; all numbers must be finite")
-    values = torch.tensor([*VALUES, *(-value for value in VALUES)], device=blocks.device)
-    pairs = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], -1)
-    wide = torch.ldexp(pairs.flatten(-2), (scales.int() - BIAS)[..., None])
-    return wide.flatten(-2).transpose(-1, -2).to(torch.bfloat16)
+    def excludes(self, name: str) -> bool:
+        """Whether the linear of that name is stored as usual."""
+        return not name.endswith("]")

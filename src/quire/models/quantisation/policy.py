@@ -14,16 +14,19 @@ from quire.errors import ConfigError, ModelError, QuireError
 from quire.models.hf_config import SCHEMES
 from quire.models.quantisation.awq import Awq
 from quire.models.quantisation.compressed_tensors import CompressedTensors
+from quire.models.quantisation.fp8 import Fp8
 from quire.models.quantisation.gptq import Gptq
 from quire.models.quantisation.module import WHOLE, Scheme
 from quire.models.quantisation.mxfp4 import Mxfp4
 from quire.models.quantisation.reader import unserved
 from quire.ops.memory import mapped
+from quire.ops.narrow import NarrowWeight
 from quire.ops.quantised import QuantisedWeight, quantised
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": Awq.of,
     "compressed-tensors": CompressedTensors.of,
+    "fp8": Fp8.of,
     "gptq": Gptq.of,
     "mxfp4": Mxfp4.of,
 }
@@ -143,7 +146,7 @@ class Quantisation:
 
 def dequantised_into(
     home: Tensor,  # [out, in]
-    weight: QuantisedWeight,
+    weight: QuantisedWeight | NarrowWeight,
 ) -> None:
     """Put the weight's numbers there, some rows at a time."""
     step = max(1, CHUNK // weight.in_size)

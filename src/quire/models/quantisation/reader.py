@@ -44,7 +44,8 @@ def unserved(what: str) -> ModelError:
     """That a checkpoint is quantised in a way that is not served, and what would be."""
     return ModelError(
         f"config.json: the weights are stored as {what}, which is not served; take the model's 16-bit checkpoint with "
-        "--quantization int4 or int8, or one in awq (gemm), gptq, or compressed-tensors (pack-quantized, int-quantized)"
+        "--quantization int4 or int8, or one in awq (gemm), gptq, fp8 (e4m3), mxfp4, or "
+        "compressed-tensors (pack-quantized, int-quantized, float-quantized)"
     )
 
 

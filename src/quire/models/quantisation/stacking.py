@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
+from quire.ops.linear import LinearWeight
 from quire.ops.memory import mapped
+from quire.ops.narrow import NarrowWeight
 from quire.ops.quantised import QuantisedWeight
 
 
@@ -18,10 +20,10 @@ from quire.ops.quantised import QuantisedWeight
 class StackedWeight:
     """Parts that differ too much to be one weight: in kind, in their groups, or in the order of their inputs."""
 
-    parts: tuple[Tensor | QuantisedWeight, ...]  # [out, in] each
+    parts: tuple[LinearWeight, ...]  # [out, in] each
 
 
-Weight: TypeAlias = Tensor | QuantisedWeight | StackedWeight
+Weight: TypeAlias = LinearWeight | StackedWeight
 
 
 def tensor(weight: Weight) -> Tensor:
@@ -31,7 +33,7 @@ def tensor(weight: Weight) -> Tensor:
     return weight
 
 
-def matrix(weight: Weight) -> Tensor | QuantisedWeight:
+def matrix(weight: Weight) -> LinearWeight:
     """A weight that cannot be stacked of parts that differ. Raises ModelError where it is."""
     if isinstance(weight, StackedWeight):
         kinds = ", ".join(map(_described, weight.parts))
@@ -41,8 +43,11 @@ def matrix(weight: Weight) -> Tensor | QuantisedWeight:
     return weight
 
 
-def stacked(parts: Sequence[Tensor | QuantisedWeight]) -> QuantisedWeight | StackedWeight:
+def stacked(parts: Sequence[LinearWeight]) -> QuantisedWeight | NarrowWeight | StackedWeight:
     """The outputs of all parts, one part after the other; some of these are quantised."""
+    narrow = [part for part in parts if isinstance(part, NarrowWeight)]
+    if narrow:
+        return _narrow(narrow) if len(narrow) == len(parts) else StackedWeight(tuple(parts))
     whole = [part for part in parts if isinstance(part, QuantisedWeight)]
     first = whole[0]
     if len(whole) == 1 == len(parts):
@@ -60,6 +65,15 @@ def stacked(parts: Sequence[Tensor | QuantisedWeight]) -> QuantisedWeight | Stac
     )
 
 
+def _narrow(parts: Sequence[NarrowWeight]) -> NarrowWeight:
+    """The same of a format's weights."""
+    if len(parts) == 1:
+        return parts[0]
+    codes = mapped((sum(part.out_size for part in parts), parts[0].in_size), torch.uint8)
+    torch.cat([part.codes for part in parts], out=codes)
+    return NarrowWeight(codes, torch.cat([part.scales for part in parts]), parts[0].format, parts[0].dtype)
+
+
 def _agree(a: QuantisedWeight, b: QuantisedWeight) -> bool:
     if (a.bits, a.group_size, a.whole_rows) != (b.bits, b.group_size, b.whole_rows):
         return False
@@ -73,8 +87,10 @@ def _zeros(weight: QuantisedWeight) -> Tensor:
     return torch.full_like(weight.scales, 2 ** (weight.bits - 1)) if weight.zeros is None else weight.zeros
 
 
-def _described(part: Tensor | QuantisedWeight) -> str:
+def _described(part: LinearWeight) -> str:
     if isinstance(part, Tensor):
         return "not quantised"
+    if isinstance(part, NarrowWeight):
+        return part.format.name
     order = "" if part.order is None else ", in an order of their own"
     return f"int{part.bits} in groups of {part.group_size} of {part.in_size} inputs{order}"

@@ -1,0 +1,111 @@
+"""FP8 checkpoints, as the labs publish them: e4m3 weights with a scale for all numbers, an output, or a block.
+
+Rows of x are not rounded to FP8, whatever a checkpoint says of activations: that is a means to use a GPU's FP8 units, and
+leaving it out can only bring the product nearer to what the weights mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.errors import ModelError, QuireError
+from quire.models.quantisation.module import Form, Module
+from quire.models.quantisation.reader import SchemeReader, names_module, unserved
+from quire.ops.narrow import E4M3, NarrowWeight, narrow_bytes
+
+SCALES = ("weight_scale_inv", "weight_scale")  # which are the same: the number is the code times the scale
+# How activations are rounded elsewhere, and how others compute.
+IMMATERIAL = ["scale_fmt", "dequantize", "ignore"]
+
+
+@dataclass(frozen=True)
+class Fp8Form:
+    """number * scale."""
+
+    block: tuple[int, int] | None  # outputs and inputs that share a scale; None: all, or all inputs of an output
+    needs = ("weight",)
+    takes = (*SCALES, "input_scale", "activation_scale")
+    rounds_rows = False
+
+    def nbytes(self, out_size: int, in_size: int) -> int:
+        """Bytes that such a weight takes, once it was read."""
+        return narrow_bytes(out_size, in_size, E4M3)
+
+    def read(self, module: Module, dtype: torch.dtype) -> NarrowWeight:
+        """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+        rows, columns, size = module.out_size, module.in_size, E4M3.group_size
+        kind = next((kind for kind in SCALES if module.has(kind)), None)
+        if kind is None:
+            raise module.error("weight", f"has no scales; there has to be a {' or a '.join(SCALES)}")
+        codes = module.tensor("weight", (rows, columns), torch.float8_e4m3fn).view(torch.uint8)
+        groups = -(-columns // size)
+        shape = module.shape(kind)
+        if shape.numel() == 1:
+            scales = module.scales(kind, tuple(shape)).view(1, 1)
+        elif self.block is None:
+            scales = module.scales(kind, (rows,) if len(shape) == 1 else (rows, 1)).view(rows, 1)
+        else:
+            high, wide = self.block
+            stored = module.scales(kind, (-(-rows // high), -(-columns // wide)))
+            scales = stored.repeat_interleave(high, 0)[:rows].repeat_interleave(wide // size, 1)[:, :groups]
+        try:
+            return NarrowWeight(codes, scales.expand(rows, groups).contiguous(), E4M3, dtype)
+        except QuireError as error:
+            raise ModelError(f"{module.name}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """One form for all linears but those that are left out."""
+
+    usual: Fp8Form
+    left_out: tuple[str, ...]
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> Fp8:
+        """What the quantization_config says. Raises ModelError for what is not served."""
+        config = SchemeReader(raw, "fp8", IMMATERIAL)
+        fmt = config.get("fmt", "e4m3")
+        if fmt not in ("e4m3", "float8_e4m3fn"):
+            raise unserved(f"FP8 of the kind {fmt!r}")
+        config.only("activation_scheme", "dynamic", "static")
+        block = block_size(config, "weight_block_size")
+        left_out = config.names("modules_to_not_convert") + config.names("ignored_layers")
+        config.finish()
+        return cls(Fp8Form(block), left_out)
+
+    @property
+    def description(self) -> str:
+        """The format."""
+        return fp8_description("fp8", self.usual)
+
+    def form(self, name: str) -> Form | None:  # noqa: ARG002  # all are alike
+        """How the linear of that name is stored if it is quantised."""
+        return self.usual
+
+    def excludes(self, name: str) -> bool:
+        """Whether it is left out: the output projection mostly is."""
+        return name == "lm_head" or any(names_module(part, name) for part in self.left_out)
+
+
+def block_size(config: SchemeReader, key: str) -> tuple[int, int] | None:
+    """The outputs and inputs that share a scale; None where there are no blocks. Raises ModelError for others."""
+    block = config.get(key)
+    if block is None:
+        return None
+    whole = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    if not whole or block[1] % E4M3.group_size:
+        raise ModelError(
+            f"config.json: {key} is {block!r}; it must be [outputs, inputs], the latter a multiple of {E4M3.group_size}"
+        )
+    return block[0], block[1]
+
+
+def fp8_description(name: str, form: Fp8Form) -> str:
+    """A scheme's description."""
+    blocks = "" if form.block is None else f", blocks of {form.block[0]} x {form.block[1]}"
+    return f"{name} e4m3{blocks}, multiplied in 16 bits"
