@@ -7,8 +7,8 @@ Every number of such a format is exact in bfloat16, in float16 and in float32, s
 
 Rows of x are not rounded. The order within a group's sum is that of the instruction set, as with weights of 16 bits.
 
-Formats: E4M3 as in "FP8 Formats for Deep Learning" (Micikevicius et al. 2022), without infinities; E2M1 with scales that
-are powers of two, which is MXFP4 of the OCP Microscaling Formats 1.0.
+Formats: E4M3 as in "FP8 Formats for Deep Learning" (Micikevicius et al. 2022), without infinities; E2M1 with scales
+that are powers of two, which is MXFP4 of the OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class NarrowWeight:
         else:
             wrong, what = self.codes >= 16, "more than 4 bits"
         if wrong.any():
-            raise BadValue(f"codes holds {what} at {wrong.nonzero()[0].tolist()}; all numbers must be {self.format.name}")
+            place = wrong.nonzero()[0].tolist()
+            raise BadValue(f"codes holds {what} at {place}; all numbers must be {self.format.name}")
         unfit = ~self.scales.isfinite()
         if self.format.bits == 4:
             unfit |= (self.scales.view(torch.int32) & 0x807FFFFF != 0) & (self.scales != 2.0**-127)

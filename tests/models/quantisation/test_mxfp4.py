@@ -69,7 +69,7 @@ def test_blocks_that_are_none_are_refused(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.down_proj"
     for changes, shown in (
         ({f"{name}_scales": torch.full_like(stored[f"{name}_scales"], 255)}, r"down_proj_scales\[0\] holds 255"),
-        ({f"{name}_blocks": stored[f"{name}_blocks"][..., :8].contiguous()}, r"down_proj_blocks\[0\] has shape \(64, 3, 8\)"),
+        ({f"{name}_blocks": stored[f"{name}_blocks"][..., :8].contiguous()}, r"_blocks\[0\] has shape \(64, 3, 8\)"),
     ):
         save_file(stored | changes, path)
         with pytest.raises(ModelError, match=shown):

@@ -1,4 +1,4 @@
-"""Products with weights of e4m3 and e2m1 on a CPU: near the exact ones, and the same bits for a row wherever it stands."""
+"""Products with weights of e4m3 and e2m1 on a CPU: near the exact ones, with a row's own bits wherever it stands."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """FP8 checkpoints, as the labs publish them: e4m3 weights with a scale for all numbers, an output, or a block.
 
-Rows of x are not rounded to FP8, whatever a checkpoint says of activations: that is a means to use a GPU's FP8 units, and
-leaving it out can only bring the product nearer to what the weights mean.
+Rows of x are not rounded to FP8, whatever a checkpoint says of activations: that is a means to use a GPU's FP8 units,
+and leaving it out can only bring the product nearer to what the weights mean.
 """
 
 from __future__ import annotations
