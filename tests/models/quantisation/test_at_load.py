@@ -57,9 +57,10 @@ def test_what_is_rounded(tmp_path: Path, quantization: str | None, head: str | N
             assert torch.equal(found, usual), name
             continue
         assert isinstance(found, QuantisedWeight), name
-        same = quantised(usual, expected, 128 if expected == 4 else usual.shape[1], torch.bfloat16)
-        assert (found.bits, found.group_size, found.dtype) == (expected, min(128, usual.shape[1]) if expected == 4 else
-                                                               usual.shape[1], torch.bfloat16)  # fmt: skip
+        columns = usual.shape[1]
+        size = columns if expected == 8 else {128: 128, 160: 32}[columns]  # groups that are whole
+        same = quantised(usual, expected, size, torch.bfloat16)
+        assert (found.bits, found.group_size, found.dtype) == (expected, size, torch.bfloat16)
         assert torch.equal(found.values, same.values), name
         assert torch.equal(found.scales, same.scales), name
         assert found.zeros is None
@@ -88,7 +89,7 @@ def test_activations_that_stay(tmp_path: Path, quantization: str) -> None:
         if tensor.dim() == 2 and "embed" not in name:
             bits = 8 if name == "lm_head.weight" or quantization == "int8" else 4
             columns = tensor.shape[1]
-            group_size = min(128, columns) if bits == 4 else columns
+            group_size = {128: 128, 160: 32}[columns] if bits == 4 else columns
             tensors[name] = quantised(tensor, bits, group_size, torch.float32).dequantised()
     save_file(tensors, tmp_path / "two" / "model.safetensors")
     found = logits(tmp_path / "one", quantization=quantization, quantization_activations="bf16")

@@ -21,7 +21,7 @@ from quire.models.quantisation.mxfp4 import Mxfp4
 from quire.models.quantisation.reader import unserved
 from quire.ops.memory import mapped
 from quire.ops.narrow import NarrowWeight
-from quire.ops.quantised import QuantisedWeight, quantised
+from quire.ops.quantised import GROUPS, QuantisedWeight, quantised
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": Awq.of,
@@ -54,10 +54,17 @@ class Rounding:
     """To the nearest integers of so many bits."""
 
     bits: int
-    group_size: int  # inputs that share a scale, the last group of a row may have fewer; WHOLE: all
+    group_size: int  # inputs that share a scale, at most; WHOLE: all
 
     def __str__(self) -> str:
         return f"int{self.bits}"
+
+    def group(self, in_size: int) -> int:
+        """Inputs that share a scale, of so many. Groups are whole where some can be: no other engine reads others."""
+        if self.group_size == WHOLE or in_size <= self.group_size:
+            return in_size
+        whole = [size for size in GROUPS if size <= self.group_size and in_size % size == 0]
+        return max(whole, default=self.group_size)
 
     def of(
         self,
@@ -66,10 +73,8 @@ class Rounding:
         name: str,
     ) -> QuantisedWeight:
         """The weight rounded. Raises ModelError, with its name, where it is not finite."""
-        columns = weight.shape[1]
-        group_size = columns if self.group_size == WHOLE else min(self.group_size, columns)
         try:
-            return quantised(weight, self.bits, group_size, dtype)
+            return quantised(weight, self.bits, self.group(weight.shape[1]), dtype)
         except QuireError as error:
             raise ModelError(f"{name}: {error}") from error
 
