@@ -1,4 +1,5 @@
-"""The command line: `quire generate`, `serve`, `fleet`, `bench`, `simulate`, `models`, `info`.
+"""The command line: `quire generate`, `serve`, `fleet`, `bench`, `simulate`, `convert`, `models`,
+`info`.
 
 Everything heavy is imported inside the commands, so that `quire --help` answers at once.
 """
@@ -13,6 +14,7 @@ import typer
 
 from quire import __version__
 from quire.cli.config_file import TakesFile
+from quire.cli.convert import convert
 from quire.cli.fleet import fleet
 from quire.cli.generate import generate
 from quire.cli.info import info
@@ -68,6 +70,7 @@ def bench(context: typer.Context) -> None:
 
 
 app.command()(simulate)
+app.command()(convert)
 app.command()(models)
 app.command()(info)
 

@@ -160,6 +160,16 @@ class Sources:
         return tuple(f"{prefix}{theirs.format(*expert)}.{kind}" for theirs in own or self.layer[part])
 
 
+@dataclass(frozen=True)
+class RoundedPart:
+    """A tensor of a checkpoint that is rounded at load."""
+
+    name: str  # our weight that it is, or is a part of
+    out_size: int
+    in_size: int
+    rounding: Rounding
+
+
 class Weights(Mapping[str, Weight]):
     """A decoder's weights in a checkpoint, under the names of `weight_shapes`.
 
@@ -335,12 +345,38 @@ class Weights(Mapping[str, Weight]):
     def _read(self, name: str, part: str, rows: int, columns: int) -> QuantisedWeight | NarrowWeight:
         """A quantised part of a weight, its rows in our order."""
         weight = self._forms[part].read(Module(self._checkpoint, _module(part), rows, columns), self._dtype)
+        order = self._row_order(name, part, rows)
+        return weight if order is None else weight.rows(order)
+
+    def _row_order(self, name: str, part: str, rows: int) -> Tensor | None:
+        """The row of a part, as formats store it, that each of ours is; None: its own.
+
+        Rows move as a bias does. All formats have [out, in] in mind, also where the plain weight is [in, out].
+        """
         if self._sources.adapt is None:
-            return weight
-        # Rows move as a bias does. All formats have [out, in] in mind, also where the plain weight is [in, out].
+            return None
         usual = torch.arange(rows)
         moved = self._sources.adapt(name.removesuffix("weight") + "bias", part, usual)
-        return weight if torch.equal(moved, usual) else weight.rows(moved)
+        return None if torch.equal(moved, usual) else moved
+
+    def rounded_parts(self) -> dict[str, RoundedPart]:
+        """The checkpoint's tensors that are rounded at load, but for the output projection."""
+        found = {}
+        for name in self._shapes:
+            rounding = self._rounding(name) if _is_projection(name) else None
+            if rounding is not None:
+                parts, columns = self._sources.of(name), self._shapes[name][1]
+                for part, rows in zip(parts, self._lengths(name, parts), strict=True):
+                    found[part] = RoundedPart(name, rows, columns, rounding)
+        return found
+
+    def rounded(self, part: str, about: RoundedPart) -> QuantisedWeight:
+        """One of these with its rows as formats store them. Raises ModelError where it is not as config.json says."""
+        home = self._empty((about.out_size, about.in_size))
+        self._copy(about.name, part, home)
+        weight = about.rounding.of(home, self._dtype, part)
+        order = self._row_order(about.name, part, about.out_size)
+        return weight if order is None else weight.rows(order.argsort())
 
     def _lengths(self, name: str, parts: Sequence[str]) -> list[int]:
         """Rows of each part of a weight."""
