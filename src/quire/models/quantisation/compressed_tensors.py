@@ -10,7 +10,7 @@ import torch
 
 from quire.errors import ModelError
 from quire.models.quantisation.fp8 import Fp8Form, block_size, fp8_description
-from quire.models.quantisation.module import WHOLE, Form, Module, bytes_read, described, unpacked
+from quire.models.quantisation.module import WHOLE, Form, Module, bytes_read, described, nibbles, unpacked
 from quire.models.quantisation.reader import SchemeReader, names_module, unserved
 from quire.ops.quantised import QuantisedWeight
 
@@ -66,7 +66,8 @@ class PackedForm(_Form):
         if module.has("weight_g_idx"):
             group_of = module.tensor("weight_g_idx", (columns,), torch.int32, torch.int64)
             group_of = None if (group_of == -1).all() else group_of  # never set
-        values = unpacked(words, self.bits, 1)[:, :columns]
+        whole = words.contiguous().view(torch.uint8)
+        values = (whole if self.bits == 8 else nibbles(whole))[:, :columns]
         return module.weight(
             values, scales, zeros, self.bits, self.group_size, dtype, group_of, "weight_g_idx", self.whole_rows
         )

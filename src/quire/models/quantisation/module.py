@@ -218,6 +218,16 @@ def unpacked(
     return numbers.flatten(dim, dim + 1)
 
 
+def nibbles(
+    pairs: Tensor,  # uint8 [..., n]: two numbers each, the first in the lower four bits
+) -> Tensor:
+    """The numbers: uint8 [..., 2 n]."""
+    numbers = mapped((*pairs.shape, 2), torch.uint8)
+    torch.bitwise_and(pairs, 15, out=numbers[..., 0])
+    torch.bitwise_right_shift(pairs, 4, out=numbers[..., 1])
+    return numbers.flatten(-2)
+
+
 def described(name: str, bits: int, group_size: int, extras: Mapping[str, bool]) -> str:
     """A scheme's description; extras: what it may have, and whether it does."""
     groups = "a scale an output" if group_size == WHOLE else f"groups of {group_size}"

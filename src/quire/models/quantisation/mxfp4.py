@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from quire.errors import ModelError, QuireError
-from quire.models.quantisation.module import Form, Module
+from quire.models.quantisation.module import Form, Module, nibbles
 from quire.models.quantisation.reader import SchemeReader
-from quire.ops.memory import mapped
 from quire.ops.narrow import E2M1, NarrowWeight, narrow_bytes
 
 IMMATERIAL = ["modules_to_not_convert", "dequantize"]  # what is stored so has other names; how others compute
@@ -37,14 +36,10 @@ class Mxfp4Form:
         exponents = module.tensor("scales", (rows, columns // size), torch.uint8)
         if (exponents == 255).any():
             raise module.error("scales", "holds 255, which is no exponent; all numbers must be finite")
-        codes = mapped((rows, columns), torch.uint8)
-        halves = codes.view(rows, columns // size, size // 2, 2)
-        torch.bitwise_and(pairs, 15, out=halves[..., 0])
-        torch.bitwise_right_shift(pairs, 4, out=halves[..., 1])
         wide = exponents.int()
         scales = torch.where(wide == 0, 2**22, wide << 23).to(torch.int32).view(torch.float32)  # 2 ** -127 is subnormal
         try:
-            return NarrowWeight(codes, scales, E2M1, dtype)
+            return NarrowWeight(nibbles(pairs).view(rows, columns), scales, E2M1, dtype)
         except QuireError as error:
             raise ModelError(f"{module.name}: {error}") from error
 
