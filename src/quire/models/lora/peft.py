@@ -99,7 +99,8 @@ def read_adapter(directory: Path) -> PeftAdapter:
     try:
         found = sorted(one.name for one in directory.iterdir())
     except (OSError, ValueError) as error:  # also for a path that is none
-        raise ModelError(f"{str(directory)!r} is no PEFT adapter: its files cannot be listed: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"{directory} is no PEFT adapter: its files cannot be listed: {why}") from error
     if TENSORS not in found:
         others = ", ".join(found) or "nothing"
         raise ModelError(f"{directory} is no PEFT adapter: it lacks {TENSORS}; it holds {others}")
