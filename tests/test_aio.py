@@ -44,6 +44,29 @@ def test_answers_are_those_of_llm_and_grow(served: AsyncLLM) -> None:
         assert not any(output.finished for output in outputs[:-1])
 
 
+def test_a_chat_is_that_of_llm(served: AsyncLLM) -> None:
+    messages = [{"role": "user", "content": "a queue"}]
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}]
+    params = SamplingParams(temperature=0.0, max_tokens=8, seed=7)
+    template = "{{ tools | tojson }}{% for m in messages %}# {{ m.content }}\n{% endfor %}"
+
+    async def ask() -> Any:
+        own = {"tools": tools, "chat_template": template}
+        found = await asyncio.gather(
+            outputs_of(served.chat(messages, params)), outputs_of(served.chat(messages, params, **own))
+        )
+        with pytest.raises(RequestError, match="role"):
+            await outputs_of(served.chat([{"content": "a"}], params))
+        return [outputs[-1] for outputs in found]
+
+    plain, shown = asyncio.run(ask())
+    with LLM(dtype="float32", num_blocks=256) as llm:
+        for output, rendering in ((plain, {}), (shown, {"tools": tools, "chat_template": template})):
+            [right] = llm.chat(messages, params, use_tqdm=False, **rendering)
+            assert (output.prompt, output.outputs) == (right.prompt, right.outputs)
+    assert "clock" in shown.prompt
+
+
 def test_what_no_one_waits_for_is_taken_back(served: AsyncLLM) -> None:
     async def ask() -> None:
         stream = served.generate("a", LONG, "mine")

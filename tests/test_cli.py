@@ -118,7 +118,7 @@ def test_options_reach_the_engine(tmp_path: Path) -> None:
         (["--reproducible", "--attention-backend", "reference"], "'reference' does not give the same bits"),
         (["--kv-cache-memory", "1KiB"], "the KV cache may take 0.0 MiB"),
         (["--block-size", "300"], "block_size is 300"),
-        (["--num-blocks", "1"], "request 0-0 can never fit"),
+        (["--num-blocks", "1"], "the request can never fit"),
         (["--preemption", "panic"], "preemption is 'panic'; it must be 'recompute' or 'swap'"),
         (["--swap-space", "1GiB"], "only preemption='swap' uses it"),
         (["--preemption", "swap", "--swap-space", "9"], "swap_space is '9', 9 bytes; one block takes 20,480"),
