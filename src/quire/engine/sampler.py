@@ -26,6 +26,7 @@ from quire.request import TokenLogprobs
 TILE = 128  # tokens of which only the best one counts at first
 CANDIDATES = 1_024  # tokens of a row that are ranked at first; more if they do not hold its nucleus
 MAX_DRAWN_ROWS = 16  # rows at a time that hold several float64 numbers a token: some 100 MiB for a vocabulary of 128k
+FEW = 4  # a mask that leaves less than one token of so many is worth gathering these
 UNIT = 2**44  # the best token's weight where weights are integers: 2**18 of them add up to less than 2**63
 DRAWN_NUMBERS = 2**22  # logits that a GPU draws from at a time; each takes some ten numbers of 8 bytes
 
@@ -127,13 +128,48 @@ def _draw_looking(
     backend: Backend,
     tokens: Tensor,  # int64 [R]; those of rows with a temperature are replaced
 ) -> None:
-    for drawn in torch.split(torch.nonzero(valid & (rows.temperature > 0)).flatten(), MAX_DRAWN_ROWS):
+    drawing = valid & (rows.temperature > 0)
+    if rows.masks is not None:
+        _draw_among_few(logits, best, rows, rows.masks, drawing, tokens)
+    for drawn in torch.split(torch.nonzero(drawing).flatten(), MAX_DRAWN_ROWS):
         # Relative to the best logit nothing overflows, however low the temperature, and min-p is a plain threshold.
         weights = torch.exp((logits[drawn] - best[drawn]).double() / rows.temperature[drawn, None])
         weights[weights < rows.min_p[drawn, None]] = 0.0
         tokens[drawn] = _draw(
             logits[drawn], weights, rows.top_k[drawn], rows.top_p[drawn], rows.uniforms[drawn], backend
         )
+
+
+def _draw_among_few(
+    logits: Tensor,  # fp32 [R, V]
+    best: Tensor,  # fp32 [R, 1]
+    rows: SamplingRows,
+    masks: Masks,
+    drawing: Tensor,  # bool [R], the rows to draw; those that are drawn here are taken out
+    tokens: Tensor,  # int64 [R]; changed in those rows
+) -> None:
+    """Draw the rows whose masks allow few tokens from these alone.
+
+    That is the same token: what is left out has no weight, and sums are formed in order.
+    """
+    vocabulary = logits.shape[1]
+    whole = drawing & (rows.top_k >= vocabulary) & (rows.top_p >= 1.0)
+    allowed = masks.allowed.numpy()[:, : -(-vocabulary // 8)]
+    few = whole[masks.rows].numpy() & (np.bitwise_count(allowed).sum(1) <= vocabulary // FEW)
+    if not few.any():
+        return
+    bits = np.unpackbits(allowed[few], axis=1, count=min(8 * allowed.shape[1], vocabulary), bitorder="little")
+    place, ids = map(torch.from_numpy, np.nonzero(bits))
+    chosen = masks.rows[torch.from_numpy(few)]
+    row = chosen[place]
+    weights = torch.exp((logits[row, ids] - best[row, 0]).double() / rows.temperature[row])
+    weights[weights < rows.min_p[row]] = 0.0
+    counts = torch.bincount(place, minlength=len(chosen))
+    starts = counts.cumsum(0) - counts
+    padded = torch.zeros(len(chosen), int(counts.max()), dtype=torch.float64)
+    padded[place, torch.arange(len(ids)) - starts[place]] = weights
+    tokens[chosen] = ids[starts + _invert(padded, rows.uniforms[chosen])]
+    drawing[chosen] = False
 
 
 def _draw(
