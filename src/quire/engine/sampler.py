@@ -148,27 +148,29 @@ def _draw_among_few(
     drawing: Tensor,  # bool [R], the rows to draw; those that are drawn here are taken out
     tokens: Tensor,  # int64 [R]; changed in those rows
 ) -> None:
-    """Draw the rows whose masks allow few tokens from these alone.
+    """Draw the rows whose masks allow few tokens from these alone, by numpy, whose calls on so little take less time.
 
     That is the same token: what is left out has no weight, and sums are formed in order.
     """
-    vocabulary = logits.shape[1]
-    whole = drawing & (rows.top_k >= vocabulary) & (rows.top_p >= 1.0)
+    vocabulary, masked = logits.shape[1], masks.rows
+    whole = drawing[masked] & (rows.top_k[masked] >= vocabulary) & (rows.top_p[masked] >= 1.0)
     allowed = masks.allowed.numpy()[:, : -(-vocabulary // 8)]
-    few = whole[masks.rows].numpy() & (np.bitwise_count(allowed).sum(1) <= vocabulary // FEW)
+    few = whole.numpy() & (np.bitwise_count(allowed).sum(1, dtype=np.int64) <= vocabulary // FEW)
     if not few.any():
         return
     bits = np.unpackbits(allowed[few], axis=1, count=min(8 * allowed.shape[1], vocabulary), bitorder="little")
-    place, ids = map(torch.from_numpy, np.nonzero(bits))
-    chosen = masks.rows[torch.from_numpy(few)]
-    row = chosen[place]
-    weights = torch.exp((logits[row, ids] - best[row, 0]).double() / rows.temperature[row])
-    weights[weights < rows.min_p[row]] = 0.0
-    counts = torch.bincount(place, minlength=len(chosen))
-    starts = counts.cumsum(0) - counts
-    padded = torch.zeros(len(chosen), int(counts.max()), dtype=torch.float64)
-    padded[place, torch.arange(len(ids)) - starts[place]] = weights
-    tokens[chosen] = ids[starts + _invert(padded, rows.uniforms[chosen])]
+    place, ids = np.divmod(np.flatnonzero(bits.view(np.bool_)), bits.shape[1])
+    chosen = masked[torch.from_numpy(few)]
+    row = chosen.numpy()[place]
+    relative = (logits.numpy()[row, ids] - best.numpy()[row, 0]).astype(np.float64) / rows.temperature.numpy()[row]
+    weights = torch.from_numpy(relative).exp_().numpy()
+    weights[weights < rows.min_p.numpy()[row]] = 0.0
+    counts = np.bincount(place, minlength=len(chosen))
+    starts = counts.cumsum() - counts
+    padded = np.zeros((len(chosen), counts.max()))
+    padded[place, np.arange(len(ids)) - starts[place]] = weights
+    drawn = _invert(torch.from_numpy(padded), rows.uniforms[chosen])
+    tokens[chosen] = torch.from_numpy(ids[starts + drawn.numpy()])
     drawing[chosen] = False
 
 
