@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.errors import ModelError, QuireError
 from quire.ops.memory import mapped
-from quire.ops.quantised import GROUPS, QuantisedWeight, number_bytes
+from quire.ops.quantised import ACTIVATION_GROUP, GROUPS, QuantisedWeight, number_bytes
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 WHOLE = -1  # a group size: all inputs of an output share a scale
@@ -87,7 +87,7 @@ class Module:
         dtype: torch.dtype,  # of x
         group_of: Tensor | None = None,  # integers [in]: the group of each input; None: one after the other
         group_kind: str = "",  # the kind of tensor that group_of is
-        whole_rows: bool = False,
+        activation_group: int = ACTIVATION_GROUP,
     ) -> QuantisedWeight:
         """The weight. Raises ModelError, with the module's name, where it cannot be multiplied."""
         order = None if group_of is None else self._order(group_kind, group_of, group_size, scales.shape[1])
@@ -102,7 +102,7 @@ class Module:
             group_size = GROUPS[-1]
         wide = None if zeros is None else zeros.float().contiguous()
         try:
-            return QuantisedWeight(stored, scales.contiguous(), wide, bits, group_size, dtype, order, whole_rows)
+            return QuantisedWeight(stored, scales.contiguous(), wide, bits, group_size, dtype, order, activation_group)
         except QuireError as error:
             raise ModelError(f"{self.name}: {error}") from error
 
