@@ -111,8 +111,9 @@ class EngineConfig:
     """Everything that an engine is built from. Names and meanings are vLLM's where it has them."""
 
     model: str | None = option(
-        None, "Directory, or repository name on the hub. Default: the embedded model.", aliases=("-m",)
+        None, "Directory, GGUF file, or repository name on the hub. Default: the embedded model.", aliases=("-m",)
     )
+    gguf_file: str | None = option(None, "The GGUF file to take of a directory or repository, by its name there.")
     dtype: str = option("auto", "Dtype of weights and cache: auto (the checkpoint's), float32, bfloat16 or float16.")
     quantization: str | None = option(
         None,

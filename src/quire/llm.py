@@ -36,6 +36,7 @@ from quire.loglikelihood import (
     loglikelihood_request,
 )
 from quire.models import check_device, load_model, locate
+from quire.models.files import Files, files_of
 from quire.models.generation_config import read_default_sampling
 from quire.models.lora.fitting import prepare
 from quire.progress import progress_bar
@@ -68,16 +69,16 @@ class LLM:
             options["enable_lora"] = True
         config = engine_config(model=model, **options)
         self.config: EngineConfig = replace(config, device=check_device(config.device))
-        self.directory = locate(self.config.model)
+        self.files: Files = files_of(locate(self.config.model, self.config.gguf_file))
         # What SamplingParams have where a request does not say.
-        self.default_sampling: Mapping[str, Any] = read_default_sampling(self.config.generation_config, self.directory)
+        self.default_sampling: Mapping[str, Any] = read_default_sampling(self.config.generation_config, self.files)
         self.backend: ops.Backend = ops.load(self.config.attention_backend, self.config.device)
         if self.config.prefetch is not None:
             self.backend.set_prefetch(self.config.prefetch)
         if self.config.reproducible and not self.backend.limits.reproducible:  # before weights are read
             raise Unsupported(f"attention backend {self.backend.name!r} does not give the same bits in every batch")
-        self.decoder = load_model(self.directory, self.config, self.backend)
-        self.tokenizer: ChatTokenizer | None = find_chat_tokenizer(self.directory)
+        self.decoder = load_model(self.files, self.config, self.backend)
+        self.tokenizer: ChatTokenizer | None = find_chat_tokenizer(self.files)
         self.engine: Engine = build_engine(self.decoder, self.backend, self.config)
         self.processor = TextEngine(self.engine, self.tokenizer)
         self.prompts = Prompts(self.engine, self.tokenizer, self.default_sampling)

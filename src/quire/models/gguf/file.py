@@ -108,9 +108,9 @@ class GgufFile:
         return whole[info.offset : info.offset + info.nbytes].view(-1, info.row_bytes)
 
     @property
-    def nbytes(self) -> int:
-        """Of all files."""
-        return sum(len(part.content) for part in self._parts)
+    def paths(self) -> list[Path]:
+        """All files."""
+        return [part.path for part in self._parts]
 
 
 def _others(path: Path, metadata: Mapping[str, Any]) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -21,11 +22,15 @@ class Tensors(Protocol):
     """The named tensors of a checkpoint."""
 
     @property
-    def names(self) -> Collection[str]:
+    def path(self) -> Path:
+        """Where it is, for errors."""
+
+    @property
+    def names(self) -> frozenset[str]:
         """All there are."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor of that name."""
+        """The tensor of that name; of a name as "x[3]" that entry of the tensor x, and no others are read."""
 
 
 @dataclass(frozen=True)
