@@ -8,9 +8,10 @@ from typing import Any, Protocol, TypeAlias
 
 from tokenizers import Tokenizer
 
-from quire.errors import ModelError, QuireError
+from quire.errors import ModelError
 from quire.models.gguf.model import GgufModel
 from quire.models.quantisation.module import Tensors
+from quire.models.template import default_template, read_template
 from quire.models.text_part import TextPart
 from quire.models.weights import Checkpoint, read_json, weight_files
 
@@ -19,7 +20,6 @@ GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
-MAX_TEMPLATE = 2**20  # bytes
 
 
 class Files(Protocol):
@@ -89,15 +89,12 @@ class Directory:
         return self._optional(SETTINGS)
 
     def template(self) -> tuple[str, str] | None:
-        """A file's, or the one of tokenizer_config.json: a text, or the "default" of a list of named ones."""
+        """A file's, or the one of tokenizer_config.json."""
         own = self.path / TEMPLATE
         if own.exists():
             return str(own), read_template(own, ModelError)
-        found = self.tokenizer_settings().get("chat_template")
-        if isinstance(found, list):
-            named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
-            found = named.get("default")
-        return (f"chat_template of {self.path / SETTINGS}", found) if isinstance(found, str) else None
+        found = default_template(self.tokenizer_settings())
+        return None if found is None else (f"chat_template of {self.path / SETTINGS}", found)
 
     def weight_files(self, part: TextPart | None = None) -> list[Path]:
         """Those of one form of the weights."""
@@ -120,14 +117,3 @@ def files_of(where: Where) -> Files:
     if not isinstance(where, Path):
         return where
     return GgufModel(where) if where.is_file() else Directory(where)
-
-
-def read_template(path: Path, error: type[QuireError]) -> str:
-    """A file's chat template. Raises that error where it is unreadable or too long."""
-    try:
-        data = path.read_bytes()
-        if len(data) > MAX_TEMPLATE:
-            raise error(f"chat_template {path} has {len(data)} bytes; the most is {MAX_TEMPLATE}")
-        return data.decode()
-    except (OSError, UnicodeDecodeError) as bad:
-        raise error(f"chat_template {path} cannot be read: {bad}") from bad

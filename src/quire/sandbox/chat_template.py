@@ -12,7 +12,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.errors import ConfigError, ModelError, QuireError, RequestError
-from quire.models.files import Where, files_of, read_template
+from quire.models.files import Where, files_of
+from quire.models.template import read_template
 from quire.sandbox.process import Died, Limits, OutOfTime, Sandbox
 
 MAX_CHARACTERS = 2**22  # that a template may render

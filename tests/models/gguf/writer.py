@@ -16,9 +16,9 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 
 ARCHITECTURES = {
-    "Llama": "llama", "Mistral": "llama", "Mixtral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Qwen3Moe": "qwen3moe",
-    "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3", "GPT2": "gpt2", "Starcoder2": "starcoder2",
-    "Granite": "granite", "Olmo2": "olmo2", "SmolLM3": "smollm3", "SeedOss": "seed_oss",
+    "Llama": "llama", "Mistral": "llama", "Mixtral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3",
+    "Qwen3Moe": "qwen3moe", "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3", "GPT2": "gpt2",
+    "Starcoder2": "starcoder2", "Granite": "granite", "Olmo2": "olmo2", "SmolLM3": "smollm3", "SeedOss": "seed_oss",
 }  # fmt: skip
 PAIRS = ("Llama", "Mistral", "Mixtral", "Granite", "SmolLM3")  # whose q and k are turned in pairs of neighbours
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}

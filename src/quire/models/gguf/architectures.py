@@ -356,7 +356,9 @@ ARCHITECTURES = {
     ),
     "smollm3": Architecture(name="SmolLM3ForCausalLM", model_type="smollm3", layer=LAYER, more=_llama, pairs=True),
     "seed_oss": Architecture(
-        name="SeedOssForCausalLM", model_type="seed_oss", layer=LAYER | {"post_attention_norm": "post_attention_layernorm"}
+        name="SeedOssForCausalLM",
+        model_type="seed_oss",
+        layer=LAYER | {"post_attention_norm": "post_attention_layernorm"},
     ),
 }
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
+from quire.models.gguf.blocks import FLOATS, FORMATS
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -34,10 +35,9 @@ KINDS = {
     29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 # Those that are served -> numbers of a block, and its bytes.
-BLOCKS = {
-    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20),
-    "Q5_0": (32, 22), "Q5_1": (32, 24), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
-}  # fmt: skip
+BLOCKS = {kind: (1, dtype.itemsize) for kind, dtype in FLOATS.items()} | {
+    kind: (form.inputs, form.nbytes) for kind, form in FORMATS.items()
+}
 
 # A value's type, by the number that files have for it -> how struct and numpy read one.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}

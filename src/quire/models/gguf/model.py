@@ -9,18 +9,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from quire.errors import ModelError
 from quire.models.gguf.architectures import Place, architecture_of
+from quire.models.gguf.blocks import FLOATS
 from quire.models.gguf.file import GgufFile, TensorInfo
 from quire.models.gguf.metadata import Metadata
+from quire.models.gguf.vocabulary import Vocabulary
+from quire.models.template import default_template
 from quire.models.text_part import TextPart
 
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+NO_VOCABULARY = "no_vocab"  # a converter's word for it
 VERSION = 2  # of quantised blocks: before, some had other layouts
 
 
@@ -36,6 +38,12 @@ class GgufModel:
         version = self.file.metadata.get("general.quantization_version", VERSION)
         if version != VERSION:
             raise ModelError(f"{path}: general.quantization_version is {version!r}; served is {VERSION}")
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary | None:
+        """None where there is none."""
+        model = self.file.metadata.get("tokenizer.ggml.model", NO_VOCABULARY)
+        return None if model == NO_VOCABULARY else Vocabulary(self.path, self.file.metadata)
 
     @cached_property
     def _places(self) -> Mapping[str, Place]:
@@ -64,27 +72,27 @@ class GgufModel:
         """What tokens end a text, and how its makers want tokens chosen."""
         given = self.file.metadata
         found = {ours: given.get(f"general.sampling.{theirs}") for theirs, ours in SAMPLING.items()}
-        ends = [given.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-        found["eos_token_id"] = [token for token in ends if isinstance(token, int)] or None
+        if self._vocabulary is not None:
+            found["eos_token_id"] = list(self._vocabulary.end_tokens())
         return {key: value for key, value in found.items() if value is not None}
 
     @property
     def has_tokenizer(self) -> bool:
         """Whether the file has a vocabulary."""
-        return "tokenizer.ggml.tokens" in self.file.metadata
+        return self._vocabulary is not None
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that its vocabulary makes."""
-        return None
+        return None if self._vocabulary is None else self._vocabulary.tokenizer()
 
     def tokenizer_settings(self) -> Mapping[str, Any]:
-        """Its special tokens."""
-        return {}
+        """Its special tokens, and its chat templates."""
+        return {} if self._vocabulary is None else self._vocabulary.settings()
 
     def template(self) -> tuple[str, str] | None:
         """Its chat template."""
-        found = self.file.metadata.get("tokenizer.chat_template")
-        return (f"tokenizer.chat_template of {self.path}", found) if isinstance(found, str) else None
+        found = default_template(self.tokenizer_settings())
+        return None if found is None else (f"tokenizer.chat_template of {self.path}", found)
 
     def weight_files(self, part: TextPart | None = None) -> list[Path]:  # noqa: ARG002  # a file has one model
         """All files."""
