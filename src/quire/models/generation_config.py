@@ -44,5 +44,5 @@ def read_default_sampling(source: str, where: Where) -> dict[str, Any]:
     try:
         SamplingParams(**found)
     except RequestError as error:
-        raise ModelError(f"{place}: {error}; --generation-config none leaves this out") from error
+        raise ModelError(f"{place}: {error}; --generation-config none leaves the file out") from error
     return found

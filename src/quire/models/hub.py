@@ -71,9 +71,8 @@ def _locate_gguf(model: str | None, name: str) -> Path:
         raise ModelError(f"gguf_file is {name!r}, and {model!r} is a file already; leave one of them out")
     if (directory := local or _cached(model)) is not None and (directory / name).is_file():
         return directory / name
-    if local is None:
+    if directory is None or local is None:
         directory = _downloaded(model, (pattern,), (name,) if directory is not None else (), excluded=())
-    assert directory is not None
     if not (directory / name).is_file():
         found = ", ".join(sorted(path.name for path in directory.glob(f"*{GGUF}"))) or "none"
         raise ModelError(f"{model!r} has no {name!r}; of its GGUF files there are here: {found}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -42,11 +42,9 @@ class BlocksForm:
                 f"are [{len(blocks)}, {inputs}] numbers; the metadata ask for [{module.out_size}, {module.in_size}]",
             )
         try:
-            weight = weight_of(self.kind, blocks, module.in_size, dtype)
+            return cast(QuantisedWeight, weight_of(self.kind, blocks, module.in_size, dtype))
         except QuireError as error:
             raise module.error(KIND, f"cannot be read: {error}") from error
-        assert isinstance(weight, QuantisedWeight)
-        return weight
 
 
 @dataclass(frozen=True)
