@@ -54,10 +54,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 NEARLY = ("llama3",)
 
 
-def logits(model: Path, **options: Any) -> torch.Tensor:
-    """Of each row of two prompts and what follows them."""
+def logits(model: Path, max_tokens: int = 1, **options: Any) -> torch.Tensor:
+    """Of each row of two prompts and of what follows them."""
     prompts = [[(7 * i + 3) % 97 for i in range(21)], [5, 96, 11]]
-    probe, _ = probed_logits(engine(model, max_model_len=64, **options), prompts, 3)
+    probe, _ = probed_logits(engine(model, max_model_len=64, **options), prompts, max_tokens)
     return torch.stack([probe.found[key] for key in sorted(probe.found)])
 
 
@@ -69,7 +69,7 @@ def test_the_same_logits_as_from_safetensors(tmp_path: Path, name: str) -> None:
     save(tmp_path, kind, dtype, **changes)
     stored = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16, torch.float16: Kind.F16}[dtype]
     write_gguf(tmp_path, tmp_path / "model.gguf", kind, lambda _: stored)
-    found, expected = logits(tmp_path / "model.gguf", model_impl="quire"), logits(tmp_path)
+    found, expected = logits(tmp_path / "model.gguf", 3, model_impl="quire"), logits(tmp_path, 3)
     if name in NEARLY:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     else:
