@@ -38,7 +38,10 @@ METADATA: dict[str | bytes, Value] = {
     "llama.attention.head_count": uint32(2),
     "llama.attention.layer_norm_rms_epsilon": (6, struct.pack("<f", 1e-5)),
     "tokenizer.ggml.model": (8, text("gpt2")),
+    "tokenizer.ggml.pre": (8, text("gpt-2")),
     "tokenizer.ggml.tokens": words("a", "b", "ab"),
+    "tokenizer.ggml.token_type": (9, struct.pack("<IQ3i", 5, 3, 1, 1, 1)),
+    "tokenizer.ggml.merges": words("a b"),
 }
 Entry = tuple[str, tuple[int, ...], int, int]  # a tensor's name, its sizes, its type, its offset
 TENSORS: list[Entry] = [("token_embd.weight", (8, 4), 0, 0), ("output_norm.weight", (8,), 0, 128)]

@@ -62,6 +62,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "a number that is a text": (
         whole(METADATA | {"llama.block_count": words("1")}), "llama.block_count is ['1']; it must be a positive integer"
     ),
+    "2^32 layers": (whole(METADATA | {"llama.block_count": uint32(2**32 - 1)}), "4294967295; it must be at most 2"),
     "no embedding": (whole(tensors=[]), "has no tensor token_embd.weight"),
     "old blocks": (whole(METADATA | {"general.quantization_version": uint32(1)}), "version is 1; served is"),
     "tokens that are numbers": (
@@ -81,8 +82,10 @@ def test_files_that_are_none_are_refused_by_a_sentence(tmp_path: Path, name: str
 
 
 def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(whole())
+    assert read(tmp_path / "model.gguf") is None
     outcome = fuzz(tmp_path, 300, seed=5)
-    assert outcome["refused"] > 100
+    assert min(outcome["refused"], outcome["read"]) > 5
 
 
 def test_a_file_is_what_its_writer_wrote(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from quire.errors import ModelError
 from quire.models.gguf.metadata import Metadata
 from quire.models.rope import share_of
 
+LONGEST = 2**26  # tokens of a sequence: angles are computed for each position
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 # A file's names of tensors, without what the names of several architectures have in common -> those of others.
 ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -127,6 +128,7 @@ def _usual(metadata: Metadata) -> dict[str, Any]:
         raise ModelError(f"{file.path} has no tensor token_embd.weight; it is no language model, or a part of one")
     if metadata.get("attention.causal", True) is not True:
         raise metadata.error("attention.causal", metadata.get("attention.causal"), "true")
+    _check_sizes(metadata)
     num_heads, hidden_size = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
     head_dim = metadata.integer("attention.key_length", max(1, hidden_size // num_heads))
     if (other := metadata.integer("attention.value_length", head_dim)) != head_dim:
@@ -145,6 +147,24 @@ def _usual(metadata: Metadata) -> dict[str, Any]:
     }
     rope = _rope(metadata, head_dim)
     return config | ({"rope_parameters": rope} if rope else {})
+
+
+def _check_sizes(metadata: Metadata) -> None:
+    """Raise ModelError for a size that no tensor has, before anything of that size is made."""
+    tensors = metadata.file.tensors
+    largest = max(max(info.shape) for info in tensors.values())
+    for key, most in (
+        ("block_count", len(tensors)),
+        ("attention.head_count", largest),
+        ("attention.key_length", largest),
+        ("embedding_length", largest),
+        ("expert_count", largest),
+        ("expert_feed_forward_length", largest),
+        ("context_length", LONGEST),
+    ):
+        value = metadata.file.metadata.get(f"{metadata.architecture}.{key}")
+        if isinstance(value, int) and value > most:
+            raise metadata.error(key, value, f"at most {most}")
 
 
 def _rope(metadata: Metadata, head_dim: int) -> dict[str, Any]:
