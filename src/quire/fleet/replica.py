@@ -118,7 +118,7 @@ class Replica:
     async def _model(self, _: HttpRequest) -> Response:
         """What it is, and the files that a gateway makes prompts with, by their names."""
         llm, template = self._llm, self._service.model.template
-        found = {SETTINGS: json.dumps(dict(llm.files.tokenizer_settings()))}
+        found = {SETTINGS: json.dumps(dict(llm.text_files.tokenizer_settings()))}
         if llm.tokenizer is not None:
             found[TOKENIZER] = llm.tokenizer.json()
         if template is not None:

@@ -170,7 +170,7 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     if config.allow_lora_loading:
         options = {**options, "enable_lora": True}
     llm = LLM(lora=loras, **options)
-    template = ChatTemplate.find(llm.files, config.chat_template)
+    template = ChatTemplate.find(llm.text_files, config.chat_template)
     metrics = Metrics(llm.engine, names[0], config.vllm_metrics, _model_info(llm))
     watched = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.keys)
     device = DEVICES["cpu" if llm.config.device == "cpu" else "h200"]
@@ -184,7 +184,7 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     model = ServedModel(
         names=names,
         tokenizer=llm.tokenizer,
-        tokenizer_settings=llm.files.tokenizer_settings(),
+        tokenizer_settings=llm.text_files.tokenizer_settings(),
         template=template,
         dialect=find_dialect(template, config),
         max_model_len=engine.scheduler.max_model_len,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -177,7 +178,7 @@ class Vocabulary:
     def _piece(self, token: int) -> str:
         """A token's text as the original has it: converters write added tokens of spaces with spaces."""
         text = self.tokens[token]
-        if self._model == "llama" and self._types[token] == USER_DEFINED:
+        if self._model != "gpt2" and self._types[token] == USER_DEFINED:
             return text.replace(" ", WORD_MARK)
         return text
 
@@ -194,21 +195,24 @@ class Vocabulary:
         return [tuple(merge.split(" ", 1)) for merge in self._texts("merges")]
 
     def _merges_of_scores(self, vocab: Mapping[str, int]) -> list[tuple[str, ...]]:
-        """The pairs that make each piece, best pieces first, as originals list them."""
-        if str(self._metadata.get("general.architecture")).startswith("gemma"):
-            # Their original was made from the order of pieces, which runs of spaces lead.
-            order, shortest_first = list(range(len(self.tokens))), True
-        else:
-            scores = self._numbers("scores", np.floating)
-            order, shortest_first = np.argsort(-scores, kind="stable").tolist(), False
-        skipped = np.isin(self._types, (UNKNOWN, CONTROL, UNUSED))
+        """The pairs that make each piece, best pieces first, as originals list them.
+
+        Added pieces come first of all: sentencepiece gives them the best score, and converters another one.
+        """
+        scores = np.where(self._types == USER_DEFINED, np.inf, self._numbers("scores", np.floating))
+        scores[np.isin(self._types, (UNKNOWN, CONTROL, UNUSED))] = -np.inf
+        order = np.argsort(-scores, kind="stable")
         merges: list[tuple[str, ...]] = []
-        for token in order:
-            if skipped[token]:
-                continue
-            piece = self._piece(token)
-            found = [(piece[:i], piece[i:]) for i in range(1, len(piece)) if piece[:i] in vocab and piece[i:] in vocab]
-            merges += found if shortest_first else reversed(found)
+        for score, tokens in groupby(order.tolist(), scores.__getitem__):
+            if score == -np.inf:
+                break
+            pairs = [
+                (piece[:i], piece[i:])
+                for piece in map(self._piece, tokens)
+                for i in range(len(piece) - 1, 0, -1)
+                if piece[:i] in vocab and piece[i:] in vocab
+            ]
+            merges += sorted(pairs, key=lambda pair: (len(pair[0]), len(pair[1])), reverse=True)
         return merges
 
     # ------------------------------------------------------------------------------------------- values
@@ -238,7 +242,7 @@ class Vocabulary:
             self._fail(f"tokenizer.ggml.{name} is no array of texts; this kind of vocabulary needs one")
         return values
 
-    def _numbers(self, name: str, wanted: type[np.generic]) -> NDArray[Any]:
+    def _numbers(self, name: str, wanted: type[np.integer[Any]] | type[np.floating[Any]]) -> NDArray[Any]:
         """A number for each token."""
         values = self._metadata.get(f"tokenizer.ggml.{name}")
         if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, wanted):
