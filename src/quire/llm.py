@@ -27,7 +27,7 @@ from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine, build_engine
 from quire.engine.interrupts import deferred_interrupts
-from quire.errors import ConfigError, QuireError, RequestError, Unsupported, check_integer
+from quire.errors import ConfigError, QuireError, RequestError, Unsupported
 from quire.loglikelihood import (
     LoglikelihoodOutput,
     check_pair,

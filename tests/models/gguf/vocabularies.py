@@ -140,7 +140,7 @@ WORDS: dict[str, tuple[dict[str, Any] | None, dict[str, Any], bool]] = {
 }
 SAME = {  # words that stand for what another one does
     "mpt": "olmo", "phi-2": "gpt-2", "granite-docling": "gpt-2", "refact": "starcoder", "smollm": "starcoder",
-    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "lfm2": "llama-bpe", "glm4": "llama-bpe",
+    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "lfm2": "llama-bpe", "glm4": "llama-bpe", "smaug-bpe": "llama-bpe",
     "chatglm-bpe": "llama-bpe", "deepseek-r1-qwen": "qwen2", "llama4": "gpt-4o",
 }  # fmt: skip
 PIECES = ("llama", "mistral", "phi3", "gemma2", "gemma4", "t5")

@@ -80,12 +80,12 @@ _DIGITS = Sequence([Digits(individual_digits=True), _GPT2])
 _LLAMA3 = Kind(_words(CL100K), takes_whole_words=True, begins=True)
 _QWEN2 = Kind(_words(QWEN2), NFC())
 _O200K = Kind(_words(O200K), takes_whole_words=True)
-_GLM4 = Kind(_words(CL100K), takes_whole_words=True)
+_WHOLE = Kind(_words(CL100K), takes_whole_words=True)
 _FALCON = (Punctuation("contiguous"), _GPT2)
 
 KINDS = {
     "bloom": Kind(_words(BLOOM)),
-    "chatglm-bpe": _GLM4,
+    "chatglm-bpe": _WHOLE,
     "command-r": Kind(_DIGITS, NFC()),
     "dbrx": Kind(_words(CL100K)),
     "deepseek-coder": Kind(_words(*DEEPSEEK_CODER, Digits(individual_digits=True))),
@@ -94,7 +94,7 @@ KINDS = {
     "deepseek-v3": Kind(_words(*DEEPSEEK_V3)),
     "falcon": Kind(Sequence([*_FALCON, Digits(individual_digits=False), Split(Regex("[0-9][0-9][0-9]"), "isolated")])),
     "falcon3": Kind(Sequence([*_FALCON, Digits(individual_digits=True)])),
-    "glm4": _GLM4,
+    "glm4": _WHOLE,
     "gpt-2": Kind(_GPT2),
     "gpt-4o": _O200K,
     "granite-docling": Kind(_GPT2),
@@ -109,6 +109,7 @@ KINDS = {
     "qwen2": _QWEN2,
     "qwen35": Kind(_words(QWEN35), NFC()),
     "refact": Kind(_DIGITS),
+    "smaug-bpe": _WHOLE,  # Llama 3's without a first token, as SmolLM3's
     "smollm": Kind(_DIGITS),
     "starcoder": Kind(_DIGITS),
     "tekken": Kind(_words(TEKKEN), takes_whole_words=True, begins=True),

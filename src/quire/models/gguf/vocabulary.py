@@ -143,7 +143,8 @@ class Vocabulary:
         for key in ("add_space_prefix", "remove_extra_whitespaces"):
             if not self._value(key, bool, True):
                 self._refuse(f"tokenizer.ggml.{key} is False; served are unigram vocabularies where it is True")
-        pieces = list(zip(self.tokens, self._numbers("scores", np.floating).tolist(), strict=True))
+        used = int(np.flatnonzero(self._types != UNUSED).max(initial=-1)) + 1  # a piece's place is its id: no gaps
+        pieces = list(zip(self.tokens[:used], self._numbers("scores", np.floating)[:used].tolist(), strict=True))
         unknown = self._token("unknown")
         tokenizer = Tokenizer(self._built(lambda: Unigram(pieces, unknown, byte_fallback=False)))
         charsmap = self._metadata.get("tokenizer.ggml.precompiled_charsmap")
@@ -155,7 +156,7 @@ class Vocabulary:
         tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
         return tokenizer
 
-    def _bpe(self, vocab: dict[str, int], merges: list[tuple[str, ...]], **options: Any) -> Tokenizer:
+    def _bpe(self, vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
         return Tokenizer(self._built(lambda: BPE(vocab, merges, **options)))
 
     def _built(self, build: Callable[[], T]) -> T:
@@ -190,11 +191,11 @@ class Vocabulary:
             rstrip = strips and text not in PHI3_PLAIN
             yield AddedToken(text, rstrip=rstrip, normalized=False, special=self._types[token] != USER_DEFINED)
 
-    def _merges(self) -> list[tuple[str, ...]]:
+    def _merges(self) -> list[tuple[str, str]]:
         """The pairs that BPE joins, first ones first."""
-        return [tuple(merge.split(" ", 1)) for merge in self._texts("merges")]
+        return [(left, right) for left, _, right in (merge.partition(" ") for merge in self._texts("merges"))]
 
-    def _merges_of_scores(self, vocab: Mapping[str, int]) -> list[tuple[str, ...]]:
+    def _merges_of_scores(self, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
         """The pairs that make each piece, best pieces first, as originals list them.
 
         Added pieces come first of all: sentencepiece gives them the best score, and converters another one.
@@ -202,7 +203,7 @@ class Vocabulary:
         scores = np.where(self._types == USER_DEFINED, np.inf, self._numbers("scores", np.floating))
         scores[np.isin(self._types, (UNKNOWN, CONTROL, UNUSED))] = -np.inf
         order = np.argsort(-scores, kind="stable")
-        merges: list[tuple[str, ...]] = []
+        merges: list[tuple[str, str]] = []
         for score, tokens in groupby(order.tolist(), scores.__getitem__):
             if score == -np.inf:
                 break
