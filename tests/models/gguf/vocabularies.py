@@ -282,6 +282,8 @@ def _unigram() -> Tokenizer:
     trained.train_from_iterator(islice(_library(), 1500), trainer)
     state = json.loads(trained.to_str())
     metaspace = {"type": "Metaspace", "replacement": MARK, "prepend_scheme": "always", "split": True}
+    # Sentencepiece's scores, and a file's, are of 32 bits.
+    state["model"]["vocab"] = [(piece, float(np.float32(score))) for piece, score in state["model"]["vocab"]]
     state |= {"decoder": metaspace, "post_processor": _around("</s>", 1, first=False)}
     return Tokenizer.from_str(json.dumps(state))
 

@@ -48,6 +48,10 @@ class Vocabulary:
         if pads:  # converters of old took them for added tokens
             self._types = self._types.copy()
             self._types[pads] = UNUSED
+        self._pieces = [*self.tokens]  # as originals have them: converters write added tokens of spaces with spaces
+        if self._model != "gpt2":
+            for token in np.flatnonzero(self._types == USER_DEFINED):
+                self._pieces[token] = self.tokens[token].replace(" ", WORD_MARK)
 
     def tokenizer(self) -> Tokenizer:
         """The original tokenizer. Raises ModelError where it cannot be rebuilt exactly."""
@@ -170,24 +174,17 @@ class Vocabulary:
     def _vocab(self) -> dict[str, int]:
         """The ids of tokens by their texts, without those that nothing is cut into."""
         used = np.flatnonzero(self._types != UNUSED).tolist()
-        vocab = {text: token for token in used if (text := self._piece(token))}
+        vocab = {text: token for token in used if (text := self._pieces[token])}
         if len(vocab) < len(used):
-            first = next(token for token in used if vocab.get(self._piece(token), -1) != token)
+            first = next(token for token in used if vocab.get(self._pieces[token], -1) != token)
             self._fail(f"token {first} is {self.tokens[first]!r}, as another one is; texts of tokens must differ")
         return vocab
-
-    def _piece(self, token: int) -> str:
-        """A token's text as the original has it: converters write added tokens of spaces with spaces."""
-        text = self.tokens[token]
-        if self._model != "gpt2" and self._types[token] == USER_DEFINED:
-            return text.replace(" ", WORD_MARK)
-        return text
 
     def _added(self) -> Iterator[AddedToken]:
         """The tokens that are found in a text before it is cut."""
         strips = self._model == "llama" and self._metadata.get("general.architecture") == "phi3"
         for token in np.flatnonzero(np.isin(self._types, (UNKNOWN, CONTROL, USER_DEFINED))).tolist():
-            text = self._piece(token)
+            text = self._pieces[token]
             rstrip = strips and text not in PHI3_PLAIN
             yield AddedToken(text, rstrip=rstrip, normalized=False, special=self._types[token] != USER_DEFINED)
 
@@ -202,18 +199,19 @@ class Vocabulary:
         """
         scores = np.where(self._types == USER_DEFINED, np.inf, self._numbers("scores", np.floating))
         scores[np.isin(self._types, (UNKNOWN, CONTROL, UNUSED))] = -np.inf
-        order = np.argsort(-scores, kind="stable")
+        order = np.argsort(-scores, kind="stable")[: np.count_nonzero(scores != -np.inf)]
         merges: list[tuple[str, str]] = []
-        for score, tokens in groupby(order.tolist(), scores.__getitem__):
-            if score == -np.inf:
-                break
+        for _, tokens in groupby(order.tolist(), scores.tolist().__getitem__):
+            pieces = [self._pieces[token] for token in tokens]
             pairs = [
-                (piece[:i], piece[i:])
-                for piece in map(self._piece, tokens)
+                (left, right)
+                for piece in pieces
                 for i in range(len(piece) - 1, 0, -1)
-                if piece[:i] in vocab and piece[i:] in vocab
+                if (left := piece[:i]) in vocab and (right := piece[i:]) in vocab
             ]
-            merges += sorted(pairs, key=lambda pair: (len(pair[0]), len(pair[1])), reverse=True)
+            if len(pieces) > 1:
+                pairs.sort(key=lambda pair: (len(pair[0]), len(pair[1])), reverse=True)
+            merges += pairs
         return merges
 
     # ------------------------------------------------------------------------------------------- values
