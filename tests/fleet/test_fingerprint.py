@@ -131,12 +131,12 @@ def test_it_is_the_same_in_and_after_work(llm: LLM, fingerprint: Fingerprint) ->
 
 def test_each_option_is_in_or_out_and_the_module_says_why() -> None:
     options = {one.name for config in (EngineConfig, CacheConfig) for one in fields(config)} - {"cache"}
-    assert {*IN, "attention_backend", "gguf_file"} | OUT.keys() == options
+    assert {*IN, "attention_backend", "gguf_file", "tokenizer"} | OUT.keys() == options
     assert not IN.keys() & OUT.keys()
     assert identity.__doc__ is not None
     inside, _, outside = identity.__doc__.partition("    out ")
     assert all(name in inside for name in {*IN, "attention_backend"})
-    assert all(name in outside for name in {*OUT, "gguf_file"})
+    assert all(name in outside for name in {*OUT, "gguf_file", "tokenizer"})
 
 
 @needs_kernels
