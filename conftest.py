@@ -11,7 +11,8 @@ import torch
 
 from tests.forks import Spawner
 
-LONGEST = ("test_compiled.py", "test_chaos.py")  # half a minute a test; at the end one worker would wait for it
+# Each has a test of ten seconds or more: at the end one worker would wait for it.
+LONGEST = ("test_compiled.py", "test_chaos.py", "test_fuzz.py", "test_throughput.py", "test_fleet.py")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,14 +21,15 @@ def llm() -> LLM:
 
 
 @pytest.mark.slow
-def test_the_held_out_loss_is_the_cards(llm: LLM) -> None:
-    """Nats a byte over windows of 1,023 tokens, each after a start token."""
-    num_bytes, windows = 0, []
+def test_the_held_out_loss_is_the_cards(llm: LLM, long: bool) -> None:
+    """Nats a byte over windows of 1,023 tokens, each after a start token. Without --long: over one in four of them."""
+    windows = []
     for path in sorted(HELD_OUT.glob("*.txt")):
         text = path.read_bytes().decode()
-        num_bytes += len(text.encode())
         start, *tokens = llm.tokenizer.encode(text)
         windows += [[start, *tokens[i : i + WINDOW]] for i in range(0, len(tokens), WINDOW)]
+    windows = windows[:: 1 if long else 4]
+    num_bytes = sum(len(llm.tokenizer.decode(window[1:]).encode()) for window in windows)
     # A prompt leaves room for one token more, so a window's last token is looked up among the candidates for it.
     everything = SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=llm.engine.vocab_size)
     outputs = llm.generate([window[:-1] for window in windows], everything)
@@ -36,7 +37,7 @@ def test_the_held_out_loss_is_the_cards(llm: LLM) -> None:
     for window, output in zip(windows, outputs, strict=True):
         positions = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
         nats -= sum(position[token].logprob for token, position in zip(window[1:], positions, strict=True))
-    assert nats / num_bytes == pytest.approx(CARD["heldout_nats_per_byte"], rel=0.002)
+    assert nats / num_bytes == pytest.approx(CARD["heldout_nats_per_byte"], rel=0.002 if long else 0.05)
 
 
 def test_it_beats_the_ngram_clearly() -> None:

@@ -198,6 +198,11 @@ class Foreign(NamedTuple):
 
     harmless: tuple[Any, ...]  # values that ask for what holds anyway: they are taken, and change nothing
     sentence: str  # what is said of any other value
+    is_secret: bool = False  # so that its value is not shown
+
+    def refusal(self, option: str, value: object) -> str:
+        """What is said of another value. option: what is not there."""
+        return f"there is no {option}{'' if self.is_secret else f' (it is {value!r})'}; {self.sentence}"
 
 
 ONE_PROCESS = "a model runs in one process here, on one device; `quire fleet` serves several replicas of it"
@@ -232,7 +237,7 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
             (None,), "kv_cache_memory says how much memory the KV cache takes: '8GiB', or a share as 0.5"
         ),
         "hf_overrides": Foreign((None, {}), "a checkpoint's config.json is taken as it stands"),
-        "hf_token": Foreign((None, False), "the hub's library reads the variable HF_TOKEN"),
+        "hf_token": Foreign((None, False), "the hub's library reads the variable HF_TOKEN", is_secret=True),
         "kv_cache_memory_bytes": Foreign((None,), "it is called kv_cache_memory"),
         "kv_transfer_config": Foreign((None,), "a replica keeps its cache to itself; `quire fleet` goes to the blocks"),
         "load_format": Foreign((None, "auto", "safetensors"), "the files say what they are"),
@@ -274,7 +279,7 @@ def engine_config(**options: Any) -> EngineConfig:
     asked = {name: value for name, value in options.items() if name in FOREIGN and name not in known}
     for name, value in asked.items():
         if value not in FOREIGN[name].harmless:
-            raise ConfigError(f"there is no engine option {name!r} (it is {value!r}); {FOREIGN[name].sentence}")
+            raise ConfigError(FOREIGN[name].refusal(f"engine option {name!r}", value))
     options = {name: value for name, value in options.items() if name not in asked}
     if options.get("seed", 0) is None:  # vLLM's default
         del options["seed"]

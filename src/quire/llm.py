@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -234,12 +235,13 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params is a {type(params).__name__}; it must be BeamSearchParams")
-        searches = []
+        searches: list[tuple[str | None, list[int], BeamDriver]] = []
         listed = list_prompts(prompts)
         for prompt, own_lora in zip(listed, each_lora(lora, len(listed)), strict=True):
             text, tokens, salt = self.prompts.encoded(prompt)
-            driver = BeamDriver(self.engine, self.prompts.next_name(), tokens, params, salt, own_lora)
-            driver.check()
+            with _by_place(len(searches), len(listed)):
+                driver = BeamDriver(self.engine, self.prompts.next_name(), tokens, params, salt, own_lora)
+                driver.check()
             searches.append((text, tokens, driver))
         takers = {request_id: driver for _, _, driver in searches for request_id in driver.request_ids}
         try:
@@ -403,8 +405,10 @@ class LLM:
         return [outputs[name] for name in names]
 
     def _run(self, requests: list[tuple[Request, RequestOutput]]) -> Iterator[RequestOutput]:
-        for request, _ in requests:
-            self.engine.check(request)
+        places = {name: i for i, name in enumerate(dict.fromkeys(output.request_id for _, output in requests))}
+        for request, output in requests:
+            with _by_place(places[output.request_id], len(places)):
+                self.engine.check(request)
         names = [request.id for request, _ in requests]
         pending = {output.request_id for _, output in requests}
         ended: deque[RequestOutput] = deque()
@@ -447,3 +451,13 @@ class Closed:
 
     def __getattr__(self, name: str) -> Any:
         raise QuireError("this LLM is closed and its memory is free; make another one")
+
+
+@contextmanager
+def _by_place(place: int, count: int) -> Iterator[None]:
+    """Within it, errors name a prompt by its place among the caller's, who does not know the requests' names."""
+    try:
+        yield
+    except RequestError as error:
+        who = "the request" if count == 1 else f"the request of prompt {place}"
+        raise RequestError(re.sub(r"^(request|beam search) [^ :]+", who, str(error)), error.field) from error

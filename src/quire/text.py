@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -108,6 +108,27 @@ class Tokenizer:
                 raise RequestError(f"the text cannot be encoded: {error}", "prompt") from error
             code = f"U+{ord(text[half]):04X}"
             raise RequestError(f"the text has {code}, half of a character, at position {half}", "prompt") from error
+
+    def encode_form(self, form: Sequence[str], texts: Sequence[str]) -> list[int]:
+        """The tokens of a form that texts are written into, one after each of its parts but the last.
+
+        What reads like an added token is one in the form alone: where any of it is a text's, it is taken apart after
+        its first character. Raises RequestError for what is no text.
+        """
+        whole, inside = form[0], []
+        for text, after in zip(texts, form[1:], strict=True):
+            inside.append((len(whole), len(whole) + len(text)))
+            whole += text + after
+        found = ((one.start(), one.start() + len(one[1])) for one in self._added_text.finditer(whole))
+        cuts = [begin + 1 for begin, end in found if any(begin < last and end > first for first, last in inside)]
+        pieces = (whole[begin:end] for begin, end in pairwise([0, *cuts, len(whole)]))
+        return [token for piece in pieces for token in self.encode(piece, add_special_tokens=False)]
+
+    @cached_property
+    def _added_text(self) -> re.Pattern[str]:
+        """Where the longest added token begins that stands there; not those of white space, which are plain text."""
+        texts = sorted((one for one in self.added_tokens if len(one) > 1 and one.strip()), key=len, reverse=True)
+        return re.compile(f"(?=({'|'.join(map(re.escape, texts))}))" if texts else "(?!)")
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The tokens' text."""

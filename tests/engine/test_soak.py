@@ -1,4 +1,4 @@
-"""The real engine with a fake model and a byte tokenizer through 5,000 adds, aborts and ends, audited every step.
+"""The real engine with a fake model and a byte tokenizer through 10,000 adds, aborts and ends, audited every step.
 
 Half of them with guesses at the next tokens. With --long it is 100,000.
 """
@@ -34,7 +34,7 @@ from tests.engine.fakes import (
 from tests.test_text import byte_level
 
 SHARDS = 10  # each with its own pool, budget and groups
-EVENTS, LONG_EVENTS = 500, 10_000  # adds, aborts and ends of a shard
+EVENTS, LONG_EVENTS = 1_000, 10_000  # adds, aborts and ends of a shard
 
 pytestmark = pytest.mark.slow
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
+from tests.marks import spread
 from tests.ops import dense
 from tests.ops.cases import half_dtype
 
@@ -101,11 +102,16 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 @pytest.mark.parametrize(
-    "options", [{}, {"alibi": True}, {"softcap": 2.0}, {"sinks": True}, {"scale": 0.3, "alibi": True}, {"each": True}]
+    ("name", "options"),
+    spread(
+        2,
+        TREES,
+        [{}, {"alibi": True}, {"softcap": 2.0}, {"sinks": True}, {"scale": 0.3, "alibi": True}, {"each": True}],
+    ),
 )
-def test_levels_are_one_sequence(backend, device, tree, options):
+def test_levels_are_one_sequence(backend, device, name, options):
+    tree = TREES[name]
     options, heads = dict(options), tree.num_kv_heads * tree.group_size
     if options.pop("alibi", False):
         options["alibi_slopes"] = (0.3 * 0.5 ** torch.arange(heads)).to(device)

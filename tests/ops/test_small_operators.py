@@ -16,6 +16,7 @@ from quire import ops
 from quire.errors import BadDtype, BadShape, BadValue, QuireError
 from quire.ops.activation import Activation
 from quire.ops.experts import Choice
+from tests.marks import spread
 from tests.ops.dense import check_close
 
 SHAPES = [(1, 1), (3, 2), (5, 7), (2, 3, 64), (4, 129), (2, 1000), (0, 8), (33,), (70, 31)]
@@ -226,8 +227,9 @@ FORMULAS = {
 }
 
 
-@pytest.mark.parametrize("function", FORMULAS)
-@pytest.mark.parametrize("shape", [(1, 2), (3, 6), (4, 258), (2, 2000), (0, 8), (70, 62)])
+@pytest.mark.parametrize(
+    ("shape", "function"), spread(2, [(1, 2), (3, 6), (4, 258), (2, 2000), (0, 8), (70, 62)], FORMULAS)
+)
 def test_activations(backend, device, shape, function):
     slopes = (1.0, 1.702) if function == "silu" else (1.0,)
     for dtype, slope in itertools.product(dtypes(backend), slopes):
@@ -293,13 +295,17 @@ def chosen(logits: Tensor, choice: Choice) -> tuple[list[list[int]], list[list[f
     return ids, shares
 
 
-@pytest.mark.parametrize("renormalised", [False, True])
-@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(
-    ("count", "k", "groups", "groups_chosen", "group_best"),
-    [(1, 1, 1, 1, 2), (7, 3, 1, 1, 2), (64, 6, 8, 3, 2), (12, 2, 4, 2, 1), (40, 8, 40, 9, 2), (130, 8, 1, 1, 2)],
+    ("sizes", "scores", "renormalised"),
+    spread(
+        2,
+        [(1, 1, 1, 1, 2), (7, 3, 1, 1, 2), (64, 6, 8, 3, 2), (12, 2, 4, 2, 1), (40, 8, 40, 9, 2), (130, 8, 1, 1, 2)],
+        ["softmax", "sigmoid"],
+        [False, True],
+    ),
 )
-def test_choices(backend, device, count, k, groups, groups_chosen, group_best, scores, renormalised):
+def test_choices(backend, device, sizes, scores, renormalised):
+    count, k, groups, groups_chosen, group_best = sizes
     gen = torch.Generator().manual_seed(count)
     logits = 2 * torch.randn(50, count, generator=gen).to(device)
     bias, scales = ((torch.randn(count, generator=gen) / 5 + mean).to(device) for mean in (0.0, 1.0))

@@ -90,6 +90,9 @@ def test_formats_thoughts_and_calls(speaking: Serving) -> None:
     first, second = [one.id for one in made.messages[1].tool_calls or ()]
     assert [one.tool_call_id for one in made.messages[2:]] == [second, first]
     assert made.messages[1].reasoning_content == "hm"
+    named = [{"role": "tool", "content": "1", "tool_call_id": first}, {"role": "tool", "content": "2"}]
+    made_so = OllamaChatRequest.model_validate({"messages": [*history[:2], *named]}).chat()
+    assert [one.tool_call_id for one in made_so.messages[2:]] == [first, second]
     assert (made.chat_template_kwargs, made.repetition_penalty, made.stream) == ({"enable_thinking": True}, 1.1, True)
     assert ask(speaking, "/api/chat", messages=history, think="low")["message"]["content"]
 
@@ -118,6 +121,7 @@ def test_what_is_said_of_the_model(speaking: Serving, server: Serving) -> None:
         ("/api/chat", {"messages": USER, "options": {"temprature": 1}}, "did you mean 'temperature'"),
         ("/api/chat", {"messages": USER, "temperature": 1}, "use options.temperature"),
         ("/api/generate", {"prompt": "a", "context": [1]}, "send the whole conversation to /api/chat"),
+        ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, "system has no place where raw is true"),
         ("/api/generate", {"prompt": "a" * 30_000}, "maximum context length"),
         ("/api/generate", {"prompt": "a", "format": "xml"}, "format"),
         ("/api/show", {"model": "m"}, "there is no model 'm'"),

@@ -97,7 +97,7 @@ def _translated(args: list[str], own: set[str]) -> Iterator[str]:
             switch = not name.startswith("--no-")
             given = value if has_value else str(switch) if _is_switch(foreign) else next(rest, "")
             if given not in map(str, foreign.harmless):
-                fail(f"there is no option {flag} here (it is {given!r}); {foreign.sentence}")
+                fail(foreign.refusal(f"option {flag} here", given))
         elif name in NOT_HERE:
             fail(f"there is no option {flag} here; {NOT_HERE[name]}")
         else:

@@ -417,6 +417,10 @@ def _cache(parts: Parts) -> str:
     memory = manager.num_blocks * size / 2**20
     held = "" if dtype == decoder.dtype else f" in {str(dtype).removeprefix('torch.')}"
     blocks = f"{manager.num_blocks:,} blocks of {manager.block_size} tokens{held}, {memory:,.0f} MiB ({why})"
+    if manager.num_blocks < a_sequence:
+        blocks += (
+            f"; too few for {decoder.max_model_len:,} tokens, which take {a_sequence:,}: longer requests are refused"
+        )
     if not manager.state_groups:
         return blocks
     pools = manager.state_pools

@@ -13,6 +13,7 @@ from quire.ops.cpu import native
 from quire.ops.cpu.linear import PackedLinears, Packer
 from quire.ops.linear import Linears
 from quire.ops.quantised import QuantisedWeight, quantised
+from tests.marks import spread
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # out, in: single numbers, vectors and strips +- 1, groups +- 1, more than one stretch of segments
@@ -85,8 +86,7 @@ def as_bits(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("library", ISAS, indirect=True)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("kind", "shape"), spread(2, KINDS, SHAPES))
 def test_every_instruction_set_has_the_specified_bits(library, kind, shape):
     for dtype in DTYPES:
         weight, x = random_weight(kind, *shape, dtype), random_rows(97, shape[1], dtype)

@@ -285,17 +285,20 @@ def _named(messages: list[PastMessage]) -> list[dict[str, Any]]:
             calls = zip(ids, functions, strict=True)
             one["tool_calls"] = [{"id": name, "type": "function", "function": function} for name, function in calls]
         if message.role == "tool":
-            one["tool_call_id"] = message.tool_call_id or _answered(open_calls, message.tool_name, i)
+            one["tool_call_id"] = _answered(open_calls, message, i)
         if message.tool_name:
             one["name"] = message.tool_name
         found.append(one)
     return found
 
 
-def _answered(open_calls: list[tuple[str, str]], name: str | None, place: int) -> str:
-    """The id of the first open call of that function, or of any, which is open no more."""
-    found = next((call for call in open_calls if name in (None, call[1])), None)
-    if found is None:
-        return f"call_{place}"
-    open_calls.remove(found)
-    return found[0]
+def _answered(open_calls: list[tuple[str, str]], result: PastMessage, place: int) -> str:
+    """The id of a result's call: the one that it names, or the first open one of its function, or of any.
+
+    That call is open no more.
+    """
+    given, name = result.tool_call_id, result.tool_name
+    found = next((call for call in open_calls if (call[0] == given if given else name in (None, call[1]))), None)
+    if found is not None:
+        open_calls.remove(found)
+    return given or (f"call_{place}" if found is None else found[0])

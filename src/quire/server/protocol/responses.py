@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 from pydantic import Discriminator, Field, Tag, WithJsonSchema
 from typing_extensions import NotRequired, TypedDict
 
-from quire.server.http.api_error import ApiError
+from quire.server.http.api_error import ApiError, shown
 from quire.server.http.body import model_of
 from quire.server.protocol.body import (
     HISTORY,
@@ -310,6 +310,9 @@ class ResponsesRequest(Body):
             chosen = {"type": "function", "function": {"name": choice.name or ""}}
             if choice.type == "allowed_tools":
                 names = [tool.get("name") for tool in choice.tools or ()]
+                if unknown := [name for name in names if name not in {tool.name for tool in tools}]:
+                    message = f"tool_choice allows {shown(unknown[0])}, which is none of the functions of tools"
+                    raise ApiError(message, param="tool_choice")
                 tools, chosen = [tool for tool in tools if tool.name in names], choice.mode
         functions = [tool.model_dump(include={"name", "description", "parameters", "strict"}) for tool in tools]
         return {"tools": [{"type": "function", "function": one} for one in functions] or None, "tool_choice": chosen}
