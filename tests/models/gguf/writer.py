@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
+
+from tests.models.checkpoints import save
+from tests.models.gguf.vocabularies import metadata_of
 
 ARCHITECTURES = {
     "Llama": "llama", "Mistral": "llama", "Mixtral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3",
@@ -61,6 +65,20 @@ def write_gguf(
     return meant
 
 
+def write_model(path: Path) -> Path:
+    """Write a random llama of Q8_0 with a tokenizer and a chat template; the path."""
+    vocabulary = metadata_of("gpt-2") | {"tokenizer.chat_template": "{{ messages[0].content }}:"}
+    size = len(vocabulary["tokenizer.ggml.tokens"])
+    with tempfile.TemporaryDirectory() as directory:
+        save(Path(directory), vocab_size=size, hidden_size=64, num_attention_heads=4, intermediate_size=96)
+        write_gguf(Path(directory), path, "Llama", lambda _: Kind.Q8_0, **_without("general.architecture", vocabulary))
+    return path
+
+
+def _without(key: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in metadata.items() if name != key}
+
+
 def quantised(numbers: np.ndarray[Any, Any], kind: Kind) -> np.ndarray[Any, Any]:
     """Blocks of that kind; of those that the package cannot make, random ones of about that size."""
     try:
@@ -86,7 +104,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     elif isinstance(value, str):
         writer.add_string(key, value)
     elif value is not None:
-        writer.add_array(key, value)
+        writer.add_array(key, value.tolist() if isinstance(value, np.ndarray) else value)
 
 
 def _metadata(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
