@@ -301,6 +301,7 @@ def test_flags_of_vllm_that_ask_for_what_holds_are_taken(monkeypatch: pytest.Mon
     assert (options["model"], options["max_num_seqs"], options["num_blocks"]) == ("some/model", 7, 99)
     assert options["num_speculative_tokens"] == 2
     assert (server.served_model_name, server.log_stats, server.host) == (("a", "b"), False, "0.0.0.0")
+    assert options["tokenizer"] == "some/model"
     for arguments in (["-m", "x"], ["--model", "x"], ["x"]):
         assert served(monkeypatch, *arguments)[0]["model"] == "x"
 
@@ -311,7 +312,6 @@ def test_flags_of_vllm_that_ask_for_what_holds_are_taken(monkeypatch: pytest.Mon
         ("--tensor-parallel-size 2", "'2'); a model runs in one process here"),
         ("-tp=2", "a model runs in one process here"),
         ("--gpu-memory-utilization 0.9", "kv_cache_memory says"),
-        ("--tokenizer other", "--tokenizer is 'other'; it is read from the model's directory"),
         ("--no-enable-chunked-prefill", "long prompts are always computed in pieces"),
         ("--enforce-eager --device cuda", "on a GPU steps are captured as graphs"),
         ("--revision abc", "download the revision"),

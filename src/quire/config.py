@@ -111,7 +111,11 @@ class EngineConfig:
     """Everything that an engine is built from. Names and meanings are vLLM's where it has them."""
 
     model: str | None = option(
-        None, "Directory, or repository name on the hub. Default: the embedded model.", aliases=("-m",)
+        None, "Directory, GGUF file, or repository name on the hub. Default: the embedded model.", aliases=("-m",)
+    )
+    gguf_file: str | None = option(None, "The GGUF file to take of a directory or repository, by its name there.")
+    tokenizer: str | None = option(
+        None, "Take the tokenizer and chat template of this directory, GGUF file or repository. Default: the model's."
     )
     dtype: str = option("auto", "Dtype of weights and cache: auto (the checkpoint's), float32, bfloat16 or float16.")
     quantization: str | None = option(
@@ -253,7 +257,6 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         "skip_tokenizer_init": Foreign((None, False), "a tokenizer is read where the checkpoint has one"),
         "speculative_config": Foreign((None,), "prompt lookup guesses num_speculative_tokens; there is no draft model"),
         "task": Foreign((None, "auto", "generate"), "LLM.embed and LLM.score need no other model"),
-        "tokenizer": Foreign((None,), "the tokenizer is the checkpoint's tokenizer.json"),
         "tokenizer_mode": Foreign((None, "auto", "hf"), "the tokenizer is the checkpoint's tokenizer.json"),
         "tokenizer_revision": Foreign((None, "main"), "the tokenizer is the checkpoint's tokenizer.json"),
         "trust_remote_code": Foreign(

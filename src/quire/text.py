@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -20,6 +19,7 @@ from quire.engine.beam import Hypothesis
 from quire.engine.constraints import constraints_of
 from quire.engine.engine import Engine
 from quire.errors import ModelError, RequestError
+from quire.models.files import Where, files_of
 from quire.request import (
     Constraints,
     Event,
@@ -52,15 +52,15 @@ WORD_MARK = "\u2581"  # what sentencepiece has for a space
 
 
 class Tokenizer:
-    """A Hugging Face `tokenizer.json`. Any number of threads may use it."""
+    """A model's tokenizer. Any number of threads may use it."""
 
-    def __init__(self, directory: Path) -> None:
-        """Read it. Raises ModelError where it is unreadable."""
-        path = directory / "tokenizer.json"
-        try:
-            self._fast = FastTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exceptions
-            raise ModelError(f"{path} cannot be read: {error}") from error
+    def __init__(self, where: Where) -> None:
+        """Read it. Raises ModelError where there is none, or it is unreadable."""
+        files = files_of(where)
+        found = files.tokenizer()
+        if found is None:
+            raise ModelError(f"{files.path} has no tokenizer")
+        self._fast = found
         self._fast.no_truncation()  # a tokenizer saved after training may still cut and pad
         self._fast.no_padding()
         self._single: dict[tuple[int, bool], str] = {}  # what tokens decode to alone: asked for with every new one
@@ -174,9 +174,10 @@ def _decoders(tokenizer: FastTokenizer) -> frozenset[str]:
     return frozenset(step["type"] for step in decoder.get("decoders", [decoder]))
 
 
-def find_tokenizer(directory: Path) -> Tokenizer | None:
-    """The directory's tokenizer, or None where it has none: such a model takes and gives token ids."""
-    return Tokenizer(directory) if (directory / "tokenizer.json").exists() else None
+def find_tokenizer(where: Where) -> Tokenizer | None:
+    """A model's tokenizer, or None where it has none: such a model takes and gives token ids."""
+    files = files_of(where)
+    return Tokenizer(files) if files.has_tokenizer else None
 
 
 class Detokenizer:

@@ -68,7 +68,7 @@ def random_weight(kind: str, out_size: int, in_size: int, dtype: torch.dtype, se
         group,
         dtype,
         torch.randperm(in_size, generator=gen) if has_order else None,
-        whole_rows,
+        in_size if whole_rows else 128,
     )
 
 
@@ -195,7 +195,7 @@ def test_what_is_refused():
         ({"zeros": torch.full((4, 2), 17.0)}, BadValue, r"zeros holds 17.0 at \[0, 0\]; of 4 bits they are whole"),
         ({"zeros": torch.full((4, 2), 7.5)}, BadValue, r"zeros holds 7.5 at \[0, 0\]"),
         ({"order": torch.zeros(256, dtype=torch.int64)}, BadValue, "order is no permutation"),
-        ({"whole_rows": True}, Unsupported, "rows with one scale"),
+        ({"activation_group": 256}, Unsupported, "rows with one scale"),
     ):
         fields = {
             "values": values,

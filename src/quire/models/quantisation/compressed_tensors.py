@@ -11,7 +11,7 @@ import torch
 from quire.errors import ModelError
 from quire.models.quantisation.module import WHOLE, Form, Module, bytes_read, described, unpacked
 from quire.models.quantisation.reader import SchemeReader, names_module, unserved
-from quire.ops.quantised import QuantisedWeight
+from quire.ops.quantised import ACTIVATION_GROUP, QuantisedWeight
 
 FORMATS = ("pack-quantized", "int-quantized")
 LINEAR = "Linear"  # a target: all linears
@@ -37,6 +37,10 @@ class _Form:
     def nbytes(self, out_size: int, in_size: int) -> int:
         """Bytes that such a weight takes, once it was read."""
         return bytes_read(out_size, in_size, self.bits, self.group_size, not self.symmetric)
+
+    def _rounding(self, in_size: int) -> int:
+        """Inputs of a row of x that share a scale."""
+        return in_size if self.whole_rows else ACTIVATION_GROUP
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class PackedForm(_Form):
             group_of = None if (group_of == -1).all() else group_of  # never set
         values = unpacked(words, self.bits, 1)[:, :columns]
         return module.weight(
-            values, scales, zeros, self.bits, self.group_size, dtype, group_of, "weight_g_idx", self.whole_rows
+            values, scales, zeros, self.bits, self.group_size, dtype, group_of, "weight_g_idx", self._rounding(columns)
         )
 
 
@@ -84,7 +88,8 @@ class BytesForm(_Form):
         if not self.symmetric:
             zeros = self._unsigned(module, "weight_zero_point", (module.out_size, groups))
         values = self._unsigned(module, "weight", (module.out_size, module.in_size))
-        return module.weight(values, scales, zeros, self.bits, self.group_size, dtype, whole_rows=self.whole_rows)
+        group = self._rounding(module.in_size)
+        return module.weight(values, scales, zeros, self.bits, self.group_size, dtype, activation_group=group)
 
     def _unsigned(self, module: Module, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
         signed, half = module.tensor(kind, shape, torch.int8), 2 ** (self.bits - 1)

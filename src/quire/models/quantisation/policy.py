@@ -14,6 +14,7 @@ from quire.errors import ConfigError, ModelError, QuireError
 from quire.models.hf_config import SCHEMES
 from quire.models.quantisation.awq import Awq
 from quire.models.quantisation.compressed_tensors import CompressedTensors
+from quire.models.quantisation.gguf import Gguf
 from quire.models.quantisation.gptq import Gptq
 from quire.models.quantisation.module import WHOLE, Scheme
 from quire.models.quantisation.mxfp4 import Mxfp4
@@ -24,6 +25,7 @@ from quire.ops.quantised import QuantisedWeight, quantised
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": Awq.of,
     "compressed-tensors": CompressedTensors.of,
+    "gguf": Gguf.of,
     "gptq": Gptq.of,
     "mxfp4": Mxfp4.of,
 }

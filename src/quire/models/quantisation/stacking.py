@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from quire.errors import ModelError
 from quire.ops.memory import mapped
-from quire.ops.quantised import QuantisedWeight
+from quire.ops.quantised import PARTS, QuantisedWeight
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,25 @@ def stacked(parts: Sequence[Tensor | QuantisedWeight]) -> QuantisedWeight | Stac
     zeros = None
     if any(part.zeros is not None for part in whole):
         zeros = torch.cat([_zeros(part) for part in whole])
-    scales = torch.cat([part.scales for part in whole])
-    return QuantisedWeight(
-        values, scales, zeros, first.bits, first.group_size, first.dtype, first.order, first.whole_rows
-    )
+    made: dict[str, Any] = {"values": values, "zeros": zeros}
+    for name in PARTS:
+        if name not in made and getattr(first, name) is not None:
+            made[name] = torch.cat([getattr(part, name) for part in whole])
+    return replace(first, **made)
 
 
 def _agree(a: QuantisedWeight, b: QuantisedWeight) -> bool:
-    if (a.bits, a.group_size, a.whole_rows) != (b.bits, b.group_size, b.whole_rows):
+    if _kind(a) != _kind(b):
         return False
     if a.order is None or b.order is None:
         return a.order is b.order
     return torch.equal(a.order, b.order)
+
+
+def _kind(weight: QuantisedWeight) -> tuple[object, ...]:
+    """What parts of one weight have in common."""
+    has_minimums, dtype = weight.minimums is not None, weight.scales.dtype
+    return weight.bits, weight.group_size, weight.activation_group, weight.sub_size, has_minimums, dtype
 
 
 def _zeros(weight: QuantisedWeight) -> Tensor:

@@ -49,7 +49,7 @@ class PackedIntegers:
             weight.bits,
             weight.group_size,
             weight.zeros is not None,
-            weight.whole_rows,
+            weight.by_output and weight.zeros is None and weight.activation_group == weight.in_size,
             kept(weight.scales[:, 0]) if weight.by_output else None,
             None if weight.order is None else kept(weight.order),
         )
@@ -183,6 +183,8 @@ class PackedLinears(Linears):
         return PackedLoraTable(in_size, out_size, dtype, num_slots, most_rank, self._loras, native.default())
 
     def _serves(self, weight: Tensor | QuantisedWeight) -> bool:
+        if isinstance(weight, QuantisedWeight) and weight.scales.dtype is torch.float16:
+            return False
         return weight.is_cpu and weight.dtype in native.DTYPES
 
 
