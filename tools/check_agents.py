@@ -209,7 +209,7 @@ def main() -> int:
 def install(directory: Path, packages: list[str]) -> Path:
     """An environment with packages: its Python."""
     python = directory / "bin" / "python"
-    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     if not python.exists() or subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode != 0:
         venv.create(directory, with_pip=True, clear=True)
     subprocess.run([*pip, "install", "--quiet", *packages], check=True)
