@@ -40,8 +40,7 @@ static void with_vector_kind(int32_t dtype, const F& f) {
 // The kind of a weight.
 template <class F>
 static void with_weight(const LinearParams* p, const F& f) {
-    if (p->bits == 4) f.template operator()<Integers<4>>();
-    else if (p->bits == 8) f.template operator()<Integers<8>>();
+    if (p->bits) with_integers(*p, f);
     else with_kind(p->dtype, f);
 }
 
@@ -205,11 +204,9 @@ ENTRY(pack)(ParallelFor parallel_for, const LinearParams* p, const void* weight,
     with_kind(p->dtype, [&]<class K>() { pack<K>(parallel_for, *p, weight, row_stride, packed); });
 }
 
-// The same of a quantised weight. values: [out, in]. scales, zeros: [out, groups].
-ENTRY(pack_values)(
-    ParallelFor parallel_for, const LinearParams* p, const uint8_t* values, const float* scales, const float* zeros, char* packed) {
-    if (p->bits == 4) pack_values<4>(parallel_for, *p, values, scales, zeros, packed);
-    else pack_values<8>(parallel_for, *p, values, scales, zeros, packed);
+// The same of a quantised weight.
+ENTRY(pack_values)(ParallelFor parallel_for, const LinearParams* p, const IntegerParts* parts, char* packed) {
+    with_integers(*p, [&]<class K>() { pack_values<K>(parallel_for, *p, *parts, packed); });
 }
 
 // Rows of a weight that was packed. Writes nothing and returns a place in `places` that is no row, or -1.
