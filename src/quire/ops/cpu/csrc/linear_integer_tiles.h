@@ -160,13 +160,12 @@ struct LinearIntegerTiles {
             for (int64_t unit = 0; unit < units; unit++) {
                 QUIRE_UNROLL for (int i = 0; i < K::QUADS; i++) {
                     const int64_t quad = unit * K::QUADS + i;
-                    const Bytes values = (Bytes)quad_of<K>(from + unit * K::LINES * LINE, i) - zeros;
+                    const Bytes values = (Bytes)quad_of<K>(from + (K::SUB_LINES + unit * K::LINES) * LINE, i) - zeros;
                     if constexpr (PLANES == 1) {
                         put(0, quad, values);
                     } else {
                         const int64_t sub = quad * 4 / K::SUB;
-                        const char* const subs = from + (part.lines.each - 2 + sub / 4) * LINE;
-                        const auto [upper, lower] = scaled_bytes(values, sub_scale_of(subs, (int)(sub % 4)));
+                        const auto [upper, lower] = scaled_bytes(values, sub_scale_of(from + sub / 4 * LINE, (int)(sub % 4)));
                         put(0, quad, upper), put(1, quad, lower);
                     }
                 }
@@ -221,7 +220,7 @@ struct LinearIntegerTiles {
             if (p.minimums || (BITS == 8 && p.zeros)) found.offsets[j] = offsets_of<K>(p, scales, segment);
             else found.offsets[j] = splat(128.0f);
             if (K::SUB == 32)
-                found.sub_minimums[j] = (U)load((const float*)(part.at(segment) + j * part.other + (part.lines.each - 1) * LINE));
+                found.sub_minimums[j] = (U)load((const float*)(part.at(segment) + j * part.other + LINE));
         }
         return found;
     }

@@ -1,7 +1,7 @@
 // Products of integers: weights of 4, 5, 6 or 8 bits with scales, and rows of x as bytes with scales. What is computed, and in which
 // order it is rounded, stands in quire/ops/quantised.py; it is the same on every instruction set.
 //
-// A strip has for each segment of inputs the lines of its values, then those of its sub-scales if there are any, and after the
+// A strip has for each segment of inputs the lines of its sub-scales if there are any, then those of its values, and after the
 // segments that share them those of scales. A line of values holds 4 inputs of W columns as bytes, or 8 as nibbles: the first
 // four in the lower ones. Of 5 and 6 bits, a line with the upper bits of all its inputs comes first: a byte of it has those of every
 // fourth one, from the lowest bits up. 16 lines of bytes are what a tile of integers takes: linear_integer_tiles.h multiplies by these.
@@ -284,15 +284,15 @@ class IntegerVectors {
         float* const to = sums + row * PANEL + first * W;
         const int64_t line = lines.at(s);
         const char* const strip = item.weight + first * item.stride;
-        const char* const weight = strip + line * LINE;
+        const char *const sub_lines = strip + line * LINE, *const weight = sub_lines + K::SUB_LINES * LINE;
         const float* const row_bytes = x + s * (segments.size / 4);
         const auto sums_of = [&](int i) { return segments.sums(x + i * call.x_stride) + s * K::SUMS; };
         I sum[R][N];
         int64_t fetched = line;
+        QUIRE_UNROLL for (int l = 0; l < K::SUB_LINES; l++) fetch(fetched++);
         if constexpr (K::SUB) {
             QUIRE_UNROLL for (int i = 0; i < R; i++) QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = I{};
             constexpr int UNITS = K::SUB / K::INPUTS, SUBS = ACTIVATION_GROUP / K::SUB;
-            const char* const sub_lines = weight + ACTIVATION_GROUP / K::INPUTS * K::LINES * LINE;
             for (int sub = 0; sub < SUBS; sub++) {
                 I part[R][N];
                 QUIRE_UNROLL for (int i = 0; i < R; i++) {
@@ -319,14 +319,13 @@ class IntegerVectors {
                 QUIRE_UNROLL for (int l = 0; l < K::LINES; l++) fetch(fetched++);
             }
         }
-        QUIRE_UNROLL for (int l = 0; l < K::SUB_LINES; l++) fetch(fetched++);
         const char* const scales = strip + lines.scales_at(s) * LINE;
         QUIRE_UNROLL for (int j = 0; j < N; j++) {
             V of_group = {}, offset = {};
             if (!by_output) of_group = scales_of<K>(p, scales + j * item.stride, s);
             if (zeros || minimums) offset = offsets_of<K>(p, scales + j * item.stride, s);
             U sub_minimums = {};
-            if constexpr (K::SUB == 32) sub_minimums = (U)load((const float*)(weight + (lines.each - 1) * LINE + j * item.stride));
+            if constexpr (K::SUB == 32) sub_minimums = (U)load((const float*)(sub_lines + LINE + j * item.stride));
             QUIRE_UNROLL for (int i = 0; i < R; i++) {
                 float* const at = to + i * PANEL + j * W;
                 if (as_integers) {
@@ -413,7 +412,23 @@ struct IntegerParts {
 template <class K>
 static void put_values(const uint8_t* values, int64_t count, int64_t i, char* lines) {
     constexpr int LINE = Lines<K>::BYTES;
-    for (int64_t k = 0; k < count; k++) {
+    int64_t k = 0;
+    for (; k + K::INPUTS <= count; k += K::INPUTS) {  // whole units, a word of four inputs at a time
+        char* const unit = lines + k / K::INPUTS * K::LINES * LINE + i * 4;
+        uint32_t quads[K::QUADS], upper = 0;
+        memcpy(quads, values + k, sizeof quads);
+        if constexpr (K::BITS == 8) {
+            memcpy(unit, quads, 4);
+        } else {
+            QUIRE_UNROLL for (int q = 0; q < K::QUADS; q += 2) {
+                const uint32_t both = (quads[q] & 0x0f0f0f0fu) | (quads[q + 1] & 0x0f0f0f0fu) << 4;
+                memcpy(unit + (K::UPPER ? 1 + q / 2 : 0) * LINE, &both, 4);
+            }
+            QUIRE_UNROLL for (int q = 0; q < K::QUADS; q++) upper |= (quads[q] >> 4 & 0x0f0f0f0fu) << (K::UPPER * q);
+            if constexpr (K::UPPER) memcpy(unit, &upper, 4);
+        }
+    }
+    for (; k < count; k++) {
         char* const unit = lines + k / K::INPUTS * K::LINES * LINE + i * 4 + k % 4;
         const int quad = (int)(k % K::INPUTS / 4);
         if constexpr (K::BITS == 8) {
@@ -440,7 +455,7 @@ static void pack_values(ParallelFor parallel_for, const LinearParams& p, const I
             for (int64_t s = 0; s < segments.count; s++) {
                 char* const at = to + lines.at(s) * LINE;
                 const int64_t first = s * segments.size;
-                put_values<K>(parts.values + row * p.in_size + first, segments.inputs(s), i, at);
+                put_values<K>(parts.values + row * p.in_size + first, segments.inputs(s), i, at + K::SUB_LINES * LINE);
                 const int64_t group = row * groups + first / p.group;
                 char* const scales = to + lines.scales_at(s) * LINE;
                 if (p.halves) {
@@ -452,7 +467,7 @@ static void pack_values(ParallelFor parallel_for, const LinearParams& p, const I
                     if (p.zeros) ((float*)scales)[(p.scales ? 0 : W) + i] = parts.zeros[group];
                 }
                 if constexpr (K::SUB) {
-                    char* const subs = at + (lines.each - 2) * LINE + i * 4;
+                    char* const subs = at + i * 4;
                     const int64_t from = (row * p.in_size + first) / K::SUB;
                     memcpy(subs, parts.sub_scales + from, 4);
                     memcpy(subs + LINE, K::SUB == 16 ? parts.sub_scales + from + 4 : parts.sub_minimums + from, 4);
@@ -488,12 +503,12 @@ static void unpack_row(const LinearParams& p, int64_t row, typename E::T* to) {
         for (int64_t k = 0; k < lines.segments.inputs(s); k++) {
             float of_value = scale, minimum = p.minimums ? offset : 0.0f;
             if constexpr (K::SUB) {
-                const char* const subs = at + (lines.each - 2) * LINE + i * 4;
+                const char* const subs = at + i * 4;
                 of_value = of_value * (float)(int8_t)subs[k / K::SUB / 4 * LINE + k / K::SUB % 4];
                 if (K::SUB == 32) minimum = minimum * (float)subs[LINE + k / K::SUB];
             }
             // Without contraction, so that each number is rounded once: what comes before is exact.
-            float number = ((float)value_of<K>(at, k, i) - (p.minimums ? 0.0f : offset)) * of_value;
+            float number = ((float)value_of<K>(at + K::SUB_LINES * LINE, k, i) - (p.minimums ? 0.0f : offset)) * of_value;
             if (p.minimums) number = number + minimum;
             const int64_t input = s * lines.segments.size + k;
             put_part<E>(to + (p.order ? p.order[input] : input), broadcast(&number), 1);
