@@ -269,7 +269,8 @@ class IntegerVectors {
         for (int64_t s = begin; s < end; s++) {
             add_segment<R, N < AT_ONCE ? N : AT_ONCE>(item, row, 0, s, lines, fetch);
             if constexpr (N > AT_ONCE) add_segment<R, N - AT_ONCE>(item, row, AT_ONCE, s, lines, idle);
-            for (int64_t line = lines.scales_at(s); line < lines.scales_at(s) + lines.scales; line++) fetch(line);
+            // In the order of memory: the hardware's own fetching is lost where it is left.
+            for (int64_t line = lines.at(s) + lines.each; line < lines.at(s + 1); line++) fetch(line);
         }
     }
 
