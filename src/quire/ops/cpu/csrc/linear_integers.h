@@ -1,10 +1,12 @@
 // Products of integers: weights of 4, 5, 6 or 8 bits with scales, and rows of x as bytes with scales. What is computed, and in which
 // order it is rounded, stands in quire/ops/quantised.py; it is the same on every instruction set.
 //
-// A strip has for each segment of inputs the lines of its sub-scales if there are any, then those of its values, and after the
-// segments that share them those of scales. A line of values holds 4 inputs of W columns as bytes, or 8 as nibbles: the first
-// four in the lower ones. Of 5 and 6 bits, a line with the upper bits of all its inputs comes first: a byte of it has those of every
-// fourth one, from the lowest bits up. 16 lines of bytes are what a tile of integers takes: linear_integer_tiles.h multiplies by these.
+// A strip has for each segment of inputs the lines of its sub-scales if there are any, then those of its values, then those of
+// scales. Where two segments share these, they follow the first one's, so that all lines are met in the order of memory.
+//
+// A line of values holds 4 inputs of W columns as bytes, or 8 as nibbles: the first four in the lower ones. Of 5 and 6 bits, a line
+// with the upper bits of all its inputs comes first: a byte of it has those of every fourth one, from the lowest bits up. 16 lines of
+// bytes are what a tile of integers takes: linear_integer_tiles.h multiplies by these.
 //
 // Scales in fp32 have a line for each segment; then one of zeros, if there are any. Of scales in fp16, a line has those of two segments.
 // Then comes such a line of minimums, if there are any. Where there are sub-scales, a line has the scale and the minimum, or nothing.
@@ -77,7 +79,7 @@ template <class K>
 struct Lines {
     static constexpr int BYTES = 4 * W;
     Segments<K> segments;
-    int shift;       // 2 ** shift segments share lines of scales
+    int shift;       // 2 ** shift segments share lines of scales, which follow the first one's
     int64_t scales;  // lines of scales, zeros and minimums
     int64_t each;    // lines of a segment without these
     int64_t all;     // of the strip
@@ -85,15 +87,15 @@ struct Lines {
         : segments(p), shift(p.halves ? 1 : 0),
           scales(p.halves ? (!K::SUB && p.minimums ? 2 : 1) : (p.scales ? 0 : 1) + (p.zeros ? 1 : 0)),
           each(segments.size / K::INPUTS * K::LINES + K::SUB_LINES),
-          all(at(segments.count - 1) + values(segments.count - 1) + K::SUB_LINES + scales) {}
+          all(at(segments.count) - each + values(segments.count - 1) + K::SUB_LINES) {}
 
     int64_t units(int64_t segment) const { return (segments.inputs(segment) + K::INPUTS - 1) / K::INPUTS; }
     int64_t values(int64_t segment) const { return units(segment) * K::LINES; }
     // Where the lines of a segment begin, and those of its scales.
-    int64_t at(int64_t segment) const { return segment * each + (segment >> shift) * scales; }
+    int64_t at(int64_t segment) const { return segment * each + ((segment + shift) >> shift) * scales; }
     int64_t scales_at(int64_t segment) const {
-        const int64_t next = at(((segment >> shift) + 1) << shift);
-        return (next < all ? next : all) - scales;
+        const int64_t first = segment >> shift << shift;
+        return first + 1 < segments.count ? at(first) + each : all - scales;
     }
 };
 
