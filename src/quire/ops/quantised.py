@@ -200,8 +200,8 @@ class QuantisedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of its numbers: integers of so many bits, and all others in their dtypes."""
-        parts: list[Tensor | None] = [getattr(self, name) for name in PARTS[1:]]
-        return self.values.numel() * self.bits // 8 + sum(part.nbytes for part in parts if part is not None)
+        parts = (getattr(self, name) for name in PARTS[1:])
+        return self.values.numel() * self.bits // 8 + sum(int(part.nbytes) for part in parts if part is not None)
 
     def rows(
         self,
