@@ -49,6 +49,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
     "seed-oss": ("SeedOss", {}),
+    "command-r": ("Cohere", {"logit_scale": 0.5}),
+    "cohere2": ("Cohere2", {"num_hidden_layers": 5, "sliding_window": 9}),
+    "glm4": ("Glm4", {}),
+    "glm4, biases": ("Glm4", {"attention_bias": True}),
+    "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone4, windows": ("Exaone4", {"num_hidden_layers": 5, "sliding_window": 9, "sliding_window_pattern": 4}),
+    "ernie4_5": ("Ernie4_5", {}),
 }  # fmt: skip
 # Whose frequencies come out of factors that were rounded to fp32.
 NEARLY = ("llama3",)

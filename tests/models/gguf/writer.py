@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "Llama": "llama", "Mistral": "llama", "Mixtral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3",
     "Qwen3Moe": "qwen3moe", "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3", "GPT2": "gpt2",
     "Starcoder2": "starcoder2", "Granite": "granite", "Olmo2": "olmo2", "SmolLM3": "smollm3", "SeedOss": "seed_oss",
+    "Cohere": "command-r", "Cohere2": "cohere2", "Glm4": "glm4", "Exaone4": "exaone4", "Ernie4_5": "ernie4_5",
 }  # fmt: skip
 PAIRS = ("Llama", "Mistral", "Mixtral", "Granite", "SmolLM3")  # whose q and k are turned in pairs of neighbours
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
@@ -124,7 +125,7 @@ def _metadata(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "attention.head_count": first("num_attention_heads", "n_head"),
         "attention.head_count_kv": config.get("num_key_value_heads"),
         "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
-        "attention.layer_norm_epsilon": first("layer_norm_epsilon", "norm_epsilon"),
+        "attention.layer_norm_epsilon": first("layer_norm_epsilon", "norm_epsilon", "layer_norm_eps"),
         "attention.key_length": config.get("head_dim"),
         "attention.value_length": config.get("head_dim"),
         "rope.freq_base": rope.get("rope_theta"),
@@ -152,6 +153,15 @@ def _metadata(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "Gemma3":
         found |= {"attention.sliding_window": config["sliding_window"]}
         found["rope.freq_base_swa"] = config["rope_parameters"]["sliding_attention"]["rope_theta"]
+    if kind in ("Cohere", "Cohere2"):
+        found |= {"logit_scale": float(config["logit_scale"]), "rope.scaling.type": "none"}
+        found |= {"vocab_size": config["vocab_size"], "rope.dimension_count": 16}
+    if kind == "Glm4":
+        found["rope.dimension_count"] = int(config["head_dim"] * rope["partial_rotary_factor"])
+    if kind in ("Cohere2", "Exaone4"):
+        found["attention.sliding_window"] = config["sliding_window"]
+    if kind == "Exaone4" and config["sliding_window"]:
+        found["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
     if kind == "Phi3":
         share = rope.get("partial_rotary_factor", 1.0)
         head_dim = config["hidden_size"] // config["num_attention_heads"]

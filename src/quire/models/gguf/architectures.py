@@ -257,6 +257,21 @@ def _phi3(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"original_max_position_embeddings": original, "sliding_window": window or None}
 
 
+def _exaone4(metadata: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
+    """A window that not all layers have; all see everything where there is none."""
+    window, slides = metadata.get("attention.sliding_window"), metadata.get("attention.sliding_window_pattern")
+    found: dict[str, Any] = {"sliding_window": window or None}
+    if isinstance(slides, list):
+        found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
+    elif slides is not None:
+        raise metadata.error("attention.sliding_window_pattern", slides, "an array with layers of both kinds")
+    return found
+
+
+def _ernie(metadata: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
+    return {"use_bias": metadata.has("blk.0.attn_q.bias")}
+
+
 def _gpt2(_: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that are called otherwise, or are not there."""
     renamed = {
@@ -290,6 +305,7 @@ SCALES = {
     "logit_scale": "logits_scaling",
 }
 WINDOW = {"attention.sliding_window": "sliding_window"}
+COHERE = {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
 ARCHITECTURES = {
     "llama": LLAMA,
     "qwen2": Architecture(name="Qwen2ForCausalLM", model_type="qwen2", layer=LAYER),
@@ -375,6 +391,30 @@ ARCHITECTURES = {
         more=_attention_bias,
     ),
     "smollm3": Architecture(name="SmolLM3ForCausalLM", model_type="smollm3", layer=LAYER, more=_llama, pairs=True),
+    "command-r": Architecture(name="CohereForCausalLM", model_type="cohere", layer=LAYER, keys=COHERE),
+    "cohere2": Architecture(name="Cohere2ForCausalLM", model_type="cohere2", layer=LAYER, keys=COHERE | WINDOW),
+    "glm4": Architecture(
+        name="Glm4ForCausalLM",
+        model_type="glm4",
+        layer=LAYER
+        | {
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        more=_attention_bias,
+    ),
+    "exaone4": Architecture(
+        name="Exaone4ForCausalLM",
+        model_type="exaone4",
+        layer=LAYER
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        more=_exaone4,
+    ),
+    "ernie4_5": Architecture(name="Ernie4_5ForCausalLM", model_type="ernie4_5", layer=LAYER, more=_ernie),
     "seed_oss": Architecture(
         name="SeedOssForCausalLM",
         model_type="seed_oss",
