@@ -70,8 +70,9 @@ bench-long: $(INSTALLED)  ## 100,000,000 operations of the block manager, 1,000,
 	$(BIN)/python -m tests.fleet.chaos 1000
 	$(BIN)/quire bench soak --minutes 60
 
-clients: $(INSTALLED)  ## lm_eval and a load generator against the server, in an environment of their own
+clients: $(INSTALLED)  ## what people use against the server: lm_eval, a load generator, packages for agents, in environments of their own
 	$(BIN)/python tools/check_clients.py
+	$(BIN)/python tools/check_agents.py
 
 formats: $(INSTALLED)  ## checkpoints that compressed-tensors writes, in an environment of its own
 	$(BIN)/python tools/check_formats.py

@@ -1,13 +1,14 @@
 """AsyncLLM: the same answers as LLM, in one batch, taken back when no one waits, for one event loop after another."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.errors import EngineStopped, RequestError
+from quire.errors import EngineStopped, QuireError, RequestError
 
 PROMPTS = ["def fibonacci(", "import os\n", "class A:\n"]
 PARAMS = SamplingParams(temperature=1.0, seed=7, n=2, max_tokens=12, logprobs=1, prompt_logprobs=0)
@@ -41,6 +42,29 @@ def test_answers_are_those_of_llm_and_grow(served: AsyncLLM) -> None:
         lengths = [sum(len(sample.token_ids) for sample in output.outputs) for output in outputs]
         assert lengths == sorted(set(lengths))
         assert not any(output.finished for output in outputs[:-1])
+
+
+def test_a_chat_is_that_of_llm(served: AsyncLLM) -> None:
+    messages = [{"role": "user", "content": "a queue"}]
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}]
+    params = SamplingParams(temperature=0.0, max_tokens=8, seed=7)
+    template = "{{ tools | tojson }}{% for m in messages %}# {{ m.content }}\n{% endfor %}"
+
+    async def ask() -> Any:
+        own = {"tools": tools, "chat_template": template}
+        found = await asyncio.gather(
+            outputs_of(served.chat(messages, params)), outputs_of(served.chat(messages, params, **own))
+        )
+        with pytest.raises(RequestError, match="role"):
+            await outputs_of(served.chat([{"content": "a"}], params))
+        return [outputs[-1] for outputs in found]
+
+    plain, shown = asyncio.run(ask())
+    with LLM(dtype="float32", num_blocks=256) as llm:
+        for output, rendering in ((plain, {}), (shown, {"tools": tools, "chat_template": template})):
+            [right] = llm.chat(messages, params, use_tqdm=False, **rendering)
+            assert (output.prompt, output.outputs) == (right.prompt, right.outputs)
+    assert "clock" in shown.prompt
 
 
 def test_what_no_one_waits_for_is_taken_back(served: AsyncLLM) -> None:
@@ -78,6 +102,42 @@ def test_a_slow_reader_finds_all_in_one(served: AsyncLLM) -> None:
 
     [rest] = asyncio.run(ask())
     assert (len(rest.outputs[0].token_ids), rest.finished) == (20, True)
+
+
+def test_a_name_is_free_when_its_loop_is_closed(served: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of a prompt that was still being made there, whose end then frees no other prompt's."""
+    begun, released, request = threading.Event(), threading.Event(), served.llm.prompts.request
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        released.wait()
+        return request(*given)
+
+    loop = asyncio.new_event_loop()
+    stream = served.generate("a", LONG, "mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(served.llm.prompts, "request", slow)
+        task = loop.create_task(anext(stream))
+        loop.run_until_complete(asyncio.to_thread(begun.wait))
+
+        async def other() -> None:
+            with pytest.raises(QuireError, match="another event loop waits"):
+                await anext(served.generate("b"))
+
+        asyncio.run(other())
+        loop.close()
+        released.set()
+
+    async def ask() -> None:
+        again = served.generate("a", LONG, "mine")
+        await anext(again)
+        with pytest.raises(RuntimeError):
+            task.get_coro().throw(RuntimeError)
+        with pytest.raises(RequestError, match="request_id is 'mine'"):
+            await anext(served.generate("b", LONG, "mine"))
+        await again.aclose()
+
+    asyncio.run(ask())
 
 
 def test_closing_ends_what_waits() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from quire import LLM
 from quire.cli import app
+from quire.errors import ConfigError
 from tests.models.checkpoints import save
 
 
@@ -116,7 +118,7 @@ def test_options_reach_the_engine(tmp_path: Path) -> None:
         (["--reproducible", "--attention-backend", "reference"], "'reference' does not give the same bits"),
         (["--kv-cache-memory", "1KiB"], "the KV cache may take 0.0 MiB"),
         (["--block-size", "300"], "block_size is 300"),
-        (["--num-blocks", "1"], "request 0-0 can never fit"),
+        (["--num-blocks", "1"], "the request can never fit"),
         (["--preemption", "panic"], "preemption is 'panic'; it must be 'recompute' or 'swap'"),
         (["--swap-space", "1GiB"], "only preemption='swap' uses it"),
         (["--preemption", "swap", "--swap-space", "9"], "swap_space is '9', 9 bytes; one block takes 20,480"),
@@ -299,6 +301,7 @@ def test_flags_of_vllm_that_ask_for_what_holds_are_taken(monkeypatch: pytest.Mon
     assert (options["model"], options["max_num_seqs"], options["num_blocks"]) == ("some/model", 7, 99)
     assert options["num_speculative_tokens"] == 2
     assert (server.served_model_name, server.log_stats, server.host) == (("a", "b"), False, "0.0.0.0")
+    assert options["tokenizer"] == "some/model"
     for arguments in (["-m", "x"], ["--model", "x"], ["x"]):
         assert served(monkeypatch, *arguments)[0]["model"] == "x"
 
@@ -309,7 +312,6 @@ def test_flags_of_vllm_that_ask_for_what_holds_are_taken(monkeypatch: pytest.Mon
         ("--tensor-parallel-size 2", "'2'); a model runs in one process here"),
         ("-tp=2", "a model runs in one process here"),
         ("--gpu-memory-utilization 0.9", "kv_cache_memory says"),
-        ("--tokenizer other", "--tokenizer is 'other'; it is read from the model's directory"),
         ("--no-enable-chunked-prefill", "long prompts are always computed in pieces"),
         ("--enforce-eager --device cuda", "on a GPU steps are captured as graphs"),
         ("--revision abc", "download the revision"),
@@ -326,6 +328,15 @@ def test_other_flags_of_vllm_are_refused_with_a_sentence(
     assert (result.exit_code, server) == (1, None)
     assert result.stderr.startswith("error: ")
     assert words in result.stderr
+
+
+def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in (["--hf-token", "hf_abc"], ["--hf-token=hf_abc"]):
+        result = served(monkeypatch, "m", *arguments)[2]
+        assert result.stderr.startswith("error: there is no option --hf-token here; ")
+        assert "hf_abc" not in result.output
+    with pytest.raises(ConfigError, match=r"no engine option 'hf_token'; .* HF_TOKEN$"):
+        LLM(hf_token="hf_abc")
 
 
 def test_every_flag_of_the_table_is_none_of_our_own() -> None:

@@ -297,8 +297,30 @@ def test_params_of_the_other_kind_are_refused() -> None:
         BeamSearchParams(beam_width=2, ignore_eos="no")  # type: ignore[arg-type]
 
 
+def test_errors_name_prompts_by_their_places(llm: LLM) -> None:
+    """The caller does not know what requests are called."""
+    long = [1] * 2_000
+    for ask in (
+        lambda prompts: llm.generate(prompts, SamplingParams(n=2), use_tqdm=False),
+        lambda prompts: next(llm.stream(prompts)),
+        lambda prompts: llm.embed(prompts, use_tqdm=False),
+        lambda prompts: llm.beam_search(prompts, BeamSearchParams(beam_width=2)),
+    ):
+        for prompts, words in (
+            ([[1], long], "the request of prompt 1 has a prompt"),
+            ([long], "the request has a prompt"),
+        ):
+            with pytest.raises(RequestError, match=f"^{words} of 2000 tokens") as found:
+                ask(prompts)
+            assert found.value.field == "prompt"
+    with pytest.raises(RequestError, match=r"^the request of prompt 2: prompt\[1\] is 99999"):
+        llm.generate([[1], [2], [3, 99_999]], use_tqdm=False)
+
+
 def test_a_priority_that_nobody_would_heed_is_refused() -> None:
-    with pytest.raises(RequestError, match="request 0-0 has priority 5; only scheduling_policy='priority' uses it"):
+    with pytest.raises(
+        RequestError, match="the request of prompt 0 has priority 5; only scheduling_policy='priority' uses"
+    ):
         LLM(num_blocks=20).generate(["a", "b"], SamplingParams(max_tokens=1), priority=[5, 0])
     LLM(num_blocks=20).generate(["a", "b"], SamplingParams(max_tokens=1), priority=[0, 0])
     LLM(num_blocks=20, scheduling_policy="priority").generate("a", SamplingParams(max_tokens=1), priority=[5])

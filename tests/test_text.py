@@ -37,6 +37,26 @@ def byte_level() -> FastTokenizer:
     return fast
 
 
+def test_texts_in_a_form_have_no_added_tokens() -> None:
+    """Nor has what a text and the form make together; where there is none, the tokens are those of the whole."""
+    tokenizer = Tokenizer(EMBEDDED)
+    end = "<|endoftext|>"
+    assert end in tokenizer.added_tokens
+    for form, texts, num_ends in (
+        (["# ", ": ", "\n"], ["class A", " a = 1"], 0),
+        ([end, " and ", end], ["one", "another"], 2),
+        ([end, "x", end], [f"a{end}b{end}{end}", f"{end}"], 2),
+        (["<|endof", "<|", "ext|>"], ["text|>", "endoft"], 0),
+        (["a"], [], 0),
+    ):
+        whole = form[0] + "".join(text + after for text, after in zip(texts, form[1:], strict=True))
+        tokens = tokenizer.encode_form(form, texts)
+        assert tokenizer.decode(tokens, skip_special_tokens=False) == whole
+        assert tokens.count(tokenizer.added_tokens[end]) == num_ends
+        if whole.count(end) == num_ends:
+            assert tokens == tokenizer.encode(whole, add_special_tokens=False)
+
+
 def byte_fallback() -> FastTokenizer:
     """As sentencepiece has it: words with a leading mark, bytes for all else, a leading space that is dropped."""
     vocab = {"<unk>": 0} | {f"<0x{i:02X}>": i + 1 for i in range(256)}

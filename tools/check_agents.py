@@ -209,9 +209,10 @@ def main() -> int:
 def install(directory: Path, packages: list[str]) -> Path:
     """An environment with packages: its Python."""
     python = directory / "bin" / "python"
-    if not python.exists():
-        venv.create(directory, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+    if not python.exists() or subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode != 0:
+        venv.create(directory, with_pip=True, clear=True)
+    subprocess.run([*pip, "install", "--quiet", *packages], check=True)
     return python
 
 

@@ -1,8 +1,9 @@
 """Do the clients that people use pass against `quire serve`? lm_eval and guidellm, run as their users run them.
 
-`python tools/check_clients.py [DIRECTORY]` keeps them in a virtual environment of their own, .venv-clients by default.
-What lm_eval finds is compared with what `quire.LLM` says of the same texts. Everything is local: no model, data set or
-tokenizer is fetched.
+`python tools/check_clients.py [DIRECTORY [PYTHON]]` keeps them in a virtual environment of their own, .venv-clients by
+default. PYTHON: one that has vLLM, which takes gigabytes; its `vllm bench serve` is then run as well. What lm_eval
+finds is compared with what `quire.LLM` says of the same texts. Everything is local: no model, data set or tokenizer
+is fetched.
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ def main() -> int:
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv-clients").absolute()
     binaries = install(directory)
     print(", ".join(versions(binaries)))
+    checks = CHECKS | (vllm_checks(Path(sys.argv[2]).absolute()) if len(sys.argv) > 2 else {})
     llm, failed = LLM(), False
     with server("--max-num-seqs", "32") as process:
-        for name, check in CHECKS.items():
+        for name, check in checks.items():
             try:
                 with TemporaryDirectory() as made:
                     shown = check(binaries, process.url, Path(made), llm)
             except Failed as error:
                 shown, failed = f"FAILED: {error}", True
-            print(f"{name:30s} {shown}", flush=True)
+            print(f"{name:32s} {shown}", flush=True)
     return int(failed)
 
 
@@ -86,10 +88,15 @@ def run(command: list[str | Path], made: Path) -> None:
 # ------------------------------------------------------------------------------------------------- lm_eval
 
 
-def task(name: str, compare: Callable[[list[dict[str, Any]], LLM], str], batch_size: int = 1) -> Check:
-    """A check of a task that is asked as completions. lm_eval takes texts apart itself and sends token ids."""
+def task(
+    name: str,
+    compare: Callable[[list[dict[str, Any]], LLM], str],
+    batch_size: int = 1,
+    tokenizer: str = f"huggingface,tokenizer={TOKENIZER}",
+) -> Check:
+    """A check of a task that is asked as completions. lm_eval takes texts apart and sends token ids."""
     options = ["--model", "local-completions", "--batch_size", str(batch_size)]
-    arguments = f"/v1/completions,max_length={MAX_LENGTH},tokenizer_backend=huggingface,tokenizer={TOKENIZER}"
+    arguments = f"/v1/completions,max_length={MAX_LENGTH},tokenizer_backend={tokenizer}"
     return lambda binaries, url, made, llm: compare(evaluate(binaries, made, name, options, url + arguments), llm)
 
 
@@ -216,11 +223,49 @@ def load(route: str, profile: str) -> Check:
     return check
 
 
+# ------------------------------------------------------------------------------------------------- vLLM
+
+# The command itself looks for a package that is called vllm, which vLLM's builds for CPUs are not.
+BENCH_SERVE = """
+from argparse import ArgumentParser
+from vllm.benchmarks.serve import add_cli_args, main
+parser = ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+def vllm_checks(python: Path) -> dict[str, Check]:
+    """Checks of `vllm bench serve`. python: one that has vLLM."""
+    routes = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+    return {f"vllm bench serve, {kind}": bench_serve(python, kind, route) for kind, route in routes.items()}
+
+
+def bench_serve(python: Path, backend: str, route: str) -> Check:
+    """A check of `vllm bench serve` on a route."""
+
+    def check(_: Path, url: str, made: Path, __: LLM) -> str:
+        run([python, "-c", BENCH_SERVE, "--backend", backend, "--endpoint", route, "--base-url", url,
+             "--model", MODEL, "--tokenizer", str(TOKENIZER), "--dataset-name", "random", "--ignore-eos",
+             "--random-input-len", str(INPUT_LEN), "--random-output-len", str(OUTPUT_LEN),
+             "--num-prompts", str(NUM_REQUESTS), "--save-result", "--result-filename", str(made / "out.json")],
+            made)  # fmt: skip
+        found = json.loads((made / "out.json").read_text())
+        totals = [found[name] for name in ("completed", "failed", "total_output_tokens")]
+        if totals != [NUM_REQUESTS, 0, NUM_REQUESTS * OUTPUT_LEN]:
+            raise Failed(f"of {NUM_REQUESTS} requests {totals[0]} passed and {totals[1]} failed, {totals[2]} tokens")
+        return f"{NUM_REQUESTS} requests of {OUTPUT_LEN} tokens, streamed"
+
+    return check
+
+
 CHECKS: dict[str, Check] = {
     "lm_eval multiple_choice": task("quire_choice", compare_choices),
     "lm_eval, several at a time": task("quire_choice", compare_choices, batch_size=4),
     "lm_eval loglikelihood_rolling": task("quire_rolling", compare_rolling),
     "lm_eval generate_until": task("quire_generate", compare_texts),
+    "lm_eval, the server's tokenizer": task("quire_choice", compare_choices, tokenizer="remote"),
+    "lm_eval rolling, the same": task("quire_rolling", compare_rolling, tokenizer="remote"),
     "lm_eval chat generate_until": chat_task("quire_generate", compare_chats),
     "guidellm completions": load("/v1/completions", "kind=concurrent,streams=4"),
     "guidellm chat completions": load("/v1/chat/completions", "kind=poisson,rate=20"),

@@ -75,7 +75,7 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[Job, Callable[[], None]] = {}  # and whom to call when the engine has done with it
         self._calls: set[asyncio.Future[Any]] = set()
-        self._names: set[str] = set()  # of prompts that have not ended
+        self._names: set[str] = set()  # of the loop's prompts that have not ended
         # From here on the engine thread's.
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._busy_since: float | None = None
@@ -204,10 +204,11 @@ class AsyncLLM:
 
     async def _made(self, name: str, make: Callable[[], T]) -> T:
         """A prompt's request, made on another thread: long texts and grammars take their time."""
+        names = self._names  # which another loop does not have
         try:
             return await asyncio.to_thread(make)
         except BaseException:
-            self._names.discard(name)
+            names.discard(name)
             raise
 
     def _start(self, job: Job, name: str) -> None:
@@ -230,7 +231,7 @@ class AsyncLLM:
         if loop is self._loop:
             return
         if self._loop is not None:
-            if not self._loop.is_closed() and (self._open or self._calls):
+            if not self._loop.is_closed() and (self._open or self._calls or self._names):
                 raise QuireError("another event loop waits for prompts of this AsyncLLM; one at a time can use it")
             self._leave()
         self._loop = loop
@@ -311,6 +312,7 @@ class AsyncLLM:
             self.abort(job)
             self._release(job)
         self._calls.clear()
+        self._names = set()  # some may be of prompts that were still being made
 
     def _close(self, job: Job, error: QuireError | None = None) -> None:
         end(job, error)

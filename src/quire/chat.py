@@ -6,11 +6,11 @@ import contextlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from quire.errors import RequestError
-from quire.sandbox.chat_template import ChatTemplate, make_renderers, special_tokens, tokenizer_settings
+from quire.models.files import Where, files_of
+from quire.sandbox.chat_template import ChatTemplate, make_renderers, special_tokens
 from quire.sandbox.grammar import check_depth
 from quire.text import Tokenizer
 
@@ -20,10 +20,10 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 class ChatTokenizer(Tokenizer):
     """A model's tokenizer with its chat template, which is rendered in a process of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, where: Where) -> None:
         """Read the tokenizer. Raises ModelError where it is unreadable. The template is read at first use."""
-        super().__init__(directory)
-        self._directory = directory
+        self._files = files_of(where)
+        super().__init__(self._files)
         self._renderers = make_renderers()
         self._template: ChatTemplate | None = None
         self._lock = threading.Lock()
@@ -78,17 +78,17 @@ class ChatTokenizer(Tokenizer):
     def _own(self) -> ChatTemplate:
         with self._lock:
             if self._template is None:
-                self._template = ChatTemplate.find(self._directory, renderers=self._renderers)
+                self._template = ChatTemplate.find(self._files, renderers=self._renderers)
         if self._template is None:
             raise RequestError(
-                f"{self._directory.name} has no chat template, so it continues prompts only; give one as chat_template"
+                f"{self._files.path.name} has no chat template, so it continues prompts only; give one as chat_template"
             )
         return self._template
 
     def _other(self, source: str) -> ChatTemplate:
         if not isinstance(source, str):
             raise RequestError(f"chat_template is a {type(source).__name__}; it must be a template's text")
-        found = special_tokens(tokenizer_settings(self._directory))
+        found = special_tokens(self._files.tokenizer_settings())
         tokens = {name: text for name, text in found.items() if text is not None}
         try:
             return ChatTemplate(source, tokens, self._renderers)
@@ -154,6 +154,7 @@ def _plain_tool(i: int, tool: Any) -> dict[str, Any]:
     return plain_tool(function)
 
 
-def find_chat_tokenizer(directory: Path) -> ChatTokenizer | None:
-    """The directory's tokenizer, or None where it has none: such a model takes and gives token ids."""
-    return ChatTokenizer(directory) if (directory / "tokenizer.json").exists() else None
+def find_chat_tokenizer(where: Where) -> ChatTokenizer | None:
+    """A model's tokenizer, or None where it has none: such a model takes and gives token ids."""
+    files = files_of(where)
+    return ChatTokenizer(files) if files.has_tokenizer else None

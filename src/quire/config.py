@@ -111,7 +111,11 @@ class EngineConfig:
     """Everything that an engine is built from. Names and meanings are vLLM's where it has them."""
 
     model: str | None = option(
-        None, "Directory, or repository name on the hub. Default: the embedded model.", aliases=("-m",)
+        None, "Directory, GGUF file, or repository name on the hub. Default: the embedded model.", aliases=("-m",)
+    )
+    gguf_file: str | None = option(None, "The GGUF file to take of a directory or repository, by its name there.")
+    tokenizer: str | None = option(
+        None, "Take the tokenizer and chat template of this directory, GGUF file or repository. Default: the model's."
     )
     dtype: str = option("auto", "Dtype of weights and cache: auto (the checkpoint's), float32, bfloat16 or float16.")
     quantization: str | None = option(
@@ -194,6 +198,11 @@ class Foreign(NamedTuple):
 
     harmless: tuple[Any, ...]  # values that ask for what holds anyway: they are taken, and change nothing
     sentence: str  # what is said of any other value
+    is_secret: bool = False  # so that its value is not shown
+
+    def refusal(self, option: str, value: object) -> str:
+        """What is said of another value. option: what is not there."""
+        return f"there is no {option}{'' if self.is_secret else f' (it is {value!r})'}; {self.sentence}"
 
 
 ONE_PROCESS = "a model runs in one process here, on one device; `quire fleet` serves several replicas of it"
@@ -228,7 +237,7 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
             (None,), "kv_cache_memory says how much memory the KV cache takes: '8GiB', or a share as 0.5"
         ),
         "hf_overrides": Foreign((None, {}), "a checkpoint's config.json is taken as it stands"),
-        "hf_token": Foreign((None, False), "the hub's library reads the variable HF_TOKEN"),
+        "hf_token": Foreign((None, False), "the hub's library reads the variable HF_TOKEN", is_secret=True),
         "kv_cache_memory_bytes": Foreign((None,), "it is called kv_cache_memory"),
         "kv_transfer_config": Foreign((None,), "a replica keeps its cache to itself; `quire fleet` goes to the blocks"),
         "load_format": Foreign((None, "auto", "safetensors"), "the files say what they are"),
@@ -248,7 +257,6 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         "skip_tokenizer_init": Foreign((None, False), "a tokenizer is read where the checkpoint has one"),
         "speculative_config": Foreign((None,), "prompt lookup guesses num_speculative_tokens; there is no draft model"),
         "task": Foreign((None, "auto", "generate"), "LLM.embed and LLM.score need no other model"),
-        "tokenizer": Foreign((None,), "the tokenizer is the checkpoint's tokenizer.json"),
         "tokenizer_mode": Foreign((None, "auto", "hf"), "the tokenizer is the checkpoint's tokenizer.json"),
         "tokenizer_revision": Foreign((None, "main"), "the tokenizer is the checkpoint's tokenizer.json"),
         "trust_remote_code": Foreign(
@@ -271,7 +279,7 @@ def engine_config(**options: Any) -> EngineConfig:
     asked = {name: value for name, value in options.items() if name in FOREIGN and name not in known}
     for name, value in asked.items():
         if value not in FOREIGN[name].harmless:
-            raise ConfigError(f"there is no engine option {name!r} (it is {value!r}); {FOREIGN[name].sentence}")
+            raise ConfigError(FOREIGN[name].refusal(f"engine option {name!r}", value))
     options = {name: value for name, value in options.items() if name not in asked}
     if options.get("seed", 0) is None:  # vLLM's default
         del options["seed"]

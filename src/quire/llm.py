@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +28,7 @@ from quire.engine.beam import BeamSearchParams
 from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine, build_engine
 from quire.engine.interrupts import deferred_interrupts
-from quire.errors import QuireError, RequestError, Unsupported
+from quire.errors import ConfigError, QuireError, RequestError, Unsupported
 from quire.loglikelihood import (
     LoglikelihoodOutput,
     check_pair,
@@ -36,7 +37,9 @@ from quire.loglikelihood import (
     loglikelihood_request,
 )
 from quire.models import check_device, load_model, locate
+from quire.models.files import Files, files_of
 from quire.models.generation_config import read_default_sampling
+from quire.models.hub import locate_description
 from quire.models.lora.fitting import prepare
 from quire.progress import progress_bar
 from quire.prompts import Messages, Prompt, Prompts, each_lora, each_priority, list_prompts, parse_prompt
@@ -68,21 +71,31 @@ class LLM:
             options["enable_lora"] = True
         config = engine_config(model=model, **options)
         self.config: EngineConfig = replace(config, device=check_device(config.device))
-        self.directory = locate(self.config.model)
+        self.files: Files = files_of(locate(self.config.model, self.config.gguf_file))
+        self.text_files: Files = self._find_text_files()
         # What SamplingParams have where a request does not say.
-        self.default_sampling: Mapping[str, Any] = read_default_sampling(self.config.generation_config, self.directory)
+        self.default_sampling: Mapping[str, Any] = read_default_sampling(self.config.generation_config, self.files)
         self.backend: ops.Backend = ops.load(self.config.attention_backend, self.config.device)
         if self.config.prefetch is not None:
             self.backend.set_prefetch(self.config.prefetch)
         if self.config.reproducible and not self.backend.limits.reproducible:  # before weights are read
             raise Unsupported(f"attention backend {self.backend.name!r} does not give the same bits in every batch")
-        self.decoder = load_model(self.directory, self.config, self.backend)
-        self.tokenizer: ChatTokenizer | None = find_chat_tokenizer(self.directory)
+        self.tokenizer: ChatTokenizer | None = find_chat_tokenizer(self.text_files)
+        self.decoder = load_model(self.files, self.config, self.backend)
         self.engine: Engine = build_engine(self.decoder, self.backend, self.config)
         self.processor = TextEngine(self.engine, self.tokenizer)
         self.prompts = Prompts(self.engine, self.tokenizer, self.default_sampling)
         for name, directory in (lora or {}).items():
             self.load_lora(name, directory)
+
+    def _find_text_files(self) -> Files:
+        """What the tokenizer and the chat template are read from."""
+        if self.config.tokenizer is None:
+            return self.files
+        found = files_of(locate_description(self.config.tokenizer))
+        if not found.has_tokenizer:
+            raise ConfigError(f"tokenizer is {self.config.tokenizer!r}; there is no tokenizer in {found.path}")
+        return found
 
     def load_lora(self, name: str, directory: str | Path) -> None:
         """Let prompts name a LoRA adapter. The engine must have been built with lora or enable_lora.
@@ -222,12 +235,13 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params is a {type(params).__name__}; it must be BeamSearchParams")
-        searches = []
+        searches: list[tuple[str | None, list[int], BeamDriver]] = []
         listed = list_prompts(prompts)
         for prompt, own_lora in zip(listed, each_lora(lora, len(listed)), strict=True):
             text, tokens, salt = self.prompts.encoded(prompt)
-            driver = BeamDriver(self.engine, self.prompts.next_name(), tokens, params, salt, own_lora)
-            driver.check()
+            with _by_place(len(searches), len(listed)):
+                driver = BeamDriver(self.engine, self.prompts.next_name(), tokens, params, salt, own_lora)
+                driver.check()
             searches.append((text, tokens, driver))
         takers = {request_id: driver for _, _, driver in searches for request_id in driver.request_ids}
         try:
@@ -391,8 +405,10 @@ class LLM:
         return [outputs[name] for name in names]
 
     def _run(self, requests: list[tuple[Request, RequestOutput]]) -> Iterator[RequestOutput]:
-        for request, _ in requests:
-            self.engine.check(request)
+        places = {name: i for i, name in enumerate(dict.fromkeys(output.request_id for _, output in requests))}
+        for request, output in requests:
+            with _by_place(places[output.request_id], len(places)):
+                self.engine.check(request)
         names = [request.id for request, _ in requests]
         pending = {output.request_id for _, output in requests}
         ended: deque[RequestOutput] = deque()
@@ -435,3 +451,13 @@ class Closed:
 
     def __getattr__(self, name: str) -> Any:
         raise QuireError("this LLM is closed and its memory is free; make another one")
+
+
+@contextmanager
+def _by_place(place: int, count: int) -> Iterator[None]:
+    """Within it, errors name a prompt by its place among the caller's, who does not know the requests' names."""
+    try:
+        yield
+    except RequestError as error:
+        who = "the request" if count == 1 else f"the request of prompt {place}"
+        raise RequestError(re.sub(r"^(request|beam search) [^ :]+", who, str(error)), error.field) from error

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import takewhile
-from pathlib import Path
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -20,6 +19,7 @@ from quire.engine.beam import Hypothesis
 from quire.engine.constraints import constraints_of
 from quire.engine.engine import Engine
 from quire.errors import ModelError, RequestError
+from quire.models.files import Where, files_of
 from quire.request import (
     Constraints,
     Event,
@@ -52,15 +52,15 @@ WORD_MARK = "\u2581"  # what sentencepiece has for a space
 
 
 class Tokenizer:
-    """A Hugging Face `tokenizer.json`. Any number of threads may use it."""
+    """A model's tokenizer. Any number of threads may use it."""
 
-    def __init__(self, directory: Path) -> None:
-        """Read it. Raises ModelError where it is unreadable."""
-        path = directory / "tokenizer.json"
-        try:
-            self._fast = FastTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exceptions
-            raise ModelError(f"{path} cannot be read: {error}") from error
+    def __init__(self, where: Where) -> None:
+        """Read it. Raises ModelError where there is none, or it is unreadable."""
+        files = files_of(where)
+        found = files.tokenizer()
+        if found is None:
+            raise ModelError(f"{files.path} has no tokenizer")
+        self._fast = found
         self._fast.no_truncation()  # a tokenizer saved after training may still cut and pad
         self._fast.no_padding()
         self._single: dict[tuple[int, bool], str] = {}  # what tokens decode to alone: asked for with every new one
@@ -109,6 +109,27 @@ class Tokenizer:
             code = f"U+{ord(text[half]):04X}"
             raise RequestError(f"the text has {code}, half of a character, at position {half}", "prompt") from error
 
+    def encode_form(self, form: Sequence[str], texts: Sequence[str]) -> list[int]:
+        """The tokens of a form that texts are written into, one after each of its parts but the last.
+
+        What reads like an added token is one in the form alone: where any of it is a text's, it is taken apart after
+        its first character. Raises RequestError for what is no text.
+        """
+        whole, inside = form[0], []
+        for text, after in zip(texts, form[1:], strict=True):
+            inside.append((len(whole), len(whole) + len(text)))
+            whole += text + after
+        found = ((one.start(), one.start() + len(one[1])) for one in self._added_text.finditer(whole))
+        cuts = [begin + 1 for begin, end in found if any(begin < last and end > first for first, last in inside)]
+        pieces = (whole[begin:end] for begin, end in pairwise([0, *cuts, len(whole)]))
+        return [token for piece in pieces for token in self.encode(piece, add_special_tokens=False)]
+
+    @cached_property
+    def _added_text(self) -> re.Pattern[str]:
+        """Where the longest added token begins that stands there; not those of white space, which are plain text."""
+        texts = sorted((one for one in self.added_tokens if len(one) > 1 and one.strip()), key=len, reverse=True)
+        return re.compile(f"(?=({'|'.join(map(re.escape, texts))}))" if texts else "(?!)")
+
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The tokens' text."""
         if len(tokens) != 1:
@@ -153,9 +174,10 @@ def _decoders(tokenizer: FastTokenizer) -> frozenset[str]:
     return frozenset(step["type"] for step in decoder.get("decoders", [decoder]))
 
 
-def find_tokenizer(directory: Path) -> Tokenizer | None:
-    """The directory's tokenizer, or None where it has none: such a model takes and gives token ids."""
-    return Tokenizer(directory) if (directory / "tokenizer.json").exists() else None
+def find_tokenizer(where: Where) -> Tokenizer | None:
+    """A model's tokenizer, or None where it has none: such a model takes and gives token ids."""
+    files = files_of(where)
+    return Tokenizer(files) if files.has_tokenizer else None
 
 
 class Detokenizer:

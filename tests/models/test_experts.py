@@ -317,14 +317,17 @@ def test_a_number_of_experts_that_cannot_be_chosen(per_token: int) -> None:
 
 @needs_native
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, 10**9)])
+@pytest.mark.parametrize("kinds", [((4, 32), (4, 32)), ((8, 10**9), (4, 128))], ids=str)
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
-def test_quantised_experts(shape: tuple[int, int, int, int], bits: int, group_size: int) -> None:
-    """One call of the library has the bits of the experts one by one, and every row those that it has alone."""
+def test_quantised_experts(shape: tuple[int, int, int, int], kinds: tuple[tuple[int, int], ...]) -> None:
+    """One call of the library has the bits of the experts one by one, and every row those that it has alone.
+
+    kinds: bits and group size of what goes into an expert, and of what comes out.
+    """
     plain, pack = Layer(*shape, torch.bfloat16), Packer()
     mlp_in, mlp_out = (
-        [pack(quantised(weight, bits, group_size, torch.bfloat16)) for weight in weights]
-        for weights in (plain.mlp_in, plain.mlp_out)
+        [pack(quantised(weight, *kind, torch.bfloat16)) for weight in weights]
+        for weights, kind in zip((plain.mlp_in, plain.mlp_out), kinds, strict=True)
     )
     layer = ExpertLayer(pack(plain.router, out_dtype=torch.float32), mlp_in, mlp_out, plain.choice(True))
     place = Place("x", 0, shape[0])
@@ -339,7 +342,7 @@ def test_quantised_experts(shape: tuple[int, int, int, int], bits: int, group_si
 @needs_native
 def test_experts_that_are_quantised_in_different_ways_are_refused() -> None:
     plain, pack = Layer(48, 40, 4, 2), Packer()
-    mlp_in = [pack(quantised(weight, 8, 10**6, torch.float32)) for weight in plain.mlp_in]
+    mlp_in = [pack(quantised(weight, 8, 10**6, torch.float32)) for weight in plain.mlp_in[:3]] + [pack(plain.mlp_in[3])]
     router, mlp_out = pack(plain.router, out_dtype=torch.float32), [pack(weight) for weight in plain.mlp_out]
     with pytest.raises(Unsupported, match="quantised in different ways"):
         ExpertLinears.of(ExpertLayer(router, mlp_in, mlp_out, plain.choice(True)))

@@ -392,14 +392,11 @@ def test_a_window_is_a_positive_integer(tmp_path: Path, window: Any) -> None:
 
 
 def test_names_that_are_no_model(tmp_path: Path) -> None:
-    gguf = tmp_path / "model.gguf"
-    gguf.touch()
     for name, words in (
         ("no such directory", "is neither a directory nor the name of a Hugging Face repository"),
         ("/nowhere/at/all", "there is no directory '/nowhere/at/all'"),
         ("./nowhere", "there is no directory './nowhere'"),
-        (str(gguf), "is a file; GGUF files are not read"),
-        (str(Path(__file__)), "is a file; a model is given by its directory"),
+        (str(Path(__file__)), "is a file; a model is given by its directory, or by its .gguf file"),
     ):
         for find in (locate, locate_description):
             with pytest.raises(ModelError, match=re.escape(words)):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from quire.cli import app
 from quire.engine.beam import BeamSearchParams
 from quire.errors import ConfigError, ModelError, QuireError, RequestError
 from quire.models import EMBEDDED
+from quire.models.lora.fitting import prepare
 from quire.models.lora.peft import CONFIG, TENSORS, read_adapter
 from tests.marks import of_long_runs
 from tests.models.adapters import embedded_linears, linears, save_adapter, save_merged
@@ -233,6 +235,26 @@ def test_an_adapter_leaves_when_its_last_request_has_ended(adapters: Path) -> No
     assert other.outputs[0].token_ids != expected.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_an_adapter_that_is_loaded_in_part_leaves_nothing(adapters: Path, is_used: bool) -> None:
+    """Whether or not a request still has the one that it was to replace."""
+    llm = LLM(lora={"a": adapters / "a"}, num_blocks=64, max_loras=2)
+    loras = llm.engine.known_loras()
+    cleared: list[set[int]] = [set() for _ in loras._tables]
+    prepared = prepare(loras, adapters / "b")
+    last = prepared.parts[-1][0]
+    with pytest.MonkeyPatch.context() as patch:
+        for table, slots in zip(loras._tables, cleared, strict=True):
+            patch.setattr(table, "clear", slots.add)
+        patch.setattr(last, "put", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            loras.put("a", prepared, {loras["a"].slot} if is_used else (), replace=True)
+    assert cleared == [{1 if is_used else 0}] * len(cleared)
+    assert not loras.left
+    assert list(loras.by_name) == (["a"] if is_used else [])
+    assert loras.put("b", prepared).slot == (1 if is_used else 0)
+
+
 # ---------------------------------------------------------------------------------------------------- bad adapters
 
 
@@ -299,6 +321,9 @@ def test_what_is_no_adapter_of_the_model(tmp_path: Path, adapters: Path) -> None
         llm.load_lora("x", tmp_path)
     with pytest.raises(ModelError, match=r"is no PEFT adapter: it lacks adapter_model\.safetensors"):
         llm.load_lora("x", EMBEDDED)
+    for unreadable in (tmp_path / ("x" * 5_000), tmp_path / "none", Path("a\0b")):
+        with pytest.raises(ModelError, match="is no PEFT adapter: its files cannot be listed"):
+            llm.load_lora("x", unreadable)
     with pytest.raises(ConfigError, match="enable_lora=True"):
         LLM(num_blocks=64).load_lora("x", adapters / "a")
     llm.load_lora("x", adapters / "a")

@@ -214,7 +214,7 @@ def test_the_default_max_tokens_is_cut_to_what_there_is_room_for(server: Serving
         ({"temperature": -0.1}, "temperature", "-0.1"),
         ({"temperature": "warm"}, "temperature", "'warm'"),
         ({"n": 129}, "n", "128"),
-        ({"stop": ["a"] * 17}, "stop", "list"),
+        ({"stop": ["a"] * 65}, "stop", "list"),
         ({"stop": ["a", ""]}, "stop", "empty"),
         ({"max_tokens": 0}, "max_tokens", "echo"),
         ({"prompt": []}, "prompt", "token ids"),

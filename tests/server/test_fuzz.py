@@ -19,7 +19,7 @@ def test_no_case_brings_the_server_down_or_changes_a_text() -> None:
     assert len(operations) == 24
     assert {mode for _, _, mode in report.cases} == {"positive", "negative"}
     for route in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/rerank", "/api/generate"):
-        assert report.statuses[f"POST {route}", 200] > 3, told(report)
+        assert report.statuses[f"POST {route}", 200] > 0, told(report)
 
 
 def test_what_is_wrong_is_found() -> None:

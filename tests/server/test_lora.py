@@ -81,6 +81,7 @@ def test_loading_and_unloading(loading: Serving, adapters: Path) -> None:
         ({"lora_name": "c", "lora_path": str(adapters / "c")}, "lora_name", "max_loras is 2"),
         ({"lora_name": "c", "lora_path": str(adapters / "wide")}, "lora_path", "has rank 9; max_lora_rank is 8"),
         ({"lora_name": "c", "lora_path": str(adapters)}, "lora_path", "is no PEFT adapter"),
+        ({"lora_name": "c", "lora_path": "x" * 4_000}, "lora_path", "its files cannot be listed"),
         ({"lora_name": "quire-embedded", "lora_path": "x"}, "lora_name", "the model's own name"),
         ({"lora_name": "", "lora_path": "x"}, "lora_name", "lora_name is ''"),
         ({"lora_name": "c"}, "lora_path", "lora_path is missing"),

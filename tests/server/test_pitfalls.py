@@ -94,7 +94,7 @@ def test_counts_are_bounded(server: Serving, path: str, fields: tuple[str, ...])
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("stop", ["a"] * 17),
+        ("stop", ["a"] * 65),
         ("stop", "a" * 257),
         ("stop", ["a", ""]),
         ("stop_token_ids", [1] * 257),

@@ -70,7 +70,9 @@ def test_a_model_that_says_yes_or_no_is_asked(monkeypatch: pytest.MonkeyPatch) -
             assert one["relevance_score"] == pytest.approx(expected[one["index"]], abs=1e-6)
         pairs = ask(server, "/v1/score", text_1=QUERY, text_2=DOCUMENTS, instruction="Look.")
         assert [one["score"] for one in pairs["data"]] == pytest.approx(expected, abs=1e-6)
-        assert server.post("/rerank", query="a", documents=["b"], truncate_prompt_tokens=4).status == 400
+        for field, value in (("truncate_prompt_tokens", 4), ("add_special_tokens", False)):
+            answer = server.post("/rerank", query="a", documents=["b"], **{field: value})
+            assert (answer.status, answer.error()["param"]) == (400, field)
         monkeypatch.setattr(rerank, "ANSWERS", ("yes", "no"))
         error = server.post("/rerank", query="a", documents=["b"]).error()
         assert "'yes' is 2 tokens" in error["message"]

@@ -52,13 +52,15 @@ def failing(forks: Spawner, *arguments: str) -> str:
 
 
 def test_it_says_what_was_chosen_and_why_and_drains_at_sigterm(forks: Spawner) -> None:
-    with running(forks, "--num-blocks", "300", "--max-num-seqs", "4") as server:
+    with running(forks, "--num-blocks", "60", "--max-num-seqs", "4") as server:
         shown = "\n".join(lines(server))
         assert re.search(r"serves quire-embedded at http://127.0.0.1:\d+ \(ready in \d+\.\d s\)", shown)
         assert re.search(r"backend +cpu on cpu, .* kernels \(the fastest that runs here\)", shown)
         assert re.search(r"dtype +\w+ \(the checkpoint's\)", shown)
         assert re.search(r"weights +\d+ MiB, not quantised", shown)
-        assert re.search(r"cache +300 blocks of 16 tokens, \d+ MiB \(as asked for\)", shown)
+        assert re.search(
+            r"cache +60 blocks of 16 tokens, \d+ MiB \(as asked for\); too few for 1,024 tokens, which take 64:", shown
+        )
         assert re.search(r"longest +[\d,]+ tokens \(what the model was made for\)", shown)
         assert "4 sequences at a time" in shown
         answers: list[object] = []

@@ -238,7 +238,7 @@ def workloads(model: str) -> Iterator[Row]:
     llm = LLM(model, num_speculative_tokens=0)
     throughput.measure(llm, workload("single"), warmup=0, runs=1)
     for name in WORKLOADS:
-        shown = f"{name}, {llm.directory.name}"
+        shown = f"{name}, {llm.files.path.name}"
         try:
             found = throughput.measure(llm, workload(name), warmup=0, runs=1)
         except QuireError as error:  # as where its prompts are longer than the model takes

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from quire import __version__
-from quire.cli.options import fail, row
+from quire.cli.options import fail, field_option, row
+from quire.config import EngineConfig
 from quire.errors import QuireError
-
-if TYPE_CHECKING:
-    from quire.config import EngineConfig
 
 ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_bf16", "asimd", "bf16")
 
@@ -23,22 +21,23 @@ def info(
         typer.Option(
             "--model",
             "-m",
-            help="Directory or hub name of a model: show what computes it and what it needs here, or why it cannot be "
-            "served. Weights are not downloaded.",
+            help="Directory, GGUF file or hub name of a model: show what computes it and what it needs here, or why it "
+            "cannot be served. Weights of a directory are not downloaded.",
         ),
     ] = None,
+    gguf_file: Annotated[str | None, field_option(EngineConfig, "gguf_file")] = None,
 ) -> None:
     """Show the version, the CPU's features, the backends, and the memory for the cache."""
     if model is None:
         _show_machine()
         return
     try:
-        _show_model(model)
+        _show_model(model, gguf_file)
     except QuireError as error:
         fail(error)
 
 
-def _show_model(model: str) -> None:
+def _show_model(model: str, gguf_file: str | None) -> None:
     import math
 
     from quire.cache.groups import CacheGroup
@@ -46,22 +45,22 @@ def _show_model(model: str) -> None:
     from quire.engine.cost import measured_read_rate, model_cost
     from quire.models import Own, choose, expected_weight_bytes
     from quire.models.decoder_config import weight_shapes
+    from quire.models.files import files_of
     from quire.models.hub import locate_description
-    from quire.models.weights import weight_files
 
-    directory = locate_description(model)
-    choice = choose(directory)
+    files = files_of(locate_description(model, gguf_file))
+    choice = choose(files)
     row(model, str(choice))
     dtype = choice.dtype
-    files = weight_files(directory, choice.part)
-    size = sum(path.stat().st_size for path in files) if all(path.exists() for path in files) else 0
+    paths = files.weight_files(choice.part)
+    size = sum(path.stat().st_size for path in paths) if all(path.exists() for path in paths) else 0
     scheme = "not quantised" if choice.scheme is None else choice.scheme.description
     if not isinstance(choice, Own):
         row("weights", scheme if size == 0 else f"{scheme}, {_memory(size)}")
         row("KV cache", f"{str(dtype).removeprefix('torch.')}, {8 * dtype.itemsize} bits a number")
         return
     config = choice.config
-    expected = expected_weight_bytes(directory)
+    expected = expected_weight_bytes(files)
     cost = model_cost(config, dtype, expected)
     row("parameters", _count(sum(math.prod(shape) for shape in weight_shapes(config).values())))
     row("weights", f"{scheme}, {_memory(size or expected.total)}")
@@ -100,7 +99,6 @@ def _show_machine() -> None:
 
     from quire import ops
     from quire.cache.sizing import free_memory
-    from quire.config import EngineConfig
     from quire.ops.cpu import native
 
     config = EngineConfig()

@@ -25,7 +25,6 @@ HOLDS: dict[str, tuple[str, ...]] = {
     "--no-enable-log-requests": (),
     "--trust-remote-code": (),  # no code of a checkpoint is run, whether or not it may be
 }
-NO_OWN_FILE = "it is read from the model's directory; put another one there"
 PROXY = "leave it to a proxy in front of the server, such as nginx or caddy"
 NO_GRAPHS = "nothing is compiled or captured by choice; leave it out"
 # Values of flags that ask for what is done anyway, and what is said of all others.
@@ -94,15 +93,11 @@ def _translated(args: list[str], own: set[str]) -> Iterator[str]:
             given = value if has_value else next(rest, "")
             if given not in taken:
                 fail(f"{flag} is {given!r}; {sentence}")
-        elif name == "--tokenizer":
-            given = value if has_value else next(rest, "")
-            if [each.partition("=")[2] or each for each in args].count(given) < 2:  # it is not the model's own
-                fail(f"{flag} is {given!r}; {NO_OWN_FILE}")
         elif (foreign := _foreign(name)) is not None:
             switch = not name.startswith("--no-")
             given = value if has_value else str(switch) if _is_switch(foreign) else next(rest, "")
             if given not in map(str, foreign.harmless):
-                fail(f"there is no option {flag} here (it is {given!r}); {foreign.sentence}")
+                fail(foreign.refusal(f"option {flag} here", given))
         elif name in NOT_HERE:
             fail(f"there is no option {flag} here; {NOT_HERE[name]}")
         else:

@@ -33,8 +33,9 @@ from quire.fleet.stream import NumberedStream, last_event
 from quire.fleet.watch import FleetWatch
 from quire.fleet.wire import Hello, read
 from quire.fleet.work import FarGuide
+from quire.models.files import Directory
 from quire.request import Guide, Request
-from quire.sandbox.chat_template import ChatTemplate, tokenizer_settings
+from quire.sandbox.chat_template import ChatTemplate
 from quire.sandbox.grammar import Spec
 from quire.server.api.app import build_app
 from quire.server.api.jobs import Stream
@@ -205,11 +206,12 @@ def build_gateway(membership: Membership, config: GatewayConfig, found: Found, d
     hello = found.hello
     for name, text in found.files.items():
         (directory / name).write_text(text, "utf-8")
+    files = Directory(directory)
     model = ServedModel(
         names=tuple(hello.names),
-        tokenizer=find_tokenizer(directory),
-        tokenizer_settings=tokenizer_settings(directory),
-        template=(template := ChatTemplate.find(directory)),
+        tokenizer=find_tokenizer(files),
+        tokenizer_settings=files.tokenizer_settings(),
+        template=(template := ChatTemplate.find(files)),
         dialect=find_dialect(template, config),
         max_model_len=hello.max_model_len,
         vocab_size=hello.vocab_size,

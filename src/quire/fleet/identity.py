@@ -9,7 +9,7 @@ is left out, since no token, logprob or digest of a block depends on it:
           lora                                   the adapters, by name and weights
           max_model_len                          ends sequences, and chooses longrope's factors
           attention_backend, model_impl          whose operators and layers compute
-    out   model                                  where the files lie; their contents are in
+    out   model, gguf_file, tokenizer            where the files lie; their contents are in
           device, prefetch                       which GPU, how memory is fetched; what is computed there is probed
           reproducible                           where bits need it, there is no fingerprint without it
           max_num_seqs, max_num_batched_tokens, scheduling_policy, async_scheduling, num_speculative_tokens
@@ -34,7 +34,7 @@ from quire.fleet.fingerprint import BITS_VERSION, Fingerprint, short_digest
 from quire.fleet.probe import probe
 from quire.llm import LLM
 from quire.models.decoder import Decoder
-from quire.models.weights import read_json, weight_files
+from quire.models.files import Where, files_of
 
 PAGE = 4096  # bytes
 MAX_PAGES = 64  # of each file of weights that are read
@@ -54,12 +54,11 @@ def replica_fingerprint(llm: LLM, template: str | None) -> Fingerprint:
     _check_bits_are_kept(llm)
     model, manager = llm.decoder, llm.engine.scheduler.manager
     is_own = isinstance(model, Decoder)
-    tokenizer = llm.directory / "tokenizer.json"
     libraries = LIBRARIES if is_own else (*LIBRARIES, "transformers")
     parts = {
-        "weights": weights_digest(llm.directory),
-        "config": short_digest(json.dumps(read_json(llm.directory / "config.json"), sort_keys=True).encode()),
-        "tokenizer": NONE if llm.tokenizer is None else short_digest(_read(tokenizer)),
+        "weights": weights_digest(llm.files),
+        "config": short_digest(json.dumps(llm.files.config(), sort_keys=True).encode()),
+        "tokenizer": NONE if llm.tokenizer is None else short_digest(llm.tokenizer.json().encode()),
         "template": NONE if template is None else short_digest(template.encode(errors="surrogatepass")),
         "adapters": short_digest(json.dumps(lora_digests(llm), sort_keys=True).encode()),
         "end tokens": short_digest(repr(sorted(model.eos_token_ids)).encode()),
@@ -88,7 +87,7 @@ def lora_digests(llm: LLM) -> dict[str, str]:
 def _check_bits_are_kept(llm: LLM) -> None:
     if not llm.decoder.rows_keep_bits:
         raise ConfigError(
-            f"{llm.directory} has no fingerprint: with what transformers computes of it, a row's bits may depend on "
+            f"{llm.files.path} has no fingerprint: with what transformers computes of it, a row's bits may depend on "
             "the batch, so no other replica could go on with a request. A fleet needs a model of Quire's own layers "
             "(`quire models` lists them)"
         )
@@ -105,8 +104,8 @@ def _check_bits_are_kept(llm: LLM) -> None:
     )
 
 
-def weights_digest(directory: Path) -> str:
-    """16 hexadecimal digits for the weights that a model's directory holds.
+def weights_digest(where: Where) -> str:
+    """16 hexadecimal digits for a model's weights.
 
     Of each file its name, its size, the header that names its tensors (safetensors), and MAX_PAGES pages, evenly from
     the first to the last; links are followed. Two trainings of a model differ in them all. A change of single bytes
@@ -114,9 +113,10 @@ def weights_digest(directory: Path) -> str:
 
     Raises ModelError where there are no weights, or a file cannot be read.
     """
-    paths = weight_files(directory)
+    files = files_of(where)
+    paths = files.weight_files()
     if not paths:
-        raise ModelError(f"{directory} holds no weights; a replica is known by the files that its model was read from")
+        raise ModelError(f"{files.path} holds no weights; a replica is known by the files that its model was read from")
     return short_digest(b"".join(_sampled(path) for path in paths))
 
 

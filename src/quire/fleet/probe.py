@@ -179,7 +179,7 @@ def _integer_linears(case: _Case) -> Iterator[Tensor]:
         for group_size in (32, 128, INPUTS)
         for has_zeros in (False, True)
     ]
-    weights.append(replace(_integers(case, 8, INPUTS, False), whole_rows=True))
+    weights.append(replace(_integers(case, 8, INPUTS, False), activation_group=INPUTS))
     order = torch.arange(INPUTS - 1, -1, -1, device=case.spec.device)
     weights.append(replace(_integers(case, 4, 128, False), order=order))
     bias = case.numbers(2, OUTPUTS)

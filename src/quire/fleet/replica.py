@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -28,6 +29,7 @@ from quire.fleet.session import Flow, Session
 from quire.fleet.state import ReplicaState
 from quire.fleet.wire import BEAT, PROTOCOL, Call, Hello, SearchCall, WireError, dumps, loads, read, wire_digest
 from quire.llm import LLM
+from quire.models.files import SETTINGS, TEMPLATE, TOKENIZER
 from quire.request import Request, Task
 from quire.sandbox.grammar import Spec
 from quire.server.api.service import Service
@@ -39,8 +41,6 @@ from quire.text import RequestOutput, constraints_for, make_requests
 
 log = logging.getLogger("quire.fleet")
 M = TypeVar("M")
-MODEL_FILES = ("tokenizer.json", "tokenizer_config.json")  # what a gateway makes prompts with
-TEMPLATE_FILE = "chat_template.jinja"
 
 
 class Replica:
@@ -117,10 +117,12 @@ class Replica:
 
     async def _model(self, _: HttpRequest) -> Response:
         """What it is, and the files that a gateway makes prompts with, by their names."""
-        directory, template = self._llm.directory, self._service.model.template
-        found = {name: (directory / name).read_text("utf-8") for name in MODEL_FILES if (directory / name).exists()}
+        llm, template = self._llm, self._service.model.template
+        found = {SETTINGS: json.dumps(dict(llm.text_files.tokenizer_settings()))}
+        if llm.tokenizer is not None:
+            found[TOKENIZER] = llm.tokenizer.json()
         if template is not None:
-            found[TEMPLATE_FILE] = template.source
+            found[TEMPLATE] = template.source
         return JsonBody({"hello": asdict(self._hello("")), "files": found})
 
     async def _open(self, _: HttpRequest) -> Response:

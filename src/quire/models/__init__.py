@@ -18,6 +18,7 @@ from quire.config import EngineConfig
 from quire.errors import ConfigError, ModelError, Unsupported
 from quire.models.decoder import Decoder
 from quire.models.decoder_config import DecoderConfig
+from quire.models.files import Files, Where, files_of
 from quire.models.hub import EMBEDDED as EMBEDDED
 from quire.models.hub import locate as locate
 from quire.models.lora.fitting import decoder_targets
@@ -27,7 +28,7 @@ from quire.models.quantisation.module import Scheme
 from quire.models.quantisation.policy import Quantisation, read_scheme
 from quire.models.rope import longest_rotated
 from quire.models.text_part import TextPart, text_part
-from quire.models.weights import Checkpoint, Sources, Weights, expected_bytes, read_json, weight_files
+from quire.models.weights import Sources, Weights, expected_bytes, read_json
 from quire.ops import Backend
 from quire.progress import progress_bar
 
@@ -120,29 +121,33 @@ def check_device(device: str) -> str:
     return device if kind == "cpu" or index else f"cuda:{torch.cuda.current_device()}"
 
 
-def read_config(path: Path) -> tuple[DecoderConfig, torch.dtype]:
-    """What the model of a config.json, or of a directory with one, is, and the dtype of its weights.
+def read_config(where: Where) -> tuple[DecoderConfig, torch.dtype]:
+    """What a model, or the model of a config.json, is, and the dtype of its weights.
 
     Raises ModelError where it is not understood.
     """
-    raw, family = _config_and_family(path)
+    raw, family = _config_and_family(where)
     return family.decoder_config(raw), _dtype("auto", raw)
 
 
-def expected_weight_bytes(path: Path) -> WeightBytes:
-    """Bytes that the weights of such a model would take, by its config.json alone.
+def expected_weight_bytes(where: Where) -> WeightBytes:
+    """Bytes that the weights of such a model would take, by its configuration alone.
 
     Raises ModelError where it is not understood.
     """
-    raw, family = _config_and_family(path)
+    raw, family = _config_and_family(where)
     decoder = family.decoder_config(raw)
     return expected_bytes(decoder, family.weight_sources(decoder, frozenset()), _dtype("auto", raw), read_scheme(raw))
 
 
-def _config_and_family(path: Path) -> tuple[Mapping[str, Any], Family]:
-    """Of a config.json, or of a directory with one."""
-    raw, _ = text_part(read_json(path / "config.json" if path.is_dir() else path))
-    return raw, _family_of(raw, path)
+def _config_and_family(where: Where) -> tuple[Mapping[str, Any], Family]:
+    """Of a model, or of a config.json."""
+    if isinstance(where, Path) and where.suffix == ".json":
+        raw, _ = text_part(read_json(where))
+        return raw, _family_of(raw, where)
+    files = files_of(where)
+    raw, _ = text_part(files.config())
+    return raw, _family_of(raw, files.path)
 
 
 class Own(NamedTuple):
@@ -185,21 +190,22 @@ def _of_part(part: TextPart | None) -> str:
     return "" if part is None else f", {part}"
 
 
-def choose(directory: Path, model_impl: str = "auto") -> Own | Adapted:
-    """Who computes the model of that directory.
+def choose(where: Where, model_impl: str = "auto") -> Own | Adapted:
+    """Who computes a model.
 
     model_impl: "auto", "quire" or "transformers". Raises ModelError, with all reasons, where nobody does.
     """
-    raw, part = text_part(read_json(directory / "config.json"))
-    _refuse_cross_encoders(raw, directory)
-    if part is not None and raw.get("tie_word_embeddings") is None and weight_files(directory, part):
+    files = files_of(where)
+    raw, part = text_part(files.config())
+    _refuse_cross_encoders(raw, files.path)
+    if part is not None and raw.get("tie_word_embeddings") is None and files.weight_files(part):
         # What a missing key means differs between the whole, its text part, and the release that wrote them.
-        raw = {**raw, "tie_word_embeddings": "lm_head.weight" not in Checkpoint(directory, part).names}
+        raw = {**raw, "tie_word_embeddings": "lm_head.weight" not in files.tensors(part).names}
     scheme = read_scheme(raw)
     reason = "model_impl is 'transformers'"
     if model_impl != "transformers":
         try:
-            family = _family_of(raw, directory)
+            family = _family_of(raw, files.path)
             return Own(raw, part, family, family.decoder_config(raw), scheme)
         except ModelError as error:
             if model_impl == "quire":
@@ -213,23 +219,24 @@ def choose(directory: Path, model_impl: str = "auto") -> Own | Adapted:
         raise ModelError(f"{reason}. Nor can transformers' code be served: {error}") from error
 
 
-def load_model(directory: Path, config: EngineConfig, backend: Backend) -> Model:
-    """The model of that directory with its weights on the device.
+def load_model(where: Where, config: EngineConfig, backend: Backend) -> Model:
+    """A model with its weights on the device.
 
     Raises ModelError for a checkpoint that cannot be served, ConfigError for options that do not suit it.
     """
-    choice = choose(directory, config.model_impl)
+    files = files_of(where)
+    choice = choose(files, config.model_impl)
     quantisation = Quantisation.of(config, choice.scheme)
     if isinstance(choice, Adapted):
-        return _adapted(choice, directory, config, backend, quantisation)
+        return _adapted(choice, files, config, backend, quantisation)
     raw, part, family, decoder, _ = choice
-    max_model_len = _max_model_len(config, directory, decoder.max_position_embeddings, longest_sequence(decoder))
-    checkpoint = Checkpoint(directory, part)
+    max_model_len = _max_model_len(config, files.path, decoder.max_position_embeddings, longest_sequence(decoder))
+    checkpoint = files.tensors(part)
     sources = family.weight_sources(decoder, checkpoint.names)
     weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device, quantisation)
-    eos_token_ids = _eos_token_ids(raw, directory, decoder.vocab_size)
+    eos_token_ids = _eos_token_ids(raw, files, decoder.vocab_size)
     limits = lora_limits(config)
-    with _shown(weights, directory, part) as advance:
+    with _shown(weights, files, part) as advance:
         weights.on_read = advance
         model = Decoder(decoder, weights, backend, max_model_len, eos_token_ids, config.reproducible, limits)
     model.quantisation, model.weight_bytes, model.origin = quantisation.description, weights.nbytes, str(choice)
@@ -240,25 +247,25 @@ def load_model(directory: Path, config: EngineConfig, backend: Backend) -> Model
     return model
 
 
-def _shown(weights: Weights, directory: Path, part: TextPart | None) -> AbstractContextManager[Callable[[], None]]:
+def _shown(weights: Weights, files: Files, part: TextPart | None) -> AbstractContextManager[Callable[[], None]]:
     """A progress bar over the weights, if reading them takes a while."""
-    size = sum(path.stat().st_size for path in weight_files(directory, part))
+    size = sum(path.stat().st_size for path in files.weight_files(part))
     return progress_bar("weights", len(weights)) if size >= SHOWN_WHILE_READ else nullcontext(lambda: None)
 
 
 def _adapted(
-    choice: Adapted, directory: Path, config: EngineConfig, backend: Backend, quantisation: Quantisation
+    choice: Adapted, files: Files, config: EngineConfig, backend: Backend, quantisation: Quantisation
 ) -> Model:
     from quire.models.adapter import load as adapter
 
     raw, found = choice.raw, choice.found
     longest = adapter.longest_sequence(found.config)
-    max_model_len = _max_model_len(config, directory, longest, longest)
-    eos_token_ids = _eos_token_ids(raw, directory, found.config.get_text_config().vocab_size)
+    max_model_len = _max_model_len(config, files.path, longest, longest)
+    eos_token_ids = _eos_token_ids(raw, files, found.config.get_text_config().vocab_size)
     dtype = _dtype(config.dtype, raw)
     try:
         model = adapter.load(
-            Checkpoint(directory, choice.part),
+            files.tensors(choice.part),
             found,
             backend,
             dtype,
@@ -282,12 +289,10 @@ def lora_limits(config: EngineConfig) -> LoraLimits | None:
     return LoraLimits(config.max_loras, config.max_lora_rank) if config.enable_lora else None
 
 
-def _max_model_len(config: EngineConfig, directory: Path, usual: int, longest: int) -> int:
+def _max_model_len(config: EngineConfig, path: Path, usual: int, longest: int) -> int:
     max_model_len = config.max_model_len or usual
     if max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len is {max_model_len}; {directory.name} was made for sequences of up to {longest}"
-        )
+        raise ConfigError(f"max_model_len is {max_model_len}; {path.name} was made for sequences of up to {longest}")
     return max_model_len
 
 
@@ -325,10 +330,9 @@ def _dtype(name: str, raw: Mapping[str, Any]) -> torch.dtype:
     return DTYPES[name]
 
 
-def _eos_token_ids(raw: Mapping[str, Any], directory: Path, vocab_size: int) -> frozenset[int]:
-    """The tokens that end a text: generation_config.json's, else config.json's."""
-    generation = directory / "generation_config.json"
-    found = read_json(generation).get("eos_token_id") if generation.exists() else None
+def _eos_token_ids(raw: Mapping[str, Any], files: Files, vocab_size: int) -> frozenset[int]:
+    """The tokens that end a text: those of its generation_config.json, else of its config.json."""
+    found = files.generation().get("eos_token_id")
     ids = raw.get("eos_token_id") if found is None else found
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     return frozenset(token for token in listed if 0 <= token < vocab_size)  # others can never be drawn

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ConfigError, ModelError, RequestError
+from quire.models.files import GENERATION, Where, files_of
 from quire.models.weights import read_json
 from quire.request import SamplingParams
 
-FILE = "generation_config.json"
 NOTHING = ("none", "vllm")  # the second is vLLM's word for it
 # Theirs -> ours. The rest of such a file, do_sample included, is left to transformers, as vLLM leaves it.
 FIELDS = {
@@ -22,23 +22,27 @@ FIELDS = {
 }
 
 
-def read_default_sampling(source: str, directory: Path) -> dict[str, Any]:
+def read_default_sampling(source: str, where: Where) -> dict[str, Any]:
     """Fields of SamplingParams that a request has where it does not give them.
 
-    source: "auto" (the file in the checkpoint's directory, if there is one), "none", or a directory with such a file.
+    source: "auto" (what the model's files say, if they do), "none", or a directory with a generation_config.json.
     Raises ConfigError for a directory without one, ModelError for a value that no request could have.
     """
     if source in NOTHING:
         return {}
-    path = (directory if source == "auto" else Path(source)) / FILE
-    if not path.is_file():
-        if source == "auto":
-            return {}
-        raise ConfigError(f"generation_config is {source!r}; it must be auto, none, or a directory with a {FILE}")
-    given = read_json(path)
+    if source == "auto":
+        files = files_of(where)
+        place, given = files.path, files.generation()
+    else:
+        place = Path(source) / GENERATION
+        if not place.is_file():
+            raise ConfigError(
+                f"generation_config is {source!r}; it must be auto, none, or a directory with {GENERATION}"
+            )
+        given = read_json(place)
     found = {ours: given[theirs] for theirs, ours in FIELDS.items() if given.get(theirs) is not None}
     try:
         SamplingParams(**found)
     except RequestError as error:
-        raise ModelError(f"{path}: {error}; --generation-config none leaves the file out") from error
+        raise ModelError(f"{place}: {error}; --generation-config none leaves the file out") from error
     return found

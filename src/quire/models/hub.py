@@ -15,16 +15,21 @@ DESCRIPTION = ("*.safetensors.index.json", "config.json", "generation_config.jso
 WEIGHTS = ("*.safetensors",)
 NOT_THESE = ("*/*", "consolidated*")  # the same weights in other forms
 LOOKS_LIKE_A_PATH = re.compile(r"[/~.\\]|.*[/\\].*[/\\]")
+GGUF = ".gguf"
 ONE_OF_SEVERAL = re.compile(r"(.*)-([0-9]+)-of-([0-9]+)(\..*)")
 SHOWN = 3  # missing files that an error names
 
 
-def locate(model: str | None) -> Path:
-    """The directory of a model: the embedded one (None), a local one, or a repository in the Hugging Face hub cache.
+def locate(model: str | None, gguf_file: str | None = None) -> Path:
+    """Where a model is: the embedded one (None), a directory, a GGUF file, or a repository in the hub's cache.
+
+    gguf_file: a GGUF file's name in the directory or the repository; None: it is no GGUF file, or given as `model`.
 
     A repository of which the cache lacks files is downloaded, unless the hub library is set to be offline; what is
     there of it already is not downloaded again. Raises ModelError where there is none of these.
     """
+    if gguf_file is not None:
+        return _locate_gguf(model, gguf_file)
     if model is None:
         return EMBEDDED
     if (local := _local(model)) is not None:
@@ -36,8 +41,13 @@ def locate(model: str | None) -> Path:
     return _downloaded(model, (*DESCRIPTION, *WEIGHTS), lacking or ())
 
 
-def locate_description(model: str | None) -> Path:
-    """As `locate`, but of a repository that is not in the cache only what describes it: no weights are downloaded."""
+def locate_description(model: str | None, gguf_file: str | None = None) -> Path:
+    """As `locate`, but of a repository that is not in the cache only what describes it: no weights are downloaded.
+
+    A GGUF file describes itself, so all of it is.
+    """
+    if gguf_file is not None:
+        return _locate_gguf(model, gguf_file)
     if model is None:
         return EMBEDDED
     if (local := _local(model)) is not None:
@@ -46,6 +56,27 @@ def locate_description(model: str | None) -> Path:
     if cached is not None and (cached / "config.json").exists():
         return cached
     return _downloaded(model, DESCRIPTION, ())
+
+
+def _locate_gguf(model: str | None, name: str) -> Path:
+    """A GGUF file in a directory or a repository, with those that belong to it."""
+    if model is None:
+        raise ModelError(f"gguf_file is {name!r}, and no model is given; it is a file of a directory or a repository")
+    if not name.endswith(GGUF):
+        raise ModelError(f"gguf_file is {name!r}; it must be the name of a {GGUF} file")
+    match = ONE_OF_SEVERAL.fullmatch(name)
+    pattern = name if match is None else f"{match[1]}-*-of-{match[3]}{GGUF}"
+    local = _local(model)
+    if local is not None and local.is_file():
+        raise ModelError(f"gguf_file is {name!r}, and {model!r} is a file already; leave one of them out")
+    if (directory := local or _cached(model)) is not None and (directory / name).is_file():
+        return directory / name
+    if directory is None or local is None:
+        directory = _downloaded(model, (pattern,), (name,) if directory is not None else (), excluded=())
+    if not (directory / name).is_file():
+        found = ", ".join(sorted(path.name for path in directory.glob(f"*{GGUF}"))) or "none"
+        raise ModelError(f"{model!r} has no {name!r}; of its GGUF files there are here: {found}")
+    return directory / name
 
 
 def missing_files(directory: Path) -> list[str]:
@@ -66,13 +97,12 @@ def missing_files(directory: Path) -> list[str]:
 
 
 def _local(model: str) -> Path | None:
-    """The directory of a model that is no repository. Raises ModelError for a path at which there is none."""
+    """The directory or GGUF file of a model that is no repository. Raises ModelError for a path with neither."""
     path = Path(model).expanduser()
-    if model and path.is_dir():
+    if model and (path.is_dir() or (path.is_file() and path.suffix == GGUF)):
         return path
     if path.is_file():
-        what = "GGUF files are not read" if path.suffix == ".gguf" else "a model is given by its directory"
-        raise ModelError(f"{model!r} is a file; {what}: give a directory with config.json and safetensors")
+        raise ModelError(f"{model!r} is a file; a model is given by its directory, or by its {GGUF} file")
     if LOOKS_LIKE_A_PATH.match(model):
         raise ModelError(f"there is no directory {model!r}")
     return None
@@ -92,13 +122,15 @@ def _cached(model: str) -> Path | None:
         ) from error
 
 
-def _downloaded(model: str, patterns: Sequence[str], lacking: Sequence[str]) -> Path:
+def _downloaded(
+    model: str, patterns: Sequence[str], lacking: Sequence[str], excluded: Sequence[str] = NOT_THESE
+) -> Path:
     """The repository's files, after the hub was asked for those that are not there. lacking: of these, for an error."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(patterns), ignore_patterns=list(NOT_THESE)))
+        return Path(snapshot_download(model, allow_patterns=list(patterns), ignore_patterns=list(excluded)))
     except GatedRepoError as error:
         raise ModelError(
             f"{model!r} is a repository that wants to know its users: ask at https://huggingface.co/{model}, then run "

@@ -21,7 +21,8 @@ from torch import Tensor
 from quire.errors import ConfigError, ModelError
 from quire.models.decoder_config import DecoderConfig, weight_shapes, weight_use
 from quire.models.model import WeightBytes
-from quire.models.quantisation.module import Form, Module, Scheme, form_of, tensor_name
+from quire.models.quantisation.gguf import Gguf
+from quire.models.quantisation.module import Form, Module, Scheme, Tensors, form_of, tensor_name
 from quire.models.quantisation.policy import Quantisation, Rounding, dequantised_into
 from quire.models.quantisation.stacking import StackedWeight, Weight, stacked
 from quire.models.text_part import TextPart
@@ -34,6 +35,7 @@ INDEX = "model.safetensors.index.json"
 MARKS = ("qweight", "weight_packed")  # tensors of quantised linears
 NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of a weight that is not quantised
 EXACT = re.compile(r"norm\.|\.conv\.|\.(sinks|correction|shares|scale|A_log|D|dt_bias)$")  # in our names
+TABLES = ("embedding", "per_layer_embedding")  # a row a token
 SINGLE_FILES = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "model.pt", "*.pt")
 
 
@@ -45,7 +47,7 @@ class Checkpoint:
 
         part: what is asked for, under the names of a model of its own; None: all there is.
         """
-        self.directory = directory
+        self.path = directory
         self._reader_of: dict[str, Callable[[int | None], Tensor]] = {}
         paths = weight_files(directory, part)
         if not paths:
@@ -180,7 +182,7 @@ class Weights(Mapping[str, Weight]):
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Tensors,
         sources: Sources,
         config: DecoderConfig,
         dtype: torch.dtype,
@@ -208,12 +210,13 @@ class Weights(Mapping[str, Weight]):
         if scheme is None:
             return {}
         for name in self._shapes:
-            if not (_is_projection(name) or name == "lm_head"):
+            if not _may_be_quantised(name, scheme):
                 continue
             for part in self._sources.of(name):
                 if (form := form_of(scheme, _module(part), self._checkpoint.names)) is not None:
                     forms[part] = form
-        if self._quantisation.head is not None and self._sources.ends["lm_head"] in forms:
+        head = "embedding" if self._tied else "lm_head"
+        if self._quantisation.head is not None and self._sources.ends[head] in forms:
             raise ConfigError(
                 f"quantization_head is 'int{self._quantisation.head.bits}', and the checkpoint's output projection is "
                 "quantised already; leave it out"
@@ -231,7 +234,7 @@ class Weights(Mapping[str, Weight]):
             needed |= {_whole(tensor_name(module, kind)) for kind in form.needs}
             allowed |= {_whole(tensor_name(module, kind)) for kind in form.takes}
         if missing := needed - checkpoint.names:
-            lacking = f"{checkpoint.directory} lacks {len(missing)} tensors, among them {_first(missing)}"
+            lacking = f"{checkpoint.path} lacks {len(missing)} tensors, among them {_first(missing)}"
             marks = (f"{_module(name)}.{mark}" for name in missing for mark in MARKS)
             if not forms and (found := set(marks) & checkpoint.names):
                 lacking += (
@@ -248,7 +251,7 @@ class Weights(Mapping[str, Weight]):
         superfluous -= {name for name in empty if not checkpoint[name].any()}
         if superfluous:
             raise ModelError(
-                f"{checkpoint.directory} has {len(superfluous)} tensors that this family does not use, among them "
+                f"{checkpoint.path} has {len(superfluous)} tensors that this family does not use, among them "
                 f"{_first(superfluous)}; without them it would be a different model"
             )
 
@@ -310,12 +313,12 @@ class Weights(Mapping[str, Weight]):
             ours = self._sources.adapt(name, part, tensor)
         if ours.shape != home.shape:
             raise ModelError(
-                f"{self._checkpoint.directory}: {part} has shape {tuple(tensor.shape)}; config.json asks for "
+                f"{self._checkpoint.path}: {part} has shape {tuple(tensor.shape)}; config.json asks for "
                 f"{tuple(home.shape)}"
             )
         if tensor.dtype not in NUMBERS:
             raise ModelError(
-                f"{self._checkpoint.directory}: {part} is {str(tensor.dtype).removeprefix('torch.')}, without scales "
+                f"{self._checkpoint.path}: {part} is {str(tensor.dtype).removeprefix('torch.')}, without scales "
                 "that would say what it means; a weight that is not quantised is bfloat16, float16 or float32"
             )
         home.copy_(ours)
@@ -323,8 +326,9 @@ class Weights(Mapping[str, Weight]):
     def _quantised(self, name: str, parts: Sequence[str]) -> Weight:
         """A weight that the checkpoint has quantised, or some parts of it; plain numbers where these are needed."""
         lengths, columns = self._lengths(name, parts), self._shapes[name][1]
+        looked_up = self._uses[name] == "looked_up"
         rounds_rows = any(part in self._forms and self._forms[part].rounds_rows for part in parts)
-        if _is_folded(name) or (rounds_rows and not self._quantisation.rounds_activations):
+        if _is_folded(name) or looked_up or (rounds_rows and not self._quantisation.rounds_activations):
             weight = self._empty(self._shapes[name])
             for part, home in zip(parts, torch.split(weight, lengths), strict=True):
                 if part in self._forms:
@@ -406,9 +410,9 @@ def expected_bytes(config: DecoderConfig, sources: Sources, dtype: torch.dtype, 
         for part, length in zip(parts, lengths, strict=True):
             module = _module(part)
             form = None
-            if scheme is not None and (_is_projection(name) or name == "lm_head") and not scheme.excludes(module):
+            if scheme is not None and _may_be_quantised(name, scheme) and not scheme.excludes(module):
                 form = scheme.form(module)
-            if form is not None and not _is_folded(name):
+            if form is not None and not _is_folded(name) and weight_use(config, name) != "looked_up":
                 size = form.nbytes(length, shape[1])
             else:
                 size = length * math.prod(shape[1:]) * _dtype_of(name, dtype).itemsize
@@ -425,6 +429,11 @@ def _within_layer(name: str) -> tuple[str, str, list[str], str]:
 def _is_projection(name: str) -> bool:
     """Whether a weight of that name is multiplied with the rows within a layer."""
     return name.startswith("layers.") and name.endswith(".weight") and not EXACT.search(name)
+
+
+def _may_be_quantised(name: str, scheme: Scheme) -> bool:
+    """Whether a weight of that name may be stored so: linears, and in GGUF files tables with a row a token, too."""
+    return _is_projection(name) or name == "lm_head" or (name in TABLES and isinstance(scheme, Gguf))
 
 
 def _is_folded(name: str) -> bool:

@@ -1,25 +1,34 @@
 """Weights of integers with scales, and what their product with a row is, to the bit.
 
-A weight is `(value - zero) * scale`, with one scale (and one zero) for each output and group of inputs. A row of x
-becomes integers too, with one scale for each ACTIVATION_GROUP inputs, or for the whole row. Sums of products of
-integers are exact, so they are the same in every order, on every instruction set, and for every number of rows. What
-is rounded is rounded in one order, which this module defines and every kernel follows:
+A weight is `(value - zero) * scale`, with one scale (and one zero) for each output and group of inputs. The formats of
+GGUF have two more parts. A minimum is added to each weight of a group: `value * scale + minimum`. And a group of 256
+may have whole numbers for each 16 or 32 of its inputs, which multiply its scale and its minimum.
+
+A row of x becomes integers too, with one scale for each activation group of inputs. Sums of products of integers are
+exact, so they are the same in every order, on every instruction set, and for every number of rows. What is rounded is
+rounded in one order, which this module defines and every kernel follows:
 
     x_scale[a], x_value[i]: the inputs i of activation group a, rounded by the rule of quire.ops.rounding
-    sum[s]      = sum over the inputs i of segment s of (value[i] - zero[s]) * x_value[i]      exact, int32
+    sum[s]      = sum over the inputs i of segment s of (value[i] - zero[s]) * sub_scale[i] * x_value[i]   exact, int32
+    low[s]      = sum over the inputs i of segment s of sub_minimum[i] * x_value[i]                        exact, int32
 
-    one scale a group:    y = 0;  for s ascending:  y = fma(sum[s], x_scale * scale[s], y);  out = y + bias
+    one scale a group:    y = 0;  for s ascending:  y = fma(sum[s], x_scale * scale[s], y)
+                                                    y = fma(low[s], x_scale * minimum[s], y)   if there are minimums
+                          out = y + bias
     one scale an output:  y = 0;  for s ascending:  y = fma(sum[s], x_scale, y);             out = y * scale + bias
 
-A segment is the smaller one of the two kinds of groups, so that each has one scale of x and one of the weight. Where a
-whole row of x has one scale, it is all of the row: y = float(sum) * x_scale. All of this is fp32.
+A segment is the smaller one of the two kinds of groups, so that each has one scale of x and one of the weight. A sum is
+rounded to fp32 before it is multiplied. All of this is fp32. Where there are no sub-scales, or no sub-minimums, they
+are 1.
 
 A group of x that holds an infinite or NaN number makes every result of its row NaN.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,67 +37,121 @@ from quire.errors import BadDtype, BadShape, BadValue, Unsupported
 from quire.ops.memory import mapped
 from quire.ops.rounding import quantised_rows
 
-ACTIVATION_GROUP = 128  # inputs of x that share a scale
-GROUPS = (32, 64, 128)  # inputs of a weight that share a scale, unless all do
+ACTIVATION_GROUP = 128  # inputs of x that share a scale, unless a weight says otherwise
+GROUPS = (32, 64, 128)  # inputs of a weight that share a scale in fp32, unless all do
+BLOCK = 32  # inputs that share a scale in fp16, where there are no sub-scales; then as many of x share one
+SUPER_BLOCK = 256  # inputs that share a scale in fp16, where there are sub-scales
+SUB_SIZES = {4: 32, 5: 32, 6: 16}  # inputs that share a sub-scale, by bits
 MOST_INPUTS = 65_536  # of a row with one scale: the sum of so many products fits an int32
-BITS = (4, 8)
+BITS = (4, 8)  # of weights with scales in fp32
+BLOCK_BITS = (4, 5, 8)  # of those with one in fp16 for each BLOCK
 ROUNDED_AT_ONCE = 2**16  # numbers of a weight: they stay in a cache, and the heap keeps little of them
+PARTS = ("values", "scales", "zeros", "minimums", "sub_scales", "sub_minimums")  # tensors with a row for each output
 
 
 @dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
 class QuantisedWeight:
-    """A weight of integers: (values - zeros) * scales. Validated on construction.
+    """A weight of integers: (values - zeros) * scales, or that of the module's text. Validated on construction.
+
+    There are three kinds. With scales in fp32, of groups or of outputs, and maybe zeros. With scales in fp16 of each 32
+    inputs, and maybe minimums. With scales in fp16 of each 256 inputs and sub-scales, of 32 inputs and with minimums
+    and sub-minimums (4 and 5 bits), or of 16 inputs (6 bits).
 
     Raises BadShape, BadDtype, BadValue or Unsupported, naming the field.
     """
 
     values: Tensor  # uint8 [out, in], below 2 ** bits
-    scales: Tensor  # fp32 [out, groups]: of each group of inputs, the last of which may have fewer; or [out, 1]
-    zeros: Tensor | None  # fp32 [out, groups], whole numbers; None: 2 ** (bits - 1), the weight is symmetric
-    bits: int  # 4 or 8
-    group_size: int  # inputs that share a scale: 32, 64 or 128, or all of them
+    scales: Tensor  # fp32 or fp16 [out, groups]: of each group of inputs, the last of which may have fewer
+    zeros: Tensor | None  # fp32 [out, groups], whole numbers; None: 0 with minimums, else 2 ** (bits - 1)
+    bits: int  # 4, 5, 6 or 8
+    group_size: int  # inputs that share a scale; at least `in`: each output has one
     dtype: torch.dtype  # of x, and of the product
     order: Tensor | None = None  # int64 [in]: values[:, i] belongs to x[:, order[i]]; None: to x[:, i]
-    whole_rows: bool = False  # a row of x has one scale, else one for each ACTIVATION_GROUP inputs
+    activation_group: int = ACTIVATION_GROUP  # inputs of x that share a scale: 32, 128 or `in`
+    minimums: Tensor | None = None  # fp16 [out, groups]; None: none is added
+    sub_scales: Tensor | None = None  # int8 [out, in / 16 or in / 32]
+    sub_minimums: Tensor | None = None  # int8 [out, in / 32], at least 0
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise Unsupported(f"bits is {self.bits!r}; it must be one of {', '.join(map(str, BITS))}")
         if self.values.dim() != 2 or self.values.numel() == 0:
             raise BadShape(f"values has shape {tuple(self.values.shape)}; expected [out, in]")
-        if not self.by_output and self.group_size not in GROUPS:
-            served = ", ".join(map(str, GROUPS))
-            raise Unsupported(
-                f"group_size is {self.group_size}; it must be one of {served}, or all {self.in_size} inputs"
-            )
+        self._check_kind()
         groups = (self.out_size, -(-self.in_size // self.group_size))
-        for name, tensor, shape, dtype in (
-            ("values", self.values, self.values.shape, torch.uint8),
-            ("scales", self.scales, groups, torch.float32),
-            ("zeros", self.zeros, groups, torch.float32),
-            ("order", self.order, (self.in_size,), torch.int64),
+        subs = (self.out_size, self.in_size // SUB_SIZES.get(self.bits, self.in_size))
+        for name, shape, dtype in (
+            ("values", tuple(self.values.shape), torch.uint8),
+            ("scales", groups, self.scales.dtype),
+            ("zeros", groups, torch.float32),
+            ("minimums", groups, torch.float16),
+            ("sub_scales", subs, torch.int8),
+            ("sub_minimums", subs, torch.int8),
+            ("order", (self.in_size,), torch.int64),
         ):
+            tensor = getattr(self, name)
             if tensor is None:
                 continue
             if tensor.shape != shape:
-                raise BadShape(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
+                raise BadShape(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
             if tensor.dtype is not dtype:
                 raise BadDtype(f"{name} is {tensor.dtype}; expected {dtype}")
+        self._check_numbers()
+
+    def _check_kind(self) -> None:
+        in_blocks = self.scales.dtype is torch.float16
+        if self.scales.dtype not in (torch.float16, torch.float32):
+            raise BadDtype(f"scales is {self.scales.dtype}; expected torch.float32, or torch.float16 for GGUF's blocks")
+        bits = BITS if not in_blocks else BLOCK_BITS if self.sub_scales is None else tuple(SUB_SIZES)
+        if self.bits not in bits:
+            raise Unsupported(f"bits is {self.bits!r}; it must be one of {', '.join(map(str, bits))}")
+        sizes = GROUPS if not in_blocks else (BLOCK,) if self.sub_scales is None else (SUPER_BLOCK,)
+        if self.group_size not in sizes and not self.by_output:
+            served = ", ".join(map(str, sizes))
+            also = "" if in_blocks else f", or all {self.in_size} inputs"
+            raise Unsupported(f"group_size is {self.group_size}; it must be one of {served}{also}")
+        if in_blocks and self.in_size % self.group_size:
+            raise BadShape(f"values has {self.in_size} inputs; blocks of {self.group_size} do not divide them")
+        with_minimums = self.sub_scales is not None and self.bits != 6
+        for name, given, why in (
+            ("zeros", self.zeros is not None and in_blocks, "weights with scales in fp16 have none"),
+            ("minimums", self.minimums is not None and not in_blocks, "weights with scales in fp32 have none"),
+            ("minimums", self.minimums is not None and self.bits in (6, 8), f"weights of {self.bits} bits have none"),
+            ("minimums", self.minimums is None and with_minimums, "weights of 4 and 5 bits with sub-scales have them"),
+            ("sub_scales", self.sub_scales is not None and not in_blocks, "weights with scales in fp32 have none"),
+            ("sub_minimums", (self.sub_minimums is not None) != with_minimums, "they go with sub-scales and minimums"),
+        ):
+            if given:
+                raise Unsupported(f"{name} is {'None' if getattr(self, name) is None else 'given'}; {why}")
+        self._check_activation_group()
+
+    def _check_activation_group(self) -> None:
+        group = BLOCK if self.scales.dtype is torch.float16 and self.sub_scales is None else ACTIVATION_GROUP
+        if self.activation_group == group:
+            return
+        if self.activation_group != self.in_size:
+            raise Unsupported(
+                f"activation_group is {self.activation_group}; of such a weight it must be {group} or all "
+                f"{self.in_size} inputs"
+            )
+        if self.zeros is not None or not self.by_output or self.in_size > MOST_INPUTS:
+            raise Unsupported(
+                f"a weight of {self.in_size} inputs in groups of {self.group_size} is for rows with one scale; such a "
+                f"weight is symmetric, has one scale an output, and at most {MOST_INPUTS} inputs"
+            )
+
+    def _check_numbers(self) -> None:
         largest = int(self.values.max())
         if largest >= 2**self.bits:  # it would spill into its neighbour when it is packed
             raise BadValue(f"values holds {largest}; of {self.bits} bits they lie in 0..{2**self.bits - 1}")
-        if not self.scales.isfinite().all():
-            raise BadValue(f"scales holds {_first(self.scales, ~self.scales.isfinite())}; all must be finite")
+        for name, tensor in (("scales", self.scales), ("minimums", self.minimums)):
+            if tensor is not None and not tensor.isfinite().all():
+                raise BadValue(f"{name} holds {_first(tensor, ~tensor.isfinite())}; all must be finite")
         if self.zeros is not None:
             served = (self.zeros >= 0) & (self.zeros <= 2**self.bits) & (self.zeros == self.zeros.round())
             if not served.all():
                 wrong = _first(self.zeros, ~served)
                 raise BadValue(f"zeros holds {wrong}; of {self.bits} bits they are whole numbers in 0..{2**self.bits}")
-        if self.whole_rows and (self.zeros is not None or not self.by_output or self.in_size > MOST_INPUTS):
-            raise Unsupported(
-                f"a weight of {self.in_size} inputs in groups of {self.group_size} is for rows with one scale; such a "
-                f"weight is symmetric, has one scale an output, and at most {MOST_INPUTS} inputs"
-            )
+        if self.sub_minimums is not None and int(self.sub_minimums.min()) < 0:
+            raise BadValue(f"sub_minimums holds {_first(self.sub_minimums, self.sub_minimums < 0)}; all are at least 0")
         if self.order is not None and not torch.equal(
             self.order.sort().values, torch.arange(self.in_size, device=self.order.device)
         ):
@@ -106,13 +169,23 @@ class QuantisedWeight:
 
     @property
     def by_output(self) -> bool:
-        """Whether an output has one scale."""
-        return self.group_size >= self.in_size
+        """Whether an output has one scale, which multiplies the sum of all segments."""
+        return self.group_size >= self.in_size and self.scales.dtype is torch.float32
 
     @property
     def segment(self) -> int:
         """Inputs whose products make one integer sum, the last one may have fewer."""
-        return self.in_size if self.whole_rows else min(self.group_size, ACTIVATION_GROUP)
+        return min(self.group_size, self.activation_group)
+
+    @property
+    def sub_size(self) -> int:
+        """Inputs that share a sub-scale; 0: there are none."""
+        return 0 if self.sub_scales is None else SUB_SIZES[self.bits]
+
+    @property
+    def zero(self) -> int:
+        """The value that stands for 0, or for the minimum, where there are no zeros."""
+        return 0 if self.minimums is not None else 1 << (self.bits - 1)
 
     @property
     def is_cpu(self) -> bool:
@@ -126,33 +199,52 @@ class QuantisedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers: integers of so many bits, scales and zeros in fp32."""
-        return number_bytes(self.out_size, self.in_size, self.bits, self.group_size, self.zeros is not None)
+        """Bytes of its numbers: integers of so many bits, and all others in their dtypes."""
+        parts = (getattr(self, name) for name in PARTS[1:])
+        return self.values.numel() * self.bits // 8 + sum(int(part.nbytes) for part in parts if part is not None)
 
     def rows(
         self,
         index: Tensor,  # int64 [N]
     ) -> QuantisedWeight:
         """These outputs, in this order, in memory of their own."""
-        zeros = None if self.zeros is None else self.zeros[index]
-        return replace(self, values=self.values[index], scales=self.scales[index], zeros=zeros)
+        return self._with_parts(lambda part: part[index])
 
     def to(self, device: str) -> QuantisedWeight:
         """The same on that device."""
-        zeros, order = (None if tensor is None else tensor.to(device) for tensor in (self.zeros, self.order))
-        return replace(self, values=self.values.to(device), scales=self.scales.to(device), zeros=zeros, order=order)
+        order = None if self.order is None else self.order.to(device)
+        return replace(self._with_parts(lambda part: part.to(device)), order=order)
 
     def dequantised(self) -> Tensor:
-        """The weight's numbers: fp32 [out, in]. Each is rounded once, from the exact product."""
-        zeros = torch.full_like(self.scales, 2 ** (self.bits - 1)) if self.zeros is None else self.zeros
-        size = min(self.group_size, self.in_size)
-        repeated = [x.repeat_interleave(size, 1)[:, : self.in_size] for x in (zeros, self.scales)]
-        weight = (self.values.float() - repeated[0]) * repeated[1]
+        """The weight's numbers: fp32 [out, in]. Each is rounded once, from the exact one."""
+        scales = self.repeated(self.scales).float()
+        if self.sub_scales is not None:
+            scales = scales * self.repeated(self.sub_scales).float()
+        zeros = self.zero if self.zeros is None else self.repeated(self.zeros)
+        weight = (self.values.float() - zeros) * scales
+        if self.minimums is not None:
+            minimums = self.repeated(self.minimums).float()
+            weight = weight + (
+                minimums if self.sub_minimums is None else minimums * self.repeated(self.sub_minimums).float()
+            )
         if self.order is None:
             return weight
         restored = torch.empty_like(weight)
         restored[:, self.order] = weight
         return restored
+
+    def repeated(
+        self,
+        part: Tensor,  # [out, groups]: scales, zeros, minimums or their sub-groups
+    ) -> Tensor:
+        """The same for each input: [out, in]."""
+        size = self.in_size if part.shape[1] == 1 else self.sub_size if part.dtype is torch.int8 else self.group_size
+        return part.repeat_interleave(size, 1)[:, : self.in_size]
+
+    def _with_parts(self, made: Callable[[Tensor], Tensor]) -> QuantisedWeight:
+        parts = {name: getattr(self, name) for name in PARTS}
+        changed: dict[str, Any] = {name: made(part) for name, part in parts.items() if part is not None}
+        return replace(self, **changed)
 
 
 def number_bytes(out_size: int, in_size: int, bits: int, group_size: int, has_zeros: bool) -> int:
@@ -224,15 +316,20 @@ class QuantisedLinear:
         weight = self.weight
         if weight.order is not None:
             x = x[:, weight.order]
-        values, scales = rounded_groups(x, weight.in_size if weight.whole_rows else ACTIVATION_GROUP)
+        values, x_scales = rounded_groups(x, weight.activation_group)
+        multipliers = weight.values.double() - _wide(weight, weight.zeros, weight.zero)
+        multipliers = multipliers * _wide(weight, weight.sub_scales, 1)
+        added = _wide(weight, weight.sub_minimums, 1).expand(weight.out_size, weight.in_size)
         out = torch.zeros(len(x), weight.out_size, device=x.device)
-        for i, begin in enumerate(range(0, weight.in_size, weight.segment)):
-            total = _exact_sums(values, weight, begin, begin + weight.segment).float()
-            x_scale = scales[:, 0 if weight.whole_rows else begin // ACTIVATION_GROUP, None]
-            if weight.by_output:
-                out = total * x_scale if weight.whole_rows else fma(total, x_scale, out)
-            else:
-                out = fma(total, x_scale * weight.scales[:, i], out)
+        for begin in range(0, weight.in_size, weight.segment):
+            inputs, group = slice(begin, begin + weight.segment), begin // weight.group_size
+            x_value, x_scale = values[:, inputs].double(), x_scales[:, begin // weight.activation_group, None]
+            # A sum of whole numbers is exact as long as it is below 2 ** 53.
+            total = (x_value @ multipliers[:, inputs].T).float()
+            out = fma(total, x_scale if weight.by_output else x_scale * weight.scales[:, group].float(), out)
+            if weight.minimums is not None:
+                low = (x_value @ added[:, inputs].T).float()
+                out = fma(low, x_scale * weight.minimums[:, group].float(), out)
         if weight.by_output:
             out = out * weight.scales[:, 0]
         return (out if self.bias is None else out + self.bias.float()).to(self.out_dtype)
@@ -281,12 +378,11 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return odd.view(torch.float64).float()
 
 
-def _exact_sums(values: Tensor, weight: QuantisedWeight, begin: int, end: int) -> Tensor:
-    """Of these inputs, [T, out]. A sum of whole numbers is exact as long as it is below 2 ** 53."""
-    zero: float | Tensor = 2.0 ** (weight.bits - 1)
-    if weight.zeros is not None:
-        zero = weight.zeros[:, begin // weight.group_size, None].double()
-    return values[:, begin:end].double() @ (weight.values[:, begin:end].double() - zero).T
+def _wide(weight: QuantisedWeight, part: Tensor | None, default: int) -> Tensor:
+    """float64 [out, in] of what groups of inputs have; [1, 1] where all have the default."""
+    if part is None:
+        return torch.full((1, 1), default, dtype=torch.float64, device=weight.device)
+    return weight.repeated(part).double()
 
 
 def _first(tensor: Tensor, wrong: Tensor) -> str:

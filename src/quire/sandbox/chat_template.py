@@ -12,17 +12,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.errors import ConfigError, ModelError, QuireError, RequestError
-from quire.models.weights import read_json
+from quire.models.files import Where, files_of
+from quire.models.template import read_template
 from quire.sandbox.process import Died, Limits, OutOfTime, Sandbox
 
-MAX_SOURCE = 2**20  # bytes of a template
 MAX_CHARACTERS = 2**22  # that a template may render
 MAX_TEMPLATES = 2  # that are rendered at the same time
 MAX_SECONDS = 2.0  # of CPU time
 MAX_WAIT = 5  # times as many seconds in all, where the machine has other things to do
 MEMORY = 2**29  # bytes
 PROGRAM = Path(__file__).with_name("template_program.py")  # which imports transformers, so nothing here imports it
-SETTINGS = "tokenizer_config.json"
 # What a request's variables cannot be: the arguments of transformers' function, and what it gives to templates.
 RESERVED = {"conversations", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
             "return_assistant_tokens_mask", "documents"}  # fmt: skip
@@ -62,27 +61,21 @@ class ChatTemplate:
         self._renderers = renderers or make_renderers()
 
     @classmethod
-    def find(
-        cls, directory: Path, override: Path | None = None, renderers: Sandbox | None = None
-    ) -> ChatTemplate | None:
-        """The template of a model's directory, or the one of a file that is given instead of it; None: it has none.
+    def find(cls, where: Where, override: Path | None = None, renderers: Sandbox | None = None) -> ChatTemplate | None:
+        """The template of a model, or the one of a file that is given instead of it; None: it has none.
 
         Raises ConfigError for a bad file, ModelError for a bad template of the model.
         """
-        path = directory / SETTINGS
-        settings = tokenizer_settings(directory)
-        own = directory / "chat_template.jinja"
+        files = files_of(where)
         error: type[QuireError] = ModelError
         if override is not None:
             error = ConfigError
-            name, source = f"chat_template {override}", _read(override, error)
-        elif own.exists():
-            name, source = str(own), _read(own, error)
-        elif (found := _default(settings.get("chat_template"))) is not None:
-            name, source = f"chat_template of {path}", found
+            name, source = f"chat_template {override}", read_template(override, error)
+        elif (found := files.template()) is not None:
+            name, source = found
         else:
             return None
-        tokens = {name: text for name, text in special_tokens(settings).items() if text is not None}
+        tokens = {name: text for name, text in special_tokens(files.tokenizer_settings()).items() if text is not None}
         try:
             return cls(source, tokens, renderers)
         except Exception as bad:  # what strangers write can fail in many ways, Python's compiler among them
@@ -179,12 +172,6 @@ def _needs_a_context(_: object, value: object) -> object:
 # --------------------------------------------------------------------------------------------------- files
 
 
-def tokenizer_settings(directory: Path) -> dict[str, Any]:
-    """A model's tokenizer_config.json, empty where it has none. Raises ModelError where it cannot be read."""
-    path = directory / SETTINGS
-    return read_json(path) if path.exists() else {}
-
-
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str | None]:
     """The text of each special token, by what it is for; None where the model has no such token."""
     return {name: _text(settings.get(name)) for name in SPECIAL_TOKENS}
@@ -194,21 +181,3 @@ def _text(token: object) -> str | None:
     """A special token's text: a string, or an object with the string and how it is split off."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
-
-
-def _default(found: object) -> str | None:
-    """A tokenizer_config.json's template: a string, or a list of named ones, of which "default" is meant."""
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, Mapping)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
-
-
-def _read(path: Path, error: type[QuireError]) -> str:
-    try:
-        data = path.read_bytes()
-        if len(data) > MAX_SOURCE:
-            raise error(f"chat_template {path} has {len(data)} bytes; the most is {MAX_SOURCE}")
-        return data.decode()
-    except (OSError, UnicodeDecodeError) as bad:
-        raise error(f"chat_template {path} cannot be read: {bad}") from bad

@@ -31,8 +31,8 @@ from quire.engine.pace import LONGEST_STEP, Pace
 from quire.errors import ConfigError
 from quire.fleet.replica import Replica
 from quire.llm import LLM
-from quire.models.generation_config import FILE
-from quire.sandbox.chat_template import ChatTemplate, tokenizer_settings
+from quire.models.files import GENERATION
+from quire.sandbox.chat_template import ChatTemplate
 from quire.sandbox.process import SandboxFailed
 from quire.server.api import lora
 from quire.server.api.app import build_app
@@ -170,7 +170,7 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     if config.allow_lora_loading:
         options = {**options, "enable_lora": True}
     llm = LLM(lora=loras, **options)
-    template = ChatTemplate.find(llm.directory, config.chat_template)
+    template = ChatTemplate.find(llm.text_files, config.chat_template)
     metrics = Metrics(llm.engine, names[0], config.vllm_metrics, _model_info(llm))
     watched = Inspector(llm.engine, {"model": names[0], "backend": llm.backend.name}, not config.keys)
     device = DEVICES["cpu" if llm.config.device == "cpu" else "h200"]
@@ -184,7 +184,7 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
     model = ServedModel(
         names=names,
         tokenizer=llm.tokenizer,
-        tokenizer_settings=tokenizer_settings(llm.directory),
+        tokenizer_settings=llm.text_files.tokenizer_settings(),
         template=template,
         dialect=find_dialect(template, config),
         max_model_len=engine.scheduler.max_model_len,
@@ -417,6 +417,10 @@ def _cache(parts: Parts) -> str:
     memory = manager.num_blocks * size / 2**20
     held = "" if dtype == decoder.dtype else f" in {str(dtype).removeprefix('torch.')}"
     blocks = f"{manager.num_blocks:,} blocks of {manager.block_size} tokens{held}, {memory:,.0f} MiB ({why})"
+    if manager.num_blocks < a_sequence:
+        blocks += (
+            f"; too few for {decoder.max_model_len:,} tokens, which take {a_sequence:,}: longer requests are refused"
+        )
     if not manager.state_groups:
         return blocks
     pools = manager.state_pools
@@ -442,7 +446,7 @@ def _sampling(parts: Parts) -> str:
     source = parts.llm.config.generation_config
     if not chosen:
         return "OpenAI's defaults" + (f" (--generation-config {source})" if source != "auto" else "")
-    where = FILE if source == "auto" else f"{source}/{FILE}"
+    where = GENERATION if source == "auto" else f"{source}/{GENERATION}"
     values = ", ".join(f"{name} {value:g}" for name, value in chosen.items())
     return f"{values}, where a request does not say ({where}; --generation-config none leaves it out)"
 

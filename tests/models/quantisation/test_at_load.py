@@ -65,7 +65,7 @@ def test_what_is_rounded(tmp_path: Path, quantization: str | None, head: str | N
         assert torch.equal(found.scales, same.scales), name
         assert found.zeros is None
         assert found.order is None
-        assert not found.whole_rows
+        assert found.activation_group == 128
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mixtral", "GPT2", "Bloom"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.errors import BadShape, BadValue, Unsupported
+from quire.errors import BadDtype, BadShape, BadValue, Unsupported
 from quire.ops.cpu import native
 from quire.ops.cpu.linear import PackedLinears, Packer
 from quire.ops.linear import Linears
@@ -34,6 +34,17 @@ KINDS = {
     "int8-rows": (8, 0, False, False, True),
     "int4-rows": (4, 0, False, True, True),
 }
+# Scales in fp16: bits, inputs of a scale, minimums, order
+BLOCKS = {
+    "blocks8": (8, 32, False, False),
+    "blocks5-order": (5, 32, False, True),
+    "blocks4": (4, 32, False, False),
+    "blocks4-minimums": (4, 32, True, False),
+    "blocks5-minimums": (5, 32, True, False),
+    "sub4": (4, 256, True, False),
+    "sub5-order": (5, 256, True, True),
+    "sub6": (6, 256, False, False),
+}
 ISAS = native.runnable(native.library_path())
 # Where integers are multiplied by tiles: one tile +- 1, several panels of strips, and ends of stretches of the inputs.
 TILED = [isa for isa in ISAS if isa.startswith("amx")]
@@ -54,7 +65,9 @@ def library(request: pytest.FixtureRequest) -> native.Library:
 
 
 def random_weight(kind: str, out_size: int, in_size: int, dtype: torch.dtype, seed: int = 0) -> QuantisedWeight:
-    """Any integers, scales of any size, and zeros at both ends of their range."""
+    """Any integers, scales of any size, and zeros at both ends of their range. Blocks are whole: `in` may grow."""
+    if kind in BLOCKS:
+        return random_blocks(kind, out_size, in_size, dtype, seed)
     bits, group, has_zeros, has_order, whole_rows = KINDS[kind]
     gen = torch.Generator().manual_seed(seed + out_size * in_size)
     group = group or in_size
@@ -68,7 +81,35 @@ def random_weight(kind: str, out_size: int, in_size: int, dtype: torch.dtype, se
         group,
         dtype,
         torch.randperm(in_size, generator=gen) if has_order else None,
-        whole_rows,
+        in_size if whole_rows else 128,
+    )
+
+
+def random_blocks(kind: str, out_size: int, in_size: int, dtype: torch.dtype, seed: int) -> QuantisedWeight:
+    bits, group, has_minimums, has_order = BLOCKS[kind]
+    in_size = -(-in_size // group) * group
+    gen = torch.Generator().manual_seed(seed + out_size * in_size)
+
+    def halves() -> Tensor:
+        sizes = torch.exp2(torch.randint(-14, -3, (out_size, in_size // group), generator=gen))
+        return (torch.randn(out_size, in_size // group, generator=gen) * sizes).half()
+
+    def subs(low: int, high: int) -> Tensor:
+        shape = (out_size, in_size // (16 if bits == 6 else 32))
+        return torch.randint(low, high, shape, generator=gen, dtype=torch.int8)
+
+    return QuantisedWeight(
+        torch.randint(0, 2**bits, (out_size, in_size), generator=gen, dtype=torch.uint8),
+        halves(),
+        None,
+        bits,
+        group,
+        dtype,
+        torch.randperm(in_size, generator=gen) if has_order else None,
+        32 if group == 32 else 128,
+        halves() if has_minimums else None,
+        None if group == 32 else subs(-128, 127),
+        subs(0, 127) if group == 256 and has_minimums else None,
     )
 
 
@@ -86,10 +127,11 @@ def as_bits(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("library", ISAS, indirect=True)
-@pytest.mark.parametrize(("kind", "shape"), spread(2, KINDS, SHAPES))
+@pytest.mark.parametrize(("kind", "shape"), spread(2, [*KINDS, *BLOCKS], SHAPES))
 def test_every_instruction_set_has_the_specified_bits(library, kind, shape):
     for dtype in DTYPES:
-        weight, x = random_weight(kind, *shape, dtype), random_rows(97, shape[1], dtype)
+        weight = random_weight(kind, *shape, dtype)
+        x = random_rows(97, weight.in_size, dtype)
         bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(1)).to(dtype)
         specified = Linears().linear(weight, bias)(x)
         made = Packer(library)(weight, bias)
@@ -101,11 +143,12 @@ def test_every_instruction_set_has_the_specified_bits(library, kind, shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", TILED, indirect=True)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 @pytest.mark.parametrize("shape", TILED_SHAPES, ids=str)
 def test_tiles_have_the_specified_bits_for_any_number_of_rows(library, kind, shape):
     """Few rows, which vectors take; up to 16 and 32; more than an item has, so that few are left for the second one."""
-    weight, x = random_weight(kind, *shape, torch.bfloat16), random_rows(530, shape[1], torch.bfloat16)
+    weight = random_weight(kind, *shape, torch.bfloat16)
+    x = random_rows(530, weight.in_size, torch.bfloat16)
     bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(1)).bfloat16()
     specified = as_bits(Linears().linear(weight, bias)(x))
     made = Packer(library)(weight, bias)
@@ -114,34 +157,36 @@ def test_tiles_have_the_specified_bits_for_any_number_of_rows(library, kind, sha
             assert torch.equal(as_bits(made(x[first : first + rows])), specified[first : first + rows])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 def test_the_product_is_near_the_exact_one(backend, kind):
     """Only the rounding of x lies between, half a step of a group's largest number in 127."""
     weight = random_weight(kind, 60, 700, torch.float32)
-    x = torch.randn(50, 700, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(50, weight.in_size, generator=torch.Generator().manual_seed(0))
     exact = x.double() @ weight.dequantised().double().T
     error = (Packer()(weight)(x).double() - exact).norm(dim=1) / exact.norm(dim=1)
     assert error.max() < 0.03
 
 
-@pytest.mark.parametrize("kind", ["int4-128", "int8-output", "int8-rows"])
+@pytest.mark.parametrize("kind", ["int4-128", "int8-output", "int8-rows", "blocks5-minimums"])
 def test_threads_and_strides_do_not_show(backend, kind):
-    weight, x = random_weight(kind, 1_000, 200, torch.bfloat16), random_rows(150, 200, torch.bfloat16)
+    weight = random_weight(kind, 1_000, 200, torch.bfloat16)
+    x = random_rows(150, weight.in_size, torch.bfloat16)
     made = PackedLinears().linear(weight)
     whole = made(x)
     for threads in (1, 2, 7, 16):
         torch.set_num_threads(threads)
         assert torch.equal(made(x[:40]), whole[:40])
     apart = torch.full((150, 333), torch.nan, dtype=x.dtype)
-    apart[:, 7:207] = x
-    assert torch.equal(made(apart[:, 7:207]), whole)
+    apart[:, 7 : 7 + weight.in_size] = x
+    assert torch.equal(made(apart[:, 7 : 7 + weight.in_size]), whole)
     assert torch.equal(made(x.T.contiguous().T), whole)
 
 
-@pytest.mark.parametrize("kind", ["int4-128-zeros-order", "int8-output", "int8-rows"])
+@pytest.mark.parametrize("kind", ["int4-128-zeros-order", "int8-output", "int8-rows", "blocks8", "sub4", "sub6"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_number_that_is_not_finite_shows_in_its_row_alone(backend, kind, bad):
-    weight, x = random_weight(kind, 50, 300, torch.bfloat16), random_rows(20, 300, torch.bfloat16)
+    weight = random_weight(kind, 50, 300, torch.bfloat16)
+    x = random_rows(20, weight.in_size, torch.bfloat16)
     made = PackedLinears().linear(weight)
     whole = made(x)
     x[7, 250] = bad
@@ -151,7 +196,7 @@ def test_a_number_that_is_not_finite_shows_in_its_row_alone(backend, kind, bad):
     assert Linears().linear(weight)(x)[7].isnan().all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *BLOCKS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_of_the_weight(backend, kind, dtype):
     weight = random_weight(kind, 67, 259, dtype)
@@ -195,7 +240,7 @@ def test_what_is_refused():
         ({"zeros": torch.full((4, 2), 17.0)}, BadValue, r"zeros holds 17.0 at \[0, 0\]; of 4 bits they are whole"),
         ({"zeros": torch.full((4, 2), 7.5)}, BadValue, r"zeros holds 7.5 at \[0, 0\]"),
         ({"order": torch.zeros(256, dtype=torch.int64)}, BadValue, "order is no permutation"),
-        ({"whole_rows": True}, Unsupported, "rows with one scale"),
+        ({"activation_group": 256}, Unsupported, "rows with one scale"),
     ):
         fields = {
             "values": values,
@@ -207,5 +252,38 @@ def test_what_is_refused():
         }
         with pytest.raises(error, match=said):
             QuantisedWeight(**fields | wrong)
+    in_blocks = {
+        "values": values,
+        "scales": torch.ones(4, 1).half(),
+        "zeros": None,
+        "bits": 4,
+        "group_size": 256,
+        "dtype": torch.float32,
+        "minimums": torch.ones(4, 1).half(),
+        "sub_scales": torch.ones(4, 8, dtype=torch.int8),
+        "sub_minimums": torch.ones(4, 8, dtype=torch.int8),
+    }
+    QuantisedWeight(**in_blocks)
+    for wrong, error, said in (
+        ({"bits": 8}, Unsupported, "bits is 8; it must be one of 4, 5, 6"),
+        ({"group_size": 32}, Unsupported, "group_size is 32; it must be one of 256"),
+        ({"values": values[:, :128]}, BadShape, "values has 128 inputs; blocks of 256"),
+        ({"minimums": None}, Unsupported, "minimums is None; weights of 4 and 5 bits"),
+        ({"sub_minimums": None}, Unsupported, "sub_minimums is None; they go with"),
+        ({"bits": 6}, Unsupported, "minimums is given; weights of 6 bits have none"),
+        ({"scales": torch.ones(4, 1)}, Unsupported, "minimums is given; weights with scales in fp32"),
+        ({"scales": torch.ones(4, 1).bfloat16()}, BadDtype, r"scales is torch\.bfloat16; expected"),
+        ({"zeros": torch.ones(4, 1)}, Unsupported, "zeros is given"),
+        ({"activation_group": 32}, Unsupported, "activation_group is 32; of such a weight it must be 128"),
+        (
+            {"sub_scales": torch.ones(4, 4, dtype=torch.int8)},
+            BadShape,
+            r"sub_scales has shape \(4, 4\); expected \(4, 8\)",
+        ),
+        ({"sub_minimums": torch.full((4, 8), -1, dtype=torch.int8)}, BadValue, r"sub_minimums holds -1.0 at \[0, 0\]"),
+        ({"minimums": torch.full((4, 1), torch.nan).half()}, BadValue, r"minimums holds nan at \[0, 0\]"),
+    ):
+        with pytest.raises(error, match=said):
+            QuantisedWeight(**in_blocks | wrong)
     with pytest.raises(BadValue, match="only finite numbers"):
         quantised(torch.full((2, 2), torch.nan), 8, 2, torch.float32)

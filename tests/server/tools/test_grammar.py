@@ -23,7 +23,20 @@ from quire.server.tools.parser import Answer, gathered
 # Bounds stand where a syntax quotes its texts; elsewhere they are refused.
 QUOTED = {"maxLength": 5}
 ENDS = ["<|endoftext|>"]
-MARKS = ["<tool_call>", "</tool_call>", "<|tool_call>", "<tool_call|>", '<|"|>', "[TOOL_CALLS]", "[ARGS]", "</think>"]
+MARKS = [
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|tool_call>",
+    "<tool_call|>",
+    '<|"|>',
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "</think>",
+]
 
 
 def functions(quotes: bool) -> tuple[Function, ...]:
@@ -160,6 +173,37 @@ def test_a_call_that_begins_in_a_text_is_right(syntax: str, tokenizer: FastToken
         assert is_taken == is_right, (text, lark)
         if is_right:
             assert tokenizer.token_to_id(ENDS[0]) in allowed(guide.allowed(), tokenizer.get_vocab_size()) or guide.done
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_the_only_call_ends_the_answer(syntax: str, tokenizer: FastTokenizer, grammars: Grammars) -> None:
+    """Its arguments are whatever the syntax can write, where they need not follow a schema."""
+    layout, end = SYNTAXES[syntax].layout, tokenizer.token_to_id(ENDS[0])
+    dialect = Dialect(SYNTAXES[syntax], ANALYSIS if syntax == "openai" else None)
+    known = {mark: tokenizer.token_to_id(mark) for mark in MARKS}
+    weather, now = functions(layout.arguments in ("json", "python"))
+    free = (weather._replace(is_strict=False, parameters={"type": "object"}), now)
+    lark = grammar_of(dialect, Demand(free, False, False), known)
+    strict = grammar_of(dialect, Demand((weather,), True, False), known)
+    call = next(
+        text
+        for seed in range(20)
+        if (found := drawn(tokenizer, grammars, strict, seed, closing_of(syntax)))[1] and (text := found[0])
+    )
+    before = "" if syntax in ("openai", "pythonic", "llama4_pythonic") else "Let me look.\n"
+    guide, size = grammars.compile(Spec("tools", lark)), tokenizer.get_vocab_size()
+    for token in tokenizer.encode(before + call, add_special_tokens=False).ids:
+        assert token in allowed(guide.allowed(), size), (before + call, lark)
+        guide.accept(token)
+    assert guide.done or list(allowed(guide.allowed(), size)) == [end], (call, lark)
+    [[name, arguments]] = read(dialect, before + call).calls
+    assert_follows(name, arguments)
+    plain = grammars.compile(Spec("tools", lark))
+    if syntax != "openai":  # whose texts have a channel of their own
+        for token in tokenizer.encode("Nothing to call.", add_special_tokens=False).ids:
+            assert token in allowed(plain.allowed(), size)
+            plain.accept(token)
+        assert end in allowed(plain.allowed(), size)
 
 
 def test_references_that_multiply_are_refused() -> None:

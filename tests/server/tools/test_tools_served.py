@@ -10,6 +10,7 @@ import pytest
 from openai import OpenAI
 
 from quire.server.api import openapi
+from quire.server.protocol.chat import ChatRequest
 from tests.server.serving import Serving, serving
 
 CHAT = "/v1/chat/completions"
@@ -161,7 +162,14 @@ def test_auto_is_text_and_a_strict_function_a_grammar(server: Serving) -> None:
     auto = chat(server, temperature=0, max_tokens=8, tools=[CLOCK])
     assert auto["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"]
     assert auto["choices"][0]["message"]["content"]
+    only = {"temperature": 0, "max_tokens": 8, "tools": [CLOCK], "parallel_tool_calls": False}
+    assert chat(server, **only)["choices"] == auto["choices"]
+    for asked, has_grammar in ((only, True), (only | {"regex": "a"}, False), (only | {"tool_choice": "none"}, False)):
+        request = ChatRequest.model_validate({"messages": MESSAGES} | asked)
+        assert request.has_calls_of_a_grammar() == has_grammar
     strict = tool("clock", strict=True, zone={"enum": ["UTC", "CET"]})
+    refused = server.post(CHAT, messages=MESSAGES, tools=[strict], regex="a")
+    assert (refused.status, refused.json()["error"]["param"]) == (400, "regex")
     found = chat(server, temperature=1.0, max_tokens=30, tools=[strict, WEATHER], n=3)
     for choice in found["choices"]:
         assert choice["message"]["content"] or choice["message"]["tool_calls"]

@@ -42,7 +42,7 @@ def constraints(
     except QuireError as error:
         fail(error)
     if as_json:
-        print(json.dumps({"model": str(llm.directory)} | found.as_dict()), flush=True)
+        print(json.dumps({"model": str(llm.files.path)} | found.as_dict()), flush=True)
         return
     print(f"{found.streams} sequences, {found.constrained} of them with a JSON schema")
     print(f"  none        {found.plain_rate:9.0f} tokens/s")

@@ -48,7 +48,7 @@ def lora(
     except QuireError as error:
         fail(error)
     if as_json:
-        print(json.dumps({"model": str(llm.directory)} | found.as_dict()), flush=True)
+        print(json.dumps({"model": str(llm.files.path)} | found.as_dict()), flush=True)
         return
     size = f"{found.adapter_bytes / 2**20:.1f} MiB"
     print(f"{adapters} adapters of rank {rank}, {size} each, {streams} sequences")

@@ -40,7 +40,7 @@ def steps(
         for case in CASES:
             found = measure(llm, case, count if case.query_len == 1 else min(count, 3))
             if as_json:
-                print(json.dumps({"model": str(llm.directory)} | found.as_dict()), flush=True)
+                print(json.dumps({"model": str(llm.files.path)} | found.as_dict()), flush=True)
                 continue
             times = (found.seconds, found.bytes_seconds, found.operations_seconds)
             measured, read, multiplied = (f"{1e3 * seconds:,.1f} ms" for seconds in times)

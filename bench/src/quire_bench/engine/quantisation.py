@@ -112,7 +112,7 @@ class Speed:
 def windows(llm: LLM, texts: Sequence[Path], context: int, most: int) -> list[list[int]]:
     """Stretches of the texts of that many tokens, at most `most`. Raises ConfigError where none is as long."""
     if llm.tokenizer is None:
-        raise ConfigError(f"{llm.directory} has no tokenizer, without which there are no texts to compare")
+        raise ConfigError(f"{llm.files.path} has no tokenizer, without which there are no texts to compare")
     found: list[list[int]] = []
     for path in texts or standard_texts():
         try:

@@ -26,9 +26,8 @@ from quire.models.adapter.together import Together
 from quire.models.adapter.trial import check
 from quire.models.hf_config import SCHEMES
 from quire.models.lora.slots import LoraLimits
-from quire.models.quantisation.module import Form, Module, Scheme, form_of
+from quire.models.quantisation.module import Form, Module, Scheme, Tensors, form_of
 from quire.models.quantisation.policy import Quantisation
-from quire.models.weights import Checkpoint
 from quire.ops import Backend
 
 BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|\.inv_freq$")  # of old checkpoints; their models make them
@@ -94,7 +93,7 @@ def longest_sequence(config: Any) -> int:
 
 
 def load(
-    checkpoint: Checkpoint,
+    checkpoint: Tensors,
     found: Found,
     backend: Backend,
     dtype: torch.dtype,
@@ -128,14 +127,14 @@ def load(
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
-            raise ModelError(f"{checkpoint.directory}: transformers cannot load its weights: {reason}") from error
+            raise ModelError(f"{checkpoint.path}: transformers cannot load its weights: {reason}") from error
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         names = sorted(name for name in map(str, report.get(what) or ()) if not BUFFERS.search(name))
         if what == "unexpected_keys":
             names = [name for name in names if not _is_of(name, unread, checkpoint)]
         if names:
             raise ModelError(
-                f"{checkpoint.directory} has {len(names)} {what.replace('_', ' ')}, among them "
+                f"{checkpoint.path} has {len(names)} {what.replace('_', ' ')}, among them "
                 f"{', '.join(names[:3])}; running with them would be a different model"
             )
     model.eval()
@@ -143,7 +142,7 @@ def load(
     return AdaptedModel(model.to(device), *own)
 
 
-def _with_unread(kind: Any, scheme: Scheme, checkpoint: Checkpoint, dtype: torch.dtype, unread: dict[str, Form]) -> Any:
+def _with_unread(kind: Any, scheme: Scheme, checkpoint: Tensors, dtype: torch.dtype, unread: dict[str, Form]) -> Any:
     """The model's class, whose linears that the checkpoint has as integers are left for us to read.
 
     unread: gets their names. A class of its own, since transformers makes the model and then looks what it lacks.
@@ -161,7 +160,7 @@ def _with_unread(kind: Any, scheme: Scheme, checkpoint: Checkpoint, dtype: torch
                 if form is None:
                     continue
                 if missing := [f"{name}.{one}" for one in form.needs if f"{name}.{one}" not in checkpoint.names]:
-                    raise ModelError(f"{checkpoint.directory} lacks {len(missing)} tensors, among them {missing[0]}")
+                    raise ModelError(f"{checkpoint.path} lacks {len(missing)} tensors, among them {missing[0]}")
                 shape = child.weight.T.shape if type(child) is Conv1D else child.weight.shape
                 stored = Module(checkpoint, name, *shape)
                 setattr(module, last, Unread(child, partial(form.read, stored, dtype)))
@@ -171,7 +170,7 @@ def _with_unread(kind: Any, scheme: Scheme, checkpoint: Checkpoint, dtype: torch
     return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
 
 
-def _is_of(tensor: str, unread: Mapping[str, Form], checkpoint: Checkpoint) -> bool:
+def _is_of(tensor: str, unread: Mapping[str, Form], checkpoint: Tensors) -> bool:
     """Whether a tensor belongs to a linear that we read; some writers give every one a bias, of zeros."""
     name, _, kind = tensor.rpartition(".")
     if name not in unread:

@@ -96,10 +96,15 @@ def read_adapter(directory: Path) -> PeftAdapter:
     Raises ModelError for files that are missing or malformed, and for anything that is not two matrices for each of
     some linears.
     """
+    try:
+        found = sorted(one.name for one in directory.iterdir())
+    except (OSError, ValueError) as error:  # also for a path that is none
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"{directory} is no PEFT adapter: its files cannot be listed: {why}") from error
+    if TENSORS not in found:
+        others = ", ".join(found) or "nothing"
+        raise ModelError(f"{directory} is no PEFT adapter: it lacks {TENSORS}; it holds {others}")
     path = directory / TENSORS
-    if not path.exists():
-        others = ", ".join(sorted(one.name for one in directory.iterdir())) if directory.is_dir() else "nothing"
-        raise ModelError(f"{directory} is no PEFT adapter: it lacks {TENSORS}; it holds {others or 'nothing'}")
     config = read_json(directory / CONFIG)
     _check_config(directory, config)
     try:

@@ -104,17 +104,23 @@ class Loras:
         self.settle(in_use)
         taken = {one.slot for one in self.by_name.values()} | self.left
         if name in self.by_name and self.by_name[name].slot not in in_use:
-            self._free(self.by_name.pop(name).slot, taken)
+            left = self.by_name.pop(name).slot
+            taken.discard(left)
+            self._clear(left)
         slot = next((slot for slot in range(self.limits.max_loras) if slot not in taken), None)
         if slot is None:
             raise ConfigError(
                 f"{name!r} finds no room: max_loras is {self.limits.max_loras}, and so many adapters are loaded, or "
                 "unloaded with requests that still run"
             )
+        try:
+            for table, parts in prepared.parts:
+                table.put(slot, parts)
+        except BaseException:  # memory may run out between two tables
+            self._clear(slot)
+            raise
         if name in self.by_name:
             self.left.add(self.by_name[name].slot)
-        for table, parts in prepared.parts:
-            table.put(slot, parts)
         self.by_name[name] = Lora(name, slot, prepared.digest, prepared.rank, prepared.directory)
         return self.by_name[name]
 
@@ -127,9 +133,9 @@ class Loras:
     def settle(self, in_use: Collection[int]) -> None:
         """Free the slots that were left and that no request has."""
         for slot in self.left.difference(in_use):
-            self._free(slot, self.left)
+            self.left.discard(slot)
+            self._clear(slot)
 
-    def _free(self, slot: int, of: set[int]) -> None:
-        of.discard(slot)
+    def _clear(self, slot: int) -> None:
         for table in self._tables:
             table.clear(slot)

@@ -12,7 +12,7 @@ from quire.errors import ModelError
 from quire.models.quantisation.fp8 import Fp8Form, block_size, fp8_description
 from quire.models.quantisation.module import WHOLE, Form, Module, bytes_read, described, nibbles, unpacked
 from quire.models.quantisation.reader import SchemeReader, names_module, unserved
-from quire.ops.quantised import QuantisedWeight
+from quire.ops.quantised import ACTIVATION_GROUP, QuantisedWeight
 
 FORMATS = ("pack-quantized", "int-quantized")
 FLOATS = ("float-quantized", "naive-quantized")  # e4m3, with and without quantised activations
@@ -40,6 +40,10 @@ class _Form:
     def nbytes(self, out_size: int, in_size: int) -> int:
         """Bytes that such a weight takes, once it was read."""
         return bytes_read(out_size, in_size, self.bits, self.group_size, not self.symmetric)
+
+    def _rounding(self, in_size: int) -> int:
+        """Inputs of a row of x that share a scale."""
+        return in_size if self.whole_rows else ACTIVATION_GROUP
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class PackedForm(_Form):
         whole = words.contiguous().view(torch.uint8)
         values = (whole if self.bits == 8 else nibbles(whole))[:, :columns]
         return module.weight(
-            values, scales, zeros, self.bits, self.group_size, dtype, group_of, "weight_g_idx", self.whole_rows
+            values, scales, zeros, self.bits, self.group_size, dtype, group_of, "weight_g_idx", self._rounding(columns)
         )
 
 
@@ -88,7 +92,8 @@ class BytesForm(_Form):
         if not self.symmetric:
             zeros = self._unsigned(module, "weight_zero_point", (module.out_size, groups))
         values = self._unsigned(module, "weight", (module.out_size, module.in_size))
-        return module.weight(values, scales, zeros, self.bits, self.group_size, dtype, whole_rows=self.whole_rows)
+        group = self._rounding(module.in_size)
+        return module.weight(values, scales, zeros, self.bits, self.group_size, dtype, activation_group=group)
 
     def _unsigned(self, module: Module, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
         signed, half = module.tensor(kind, shape, torch.int8), 2 ** (self.bits - 1)

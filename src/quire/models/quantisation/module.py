@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from quire.errors import ModelError, QuireError
 from quire.ops.memory import mapped
 from quire.ops.narrow import NarrowWeight
-from quire.ops.quantised import GROUPS, QuantisedWeight, number_bytes
+from quire.ops.quantised import ACTIVATION_GROUP, GROUPS, QuantisedWeight, number_bytes
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 WHOLE = -1  # a group size: all inputs of an output share a scale
@@ -22,11 +23,15 @@ class Tensors(Protocol):
     """The named tensors of a checkpoint."""
 
     @property
-    def names(self) -> Collection[str]:
+    def path(self) -> Path:
+        """Where it is, for errors."""
+
+    @property
+    def names(self) -> frozenset[str]:
         """All there are."""
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor of that name."""
+        """The tensor of that name; of a name as "x[3]" that entry of the tensor x, and no others are read."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class Module:
         dtype: torch.dtype,  # of x
         group_of: Tensor | None = None,  # integers [in]: the group of each input; None: one after the other
         group_kind: str = "",  # the kind of tensor that group_of is
-        whole_rows: bool = False,
+        activation_group: int = ACTIVATION_GROUP,
     ) -> QuantisedWeight:
         """The weight. Raises ModelError, with the module's name, where it cannot be multiplied."""
         order = None if group_of is None else self._order(group_kind, group_of, group_size, scales.shape[1])
@@ -110,7 +115,7 @@ class Module:
             group_size = GROUPS[-1]
         wide = None if zeros is None else zeros.float().contiguous()
         try:
-            return QuantisedWeight(stored, scales.contiguous(), wide, bits, group_size, dtype, order, whole_rows)
+            return QuantisedWeight(stored, scales.contiguous(), wide, bits, group_size, dtype, order, activation_group)
         except QuireError as error:
             raise ModelError(f"{self.name}: {error}") from error
 

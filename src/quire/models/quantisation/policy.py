@@ -15,6 +15,7 @@ from quire.models.hf_config import SCHEMES
 from quire.models.quantisation.awq import Awq
 from quire.models.quantisation.compressed_tensors import CompressedTensors
 from quire.models.quantisation.fp8 import Fp8
+from quire.models.quantisation.gguf import Gguf
 from quire.models.quantisation.gptq import Gptq
 from quire.models.quantisation.module import WHOLE, Scheme
 from quire.models.quantisation.mxfp4 import Mxfp4
@@ -27,6 +28,7 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": Awq.of,
     "compressed-tensors": CompressedTensors.of,
     "fp8": Fp8.of,
+    "gguf": Gguf.of,
     "gptq": Gptq.of,
     "mxfp4": Mxfp4.of,
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from quire.errors import ModelError
 from quire.ops.linear import LinearWeight
 from quire.ops.memory import mapped
 from quire.ops.narrow import NarrowWeight
-from quire.ops.quantised import QuantisedWeight
+from quire.ops.quantised import PARTS, QuantisedWeight
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,11 @@ def stacked(parts: Sequence[LinearWeight]) -> QuantisedWeight | NarrowWeight | S
     zeros = None
     if any(part.zeros is not None for part in whole):
         zeros = torch.cat([_zeros(part) for part in whole])
-    scales = torch.cat([part.scales for part in whole])
-    return QuantisedWeight(
-        values, scales, zeros, first.bits, first.group_size, first.dtype, first.order, first.whole_rows
-    )
+    made: dict[str, Any] = {"values": values, "zeros": zeros}
+    for name in PARTS:
+        if name not in made and getattr(first, name) is not None:
+            made[name] = torch.cat([getattr(part, name) for part in whole])
+    return replace(first, **made)
 
 
 def _narrow(parts: Sequence[NarrowWeight]) -> NarrowWeight:
@@ -75,11 +76,17 @@ def _narrow(parts: Sequence[NarrowWeight]) -> NarrowWeight:
 
 
 def _agree(a: QuantisedWeight, b: QuantisedWeight) -> bool:
-    if (a.bits, a.group_size, a.whole_rows) != (b.bits, b.group_size, b.whole_rows):
+    if _kind(a) != _kind(b):
         return False
     if a.order is None or b.order is None:
         return a.order is b.order
     return torch.equal(a.order, b.order)
+
+
+def _kind(weight: QuantisedWeight) -> tuple[object, ...]:
+    """What parts of one weight have in common."""
+    has_minimums, dtype = weight.minimums is not None, weight.scales.dtype
+    return weight.bits, weight.group_size, weight.activation_group, weight.sub_size, has_minimums, dtype
 
 
 def _zeros(weight: QuantisedWeight) -> Tensor:

@@ -55,9 +55,8 @@ class ExpertLinears:
             if found != expected:
                 raise BadShape(f"{name} has sizes, dtype and dtype of its results {found}; expected {expected}")
         kinds = [{linear.kind for linear in part} for part in (self.mlp_in, self.mlp_out)]
-        products = {kind[0] for kind in kinds[0] | kinds[1]}
-        if len(kinds[0]) > 1 or len(kinds[1]) > 1 or len(products) > 1:
-            raise Unsupported(f"the experts' weights are quantised in different ways: {kinds}; a layer has one")
+        if len(kinds[0]) > 1 or len(kinds[1]) > 1:
+            raise Unsupported(f"the experts' weights are quantised in different ways: {kinds}; a layer has one of each")
         if any(linear.integers and linear.integers.order is not None for linear in (*self.mlp_in, *self.mlp_out)):
             raise Unsupported("an expert's weight takes its inputs in an order of its own; experts share their rows")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import byref
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from quire.ops.linear import Embedding, Linear, Linears, LinearWeight
 from quire.ops.lora import LoraTable
 from quire.ops.memory import in_huge_pages
 from quire.ops.narrow import NarrowFormat, NarrowWeight
-from quire.ops.quantised import QuantisedWeight
+from quire.ops.quantised import PARTS, QuantisedWeight
 
 BLOCK = 64 * 2**20  # bytes that weights share, since a small one alone fills no huge page
 
@@ -32,25 +32,31 @@ class PackedIntegers:
     """What there is to know of a quantised weight, next to its packed values."""
 
     bits: int
+    sub_size: int  # inputs that share a sub-scale; 0: there are none
     group_size: int  # inputs that share a scale
+    activation_group: int  # inputs of x that share a scale
     has_zeros: bool
-    whole_rows: bool  # a row of x has one scale
+    has_halves: bool  # scales and minimums are fp16
+    has_minimums: bool
     scales: Tensor | None  # fp32 [out], where each output has one scale; else they are packed with the values
     order: Tensor | None  # int64 [in]: the input of x that each of the weight's belongs to
 
     @property
-    def kind(self) -> tuple[int, int, bool, bool, bool]:
+    def kind(self) -> tuple[int | bool, ...]:
         """What decides how x is rounded, and how the weight is packed."""
-        return self.bits, self.group_size, self.has_zeros, self.whole_rows, self.scales is None
+        return (*(getattr(self, field.name) for field in fields(self)[:-2]), self.scales is None)
 
     @classmethod
     def of(cls, weight: QuantisedWeight, kept: Callable[[Tensor], Tensor]) -> PackedIntegers:
         """Of that weight. kept: a copy of a tensor in memory that stays."""
         return cls(
             weight.bits,
+            weight.sub_size,
             weight.group_size,
+            weight.activation_group,
             weight.zeros is not None,
-            weight.whole_rows,
+            weight.scales.dtype is torch.float16,
+            weight.minimums is not None,
             kept(weight.scales[:, 0]) if weight.by_output else None,
             None if weight.order is None else kept(weight.order),
         )
@@ -124,7 +130,7 @@ class PackedLinear:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What decides how x is taken, and how the weight is packed; the first of it which product is formed."""
+        """What decides how x is taken, and how the weight is packed."""
         if self.integers is not None:
             return self.integers.kind
         return (None if self.narrow is None else self.narrow.name,)
@@ -252,10 +258,10 @@ class Packer:
         self._library("pack", byref(params), weight.data_ptr(), weight.stride(0), packed.data_ptr())
 
     def _pack_values(self, params: native.LinearParams, weight: QuantisedWeight, packed: Tensor) -> None:
-        values, scales = weight.values.contiguous(), weight.scales.contiguous()
-        zeros = None if weight.zeros is None else weight.zeros.contiguous()
-        offset = None if zeros is None else zeros.data_ptr()
-        self._library("pack_values", byref(params), values.data_ptr(), scales.data_ptr(), offset, packed.data_ptr())
+        given = {name: getattr(weight, name) for name in PARTS}
+        parts = {name: part.contiguous() for name, part in given.items() if part is not None}
+        addresses = native.IntegerParts(**{name: part.data_ptr() for name, part in parts.items()})
+        self._library("pack_values", byref(params), byref(addresses), packed.data_ptr())
 
     def _kept(self, tensor: Tensor) -> Tensor:
         """A copy that lies with the weights: in the heap it would stand in the way of what comes and goes at load."""
@@ -290,8 +296,9 @@ def _params(
     if narrow is not None:
         params.bits, params.narrow = narrow.bits, True
     if integers is not None:
-        params.bits, params.group, params.zeros = integers.bits, integers.group_size, integers.has_zeros
-        params.whole_rows = integers.whole_rows
+        params.bits, params.sub, params.zeros = integers.bits, integers.sub_size, integers.has_zeros
+        params.group, params.activation_group = integers.group_size, integers.activation_group
+        params.halves, params.minimums = integers.has_halves, integers.has_minimums
         params.scales = None if integers.scales is None else integers.scales.data_ptr()
         params.order = None if integers.order is None else integers.order.data_ptr()
     return params

@@ -101,10 +101,16 @@ class LinearParams(Structure):
     _fields_ = [
         *((name, c_void_p) for name in "x weight bias out copy".split()),
         *((name, c_int64) for name in "x_stride out_stride rows in_size out_size".split()),
-        *((name, c_int32) for name in "dtype out_dtype threads bits zeros whole_rows narrow".split()),
-        ("group", c_int64),
+        *((name, c_int32) for name in "dtype out_dtype threads bits sub zeros halves minimums narrow".split()),
+        *((name, c_int64) for name in "group activation_group".split()),
         *((name, c_void_p) for name in "scales order".split()),
     ]
+
+
+class IntegerParts(Structure):
+    """The tensors of a quantised weight."""
+
+    _fields_ = [(name, c_void_p) for name in "values scales zeros minimums sub_scales sub_minimums".split()]
 
 
 class RecurrentStep(Structure):
@@ -342,7 +348,7 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "row_stride": (_L, (_L, _I)),
     "copy_size": (_L, (POINTER(LinearParams), _L, _L)),
     "pack": (None, (POINTER(LinearParams), _P, _L, _P)),
-    "pack_values": (None, (POINTER(LinearParams), _P, _P, _P, _P)),
+    "pack_values": (None, (POINTER(LinearParams), POINTER(IntegerParts), _P)),
     "pack_narrow": (None, (POINTER(LinearParams), _P, _P, _P)),
     "unpack": (_L, (POINTER(LinearParams), _P, _L, _P)),
     "lora_bytes": (_L, (_L, _L, _I)),

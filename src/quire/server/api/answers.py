@@ -104,7 +104,7 @@ class Reading:
 
     def _has_grammar(self, body: ChatRequest) -> bool:
         """Whether the grammar is one of calls, or of channels."""
-        if self._may_call and (body.must_call() or body.is_strict()):
+        if body.has_calls_of_a_grammar():
             return True
         asks_json = body.grammar_field() == "response_format"
         return asks_json and (self._may_call or self.dialect.thoughts is ANALYSIS)

@@ -61,6 +61,9 @@ async def _answer(
     chat, prompt = body.chat(), None
     if isinstance(body, GenerateRequest) and (body.raw or service.model.template is None):
         service.check_model(chat.model)
+        if body.system:
+            why = "raw is true" if body.raw else "the model has no chat template"
+            raise ApiError(f"system has no place where {why}; write it into the prompt", param="system")
         text = body.prompt or ""
         service.check_text(text)
         prompt = await service.encode(request, text)

@@ -110,16 +110,21 @@ async def _by_answers(
     if body.truncate_prompt_tokens is not None:
         message = "the question of this model cannot be cut; leave it out, and send shorter texts"
         raise ApiError(message, param="truncate_prompt_tokens")
+    if not body.add_special_tokens:
+        message = "the question of this model has the special tokens that it was taught; leave it out"
+        raise ApiError(message, param="add_special_tokens")
     service.worker.check_room(len(pairs), field)
     tokens = [_answer_token(service, answer) for answer in ANSWERS]
-    questions = [QUESTION.format(body.instruction or INSTRUCTION, *pair) for pair in pairs]
+    instruction = body.instruction or INSTRUCTION
+    questions = [QUESTION.format(instruction, *pair) for pair in pairs]
     for question in questions:
         service.check_text(question, field)
-    encode = service.tokenizer.encode
-    size = sum(map(len, questions))
-    prompts = await service.take_apart(
-        request, size, lambda: [Prompt(one, encode(one, add_special_tokens=False)) for one in questions]
-    )
+
+    def encode() -> list[Prompt]:
+        encoded = (service.tokenizer.encode_form(QUESTION.split("{}"), (instruction, *pair)) for pair in pairs)
+        return [Prompt(question, tokens) for question, tokens in zip(questions, encoded, strict=True)]
+
+    prompts = await service.take_apart(request, sum(map(len, questions)), encode)
     for prompt in prompts:
         service.check_length(prompt)
     yes = await _drawn(service, request, body, prompts, tokens[0])

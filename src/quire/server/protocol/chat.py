@@ -276,6 +276,9 @@ class ChatRequest(Sampling, Rendering):
         if self.must_call() and (field := super().grammar_field()) is not None:
             message = f"{field} says what the text is, and tool_choice that there is none; leave one of them out"
             raise ApiError(message, param=field)
+        if self.is_strict() and (field := super().grammar_field()) not in (None, "response_format"):
+            message = f"{field} says what the text is, and strict what a call in it is; leave one of them out"
+            raise ApiError(message, param=field)
         if self.use_beam_search and (names or self.thinking_token_budget is not None):
             field = "tools" if names else "thinking_token_budget"
             raise ApiError(f"{field} does not go with use_beam_search; leave one of them out", param=field)
@@ -292,14 +295,20 @@ class ChatRequest(Sampling, Rendering):
         """Whether a function is called with arguments of its schema only."""
         return self.may_call() and any(tool.function.strict for tool in self.tools or ())
 
+    def has_calls_of_a_grammar(self) -> bool:
+        """Whether a grammar says what calls are: where one must come, be right, or be the only one."""
+        if self.must_call() or self.is_strict():
+            return True
+        return self.may_call() and self.parallel_tool_calls is False and super().grammar_field() is None
+
     def structure_field(self) -> str | None:
         """As for completions. Agents send a response_format along where a turn must be a call: it has no text."""
         field = super().structure_field()
         return None if field == "response_format" and self.must_call() else field
 
     def grammar_field(self) -> str | None:
-        """As for completions; and tools have one where a call must come, or be right."""
+        """As for completions; and tools may have one."""
         field = super().grammar_field()
-        if field is None and (self.must_call() or self.is_strict()):
+        if field is None and self.has_calls_of_a_grammar():
             return "tools"
         return "thinking_token_budget" if field is None and self.thinking_token_budget is not None else field

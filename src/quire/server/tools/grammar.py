@@ -15,6 +15,8 @@ MAX_DEPTH = 32  # of an object within an object, where its syntax is no JSON
 PLAIN = {"type", "properties", "required", "description", "title", "$defs", "definitions", "$schema"}
 MAX_RULES = 4096
 ANY = r"/(?s:.*)/"
+# Arguments of Python's, up to the bracket that ends them: anything but brackets and quotes, and texts in quotes.
+PYTHON = r"""/([^()"'\\]|"([^"\\\n]|\\.)*"|'([^'\\\n]|\\.)*')*/"""
 # As in quire.sandbox.grammar: a model that may write white space anywhere may write nothing else for ever.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -59,7 +61,7 @@ def grammar_of(dialect: Dialect, demand: Demand, tokens: Mapping[str, int]) -> s
     if dialect.syntax is None:
         raise RequestError("the model's call syntax is not known", "tools")
     layout = dialect.syntax.layout
-    rules = _Rules(layout, tokens)
+    rules = _Rules(layout, tokens, dialect.syntax.marks)
     if layout.between is None:
         demand = replace(demand, has_many=False)
     if dialect.thoughts is ANALYSIS:
@@ -90,8 +92,9 @@ def _harmony(rules: _Rules, demand: Demand) -> str:
 class _Rules:
     """The rules of a grammar."""
 
-    def __init__(self, layout: Layout, tokens: Mapping[str, int]) -> None:
+    def __init__(self, layout: Layout, tokens: Mapping[str, int], marks: Sequence[str]) -> None:
         self.lines: list[str] = []
+        self._marks = marks
         self._layout = layout
         self._tokens = tokens
         arguments: dict[str, Callable[[Function], str]] = {
@@ -112,7 +115,7 @@ class _Rules:
         return " ".join(filter(None, parts))
 
     def free(self, demand: Demand) -> str:
-        """Any text; what begins as a call becomes one."""
+        """Any text; what begins as a call becomes one. Where there may be one call only, it ends the answer."""
         layout = self._layout
         if not layout.trigger:  # a list that begins the answer
             other = self._add(r"/[^\[\s](?s:.*)/")
@@ -125,7 +128,7 @@ class _Rules:
         else:
             rest = self._calls(demand, layout.trigger)
         until = f"TEXT {found}" if (found := self._token(layout.trigger)) else self._until(layout.trigger)
-        return f"({until} {rest}){'*' if demand.has_many else '?'} TEXT"
+        return f"({until} {rest})* TEXT" if demand.has_many else f"({until} {rest}) | TEXT"
 
     def _calls(self, demand: Demand, trigger: str) -> str:
         """One call of any of the functions, without a text that it begins with."""
@@ -133,9 +136,22 @@ class _Rules:
         head, options = layout.head.removeprefix(trigger), []
         for one in demand.functions:
             name = self.literal(head + one.name + layout.middle)
-            arguments = self._arguments(one if one.is_strict else one._replace(parameters={"type": "object"}))
-            options.append(f"{name} {arguments} {self.literal(layout.tail)}")
+            arguments = (
+                f"{self._arguments(one)} {self.literal(layout.tail)}" if one.is_strict else self._any_arguments()
+            )
+            options.append(f"{name} {arguments}")
         return self._add(" | ".join(options))
+
+    def _any_arguments(self) -> str:
+        """Arguments of any kind, and the tail of their call."""
+        layout = self._layout
+        if layout.arguments == "json":
+            return f"{self.json({'type': 'object'})} {self.literal(layout.tail)}"
+        if layout.arguments == "python":
+            return f"{self._add(PYTHON)} {self.literal(layout.tail)}"
+        within = [one for one in self._marks if one in self._tokens and one not in layout.head + layout.tail]
+        more = f"(TEXT ({' | '.join(map(self.literal, within))}))* " if within else ""
+        return more + self._until(layout.tail.removeprefix("}"))  # objects within others end in the same way
 
     # ------------------------------------------------------------------------------------------------- parts
 

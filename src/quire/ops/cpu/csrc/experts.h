@@ -11,8 +11,8 @@
 
 namespace {
 
-// F is the kind of the rows and of the router, K that of the experts' weights.
-template <class F, class K>
+// F is the kind of the rows and of the router, and of the experts' weights if they are not quantised.
+template <class F>
 struct Experts {
     using E = typename F::E;
     using T = typename E::T;
@@ -28,25 +28,38 @@ struct Experts {
         const int64_t k = p.choice.num_chosen, hidden = p.mlp_in->in_size, inner = p.mlp_out->in_size, all = rows * k;
         choose(seen, seen_stride);
         const std::vector<int64_t> starts = sort();
-        const int64_t lanes = x_lanes<K>(*p.mlp_in), apart = row_stride<F>(inner);
-        parallel(parallel_for, rows, rows_a_thread(hidden * k), [&](int64_t i) {
-            if (p.weighs_inputs) return take_weighed(i, (const T*)x + i * x_stride);
-            const int64_t* places = p.places + i * k;
-            copy_row<K>(*p.mlp_in, (const T*)x + i * x_stride, p.gathered + places[0] * lanes);
-            for (int64_t r = 1; r < k; r++)
-                memcpy(p.gathered + places[r] * lanes, p.gathered + places[0] * lanes, (size_t)lanes * sizeof(float));
+        const int64_t apart = row_stride<F>(inner);
+        with_experts(*p.mlp_in, [&]<class K>() {
+            const int64_t lanes = x_lanes<K>(*p.mlp_in);
+            parallel(parallel_for, rows, rows_a_thread(hidden * k), [&](int64_t i) {
+                if (p.weighs_inputs) return take_weighed<K>(i, (const T*)x + i * x_stride);
+                const int64_t* places = p.places + i * k;
+                copy_row<K>(*p.mlp_in, (const T*)x + i * x_stride, p.gathered + places[0] * lanes);
+                for (int64_t r = 1; r < k; r++)
+                    memcpy(p.gathered + places[r] * lanes, p.gathered + places[0] * lanes, (size_t)lanes * sizeof(float));
+            });
+            multiply<K>(p.mlp_in, starts, p.gathered, lanes, p.inner);
         });
-        multiply(p.mlp_in, starts, p.gathered, lanes, p.inner);
         activate_rows<E>(parallel_for, p.inner, p.mlp_in->out_size, p.activated, apart, all, p.activation);
         LinearParams whole = *p.mlp_out;  // all rows of all experts, for their lanes
         whole.x = p.activated, whole.x_stride = apart, whole.rows = all, whole.copy = p.copy;
-        LinearCall activated = linear_call<K>(&whole);
-        take_rows<K>(parallel_for, activated);
-        multiply(p.mlp_out, starts, activated.x, activated.x_stride, p.results);
+        with_experts(*p.mlp_out, [&]<class K>() {
+            LinearCall activated = linear_call<K>(&whole);
+            take_rows<K>(parallel_for, activated);
+            multiply<K>(p.mlp_out, starts, activated.x, activated.x_stride, p.results);
+        });
         parallel(parallel_for, rows, rows_a_thread(hidden * k), [&](int64_t i) { add_up(i, (T*)out + i * out_stride); });
     }
 
   private:
+    // The kind of the experts' weights: all that are next to this one have the same.
+    template <class G>
+    static void with_experts(const LinearParams& weight, const G& g) {
+        if (weight.narrow) with_narrow<F>(weight, g);
+        else if (weight.bits) with_integers(weight, g);
+        else g.template operator()<F>();
+    }
+
     // Each row's experts, and their shares.
     void choose(const void* x, int64_t x_stride) const {
         const int64_t count = p.choice.num_experts, k = p.choice.num_chosen;
@@ -60,6 +73,7 @@ struct Experts {
     }
 
     // Row i, times each of its shares, to its places. `results` has room for that before there are any.
+    template <class K>
     void take_weighed(int64_t i, const T* x) const {
         const int64_t k = p.choice.num_chosen, hidden = p.mlp_in->in_size;
         for (int64_t r = 0; r < k; r++) {
@@ -86,6 +100,7 @@ struct Experts {
     }
 
     // Every expert's rows by its weight.
+    template <class K>
     void multiply(const LinearParams* weights, const std::vector<int64_t>& starts, const float* x, int64_t x_stride, void* out) const {
         std::vector<LinearParams> params;
         std::vector<LinearCall> calls;

@@ -37,21 +37,11 @@ static void with_vector_kind(int32_t dtype, const F& f) {
     with_kind(dtype, [&]<class K>() { f.template operator()<typename VectorKindOf<K>::Kind>(); });
 }
 
-// The kind of a weight of narrow numbers.
-template <class F>
-static void with_narrow(const LinearParams* p, const F& f) {
-    with_kind(p->dtype, [&]<class K>() {
-        if (p->bits == 4) f.template operator()<Narrow<K, 4>>();
-        else f.template operator()<Narrow<K, 8>>();
-    });
-}
-
 // The kind of a weight.
 template <class F>
 static void with_weight(const LinearParams* p, const F& f) {
-    if (p->narrow) with_narrow(p, f);
-    else if (p->bits == 4) f.template operator()<Integers<4>>();
-    else if (p->bits == 8) f.template operator()<Integers<8>>();
+    if (p->narrow) with_kind(p->dtype, [&]<class K>() { with_narrow<K>(*p, f); });
+    else if (p->bits) with_integers(*p, f);
     else with_kind(p->dtype, f);
 }
 
@@ -215,16 +205,16 @@ ENTRY(pack)(ParallelFor parallel_for, const LinearParams* p, const void* weight,
     with_kind(p->dtype, [&]<class K>() { pack<K>(parallel_for, *p, weight, row_stride, packed); });
 }
 
-// The same of a quantised weight. values: [out, in]. scales, zeros: [out, groups].
-ENTRY(pack_values)(
-    ParallelFor parallel_for, const LinearParams* p, const uint8_t* values, const float* scales, const float* zeros, char* packed) {
-    if (p->bits == 4) pack_values<4>(parallel_for, *p, values, scales, zeros, packed);
-    else pack_values<8>(parallel_for, *p, values, scales, zeros, packed);
+// The same of a quantised weight.
+ENTRY(pack_values)(ParallelFor parallel_for, const LinearParams* p, const IntegerParts* parts, char* packed) {
+    with_integers(*p, [&]<class K>() { pack_values<K>(parallel_for, *p, *parts, packed); });
 }
 
 // The same of narrow numbers. codes: [out, in], one a byte. scales: [out, groups].
 ENTRY(pack_narrow)(ParallelFor parallel_for, const LinearParams* p, const uint8_t* codes, const float* scales, char* packed) {
-    with_narrow(p, [&]<class K>() { pack_narrow<K>(parallel_for, *p, codes, scales, packed); });
+    with_kind(p->dtype, [&]<class F>() {
+        with_narrow<F>(*p, [&]<class K>() { pack_narrow<K>(parallel_for, *p, codes, scales, packed); });
+    });
 }
 
 // Rows of a weight that was packed, other than a narrow one. Writes nothing and returns a place in `places` that is no row, or -1.

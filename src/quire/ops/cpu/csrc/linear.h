@@ -130,12 +130,12 @@ template <class K>
 struct LinearWorkerOf {
     using Worker = LinearVectors<K>;
 };
-template <int BITS>
-struct LinearWorkerOf<Integers<BITS>> {
+template <int BITS, int SUB>
+struct LinearWorkerOf<Integers<BITS, SUB>> {
 #ifdef QUIRE_TILES
-    using Worker = LinearIntegerTiles<BITS>;
+    using Worker = LinearIntegerTiles<Integers<BITS, SUB>>;
 #else
-    using Worker = LinearIntegers<BITS>;
+    using Worker = LinearIntegers<Integers<BITS, SUB>>;
 #endif
 };
 #ifdef QUIRE_TILES
@@ -154,13 +154,13 @@ using LinearWorker = typename LinearWorkerOf<K>::Worker;
 // Lines of a strip, and lanes of a row of x that was copied.
 template <class K>
 static int64_t strip_lines(const LinearParams& p) {
-    if constexpr (INTEGERS<K>) return Lines<K::BITS>(p).all;
+    if constexpr (INTEGERS<K>) return Lines<K>(p).all;
     else if constexpr (NARROW<K>) return NarrowLines<K>(p).all;
     else return K::lanes(p.in_size);
 }
 template <class K>
 static int64_t x_lanes(const LinearParams& p) {
-    if constexpr (INTEGERS<K>) return Segments(p).row_lanes();
+    if constexpr (INTEGERS<K>) return Segments<K>(p).row_lanes();
     else return row_lanes<K>(p.in_size);
 }
 
@@ -199,7 +199,7 @@ static int64_t copy_size(const LinearParams& p, int64_t rows, int64_t stride) {
 template <class K>
 static void copy_row(const LinearParams& p, const void* row, float* to) {
     if constexpr (INTEGERS<K>)
-        with_element(p.dtype, [&](auto element) { round_groups<decltype(element)>(p, (const typename decltype(element)::T*)row, to); });
+        with_element(p.dtype, [&](auto element) { round_groups<K, decltype(element)>(p, (const typename decltype(element)::T*)row, to); });
     else if constexpr (NARROW<K>) {
         memset(to, 0, (size_t)x_lanes<K>(p) * sizeof *to);
         pack_row<typename K::Wide>((const typename K::E::T*)row, p.in_size, to);
@@ -289,7 +289,7 @@ static void unpack(ParallelFor parallel_for, const LinearParams& p, const int64_
         with_element(p.dtype, [&](auto element) {
             using E = decltype(element);
             parallel(parallel_for, count, rows_a_thread(in * W),
-                     [&](int64_t i) { unpack_row<K::BITS, E>(p, places[i], (typename E::T*)to + i * in); });
+                     [&](int64_t i) { unpack_row<K, E>(p, places[i], (typename E::T*)to + i * in); });
         });
     } else {
         using T = typename K::E::T;

@@ -1,8 +1,10 @@
 // Products of integers by tiles, where there are more rows than vectors take at once. Sums of integers are exact, so the bits
 // are those of linear_integers.h, which has the format and the order of all that is rounded.
 //
-// Of a weight of bytes, 16 lines in a row are a tile as they lie. Nibbles become bytes first, once for all rows of an item,
-// less their zeros, so that no zero is left to take from the sums. A tile is 64 inputs deep, or all 32 of a group.
+// Of a weight of bytes, 16 lines in a row are a tile as they lie. What has fewer bits becomes bytes first, once for all rows of an
+// item, less its zeros, so that no zero is left to take from the sums. A tile is 64 inputs deep, or all 32 of a group. Where there
+// are sub-scales, values times these become two planes of bytes, 128 times the first one and the second one, which are multiplied
+// one after the other.
 //
 // What 32 rows and two strips give in a segment leaves the tiles as integers. Vectors scale these and add them to the rows'
 // sums between the products of the next segment.
@@ -19,8 +21,9 @@ namespace {
 // each output at the end; or one of each row and output, both at the end.
 enum class Scales { OF_GROUPS, OF_OUTPUTS, OF_ROWS };
 
-template <int BITS>
+template <class K>
 struct LinearIntegerTiles {
+    static constexpr int BITS = K::BITS, PLANES = K::SUB ? 2 : 1;
     static constexpr int LINE = 64;
     static constexpr int CHUNK = LinearTiles::CHUNK;
     static constexpr int PANEL_STRIPS = LinearTiles::PANEL_STRIPS;
@@ -33,12 +36,12 @@ struct LinearIntegerTiles {
     static constexpr int FEW = ROWS;
     // Inputs of two strips, as bytes 24 KiB, that stay in the first cache while an item's rows pass by. So it was measured of a forerunner on a
     // Granite Rapids: scaling the sums of each 128 inputs then took 15 to 20 % of the time.
-    static constexpr int64_t DEPTH = 768;
+    static constexpr int64_t DEPTH = 768 / PLANES;
 
     LinearItems<LinearIntegerTiles> items;
-    IntegerVectors<BITS, FEW> vectors;
-    alignas(64) int32_t totals[32][2][W];  // of rows and strips, in one segment
-    alignas(64) char unpacked[(BITS == 4 ? DEPTH : ACTIVATION_GROUP) * 2 * W];
+    IntegerVectors<K, FEW> vectors;
+    alignas(64) int32_t totals[PLANES][32][2][W];  // of rows and strips, in one segment
+    alignas(64) char unpacked[(BITS == 8 ? ACTIVATION_GROUP : DEPTH * PLANES) * 2 * W];
 
     LinearIntegerTiles(LinearWork& all, int64_t thread) : items(all, thread) {}
 
@@ -49,7 +52,7 @@ struct LinearIntegerTiles {
             const char* next = more ? after.weight : item.weight;  // the latter is in the cache
             const LinearParams& p = *item.call->params;
             if (item.rows <= FEW) multiply_few(item, next);
-            else if (p.whole_rows) multiply<Scales::OF_ROWS>(item, next);
+            else if (by_row(p)) multiply<Scales::OF_ROWS>(item, next);
             else if (p.scales) multiply<Scales::OF_OUTPUTS>(item, next);
             else multiply<Scales::OF_GROUPS>(item, next);
         }
@@ -60,7 +63,7 @@ struct LinearIntegerTiles {
 
     // Segments begin.. of two strips.
     struct Part {
-        Lines<BITS> lines;
+        Lines<K> lines;
         const LinearParams& params;
         const char* weight;  // of the first strip, all of it
         int64_t other;       // bytes to the second strip; 0: there is none, and the first one is multiplied twice
@@ -68,17 +71,17 @@ struct LinearIntegerTiles {
         bool passes;         // only one block of rows meets it
 
         int64_t tile() const { return (lines.segments.size < 64 ? lines.segments.size : 64) * W; }  // bytes
-        int64_t tiles(int64_t segment) const { return (lines.inputs(segment) * (8 / BITS) + 15) / 16; }
+        int64_t tiles(int64_t segment) const { return (lines.units(segment) * K::QUADS + 15) / 16; }
         // Whether the lines of a segment are no whole tiles, so that those after them may lie beyond the weight.
         bool is_ragged(int64_t segment) const {
             return segment + 1 == lines.segments.count && lines.segments.last * W % tile();
         }
-        // Where a segment's bytes stand among those of the part.
-        int64_t place(int64_t segment) const { return (segment - begin) * lines.segments.size * 2 * W; }
-        const char* at(int64_t segment) const { return weight + segment * lines.each * LINE; }
-        // A segment's scales, of the first strip, and its zeros.
-        const char* scales(int64_t segment) const { return at(segment) + lines.inputs(segment) * LINE; }
-        const char* zeros(int64_t segment) const { return scales(segment) + (params.scales ? 0 : LINE); }
+        // Bytes of a segment in one plane, and where those of its first plane stand among those of the part.
+        int64_t plane() const { return lines.segments.size * 2 * W; }
+        int64_t place(int64_t segment) const { return (segment - begin) * PLANES * plane(); }
+        const char* at(int64_t segment) const { return weight + lines.at(segment) * LINE; }
+        // A segment's lines of scales, of the first strip.
+        const char* scales(int64_t segment) const { return weight + lines.scales_at(segment) * LINE; }
     };
 
     // The tiles of a segment.
@@ -100,7 +103,7 @@ struct LinearIntegerTiles {
     template <Scales S>
     void multiply(const LinearItem& item, const char* after) {
         const LinearParams& p = *item.call->params;
-        const Lines<BITS> lines(p);
+        const Lines<K> lines(p);
         const int64_t count = lines.segments.count, stretches = (count * lines.segments.size + DEPTH - 1) / DEPTH;
         const int blocks = (item.rows + 31) / 32;
         auto* const sums = (Block*)LinearTiles::waiting();
@@ -108,14 +111,14 @@ struct LinearIntegerTiles {
         Tiles tiles({item.rows < 16 ? item.rows : 16, second, lines.segments.size < 64 ? 8 : 16});
         for (int64_t stretch = 0; stretch < stretches; stretch++) {
             const int64_t begin = count * stretch / stretches, end = count * (stretch + 1) / stretches;
-            const int64_t held = (end < count ? end * lines.each : lines.all) - begin * lines.each;  // lines of a strip
+            const int64_t held = (end < count ? lines.at(end) : lines.all) - lines.at(begin);  // lines of a strip
             for (int strip = 0; strip < item.strips; strip += 2) {
                 const char* weight = item.weight + strip * item.stride;
                 const Part part = {lines, p, weight, strip + 1 < item.strips ? item.stride : 0, begin, end, blocks == 1};
                 const char* next = strip + 2 < item.strips    ? part.at(begin) + 2 * item.stride
-                                   : stretch + 1 < stretches ? item.weight + end * lines.each * LINE
+                                   : stretch + 1 < stretches ? item.weight + lines.at(end) * LINE
                                                              : after;
-                FetchPair ahead(next, item.stride, held, (end - begin) * part.tiles(0) * blocks);
+                FetchPair ahead(next, item.stride, held, (end - begin) * part.tiles(0) * PLANES * blocks);
                 unpack(part);
                 for (int block = 0; block < blocks; block++) {
                     const int row = block * 32, rows = item.rows - row < 32 ? item.rows - row : 32;
@@ -135,7 +138,7 @@ struct LinearIntegerTiles {
 
     // What is no tile as it lies.
     void unpack(const Part& part) {
-        if constexpr (BITS == 4) {
+        if constexpr (BITS != 8) {
             for (int64_t s = part.begin; s < part.end; s++) unpack_segment(part, s, unpacked + part.place(s));
         } else if (part.is_ragged(part.end - 1)) {
             unpack_segment(part, part.end - 1, unpacked);
@@ -144,31 +147,50 @@ struct LinearIntegerTiles {
 
     // Tiles of both strips in turn. What stands after the last line does not matter: it is multiplied with zeros.
     void unpack_segment(const Part& part, int64_t segment, char* to) const {
-        const int64_t lines = part.lines.inputs(segment), tile = part.tile();
+        const LinearParams& p = part.params;
+        const int64_t units = part.lines.units(segment), tile = part.tile();
         for (int j = 0; j < 2; j++) {
-            const char* from = part.at(segment) + j * part.other;
-            const auto put = [&](int64_t line, Bytes bytes) {
-                store((float*)(to + (line / 16 * 2 + j) * tile + line % 16 * 64), (V)bytes);
+            const char* const from = part.at(segment) + j * part.other;
+            const auto put = [&](int plane, int64_t quad, Bytes bytes) {
+                store((float*)(to + plane * part.plane() + (quad / 16 * 2 + j) * tile + quad % 16 * 64), (V)bytes);
             };
-            U zero = U{} + 8u;  // of 4 bits
-            if (BITS == 4 && part.params.zeros)
-                zero = __builtin_convertvector(load((const float*)(part.zeros(segment) + j * part.other)), U);
+            U zero = U{} + (p.minimums || BITS == 8 ? 0u : 1u << (BITS - 1));
+            if (BITS != 8 && p.zeros) zero = __builtin_convertvector(offsets_of<K>(p, part.scales(segment) + j * part.other, segment), U);
             const Bytes zeros = (Bytes)(zero * 0x01010101u);
-            for (int64_t line = 0; line < lines; line++) {
-                const U all = (U)load((const float*)(from + line * LINE));
-                if constexpr (BITS == 8) {
-                    put(line, (Bytes)all);
-                } else {
-                    put(2 * line, (Bytes)(all & 0x0f0f0f0f) - zeros);
-                    put(2 * line + 1, (Bytes)(all >> 4 & 0x0f0f0f0f) - zeros);
+            for (int64_t unit = 0; unit < units; unit++) {
+                QUIRE_UNROLL for (int i = 0; i < K::QUADS; i++) {
+                    const int64_t quad = unit * K::QUADS + i;
+                    const Bytes values = (Bytes)quad_of<K>(from + (K::SUB_LINES + unit * K::LINES) * LINE, i) - zeros;
+                    if constexpr (PLANES == 1) {
+                        put(0, quad, values);
+                    } else {
+                        const int64_t sub = quad * 4 / K::SUB;
+                        const auto [upper, lower] = scaled_bytes(values, sub_scale_of(from + sub / 4 * LINE, (int)(sub % 4)));
+                        put(0, quad, upper), put(1, quad, lower);
+                    }
                 }
             }
         }
     }
 
-    Operand operand(const Part& part, int64_t segment) const {
+    typedef int16_t Halves __attribute__((vector_size(64)));
+    struct Planes {
+        Bytes upper, lower;
+    };
+
+    // Each of a lane's bytes times its scale: 128 * upper + lower, with lower in 0..127.
+    QUIRE_INLINE Planes scaled_bytes(Bytes values, I scale) {
+        const U twice = ((U)scale & 0xffffu) | (U)scale << 16;
+        const Halves even = (Halves)((Halves)values << 8) >> 8, odd = (Halves)values >> 8;
+        const U of_even = (U)(even * (Halves)twice), of_odd = (U)(odd * (Halves)twice);
+        const U lower = (of_even & 0x007f007fu) | (of_odd & 0x007f007fu) << 8;
+        const U upper = ((U)((Halves)of_even >> 7) & 0x00ff00ffu) | (U)((Halves)((Halves)of_odd >> 7) << 8);
+        return {(Bytes)upper, (Bytes)lower};
+    }
+
+    Operand operand(const Part& part, int64_t segment, int plane) const {
         const int64_t tile = part.tile();
-        if (BITS == 4) return {unpacked + part.place(segment), 2 * tile, tile};
+        if (BITS != 8) return {unpacked + part.place(segment) + plane * part.plane(), 2 * tile, tile};
         if (part.is_ragged(segment)) return {unpacked, 2 * tile, tile};
         return {part.at(segment), tile, part.other};
     }
@@ -178,20 +200,27 @@ struct LinearIntegerTiles {
     // The totals of a segment that are not yet part of the rows' sums.
     template <Scales S>
     struct Pending {
-        V scales[2], zeros[2];  // of the two strips
-        const float* of_x;      // a row's scale; the sum of its bytes stands `sums_from` lanes further
+        V scales[2], offsets[2];  // of the two strips
+        U sub_minimums[2];
+        const float* of_x;  // a row's scale; its sums stand `sums_from` lanes further
         int64_t x_stride, sums_from;
         int64_t row, rows;  // those from `row` on are left
+        bool minimums;
     };
 
     template <Scales S>
     QUIRE_INLINE_MEMBER Pending<S> pending(const Part& part, int64_t segment, const float* x, int64_t x_stride, int rows) const {
-        const Segments& segments = part.lines.segments;
-        Pending<S> found = {{}, {}, segments.scales((float*)x) + segment, x_stride, segments.count, 0, rows};
+        const Segments<K>& segments = part.lines.segments;
+        const LinearParams& p = part.params;
+        Pending<S> found = {{}, {}, {}, segments.scales((float*)x) + segment, x_stride, segments.count + segment * (K::SUMS - 1), 0, rows,
+                            (bool)p.minimums};
         QUIRE_UNROLL for (int j = 0; j < 2; j++) {
-            if (S == Scales::OF_GROUPS) found.scales[j] = load((const float*)(part.scales(segment) + j * part.other));
-            if (BITS == 4) continue;
-            found.zeros[j] = part.params.zeros ? load((const float*)(part.zeros(segment) + j * part.other)) : splat(128.0f);
+            const char* const scales = part.scales(segment) + j * part.other;
+            if (S == Scales::OF_GROUPS) found.scales[j] = scales_of<K>(p, scales, segment);
+            if (p.minimums || (BITS == 8 && p.zeros)) found.offsets[j] = offsets_of<K>(p, scales, segment);
+            else found.offsets[j] = splat(128.0f);
+            if (K::SUB == 32)
+                found.sub_minimums[j] = (U)load((const float*)(part.at(segment) + j * part.other + LINE));
         }
         return found;
     }
@@ -203,13 +232,21 @@ struct LinearIntegerTiles {
         const int64_t end = of.row + count < of.rows ? of.row + count : of.rows;
         for (; of.row < end; of.row++, of.of_x += of.x_stride) {
             const V scale = broadcast(of.of_x);
-            V bytes = {};
-            if (BITS == 8) bytes = __builtin_convertvector((I)broadcast(of.of_x + of.sums_from), V);
+            const int32_t* const row_sums = (const int32_t*)(of.of_x + of.sums_from);
+            V low = {};
+            if (K::SUB == 0 && (BITS == 8 || of.minimums)) low = splat((float)*row_sums);
             QUIRE_UNROLL for (int j = 0; j < 2; j++) {
                 float* const to = sums[of.row][j];
-                V total = __builtin_convertvector((I)load((const float*)totals[of.row][j]), V);
-                if (BITS == 8) total = fma(-of.zeros[j], bytes, total);
-                store(to, fma(total, S == Scales::OF_GROUPS ? scale * of.scales[j] : scale, load(to)));
+                I whole = (I)load((const float*)totals[0][of.row][j]);
+                if constexpr (PLANES == 2) whole = whole * 128 + (I)load((const float*)totals[1][of.row][j]);
+                V total = __builtin_convertvector(whole, V);
+                if (BITS == 8) total = fma(-of.offsets[j], low, total);
+                V result = fma(total, S == Scales::OF_GROUPS ? scale * of.scales[j] : scale, load(to));
+                if (S == Scales::OF_GROUPS && BITS != 8 && of.minimums) {
+                    if (K::SUB == 32) low = __builtin_convertvector(low_sums(row_sums, of.sub_minimums[j]), V);
+                    result = fma(low, scale * of.offsets[j], result);
+                }
+                store(to, result);
             }
         }
     }
@@ -217,7 +254,7 @@ struct LinearIntegerTiles {
     // Adds what a part gives for HALVES times 16 rows to their sums, those of rows with one scale as integers.
     template <Scales S, int HALVES>
     void add(Tiles& tiles, const LinearCall& call, const Part& part, int64_t first, int rows, Block& sums, FetchPair& ahead) {
-        constexpr bool CARRIED = S == Scales::OF_ROWS, SIGNED = BITS == 4;
+        constexpr bool CARRIED = S == Scales::OF_ROWS, SIGNED = BITS != 8;
         const float* const x = call.x + first * call.x_stride;
         const int64_t lda = call.x_stride * 4;
         Pending<S> before = {};
@@ -233,28 +270,30 @@ struct LinearIntegerTiles {
                 tiles.template load_far<2>(sums[16][0], 128), tiles.template load_far<3>(sums[16][1], 128);
         }
         for (int64_t s = part.begin; s < part.end; s++) {
-            const Operand weight = operand(part, s);
-            const char* rows_at = (const char*)x + s * part.lines.segments.size;
-            const int64_t depth = part.tiles(s);
-            const int step = depth == 1 ? 8 : 4;  // rows after each product, so that none is left after the last one
-            if constexpr (!CARRIED)
-                tiles.template zero<0>(), tiles.template zero<1>(), tiles.template zero<2>(), tiles.template zero<3>();
-            for (int64_t t = 0; t < depth; t++, rows_at += 64) {
-                load_weight.template operator()<6>(weight.at + t * weight.tile), tiles.template load_far<4>(rows_at, lda);
-                tiles.template multiply_bytes<0, 4, 6, SIGNED>(), add_totals(before, step, sums);
-                load_weight.template operator()<7>(weight.at + t * weight.tile + weight.strip);
-                tiles.template multiply_bytes<1, 4, 7, SIGNED>(), add_totals(before, step, sums);
-                if constexpr (HALVES == 2) {
-                    tiles.template load_far<5>(rows_at + 16 * lda, lda);
-                    tiles.template multiply_bytes<2, 5, 6, SIGNED>(), add_totals(before, step, sums);
-                    tiles.template multiply_bytes<3, 5, 7, SIGNED>(), add_totals(before, step, sums);
+            for (int plane = 0; plane < PLANES; plane++) {
+                const Operand weight = operand(part, s, plane);
+                const char* rows_at = (const char*)x + s * part.lines.segments.size;
+                const int64_t depth = part.tiles(s);
+                const int step = depth == 1 ? 8 : 4;  // rows after each product, so that none is left after the last one
+                if constexpr (!CARRIED)
+                    tiles.template zero<0>(), tiles.template zero<1>(), tiles.template zero<2>(), tiles.template zero<3>();
+                for (int64_t t = 0; t < depth; t++, rows_at += 64) {
+                    load_weight.template operator()<6>(weight.at + t * weight.tile), tiles.template load_far<4>(rows_at, lda);
+                    tiles.template multiply_bytes<0, 4, 6, SIGNED>(), add_totals(before, step, sums);
+                    load_weight.template operator()<7>(weight.at + t * weight.tile + weight.strip);
+                    tiles.template multiply_bytes<1, 4, 7, SIGNED>(), add_totals(before, step, sums);
+                    if constexpr (HALVES == 2) {
+                        tiles.template load_far<5>(rows_at + 16 * lda, lda);
+                        tiles.template multiply_bytes<2, 5, 6, SIGNED>(), add_totals(before, step, sums);
+                        tiles.template multiply_bytes<3, 5, 7, SIGNED>(), add_totals(before, step, sums);
+                    }
+                    ahead();
                 }
-                ahead();
+                if constexpr (CARRIED) continue;
+                add_totals(before, rows, sums);  // the last segment may have had fewer products
+                save<HALVES>(tiles, totals[plane]);
             }
-            if constexpr (CARRIED) continue;
-            add_totals(before, rows, sums);  // the last segment may have had fewer products
-            save<HALVES>(tiles, totals);
-            before = pending<S>(part, s, x, call.x_stride, rows);
+            if constexpr (!CARRIED) before = pending<S>(part, s, x, call.x_stride, rows);
         }
         if constexpr (CARRIED) save<HALVES>(tiles, sums);
         else add_totals(before, rows, sums);
@@ -272,7 +311,7 @@ struct LinearIntegerTiles {
     void put(const LinearItem& item, int first, int rows, int strip, const Block& sums) const {
         const LinearCall& call = *item.call;
         const LinearParams& p = *call.params;
-        const Segments segments(p);
+        const Segments<K> segments(p);
         const int strips = item.strips - strip < 2 ? item.strips - strip : 2;
         with_element(p.out_dtype, [&](auto element) {
             using Out = decltype(element);

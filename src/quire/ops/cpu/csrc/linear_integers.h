@@ -1,11 +1,20 @@
-// Products of integers: weights of 4 or 8 bits with scales, and rows of x as bytes with scales. What is computed, and in which
+// Products of integers: weights of 4, 5, 6 or 8 bits with scales, and rows of x as bytes with scales. What is computed, and in which
 // order it is rounded, stands in quire/ops/quantised.py; it is the same on every instruction set.
 //
-// A strip has for each segment of inputs its lines, then where each group has a scale a line of these, and where it has a zero a
-// line of those. A line holds 4 inputs of W columns as bytes, or 8 as nibbles: the first four in the lower ones. 16 lines of
+// A strip has for each segment of inputs the lines of its sub-scales if there are any, then those of its values, then those of
+// scales. Where two segments share these, they follow the first one's, so that all lines are met in the order of memory.
+//
+// A line of values holds 4 inputs of W columns as bytes, or 8 as nibbles: the first four in the lower ones. Of 5 and 6 bits, a line
+// with the upper bits of all its inputs comes first: a byte of it has those of every fourth one, from the lowest bits up. 16 lines of
 // bytes are what a tile of integers takes: linear_integer_tiles.h multiplies by these.
 //
-// A row of x is its bytes, zero after its end, then a scale for each segment, then for each the sum of its bytes.
+// Scales in fp32 have a line for each segment; then one of zeros, if there are any. Of scales in fp16, a line has those of two segments.
+// Then comes such a line of minimums, if there are any. Where there are sub-scales, a line has the scale and the minimum, or nothing.
+// A lane of a line of sub-scales has four of a column: 128 inputs have two such lines, the second one that of sub-minimums, if those
+// are of 32 inputs.
+//
+// A row of x is its bytes, zero after its end, then a scale for each segment, then for each the sums of its bytes: of all, of each 16,
+// or of each 32 as 16 bits, in the order 0, 2, 1, 3.
 #pragma once
 
 #include "linear.h"
@@ -14,24 +23,47 @@
 
 namespace {
 
-constexpr int64_t ACTIVATION_GROUP = 128;  // inputs of x that share a scale
+constexpr int64_t ACTIVATION_GROUP = 128;  // inputs of x that share a scale at most, unless a whole row does
 
-template <int N>
+// N bits; inputs that share a sub-scale: 16 or 32, 0: there are none. A unit is inputs whose values are whole lines.
+template <int N, int INPUTS_OF_SUB = 0>
 struct Integers {
-    static constexpr int BITS = N;
+    static constexpr int BITS = N, SUB = INPUTS_OF_SUB;
     static constexpr bool TILED = false;
+    static constexpr int UPPER = N == 8 ? 0 : N - 4;  // bits that have a line of their own
+    static constexpr int QUADS = N == 8 ? 1 : UPPER ? 8 / UPPER : 2;  // of a unit: four inputs each
+    static constexpr int LINES = N == 8 ? 1 : QUADS / 2 + (UPPER ? 1 : 0), INPUTS = 4 * QUADS;  // of a unit
+    static constexpr int SUMS = SUB == 0 ? 1 : SUB == 16 ? 8 : 2;  // lanes that a row of x has of each segment
+    static constexpr int SUB_LINES = SUB ? 2 : 0;  // of a segment
 };
-template <int N>
-constexpr bool INTEGERS<Integers<N>> = true;
+template <int N, int SUB>
+constexpr bool INTEGERS<Integers<N, SUB>> = true;
+
+// Whether a row of x and an output have one scale each, and there is nothing else to be rounded until the end.
+inline bool by_row(const LinearParams& p) { return p.scales && !p.zeros && p.activation_group >= p.in_size; }
+
+// The kind of a quantised weight.
+template <class F>
+static void with_integers(const LinearParams& p, const F& f) {
+    if (p.bits == 4) p.sub ? f.template operator()<Integers<4, 32>>() : f.template operator()<Integers<4>>();
+    else if (p.bits == 5) p.sub ? f.template operator()<Integers<5, 32>>() : f.template operator()<Integers<5>>();
+    else if (p.bits == 6) f.template operator()<Integers<6, 16>>();
+    else f.template operator()<Integers<8>>();
+}
 
 // How the inputs of a weight are divided: into those whose products make one sum. The last segment may have fewer.
+template <class K>
 struct Segments {
+    int64_t group;  // inputs of x that are rounded at a time
     int64_t size, count, last;
     explicit Segments(const LinearParams& p)
-        : size(p.scales ? ACTIVATION_GROUP : p.group), count((p.in_size + size - 1) / size), last(p.in_size - (count - 1) * size) {}
+        : group(p.activation_group < ACTIVATION_GROUP && p.activation_group < p.in_size ? p.activation_group : ACTIVATION_GROUP),
+          size(!p.scales && p.group < group ? p.group : group), count((p.in_size + size - 1) / size),
+          last(p.in_size - (count - 1) * size) {}
 
+    int64_t inputs(int64_t segment) const { return segment + 1 < count ? size : last; }
     int64_t row_lanes() const {
-        const int64_t lanes = size * count / 4 + 2 * count;
+        const int64_t lanes = size * count / 4 + (1 + K::SUMS) * count;
 #ifdef QUIRE_TILES
         return odd_lines(lanes);
 #else
@@ -43,26 +75,55 @@ struct Segments {
 };
 
 // The lines of a strip.
-template <int BITS>
+template <class K>
 struct Lines {
-    static constexpr int BYTES = 4 * W, INPUTS = 32 / BITS;  // of each column
-    Segments segments;
-    int64_t scales, each, all;  // of a segment: lines of scales and zeros, and all of them; of the strip
+    static constexpr int BYTES = 4 * W;
+    Segments<K> segments;
+    int shift;       // 2 ** shift segments share lines of scales, which follow the first one's
+    int64_t scales;  // lines of scales, zeros and minimums
+    int64_t each;    // lines of a segment without these
+    int64_t all;     // of the strip
     explicit Lines(const LinearParams& p)
-        : segments(p), scales((p.scales ? 0 : 1) + (p.zeros ? 1 : 0)), each(segments.size / INPUTS + scales),
-          all((segments.count - 1) * each + inputs(segments.count - 1) + scales) {}
+        : segments(p), shift(p.halves ? 1 : 0),
+          scales(p.halves ? (!K::SUB && p.minimums ? 2 : 1) : (p.scales ? 0 : 1) + (p.zeros ? 1 : 0)),
+          each(segments.size / K::INPUTS * K::LINES + K::SUB_LINES),
+          all(at(segments.count) - each + values(segments.count - 1) + K::SUB_LINES) {}
 
-    int64_t inputs(int64_t segment) const {
-        return segment + 1 < segments.count ? segments.size / INPUTS : (segments.last + INPUTS - 1) / INPUTS;
+    int64_t units(int64_t segment) const { return (segments.inputs(segment) + K::INPUTS - 1) / K::INPUTS; }
+    int64_t values(int64_t segment) const { return units(segment) * K::LINES; }
+    // Where the lines of a segment begin, and those of its scales.
+    int64_t at(int64_t segment) const { return segment * each + ((segment + shift) >> shift) * scales; }
+    int64_t scales_at(int64_t segment) const {
+        const int64_t first = segment >> shift << shift;
+        return first + 1 < segments.count ? at(first) + each : all - scales;
     }
 };
 
+// Of a segment, with its lines of scales: W scales, and W zeros or minimums.
+template <class K>
+QUIRE_INLINE V scales_of(const LinearParams& p, const char* lines, int64_t segment) {
+    if (!p.halves) return load((const float*)lines);
+    return widen_fp16((const uint16_t*)lines + (K::SUB ? 0 : (segment & 1) * W));
+}
+template <class K>
+QUIRE_INLINE V offsets_of(const LinearParams& p, const char* lines, int64_t segment) {
+    if (!p.halves) return load((const float*)lines + (p.scales ? 0 : W));
+    return widen_fp16((const uint16_t*)lines + (K::SUB ? W : 2 * W + (segment & 1) * W));
+}
+
+// What the minimums of a segment with sub-minimums are multiplied with: of a row's sums, and the line of these.
+QUIRE_INLINE I low_sums(const int32_t* sums, U line) {
+    const U mask = U{} + 0x00ff00ffu;
+    const I first = dot_halves(I{}, (I)(line & mask), (I)broadcast((const float*)sums));
+    return dot_halves(first, (I)(line >> 8 & mask), (I)broadcast((const float*)sums + 1));
+}
+
 // ------------------------------------------------------------------------------------------------- rows of x
 
-// Numbers of an activation group as fp32, zero after the row's end.
+// `count` numbers as fp32, zero after the row's end.
 template <class E, class T = typename E::T>
-static void get_group(const LinearParams& p, const T* row, int64_t first, float* to) {
-    for (int64_t c = 0; c < ACTIVATION_GROUP; c += W) {
+static void get_group(const LinearParams& p, const T* row, int64_t first, int64_t count, float* to) {
+    for (int64_t c = 0; c < count; c += W) {
         const int64_t left = p.in_size - first - c;
         const int n = left < 0 ? 0 : left < W ? (int)left : W;
         if (p.order) {
@@ -75,64 +136,101 @@ static void get_group(const LinearParams& p, const T* row, int64_t first, float*
     }
 }
 
-template <class E>
+// The sum of whole numbers, which is exact.
+static int32_t sum_bytes(const int8_t* bytes, int64_t count) {
+    V sum = {};
+    for (int64_t k = 0; k < count; k += W) sum = sum + S8::get(bytes + k);
+    return (int32_t)reduce_add(sum);
+}
+
+// The sums of a segment's bytes.
+template <class K>
+static void put_row_sums(const int8_t* bytes, int64_t size, int32_t* to) {
+    if constexpr (K::SUB == 0) {
+        *to = sum_bytes(bytes, size);
+    } else if constexpr (K::SUB == 16) {
+        for (int i = 0; i < 8; i++) to[i] = sum_bytes(bytes + i * 16, 16);
+    } else {
+        for (int i = 0; i < 4; i++) ((int16_t*)to)[i % 2 * 2 + i / 2] = (int16_t)sum_bytes(bytes + i * 32, 32);
+    }
+}
+
+template <class K, class E>
 static void round_groups(const LinearParams& p, const typename E::T* row, float* to) {
-    const Segments segments(p);
+    const Segments<K> segments(p);
     int8_t* bytes = (int8_t*)to;
     float* scales = segments.scales(to);
     int32_t* sums = segments.sums(to);
     const int64_t end = segments.size * segments.count;
     alignas(64) float group[ACTIVATION_GROUP];
-    Rounding of_row;
-    if (p.whole_rows) {
+    const bool whole = p.activation_group > segments.group;
+    Rounding rounding;
+    if (whole) {
         float largest = 0.0f;
         bool finite = true;
-        for (int64_t first = 0; first < end; first += ACTIVATION_GROUP) {
-            get_group<E>(p, row, first, group);
-            const float found = largest_number<F32>(group, ACTIVATION_GROUP, finite);
+        for (int64_t first = 0; first < end; first += segments.group) {
+            get_group<E>(p, row, first, segments.group, group);
+            const float found = largest_number<F32>(group, segments.group, finite);
             largest = found > largest ? found : largest;
         }
-        of_row = rounding_of(largest, finite);
+        rounding = rounding_of(largest, finite);
     }
-    for (int64_t first = 0; first < end; first += ACTIVATION_GROUP) {
-        const int64_t count = end - first < ACTIVATION_GROUP ? end - first : ACTIVATION_GROUP;
-        get_group<E>(p, row, first, group);
-        bool finite = true;
-        const float largest = largest_number<F32>(group, ACTIVATION_GROUP, finite);
-        const Rounding rounding = p.whole_rows ? of_row : rounding_of(largest, finite);
+    for (int64_t first = 0; first < end; first += segments.group) {
+        const int64_t count = end - first < segments.group ? end - first : segments.group;
+        get_group<E>(p, row, first, segments.group, group);
+        if (!whole) {
+            bool finite = true;
+            const float largest = largest_number<F32>(group, segments.group, finite);
+            rounding = rounding_of(largest, finite);
+        }
         round_numbers<F32>(group, count, rounding, bytes + first);
         for (int64_t c = first; c < first + count; c += segments.size) {
-            V sum = {};  // of whole numbers, exact
-            for (int64_t k = c; k < c + segments.size; k += W) sum = sum + S8::get(bytes + k);
-            *scales++ = rounding.scale, *sums++ = (int32_t)reduce_add(sum);
+            *scales++ = rounding.scale;
+            put_row_sums<K>(bytes + c, segments.size, sums), sums += K::SUMS;
         }
     }
 }
 
 // -------------------------------------------------------------------------------------------------- products
 
-// W numbers of a row of the output from `column` on. sums: of all segments; int32 where a row of x has one scale, x_scale.
+// W numbers of a row of the output from `column` on. sums: of all segments; int32 where they are by row, x_scale its scale.
 template <class Out>
 static void put_sums(const LinearParams& p, V sums, float x_scale, int64_t column, typename Out::T* row) {
     const int n = p.out_size - column < W ? (int)(p.out_size - column) : W;
-    if (p.whole_rows) sums = __builtin_convertvector((I)sums, V) * x_scale;
+    if (by_row(p)) sums = __builtin_convertvector((I)sums, V) * x_scale;
     if (p.scales) sums = sums * get_part<F32>(p.scales + column, n);
     if (p.bias) sums = sums + get_part<F32>(p.bias + column, n);
     put_part<Out>(row + column, sums, n);
 }
 
+// Four inputs of W columns as bytes: the i-th of a unit, whose lines begin there.
+template <class K>
+QUIRE_INLINE I quad_of(const char* unit, int i) {
+    constexpr int LINE = Lines<K>::BYTES;
+    if constexpr (K::BITS == 8) return (I)load((const float*)unit);
+    const U low = (U)load((const float*)(unit + (K::UPPER ? 1 + i / 2 : 0) * LINE));
+    const U nibbles = (i % 2 ? low >> 4 : low) & 0x0f0f0f0fu;
+    if constexpr (K::UPPER == 0) return (I)nibbles;
+    const U upper = (U)load((const float*)unit);
+    const int up = 4 - K::UPPER * i;
+    return (I)(nibbles | ((up > 0 ? upper << up : upper >> -up) & (K::UPPER == 1 ? 0x10101010u : 0x30303030u)));
+}
+
+// The four sub-scales that a line has of each column.
+QUIRE_INLINE I sub_scale_of(const char* line, int i) { return (I)((U)load((const float*)line) << (24 - 8 * i)) >> 24; }
+
 // Multiplies items of up to MOST_ROWS rows and COLUMNS strips by vectors.
-template <int BITS, int MOST_ROWS>
+template <class K, int MOST_ROWS>
 class IntegerVectors {
   public:
-    static constexpr int LINE = Lines<BITS>::BYTES;
+    static constexpr int LINE = Lines<K>::BYTES;
 
     // after: the weight of the next item, which is fetched once nothing is left of this one.
     void multiply(const LinearItem& item, const char* after) {
         memset(sums, 0, (size_t)item.rows * PANEL * sizeof *sums);
         const LinearParams& p = *item.call->params;
-        const Lines<BITS> lines(p);
-        const int64_t near = NEAR / (COLUMNS * LINE * lines.each), stretch = near ? near : 1, count = lines.segments.count;
+        const Lines<K> lines(p);
+        const int64_t near = NEAR / (COLUMNS * LINE * lines.each) & ~1, stretch = near ? near : 2, count = lines.segments.count;
         for (int64_t begin = 0; begin < count; begin += stretch)
             add_segments(item, begin, begin + stretch < count ? begin + stretch : count, lines, after);
         with_element(p.out_dtype, [&](auto element) { finish<decltype(element)>(item); });
@@ -140,13 +238,13 @@ class IntegerVectors {
 
   private:
     const Fetching fetching = quire_fetching;
-    alignas(64) float sums[MOST_ROWS * PANEL];  // where rows have one scale, int32 until they are complete
+    alignas(64) float sums[MOST_ROWS * PANEL];  // int32 until they are complete, where they are by row
 
-    void add_segments(const LinearItem& item, int64_t begin, int64_t end, const Lines<BITS>& lines, const char* after) {
+    void add_segments(const LinearItem& item, int64_t begin, int64_t end, const Lines<K>& lines, const char* after) {
         const RowBlocks blocks(item.rows);
         const LinearCall& call = *item.call;
-        const int64_t stride = item.stride, stop = end < lines.segments.count ? end * lines.each : lines.all;
-        const int64_t ahead = blocks.blocks == 1 ? fetching.weights_ahead / LINE : stop - begin * lines.each;
+        const int64_t stride = item.stride, first = lines.at(begin), stop = end < lines.segments.count ? lines.at(end) : lines.all;
+        const int64_t ahead = blocks.blocks == 1 ? fetching.weights_ahead / LINE : stop - first;
         const int64_t turn = call.lanes - ahead;
         const char *here = item.weight + ahead * LINE, *next = after - turn * LINE;
         for (int b = 0; b < blocks.blocks; b++) {
@@ -155,7 +253,7 @@ class IntegerVectors {
                     const int row = blocks.first(b);
                     if (MOST_ROWS <= ROWS || blocks.blocks == 1)
                         return add_rows<R, N>(item, row, begin, end, lines, FetchAhead<LINE>{here, next, turn, stride, fetching.weights});
-                    const char* from = begin * lines.each < turn ? here : next;
+                    const char* from = first < turn ? here : next;
                     const char* share = b < COLUMNS ? from + b * stride : from;
                     const bool past = fetching.weights == FETCH_PAST && call.chunks == 1;
                     if (past) add_rows<R, N>(item, row, begin, end, lines, Fetch<LINE, 1, FETCH_PAST>{share, stride});
@@ -167,61 +265,99 @@ class IntegerVectors {
 
     // Adds what segments begin.. give for R rows and N strips to their sums.
     template <int R, int N, class F>
-    void add_rows(const LinearItem& item, int row, int64_t begin, int64_t end, const Lines<BITS>& lines, const F& fetch) {
+    void add_rows(const LinearItem& item, int row, int64_t begin, int64_t end, const Lines<K>& lines, const F& fetch) {
+        // Sums of a sub-scale and sums of all of them are more than there are registers.
+        constexpr int AT_ONCE = K::SUB && R * COLUMNS > 8 ? COLUMNS / 2 : COLUMNS;
+        for (int64_t s = begin; s < end; s++) {
+            add_segment<R, N < AT_ONCE ? N : AT_ONCE>(item, row, 0, s, lines, fetch);
+            if constexpr (N > AT_ONCE) add_segment<R, N - AT_ONCE>(item, row, AT_ONCE, s, lines, idle);
+            // In the order of memory: the hardware's own fetching is lost where it is left.
+            for (int64_t line = lines.at(s) + lines.each; line < lines.at(s + 1); line++) fetch(line);
+        }
+    }
+
+    // The same of one segment and N strips from `first` on.
+    template <int R, int N, class F>
+    QUIRE_INLINE_MEMBER void add_segment(const LinearItem& item, int row, int first, int64_t s, const Lines<K>& lines, const F& fetch) {
         const LinearCall& call = *item.call;
         const LinearParams& p = *call.params;
-        const Segments segments = lines.segments;
-        const int64_t each = lines.each, quads = segments.size / 4;
-        const bool zeros = p.zeros, by_output = p.scales, whole_rows = p.whole_rows;
+        const Segments<K>& segments = lines.segments;
+        const bool zeros = p.zeros, minimums = p.minimums, by_output = p.scales, as_integers = by_row(p);
         float* const x = (float*)call.x + (item.first_row + row) * call.x_stride;
-        float* const to = sums + row * PANEL;
-        for (int64_t s = begin; s < end; s++) {
-            const char* weight = item.weight + s * each * LINE;
-            const int64_t inputs = lines.inputs(s);
-            I sum[R][N];
-            QUIRE_UNROLL for (int i = 0; i < R; i++) {
-                const int32_t bytes = segments.sums(x + i * call.x_stride)[s];
-                QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = I{} - (zeros ? 0 : bytes << (BITS - 1));
-            }
-            const float* row_bytes = x + s * quads;
-            for (int64_t line = 0; line < inputs; line++) {
-                add_line<R, N>(sum, row_bytes, call.x_stride, weight + line * LINE, item.stride, line);
-                fetch(s * each + line);
-            }
-            for (int64_t line = inputs; line < inputs + lines.scales; line++) fetch(s * each + line);
-            QUIRE_UNROLL for (int i = 0; i < R; i++) {
-                const V scale = splat(segments.scales(x + i * call.x_stride)[s]);
-                const V bytes = splat((float)segments.sums(x + i * call.x_stride)[s]);
-                QUIRE_UNROLL for (int j = 0; j < N; j++) {
-                    float* const at = to + i * PANEL + j * W;
-                    if (whole_rows) {
-                        store(at, (V)((I)load(at) + sum[i][j]));
-                        continue;
-                    }
-                    const float* of_group = (const float*)(weight + j * item.stride + inputs * LINE);
-                    V total = __builtin_convertvector(sum[i][j], V);
-                    if (zeros) total = total - load(of_group + (by_output ? 0 : W)) * bytes;  // exact: whole numbers
-                    store(at, fma(total, by_output ? scale : scale * load(of_group), load(at)));
+        float* const to = sums + row * PANEL + first * W;
+        const int64_t line = lines.at(s);
+        const char* const strip = item.weight + first * item.stride;
+        const char *const sub_lines = strip + line * LINE, *const weight = sub_lines + K::SUB_LINES * LINE;
+        const float* const row_bytes = x + s * (segments.size / 4);
+        const auto sums_of = [&](int i) { return segments.sums(x + i * call.x_stride) + s * K::SUMS; };
+        I sum[R][N];
+        int64_t fetched = line;
+        QUIRE_UNROLL for (int l = 0; l < K::SUB_LINES; l++) fetch(fetched++);
+        if constexpr (K::SUB) {
+            QUIRE_UNROLL for (int i = 0; i < R; i++) QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = I{};
+            constexpr int UNITS = K::SUB / K::INPUTS, SUBS = ACTIVATION_GROUP / K::SUB;
+            for (int sub = 0; sub < SUBS; sub++) {
+                I part[R][N];
+                QUIRE_UNROLL for (int i = 0; i < R; i++) {
+                    const int32_t taken = K::BITS == 6 ? sums_of(i)[sub] << 5 : 0;
+                    QUIRE_UNROLL for (int j = 0; j < N; j++) part[i][j] = I{} - taken;
                 }
+                for (int unit = sub * UNITS; unit < (sub + 1) * UNITS; unit++) {
+                    add_unit<R, N>(part, row_bytes + unit * K::QUADS, call.x_stride, weight + unit * K::LINES * LINE, item.stride);
+                    QUIRE_UNROLL for (int l = 0; l < K::LINES; l++) fetch(fetched++);
+                }
+                QUIRE_UNROLL for (int j = 0; j < N; j++) {
+                    const I scale = sub_scale_of(sub_lines + sub / 4 * LINE + j * item.stride, sub % 4);
+                    QUIRE_UNROLL for (int i = 0; i < R; i++) sum[i][j] = sum[i][j] + part[i][j] * scale;
+                }
+            }
+        } else {
+            QUIRE_UNROLL for (int i = 0; i < R; i++) {
+                const int32_t taken = zeros || minimums ? 0 : *sums_of(i) << (K::BITS - 1);
+                QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = I{} - taken;
+            }
+            const int64_t units = lines.units(s);
+            for (int64_t unit = 0; unit < units; unit++) {
+                add_unit<R, N>(sum, row_bytes + unit * K::QUADS, call.x_stride, weight + unit * K::LINES * LINE, item.stride);
+                QUIRE_UNROLL for (int l = 0; l < K::LINES; l++) fetch(fetched++);
+            }
+        }
+        const char* const scales = strip + lines.scales_at(s) * LINE;
+        QUIRE_UNROLL for (int j = 0; j < N; j++) {
+            V of_group = {}, offset = {};
+            if (!by_output) of_group = scales_of<K>(p, scales + j * item.stride, s);
+            if (zeros || minimums) offset = offsets_of<K>(p, scales + j * item.stride, s);
+            U sub_minimums = {};
+            if constexpr (K::SUB == 32) sub_minimums = (U)load((const float*)(sub_lines + LINE + j * item.stride));
+            QUIRE_UNROLL for (int i = 0; i < R; i++) {
+                float* const at = to + i * PANEL + j * W;
+                if (as_integers) {
+                    store(at, (V)((I)load(at) + sum[i][j]));
+                    continue;
+                }
+                const V scale = splat(segments.scales(x + i * call.x_stride)[s]);
+                V total = __builtin_convertvector(sum[i][j], V), low = {};
+                if constexpr (K::SUB == 32) low = __builtin_convertvector(low_sums(sums_of(i), sub_minimums), V);
+                else if (zeros || minimums) low = splat((float)*sums_of(i));
+                if (zeros) total = total - offset * low;  // exact: whole numbers
+                V result = fma(total, by_output ? scale : scale * of_group, load(at));
+                if (minimums) result = fma(low, scale * offset, result);
+                store(at, result);
             }
         }
     }
 
-    // Adds the products of one line.
+    // Adds the products of one unit.
     template <int R, int N>
-    QUIRE_INLINE void add_line(I (&sum)[R][N], const float* x, int64_t x_stride, const char* line, int64_t stride, int64_t index) {
-        QUIRE_UNROLL for (int half = 0; half < 8 / BITS; half++) {
+    QUIRE_INLINE void add_unit(I (&sum)[R][N], const float* x, int64_t x_stride, const char* unit, int64_t stride) {
+        QUIRE_UNROLL for (int quad = 0; quad < K::QUADS; quad++) {
             I column[N];
-            QUIRE_UNROLL for (int j = 0; j < N; j++) {
-                const I all = (I)load((const float*)(line + j * stride));
-                if constexpr (BITS == 8) column[j] = all;
-                else column[j] = (half ? (I)((U)all >> 4) : all) & 0x0f0f0f0f;
-            }
+            QUIRE_UNROLL for (int j = 0; j < N; j++) column[j] = quad_of<K>(unit + j * stride, quad);
             QUIRE_UNROLL for (int i = 0; i < R; i++) {
-                const I bytes = (I)broadcast(x + i * x_stride + index * (8 / BITS) + half);
+                const I bytes = (I)broadcast(x + i * x_stride + quad);
                 QUIRE_UNROLL for (int j = 0; j < N; j++) {
-                    if constexpr (BITS == 8) sum[i][j] = dot_bytes(sum[i][j], column[j], bytes);
-                    else sum[i][j] = dot_nibbles(sum[i][j], column[j], bytes);
+                    if constexpr (K::BITS == 8) sum[i][j] = dot_bytes(sum[i][j], column[j], bytes);
+                    else sum[i][j] = dot_small(sum[i][j], column[j], bytes);
                 }
             }
         }
@@ -231,7 +367,7 @@ class IntegerVectors {
     void finish(const LinearItem& item) {
         const LinearCall& call = *item.call;
         const LinearParams& p = *call.params;
-        const Segments segments(p);
+        const Segments<K> segments(p);
         for (int i = 0; i < item.rows; i++) {
             const float scale = *segments.scales((float*)call.x + (item.first_row + i) * call.x_stride);
             typename Out::T* out = (typename Out::T*)p.out + (item.first_row + i) * p.out_stride;
@@ -241,9 +377,9 @@ class IntegerVectors {
     }
 };
 
-template <int BITS>
+template <class K>
 struct LinearIntegers {
-    static constexpr int LINE = Lines<BITS>::BYTES;
+    static constexpr int LINE = Lines<K>::BYTES;
     static constexpr int CHUNK = 96;  // rows of x that an item has at most
     static constexpr int PANEL_STRIPS = COLUMNS;
     static constexpr int64_t PANEL_BYTES = 512 << 10;
@@ -251,7 +387,7 @@ struct LinearIntegers {
     static int64_t panel_strips(int64_t) { return PANEL_STRIPS; }
 
     LinearItems<LinearIntegers> items;
-    IntegerVectors<BITS, CHUNK> vectors;
+    IntegerVectors<K, CHUNK> vectors;
 
     LinearIntegers(LinearWork& all, int64_t thread) : items(all, thread) {}
 
@@ -266,50 +402,120 @@ struct LinearIntegers {
 
 // --------------------------------------------------------------------------------------------------- weights
 
-// values: [out, in], contiguous. scales and zeros: [out, groups], for p.group inputs each; null where there are none.
-template <int BITS>
-static void pack_values(
-    ParallelFor parallel_for, const LinearParams& p, const uint8_t* values, const float* scales, const float* zeros, char* packed) {
-    const Lines<BITS> lines(p);
-    const Segments& segments = lines.segments;
+// What there is of each row of a weight, contiguous; null where it is not.
+struct IntegerParts {
+    const uint8_t* values;  // [out, in]
+    const void* scales;     // fp32 [out, groups], of p.group inputs each; fp16 with p.halves
+    const float* zeros;     // [out, groups]
+    const uint16_t* minimums;  // fp16 [out, groups]
+    const int8_t *sub_scales, *sub_minimums;  // [out, in / K::SUB]
+};
+
+// Column i of a segment's lines, which are zero.
+template <class K>
+static void put_values(const uint8_t* values, int64_t count, int64_t i, char* lines) {
+    constexpr int LINE = Lines<K>::BYTES;
+    int64_t k = 0;
+    for (; k + K::INPUTS <= count; k += K::INPUTS) {  // whole units, a word of four inputs at a time
+        char* const unit = lines + k / K::INPUTS * K::LINES * LINE + i * 4;
+        uint32_t quads[K::QUADS], upper = 0;
+        memcpy(quads, values + k, sizeof quads);
+        if constexpr (K::BITS == 8) {
+            memcpy(unit, quads, 4);
+        } else {
+            QUIRE_UNROLL for (int q = 0; q < K::QUADS; q += 2) {
+                const uint32_t both = (quads[q] & 0x0f0f0f0fu) | (quads[q + 1] & 0x0f0f0f0fu) << 4;
+                memcpy(unit + (K::UPPER ? 1 + q / 2 : 0) * LINE, &both, 4);
+            }
+            QUIRE_UNROLL for (int q = 0; q < K::QUADS; q++) upper |= (quads[q] >> 4 & 0x0f0f0f0fu) << (K::UPPER * q);
+            if constexpr (K::UPPER) memcpy(unit, &upper, 4);
+        }
+    }
+    for (; k < count; k++) {
+        char* const unit = lines + k / K::INPUTS * K::LINES * LINE + i * 4 + k % 4;
+        const int quad = (int)(k % K::INPUTS / 4);
+        if constexpr (K::BITS == 8) {
+            *unit = (char)values[k];
+        } else {
+            char& low = unit[(K::UPPER ? 1 + quad / 2 : 0) * LINE];
+            low = (char)(low | (values[k] & 15) << (quad % 2 * 4));
+            if constexpr (K::UPPER) *unit = (char)(*unit | values[k] >> 4 << (K::UPPER * quad));
+        }
+    }
+}
+
+template <class K>
+static void pack_values(ParallelFor parallel_for, const LinearParams& p, const IntegerParts& parts, char* packed) {
+    const Lines<K> lines(p);
+    const Segments<K>& segments = lines.segments;
     const int64_t groups = (p.in_size + p.group - 1) / p.group;
-    constexpr int INPUTS = Lines<BITS>::INPUTS, LINE = Lines<BITS>::BYTES;
+    constexpr int LINE = Lines<K>::BYTES;
     parallel(parallel_for, (p.out_size + W - 1) / W, 1, [&](int64_t strip) {
         char* to = packed + strip * lines.all * LINE;
         memset(to, 0, (size_t)(lines.all * LINE));
         for (int64_t i = 0; i < W && strip * W + i < p.out_size; i++) {
             const int64_t row = strip * W + i;
             for (int64_t s = 0; s < segments.count; s++) {
-                char* at = to + s * lines.each * LINE;
-                const int64_t first = s * segments.size, count = s + 1 < segments.count ? segments.size : segments.last;
-                for (int64_t k = 0; k < count; k++) {
-                    char& byte = at[k / INPUTS * LINE + i * 4 + k % 4];
-                    byte = (char)(byte | values[row * p.in_size + first + k] << (k % INPUTS / 4 * 4));
-                }
-                float* of_group = (float*)(at + lines.inputs(s) * LINE);
+                char* const at = to + lines.at(s) * LINE;
+                const int64_t first = s * segments.size;
+                put_values<K>(parts.values + row * p.in_size + first, segments.inputs(s), i, at + K::SUB_LINES * LINE);
                 const int64_t group = row * groups + first / p.group;
-                if (!p.scales) of_group[i] = scales[group];
-                if (p.zeros) of_group[(p.scales ? 0 : W) + i] = zeros[group];
+                char* const scales = to + lines.scales_at(s) * LINE;
+                if (p.halves) {
+                    uint16_t* const halves = (uint16_t*)scales + (K::SUB ? 0 : (s & 1) * W) + i;
+                    halves[0] = ((const uint16_t*)parts.scales)[group];
+                    if (p.minimums) halves[K::SUB ? W : 2 * W] = parts.minimums[group];
+                } else {
+                    if (!p.scales) ((float*)scales)[i] = ((const float*)parts.scales)[group];
+                    if (p.zeros) ((float*)scales)[(p.scales ? 0 : W) + i] = parts.zeros[group];
+                }
+                if constexpr (K::SUB) {
+                    char* const subs = at + i * 4;
+                    const int64_t from = (row * p.in_size + first) / K::SUB;
+                    memcpy(subs, parts.sub_scales + from, 4);
+                    memcpy(subs + LINE, K::SUB == 16 ? parts.sub_scales + from + 4 : parts.sub_minimums + from, 4);
+                }
             }
         }
     });
 }
 
+// The value of an input, of a segment's lines.
+template <class K>
+static int value_of(const char* lines, int64_t k, int64_t i) {
+    constexpr int LINE = Lines<K>::BYTES;
+    const char* const unit = lines + k / K::INPUTS * K::LINES * LINE + i * 4 + k % 4;
+    const int quad = (int)(k % K::INPUTS / 4);
+    if constexpr (K::BITS == 8) return (uint8_t)*unit;
+    const int low = (uint8_t)unit[(K::UPPER ? 1 + quad / 2 : 0) * LINE] >> (quad % 2 * 4) & 15;
+    if constexpr (K::UPPER == 0) return low;
+    return low | ((uint8_t)*unit >> (K::UPPER * quad) & ((1 << K::UPPER) - 1)) << 4;
+}
+
 // One row of the weight: numbers, in the order of the inputs.
-template <int BITS, class E>
+template <class K, class E>
 static void unpack_row(const LinearParams& p, int64_t row, typename E::T* to) {
-    const Lines<BITS> lines(p);
-    constexpr int INPUTS = Lines<BITS>::INPUTS, LINE = Lines<BITS>::BYTES;
+    const Lines<K> lines(p);
+    constexpr int LINE = Lines<K>::BYTES;
     const char* strip = (const char*)p.weight + row / W * lines.all * LINE;
     const int64_t i = row % W;
-    for (int64_t k = 0; k < p.in_size; k++) {
-        const int64_t s = k / lines.segments.size, within = k % lines.segments.size;
-        const char* at = strip + s * lines.each * LINE;
-        const float* of_group = (const float*)(at + lines.inputs(s) * LINE);
-        const int value = (uint8_t)at[within / INPUTS * LINE + i * 4 + within % 4] >> (within % INPUTS / 4 * 4) & ((1 << BITS) - 1);
-        const float zero = p.zeros ? of_group[(p.scales ? 0 : W) + i] : (float)(1 << (BITS - 1));
-        const float number = ((float)value - zero) * (p.scales ? p.scales[row] : of_group[i]);
-        put_part<E>(to + (p.order ? p.order[k] : k), broadcast(&number), 1);
+    for (int64_t s = 0; s < lines.segments.count; s++) {
+        const char *const at = strip + lines.at(s) * LINE, *const scales = strip + lines.scales_at(s) * LINE;
+        const float scale = p.scales ? p.scales[row] : scales_of<K>(p, scales, s)[i];
+        const float offset = p.zeros || p.minimums ? offsets_of<K>(p, scales, s)[i] : (float)(1 << (K::BITS - 1));
+        for (int64_t k = 0; k < lines.segments.inputs(s); k++) {
+            float of_value = scale, minimum = p.minimums ? offset : 0.0f;
+            if constexpr (K::SUB) {
+                const char* const subs = at + i * 4;
+                of_value = of_value * (float)(int8_t)subs[k / K::SUB / 4 * LINE + k / K::SUB % 4];
+                if (K::SUB == 32) minimum = minimum * (float)subs[LINE + k / K::SUB];
+            }
+            // Without contraction, so that each number is rounded once: what comes before is exact.
+            float number = ((float)value_of<K>(at + K::SUB_LINES * LINE, k, i) - (p.minimums ? 0.0f : offset)) * of_value;
+            if (p.minimums) number = number + minimum;
+            const int64_t input = s * lines.segments.size + k;
+            put_part<E>(to + (p.order ? p.order[input] : input), broadcast(&number), 1);
+        }
     }
 }
 

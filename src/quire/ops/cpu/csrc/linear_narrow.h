@@ -31,6 +31,13 @@ struct Narrow : Base {
 template <class Base, int N>
 constexpr bool NARROW<Narrow<Base, N>> = true;
 
+// The kind of a weight whose rows are of kind F.
+template <class F, class G>
+static void with_narrow(const LinearParams& p, const G& g) {
+    if (p.bits == 4) g.template operator()<Narrow<F, 4>>();
+    else g.template operator()<Narrow<F, 8>>();
+}
+
 // The lines of a strip.
 template <class K>
 struct NarrowLines {

@@ -76,11 +76,14 @@ struct LinearParams {
     int32_t dtype, out_dtype;  // the first one of x, and of a weight that is not quantised
     int32_t threads;
     // Of a quantised weight, see linear_integers.h.
-    int32_t bits;          // 4 or 8; 0: it is none
+    int32_t bits;          // 4, 5, 6 or 8; 0: it is none
+    int32_t sub;           // inputs that share a sub-scale: 16 or 32; 0: it has none
     int32_t zeros;         // whether each group has a zero
-    int32_t whole_rows;    // whether a row of x has one scale
+    int32_t halves;        // whether scales and minimums are fp16
+    int32_t minimums;      // whether each group has a minimum
     int32_t narrow;        // whether it is floating-point numbers, see linear_narrow.h; then only bits says more
-    int64_t group;         // inputs that share a scale
+    int64_t group;             // inputs that share a scale
+    int64_t activation_group;  // inputs of x that share a scale
     const float* scales;   // [out], where each output has one scale; else null
     const int64_t* order;  // [in]: the input that each of the weight's belongs to; null: its own
 };

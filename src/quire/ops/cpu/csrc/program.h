@@ -78,15 +78,8 @@ struct Program {
 
     void run(const Op& op, const ExpertsParams& e) const {
         with_kind(p.dtype, [&]<class F>() {
-            const auto run = [&]<class K>() {
-                Experts<F, K>{parallel_for, e, rows, p.threads}.run(
-                    at(op.x), stride(op.x), at(op.y), stride(op.y), at(op.out), stride(op.out));
-            };
-            if (e.mlp_in->narrow && e.mlp_in->bits == 4) run.template operator()<Narrow<F, 4>>();
-            else if (e.mlp_in->narrow) run.template operator()<Narrow<F, 8>>();
-            else if (e.mlp_in->bits == 4) run.template operator()<Integers<4>>();
-            else if (e.mlp_in->bits == 8) run.template operator()<Integers<8>>();
-            else run.template operator()<F>();
+            Experts<F>{parallel_for, e, rows, p.threads}.run(
+                at(op.x), stride(op.x), at(op.y), stride(op.y), at(op.out), stride(op.out));
         });
     }
 

@@ -85,13 +85,16 @@ QUIRE_INLINE B look_up(const uint8_t (&table)[16], B at) {
 QUIRE_INLINE V join_lower(B low, B high) { return (V)_mm256_unpacklo_epi8((__m256i)low, (__m256i)high); }
 QUIRE_INLINE V join_upper(B low, B high) { return (V)_mm256_unpackhi_epi8((__m256i)low, (__m256i)high); }
 
-// acc + the products of each lane's four bytes, those of u unsigned, those of s signed; dot_nibbles: those of u below 16.
+// acc + the products of each lane's two int16 numbers.
+QUIRE_INLINE I dot_halves(I acc, I a, I b) { return acc + (I)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+
+// acc + the products of each lane's four bytes, those of u unsigned, those of s signed; dot_small: those of u below 128.
 QUIRE_INLINE I dot_bytes(I acc, I u, I s) {  // widened: sums of two products do not fit 16 bits
     const __m256i x = (__m256i)s, low = _mm256_and_si256((__m256i)u, _mm256_set1_epi16(0xff)), high = _mm256_srli_epi16((__m256i)u, 8);
     const __m256i even = _mm256_madd_epi16(low, _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
     return acc + (I)even + (I)_mm256_madd_epi16(high, _mm256_srai_epi16(x, 8));
 }
-QUIRE_INLINE I dot_nibbles(I acc, I u, I s) {
+QUIRE_INLINE I dot_small(I acc, I u, I s) {
     return acc + (I)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)u, (__m256i)s), _mm256_set1_epi16(1));
 }
 

@@ -109,20 +109,23 @@ QUIRE_INLINE B look_up(const uint8_t (&table)[16], B at) {
 QUIRE_INLINE V join_lower(B low, B high) { return (V)_mm512_unpacklo_epi8((__m512i)low, (__m512i)high); }
 QUIRE_INLINE V join_upper(B low, B high) { return (V)_mm512_unpackhi_epi8((__m512i)low, (__m512i)high); }
 
-// acc + the products of each lane's four bytes, those of u unsigned, those of s signed; dot_nibbles: those of u below 16.
+// acc + the products of each lane's two int16 numbers.
+QUIRE_INLINE I dot_halves(I acc, I a, I b) { return acc + (I)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+
+// acc + the products of each lane's four bytes, those of u unsigned, those of s signed; dot_small: those of u below 128.
 #if defined(__AVX512VNNI__)
 #ifndef QUIRE_TILES  // which are emulated without VNNI, with the same bits
 #define QUIRE_BYTE_DOT 1
 #endif
 QUIRE_INLINE I dot_bytes(I acc, I u, I s) { return (I)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)u, (__m512i)s); }
-QUIRE_INLINE I dot_nibbles(I acc, I u, I s) { return dot_bytes(acc, u, s); }
+QUIRE_INLINE I dot_small(I acc, I u, I s) { return dot_bytes(acc, u, s); }
 #else
 QUIRE_INLINE I dot_bytes(I acc, I u, I s) {  // widened: sums of two products do not fit 16 bits
     const __m512i x = (__m512i)s, low = _mm512_and_si512((__m512i)u, _mm512_set1_epi16(0xff)), high = _mm512_srli_epi16((__m512i)u, 8);
     const __m512i even = _mm512_madd_epi16(low, _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
     return acc + (I)even + (I)_mm512_madd_epi16(high, _mm512_srai_epi16(x, 8));
 }
-QUIRE_INLINE I dot_nibbles(I acc, I u, I s) {
+QUIRE_INLINE I dot_small(I acc, I u, I s) {
     return acc + (I)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)u, (__m512i)s), _mm512_set1_epi16(1));
 }
 #endif

@@ -1,0 +1,1 @@
+"""GGUF files: a model's weights, configuration and vocabulary in one file."""

@@ -1,0 +1,434 @@
+"""What GGUF's architectures are elsewhere: their configuration as a config.json has it, and the names of tensors.
+
+An architecture is a table. Its tensors keep their numbers but for three things that writers change: rows of q and k in
+the order of a RoPE of neighbouring pairs, norms as 1 + weight, and projections that others store as [in, out].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.errors import ModelError
+from quire.models.gguf.metadata import Metadata
+from quire.models.rope import share_of
+
+LONGEST = 2**26  # tokens of a sequence: angles are computed for each position
+IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+# A file's names of tensors, without what the names of several architectures have in common -> those of others.
+ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+}
+LAYER = ATTENTION | {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+FACTORS = "rope_freqs.weight"
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+NOT_NEEDED = {FACTORS, LONG, SHORT}  # among the weights: the configuration has them
+
+
+class Place(NamedTuple):
+    """Where a tensor of ours stands in a file."""
+
+    tensor: str  # its name there
+    entry: int | None = None  # of its first dimension; None: all
+    heads: int | None = None  # its rows are in pairs of neighbours, within each of so many heads
+    less_one: bool = False  # 1 is to be subtracted
+    transposed: bool = False  # if it is not quantised
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One of GGUF's architectures."""
+
+    name: str  # what a config.json calls it, in `architectures`
+    model_type: str
+    layer: Mapping[str, str]  # a file's tensors of a layer -> those of others, {} for the number of an expert
+    prefix: str = "model.layers.{}."  # of these
+    ends: Mapping[str, str] = field(default_factory=lambda: ENDS)  # the same outside the layers
+    keys: Mapping[str, str] = field(default_factory=dict)  # metadata -> keys of a config.json, besides the usual ones
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # keys of a config.json that all have alike
+    more: Callable[[Metadata, dict[str, Any]], Mapping[str, Any]] | None = None  # what else its config.json would say
+    pairs: bool = False  # q and k have their rows in pairs
+    norms_plus_one: bool = False
+    transposed: frozenset[str] = frozenset()  # tensors of a layer that others store as [in, out]
+
+    def config(self, metadata: Metadata) -> dict[str, Any]:
+        """As a config.json says it. Raises ModelError for a key that is missing or has a wrong value."""
+        config = _usual(metadata) | {"architectures": [self.name], "model_type": self.model_type, **self.fixed}
+        for theirs, ours in self.keys.items():
+            if (value := metadata.get(theirs)) is not None:
+                config[ours] = value
+        if self.more is not None:
+            config |= self.more(metadata, config)
+        return config
+
+    def places(self, metadata: Metadata) -> dict[str, Place]:
+        """Where each tensor stands, by its name in other checkpoints; one without such a name keeps its own."""
+        heads = {
+            "attn_q": metadata.integer("attention.head_count"),
+            "attn_k": metadata.integer("attention.head_count_kv", metadata.integer("attention.head_count")),
+        }
+        places: dict[str, Place] = {}
+        for name, info in metadata.file.tensors.items():
+            if name in NOT_NEEDED:
+                continue
+            if (match := IN_LAYER.fullmatch(name)) is None:
+                prefix, rest, table = "", name, self.ends
+            else:
+                prefix, rest, table = self.prefix.format(match[1]), match[2], self.layer
+            base, _, kind = rest.rpartition(".")
+            theirs = table.get(rest) or (f"{table[base]}.{kind}" if base in table else name)
+            place = Place(
+                name,
+                heads=heads.get(base) if self.pairs else None,
+                less_one=self.norms_plus_one and base.endswith("norm"),
+                transposed=base in self.transposed and kind == "weight",
+            )
+            whole = theirs if theirs == name else prefix + theirs
+            if "{}" in whole:
+                places |= {whole.format(i): place._replace(entry=i) for i in range(info.shape[0])}
+            else:
+                places[whole] = place
+        return places
+
+
+def _usual(metadata: Metadata) -> dict[str, Any]:
+    """The keys that nearly all architectures have."""
+    file = metadata.file
+    if "token_embd.weight" not in file.tensors:
+        raise ModelError(f"{file.path} has no tensor token_embd.weight; it is no language model, or a part of one")
+    if metadata.get("attention.causal", True) is not True:
+        raise metadata.error("attention.causal", metadata.get("attention.causal"), "true")
+    _check_sizes(metadata)
+    num_heads, hidden_size = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
+    head_dim = metadata.integer("attention.key_length", max(1, hidden_size // num_heads))
+    if (other := metadata.integer("attention.value_length", head_dim)) != head_dim:
+        raise metadata.error("attention.value_length", other, f"attention.key_length, {head_dim}")
+    config = {
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": metadata.integer("block_count"),
+        "max_position_embeddings": metadata.integer("context_length"),
+        "intermediate_size": metadata.get("feed_forward_length"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.integer("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),
+    }
+    rope = _rope(metadata, head_dim)
+    return config | ({"rope_parameters": rope} if rope else {})
+
+
+def _check_sizes(metadata: Metadata) -> None:
+    """Raise ModelError for a size that no tensor has, before anything of that size is made."""
+    tensors = metadata.file.tensors
+    largest = max(max(info.shape) for info in tensors.values())
+    for key, most in (
+        ("block_count", len(tensors)),
+        ("attention.head_count", largest),
+        ("attention.key_length", largest),
+        ("embedding_length", largest),
+        ("expert_count", largest),
+        ("expert_feed_forward_length", largest),
+        ("context_length", LONGEST),
+    ):
+        value = metadata.file.metadata.get(f"{metadata.architecture}.{key}")
+        if isinstance(value, int) and value > most:
+            raise metadata.error(key, value, f"at most {most}")
+
+
+def _rope(metadata: Metadata, head_dim: int) -> dict[str, Any]:
+    """The rope parameters; empty where the metadata have none."""
+    rope: dict[str, Any] = {}
+    if (theta := metadata.get("rope.freq_base")) is not None:
+        rope["rope_theta"] = metadata.number("rope.freq_base", theta)
+    rotated = metadata.integer("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        rope["partial_rotary_factor"] = share_of(rotated, head_dim)
+    kind = metadata.get("rope.scaling.type", "none")
+    factor = metadata.get("rope.scaling.factor", metadata.get("rope.scale_linear"))
+    original = metadata.get("rope.scaling.original_context_length")
+    metadata.get("rope.scaling.finetuned")  # how it was made
+    metadata.get("rope.scaling.attn_factor")  # longrope's, which its lengths say
+    if metadata.has(FACTORS):
+        return rope | _longrope(metadata, FACTORS, FACTORS) | {"attention_factor": 1.0}
+    if metadata.has(LONG):
+        return rope | _longrope(metadata, SHORT, LONG)
+    if kind == "linear" or (kind == "none" and factor not in (None, 0.0, 1.0)):
+        return rope | {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        yarn = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "attention_factor": metadata.get("rope.scaling.yarn_attn_factor"),
+            "beta_fast": metadata.get("rope.scaling.yarn_beta_fast"),
+            "beta_slow": metadata.get("rope.scaling.yarn_beta_slow"),
+        }
+        return rope | {key: value for key, value in yarn.items() if value is not None}
+    if kind != "none":
+        raise metadata.error("rope.scaling.type", kind, "none, linear or yarn, or longrope with its factors")
+    return rope
+
+
+def _longrope(metadata: Metadata, short: str, long: str) -> dict[str, Any]:
+    """A RoPE whose frequencies are divided by factors, as they are for short sequences and for long ones."""
+    return {
+        "rope_type": "longrope",
+        "short_factor": _numbers(metadata, short),
+        "long_factor": _numbers(metadata, long),
+    }
+
+
+def _numbers(metadata: Metadata, name: str) -> list[float]:
+    info = metadata.file.tensors.get(name)
+    if info is None or info.kind != "F32" or len(info.shape) != 1:
+        raise ModelError(f"{metadata.file.path}: {name} is {info}; it must be fp32 numbers")
+    found = metadata.file.blocks(name).view(torch.float32).flatten().tolist()
+    return [float(value) for value in found]
+
+
+def _attention_bias(metadata: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": metadata.has("blk.0.attn_q.bias")}
+
+
+def _llama(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return _attention_bias(metadata, config) | {"mlp_bias": metadata.has("blk.0.ffn_gate.bias")}
+
+
+def _gemma(deepest: int, _: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The largest model of a generation, known by its number of layers, scales scores by the width of all heads."""
+    width = config["hidden_size"] // config["num_attention_heads"]
+    is_largest = config["num_hidden_layers"] == deepest
+    return {"query_pre_attn_scalar": width if is_largest else config["head_dim"]}
+
+
+def _gemma3(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = config.get("rope_parameters", {})
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    found = _gemma(62, metadata, config) | {
+        "rope_theta": rope.get("rope_theta", 1e6),
+        "rope_local_base_freq": metadata.get("rope.freq_base_swa", 10_000.0),
+        "rope_scaling": scaling or None,
+        "rope_parameters": None,
+        "final_logit_softcapping": metadata.get("final_logit_softcapping"),
+    }
+    windows = metadata.get("attention.sliding_window_pattern")
+    if isinstance(windows, list):
+        found["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in windows]
+    elif windows is not None:
+        found["sliding_window_pattern"] = windows
+    return found
+
+
+def _phi3(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    original = metadata.get("rope.scaling.original_context_length", config["max_position_embeddings"])
+    window = metadata.get("attention.sliding_window")
+    return {"original_max_position_embeddings": original, "sliding_window": window or None}
+
+
+def _exaone4(metadata: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
+    """A window that not all layers have; all see everything where there is none."""
+    window, slides = metadata.get("attention.sliding_window"), metadata.get("attention.sliding_window_pattern")
+    found: dict[str, Any] = {"sliding_window": window or None}
+    if isinstance(slides, list):
+        found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
+    elif slides is not None:
+        raise metadata.error("attention.sliding_window_pattern", slides, "an array with layers of both kinds")
+    return found
+
+
+def _ernie(metadata: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
+    return {"use_bias": metadata.has("blk.0.attn_q.bias")}
+
+
+def _gpt2(_: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that are called otherwise, or are not there."""
+    renamed = {
+        "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings", "n_inner": "intermediate_size",
+    }  # fmt: skip
+    gone = (*renamed.values(), "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters")
+    return {ours: config[usual] for ours, usual in renamed.items()} | dict.fromkeys(gone)
+
+
+def _starcoder2(metadata: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
+    return {"use_bias": metadata.has("blk.0.attn_q.bias"), "rms_norm_eps": None}
+
+
+def _qwen3_moe(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return _attention_bias(metadata, config) | {"intermediate_size": config["intermediate_size"] or 1}
+
+
+LLAMA = Architecture(name="LlamaForCausalLM", model_type="llama", layer=LAYER, more=_llama, pairs=True)
+MIXTRAL = Architecture(
+    name="MixtralForCausalLM",
+    model_type="mixtral",
+    layer=ATTENTION | MIXTRAL_EXPERTS,
+    keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    pairs=True,
+)
+SCALES = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+WINDOW = {"attention.sliding_window": "sliding_window"}
+COHERE = {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
+ARCHITECTURES = {
+    "llama": LLAMA,
+    "qwen2": Architecture(name="Qwen2ForCausalLM", model_type="qwen2", layer=LAYER),
+    "qwen3": Architecture(name="Qwen3ForCausalLM", model_type="qwen3", layer=LAYER, more=_attention_bias),
+    "qwen3moe": Architecture(
+        name="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        layer=LAYER | EXPERTS,
+        keys={
+            "expert_count": "num_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        fixed={"norm_topk_prob": True},
+        more=_qwen3_moe,
+    ),
+    "gemma2": Architecture(
+        name="Gemma2ForCausalLM",
+        model_type="gemma2",
+        layer=LAYER | GEMMA_NORMS,
+        keys=WINDOW
+        | {
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        more=partial(_gemma, 46),
+        norms_plus_one=True,
+    ),
+    "gemma3": Architecture(
+        name="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        layer=LAYER | GEMMA_NORMS,
+        keys=WINDOW,
+        more=_gemma3,
+        norms_plus_one=True,
+    ),
+    "phi3": Architecture(
+        name="Phi3ForCausalLM",
+        model_type="phi3",
+        layer=LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        more=_phi3,
+    ),
+    "gpt2": Architecture(
+        name="GPT2LMHeadModel",
+        model_type="gpt2",
+        layer={
+            "attn_norm": "ln_1",
+            "attn_qkv": "attn.c_attn",
+            "attn_output": "attn.c_proj",
+            "ffn_norm": "ln_2",
+            "ffn_up": "mlp.c_fc",
+            "ffn_down": "mlp.c_proj",
+        },
+        prefix="transformer.h.{}.",
+        ends={
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        keys={"attention.layer_norm_epsilon": "layer_norm_epsilon"},
+        more=_gpt2,
+        transposed=frozenset({"attn_qkv", "attn_output", "ffn_up", "ffn_down"}),
+    ),
+    "starcoder2": Architecture(
+        name="Starcoder2ForCausalLM",
+        model_type="starcoder2",
+        layer=LAYER | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        keys={"attention.layer_norm_epsilon": "norm_epsilon"},
+        more=_starcoder2,
+    ),
+    "granite": Architecture(
+        name="GraniteForCausalLM", model_type="granite", layer=LAYER, keys=SCALES, more=_llama, pairs=True
+    ),
+    "olmo2": Architecture(
+        name="Olmo2ForCausalLM",
+        model_type="olmo2",
+        layer=LAYER
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        more=_attention_bias,
+    ),
+    "smollm3": Architecture(name="SmolLM3ForCausalLM", model_type="smollm3", layer=LAYER, more=_llama, pairs=True),
+    "command-r": Architecture(name="CohereForCausalLM", model_type="cohere", layer=LAYER, keys=COHERE),
+    "cohere2": Architecture(name="Cohere2ForCausalLM", model_type="cohere2", layer=LAYER, keys=COHERE | WINDOW),
+    "glm4": Architecture(
+        name="Glm4ForCausalLM",
+        model_type="glm4",
+        layer=LAYER
+        | {
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        more=_attention_bias,
+    ),
+    "exaone4": Architecture(
+        name="Exaone4ForCausalLM",
+        model_type="exaone4",
+        layer=LAYER
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        more=_exaone4,
+    ),
+    "ernie4_5": Architecture(name="Ernie4_5ForCausalLM", model_type="ernie4_5", layer=LAYER, more=_ernie),
+    "seed_oss": Architecture(
+        name="SeedOssForCausalLM",
+        model_type="seed_oss",
+        layer=LAYER | {"post_attention_norm": "post_attention_layernorm"},
+    ),
+}
+
+
+def architecture_of(metadata: Metadata) -> Architecture:
+    """The architecture that a file says it has. Raises ModelError for one that is not served."""
+    name = metadata.architecture
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"{metadata.file.path} has the architecture {name!r}, of which no GGUF files are served; served are "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    return MIXTRAL if name == "llama" and metadata.get("expert_count", 0) else ARCHITECTURES[name]

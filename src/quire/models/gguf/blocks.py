@@ -1,0 +1,178 @@
+"""A tensor's bytes in a GGUF file as a weight, exactly.
+
+A row is blocks of 32 or 256 inputs, each with its integers and their scales; the formats are llama.cpp's
+(ggml/src/ggml-common.h). Integers, scales, minimums and sub-scales become those of a `QuantisedWeight`: nothing is
+rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.errors import BadDtype, BadShape, Unsupported
+from quire.ops.quantised import ACTIVATION_GROUP, BLOCK, SUPER_BLOCK, QuantisedWeight
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What blocks hold. Those of a block stand in one row."""
+
+    values: Tensor  # uint8 [N, inputs]
+    scales: Tensor  # uint8 [N, 2], an fp16 number each
+    minimums: Tensor | None = None  # the same
+    sub_scales: Tensor | None = None  # int8 [N, inputs / 16 or inputs / 32]
+    sub_minimums: Tensor | None = None  # int8 [N, inputs / 32]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How blocks of one kind are stored."""
+
+    inputs: int
+    nbytes: int
+    bits: int
+    read: Callable[[Tensor], Parts]  # of uint8 [N, nbytes]
+
+
+def weight_of(
+    kind: str,  # the name of its type in GGUF, as in "Q4_K"
+    blocks: Tensor,  # uint8 [out, bytes of a row]
+    in_size: int,
+    dtype: torch.dtype,  # of x, and of a weight that is not quantised
+) -> Tensor | QuantisedWeight:
+    """The weight [out, in], on the CPU.
+
+    Raises Unsupported for a kind that is not served, BadShape where rows have another number of bytes, and what
+    QuantisedWeight raises.
+    """
+    if blocks.dtype is not torch.uint8:
+        raise BadDtype(f"blocks is {blocks.dtype}; expected torch.uint8")
+    expected = row_bytes(kind, in_size)
+    if blocks.dim() != 2 or blocks.shape[1] != expected:
+        raise BadShape(
+            f"blocks has shape {tuple(blocks.shape)}; {in_size} inputs of {kind} are [out, {expected}] bytes"
+        )
+    if kind in FLOATS:
+        return _numbers(blocks, FLOATS[kind]).to(dtype)
+    form = FORMATS[kind]
+    rows = len(blocks)
+    parts = form.read(blocks.reshape(-1, form.nbytes))
+
+    def by_row(part: Tensor | None) -> Tensor | None:
+        return None if part is None else part.reshape(rows, -1)
+
+    minimums = None if parts.minimums is None else _numbers(parts.minimums, torch.float16).view(rows, -1)
+    return QuantisedWeight(
+        parts.values.reshape(rows, in_size),
+        _numbers(parts.scales, torch.float16).view(rows, -1),
+        None,
+        form.bits,
+        form.inputs,
+        dtype,
+        activation_group=BLOCK if form.inputs == BLOCK else ACTIVATION_GROUP,
+        minimums=minimums if parts.sub_minimums is None or minimums is None else -minimums,
+        sub_scales=by_row(parts.sub_scales),
+        sub_minimums=by_row(parts.sub_minimums),
+    )
+
+
+def row_bytes(kind: str, in_size: int) -> int:
+    """Bytes of a row. Raises Unsupported for a kind that is not served, BadShape where blocks do not divide a row."""
+    if kind in FLOATS:
+        return in_size * FLOATS[kind].itemsize
+    if kind not in FORMATS:
+        served = ", ".join((*FLOATS, *FORMATS))
+        raise Unsupported(f"weights of the type {kind} are not served; {served} are")
+    form = FORMATS[kind]
+    if in_size % form.inputs:
+        raise BadShape(f"{kind} has blocks of {form.inputs} inputs, which do not divide {in_size}")
+    return in_size // form.inputs * form.nbytes
+
+
+def _numbers(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes [rows, n] as numbers of that dtype, in memory of their own."""
+    return stored.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def _halves(stored: Tensor) -> Tensor:
+    """The lower four bits of all bytes of a row, then the upper ones: of [..., n], [..., 2 n]."""
+    return torch.cat([stored & 15, stored >> 4], -1)
+
+
+def _bits_of(stored: Tensor) -> Tensor:
+    """32 bits, from the lowest one up: of [N, 4], [N, 32]."""
+    return (stored[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
+
+
+def _q8_0(blocks: Tensor) -> Parts:
+    return Parts(blocks[:, 2:] ^ 128, blocks[:, :2])
+
+
+def _q4_0(blocks: Tensor) -> Parts:
+    return Parts(_halves(blocks[:, 2:]), blocks[:, :2])
+
+
+def _q4_1(blocks: Tensor) -> Parts:
+    return Parts(_halves(blocks[:, 4:]), blocks[:, :2], blocks[:, 2:4])
+
+
+def _q5_0(blocks: Tensor) -> Parts:
+    return Parts(_halves(blocks[:, 6:]) | _bits_of(blocks[:, 2:6]) << 4, blocks[:, :2])
+
+
+def _q5_1(blocks: Tensor) -> Parts:
+    return Parts(_halves(blocks[:, 8:]) | _bits_of(blocks[:, 4:8]) << 4, blocks[:, :2], blocks[:, 2:4])
+
+
+def _q4_k(blocks: Tensor) -> Parts:
+    # 32 bytes have 64 inputs.
+    values = _halves(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1)
+    return Parts(values, blocks[:, :2], blocks[:, 2:4], *_sub_scales(blocks[:, 4:16]))
+
+
+def _q5_k(blocks: Tensor) -> Parts:
+    # Bit i of byte k is the highest one of input 32 i + k.
+    values = _halves(blocks[:, 48:].reshape(-1, 4, 32)).flatten(1)
+    highest = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    return Parts(values | highest.flatten(1) << 4, blocks[:, :2], blocks[:, 2:4], *_sub_scales(blocks[:, 4:16]))
+
+
+def _sub_scales(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and eight minimums of 6 bits: of [N, 12], int8 [N, 8] each.
+
+    The first four of each have a byte. The last four have halves of the third word, and the two bits that are left in
+    those bytes.
+    """
+    scales, minimums, low = stored[:, :4], stored[:, 4:8], stored[:, 8:]
+    made = (
+        torch.cat([scales & 63, low & 15 | scales >> 6 << 4], 1),
+        torch.cat([minimums & 63, low >> 4 | minimums >> 6 << 4], 1),
+    )
+    return made[0].view(torch.int8), made[1].view(torch.int8)
+
+
+def _q6_k(blocks: Tensor) -> Parts:
+    # Of 128 inputs there are 64 bytes of lower bits, 64 inputs in the lower halves, and 32 bytes of upper ones.
+    low = _halves(blocks[:, :128].reshape(-1, 2, 64))
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3).flatten(2)
+    sub_scales = blocks[:, 192:208].contiguous().view(torch.int8)
+    return Parts((low | high << 4).flatten(1), blocks[:, 208:210], sub_scales=sub_scales)
+
+
+FORMATS = {
+    "Q8_0": Format(BLOCK, 34, 8, _q8_0),
+    "Q4_0": Format(BLOCK, 18, 4, _q4_0),
+    "Q4_1": Format(BLOCK, 20, 4, _q4_1),
+    "Q5_0": Format(BLOCK, 22, 5, _q5_0),
+    "Q5_1": Format(BLOCK, 24, 5, _q5_1),
+    "Q4_K": Format(SUPER_BLOCK, 144, 4, _q4_k),
+    "Q5_K": Format(SUPER_BLOCK, 176, 5, _q5_k),
+    "Q6_K": Format(SUPER_BLOCK, 210, 6, _q6_k),
+}

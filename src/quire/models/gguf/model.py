@@ -1,0 +1,161 @@
+"""A GGUF file as `quire.models.files.Files`: its configuration and weights under the names that they have elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from quire.errors import ModelError
+from quire.models.gguf.architectures import Place, architecture_of
+from quire.models.gguf.blocks import FLOATS
+from quire.models.gguf.file import GgufFile, TensorInfo
+from quire.models.gguf.metadata import Metadata
+from quire.models.gguf.vocabulary import Vocabulary
+from quire.models.template import default_template
+from quire.models.text_part import TextPart
+
+SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+NO_VOCABULARY = "no_vocab"  # a converter's word for it
+VERSION = 2  # of quantised blocks: before, some had other layouts
+
+
+class GgufModel:
+    """A model in a GGUF file, or in several that belong together."""
+
+    def __init__(self, path: Path) -> None:
+        """path: of the first file. Raises ModelError for what is no GGUF file, or of no architecture that is served."""
+        self.path = path
+        self.file = GgufFile(path)
+        self._metadata = Metadata(self.file)
+        self._architecture = architecture_of(self._metadata)
+        version = self.file.metadata.get("general.quantization_version", VERSION)
+        if version != VERSION:
+            raise ModelError(f"{path}: general.quantization_version is {version!r}; served is {VERSION}")
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary | None:
+        """None where there is none."""
+        model = self.file.metadata.get("tokenizer.ggml.model", NO_VOCABULARY)
+        return None if model == NO_VOCABULARY else Vocabulary(self.path, self.file.metadata)
+
+    @cached_property
+    def _places(self) -> Mapping[str, Place]:
+        """Where our tensors stand, by the names that they have in other checkpoints."""
+        return self._architecture.places(self._metadata)
+
+    def config(self) -> Mapping[str, Any]:
+        """As a config.json would say what the model is. Raises ModelError for metadata that are not understood."""
+        config = self._architecture.config(self._metadata)
+        self._metadata.finish()
+        kinds = {
+            name.removesuffix(".weight"): self.file.tensors[place.tensor].kind
+            for name, place in self._places.items()
+            if self.file.tensors[place.tensor].kind not in FLOATS
+        }
+        config["dtype"] = "bfloat16" if kinds else _usual_dtype(self.file.tensors)
+        if kinds:
+            config["quantization_config"] = {
+                "quant_method": "gguf",
+                "description": _described(self.file.tensors),
+                "kinds": kinds,
+            }
+        return config
+
+    def generation(self) -> Mapping[str, Any]:
+        """What tokens end a text, and how its makers want tokens chosen."""
+        given = self.file.metadata
+        found = {ours: given.get(f"general.sampling.{theirs}") for theirs, ours in SAMPLING.items()}
+        if self._vocabulary is not None:
+            found["eos_token_id"] = list(self._vocabulary.end_tokens())
+        return {key: value for key, value in found.items() if value is not None}
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the file has a vocabulary."""
+        return self._vocabulary is not None
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that its vocabulary makes."""
+        return None if self._vocabulary is None else self._vocabulary.tokenizer()
+
+    def tokenizer_settings(self) -> Mapping[str, Any]:
+        """Its special tokens, and its chat templates."""
+        return {} if self._vocabulary is None else self._vocabulary.settings()
+
+    def template(self) -> tuple[str, str] | None:
+        """Its chat template."""
+        found = default_template(self.tokenizer_settings())
+        return None if found is None else (f"tokenizer.chat_template of {self.path}", found)
+
+    def weight_files(self, part: TextPart | None = None) -> list[Path]:  # noqa: ARG002  # a file has one model
+        """All files."""
+        return self.file.paths
+
+    def tensors(self, part: TextPart | None = None) -> GgufTensors:  # noqa: ARG002
+        """All tensors of the model."""
+        return GgufTensors(self.file, self._places)
+
+
+class GgufTensors:
+    """A GGUF file's tensors under the names that they have elsewhere. Quantised ones are named as their blocks."""
+
+    def __init__(self, file: GgufFile, places: Mapping[str, Place]) -> None:
+        self.path, self._file = file.path, file
+        self._places = {}
+        for name, place in places.items():
+            quantised = file.tensors[place.tensor].kind not in FLOATS
+            self._places[f"{name.removesuffix('weight')}blocks" if quantised else name] = place
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All there are."""
+        return frozenset(self._places)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A tensor's numbers, or a quantised one's blocks: uint8 [out, bytes of a row]."""
+        place = self._places[name]
+        info, rows = self._file.tensors[place.tensor], self._file.blocks(place.tensor)
+        shape = info.shape
+        if place.entry is not None:
+            rows, shape = rows.view(shape[0], -1, rows.shape[1])[place.entry], shape[1:]
+        if info.kind in FLOATS:
+            rows = rows.view(FLOATS[info.kind]).view(shape)
+        if place.heads is not None:
+            rows = _halves(rows, place.heads)
+        if place.less_one:
+            rows = rows.float() - 1.0
+        return rows.T if place.transposed and info.kind in FLOATS else rows
+
+
+def _halves(
+    rows: Tensor,  # [heads * D, ...]
+    heads: int,
+) -> Tensor:
+    """The rows with what neighbours were half a head apart: row 2 i becomes i of its head, row 2 i + 1 i + D / 2."""
+    if len(rows) % (2 * heads):
+        raise ModelError(f"{len(rows)} rows are no {heads} heads of an even size")
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _usual_dtype(tensors: Mapping[str, TensorInfo]) -> str:
+    """The dtype that most numbers have, as a config.json names it."""
+    numbers = Counter[str]()
+    for info in tensors.values():
+        numbers[info.kind] += math.prod(info.shape)
+    return str(FLOATS[max(numbers, key=lambda kind: numbers[kind])]).removeprefix("torch.")
+
+
+def _described(tensors: Mapping[str, TensorInfo]) -> str:
+    """The kinds of quantised tensors, as in "gguf Q4_K, Q6_K": that with the most numbers first."""
+    numbers = Counter[str]()
+    for info in tensors.values():
+        if info.kind not in FLOATS:
+            numbers[info.kind] += math.prod(info.shape)
+    return f"gguf {', '.join(kind for kind, _ in numbers.most_common())}"

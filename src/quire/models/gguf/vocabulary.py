@@ -1,0 +1,257 @@
+"""A GGUF file's tokenizer, made from its metadata as the original was.
+
+A file has the tokens, their types, and either merges or scores. What it leaves out is in `kinds`, or follows from how
+such tokenizers are built. What cannot be known is refused: text that is cut otherwise than in training makes a model
+worse without an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE, Unigram
+
+from quire.errors import ModelError
+from quire.models.gguf.kinds import KINDS, Kind
+
+T = TypeVar("T")
+
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5  # types of tokens, as files number them; 1 and 6 are ordinary
+PADDING = re.compile(r"\[PAD[0-9]+\]")  # a converter's, where a model has more rows than its tokenizer has tokens
+WORD_MARK = "\u2581"  # what sentencepiece has for a space
+SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+LLAMA_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # of sentencepiece, where a file does not say
+# Texts of tokens that end an answer: files name at most three, and often only the one that ends a document.
+ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>",
+        "<|end_of_text|>", "<|END_OF_TURN_TOKEN|>", "<|eot|>", "<|eom|>", "<|return|>", "<|call|>")  # fmt: skip
+LFM2_SIZE = 65536  # later vocabularies of the family are larger; files call them the same, but they cut otherwise
+PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's added tokens, those that keep the spaces after them
+
+
+class Vocabulary:
+    """What a file's metadata says of its tokenizer."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
+        """path: for errors. Raises ModelError where there is no vocabulary, or a value is of the wrong type."""
+        self._path, self._metadata = path, metadata
+        self._model: str = self._value("model", str)
+        self.tokens: list[str] = self._texts("tokens")
+        self._types = self._numbers("token_type", np.integer)
+        pads = [token for token in np.flatnonzero(self._types == USER_DEFINED) if PADDING.fullmatch(self.tokens[token])]
+        if pads:  # converters of old took them for added tokens
+            self._types = self._types.copy()
+            self._types[pads] = UNUSED
+        self._pieces = [*self.tokens]  # as originals have them: converters write added tokens of spaces with spaces
+        if self._model != "gpt2":
+            for token in np.flatnonzero(self._types == USER_DEFINED):
+                self._pieces[token] = self.tokens[token].replace(" ", WORD_MARK)
+
+    def tokenizer(self) -> Tokenizer:
+        """The original tokenizer. Raises ModelError where it cannot be rebuilt exactly."""
+        if self._model == "gpt2":
+            kind = self._kind()
+            tokenizer, begins = self._byte_level(kind), kind.begins
+        elif self._model in ("llama", "gemma4"):
+            tokenizer, begins = self._sentencepiece(), True
+        elif self._model == "t5":
+            tokenizer, begins = self._unigram(), False
+        else:
+            self._refuse(f"tokenizer.ggml.model is {self._model!r}; served are gpt2, llama, gemma4 and t5")
+        tokenizer.add_tokens(list(self._added()))
+        first = [self._token("bos")] if self._value("add_bos_token", bool, begins) else []
+        last = [self._token("eos")] if self._value("add_eos_token", bool, self._model == "t5") else []
+        if first or last:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                [*(self.tokens[token] for token in first), "$A", *(self.tokens[token] for token in last)],
+                special_tokens=[(self.tokens[token], token) for token in {*first, *last}],
+            )
+        return tokenizer
+
+    def settings(self) -> dict[str, Any]:
+        """What a tokenizer_config.json would say: the texts of special tokens, and the chat templates."""
+        ids = {name: self._find(key) for name, key in SPECIAL.items()}
+        texts = {"default": self._metadata.get("tokenizer.chat_template")}
+        texts |= {
+            key.removeprefix("tokenizer.chat_template."): text
+            for key, text in self._metadata.items()
+            if key.startswith("tokenizer.chat_template.")
+        }
+        templates = [{"name": name, "template": text} for name, text in texts.items() if text is not None]
+        return {name: self.tokens[token] for name, token in ids.items() if token is not None} | (
+            {"chat_template": templates} if templates else {}
+        )
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """The ids of tokens that end an answer, the file's eos first."""
+        named = [self._find(key) for key in ("eos", "eot", "eom")]
+        ids = {
+            self.tokens[token]: int(token) for token in np.flatnonzero(np.isin(self._types, (CONTROL, USER_DEFINED)))
+        }
+        # Where there is <|return|>, as in gpt-oss, <|end|> ends but a part of an answer.
+        known = [ids.get(text) for text in ENDS if text != "<|end|>" or "<|return|>" not in ids]
+        return tuple(dict.fromkeys(token for token in (*named, *known) if token is not None))
+
+    # --------------------------------------------------------------------------------------- tokenizers
+
+    def _kind(self) -> Kind:
+        word = self._value("pre", str, "")
+        if word not in KINDS or (word == "lfm2" and len(self.tokens) > LFM2_SIZE):
+            self._refuse(
+                f"tokenizer.ggml.pre is {word!r}, of a vocabulary of {len(self.tokens)}, which does not say how the "
+                f"original cuts text into words; known are {', '.join(KINDS)}"
+            )
+        return KINDS[word]
+
+    def _byte_level(self, kind: Kind) -> Tokenizer:
+        """BPE over bytes, word by word."""
+        tokenizer = self._bpe(self._vocab(), self._merges(), ignore_merges=kind.takes_whole_words)
+        if kind.normalizer is not None:
+            tokenizer.normalizer = kind.normalizer
+        tokenizer.pre_tokenizer = kind.pre_tokenizer
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
+
+    def _sentencepiece(self) -> Tokenizer:
+        """BPE over characters, spaces included; one that is no token is written as its bytes."""
+        if self._value("pre", str, "default") != "default":
+            self._refuse(
+                f"tokenizer.ggml.pre is {self._metadata['tokenizer.ggml.pre']!r}; for llama it must be default"
+            )
+        vocab = self._vocab()
+        merges = self._merges() if self._model == "gemma4" else self._merges_of_scores(vocab)
+        unknown = self.tokens[self._token("unknown")]
+        tokenizer = self._bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        marks = normalizers.Replace(" ", WORD_MARK)
+        decoding = [decoders.Replace(WORD_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
+        if not self._value("add_space_prefix", bool, True):
+            tokenizer.normalizer = marks
+        else:
+            decoding.append(decoders.Strip(" ", 1, 0))
+            if "[INST]" in vocab and self._types[vocab["[INST]"]] == CONTROL:
+                # Mistral's from v0.3 on: a text's first word alone is marked, not the one after each control token.
+                tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+            else:
+                tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(WORD_MARK), marks])
+        tokenizer.decoder = decoders.Sequence(decoding)
+        return tokenizer
+
+    def _unigram(self) -> Tokenizer:
+        """The likeliest pieces, word by word."""
+        for key in ("add_space_prefix", "remove_extra_whitespaces"):
+            if not self._value(key, bool, True):
+                self._refuse(f"tokenizer.ggml.{key} is False; served are unigram vocabularies where it is True")
+        used = int(np.flatnonzero(self._types != UNUSED).max(initial=-1)) + 1  # a piece's place is its id: no gaps
+        pieces = list(zip(self.tokens[:used], self._numbers("scores", np.floating)[:used].tolist(), strict=True))
+        unknown = self._token("unknown")
+        tokenizer = Tokenizer(self._built(lambda: Unigram(pieces, unknown, byte_fallback=False)))
+        charsmap = self._metadata.get("tokenizer.ggml.precompiled_charsmap")
+        if charsmap is not None:
+            data = np.asarray(charsmap).astype(np.uint8).tobytes()
+            tokenizer.normalizer = self._built(lambda: normalizers.Precompiled(data))
+        marks = pre_tokenizers.Metaspace(prepend_scheme="always")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), marks])
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+        return tokenizer
+
+    def _bpe(self, vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
+        return Tokenizer(self._built(lambda: BPE(vocab, merges, **options)))
+
+    def _built(self, build: Callable[[], T]) -> T:
+        try:
+            return build()
+        except Exception as error:  # the library raises bare Exceptions
+            self._fail(f"its vocabulary is none that can be used: {error}")
+
+    # ------------------------------------------------------------------------------------------- tokens
+
+    def _vocab(self) -> dict[str, int]:
+        """The ids of tokens by their texts, without those that nothing is cut into."""
+        used = np.flatnonzero(self._types != UNUSED).tolist()
+        vocab = {text: token for token in used if (text := self._pieces[token])}
+        if len(vocab) < len(used):
+            first = next(token for token in used if vocab.get(self._pieces[token], -1) != token)
+            self._fail(f"token {first} is {self.tokens[first]!r}, as another one is; texts of tokens must differ")
+        return vocab
+
+    def _added(self) -> Iterator[AddedToken]:
+        """The tokens that are found in a text before it is cut."""
+        strips = self._model == "llama" and self._metadata.get("general.architecture") == "phi3"
+        for token in np.flatnonzero(np.isin(self._types, (UNKNOWN, CONTROL, USER_DEFINED))).tolist():
+            text = self._pieces[token]
+            rstrip = strips and text not in PHI3_PLAIN
+            yield AddedToken(text, rstrip=rstrip, normalized=False, special=self._types[token] != USER_DEFINED)
+
+    def _merges(self) -> list[tuple[str, str]]:
+        """The pairs that BPE joins, first ones first."""
+        return [(left, right) for left, _, right in (merge.partition(" ") for merge in self._texts("merges"))]
+
+    def _merges_of_scores(self, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+        """The pairs that make each piece, best pieces first, as originals list them.
+
+        Added pieces come first of all: sentencepiece gives them the best score, and converters another one.
+        """
+        scores = np.where(self._types == USER_DEFINED, np.inf, self._numbers("scores", np.floating))
+        scores[np.isin(self._types, (UNKNOWN, CONTROL, UNUSED))] = -np.inf
+        order = np.argsort(-scores, kind="stable")[: np.count_nonzero(scores != -np.inf)]
+        merges: list[tuple[str, str]] = []
+        for _, tokens in groupby(order.tolist(), scores.tolist().__getitem__):
+            pieces = [self._pieces[token] for token in tokens]
+            pairs = [
+                (left, right)
+                for piece in pieces
+                for i in range(len(piece) - 1, 0, -1)
+                if (left := piece[:i]) in vocab and (right := piece[i:]) in vocab
+            ]
+            if len(pieces) > 1:
+                pairs.sort(key=lambda pair: (len(pair[0]), len(pair[1])), reverse=True)
+            merges += pairs
+        return merges
+
+    # ------------------------------------------------------------------------------------------- values
+
+    def _find(self, name: str) -> int | None:
+        """The token that is there for something, or None."""
+        token = self._value(f"{name}_token_id", int, LLAMA_IDS.get(name, -1) if self._model == "llama" else -1)
+        if not -1 <= token < len(self.tokens):
+            self._fail(f"tokenizer.ggml.{name}_token_id is {token}; there are {len(self.tokens)} tokens")
+        return None if token == -1 else token
+
+    def _token(self, name: str) -> int:
+        token = self._find(name)
+        if token is None:
+            self._fail(f"tokenizer.ggml.{name}_token_id is not there; this vocabulary needs it")
+        return token
+
+    def _value(self, name: str, wanted: type[T], default: T | None = None) -> T:
+        value = self._metadata.get(f"tokenizer.ggml.{name}", default)
+        if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+            self._fail(f"tokenizer.ggml.{name} is {value!r}; it must be of type {wanted.__name__}")
+        return value
+
+    def _texts(self, name: str) -> list[str]:
+        values = self._metadata.get(f"tokenizer.ggml.{name}")
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            self._fail(f"tokenizer.ggml.{name} is no array of texts; this kind of vocabulary needs one")
+        return values
+
+    def _numbers(self, name: str, wanted: type[np.integer[Any]] | type[np.floating[Any]]) -> NDArray[Any]:
+        """A number for each token."""
+        values = self._metadata.get(f"tokenizer.ggml.{name}")
+        if not isinstance(values, np.ndarray) or not np.issubdtype(values.dtype, wanted):
+            self._fail(f"tokenizer.ggml.{name} is no array of such numbers; there must be one for each token")
+        if values.shape != (len(self.tokens),):
+            self._fail(f"tokenizer.ggml.{name} has {len(values)} numbers; there are {len(self.tokens)} tokens")
+        return values
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self._fail(f"{reason}; give the original's directory or repository as --tokenizer")
+
+    def _fail(self, reason: str) -> NoReturn:
+        raise ModelError(f"{self._path}: {reason}")

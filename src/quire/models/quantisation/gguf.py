@@ -1,0 +1,69 @@
+"""Quantised tensors of GGUF files: blocks of 32 or 256 inputs, of a kind that each tensor has of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from quire.errors import QuireError
+from quire.models.gguf.blocks import weight_of
+from quire.models.gguf.file import BLOCKS
+from quire.models.quantisation.module import Form, Module
+from quire.ops.quantised import QuantisedWeight
+
+KIND = "blocks"  # of a quantised tensor in our names, which else is a "weight"
+
+
+@dataclass(frozen=True)
+class BlocksForm:
+    """A linear whose rows are blocks."""
+
+    kind: str
+
+    needs = (KIND,)
+    takes = ()
+    rounds_rows = True
+
+    def nbytes(self, out_size: int, in_size: int) -> int:
+        """Bytes in the file, and about as many in memory."""
+        numbers, size = BLOCKS[self.kind]
+        return out_size * in_size // numbers * size
+
+    def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
+        """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
+        numbers, size = BLOCKS[self.kind]
+        blocks = module.tensors[f"{module.name}.{KIND}"]
+        if blocks.shape != (module.out_size, module.in_size // numbers * size) or module.in_size % numbers:
+            inputs = blocks.shape[1] // size * numbers
+            raise module.error(
+                KIND,
+                f"are [{len(blocks)}, {inputs}] numbers; the metadata ask for [{module.out_size}, {module.in_size}]",
+            )
+        try:
+            return cast(QuantisedWeight, weight_of(self.kind, blocks, module.in_size, dtype))
+        except QuireError as error:
+            raise module.error(KIND, f"cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """Each tensor's kind is in the file."""
+
+    description: str
+    kinds: Mapping[str, str]  # by the names of modules
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> Gguf:
+        """As `GgufModel.config` says it."""
+        return cls(str(raw["description"]), raw["kinds"])
+
+    def form(self, name: str) -> Form | None:
+        """How the tensor of that name is stored if it is quantised."""
+        return BlocksForm(self.kinds[name]) if name in self.kinds else None
+
+    def excludes(self, name: str) -> bool:
+        """Whether it is numbers."""
+        return name not in self.kinds

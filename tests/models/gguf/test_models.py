@@ -1,0 +1,119 @@
+"""Models in GGUF files against the same models in safetensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from tests.models.checkpoints import engine, probed_logits, save
+from tests.models.gguf.writer import write_gguf
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 16.0,
+}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.5 * i for i in range(8)],
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama, tied, biases, derived head": (
+        "Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": None},
+    ),
+    "llama, linear rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}}),
+    "llama, yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "mixtral": ("Mixtral", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3moe": ("Qwen3Moe", {}),
+    "gemma2": ("Gemma2", {"query_pre_attn_scalar": 16, "sliding_window": 9}),
+    "gemma3": ("Gemma3", {"query_pre_attn_scalar": 16, "sliding_window": 9, "num_hidden_layers": 6}),
+    "phi3": ("Phi3", {}),
+    "phi3, longrope": ("Phi3", {"rope_parameters": LONG}),
+    "gpt2": ("GPT2", {}),
+    "starcoder2": ("Starcoder2", {"sliding_window": None}),
+    "granite": ("Granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 3.0}),
+    "olmo2": ("Olmo2", {}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
+    "seed-oss": ("SeedOss", {}),
+    "command-r": ("Cohere", {"logit_scale": 0.5}),
+    "cohere2": ("Cohere2", {"num_hidden_layers": 5, "sliding_window": 9}),
+    "glm4": ("Glm4", {}),
+    "glm4, biases": ("Glm4", {"attention_bias": True}),
+    "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone4, windows": ("Exaone4", {"num_hidden_layers": 5, "sliding_window": 9, "sliding_window_pattern": 4}),
+    "ernie4_5": ("Ernie4_5", {}),
+}  # fmt: skip
+# Whose frequencies come out of factors that were rounded to fp32.
+NEARLY = ("llama3",)
+
+
+def logits(model: Path, max_tokens: int = 1, **options: Any) -> torch.Tensor:
+    """Of each row of two prompts and of what follows them."""
+    prompts = [[(7 * i + 3) % 97 for i in range(21)], [5, 96, 11]]
+    probe, _ = probed_logits(engine(model, max_model_len=64, **options), prompts, max_tokens)
+    return torch.stack([probe.found[key] for key in sorted(probe.found)])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_logits_as_from_safetensors(tmp_path: Path, name: str) -> None:
+    """To the bit where numbers are stored as they were."""
+    kind, changes = MODELS[name]
+    dtype = torch.bfloat16 if name == "qwen3" else torch.float16 if name == "mixtral" else torch.float32
+    save(tmp_path, kind, dtype, **changes)
+    stored = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16, torch.float16: Kind.F16}[dtype]
+    write_gguf(tmp_path, tmp_path / "model.gguf", kind, lambda _: stored)
+    found, expected = logits(tmp_path / "model.gguf", 3, model_impl="quire"), logits(tmp_path, 3)
+    if name in NEARLY:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    else:
+        assert torch.equal(found, expected)
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": None}
+
+
+def mixed(name: str) -> Kind:
+    """As writers mix them: values and the tables in more bits."""
+    return Kind.Q8_0 if "attn_v" in name or name in ("token_embd.weight", "output.weight") else Kind.Q4_0
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "mixtral", "gpt2", "gemma3", "phi3"])
+def test_quantised_tensors_are_multiplied_as_they_stand(tmp_path: Path, name: str) -> None:
+    """Against the same model with what its tensors mean."""
+    kind, changes = {
+        "llama": ("Llama", WIDE),
+        "llama, tied": ("Llama", WIDE | {"tie_word_embeddings": True}),
+        "mixtral": ("Mixtral", WIDE),
+        "gpt2": ("GPT2", {"n_embd": 64, "n_head": 4}),
+        "gemma3": ("Gemma3", WIDE | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 9}),
+        "phi3": ("Phi3", {"hidden_size": 96, "intermediate_size": 96}),
+    }[name]
+    save(tmp_path, kind, **changes)
+    meant = write_gguf(tmp_path, tmp_path / "model.gguf", kind, mixed)
+    write_gguf(tmp_path, tmp_path / "meant.gguf", kind, numbers=meant)
+    expected = logits(tmp_path / "meant.gguf")
+    exact = logits(tmp_path / "model.gguf", dtype="float32", quantization_activations="bf16")
+    torch.testing.assert_close(exact, expected, rtol=1e-5, atol=1e-5)
+    found = logits(tmp_path / "model.gguf", dtype="float32")
+    assert not torch.equal(found, expected)
+    assert divergence(found, expected) < 0.03
+
+
+def divergence(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Kullback and Leibler's, of the distributions over the next token: the mean of all rows."""
+    p, q = expected.log_softmax(-1), found.log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())

@@ -1,0 +1,70 @@
+"""A GGUF file is a model by itself: offline, on the command line, as a server, and out of a repository."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from quire import LLM, SamplingParams
+from quire.cli import app
+from quire.errors import ModelError
+from tests.forks import Spawner
+from tests.models.gguf.writer import write_model
+from tests.server.test_serve_command import running
+
+PROMPT = [{"role": "user", "content": "import os"}]
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("gguf") / "model.gguf")
+
+
+@pytest.fixture(scope="module")
+def expected(gguf_file: Path) -> str:
+    """What the model answers, offline."""
+    with LLM(str(gguf_file), num_blocks=16) as llm:
+        [output] = llm.chat(PROMPT, GREEDY)
+        assert llm.get_tokenizer().decode(output.prompt_token_ids).endswith("import os:")
+    assert len(output.outputs[0].token_ids) == GREEDY.max_tokens
+    return output.outputs[0].text
+
+
+def test_a_server_answers_as_the_file_does_offline(gguf_file: Path, expected: str, forks: Spawner) -> None:
+    body = {"messages": PROMPT, "temperature": 0, "max_tokens": GREEDY.max_tokens}
+    with running(forks, str(gguf_file), "--num-blocks", "16") as server:
+        request = urllib.request.Request(
+            f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["choices"][0]["message"]["content"] == expected
+
+
+def test_a_file_of_a_repository(
+    gguf_file: Path, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the layout of the hub's cache, and as a directory."""
+    repository = tmp_path / "models--someone--small-GGUF"
+    snapshot = repository / "snapshots" / "abc123"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc123")
+    (snapshot / "small-Q8_0.gguf").symlink_to(gguf_file)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for place in ("someone/small-GGUF", str(snapshot)):
+        with LLM(place, gguf_file="small-Q8_0.gguf", num_blocks=16) as llm:
+            assert llm.chat(PROMPT, GREEDY)[0].outputs[0].text == expected
+    for place in ("someone/small-GGUF", str(snapshot)):
+        shown = CliRunner().invoke(app, ["info", "--model", place, "--gguf-file", "small-Q8_0.gguf"])
+        assert shown.exit_code == 0, shown.output
+        assert "gguf Q8_0" in shown.stdout
+    with pytest.raises(ModelError, match=r"has no 'other\.gguf'; of its GGUF files there are here: small"):
+        LLM(str(snapshot), gguf_file="other.gguf")
+    with pytest.raises(ModelError, match="is a file already; leave one of them out"):
+        LLM(str(gguf_file), gguf_file="small-Q8_0.gguf")

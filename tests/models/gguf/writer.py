@@ -1,0 +1,225 @@
+"""GGUF files of random models, written with llama.cpp's package as its converter writes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file
+
+from tests.models.checkpoints import save
+from tests.models.gguf.vocabularies import metadata_of
+
+ARCHITECTURES = {
+    "Llama": "llama", "Mistral": "llama", "Mixtral": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3",
+    "Qwen3Moe": "qwen3moe", "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3", "GPT2": "gpt2",
+    "Starcoder2": "starcoder2", "Granite": "granite", "Olmo2": "olmo2", "SmolLM3": "smollm3", "SeedOss": "seed_oss",
+    "Cohere": "command-r", "Cohere2": "cohere2", "Glm4": "glm4", "Exaone4": "exaone4", "Ernie4_5": "ernie4_5",
+}  # fmt: skip
+PAIRS = ("Llama", "Mistral", "Mixtral", "Granite", "SmolLM3")  # whose q and k are turned in pairs of neighbours
+FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+EXACT = ("position_embd.weight",)  # which llama.cpp leaves alone, as it does routers
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+
+
+def write_gguf(
+    directory: Path,
+    path: Path,
+    kind: str,
+    kind_of: Callable[[str], Kind] = lambda _: Kind.F32,  # of a file's matrix, by its name
+    numbers: Mapping[str, np.ndarray[Any, Any]] | None = None,  # in place of the checkpoint's
+    **metadata: Any,
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Write the checkpoint of that directory to a GGUF file; what its tensors mean, by their names in the file."""
+    config = json.loads((directory / "config.json").read_text())
+    architecture = ARCHITECTURES[kind]
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in (_metadata(kind, config) | metadata).items():
+        _add(writer, key if key.startswith(("general.", "tokenizer.")) else f"{architecture}.{key}", value)
+    meant = {}
+    for name, tensor in _tensors(directory, kind, config):
+        if numbers is not None:
+            tensor = torch.from_numpy(numbers[name])
+        wanted = Kind.F32 if tensor.dim() == 1 or name in EXACT or "gate_inp" in name else kind_of(name)
+        if wanted in FLOATS:
+            stored = tensor.to(FLOATS[wanted]).contiguous()
+            raw = stored.view(torch.uint8 if wanted is Kind.BF16 else stored.dtype).numpy()
+            writer.add_tensor(name, raw, raw_dtype=wanted)
+            meant[name] = stored.float().numpy()
+        else:
+            blocks = quantised(tensor.float().numpy(), wanted)
+            writer.add_tensor(name, blocks, raw_dtype=wanted)
+            meant[name] = gguf.quants.dequantize(blocks, wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return meant
+
+
+def write_model(path: Path) -> Path:
+    """Write a random llama of Q8_0 with a tokenizer and a chat template; the path."""
+    vocabulary = metadata_of("gpt-2") | {"tokenizer.chat_template": "{{ messages[0].content }}:"}
+    size = len(vocabulary["tokenizer.ggml.tokens"])
+    with tempfile.TemporaryDirectory() as directory:
+        save(Path(directory), vocab_size=size, hidden_size=64, num_attention_heads=4, intermediate_size=96)
+        write_gguf(Path(directory), path, "Llama", lambda _: Kind.Q8_0, **_without("general.architecture", vocabulary))
+    return path
+
+
+def _without(key: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in metadata.items() if name != key}
+
+
+def quantised(numbers: np.ndarray[Any, Any], kind: Kind) -> np.ndarray[Any, Any]:
+    """Blocks of that kind; of those that the package cannot make, random ones of about that size."""
+    try:
+        return gguf.quants.quantize(numbers, kind)
+    except NotImplementedError:
+        size, nbytes = gguf.GGML_QUANT_SIZES[kind]
+        shape = (*numbers.shape[:-1], numbers.shape[-1] // size, nbytes)
+        blocks = np.random.default_rng(len(numbers)).integers(0, 256, shape, dtype=np.uint8)
+        scales = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}[kind]
+        for at in scales:
+            half = np.full(shape[:-1], 0.2 / (32 * 16), np.float16)
+            blocks[..., at : at + 2] = half[..., None].view(np.uint8)
+        return blocks.reshape(*numbers.shape[:-1], -1)
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif value is not None:
+        writer.add_array(key, value.tolist() if isinstance(value, np.ndarray) else value)
+
+
+def _metadata(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the converter writes of a config.json."""
+
+    def first(*keys: str) -> Any:
+        return next((config[key] for key in keys if config.get(key) is not None), None)
+
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    inner = first("intermediate_size", "n_inner") or 4 * first("n_embd", "hidden_size")
+    found = {
+        "block_count": first("num_hidden_layers", "n_layer"),
+        "context_length": first("max_position_embeddings", "n_positions"),
+        "embedding_length": first("hidden_size", "n_embd"),
+        "feed_forward_length": inner,
+        "attention.head_count": first("num_attention_heads", "n_head"),
+        "attention.head_count_kv": config.get("num_key_value_heads"),
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
+        "attention.layer_norm_epsilon": first("layer_norm_epsilon", "norm_epsilon", "layer_norm_eps"),
+        "attention.key_length": config.get("head_dim"),
+        "attention.value_length": config.get("head_dim"),
+        "rope.freq_base": rope.get("rope_theta"),
+        "expert_count": first("num_local_experts", "num_experts"),
+        "expert_used_count": config.get("num_experts_per_tok"),
+        "general.file_type": 0,
+        "general.quantization_version": 2,
+    }
+    if rope.get("rope_type") in ("linear", "yarn"):
+        found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+    if rope.get("rope_type") == "yarn":
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        found |= {f"rope.scaling.yarn_{key}": rope[key] for key in ("beta_fast", "beta_slow") if rope.get(key)}
+    if kind in ("Llama", "Mistral", "Mixtral", "Granite", "SmolLM3"):
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        found |= {"vocab_size": config["vocab_size"], "rope.dimension_count": head_dim}
+    if kind == "Granite":
+        scales = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
+        scales |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
+        found |= {theirs: float(config[ours]) for theirs, ours in scales.items()}
+    if kind == "Gemma2":
+        found |= {key: config[key] for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+        found |= {"attention.sliding_window": config["sliding_window"]}
+        found.pop("rope.freq_base")
+    if kind == "Gemma3":
+        found |= {"attention.sliding_window": config["sliding_window"]}
+        found["rope.freq_base_swa"] = config["rope_parameters"]["sliding_attention"]["rope_theta"]
+    if kind in ("Cohere", "Cohere2"):
+        found |= {"logit_scale": float(config["logit_scale"]), "rope.scaling.type": "none"}
+        found |= {"vocab_size": config["vocab_size"], "rope.dimension_count": 16}
+    if kind == "Glm4":
+        found["rope.dimension_count"] = int(config["head_dim"] * rope["partial_rotary_factor"])
+    if kind in ("Cohere2", "Exaone4"):
+        found["attention.sliding_window"] = config["sliding_window"]
+    if kind == "Exaone4" and config["sliding_window"]:
+        found["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
+    if kind == "Phi3":
+        share = rope.get("partial_rotary_factor", 1.0)
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        found |= {
+            "rope.dimension_count": int(share * config["hidden_size"]) // config["num_attention_heads"],
+            "attention.sliding_window": config.get("sliding_window") or 0,
+            "rope.scaling.original_context_length": config["original_max_position_embeddings"],
+        }
+    if kind == "Qwen3Moe":
+        found["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _tensors(directory: Path, kind: str, config: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A file's tensors, by their names there."""
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[kind])
+    names = gguf.get_tensor_name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
+    experts: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if match := EXPERT.fullmatch(name):
+            experts.setdefault(f"{match[1]}.{match[3]}", []).append(tensor)
+            continue
+        yield _name(names, name), _changed(kind, name, tensor, config)
+    for name, parts in experts.items():
+        yield _name(names, name), torch.stack(parts)
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        yield "rope_freqs.weight", _llama3_factors(config, rope)
+    for side in ("long", "short"):
+        if rope.get(f"{side}_factor"):
+            yield f"rope_factors_{side}.weight", torch.tensor(rope[f"{side}_factor"])
+
+
+def _name(names: gguf.TensorNameMap, theirs: str) -> str:
+    found = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+    assert found is not None, theirs
+    return found
+
+
+def _changed(kind: str, name: str, tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
+    if kind in PAIRS and re.search(r"[qk]_proj\.", name):
+        heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+        halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
+        return halves.swapaxes(1, 2).reshape(tensor.shape)
+    if kind in ("Gemma2", "Gemma3") and name.endswith("norm.weight"):
+        return tensor.float() + 1
+    if kind == "GPT2" and re.search(r"c_(attn|proj|fc)\.weight", name):
+        return tensor.T
+    return tensor
+
+
+def _llama3_factors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> torch.Tensor:
+    """By how much each frequency is divided (Llama 3.1)."""
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    factors = []
+    for i in range(0, dim, 2):
+        turns = rope["original_max_position_embeddings"] * rope["rope_theta"] ** (-i / dim) / (2 * math.pi)
+        keep = min(max((turns - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - keep) / rope["factor"] + keep))
+    return torch.tensor(factors)
