@@ -135,6 +135,7 @@ def test_what_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (ModelError, r"experts\.gate_up_proj\[0\] is one of several experts in a tensor", experts, "int4"),
         (ModelError, r"down_proj\.weight has 200 inputs, which groups of 32, 64, 128 do not divide", odd, "int4"),
         (ModelError, "holds no config.json", tmp_path, "int4"),
+        (ModelError, "no directory; take the one", odd / "config.json", "int4"),
     ):
         with pytest.raises(error, match=match):
             convert(source, out, quantization)

@@ -67,6 +67,8 @@ class _Source:
     """A checkpoint, and what becomes of its tensors."""
 
     def __init__(self, directory: Path, quantization: str) -> None:
+        if not directory.is_dir():
+            raise ModelError(f"{directory} is no directory; take the one of the checkpoint that the file was made from")
         choice = choose(directory)
         if choice.scheme is not None:
             raise ModelError(
