@@ -132,7 +132,7 @@ class TestRace:
         assert single.read == [50.0] * 2
         assert one.versions == dict.fromkeys(commands, "1.2")
 
-    @pytest.mark.parametrize(("quantization", "passed"), [(None, ""), ("int4", " int4"), ("awq", "")])
+    @pytest.mark.parametrize(("quantization", "passed"), [(None, ""), ("int4", " int4"), ("awq", ""), ("q4_0", "")])
     def test_engines_round_what_is_not_rounded(self, tmp_path: Path, quantization: str | None, passed: str) -> None:
         cases = [Case("single", "small", {}, quantization=quantization)]
         race(tmp_path, {"quire": fake("quire", tmp_path / "said")}, cases, runs=1, warmup=0)
@@ -221,6 +221,10 @@ class TestProgram:
         options = program.arguments(given.split())
         assert [case.variant for case in options.cases] == ["llama1b int4", "llama1b awq"]
         assert options.pythons == {"mistralrs": Path(sys.executable)}
+        of_one_file = f"--models {tmp_path} --quantization q4_k_m --workloads prefill"
+        assert program.arguments(of_one_file.split()).cases == []  # llama.cpp's quantiser writes it
+        [case] = program.arguments([*of_one_file.split(), "--llama-cpp", sys.executable]).cases
+        assert (case.variant, case.engines) == ("llama1b q4_k_m", {"quire", "llama-cpp"})
 
     @pytest.mark.parametrize(
         ("given", "told"),
@@ -253,18 +257,22 @@ def test_each_engine_has_the_checkpoint_of_its_own_rounding(tmp_path: Path, monk
         next(Path(part) for part in commands[-1] if part.endswith(".part")).touch()
 
     monkeypatch.setattr(subprocess, "run", run)
-    case, python = Case("single", "small", {}, quantization="int4"), tmp_path / "python"
+    case, pythons = Case("single", "small", {}, quantization="int4"), dict.fromkeys(ENGINES, tmp_path / "python")
     made = {
-        engine: program.converted(engine, python, case, checkpoint, tmp_path)
+        engine: program.converted(engine, pythons, case, checkpoint, tmp_path)
         for engine in ("quire", "openvino", "openvino-dynamic", "llama-cpp", "llama-cpp-k")
     }
     assert made["quire"] == checkpoint
     assert made["openvino"] == made["openvino-dynamic"] == tmp_path / "converted" / "small-openvino-int4"
-    assert made["llama-cpp"].name == "small-llama-cpp-q4_0"
-    assert made["llama-cpp-k"].name == "small-llama-cpp-q4_k_m"
+    assert made["llama-cpp"].name == "small-llama-cpp-q4_0.gguf"
+    assert made["llama-cpp-k"].name == "small-llama-cpp-q4_k_m.gguf"
     assert len(commands) == 4  # the export, the 16-bit file, and two that are rounded
     assert "--group-size 64" in " ".join(commands[0])
     assert [command[-1] for command in commands[2:]] == ["q4_0", "q4_k_m"]
+    of_one_file = Case("single", "small", {}, quantization="q4_0")
+    assert {
+        program.converted(engine, pythons, of_one_file, checkpoint, tmp_path) for engine in ("quire", "llama-cpp")
+    } == {made["llama-cpp"]}
 
 
 def test_all_engines_have_one_awq_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +285,7 @@ def test_all_engines_have_one_awq_checkpoint(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(subprocess, "run", run)
     case = Case("single", "small", {}, quantization="awq")
     made = {
-        program.converted(engine, tmp_path / "python", case, tmp_path / "small", tmp_path)
+        program.converted(engine, dict.fromkeys(ENGINES, tmp_path / "python"), case, tmp_path / "small", tmp_path)
         for engine in ("quire", "vllm", "vllm-w4a8")
     }
     assert made == {tmp_path / "converted" / "small-awq"}

@@ -27,6 +27,7 @@ from tests.models.checkpoints import save
         ("mixed", 48, 13_424, 3_956),
         ("decode", 32, 32 * 16, 32 * 128),
         ("single", 1, 16, 128),
+        ("prefill", 1, 512, 1),
         ("prefix", 32, 32 * 1088, 32 * 32),
     ],
 )
@@ -44,6 +45,7 @@ DIGESTS = {
     "mixed": "2f559a964df5fe18",
     "decode": "18d57884a9de2a0c",
     "single": "ed4f14df7c8ed760",
+    "prefill": "bba24a0b1149a132",
     "prefix": "e6430e9e615346b9",
 }
 

@@ -25,6 +25,7 @@ WORKLOADS: dict[str, tuple[list[tuple[int, int]], int]] = {
     "mixed": (_mixed(), 0),
     "decode": ([(16, 128)] * 32, 0),  # the steady state of decoding
     "single": ([(16, 128)], 0),  # one stream
+    "prefill": ([(512, 1)], 0),  # one prompt, to its first token
     "prefix": ([(1088, 32)] * 32, 1024),  # 32 users of one system prompt
 }
 

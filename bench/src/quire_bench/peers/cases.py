@@ -9,6 +9,7 @@ from typing import NamedTuple
 from quire.engine.workloads import WORKLOADS
 from quire_bench.workloads import Workload, workload
 
+GGUF = ("q8_0", "q4_0", "q4_k_m")  # kinds of files that llama.cpp's quantiser writes
 READY = "ready"  # the workload that takes a fresh process each time, to the first token
 
 
@@ -47,7 +48,7 @@ class Case:
     model: str
     peers: Mapping[str, float | None]
     weights_read: float | None = None  # the share of the read bandwidth at which Quire is to read the weights
-    quantization: str | None = None  # of all engines' weights: int8, int4, or awq, the same checkpoint for all
+    quantization: str | None = None  # of all engines' weights: int8, int4; of one checkpoint for all: awq, GGUF
 
     @property
     def variant(self) -> str:
@@ -57,7 +58,7 @@ class Case:
     @property
     def at_load(self) -> str | None:
         """How engines that round by themselves do it while they load a checkpoint."""
-        return None if self.quantization == "awq" else self.quantization
+        return None if self.quantization in ("awq", *GGUF) else self.quantization
 
     @property
     def engines(self) -> set[str]:
@@ -124,5 +125,11 @@ CASES = (
         Case(work, model, {"vllm": target, "vllm-w4a8": target}, quantization="awq")
         for model in ("llama1b", "smol135")
         for work, target in (("single", None), ("decode", 1.5))
+    ),
+    *(
+        Case(work, model, {"llama-cpp": target}, quantization=kind)
+        for model in ("llama1b", "smol135")
+        for kind, single in zip(GGUF, (1.1, 1.2, 1.3), strict=True)
+        for work, target in (("single", single), ("prefill", 2.0), ("decode", 3.0), (READY, None))
     ),
 )

@@ -65,7 +65,8 @@ class Race:
 
     def _alternate(self, case: Case, runs: Mapping[str, Run], failures: Mapping[str, str]) -> Result:
         engines = [engine for engine in self.commands if engine in case.engines]
-        weights = self.checkpoints["quire", case.variant].glob("*.safetensors")
+        checkpoint = self.checkpoints["quire", case.variant]
+        weights = [checkpoint] if checkpoint.is_file() else checkpoint.glob("*.safetensors")
         result = Result(
             case,
             weight_bytes=sum(path.stat().st_size for path in weights),

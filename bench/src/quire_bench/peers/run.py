@@ -5,9 +5,10 @@
 
 DIR has checkpoints that `python -m quire_bench.peers.make_models DIR` wrote; PYTHON is the interpreter of an engine's
 environment, of which its runner says more. Where `--quantization` is int8 or int4, each engine rounds the model in its
-own way; where it is awq, all have one checkpoint, which `make_awq` writes. Each engine has a process of its own, which
-is asked to run and stopped while others do, because idle engines spin. What the memory reads and what a bf16 product
-reaches is measured between the runs.
+own way; where it is awq, all have one checkpoint, which `make_awq` writes; where it is a kind of GGUF file, Quire and
+llama.cpp have one file, which llama.cpp's quantiser writes. Each engine has a process of its own, which is asked to run
+and stopped while others do, because idle engines spin. What the memory reads and what a bf16 product reaches is
+measured between the runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from quire_bench.peers.cases import CASES, ENGINES, PEERS, Case
+from quire_bench.peers.cases import CASES, ENGINES, GGUF, PEERS, Case
 from quire_bench.peers.process import runners_in
 from quire_bench.peers.race import Race, Rates, note
 from quire_bench.peers.result import COLUMNS, Result, line, short
@@ -33,8 +34,11 @@ from quire_bench.proc import cpu_flags, num_cores, processor
 from quire_bench.tables import markdown_rule
 
 
-def converted(engine: str, python: Path, case: Case, checkpoint: Path, folder: Path) -> Path:
+def converted(engine: str, pythons: Mapping[str, Path], case: Case, checkpoint: Path, folder: Path) -> Path:
     """The case's checkpoint as the engine wants it, made if it is not there yet. folder: from `runners_in`."""
+    python = pythons[engine]
+    if case.quantization in GGUF:
+        return _gguf(pythons["llama-cpp"], checkpoint, folder, case.quantization)
     if case.quantization == "awq":
         return _made(checkpoint, "awq", [sys.executable, "-m", "quire_bench.peers.make_awq", checkpoint], folder)
     environment = ENGINES[engine].environment or engine
@@ -46,14 +50,19 @@ def converted(engine: str, python: Path, case: Case, checkpoint: Path, folder: P
         name = "openvino" if case.quantization is None else f"openvino-{case.quantization}"
         return _made(checkpoint, name, [python.with_name("optimum-cli"), *export], folder)
     if environment == "llama-cpp":
-        to_gguf = [str(python), "-m", "quire_bench.peers.runners.to_gguf", str(checkpoint)]
-        plain = _made(checkpoint, "llama-cpp", to_gguf, folder)
-        if case.quantization is None:
-            return plain
-        kind = {"int8": "q8_0", "int4": "q4_k_m" if engine == "llama-cpp-k" else "q4_0"}[case.quantization]
-        quantize = [str(python), "-m", "quire_bench.peers.runners.quantize_gguf", str(plain)]
-        return _made(checkpoint, f"llama-cpp-{kind}", quantize, folder, kind)
+        kinds = {None: None, "int8": "q8_0", "int4": "q4_k_m" if engine == "llama-cpp-k" else "q4_0"}
+        return _gguf(python, checkpoint, folder, kinds[case.quantization])
     return checkpoint
+
+
+def _gguf(python: Path, checkpoint: Path, folder: Path, kind: str | None) -> Path:
+    """The checkpoint as a GGUF file of that kind, in bf16 where it is None. python: of llama.cpp's environment."""
+    to_gguf = [str(python), "-m", "quire_bench.peers.runners.to_gguf", str(checkpoint)]
+    plain = _made(checkpoint, "llama-cpp.gguf", to_gguf, folder)
+    if kind is None:
+        return plain
+    quantize = [str(python), "-m", "quire_bench.peers.runners.quantize_gguf", str(plain)]
+    return _made(checkpoint, f"llama-cpp-{kind}.gguf", quantize, folder, kind)
 
 
 def _made(checkpoint: Path, name: str, command: Sequence[str | Path], folder: Path, *after: str) -> Path:
@@ -145,7 +154,11 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--models is {options.models}; it has none of {', '.join(models)}")
     for model in missing:
         note(f"{options.models} has no {model}, so nothing is measured on it")
-    options.cases = [case for case in wanted if case.model not in missing]
+    options.cases = [
+        case
+        for case in wanted
+        if case.model not in missing and (case.quantization not in GGUF or "llama-cpp" in options.pythons)
+    ]
     return options
 
 
@@ -174,8 +187,8 @@ def main(given: Sequence[str] | None = None) -> int:
     with TemporaryDirectory() as made:
         folder = runners_in(Path(made))
         checkpoints = {
-            (engine, case.variant): converted(engine, python, case, options.models / case.model, folder)
-            for engine, python in pythons.items()
+            (engine, case.variant): converted(engine, pythons, case, options.models / case.model, folder)
+            for engine in pythons
             for case in options.cases
             if engine in case.engines
         }
