@@ -13,7 +13,8 @@ from quire import LLM, SamplingParams
 from quire.cli import app
 from quire.errors import ModelError
 from tests.forks import Spawner
-from tests.models.gguf.writer import write_model
+from tests.models.checkpoints import save
+from tests.models.gguf.writer import write_gguf, write_model
 from tests.server.test_serve_command import running
 
 PROMPT = [{"role": "user", "content": "import os"}]
@@ -43,6 +44,14 @@ def test_a_server_answers_as_the_file_does_offline(gguf_file: Path, expected: st
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert json.load(answer)["choices"][0]["message"]["content"] == expected
+
+
+@pytest.mark.parametrize("word", ["none", "no_vocab"])
+def test_a_file_without_a_vocabulary_takes_tokens(tmp_path: Path, word: str) -> None:
+    save(tmp_path, "Llama")
+    write_gguf(tmp_path, tmp_path / "model.gguf", "Llama", **{"tokenizer.ggml.model": word})
+    with LLM(str(tmp_path / "model.gguf"), num_blocks=16) as llm:
+        assert len(llm.generate([[3, 5, 7]], GREEDY)[0].outputs[0].token_ids) == GREEDY.max_tokens
 
 
 def test_a_file_of_a_repository(

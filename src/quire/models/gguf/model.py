@@ -22,7 +22,7 @@ from quire.models.template import default_template
 from quire.models.text_part import TextPart
 
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-NO_VOCABULARY = "no_vocab"  # a converter's word for it
+NO_VOCABULARY = ("no_vocab", "none")  # converters' words for it
 VERSION = 2  # of quantised blocks: before, some had other layouts
 
 
@@ -42,8 +42,8 @@ class GgufModel:
     @cached_property
     def _vocabulary(self) -> Vocabulary | None:
         """None where there is none."""
-        model = self.file.metadata.get("tokenizer.ggml.model", NO_VOCABULARY)
-        return None if model == NO_VOCABULARY else Vocabulary(self.path, self.file.metadata)
+        model = self.file.metadata.get("tokenizer.ggml.model", "none")
+        return None if model in NO_VOCABULARY else Vocabulary(self.path, self.file.metadata)
 
     @cached_property
     def _places(self) -> Mapping[str, Place]:
