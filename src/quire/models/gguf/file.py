@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.models.gguf.blocks import FLOATS, FORMATS
+from quire.ops.gguf_blocks import FLOATS, FORMATS
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.models.gguf.architectures import Place, architecture_of
-from quire.models.gguf.blocks import FLOATS
 from quire.models.gguf.file import GgufFile, TensorInfo
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.vocabulary import Vocabulary
 from quire.models.template import default_template
 from quire.models.text_part import TextPart
+from quire.ops.gguf_blocks import FLOATS
 
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 NO_VOCABULARY = ("no_vocab", "none")  # converters' words for it

@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 
 from quire.errors import QuireError
-from quire.models.gguf.blocks import weight_of
 from quire.models.gguf.file import BLOCKS
 from quire.models.quantisation.module import Form, Module
+from quire.ops.gguf_blocks import weight_of
 from quire.ops.quantised import QuantisedWeight
 
 KIND = "blocks"  # of a quantised tensor in our names, which else is a "weight"

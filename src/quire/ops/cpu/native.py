@@ -388,6 +388,7 @@ class Library:
     num_phases: Callable[..., int]
     num_parts: Callable[..., int]
     copy_blocks: Callable[..., None]
+    read_blocks: Callable[..., None]
 
     def __call__(self, kernel: str, *arguments: object) -> Any:
         """Run a kernel on torch's threads."""
@@ -474,6 +475,7 @@ def load(isa: str | None = None, path: Path | None = None) -> Library:
         num_phases=entry("num_phases", c_int32, c_void_p),
         num_parts=entry("num_parts", c_int32, c_void_p),
         copy_blocks=entry("copy_blocks", None, _P, _P, _L, _L, _L, _L, _L, _L, _P, _P, _L),
+        read_blocks=entry("read_blocks", None, _P, _I, _P, _L, _L, _L, _P, _P, _P, _P, _P),
     )
 
 

@@ -10,7 +10,8 @@ from gguf import quants
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
-from quire.models.gguf.blocks import FLOATS, FORMATS, row_bytes, weight_of
+from quire.ops.cpu import native
+from quire.ops.gguf_blocks import FLOATS, FORMATS, row_bytes, weight_of
 from quire.ops.linear import Linears
 from quire.ops.quantised import QuantisedWeight
 
@@ -34,10 +35,16 @@ def random_blocks(kind: str, rows: int, in_size: int, seed: int = 0, scales: tup
     return torch.from_numpy(blocks.reshape(rows, -1))
 
 
+@pytest.mark.parametrize("reader", ["native", "torch"])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_numbers_are_those_of_the_format(kind):
-    for rows, in_size in ((1, 256), (37, 768), (5, 2048)):
+def test_numbers_are_those_of_the_format(kind, reader, monkeypatch):
+    if reader == "torch":
+        monkeypatch.setattr(native, "unavailable", lambda: "it is to be read without the library")
+    elif reason := native.unavailable():
+        pytest.skip(reason)
+    for rows, in_size, apart in ((1, 256, 0), (37, 768, 0), (5, 2048, 3)):
         blocks = random_blocks(kind, rows, in_size, seed=rows)
+        blocks = torch.cat([torch.full((rows, apart), 255, dtype=torch.uint8), blocks], 1)[:, apart:]
         weight = weight_of(kind, blocks, in_size, torch.float32)
         expected = quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
         assert isinstance(weight, QuantisedWeight)

@@ -2,7 +2,7 @@
 
 A row is blocks of 32 or 256 inputs, each with its integers and their scales; the formats are llama.cpp's
 (ggml/src/ggml-common.h). Integers, scales, minimums and sub-scales become those of a `QuantisedWeight`: nothing is
-rounded.
+rounded. The native library reads them where there is one (csrc/blocks.cpp), torch's operators elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, Unsupported
-from quire.ops.quantised import ACTIVATION_GROUP, BLOCK, SUPER_BLOCK, QuantisedWeight
+from quire.ops.cpu import native
+from quire.ops.memory import mapped
+from quire.ops.quantised import ACTIVATION_GROUP, BLOCK, SUB_SIZES, SUPER_BLOCK, QuantisedWeight
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -24,8 +26,8 @@ class Parts:
     """What blocks hold. Those of a block stand in one row."""
 
     values: Tensor  # uint8 [N, inputs]
-    scales: Tensor  # uint8 [N, 2], an fp16 number each
-    minimums: Tensor | None = None  # the same
+    scales: Tensor  # fp16 [N, 1]
+    minimums: Tensor | None = None  # the same, added
     sub_scales: Tensor | None = None  # int8 [N, inputs / 16 or inputs / 32]
     sub_minimums: Tensor | None = None  # int8 [N, inputs / 32]
 
@@ -38,6 +40,22 @@ class Format:
     nbytes: int
     bits: int
     read: Callable[[Tensor], Parts]  # of uint8 [N, nbytes]
+    has_minimums: bool = False
+
+    def room(self, count: int) -> Parts:
+        """Memory for the parts of so many blocks."""
+        subs = self.inputs // SUB_SIZES[self.bits] if self.inputs == SUPER_BLOCK else 0
+
+        def sub_scales() -> Tensor:
+            return torch.empty(count, subs, dtype=torch.int8)
+
+        return Parts(
+            mapped((count, self.inputs), torch.uint8),
+            torch.empty(count, 1, dtype=torch.float16),
+            torch.empty(count, 1, dtype=torch.float16) if self.has_minimums else None,
+            sub_scales() if subs else None,
+            sub_scales() if subs and self.has_minimums else None,
+        )
 
 
 def weight_of(
@@ -61,25 +79,41 @@ def weight_of(
     if kind in FLOATS:
         return _numbers(blocks, FLOATS[kind]).to(dtype)
     form = FORMATS[kind]
-    rows = len(blocks)
-    parts = form.read(blocks.reshape(-1, form.nbytes))
+    parts = (_read_by_torch if native.unavailable() else _read_natively)(kind, blocks)
 
     def by_row(part: Tensor | None) -> Tensor | None:
-        return None if part is None else part.reshape(rows, -1)
+        return None if part is None else part.view(len(blocks), -1)
 
-    minimums = None if parts.minimums is None else _numbers(parts.minimums, torch.float16).view(rows, -1)
     return QuantisedWeight(
-        parts.values.reshape(rows, in_size),
-        _numbers(parts.scales, torch.float16).view(rows, -1),
+        parts.values.view(len(blocks), in_size),
+        parts.scales.view(len(blocks), -1),
         None,
         form.bits,
         form.inputs,
         dtype,
         activation_group=BLOCK if form.inputs == BLOCK else ACTIVATION_GROUP,
-        minimums=minimums if parts.sub_minimums is None or minimums is None else -minimums,
+        minimums=by_row(parts.minimums),
         sub_scales=by_row(parts.sub_scales),
         sub_minimums=by_row(parts.sub_minimums),
     )
+
+
+def _read_natively(kind: str, blocks: Tensor) -> Parts:
+    form, library = FORMATS[kind], native.default()
+    if blocks.stride(1) != 1:
+        blocks = blocks.contiguous()
+    count = blocks.shape[1] // form.nbytes  # of a row
+    parts = form.room(len(blocks) * count)
+    places = (None if part is None else part.data_ptr() for part in vars(parts).values())
+    number, in_size = list(FORMATS).index(kind), count * form.inputs
+    library.read_blocks(
+        library.parallel_for, number, blocks.data_ptr(), blocks.stride(0), len(blocks), in_size, *places
+    )
+    return parts
+
+
+def _read_by_torch(kind: str, blocks: Tensor) -> Parts:
+    return FORMATS[kind].read(blocks.reshape(-1, FORMATS[kind].nbytes))
 
 
 def row_bytes(kind: str, in_size: int) -> int:
@@ -100,6 +134,11 @@ def _numbers(stored: Tensor, dtype: torch.dtype) -> Tensor:
     return stored.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
+def _half(stored: Tensor) -> Tensor:
+    """Two bytes as an fp16 number: of [N, 2], [N, 1]."""
+    return _numbers(stored, torch.float16)
+
+
 def _halves(stored: Tensor) -> Tensor:
     """The lower four bits of all bytes of a row, then the upper ones: of [..., n], [..., 2 n]."""
     return torch.cat([stored & 15, stored >> 4], -1)
@@ -111,36 +150,38 @@ def _bits_of(stored: Tensor) -> Tensor:
 
 
 def _q8_0(blocks: Tensor) -> Parts:
-    return Parts(blocks[:, 2:] ^ 128, blocks[:, :2])
+    return Parts(blocks[:, 2:] ^ 128, _half(blocks[:, :2]))
 
 
 def _q4_0(blocks: Tensor) -> Parts:
-    return Parts(_halves(blocks[:, 2:]), blocks[:, :2])
+    return Parts(_halves(blocks[:, 2:]), _half(blocks[:, :2]))
 
 
 def _q4_1(blocks: Tensor) -> Parts:
-    return Parts(_halves(blocks[:, 4:]), blocks[:, :2], blocks[:, 2:4])
+    return Parts(_halves(blocks[:, 4:]), _half(blocks[:, :2]), _half(blocks[:, 2:4]))
 
 
 def _q5_0(blocks: Tensor) -> Parts:
-    return Parts(_halves(blocks[:, 6:]) | _bits_of(blocks[:, 2:6]) << 4, blocks[:, :2])
+    return Parts(_halves(blocks[:, 6:]) | _bits_of(blocks[:, 2:6]) << 4, _half(blocks[:, :2]))
 
 
 def _q5_1(blocks: Tensor) -> Parts:
-    return Parts(_halves(blocks[:, 8:]) | _bits_of(blocks[:, 4:8]) << 4, blocks[:, :2], blocks[:, 2:4])
+    return Parts(_halves(blocks[:, 8:]) | _bits_of(blocks[:, 4:8]) << 4, _half(blocks[:, :2]), _half(blocks[:, 2:4]))
 
 
 def _q4_k(blocks: Tensor) -> Parts:
     # 32 bytes have 64 inputs.
     values = _halves(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1)
-    return Parts(values, blocks[:, :2], blocks[:, 2:4], *_sub_scales(blocks[:, 4:16]))
+    return Parts(values, _half(blocks[:, :2]), -_half(blocks[:, 2:4]), *_sub_scales(blocks[:, 4:16]))
 
 
 def _q5_k(blocks: Tensor) -> Parts:
     # Bit i of byte k is the highest one of input 32 i + k.
     values = _halves(blocks[:, 48:].reshape(-1, 4, 32)).flatten(1)
     highest = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
-    return Parts(values | highest.flatten(1) << 4, blocks[:, :2], blocks[:, 2:4], *_sub_scales(blocks[:, 4:16]))
+    return Parts(
+        values | highest.flatten(1) << 4, _half(blocks[:, :2]), -_half(blocks[:, 2:4]), *_sub_scales(blocks[:, 4:16])
+    )
 
 
 def _sub_scales(stored: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,16 +204,16 @@ def _q6_k(blocks: Tensor) -> Parts:
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3).flatten(2)
     sub_scales = blocks[:, 192:208].contiguous().view(torch.int8)
-    return Parts((low | high << 4).flatten(1), blocks[:, 208:210], sub_scales=sub_scales)
+    return Parts((low | high << 4).flatten(1), _half(blocks[:, 208:210]), sub_scales=sub_scales)
 
 
-FORMATS = {
+FORMATS = {  # in the order of csrc/blocks.cpp
     "Q8_0": Format(BLOCK, 34, 8, _q8_0),
     "Q4_0": Format(BLOCK, 18, 4, _q4_0),
-    "Q4_1": Format(BLOCK, 20, 4, _q4_1),
+    "Q4_1": Format(BLOCK, 20, 4, _q4_1, has_minimums=True),
     "Q5_0": Format(BLOCK, 22, 5, _q5_0),
-    "Q5_1": Format(BLOCK, 24, 5, _q5_1),
-    "Q4_K": Format(SUPER_BLOCK, 144, 4, _q4_k),
-    "Q5_K": Format(SUPER_BLOCK, 176, 5, _q5_k),
+    "Q5_1": Format(BLOCK, 24, 5, _q5_1, has_minimums=True),
+    "Q4_K": Format(SUPER_BLOCK, 144, 4, _q4_k, has_minimums=True),
+    "Q5_K": Format(SUPER_BLOCK, 176, 5, _q5_k, has_minimums=True),
     "Q6_K": Format(SUPER_BLOCK, 210, 6, _q6_k),
 }

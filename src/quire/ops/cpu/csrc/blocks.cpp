@@ -1,0 +1,122 @@
+// GGUF's blocks as the tensors of a quantised weight: plain moves of bits, the same on every ISA. The formats are llama.cpp's
+// (ggml/src/ggml-common.h); quire/ops/gguf_blocks.py reads them by torch's operators.
+
+#include <cstring>
+
+#include "parallel.h"
+#include "params.h"
+
+namespace {
+
+// Where parts go: those of all blocks, or of one. Null: there are none.
+struct Places {
+    uint8_t* values;
+    uint16_t* scales;
+    uint16_t* minimums;
+    int8_t* sub_scales;
+    int8_t* sub_minimums;
+};
+
+template <class T>
+T* at(T* first, int64_t n) {
+    return first ? first + n : first;
+}
+
+uint16_t half(const uint8_t* from) {
+    uint16_t bits;
+    memcpy(&bits, from, sizeof bits);
+    return bits;
+}
+
+// The lower four bits of N bytes, then the upper ones.
+template <int N>
+void halves(const uint8_t* from, uint8_t* to) {
+    for (int i = 0; i < N; i++) to[i] = from[i] & 15, to[N + i] = from[i] >> 4;
+}
+
+// Of 32 numbers the fifth bit, each in one of 32.
+void fifth_bits(const uint8_t* from, uint8_t* to) {
+    uint32_t bits;
+    memcpy(&bits, from, sizeof bits);
+    for (int i = 0; i < 32; i++) to[i] |= (uint8_t)((bits >> i & 1) << 4);
+}
+
+// Blocks of 32 inputs: scale, minimum if there is one, fifth bits if there are, and the lower four.
+template <bool HAS_MINIMUM, bool HAS_FIFTH>
+struct Small {
+    static constexpr int INPUTS = 32, SUBS = 0, BYTES = 18 + 2 * HAS_MINIMUM + 4 * HAS_FIFTH;
+    static void read(const uint8_t* from, const Places& to) {
+        *to.scales = half(from), from += 2;
+        if constexpr (HAS_MINIMUM) *to.minimums = half(from), from += 2;
+        halves<16>(from + 4 * HAS_FIFTH, to.values);
+        if constexpr (HAS_FIFTH) fifth_bits(from, to.values);
+    }
+};
+
+struct Q8_0 {
+    static constexpr int INPUTS = 32, SUBS = 0, BYTES = 34;
+    static void read(const uint8_t* from, const Places& to) {
+        *to.scales = half(from);
+        for (int i = 0; i < INPUTS; i++) to.values[i] = from[2 + i] ^ 128;
+    }
+};
+
+// Blocks of 256 inputs with eight scales and minimums of 6 bits: the first four of each have a byte, the last four have halves
+// of the third word and the two bits that are left in those bytes.
+template <bool HAS_FIFTH>
+struct Large {
+    static constexpr int INPUTS = 256, SUBS = 8, BYTES = 144 + 32 * HAS_FIFTH;
+    static void read(const uint8_t* from, const Places& to) {
+        *to.scales = half(from);
+        *to.minimums = half(from + 2) ^ 0x8000;  // it is subtracted
+        const uint8_t *scales = from + 4, *minimums = from + 8, *low = from + 12;
+        for (int i = 0; i < 4; i++) {
+            to.sub_scales[i] = scales[i] & 63, to.sub_minimums[i] = minimums[i] & 63;
+            to.sub_scales[4 + i] = (int8_t)((low[i] & 15) | scales[i] >> 6 << 4);
+            to.sub_minimums[4 + i] = (int8_t)(low[i] >> 4 | minimums[i] >> 6 << 4);
+        }
+        for (int i = 0; i < 4; i++) halves<32>(from + 16 + 32 * HAS_FIFTH + 32 * i, to.values + 64 * i);
+        if constexpr (HAS_FIFTH)
+            for (int i = 0; i < INPUTS; i++) to.values[i] |= (uint8_t)((from[16 + i % 32] >> i / 32 & 1) << 4);
+    }
+};
+
+// Of 128 inputs there are 64 bytes of lower bits, 64 inputs in the lower halves, and 32 bytes of upper ones.
+struct Q6_K {
+    static constexpr int INPUTS = 256, SUBS = 16, BYTES = 210;
+    static void read(const uint8_t* from, const Places& to) {
+        for (int part = 0; part < 2; part++) {
+            uint8_t* values = to.values + 128 * part;
+            halves<64>(from + 64 * part, values);
+            for (int i = 0; i < 128; i++) values[i] |= (uint8_t)((from[128 + 32 * part + i % 32] >> i / 32 * 2 & 3) << 4);
+        }
+        memcpy(to.sub_scales, from + 192, 16);
+        *to.scales = half(from + 208);
+    }
+};
+
+template <class Format>
+void read(ParallelFor parallel_for, const uint8_t* blocks, int64_t stride, int64_t rows, int64_t in_size, const Places& to) {
+    const int64_t count = in_size / Format::INPUTS;
+    parallel(parallel_for, rows, rows_a_thread(in_size), [&](int64_t row) {
+        for (int64_t b = 0, n = row * count; b < count; b++, n++)
+            Format::read(
+                blocks + row * stride + b * Format::BYTES,
+                {to.values + n * Format::INPUTS, to.scales + n, at(to.minimums, n), at(to.sub_scales, n * Format::SUBS),
+                 at(to.sub_minimums, n * Format::SUBS)});
+    });
+}
+
+using Read = void (*)(ParallelFor, const uint8_t*, int64_t, int64_t, int64_t, const Places&);
+
+}  // namespace
+
+// Rows of blocks, `stride` bytes apart. kind: the place in FORMATS of quire/ops/gguf_blocks.py.
+extern "C" QUIRE_EXPORT void quire_read_blocks(
+    ParallelFor parallel_for, int32_t kind, const uint8_t* blocks, int64_t stride, int64_t rows, int64_t in_size,
+    uint8_t* values, uint16_t* scales, uint16_t* minimums, int8_t* sub_scales, int8_t* sub_minimums) {
+    static constexpr Read READ[] = {
+        read<Q8_0>, read<Small<false, false>>, read<Small<true, false>>, read<Small<false, true>>, read<Small<true, true>>,
+        read<Large<false>>, read<Large<true>>, read<Q6_K>};
+    READ[kind](parallel_for, blocks, stride, rows, in_size, {values, scales, minimums, sub_scales, sub_minimums});
+}
