@@ -89,7 +89,7 @@ sanitize: $(INSTALLED)  ## the operators' tests with the native kernels under Ad
 	cmake --build build/sanitize --parallel
 	OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	$(BIN)/python -m pytest tests/ops tests/models/test_native.py tests/models/test_experts.py -k "cpu or test_native or test_experts" --numprocesses auto --timeout 1800 --native-library build/sanitize/libquire_cpu.so
+	$(BIN)/python -m pytest tests/ops tests/models/test_native.py tests/models/test_experts.py -k "cpu or gguf_blocks or test_native or test_experts" --numprocesses auto --timeout 1800 --native-library build/sanitize/libquire_cpu.so
 
 sanitize-threads: $(INSTALLED)  ## calls from several threads, and several threads in a call, with the native kernels under ThreadSanitizer
 	cmake -S . -B build/sanitize-threads -D QUIRE_SANITIZE=threads

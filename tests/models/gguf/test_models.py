@@ -56,9 +56,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4, windows": ("Exaone4", {"num_hidden_layers": 5, "sliding_window": 9, "sliding_window_pattern": 4}),
     "ernie4_5": ("Ernie4_5", {}),
+    "qwen35": ("Qwen3_5", {}),
+    "lfm2": ("Lfm2", {}),
 }  # fmt: skip
-# Whose frequencies come out of factors that were rounded to fp32.
-NEARLY = ("llama3",)
+# Whose frequencies or decays come out of numbers that were rounded to fp32.
+NEARLY = ("llama3", "qwen35")
 
 
 def logits(model: Path, max_tokens: int = 1, **options: Any) -> torch.Tensor:
@@ -91,7 +93,7 @@ def mixed(name: str) -> Kind:
     return Kind.Q8_0 if "attn_v" in name or name in ("token_embd.weight", "output.weight") else Kind.Q4_0
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, tied", "mixtral", "gpt2", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "mixtral", "gpt2", "gemma3", "phi3", "qwen35", "lfm2"])
 def test_quantised_tensors_are_multiplied_as_they_stand(tmp_path: Path, name: str) -> None:
     """Against the same model with what its tensors mean."""
     kind, changes = {
@@ -101,6 +103,8 @@ def test_quantised_tensors_are_multiplied_as_they_stand(tmp_path: Path, name: st
         "gpt2": ("GPT2", {"n_embd": 64, "n_head": 4}),
         "gemma3": ("Gemma3", WIDE | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 9}),
         "phi3": ("Phi3", {"hidden_size": 96, "intermediate_size": 96}),
+        "qwen35": ("Qwen3_5", WIDE | {"head_dim": 16}),
+        "lfm2": ("Lfm2", {"intermediate_size": 96, "block_auto_adjust_ff_dim": False}),
     }[name]
     save(tmp_path, kind, **changes)
     meant = write_gguf(tmp_path, tmp_path / "model.gguf", kind, mixed)

@@ -24,10 +24,15 @@ ARCHITECTURES = {
     "Qwen3Moe": "qwen3moe", "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3", "GPT2": "gpt2",
     "Starcoder2": "starcoder2", "Granite": "granite", "Olmo2": "olmo2", "SmolLM3": "smollm3", "SeedOss": "seed_oss",
     "Cohere": "command-r", "Cohere2": "cohere2", "Glm4": "glm4", "Exaone4": "exaone4", "Ernie4_5": "ernie4_5",
+    "Qwen3_5": "qwen35", "Lfm2": "lfm2",
 }  # fmt: skip
 PAIRS = ("Llama", "Mistral", "Mixtral", "Granite", "SmolLM3")  # whose q and k are turned in pairs of neighbours
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 EXACT = ("position_embd.weight",)  # which llama.cpp leaves alone, as it does routers
+DELTA = {
+    "conv_kernel": "conv_kernel_dim", "state_size": "key_head_dim", "group_count": "num_key_heads",
+    "time_step_rank": "num_value_heads",
+}  # fmt: skip
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
@@ -43,13 +48,15 @@ def write_gguf(
     config = json.loads((directory / "config.json").read_text())
     architecture = ARCHITECTURES[kind]
     writer = gguf.GGUFWriter(path, architecture)
-    for key, value in (_metadata(kind, config) | metadata).items():
+    weights = load_file(directory / "model.safetensors")
+    for key, value in (_metadata(kind, config, weights) | metadata).items():
         _add(writer, key if key.startswith(("general.", "tokenizer.")) else f"{architecture}.{key}", value)
     meant = {}
-    for name, tensor in _tensors(directory, kind, config):
+    for name, tensor in _tensors(weights, kind, config):
         if numbers is not None:
             tensor = torch.from_numpy(numbers[name])
-        wanted = Kind.F32 if tensor.dim() == 1 or name in EXACT or "gate_inp" in name else kind_of(name)
+        exact = tensor.dim() == 1 or name in EXACT or "gate_inp" in name or ".conv" in name or "conv1d" in name
+        wanted = Kind.F32 if exact else kind_of(name)
         if wanted in FLOATS:
             stored = tensor.to(FLOATS[wanted]).contiguous()
             raw = stored.view(torch.uint8 if wanted is Kind.BF16 else stored.dtype).numpy()
@@ -108,7 +115,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value.tolist() if isinstance(value, np.ndarray) else value)
 
 
-def _metadata(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def _metadata(kind: str, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What the converter writes of a config.json."""
 
     def first(*keys: str) -> Any:
@@ -170,17 +177,34 @@ def _metadata(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
             "attention.sliding_window": config.get("sliding_window") or 0,
             "rope.scaling.original_context_length": config["original_max_position_embeddings"],
         }
+    if kind == "Qwen3_5":
+        found |= {f"ssm.{theirs}": config[f"linear_{ours}"] for theirs, ours in DELTA.items()}
+        found["ssm.inner_size"] = config["linear_value_head_dim"] * config["linear_num_value_heads"]
+        found["full_attention_interval"] = 4
+        found["rope.dimension_count"] = int(config["head_dim"] * rope["partial_rotary_factor"])
+        found["rope.dimension_sections"] = [11, 11, 10, 0]
+    if kind == "Lfm2":
+        found["attention.layer_norm_rms_epsilon"] = config["norm_eps"]
+        found["attention.head_count_kv"] = [
+            config["num_key_value_heads"] if layer == "full_attention" else 0 for layer in config["layer_types"]
+        ]
+        found |= {"shortconv.l_cache": config["conv_L_cache"], "vocab_size": config["vocab_size"]}
+        found["feed_forward_length"] = next(
+            len(tensor) for name, tensor in weights.items() if name.endswith("feed_forward.w1.weight")
+        )
     if kind == "Qwen3Moe":
         found["expert_feed_forward_length"] = config["moe_intermediate_size"]
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _tensors(directory: Path, kind: str, config: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    weights: Mapping[str, torch.Tensor], kind: str, config: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """A file's tensors, by their names there."""
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[kind])
     names = gguf.get_tensor_name_map(architecture, config.get("num_hidden_layers") or config["n_layer"])
     experts: dict[str, list[torch.Tensor]] = {}
-    for name, tensor in load_file(directory / "model.safetensors").items():
+    for name, tensor in weights.items():
         if match := EXPERT.fullmatch(name):
             experts.setdefault(f"{match[1]}.{match[3]}", []).append(tensor)
             continue
@@ -196,6 +220,7 @@ def _tensors(directory: Path, kind: str, config: Mapping[str, Any]) -> Iterator[
 
 
 def _name(names: gguf.TensorNameMap, theirs: str) -> str:
+    theirs = theirs.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
     found = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
     assert found is not None, theirs
     return found
@@ -208,9 +233,35 @@ def _changed(kind: str, name: str, tensor: torch.Tensor, config: Mapping[str, An
         return halves.swapaxes(1, 2).reshape(tensor.shape)
     if kind in ("Gemma2", "Gemma3") and name.endswith("norm.weight"):
         return tensor.float() + 1
+    if kind == "Qwen3_5" and (".linear_attn." in name or name.endswith("norm.weight")):
+        return _delta(name, tensor, config)
+    if name.endswith("conv.conv.weight"):
+        return tensor.squeeze(1)
     if kind == "GPT2" and re.search(r"c_(attn|proj|fc)\.weight", name):
         return tensor.T
     return tensor
+
+
+def _delta(name: str, tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
+    """A tensor of the gated delta rule: heads of values by their place among those that share one of keys. And norms."""
+    keys, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
+
+    def tiled(rows: torch.Tensor, size: int) -> torch.Tensor:
+        return rows.reshape(keys, -1, size, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+    if name.endswith("norm.weight"):
+        return tensor if "linear_attn" in name else tensor.float() + 1
+    if name.endswith("A_log"):
+        return tiled(-tensor.float().exp(), 1)
+    if name.endswith(("dt_bias", "in_proj_a.weight", "in_proj_b.weight")):
+        return tiled(tensor, 1)
+    if name.endswith("in_proj_z.weight"):
+        return tiled(tensor, size)
+    if name.endswith("out_proj.weight"):
+        return tiled(tensor.T, size).T
+    rows = tensor.squeeze(1) if name.endswith("conv1d.weight") else tensor
+    first = 2 * keys * config["linear_key_head_dim"]
+    return torch.cat([rows[:first], tiled(rows[first:], size)])
 
 
 def _llama3_factors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> torch.Tensor:

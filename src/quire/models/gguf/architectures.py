@@ -1,7 +1,8 @@
 """What GGUF's architectures are elsewhere: their configuration as a config.json has it, and the names of tensors.
 
-An architecture is a table. Its tensors keep their numbers but for three things that writers change: rows of q and k in
-the order of a RoPE of neighbouring pairs, norms as 1 + weight, and projections that others store as [in, out].
+An architecture is a table. Its tensors keep their numbers but for what writers change: rows of q and k in the order of
+a RoPE of neighbouring pairs, norms as 1 + weight, projections that others store as [in, out], and of the gated delta
+rule the order of the heads of values, and decays.
 """
 
 from __future__ import annotations
@@ -50,9 +51,56 @@ GEMMA_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+GATED_DELTA = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+SHORT_CONVOLUTION = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
 FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 NOT_NEEDED = {FACTORS, LONG, SHORT}  # among the weights: the configuration has them
+
+
+class Tiles(NamedTuple):
+    """Heads of values that share heads of keys: a file has the first one of each head of keys, then the second ones.
+
+    Others have all that share the first head of keys, then all that share the second one.
+    """
+
+    keys: int  # heads of keys
+    size: int  # rows of a head of values
+    first: int = 0  # rows before these heads
+
+    def order(self, count: int) -> torch.Tensor:
+        """The place in a file of each of so many rows. Raises ModelError where they are no such heads."""
+        if count <= self.first or (count - self.first) % (self.keys * self.size):
+            raise ModelError(
+                f"{count} rows are no heads of {self.size} that share {self.keys} after {self.first} others"
+            )
+        heads = torch.arange(self.first, count).view(-1, self.keys, self.size).transpose(0, 1)
+        return torch.cat([torch.arange(self.first), heads.flatten()])
 
 
 class Place(NamedTuple):
@@ -62,6 +110,9 @@ class Place(NamedTuple):
     entry: int | None = None  # of its first dimension; None: all
     heads: int | None = None  # its rows are in pairs of neighbours, within each of so many heads
     less_one: bool = False  # 1 is to be subtracted
+    log: bool = False  # it holds -exp of the numbers
+    tiles: Tiles | None = None  # its rows are in this order
+    column_tiles: Tiles | None = None  # its columns are
     transposed: bool = False  # if it is not quantised
 
 
@@ -79,6 +130,10 @@ class Architecture:
     more: Callable[[Metadata, dict[str, Any]], Mapping[str, Any]] | None = None  # what else its config.json would say
     pairs: bool = False  # q and k have their rows in pairs
     norms_plus_one: bool = False
+    tiles: Callable[[Metadata], Mapping[str, Tiles]] | None = None  # of tensors of a layer
+    column_tiles: Mapping[str, str] = field(
+        default_factory=dict
+    )  # a tensor whose columns are in the order of another's rows
     transposed: frozenset[str] = frozenset()  # tensors of a layer that others store as [in, out]
 
     def config(self, metadata: Metadata) -> dict[str, Any]:
@@ -93,15 +148,16 @@ class Architecture:
 
     def places(self, metadata: Metadata) -> dict[str, Place]:
         """Where each tensor stands, by its name in other checkpoints; one without such a name keeps its own."""
-        heads = {
-            "attn_q": metadata.integer("attention.head_count"),
-            "attn_k": metadata.integer("attention.head_count_kv", metadata.integer("attention.head_count")),
-        }
+        heads = {"attn_q": metadata.integer("attention.head_count"), "attn_k": _num_kv_heads(metadata)}
+        tiles = {} if self.tiles is None else self.tiles(metadata)
+        ahead = range(_num_layers(metadata), metadata.integer("block_count"))  # layers that guess tokens ahead
         places: dict[str, Place] = {}
         for name, info in metadata.file.tensors.items():
             if name in NOT_NEEDED:
                 continue
-            if (match := IN_LAYER.fullmatch(name)) is None:
+            if (match := IN_LAYER.fullmatch(name)) is not None and int(match[1]) in ahead:
+                continue
+            if match is None:
                 prefix, rest, table = "", name, self.ends
             else:
                 prefix, rest, table = self.prefix.format(match[1]), match[2], self.layer
@@ -110,7 +166,10 @@ class Architecture:
             place = Place(
                 name,
                 heads=heads.get(base) if self.pairs else None,
-                less_one=self.norms_plus_one and base.endswith("norm"),
+                less_one=self.norms_plus_one and base.endswith("norm") and base != "ssm_norm",
+                log=rest == "ssm_a",
+                tiles=tiles.get(base or rest),
+                column_tiles=tiles.get(self.column_tiles.get(base, "")),
                 transposed=base in self.transposed and kind == "weight",
             )
             whole = theirs if theirs == name else prefix + theirs
@@ -137,16 +196,35 @@ def _usual(metadata: Metadata) -> dict[str, Any]:
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "hidden_size": hidden_size,
-        "num_hidden_layers": metadata.integer("block_count"),
+        "num_hidden_layers": _num_layers(metadata),
         "max_position_embeddings": metadata.integer("context_length"),
         "intermediate_size": metadata.get("feed_forward_length"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.integer("attention.head_count_kv", num_heads),
+        "num_key_value_heads": _num_kv_heads(metadata),
         "head_dim": head_dim,
         "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),
     }
     rope = _rope(metadata, head_dim)
     return config | ({"rope_parameters": rope} if rope else {})
+
+
+def _num_layers(metadata: Metadata) -> int:
+    """Layers, without those at the end that guess tokens ahead."""
+    count, ahead = metadata.integer("block_count"), metadata.get("nextn_predict_layers", 0)
+    if not isinstance(ahead, int) or not 0 <= ahead < count:
+        raise metadata.error("nextn_predict_layers", ahead, f"below block_count, {count}")
+    return count - ahead
+
+
+def _num_kv_heads(metadata: Metadata) -> int:
+    """Heads of keys in each layer with attention: a layer without it has 0."""
+    found = metadata.get("attention.head_count_kv", metadata.integer("attention.head_count"))
+    heads = {count for count in found if count} if isinstance(found, list) else {found}
+    if len(heads) != 1 or not all(type(count) is int and count > 0 for count in heads):
+        raise metadata.error(
+            "attention.head_count_kv", found, "a positive integer, the same in all layers with attention"
+        )
+    return int(heads.pop())
 
 
 def _check_sizes(metadata: Metadata) -> None:
@@ -290,6 +368,44 @@ def _qwen3_moe(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return _attention_bias(metadata, config) | {"intermediate_size": config["intermediate_size"] or 1}
 
 
+def _qwen35(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    metadata.get("rope.dimension_sections")  # of pictures: text has one position in all of them
+    num_layers, every = config["num_hidden_layers"], metadata.integer("full_attention_interval", 4)
+    linear = metadata.get("attention.recurrent_layers", [(i + 1) % every != 0 for i in range(num_layers)])
+    if not isinstance(linear, list) or len(linear) < num_layers:
+        raise metadata.error("attention.recurrent_layers", linear, f"an array with both kinds of {num_layers} layers")
+    num_heads = metadata.integer("ssm.time_step_rank")
+    return {
+        "layer_types": ["linear_attention" if one else "full_attention" for one in linear[:num_layers]],
+        "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.integer("ssm.state_size"),
+        "linear_num_key_heads": metadata.integer("ssm.group_count"),
+        "linear_num_value_heads": num_heads,
+        "linear_value_head_dim": metadata.integer("ssm.inner_size") // num_heads,
+    }
+
+
+def _qwen35_tiles(metadata: Metadata) -> dict[str, Tiles]:
+    """The heads of values, alone and after q and k."""
+    keys, num_heads = metadata.integer("ssm.group_count"), metadata.integer("ssm.time_step_rank")
+    size = metadata.integer("ssm.inner_size") // num_heads
+    after = Tiles(keys, size, 2 * keys * metadata.integer("ssm.state_size"))
+    by_head = dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), Tiles(keys, 1))
+    return by_head | {"attn_gate": Tiles(keys, size), "attn_qkv": after, "ssm_conv1d": after}
+
+
+def _lfm2(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    heads = metadata.get("attention.head_count_kv")
+    kinds = heads if isinstance(heads, list) else [heads] * config["num_hidden_layers"]
+    return {
+        "layer_types": ["full_attention" if count else "conv" for count in kinds],
+        "conv_L_cache": metadata.integer("shortconv.l_cache"),
+        "norm_eps": config["rms_norm_eps"],
+        "rms_norm_eps": None,
+        "block_auto_adjust_ff_dim": False,  # the file has the size that comes of it
+    }
+
+
 LLAMA = Architecture(name="LlamaForCausalLM", model_type="llama", layer=LAYER, more=_llama, pairs=True)
 MIXTRAL = Architecture(
     name="MixtralForCausalLM",
@@ -415,6 +531,22 @@ ARCHITECTURES = {
         more=_exaone4,
     ),
     "ernie4_5": Architecture(name="Ernie4_5ForCausalLM", model_type="ernie4_5", layer=LAYER, more=_ernie),
+    "qwen35": Architecture(
+        name="Qwen3_5ForCausalLM",
+        model_type="qwen3_5_text",
+        layer=LAYER | GATED_DELTA | {"post_attention_norm": "post_attention_layernorm"},
+        more=_qwen35,
+        norms_plus_one=True,
+        tiles=_qwen35_tiles,
+        column_tiles={"ssm_out": "attn_gate"},
+    ),
+    "lfm2": Architecture(
+        name="Lfm2ForCausalLM",
+        model_type="lfm2",
+        layer=SHORT_CONVOLUTION,
+        ends={"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
+        more=_lfm2,
+    ),
     "seed_oss": Architecture(
         name="SeedOssForCausalLM",
         model_type="seed_oss",

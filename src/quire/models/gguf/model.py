@@ -65,6 +65,11 @@ class GgufModel:
                 "quant_method": "gguf",
                 "description": _described(self.file.tensors),
                 "kinds": kinds,
+                "column_tiles": {
+                    name.removesuffix(".weight"): place.column_tiles
+                    for name, place in self._places.items()
+                    if place.column_tiles is not None
+                },
             }
         return config
 
@@ -131,6 +136,12 @@ class GgufTensors:
             rows = _halves(rows, place.heads)
         if place.less_one:
             rows = rows.float() - 1.0
+        if place.log:
+            rows = (-rows.float()).log()
+        if place.tiles is not None:
+            rows = rows[place.tiles.order(len(rows))]
+        if place.column_tiles is not None and info.kind in FLOATS:
+            rows = rows[:, place.column_tiles.order(rows.shape[1])]
         return rows.T if place.transposed and info.kind in FLOATS else rows
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 
 from quire.errors import QuireError
+from quire.models.gguf.architectures import Tiles
 from quire.models.gguf.file import BLOCKS
 from quire.models.quantisation.module import Form, Module
 from quire.ops.gguf_blocks import weight_of
@@ -22,6 +23,7 @@ class BlocksForm:
     """A linear whose rows are blocks."""
 
     kind: str
+    column_tiles: Tiles | None = None  # the order of its columns
 
     needs = (KIND,)
     takes = ()
@@ -43,7 +45,10 @@ class BlocksForm:
                 f"are [{len(blocks)}, {inputs}] numbers; the metadata ask for [{module.out_size}, {module.in_size}]",
             )
         try:
-            return cast(QuantisedWeight, weight_of(self.kind, blocks, module.in_size, dtype))
+            weight = cast(QuantisedWeight, weight_of(self.kind, blocks, module.in_size, dtype))
+            if self.column_tiles is None:
+                return weight
+            return replace(weight, order=self.column_tiles.order(module.in_size).argsort())
         except QuireError as error:
             raise module.error(KIND, f"cannot be read: {error}") from error
 
@@ -54,15 +59,16 @@ class Gguf:
 
     description: str
     kinds: Mapping[str, str]  # by the names of modules
+    column_tiles: Mapping[str, Tiles]
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Gguf:
         """As `GgufModel.config` says it."""
-        return cls(str(raw["description"]), raw["kinds"])
+        return cls(str(raw["description"]), raw["kinds"], raw["column_tiles"])
 
     def form(self, name: str) -> Form | None:
         """How the tensor of that name is stored if it is quantised."""
-        return BlocksForm(self.kinds[name]) if name in self.kinds else None
+        return BlocksForm(self.kinds[name], self.column_tiles.get(name)) if name in self.kinds else None
 
     def excludes(self, name: str) -> bool:
         """Whether it is numbers."""
