@@ -13,6 +13,7 @@ from quire.errors import BadDtype, BadShape, BadValue, Unsupported
 from quire.ops.cpu import native
 from quire.ops.gguf_blocks import FLOATS, FORMATS, row_bytes, weight_of
 from quire.ops.linear import Linears
+from quire.ops.narrow import NarrowWeight
 from quire.ops.quantised import QuantisedWeight
 
 HALVES = {  # where blocks of each kind have fp16 numbers
@@ -50,6 +51,18 @@ def test_numbers_are_those_of_the_format(kind, reader, monkeypatch):
         assert isinstance(weight, QuantisedWeight)
         assert torch.equal(weight.dequantised(), torch.from_numpy(expected))
         assert weight.nbytes <= blocks.numel() * 1.03
+
+
+def test_numbers_of_mxfp4():
+    blocks = torch.randint(0, 256, (40, 3 * 17), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    blocks[:, ::17] = torch.arange(120).view(40, 3) * 2  # exponents, among them the first and nearly the last
+    weight = weight_of("MXFP4", blocks, 96, torch.float32)
+    assert isinstance(weight, NarrowWeight)
+    expected = quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType.MXFP4)
+    assert torch.equal(weight.dequantised(), torch.from_numpy(expected))
+    blocks[3, 17] = 255
+    with pytest.raises(BadValue, match=r"scales holds inf at \[3, 1\]"):
+        weight_of("MXFP4", blocks, 96, torch.float32)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -1,8 +1,9 @@
 """A tensor's bytes in a GGUF file as a weight, exactly.
 
 A row is blocks of 32 or 256 inputs, each with its integers and their scales; the formats are llama.cpp's
-(ggml/src/ggml-common.h). Integers, scales, minimums and sub-scales become those of a `QuantisedWeight`: nothing is
-rounded. The native library reads them where there is one (csrc/blocks.cpp), torch's operators elsewhere.
+(ggml/src/ggml-common.h). Integers, scales, minimums and sub-scales become those of a `QuantisedWeight`, and MXFP4's
+codes and exponents those of a `NarrowWeight`: nothing is rounded. The native library reads blocks of integers where
+there is one (csrc/blocks.cpp), torch's operators elsewhere.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, Unsupported
 from quire.ops.cpu import native
+from quire.ops.linear import LinearWeight
 from quire.ops.memory import mapped
+from quire.ops.narrow import E2M1, NarrowWeight, powers_of_two
 from quire.ops.quantised import ACTIVATION_GROUP, BLOCK, SUB_SIZES, SUPER_BLOCK, QuantisedWeight
 
+MXFP4 = "MXFP4"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -63,11 +67,11 @@ def weight_of(
     blocks: Tensor,  # uint8 [out, bytes of a row]
     in_size: int,
     dtype: torch.dtype,  # of x, and of a weight that is not quantised
-) -> Tensor | QuantisedWeight:
+) -> LinearWeight:
     """The weight [out, in], on the CPU.
 
     Raises Unsupported for a kind that is not served, BadShape where rows have another number of bytes, and what
-    QuantisedWeight raises.
+    QuantisedWeight and NarrowWeight raise.
     """
     if blocks.dtype is not torch.uint8:
         raise BadDtype(f"blocks is {blocks.dtype}; expected torch.uint8")
@@ -78,6 +82,8 @@ def weight_of(
         )
     if kind in FLOATS:
         return _numbers(blocks, FLOATS[kind]).to(dtype)
+    if kind == MXFP4:
+        return _mxfp4(blocks, in_size, dtype)
     form = FORMATS[kind]
     parts = (_read_by_torch if native.unavailable() else _read_natively)(kind, blocks)
 
@@ -118,15 +124,18 @@ def _read_by_torch(kind: str, blocks: Tensor) -> Parts:
 
 def row_bytes(kind: str, in_size: int) -> int:
     """Bytes of a row. Raises Unsupported for a kind that is not served, BadShape where blocks do not divide a row."""
-    if kind in FLOATS:
-        return in_size * FLOATS[kind].itemsize
-    if kind not in FORMATS:
-        served = ", ".join((*FLOATS, *FORMATS))
-        raise Unsupported(f"weights of the type {kind} are not served; {served} are")
-    form = FORMATS[kind]
-    if in_size % form.inputs:
-        raise BadShape(f"{kind} has blocks of {form.inputs} inputs, which do not divide {in_size}")
-    return in_size // form.inputs * form.nbytes
+    if kind not in SIZES:
+        raise Unsupported(f"weights of the type {kind} are not served; {', '.join(SIZES)} are")
+    inputs, nbytes = SIZES[kind]
+    if in_size % inputs:
+        raise BadShape(f"{kind} has blocks of {inputs} inputs, which do not divide {in_size}")
+    return in_size // inputs * nbytes
+
+
+def _mxfp4(blocks: Tensor, in_size: int, dtype: torch.dtype) -> NarrowWeight:
+    """Blocks of an exponent and 32 numbers of 4 bits."""
+    each = blocks.reshape(len(blocks), -1, SIZES[MXFP4][1])
+    return NarrowWeight(_halves(each[..., 1:]).view(-1, in_size), powers_of_two(each[..., 0]), E2M1, dtype)
 
 
 def _numbers(stored: Tensor, dtype: torch.dtype) -> Tensor:
@@ -217,3 +226,5 @@ FORMATS = {  # in the order of csrc/blocks.cpp
     "Q5_K": Format(SUPER_BLOCK, 176, 5, _q5_k, has_minimums=True),
     "Q6_K": Format(SUPER_BLOCK, 210, 6, _q6_k),
 }
+SIZES = {kind: (1, dtype.itemsize) for kind, dtype in FLOATS.items()}  # inputs and bytes of a block
+SIZES |= {kind: (form.inputs, form.nbytes) for kind, form in FORMATS.items()} | {MXFP4: (E2M1.group_size, 17)}

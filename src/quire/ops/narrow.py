@@ -125,6 +125,14 @@ class NarrowWeight:
         return self.format.table.to(self.device)[self.codes.int()] * scales
 
 
+def powers_of_two(
+    exponents: Tensor,  # uint8: of 2, and 127 more
+) -> Tensor:
+    """The scales: fp32, of the same shape. 255, which is no exponent, becomes infinite."""
+    wide = exponents.int()
+    return torch.where(wide == 0, 2**22, wide << 23).to(torch.int32).view(torch.float32)  # 2 ** -127 is subnormal
+
+
 def narrow_bytes(out_size: int, in_size: int, form: NarrowFormat) -> int:
     """Bytes of such a weight, once packed: numbers, and scales of 32 bits, or of 8 where they are powers of two."""
     groups = -(-in_size // form.group_size)

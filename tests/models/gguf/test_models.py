@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5", {}),
     "qwen35": ("Qwen3_5", {}),
     "lfm2": ("Lfm2", {}),
+    "gpt-oss": ("GptOss", {}),
 }  # fmt: skip
 # Whose frequencies or decays come out of numbers that were rounded to fp32.
 NEARLY = ("llama3", "qwen35")
@@ -88,12 +90,16 @@ def test_the_same_logits_as_from_safetensors(tmp_path: Path, name: str) -> None:
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": None}
 
 
-def mixed(name: str) -> Kind:
-    """As writers mix them: values and the tables in more bits."""
+def mixed(architecture: str, name: str) -> Kind:
+    """As writers mix them: values and the tables in more bits, and the experts of gpt-oss in theirs."""
+    if "_exps" in name and architecture == "GptOss":
+        return Kind.MXFP4
     return Kind.Q8_0 if "attn_v" in name or name in ("token_embd.weight", "output.weight") else Kind.Q4_0
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, tied", "mixtral", "gpt2", "gemma3", "phi3", "qwen35", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama, tied", "mixtral", "gpt2", "gemma3", "phi3", "qwen35", "lfm2", "gpt-oss"]
+)
 def test_quantised_tensors_are_multiplied_as_they_stand(tmp_path: Path, name: str) -> None:
     """Against the same model with what its tensors mean."""
     kind, changes = {
@@ -104,10 +110,11 @@ def test_quantised_tensors_are_multiplied_as_they_stand(tmp_path: Path, name: st
         "gemma3": ("Gemma3", WIDE | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 9}),
         "phi3": ("Phi3", {"hidden_size": 96, "intermediate_size": 96}),
         "qwen35": ("Qwen3_5", WIDE | {"head_dim": 16}),
+        "gpt-oss": ("GptOss", WIDE | {"head_dim": 16}),
         "lfm2": ("Lfm2", {"intermediate_size": 96, "block_auto_adjust_ff_dim": False}),
     }[name]
     save(tmp_path, kind, **changes)
-    meant = write_gguf(tmp_path, tmp_path / "model.gguf", kind, mixed)
+    meant = write_gguf(tmp_path, tmp_path / "model.gguf", kind, partial(mixed, kind))
     write_gguf(tmp_path, tmp_path / "meant.gguf", kind, numbers=meant)
     expected = logits(tmp_path / "meant.gguf")
     exact = logits(tmp_path / "model.gguf", dtype="float32", quantization_activations="bf16")

@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "Qwen3Moe": "qwen3moe", "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3", "GPT2": "gpt2",
     "Starcoder2": "starcoder2", "Granite": "granite", "Olmo2": "olmo2", "SmolLM3": "smollm3", "SeedOss": "seed_oss",
     "Cohere": "command-r", "Cohere2": "cohere2", "Glm4": "glm4", "Exaone4": "exaone4", "Ernie4_5": "ernie4_5",
-    "Qwen3_5": "qwen35", "Lfm2": "lfm2",
+    "Qwen3_5": "qwen35", "Lfm2": "lfm2", "GptOss": "gpt-oss",
 }  # fmt: skip
 PAIRS = ("Llama", "Mistral", "Mixtral", "Granite", "SmolLM3")  # whose q and k are turned in pairs of neighbours
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
@@ -33,6 +33,7 @@ DELTA = {
     "conv_kernel": "conv_kernel_dim", "state_size": "key_head_dim", "group_count": "num_key_heads",
     "time_step_rank": "num_value_heads",
 }  # fmt: skip
+JOINED = re.compile(r"(.*\.experts)\.(?:gate_up|down)_proj(_bias)?")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
@@ -55,7 +56,7 @@ def write_gguf(
     for name, tensor in _tensors(weights, kind, config):
         if numbers is not None:
             tensor = torch.from_numpy(numbers[name])
-        exact = tensor.dim() == 1 or name in EXACT or "gate_inp" in name or ".conv" in name or "conv1d" in name
+        exact = tensor.dim() == 1 or name in EXACT or re.search(r"gate_inp|\.conv|conv1d|\.bias$", name)
         wanted = Kind.F32 if exact else kind_of(name)
         if wanted in FLOATS:
             stored = tensor.to(FLOATS[wanted]).contiguous()
@@ -192,6 +193,8 @@ def _metadata(kind: str, config: Mapping[str, Any], weights: Mapping[str, torch.
         found["feed_forward_length"] = next(
             len(tensor) for name, tensor in weights.items() if name.endswith("feed_forward.w1.weight")
         )
+    if kind == "GptOss":
+        found |= {"attention.sliding_window": config["sliding_window"], "expert_feed_forward_length": inner}
     if kind == "Qwen3Moe":
         found["expert_feed_forward_length"] = config["moe_intermediate_size"]
     return {key: value for key, value in found.items() if value is not None}
@@ -208,6 +211,11 @@ def _tensors(
         if match := EXPERT.fullmatch(name):
             experts.setdefault(f"{match[1]}.{match[3]}", []).append(tensor)
             continue
+        if match := JOINED.fullmatch(name):  # gates and ups of all experts take turns
+            both = tensor if match[2] else tensor.swapaxes(1, 2)
+            for part, rows in zip(("gate", "up") if "gate_up" in name else ("down",), _turns(name, both), strict=True):
+                yield _name(names, f"{match[1]}.{part}_proj.{'bias' if match[2] else 'weight'}"), rows.contiguous()
+            continue
         yield _name(names, name), _changed(kind, name, tensor, config)
     for name, parts in experts.items():
         yield _name(names, name), torch.stack(parts)
@@ -219,8 +227,12 @@ def _tensors(
             yield f"rope_factors_{side}.weight", torch.tensor(rope[f"{side}_factor"])
 
 
+def _turns(name: str, rows: torch.Tensor) -> list[torch.Tensor]:
+    return [rows[:, ::2], rows[:, 1::2]] if "gate_up" in name else [rows]
+
+
 def _name(names: gguf.TensorNameMap, theirs: str) -> str:
-    theirs = theirs.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
+    theirs = theirs.replace(".sinks", ".sinks.weight").replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
     found = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
     assert found is not None, theirs
     return found
@@ -243,7 +255,7 @@ def _changed(kind: str, name: str, tensor: torch.Tensor, config: Mapping[str, An
 
 
 def _delta(name: str, tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
-    """A tensor of the gated delta rule: heads of values by their place among those that share one of keys. And norms."""
+    """A norm, or a tensor of the gated delta rule: heads of values by their place among those with the same keys."""
     keys, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
 
     def tiled(rows: torch.Tensor, size: int) -> torch.Tensor:

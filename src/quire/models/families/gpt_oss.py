@@ -19,14 +19,17 @@ from quire.ops.activation import Activation
 DEFAULTS = {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 ROPE |= {"original_max_position_embeddings": 4096}  # where a config says nothing
-LAYER = {
-    "sinks": ("self_attn.sinks",),
-    "router": ("mlp.router",),
+LAYER = {"sinks": ("self_attn.sinks",), "router": ("mlp.router",)}
+JOINED = {
     # One tensor has those of all experts.
     "experts.mlp_in.weight": ("mlp.experts.gate_up_proj[{}]",),
     "experts.mlp_in.bias": ("mlp.experts.gate_up_proj_bias[{}]",),
     "experts.mlp_out.weight": ("mlp.experts.down_proj[{}]",),
     "experts.mlp_out.bias": ("mlp.experts.down_proj_bias[{}]",),
+}
+APART = {  # in GGUF files
+    "experts.mlp_in": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    "experts.mlp_out": ("mlp.experts.{}.down_proj",),
 }
 
 
@@ -66,7 +69,9 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Where the decoder's weights stand in a checkpoint with tensors of these names."""
     theirs = llama.weight_sources(config, names)
-    return replace(theirs, layer={**theirs.layer, **LAYER}, adapt=_adapt)
+    if any("experts.0.gate_proj." in name for name in names):
+        return replace(theirs, layer={**theirs.layer, **LAYER, **APART})
+    return replace(theirs, layer={**theirs.layer, **LAYER, **JOINED}, adapt=_adapt)
 
 
 def _adapt(name: str, part: str, tensor: Tensor) -> Tensor:

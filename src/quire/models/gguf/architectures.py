@@ -394,6 +394,12 @@ def _qwen35_tiles(metadata: Metadata) -> dict[str, Tiles]:
     return by_head | {"attn_gate": Tiles(keys, size), "attn_qkv": after, "ssm_conv1d": after}
 
 
+def _gpt_oss(_: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Its RoPE, of which a file does not say that it has no whole steps."""
+    rope = config.get("rope_parameters", {})
+    return {"rope_parameters": rope | ({"truncate": False} if rope.get("rope_type") == "yarn" else {})}
+
+
 def _lfm2(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     heads = metadata.get("attention.head_count_kv")
     kinds = heads if isinstance(heads, list) else [heads] * config["num_hidden_layers"]
@@ -539,6 +545,24 @@ ARCHITECTURES = {
         norms_plus_one=True,
         tiles=_qwen35_tiles,
         column_tiles={"ssm_out": "attn_gate"},
+    ),
+    "gpt-oss": Architecture(
+        name="GptOssForCausalLM",
+        model_type="gpt_oss",
+        layer=LAYER
+        | EXPERTS
+        | {
+            "ffn_gate_inp": "mlp.router",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+        },
+        keys=WINDOW
+        | {
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        more=_gpt_oss,
     ),
     "lfm2": Architecture(
         name="Lfm2ForCausalLM",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.ops.gguf_blocks import FLOATS, FORMATS
+from quire.ops.gguf_blocks import SIZES
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -34,10 +34,6 @@ KINDS = {
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
     29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
-# Those that are served -> numbers of a block, and its bytes.
-BLOCKS = {kind: (1, dtype.itemsize) for kind, dtype in FLOATS.items()} | {
-    kind: (form.inputs, form.nbytes) for kind, form in FORMATS.items()
-}
 
 # A value's type, by the number that files have for it -> how struct and numpy read one.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
@@ -50,7 +46,7 @@ WORD = struct.Struct("<I")
 class TensorInfo(NamedTuple):
     """A tensor of a file."""
 
-    kind: str  # as in BLOCKS
+    kind: str  # as in SIZES
     shape: tuple[int, ...]  # the last dimension is the one along which numbers are neighbours: [out, in]
     offset: int  # of its first byte, in its file
     part: int = 0  # the file, of several
@@ -58,7 +54,7 @@ class TensorInfo(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """Bytes of the numbers along the last dimension."""
-        numbers, size = BLOCKS[self.kind]
+        numbers, size = SIZES[self.kind]
         return self.shape[-1] // numbers * size
 
     @property
@@ -216,14 +212,14 @@ class _Part:
         sizes = struct.unpack(f"<{dims}Q", self._take(8 * dims))
         at, number = self._at, self._number("I")
         if number not in KINDS:
-            self._fail(f"{name} is of type {number}, which is not known; served are {', '.join(BLOCKS)}", at)
+            self._fail(f"{name} is of type {number}, which is not known; served are {', '.join(SIZES)}", at)
         kind, offset = KINDS[number], self._number("Q")
-        if kind not in BLOCKS:
+        if kind not in SIZES:
             raise ModelError(
-                f"{self.path}: {name} is {kind}, which is not served; take a file in {', '.join(BLOCKS)}, such as "
+                f"{self.path}: {name} is {kind}, which is not served; take a file in {', '.join(SIZES)}, such as "
                 "the same model's Q4_K_M"
             )
-        numbers = BLOCKS[kind][0]
+        numbers = SIZES[kind][0]
         if min(sizes) < 1 or sizes[0] % numbers:
             self._fail(
                 f"{name} has sizes {sizes}; of {kind} the first is a multiple of {numbers}, all are positive", begin

@@ -10,9 +10,9 @@ import torch
 
 from quire.errors import QuireError
 from quire.models.gguf.architectures import Tiles
-from quire.models.gguf.file import BLOCKS
 from quire.models.quantisation.module import Form, Module
-from quire.ops.gguf_blocks import weight_of
+from quire.ops.gguf_blocks import MXFP4, SIZES, weight_of
+from quire.ops.narrow import NarrowWeight
 from quire.ops.quantised import QuantisedWeight
 
 KIND = "blocks"  # of a quantised tensor in our names, which else is a "weight"
@@ -27,16 +27,20 @@ class BlocksForm:
 
     needs = (KIND,)
     takes = ()
-    rounds_rows = True
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether rows of x are rounded where they are multiplied with it."""
+        return self.kind != MXFP4
 
     def nbytes(self, out_size: int, in_size: int) -> int:
         """Bytes in the file, and about as many in memory."""
-        numbers, size = BLOCKS[self.kind]
+        numbers, size = SIZES[self.kind]
         return out_size * in_size // numbers * size
 
-    def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight:
+    def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight | NarrowWeight:
         """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
-        numbers, size = BLOCKS[self.kind]
+        numbers, size = SIZES[self.kind]
         blocks = module.tensors[f"{module.name}.{KIND}"]
         if blocks.shape != (module.out_size, module.in_size // numbers * size) or module.in_size % numbers:
             inputs = blocks.shape[1] // size * numbers
@@ -45,9 +49,13 @@ class BlocksForm:
                 f"are [{len(blocks)}, {inputs}] numbers; the metadata ask for [{module.out_size}, {module.in_size}]",
             )
         try:
-            weight = cast(QuantisedWeight, weight_of(self.kind, blocks, module.in_size, dtype))
+            weight = cast(QuantisedWeight | NarrowWeight, weight_of(self.kind, blocks, module.in_size, dtype))
             if self.column_tiles is None:
                 return weight
+            if isinstance(weight, NarrowWeight):
+                raise module.error(
+                    KIND, f"are {self.kind}, whose columns have an order of their own, which is not served"
+                )
             return replace(weight, order=self.column_tiles.order(module.in_size).argsort())
         except QuireError as error:
             raise module.error(KIND, f"cannot be read: {error}") from error

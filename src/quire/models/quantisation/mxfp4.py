@@ -11,7 +11,7 @@ import torch
 from quire.errors import ModelError, QuireError
 from quire.models.quantisation.module import Form, Module, nibbles
 from quire.models.quantisation.reader import SchemeReader
-from quire.ops.narrow import E2M1, NarrowWeight, narrow_bytes
+from quire.ops.narrow import E2M1, NarrowWeight, narrow_bytes, powers_of_two
 
 IMMATERIAL = ["modules_to_not_convert", "dequantize"]  # what is stored so has other names; how others compute
 
@@ -36,10 +36,8 @@ class Mxfp4Form:
         exponents = module.tensor("scales", (rows, columns // size), torch.uint8)
         if (exponents == 255).any():
             raise module.error("scales", "holds 255, which is no exponent; all numbers must be finite")
-        wide = exponents.int()
-        scales = torch.where(wide == 0, 2**22, wide << 23).to(torch.int32).view(torch.float32)  # 2 ** -127 is subnormal
         try:
-            return NarrowWeight(nibbles(pairs).view(rows, columns), scales, E2M1, dtype)
+            return NarrowWeight(nibbles(pairs).view(rows, columns), powers_of_two(exponents), E2M1, dtype)
         except QuireError as error:
             raise ModelError(f"{module.name}: {error}") from error
 
