@@ -18,7 +18,7 @@ from quire.models.quantisation.stacking import Weight, matrix, tensor
 from quire.models.rope import Temperature, rope_tables
 from quire.models.state_config import StateConfig
 from quire.ops import Backend
-from quire.ops.linear import Embedding, PlainEmbedding
+from quire.ops.linear import Embedding
 from quire.ops.program import Plan
 
 
@@ -48,7 +48,7 @@ class Decoder:
     ) -> None:
         """Take the weights of `weight_shapes` as they are: norms in fp32, the others of one dtype, on one device.
 
-        Linears, and a tied embedding, may be quantised; then this dtype is that of their inputs.
+        Linears and the embedding may be quantised; then this dtype is that of their inputs.
 
         reproducible: a row's bits do not depend on the others; on a CPU they never do.
         lora: of adapters, for which there are tables then; None: there are none.
@@ -64,7 +64,7 @@ class Decoder:
         if config.tied_embeddings:
             self.embedding, self.lm_head = linears.tied(embedding)
         else:
-            self.embedding = PlainEmbedding(tensor(embedding), self.dtype)
+            self.embedding = linears.embedding(embedding)
             bias = tensor(weights["lm_head.bias"]) if config.head_bias else None
             self.lm_head = linears.head(matrix(weights["lm_head"]), bias)
         del embedding  # else it would be held beside its packed form until all layers are read

@@ -289,7 +289,7 @@ class Weights(Mapping[str, Weight]):
         """
         if name == ("embedding" if self._tied else "lm_head"):
             return self._quantisation.head
-        kept = _is_folded(name) or any(part in name for part in (".router.", ".shared_gate."))
+        kept = _is_needed_as_numbers(name) or any(part in name for part in (".router.", ".shared_gate."))
         return self._quantisation.linears if _is_projection(name) and not kept else None
 
     def _plain(self, name: str, parts: Sequence[str]) -> Tensor:
@@ -326,9 +326,8 @@ class Weights(Mapping[str, Weight]):
     def _quantised(self, name: str, parts: Sequence[str]) -> Weight:
         """A weight that the checkpoint has quantised, or some parts of it; plain numbers where these are needed."""
         lengths, columns = self._lengths(name, parts), self._shapes[name][1]
-        looked_up = self._uses[name] == "looked_up"
         rounds_rows = any(part in self._forms and self._forms[part].rounds_rows for part in parts)
-        if _is_folded(name) or looked_up or (rounds_rows and not self._quantisation.rounds_activations):
+        if _is_needed_as_numbers(name) or (rounds_rows and not self._quantisation.rounds_activations):
             weight = self._empty(self._shapes[name])
             for part, home in zip(parts, torch.split(weight, lengths), strict=True):
                 if part in self._forms:
@@ -412,7 +411,7 @@ def expected_bytes(config: DecoderConfig, sources: Sources, dtype: torch.dtype, 
             form = None
             if scheme is not None and _may_be_quantised(name, scheme) and not scheme.excludes(module):
                 form = scheme.form(module)
-            if form is not None and not _is_folded(name) and weight_use(config, name) != "looked_up":
+            if form is not None and not _is_needed_as_numbers(name):
                 size = form.nbytes(length, shape[1])
             else:
                 size = length * math.prod(shape[1:]) * _dtype_of(name, dtype).itemsize
@@ -436,12 +435,12 @@ def _may_be_quantised(name: str, scheme: Scheme) -> bool:
     return _is_projection(name) or name == "lm_head" or (name in TABLES and isinstance(scheme, Gguf))
 
 
-def _is_folded(name: str) -> bool:
-    """Whether a weight of that name is needed as numbers, as what makes keys and values of a latent is.
+def _is_needed_as_numbers(name: str) -> bool:
+    """Whether a weight of that name cannot stay quantised: layers' tables, and what makes keys and values of a latent.
 
-    It becomes part of the query and of the output, and is small next to a layer's other weights.
+    The latter becomes part of the query and of the output, and is small next to a layer's other weights.
     """
-    return name.endswith(".kv.weight")
+    return name == "per_layer_embedding" or name.endswith(".kv.weight")
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:

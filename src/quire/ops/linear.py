@@ -195,6 +195,17 @@ class Linears:
             return NarrowLinear(weight, bias, torch.float32)
         return self.linear(weight, bias)
 
+    def embedding(
+        self,
+        weight: LinearWeight,  # [V, H]
+    ) -> Embedding:
+        """The embedding of a weight that nothing is multiplied with."""
+        if isinstance(weight, QuantisedWeight):
+            return QuantisedEmbedding(weight)
+        if isinstance(weight, NarrowWeight):
+            return PlainEmbedding(weight.dequantised().to(weight.dtype), weight.dtype)
+        return PlainEmbedding(weight, weight.dtype)
+
     def tied(
         self,
         weight: LinearWeight,  # [V, H]
@@ -204,12 +215,8 @@ class Linears:
         oneDNN's own layout does not give rows back, so its product takes the weight in rows here: a single row of
         logits of a large vocabulary then takes two to three times as long.
         """
-        if isinstance(weight, QuantisedWeight):
-            return QuantisedEmbedding(weight), self.head(weight)
-        if isinstance(weight, NarrowWeight):
-            return PlainEmbedding(weight.dequantised().to(weight.dtype), weight.dtype), self.head(weight)
-        if not weight.is_cpu:
-            return PlainEmbedding(weight, weight.dtype), self.head(weight)
+        if not isinstance(weight, Tensor) or not weight.is_cpu:
+            return self.embedding(weight), self.head(weight)
         dtype = product_dtype(weight.dtype)
         kept = weight.to(dtype or weight.dtype, copy=True)
         if dtype is None:

@@ -19,7 +19,7 @@ from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.vocabulary import Vocabulary
 from quire.models.template import default_template
 from quire.models.text_part import TextPart
-from quire.ops.gguf_blocks import FLOATS
+from quire.ops.gguf_blocks import FLOATS, MXFP4
 
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 NO_VOCABULARY = ("no_vocab", "none")  # converters' words for it
@@ -59,7 +59,7 @@ class GgufModel:
             for name, place in self._places.items()
             if self.file.tensors[place.tensor].kind not in FLOATS
         }
-        config["dtype"] = "bfloat16" if kinds else _usual_dtype(self.file.tensors)
+        config["dtype"] = _quantised_dtype(kinds) if kinds else _usual_dtype(self.file.tensors)
         if kinds:
             config["quantization_config"] = {
                 "quant_method": "gguf",
@@ -153,6 +153,15 @@ def _halves(
     if len(rows) % (2 * heads):
         raise ModelError(f"{len(rows)} rows are no {heads} heads of an even size")
     return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _quantised_dtype(kinds: Mapping[str, str]) -> str:
+    """The dtype that a quantised file is computed in, as a config.json names it.
+
+    Rows that meet integers are rounded to 8 bits. Another rounding, to bfloat16, would double the distance to the exact
+    model, and be beyond that of llama.cpp, which computes in float32. MXFP4 is multiplied with rows of 16 bits.
+    """
+    return "bfloat16" if MXFP4 in kinds.values() else "float32"
 
 
 def _usual_dtype(tensors: Mapping[str, TensorInfo]) -> str:

@@ -181,6 +181,15 @@ class PackedLinears(Linears):
         """The linear that makes logits, in fp32."""
         return self._pack(weight, bias, torch.float32) if self._serves(weight) else super().head(weight, bias)
 
+    def embedding(
+        self,
+        weight: LinearWeight,  # [V, H]
+    ) -> Embedding:
+        """The embedding of a weight that nothing is multiplied with; a quantised one stays packed."""
+        if isinstance(weight, QuantisedWeight) and self._serves(weight):
+            return PackedEmbedding(self._pack(weight))
+        return super().embedding(weight)
+
     def tied(
         self,
         weight: LinearWeight,  # [V, H]
