@@ -4,12 +4,14 @@ import ast
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +22,7 @@ from quire.models import read_json
 from quire.models.quantisation.module import Module
 from quire.models.quantisation.policy import read_scheme
 from quire.models.weights import Checkpoint
-from quire_bench.peers import make_awq
+from quire_bench.peers import logits, make_awq
 from quire_bench.peers import run as program
 from quire_bench.peers.cases import CASES, ENGINES, READY, Case
 from quire_bench.peers.process import EngineProcess, Failed, runners_in
@@ -29,7 +31,9 @@ from quire_bench.peers.result import COLUMNS, Result, line
 from quire_bench.peers.runners import mistral_rs
 from quire_bench.peers.runners.protocol import Settings
 from quire_bench.proc import cpu_flags
+from quire_bench.workloads import Workload
 from tests.models.checkpoints import engine, probed_logits, save
+from tests.models.gguf.writer import write_model
 
 SETTINGS = Settings(
     model=None, threads=1, max_model_len=256, max_requests=2, max_tokens=64, prefix_caching=False, kv_cache_gib=1
@@ -418,3 +422,23 @@ def test_another_interpreter_finds_the_runners_and_nothing_else_of_ours(tmp_path
     program = "import importlib.util, quire_bench.peers.runners.protocol; print(importlib.util.find_spec('quire'))"
     command = [sys.executable, "-S", "-E", "-c", program]  # one that has nothing installed
     assert subprocess.check_output(command, cwd=runners_in(tmp_path), text=True) == "None\n"
+
+
+def test_logits_of_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a llama.cpp that computes what Quire does."""
+    model = write_model(tmp_path / "model.gguf")
+    monkeypatch.setattr(logits, "workload", lambda _: Workload("small", [[3 + i % 50 for i in range(40)]] * 4, [1] * 4))
+
+    def run(command: list[Path], **_: object) -> None:
+        asked = json.loads(command[-2].read_text())
+        rows = torch.stack(logits.ours(command[-3], asked, {"dtype": "bfloat16"}))
+        np.save(command[-1], torch.cat([rows, rows[:, -1:]], 1).numpy())  # Quire gives none of the last token
+
+    monkeypatch.setattr(subprocess, "run", run)
+    logits.main(["--llama-cpp", sys.executable, str(model)])
+    [found] = capsys.readouterr().out.splitlines()
+    far = dict(re.findall(r"(llama\.cpp|float32|bfloat16) ([0-9.e+-]+)", found))
+    assert far["llama.cpp"] == far["bfloat16"]
+    assert 0 < float(far["float32"]) < float(far["bfloat16"])
