@@ -238,6 +238,11 @@ def _check_sizes(metadata: Metadata) -> None:
         ("embedding_length", largest),
         ("expert_count", largest),
         ("expert_feed_forward_length", largest),
+        *(
+            (f"ssm.{key}", largest)
+            for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
+        ),
+        ("shortconv.l_cache", largest),
         ("context_length", LONGEST),
     ):
         value = metadata.file.metadata.get(f"{metadata.architecture}.{key}")
