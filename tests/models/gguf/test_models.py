@@ -10,6 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from quire.errors import ModelError
 from tests.models.checkpoints import engine, probed_logits, save
 from tests.models.gguf.writer import write_gguf
 
@@ -122,6 +123,13 @@ def test_quantised_tensors_are_multiplied_as_they_stand(tmp_path: Path, name: st
     found = logits(tmp_path / "model.gguf", dtype="float32")
     assert not torch.equal(found, expected)
     assert divergence(found, expected) < 0.03
+
+
+def test_mxfp4_where_columns_are_in_another_order(tmp_path: Path) -> None:
+    save(tmp_path, "Qwen3_5", **WIDE | {"head_dim": 16})
+    write_gguf(tmp_path, tmp_path / "model.gguf", "Qwen3_5", lambda name: Kind.MXFP4 if "ssm_out" in name else Kind.F32)
+    with pytest.raises(ModelError, match=r"linear_attn\.out_proj\.blocks cannot be read: MXFP4 has no order of inputs"):
+        engine(tmp_path / "model.gguf", max_model_len=64)
 
 
 def divergence(found: torch.Tensor, expected: torch.Tensor) -> float:

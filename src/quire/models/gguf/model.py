@@ -158,8 +158,9 @@ def _halves(
 def _quantised_dtype(kinds: Mapping[str, str]) -> str:
     """The dtype that a quantised file is computed in, as a config.json names it.
 
-    Rows that meet integers are rounded to 8 bits. Another rounding, to bfloat16, would double the distance to the exact
-    model, and be beyond that of llama.cpp, which computes in float32. MXFP4 is multiplied with rows of 16 bits.
+    Rows are rounded to 8 bits where they are multiplied with integers. Rounding them to bfloat16 between linears takes
+    logits up to twice as far from the exact model, and farther than llama.cpp's, which computes in float32. MXFP4 is
+    multiplied with rows of 16 bits.
     """
     return "bfloat16" if MXFP4 in kinds.values() else "float32"
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from quire.errors import QuireError
+from quire.errors import QuireError, Unsupported
 from quire.models.gguf.architectures import Tiles
 from quire.models.quantisation.module import Form, Module
 from quire.ops.gguf_blocks import MXFP4, SIZES, weight_of
@@ -53,9 +53,7 @@ class BlocksForm:
             if self.column_tiles is None:
                 return weight
             if isinstance(weight, NarrowWeight):
-                raise module.error(
-                    KIND, f"are {self.kind}, whose columns have an order of their own, which is not served"
-                )
+                raise Unsupported(f"{self.kind} has no order of inputs, which this architecture needs here")
             return replace(weight, order=self.column_tiles.order(module.in_size).argsort())
         except QuireError as error:
             raise module.error(KIND, f"cannot be read: {error}") from error
