@@ -58,7 +58,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     **{name: {"text_config": {"rope_parameters": MROPE}} for name in ("qwen2_vl", "qwen2_5_vl")},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
 }
-ALL_FORMS = "AWQ, GPTQ, compressed-tensors; int8, int4 at load"
+ALL_FORMS = "AWQ, GPTQ, compressed-tensors, FP8; int8, int4 at load"
 LOADED_FORMS = "int8, int4 at load, experts as they are"
 LENGTHS = (1, 9, 23)
 STEP = 12  # tokens: prompts are cut into chunks, mixed with single tokens of the others
