@@ -86,17 +86,22 @@ CONTINUED = {
     "characters": (COMPLETIONS, {"prompt": "x", "regex": "(🙂|漢|字){12}", "stop": "字漢🙂"}),
     "chat": (CHAT, {"messages": [{"role": "user", "content": "a list"}], "n": 2, "logprobs": True}),
     "penalties": (CHAT, {"messages": [{"role": "user", "content": "a list"}], "frequency_penalty": 1.0}),
+    "constraints": (COMPLETIONS, {
+        "prompt": "def f(x):\n", "logit_bias": {"300": 5.0, "301": 5.0, "12": -100}, "bad_words": ["return", " x"],
+        "allowed_token_ids": list(range(10, 400)), "min_p": 0.01, "truncate_prompt_tokens": 3, "prompt_logprobs": 1,
+    }),
 }
 
 
 @pytest.mark.parametrize("kind", CONTINUED)
-def test_a_stream_goes_on_after_each_of_its_events(fleet: Front, kind: str) -> None:
+def test_a_stream_goes_on_after_each_of_its_events(two: list[Serving], fleet: Front, kind: str) -> None:
     """A cut may fall after any event. What the client has then and what it gets for the last id are the answer."""
     path, own = CONTINUED[kind]
     body = own | {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 7, "seed": 3}
     whole = fleet.ask("POST", path, body).body
     expected = put_together(whole)
     assert expected.is_done
+    assert expected.choices == put_together(two[0].ask("POST", path, body).body).choices  # as a plain server says it
     events = [event + b"\n\n" for event in whole.split(b"\n\n")[:-1]]
     for cut in range(len(events)):
         had = put_together(*events[:cut])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
+from quire import ops
 from quire.errors import BadShape, BadValue
 from quire.ops.cpu import native
 from quire.ops.cpu.lora import LoraMemory, PackedLoraTable
 from quire.ops.linear import Linears
 from quire.ops.lora import LoraPart, LoraRows, LoraTable
+from tests.ops.conftest import DEVICES
 
 SLOTS = 5
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -39,9 +42,19 @@ def plain(in_size: int, out_size: int, dtype: torch.dtype, most_rank: int) -> Lo
     return Linears().lora(in_size, out_size, dtype, SLOTS, most_rank)
 
 
-MAKES: dict[str, Make] = {"plain": plain}
+def tiled(in_size: int, out_size: int, dtype: torch.dtype, most_rank: int) -> LoraTable:
+    """By the Triton backend's own products, on a GPU or in the interpreter."""
+    from quire.ops.triton.linear import TiledLinears
+
+    return TiledLinears().lora(in_size, out_size, dtype, SLOTS, most_rank)
+
+
+OWN: dict[str, Make] = {}  # tables of our own kernels
 if native.unavailable() is None:
-    MAKES |= {isa: packed(isa) for isa in native.runnable(native.library_path())}
+    OWN = {isa: packed(isa) for isa in native.runnable(native.library_path())}
+MAKES = {"plain": plain, **OWN}
+if ops.unavailable("triton", DEVICES[-1]) is None:
+    MAKES["tiled"] = tiled
 
 
 def adapters(in_size: int, parts: list[tuple[int, list[int]]], dtype: torch.dtype) -> list[list[LoraPart]]:
@@ -60,7 +73,7 @@ def adapters(in_size: int, parts: list[tuple[int, list[int]]], dtype: torch.dtyp
 
 def expected(x: Tensor, out: Tensor, slots: Tensor, by_slot: dict[int, list[LoraPart]]) -> Tensor:
     """In float64."""
-    found = out.double()
+    x, found = x.cpu(), out.cpu().double()
     for row, slot in enumerate(slots.tolist()):
         for part in by_slot.get(slot, ()):
             added = part.scale * (x[row].double() @ part.a.double().T) @ part.b.double().T
@@ -72,17 +85,19 @@ def expected(x: Tensor, out: Tensor, slots: Tensor, by_slot: dict[int, list[Lora
 def test_rows_get_their_own_adapters(name: str) -> None:
     """All shapes, dtypes and mixtures; rows of none keep their bits, and NaN stays in its row."""
     torch.manual_seed(0)
-    for dtype, (in_size, parts), count in product(TOLERANCE, SHAPES, (1, 13, 40)):
-        if name == "plain" and count == 40:
-            continue
+    device = DEVICES[-1] if name == "tiled" else "cpu"
+    shapes, counts = SHAPES, (1, 13, 40) if name in OWN else (1, 13)
+    if name == "tiled" and device == "cpu":  # in the interpreter
+        shapes, counts = SHAPES[1:3], (13,)
+    for dtype, (in_size, parts), count in product(TOLERANCE, shapes, counts):
         out_size = sum(size for size, _ in parts)
         table = MAKES[name](in_size, out_size, dtype, sum(max(r + r % 2 for r in ranks) for _, ranks in parts))
         own = adapters(in_size, parts, dtype)
         by_slot = {4: own[0], 0: own[1], 2: own[2]}
         for slot, each in by_slot.items():
-            table.put(slot, each)
-        wide = torch.randn(count, in_size + 3).to(dtype)
-        x, out = wide[:, 2:-1], torch.randn(count, out_size).to(dtype)
+            table.put(slot, [replace(part, a=part.a.to(device), b=part.b.to(device)) for part in each])
+        wide = torch.randn(count, in_size + 3).to(device, dtype)
+        x, out = wide[:, 2:-1], torch.randn(count, out_size).to(device, dtype)
         slots = torch.randint(-1, SLOTS, (count,), dtype=torch.int32)
         slots[0] = 4
         before, truth = out.clone(), expected(x, out, slots, by_slot)
@@ -91,11 +106,11 @@ def test_rows_get_their_own_adapters(name: str) -> None:
             x[1] = float("nan")
         table.add(x, out, LoraRows(slots))
         rows = [i for i in range(count) if i != 1]
-        error = (out[rows].double() - truth[rows]).abs().max() / truth[rows].abs().max()
+        error = (out[rows].cpu().double() - truth[rows]).abs().max() / truth[rows].abs().max()
         assert error < TOLERANCE[dtype], (dtype, in_size, parts, count)
         untouched = [i for i in rows if int(slots[i]) not in by_slot]
         assert torch.equal(out[untouched], before[untouched])
-        if name != "plain":  # each row's bits alone
+        if name in OWN:  # each row's bits alone
             for i in rows:
                 alone = before[i : i + 1].clone()
                 table.add(x[i : i + 1], alone, LoraRows(slots[i : i + 1]))
