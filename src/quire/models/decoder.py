@@ -74,9 +74,9 @@ class Decoder:
         self.embedding_scale = config.embedding_scale
         if config.embedding_scale is not None and config.rounds_embedding_scale:
             self.embedding_scale = self._rounded(config.embedding_scale)
-        self.per_layer_embedding: Tensor | None = None  # [V, L * size]
+        self.per_layer_embedding: Embedding | None = None  # [V, L * size]
         if config.per_layer is not None:
-            self.per_layer_embedding = tensor(weights["per_layer_embedding"])
+            self.per_layer_embedding = linears.embedding(matrix(weights["per_layer_embedding"]))
             self.per_layer_scale = self._rounded(config.per_layer.size**0.5)
         mixers = [layer.mixer for layer in config.layers]
         tables = rope_tables(
@@ -115,7 +115,7 @@ class Decoder:
         if self.positions is not None:
             embedded = embedded + self.positions[positions]
         if self.per_layer_embedding is not None:
-            embedded = torch.cat([embedded, self.per_layer_embedding[token_ids] * self.per_layer_scale], 1)
+            embedded = torch.cat([embedded, self.per_layer_embedding(token_ids) * self.per_layer_scale], 1)
         return embedded
 
     def _rounded(self, factor: float) -> float:

@@ -436,11 +436,11 @@ def _may_be_quantised(name: str, scheme: Scheme) -> bool:
 
 
 def _is_needed_as_numbers(name: str) -> bool:
-    """Whether a weight of that name cannot stay quantised: layers' tables, and what makes keys and values of a latent.
+    """Whether a weight of that name cannot stay quantised: what makes keys and values of a latent.
 
-    The latter becomes part of the query and of the output, and is small next to a layer's other weights.
+    It becomes part of the query and of the output, and is small next to a layer's other weights.
     """
-    return name == "per_layer_embedding" or name.endswith(".kv.weight")
+    return name.endswith(".kv.weight")
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -24,15 +24,21 @@ ARCHITECTURES = {
     "Qwen3Moe": "qwen3moe", "Gemma2": "gemma2", "Gemma3": "gemma3", "Phi3": "phi3", "GPT2": "gpt2",
     "Starcoder2": "starcoder2", "Granite": "granite", "Olmo2": "olmo2", "SmolLM3": "smollm3", "SeedOss": "seed_oss",
     "Cohere": "command-r", "Cohere2": "cohere2", "Glm4": "glm4", "Exaone4": "exaone4", "Ernie4_5": "ernie4_5",
-    "Qwen3_5": "qwen35", "Lfm2": "lfm2", "GptOss": "gpt-oss",
+    "Qwen3_5": "qwen35", "Lfm2": "lfm2", "GptOss": "gpt-oss", "Qwen3_5Moe": "qwen35moe", "Qwen3Next": "qwen3next",
+    "Lfm2Moe": "lfm2moe", "GraniteMoe": "granitemoe", "GraniteMoeShared": "granitemoe",
+    "GraniteMoeHybrid": "granitehybrid", "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Gemma4": "gemma4",
 }  # fmt: skip
-PAIRS = ("Llama", "Mistral", "Mixtral", "Granite", "SmolLM3")  # whose q and k are turned in pairs of neighbours
+GRANITES = ("Granite", "GraniteMoe", "GraniteMoeShared", "GraniteMoeHybrid")
+PAIRS = ("Llama", "Mistral", "Mixtral", "SmolLM3", *GRANITES)  # whose q and k are turned in pairs of neighbours
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
-EXACT = ("position_embd.weight",)  # which llama.cpp leaves alone, as it does routers
+# Which llama.cpp leaves alone.
+EXACT = re.compile(r"gate_inp|\.conv|conv1d|\.bias$|ssm_[ad]$|norm|_scale|\.scale$|position_embd|per_layer_model_proj")
+DELTAS = ("Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
 DELTA = {
     "conv_kernel": "conv_kernel_dim", "state_size": "key_head_dim", "group_count": "num_key_heads",
     "time_step_rank": "num_value_heads",
 }  # fmt: skip
+SPACE = {"conv_kernel": "d_conv", "state_size": "d_state", "group_count": "n_groups", "time_step_rank": "n_heads"}
 JOINED = re.compile(r"(.*\.experts)\.(?:gate_up|down)_proj(_bias)?")
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
@@ -56,7 +62,7 @@ def write_gguf(
     for name, tensor in _tensors(weights, kind, config):
         if numbers is not None:
             tensor = torch.from_numpy(numbers[name])
-        exact = tensor.dim() == 1 or name in EXACT or re.search(r"gate_inp|\.conv|conv1d|\.bias$", name)
+        exact = tensor.dim() == 1 or EXACT.search(name)
         wanted = Kind.F32 if exact else kind_of(name)
         if wanted in FLOATS:
             stored = tensor.to(FLOATS[wanted]).contiguous()
@@ -147,13 +153,23 @@ def _metadata(kind: str, config: Mapping[str, Any], weights: Mapping[str, torch.
     if rope.get("rope_type") == "yarn":
         found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
         found |= {f"rope.scaling.yarn_{key}": rope[key] for key in ("beta_fast", "beta_slow") if rope.get(key)}
-    if kind in ("Llama", "Mistral", "Mixtral", "Granite", "SmolLM3"):
+    if kind in PAIRS:
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         found |= {"vocab_size": config["vocab_size"], "rope.dimension_count": head_dim}
-    if kind == "Granite":
+    if kind in GRANITES:
         scales = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
         scales |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
         found |= {theirs: float(config[ours]) for theirs, ours in scales.items()}
+        found["expert_shared_feed_forward_length"] = config.get("shared_intermediate_size")
+    if kind == "GraniteMoeHybrid":
+        found |= {f"ssm.{theirs}": config[f"mamba_{ours}"] for theirs, ours in SPACE.items()}
+        found["ssm.inner_size"] = config["mamba_expand"] * config["hidden_size"]
+        found["attention.head_count_kv"] = [
+            config["num_key_value_heads"] if each == "full_attention" else 0 for each in config["layer_types"]
+        ]
+        found |= {"rope.scaling.finetuned": False, "context_length": 2**20}
+        if not config["num_local_experts"]:
+            found["feed_forward_length"] = config["shared_intermediate_size"]
     if kind == "Gemma2":
         found |= {key: config[key] for key in ("attn_logit_softcapping", "final_logit_softcapping")}
         found |= {"attention.sliding_window": config["sliding_window"]}
@@ -178,13 +194,15 @@ def _metadata(kind: str, config: Mapping[str, Any], weights: Mapping[str, torch.
             "attention.sliding_window": config.get("sliding_window") or 0,
             "rope.scaling.original_context_length": config["original_max_position_embeddings"],
         }
-    if kind == "Qwen3_5":
+    if kind in DELTAS:
         found |= {f"ssm.{theirs}": config[f"linear_{ours}"] for theirs, ours in DELTA.items()}
         found["ssm.inner_size"] = config["linear_value_head_dim"] * config["linear_num_value_heads"]
         found["full_attention_interval"] = 4
         found["rope.dimension_count"] = int(config["head_dim"] * rope["partial_rotary_factor"])
-        found["rope.dimension_sections"] = [11, 11, 10, 0]
-    if kind == "Lfm2":
+        if kind != "Qwen3Next":
+            found["rope.dimension_sections"] = [11, 11, 10, 0]
+        found["expert_shared_feed_forward_length"] = config.get("shared_expert_intermediate_size")
+    if kind in ("Lfm2", "Lfm2Moe"):
         found["attention.layer_norm_rms_epsilon"] = config["norm_eps"]
         found["attention.head_count_kv"] = [
             config["num_key_value_heads"] if layer == "full_attention" else 0 for layer in config["layer_types"]
@@ -195,9 +213,57 @@ def _metadata(kind: str, config: Mapping[str, Any], weights: Mapping[str, torch.
         )
     if kind == "GptOss":
         found |= {"attention.sliding_window": config["sliding_window"], "expert_feed_forward_length": inner}
-    if kind == "Qwen3Moe":
-        found["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    if kind == "Lfm2Moe":
+        found |= {"leading_dense_block_count": config["num_dense_layers"], "expert_gating_func": 2}
+    if kind in ("DeepseekV2", "DeepseekV3"):
+        found |= _latent(kind, config, rope)
+    if kind == "Gemma4":
+        found |= _gemma4(config)
+    if kind not in ("GptOss", *GRANITES):
+        found["expert_feed_forward_length"] = config.get("moe_intermediate_size")
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _latent(kind: str, config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    latent, rope_dim = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    found = {
+        "attention.head_count_kv": 1, "rope.dimension_count": rope_dim,
+        "attention.kv_lora_rank": latent, "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.key_length": latent + rope_dim, "attention.value_length": latent,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rope_dim,
+        "attention.value_length_mla": config["v_head_dim"], "expert_count": config["n_routed_experts"],
+        "leading_dense_block_count": config["first_k_dense_replace"], "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]), "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"], "expert_gating_func": 2 if kind == "DeepseekV3" else 1,
+    }  # fmt: skip
+    if config.get("norm_topk_prob"):
+        found["expert_weights_norm"] = True
+    if rope.get("mscale_all_dim"):
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    return found
+
+
+def _gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
+    own_of = next(iter(config["per_layer_config"].values()))  # of the layers of full attention
+    full, count = own_of["head_dim"], config["num_hidden_layers"]
+    slides = [each == "sliding_attention" for each in config["layer_types"]]
+    first_sharing = count - config["num_kv_shared_layers"]
+    own = own_of.get("num_key_value_heads") or config["num_key_value_heads"]
+    inner = config["intermediate_size"]
+    return {
+        "attention.shared_kv_layers": config["num_kv_shared_layers"],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "attention.sliding_window": config["sliding_window"], "attention.sliding_window_pattern": slides,
+        "attention.key_length": full, "attention.value_length": full, "rope.dimension_count": full,
+        **{f"attention.{each}_length_swa": config["head_dim"] for each in ("key", "value")},
+        "rope.dimension_count_swa": config["head_dim"],
+        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
+        "attention.head_count_kv": [config["num_key_value_heads"] if one else own for one in slides],
+        "feed_forward_length": [inner * (2 if i >= first_sharing else 1) for i in range(count)]
+        if config["use_double_wide_mlp"] else inner,
+        "expert_used_count": config.get("top_k_experts"),
+    }  # fmt: skip
 
 
 def _tensors(
@@ -211,6 +277,10 @@ def _tensors(
         if match := EXPERT.fullmatch(name):
             experts.setdefault(f"{match[1]}.{match[3]}", []).append(tensor)
             continue
+        if found := _in_parts(kind, name, tensor, config):
+            for theirs, part in found:
+                yield _name(names, theirs), part.contiguous()
+            continue
         if match := JOINED.fullmatch(name):  # gates and ups of all experts take turns
             both = tensor if match[2] else tensor.swapaxes(1, 2)
             for part, rows in zip(("gate", "up") if "gate_up" in name else ("down",), _turns(name, both), strict=True):
@@ -218,8 +288,12 @@ def _tensors(
             continue
         yield _name(names, name), _changed(kind, name, tensor, config)
     for name, parts in experts.items():
-        yield _name(names, name), torch.stack(parts)
+        yield _name(names, name.removeprefix("model.") if kind == "Lfm2Moe" else name), torch.stack(parts)
     rope = config.get("rope_parameters") or {}
+    if kind == "Gemma4":
+        pairs = _gemma4(config)["attention.key_length"] // 2
+        turned = int(pairs * rope["full_attention"]["partial_rotary_factor"])
+        yield "rope_freqs.weight", torch.tensor([1.0] * turned + [1e30] * (pairs - turned))
     if rope.get("rope_type") == "llama3":
         yield "rope_freqs.weight", _llama3_factors(config, rope)
     for side in ("long", "short"):
@@ -227,12 +301,52 @@ def _tensors(
             yield f"rope_factors_{side}.weight", torch.tensor(rope[f"{side}_factor"])
 
 
+def _in_parts(
+    kind: str, name: str, tensor: torch.Tensor, config: Mapping[str, Any]
+) -> list[tuple[str, torch.Tensor]]:
+    """What the converter takes apart; none: nothing of this tensor."""
+    base, _, last = name.rpartition(".experts.")
+    if kind in ("Qwen3_5Moe", "Qwen3Next") and last == "gate_up_proj":
+        gate, up = tensor.chunk(2, 1)
+        return [(f"{base}.experts.gate_proj.weight", gate), (f"{base}.experts.up_proj.weight", up)]
+    if kind in ("Qwen3_5Moe", "Qwen3Next", "Gemma4") and last in ("gate_up_proj", "down_proj"):
+        return [(f"{name}.weight", tensor)]
+    base = name.rpartition(".input_linear.")[0]
+    if kind in GRANITES and base:
+        gate, up = tensor.chunk(2, -2)
+        at, end = name.split(".")[2], "exps" if "block_sparse" in name else "shexp" if config["num_local_experts"] else ""
+        end = f"_{end}" if end else ""
+        return [(f"blk.{at}.ffn_gate{end}.weight", gate), (f"blk.{at}.ffn_up{end}.weight", up)]
+    if kind == "GraniteMoeHybrid" and "shared_mlp.output_linear" in name and not config["num_local_experts"]:
+        return [(f"blk.{name.split('.')[2]}.ffn_down.weight", tensor)]
+    if name.endswith("in_proj_qkvz.weight"):
+        keys, share = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        values = share // keys * config["linear_value_head_dim"]
+        sizes = [config["linear_key_head_dim"]] * 2 + [values] * 2
+        q, k, v, z = (part.flatten(0, 1) for part in tensor.unflatten(0, (keys, -1)).split(sizes, 1))
+        at = name.split(".")[2]
+        return [(f"blk.{at}.attn_qkv.weight", torch.cat([q, k, v])), (f"blk.{at}.attn_gate.weight", z)]
+    if name.endswith("kv_b_proj.weight"):
+        by_head = tensor.unflatten(0, (config["num_attention_heads"], -1))
+        k, v = by_head.split([config["qk_nope_head_dim"], config["v_head_dim"]], 1)
+        return [(name.replace("kv_b", "k_b"), k.transpose(1, 2)), (name.replace("kv_b", "v_b"), v)]
+    return []
+
+
 def _turns(name: str, rows: torch.Tensor) -> list[torch.Tensor]:
     return [rows[:, ::2], rows[:, 1::2]] if "gate_up" in name else [rows]
 
 
 def _name(names: gguf.TensorNameMap, theirs: str) -> str:
-    theirs = theirs.replace(".sinks", ".sinks.weight").replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
+    if theirs.startswith("blk."):
+        return theirs
+    theirs = theirs.replace(".sinks", ".sinks.weight").replace(".dt_bias", ".dt_proj.bias")
+    theirs = theirs.replace("expert_bias", "expert_bias.bias").replace("correction_bias", "correction.bias")
+    theirs = theirs.replace("layer_scalar", "layer_scalar.weight")
+    if theirs.endswith("router.scale"):
+        return f"blk.{theirs.split('.')[2]}.ffn_gate_inp.scale"
+    if theirs.endswith("per_expert_scale"):
+        return f"blk.{theirs.split('.')[2]}.ffn_down_exps.scale"
     found = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
     assert found is not None, theirs
     return found
@@ -245,8 +359,14 @@ def _changed(kind: str, name: str, tensor: torch.Tensor, config: Mapping[str, An
         return halves.swapaxes(1, 2).reshape(tensor.shape)
     if kind in ("Gemma2", "Gemma3") and name.endswith("norm.weight"):
         return tensor.float() + 1
-    if kind == "Qwen3_5" and (".linear_attn." in name or name.endswith("norm.weight")):
-        return _delta(name, tensor, config)
+    if kind in DELTAS and (".linear_attn." in name or name.endswith("norm.weight")):
+        return _delta(name, tensor, config, is_tiled=kind != "Qwen3Next")
+    if kind == "GraniteMoeHybrid" and name.endswith("conv1d.weight"):
+        return tensor.squeeze(1)
+    if kind == "GraniteMoeHybrid" and ".mamba." in name and tensor.dim() == 1:
+        if name.endswith("norm.weight"):
+            return tensor.view(config["mamba_n_groups"], -1)
+        return (-tensor.exp() if name.endswith("A_log") else tensor)[:, None] if name.endswith(("A_log", "D")) else tensor
     if name.endswith("conv.conv.weight"):
         return tensor.squeeze(1)
     if kind == "GPT2" and re.search(r"c_(attn|proj|fc)\.weight", name):
@@ -254,9 +374,9 @@ def _changed(kind: str, name: str, tensor: torch.Tensor, config: Mapping[str, An
     return tensor
 
 
-def _delta(name: str, tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.Tensor:
+def _delta(name: str, tensor: torch.Tensor, config: Mapping[str, Any], is_tiled: bool) -> torch.Tensor:
     """A norm, or a tensor of the gated delta rule: heads of values by their place among those with the same keys."""
-    keys, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    keys, size = config["linear_num_key_heads"] if is_tiled else 1, config["linear_value_head_dim"]
 
     def tiled(rows: torch.Tensor, size: int) -> torch.Tensor:
         return rows.reshape(keys, -1, size, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
@@ -272,7 +392,9 @@ def _delta(name: str, tensor: torch.Tensor, config: Mapping[str, Any]) -> torch.
     if name.endswith("out_proj.weight"):
         return tiled(tensor.T, size).T
     rows = tensor.squeeze(1) if name.endswith("conv1d.weight") else tensor
-    first = 2 * keys * config["linear_key_head_dim"]
+    if name.endswith("in_proj_ba.weight"):
+        return tensor
+    first = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
     return torch.cat([rows[:first], tiled(rows[first:], size)])
 
 

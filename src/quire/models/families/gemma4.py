@@ -49,9 +49,14 @@ LAYER = {
     "router": ("router.proj",),
     "router_norm.weight": ("router.scale",),
     "shares": ("router.per_expert_scale",),
-    # One tensor has those of all experts.
+}
+TOGETHER = {  # one tensor has those of all experts
     "experts.mlp_in.weight": ("experts.gate_up_proj[{}]",),
     "experts.mlp_out.weight": ("experts.down_proj[{}]",),
+}
+APART = {  # in GGUF files
+    "experts.mlp_in": ("experts.{}.gate_proj", "experts.{}.up_proj"),
+    "experts.mlp_out": ("experts.{}.down_proj",),
 }
 UNUSED = re.compile(r"model\.layers\.\d+\.self_attn\.([kv]_proj|[kv]_norm)\.weight")  # of layers that read others' K
 
@@ -170,7 +175,8 @@ def _experts(config: ConfigReader) -> ExpertsConfig | None:
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Where the decoder's weights stand in a checkpoint with tensors of these names."""
     theirs = gemma2.weight_sources(config, names)
-    layer = {**theirs.layer, **LAYER}
+    apart = any(".experts.0." in name for name in names)
+    layer = {**theirs.layer, **LAYER, **(APART if apart else TOGETHER)}
     return replace(
         theirs,
         ends={**theirs.ends, **ENDS},

@@ -9,7 +9,7 @@ from typing import Any
 from quire.models.decoder_config import DecoderConfig, ExpertsConfig, MlpConfig
 from quire.models.families import llama
 from quire.models.families.granite import read_decoder
-from quire.models.families.granitemoehybrid import EXPERTS
+from quire.models.families.granitemoehybrid import experts_sources
 from quire.models.families.llama import read_sizes
 from quire.models.hf_config import ConfigReader
 from quire.models.weights import Sources
@@ -35,4 +35,4 @@ def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Where the decoder's weights stand in a checkpoint with tensors of these names."""
     theirs = llama.weight_sources(config, names)
-    return replace(theirs, layer={**theirs.layer, **EXPERTS})
+    return replace(theirs, layer={**theirs.layer, **experts_sources(names)})

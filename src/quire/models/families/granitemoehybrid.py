@@ -26,6 +26,14 @@ EXPERTS = {
     "shared.mlp_in": ("shared_mlp.input_linear",),
     "shared.mlp_out": ("shared_mlp.output_linear",),
 }
+SHARED_APART = ("shared_mlp.gate_proj", "shared_mlp.up_proj")
+APART = {  # in GGUF files
+    "router": ("block_sparse_moe.router.layer",),
+    "experts.mlp_in": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+    "experts.mlp_out": ("block_sparse_moe.experts.{}.w2",),
+    "shared.mlp_in": SHARED_APART,
+    "shared.mlp_out": ("shared_mlp.down_proj",),
+}
 
 
 def decoder_config(raw: Mapping[str, Any]) -> DecoderConfig:
@@ -77,4 +85,12 @@ def read_mlp(config: ConfigReader, inner: int) -> MlpConfig | ExpertsConfig:
 
 def weight_sources(config: DecoderConfig, names: frozenset[str]) -> Sources:
     """Where the decoder's weights stand in a checkpoint with tensors of these names."""
-    return Sources(ENDS, "model.layers.{}.", LAYER | EXPERTS, adapt=adapted)
+    layer = LAYER | experts_sources(names)
+    if any("shared_mlp.gate_proj." in name for name in names):
+        layer |= {"mlp_in": SHARED_APART, "mlp_out": ("shared_mlp.down_proj",)}
+    return Sources(ENDS, "model.layers.{}.", layer, adapt=adapted)
+
+
+def experts_sources(names: frozenset[str]) -> dict[str, tuple[str, ...]]:
+    """The experts' weights in a checkpoint with tensors of these names, as `Sources.layer`."""
+    return APART if any(".experts.0." in name or "shared_mlp.gate_proj." in name for name in names) else EXPERTS

@@ -1,304 +1,35 @@
-"""What GGUF's architectures are elsewhere: their configuration as a config.json has it, and the names of tensors.
-
-An architecture is a table. Its tensors keep their numbers but for what writers change: rows of q and k in the order of
-a RoPE of neighbouring pairs, norms as 1 + weight, projections that others store as [in, out], and of the gated delta
-rule the order of the heads of values, and decays.
-"""
+"""GGUF's architectures: a table for each."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from quire.errors import ModelError
+from quire.models.gguf.architecture import FACTORS, Architecture, Turns, numbers_of
 from quire.models.gguf.metadata import Metadata
+from quire.models.gguf.names import (
+    ATTENTION,
+    ENDS,
+    EXPERTS,
+    GATED_DELTA,
+    GEMMA4,
+    GEMMA_NORMS,
+    GRANITE_EXPERTS,
+    LATENT,
+    LAYER,
+    MIXTRAL_EXPERTS,
+    SHARED_EXPERT,
+    SHORT_CONVOLUTION,
+    SHORT_CONVOLUTION_EXPERTS,
+    STATE_SPACE,
+    Names,
+)
 from quire.models.rope import share_of
 
-LONGEST = 2**26  # tokens of a sequence: angles are computed for each position
-IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-# A file's names of tensors, without what the names of several architectures have in common -> those of others.
-ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-ATTENTION = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-}
-LAYER = ATTENTION | {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-}
-MIXTRAL_EXPERTS = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-}
-GEMMA_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-GATED_DELTA = {
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_a": "linear_attn.A_log",
-    "ssm_dt.bias": "linear_attn.dt_bias",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-}
-SHORT_CONVOLUTION = {
-    "attn_norm": "operator_norm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.out_proj",
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
-    "shortconv.in_proj": "conv.in_proj",
-    "shortconv.conv": "conv.conv",
-    "shortconv.out_proj": "conv.out_proj",
-    "ffn_norm": "ffn_norm",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
-}
-FACTORS = "rope_freqs.weight"
-LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-NOT_NEEDED = {FACTORS, LONG, SHORT}  # among the weights: the configuration has them
-
-
-class Tiles(NamedTuple):
-    """Heads of values that share heads of keys: a file has the first one of each head of keys, then the second ones.
-
-    Others have all that share the first head of keys, then all that share the second one.
-    """
-
-    keys: int  # heads of keys
-    size: int  # rows of a head of values
-    first: int = 0  # rows before these heads
-
-    def order(self, count: int) -> torch.Tensor:
-        """The place in a file of each of so many rows. Raises ModelError where they are no such heads."""
-        if count <= self.first or (count - self.first) % (self.keys * self.size):
-            raise ModelError(
-                f"{count} rows are no heads of {self.size} that share {self.keys} after {self.first} others"
-            )
-        heads = torch.arange(self.first, count).view(-1, self.keys, self.size).transpose(0, 1)
-        return torch.cat([torch.arange(self.first), heads.flatten()])
-
-
-class Place(NamedTuple):
-    """Where a tensor of ours stands in a file."""
-
-    tensor: str  # its name there
-    entry: int | None = None  # of its first dimension; None: all
-    heads: int | None = None  # its rows are in pairs of neighbours, within each of so many heads
-    less_one: bool = False  # 1 is to be subtracted
-    log: bool = False  # it holds -exp of the numbers
-    tiles: Tiles | None = None  # its rows are in this order
-    column_tiles: Tiles | None = None  # its columns are
-    transposed: bool = False  # if it is not quantised
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """One of GGUF's architectures."""
-
-    name: str  # what a config.json calls it, in `architectures`
-    model_type: str
-    layer: Mapping[str, str]  # a file's tensors of a layer -> those of others, {} for the number of an expert
-    prefix: str = "model.layers.{}."  # of these
-    ends: Mapping[str, str] = field(default_factory=lambda: ENDS)  # the same outside the layers
-    keys: Mapping[str, str] = field(default_factory=dict)  # metadata -> keys of a config.json, besides the usual ones
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # keys of a config.json that all have alike
-    more: Callable[[Metadata, dict[str, Any]], Mapping[str, Any]] | None = None  # what else its config.json would say
-    pairs: bool = False  # q and k have their rows in pairs
-    norms_plus_one: bool = False
-    tiles: Callable[[Metadata], Mapping[str, Tiles]] | None = None  # of tensors of a layer
-    column_tiles: Mapping[str, str] = field(
-        default_factory=dict
-    )  # a tensor whose columns are in the order of another's rows
-    transposed: frozenset[str] = frozenset()  # tensors of a layer that others store as [in, out]
-
-    def config(self, metadata: Metadata) -> dict[str, Any]:
-        """As a config.json says it. Raises ModelError for a key that is missing or has a wrong value."""
-        config = _usual(metadata) | {"architectures": [self.name], "model_type": self.model_type, **self.fixed}
-        for theirs, ours in self.keys.items():
-            if (value := metadata.get(theirs)) is not None:
-                config[ours] = value
-        if self.more is not None:
-            config |= self.more(metadata, config)
-        return config
-
-    def places(self, metadata: Metadata) -> dict[str, Place]:
-        """Where each tensor stands, by its name in other checkpoints; one without such a name keeps its own."""
-        heads = {"attn_q": metadata.integer("attention.head_count"), "attn_k": _num_kv_heads(metadata)}
-        tiles = {} if self.tiles is None else self.tiles(metadata)
-        ahead = range(_num_layers(metadata), metadata.integer("block_count"))  # layers that guess tokens ahead
-        places: dict[str, Place] = {}
-        for name, info in metadata.file.tensors.items():
-            if name in NOT_NEEDED:
-                continue
-            if (match := IN_LAYER.fullmatch(name)) is not None and int(match[1]) in ahead:
-                continue
-            if match is None:
-                prefix, rest, table = "", name, self.ends
-            else:
-                prefix, rest, table = self.prefix.format(match[1]), match[2], self.layer
-            base, _, kind = rest.rpartition(".")
-            theirs = table.get(rest) or (f"{table[base]}.{kind}" if base in table else name)
-            place = Place(
-                name,
-                heads=heads.get(base) if self.pairs else None,
-                less_one=self.norms_plus_one and base.endswith("norm") and base != "ssm_norm",
-                log=rest == "ssm_a",
-                tiles=tiles.get(base or rest),
-                column_tiles=tiles.get(self.column_tiles.get(base, "")),
-                transposed=base in self.transposed and kind == "weight",
-            )
-            whole = theirs if theirs == name else prefix + theirs
-            if "{}" in whole:
-                places |= {whole.format(i): place._replace(entry=i) for i in range(info.shape[0])}
-            else:
-                places[whole] = place
-        return places
-
-
-def _usual(metadata: Metadata) -> dict[str, Any]:
-    """The keys that nearly all architectures have."""
-    file = metadata.file
-    if "token_embd.weight" not in file.tensors:
-        raise ModelError(f"{file.path} has no tensor token_embd.weight; it is no language model, or a part of one")
-    if metadata.get("attention.causal", True) is not True:
-        raise metadata.error("attention.causal", metadata.get("attention.causal"), "true")
-    _check_sizes(metadata)
-    num_heads, hidden_size = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
-    head_dim = metadata.integer("attention.key_length", max(1, hidden_size // num_heads))
-    if (other := metadata.integer("attention.value_length", head_dim)) != head_dim:
-        raise metadata.error("attention.value_length", other, f"attention.key_length, {head_dim}")
-    config = {
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "hidden_size": hidden_size,
-        "num_hidden_layers": _num_layers(metadata),
-        "max_position_embeddings": metadata.integer("context_length"),
-        "intermediate_size": metadata.get("feed_forward_length"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": _num_kv_heads(metadata),
-        "head_dim": head_dim,
-        "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),
-    }
-    rope = _rope(metadata, head_dim)
-    return config | ({"rope_parameters": rope} if rope else {})
-
-
-def _num_layers(metadata: Metadata) -> int:
-    """Layers, without those at the end that guess tokens ahead."""
-    count, ahead = metadata.integer("block_count"), metadata.get("nextn_predict_layers", 0)
-    if not isinstance(ahead, int) or not 0 <= ahead < count:
-        raise metadata.error("nextn_predict_layers", ahead, f"below block_count, {count}")
-    return count - ahead
-
-
-def _num_kv_heads(metadata: Metadata) -> int:
-    """Heads of keys in each layer with attention: a layer without it has 0."""
-    found = metadata.get("attention.head_count_kv", metadata.integer("attention.head_count"))
-    heads = {count for count in found if count} if isinstance(found, list) else {found}
-    if len(heads) != 1 or not all(type(count) is int and count > 0 for count in heads):
-        raise metadata.error(
-            "attention.head_count_kv", found, "a positive integer, the same in all layers with attention"
-        )
-    return int(heads.pop())
-
-
-def _check_sizes(metadata: Metadata) -> None:
-    """Raise ModelError for a size that no tensor has, before anything of that size is made."""
-    tensors = metadata.file.tensors
-    largest = max(max(info.shape) for info in tensors.values())
-    for key, most in (
-        ("block_count", len(tensors)),
-        ("attention.head_count", largest),
-        ("attention.key_length", largest),
-        ("embedding_length", largest),
-        ("expert_count", largest),
-        ("expert_feed_forward_length", largest),
-        *(
-            (f"ssm.{key}", largest)
-            for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
-        ),
-        ("shortconv.l_cache", largest),
-        ("context_length", LONGEST),
-    ):
-        value = metadata.file.metadata.get(f"{metadata.architecture}.{key}")
-        if isinstance(value, int) and value > most:
-            raise metadata.error(key, value, f"at most {most}")
-
-
-def _rope(metadata: Metadata, head_dim: int) -> dict[str, Any]:
-    """The rope parameters; empty where the metadata have none."""
-    rope: dict[str, Any] = {}
-    if (theta := metadata.get("rope.freq_base")) is not None:
-        rope["rope_theta"] = metadata.number("rope.freq_base", theta)
-    rotated = metadata.integer("rope.dimension_count", head_dim)
-    if rotated != head_dim:
-        rope["partial_rotary_factor"] = share_of(rotated, head_dim)
-    kind = metadata.get("rope.scaling.type", "none")
-    factor = metadata.get("rope.scaling.factor", metadata.get("rope.scale_linear"))
-    original = metadata.get("rope.scaling.original_context_length")
-    metadata.get("rope.scaling.finetuned")  # how it was made
-    metadata.get("rope.scaling.attn_factor")  # longrope's, which its lengths say
-    if metadata.has(FACTORS):
-        return rope | _longrope(metadata, FACTORS, FACTORS) | {"attention_factor": 1.0}
-    if metadata.has(LONG):
-        return rope | _longrope(metadata, SHORT, LONG)
-    if kind == "linear" or (kind == "none" and factor not in (None, 0.0, 1.0)):
-        return rope | {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
-        yarn = {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": original,
-            "attention_factor": metadata.get("rope.scaling.yarn_attn_factor"),
-            "beta_fast": metadata.get("rope.scaling.yarn_beta_fast"),
-            "beta_slow": metadata.get("rope.scaling.yarn_beta_slow"),
-        }
-        return rope | {key: value for key, value in yarn.items() if value is not None}
-    if kind != "none":
-        raise metadata.error("rope.scaling.type", kind, "none, linear or yarn, or longrope with its factors")
-    return rope
-
-
-def _longrope(metadata: Metadata, short: str, long: str) -> dict[str, Any]:
-    """A RoPE whose frequencies are divided by factors, as they are for short sequences and for long ones."""
-    return {
-        "rope_type": "longrope",
-        "short_factor": _numbers(metadata, short),
-        "long_factor": _numbers(metadata, long),
-    }
-
-
-def _numbers(metadata: Metadata, name: str) -> list[float]:
-    info = metadata.file.tensors.get(name)
-    if info is None or info.kind != "F32" or len(info.shape) != 1:
-        raise ModelError(f"{metadata.file.path}: {name} is {info}; it must be fp32 numbers")
-    found = metadata.file.blocks(name).view(torch.float32).flatten().tolist()
-    return [float(value) for value in found]
+SOFTMAX, SIGMOID = 1, 2  # expert_gating_func
+UNROTATED = 1e30  # by which a frequency is divided that is to turn nothing
 
 
 def _attention_bias(metadata: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -390,13 +121,165 @@ def _qwen35(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _qwen35_tiles(metadata: Metadata) -> dict[str, Tiles]:
+def _qwen35_moe(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    _scores(metadata, SOFTMAX)
+    return _qwen35(metadata, config) | {"intermediate_size": config["intermediate_size"] or 1}
+
+
+def _scores(metadata: Metadata, served: int) -> None:
+    """Raise ModelError where experts are chosen by other scores."""
+    if (found := metadata.get("expert_gating_func", served)) != served:
+        raise metadata.error("expert_gating_func", found, f"{served} with this architecture")
+
+
+def _qwen3_next_turns(metadata: Metadata) -> dict[str, Turns]:
+    """Of b and a the heads of values that share a head of keys take turns."""
+    return {"ssm_ba": Turns(2, metadata.integer("ssm.time_step_rank") // metadata.integer("ssm.group_count"))}
+
+
+def _granite(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Granite 4 without states is stored as Granite, with what a state would be."""
+    for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+        metadata.get(f"ssm.{key}")
+    for key in ("expert_count", "expert_used_count"):
+        if count := metadata.get(key, 0):
+            raise metadata.error(key, count, "0 with this architecture")
+    metadata.get("expert_shared_feed_forward_length")  # the same again
+    return _llama(metadata, config)
+
+
+def _granite_hybrid(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    num_layers, counts = config["num_hidden_layers"], metadata.get("attention.head_count_kv")
+    if not isinstance(counts, list) or len(counts) != num_layers:
+        raise metadata.error("attention.head_count_kv", counts, f"one number for each of {num_layers} layers")
+    hidden_size, inner = config["hidden_size"], metadata.integer("ssm.inner_size")
+    if inner % hidden_size:
+        raise metadata.error("ssm.inner_size", inner, f"a multiple of embedding_length, {hidden_size}")
+    shared = metadata.get("expert_shared_feed_forward_length", config["intermediate_size"])
+    has_rope = metadata.get("rope.scaling.finetuned", True)
+    return _attention_bias(metadata, config) | {
+        "layer_types": ["attention" if count else "mamba" for count in counts],
+        "num_local_experts": metadata.get("expert_count", 0),
+        "num_experts_per_tok": metadata.get("expert_used_count", 0),
+        "shared_intermediate_size": shared,
+        "position_embedding_type": "rope" if has_rope else "nope",
+        "mamba_n_heads": metadata.integer("ssm.time_step_rank"),
+        "mamba_n_groups": metadata.integer("ssm.group_count"),
+        "mamba_d_state": metadata.integer("ssm.state_size"),
+        "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
+        "mamba_expand": inner // hidden_size,
+        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in metadata.file.tensors),
+        "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in metadata.file.tensors),
+    }
+
+
+def _latent(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V2's, or those of DeepSeek-V3 by the scores of its experts."""
+    rope = {key: value for key, value in config.get("rope_parameters", {}).items() if key != "partial_rotary_factor"}
+    rope_dim = metadata.integer("rope.dimension_count")
+    log_scale = metadata.get("rope.scaling.yarn_log_multiplier")
+    if log_scale is not None:  # a tenth of it
+        scale = round(10 * metadata.number("rope.scaling.yarn_log_multiplier"), 6)
+        rope |= {"mscale": scale, "mscale_all_dim": scale}
+    key = metadata.integer("attention.key_length_mla", metadata.integer("attention.key_length"))
+    value = metadata.integer("attention.value_length_mla", metadata.integer("attention.value_length"))
+    found = {
+        "rope_parameters": rope,
+        "head_dim": None,
+        "num_key_value_heads": config["num_attention_heads"],
+        "kv_lora_rank": metadata.integer("attention.kv_lora_rank"),
+        "q_lora_rank": metadata.get("attention.q_lora_rank"),
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": key - rope_dim,
+        "v_head_dim": value,
+        "first_k_dense_replace": metadata.get("leading_dense_block_count", 0),
+        "norm_topk_prob": metadata.get("expert_weights_norm", False),
+        "n_group": metadata.get("expert_group_count", 1),
+        "topk_group": metadata.get("expert_group_used_count", 1),
+    }
+    if metadata.get("expert_gating_func", SOFTMAX) == SIGMOID:
+        return found | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    _scores(metadata, SOFTMAX)
+    return found | {"topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
+
+
+def _gemma4(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    num_layers, full_dim = config["num_hidden_layers"], config["head_dim"]
+    slides = metadata.get("attention.sliding_window_pattern")
+    if not isinstance(slides, list) or len(slides) != num_layers:
+        raise metadata.error("attention.sliding_window_pattern", slides, f"an array with both kinds of {num_layers}")
+    dim = metadata.integer("attention.key_length_swa", full_dim)
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if metadata.integer(key, dim) != dim:
+            raise metadata.error(key, metadata.get(key), f"attention.key_length_swa, {dim}")
+    rope = config.get("rope_parameters", {})
+    found = {
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
+        "head_dim": dim,
+        "global_head_dim": full_dim,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", 1e4)},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": rope.get("rope_theta", 1e6),
+                "partial_rotary_factor": _rotated_share(metadata, full_dim),
+            },
+        },
+        "num_kv_shared_layers": metadata.get("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": metadata.get("embedding_length_per_layer_input", 0),
+    }
+    heads, inner = metadata.get("attention.head_count_kv"), config["intermediate_size"]
+    first_sharing = num_layers - found["num_kv_shared_layers"]
+    if isinstance(heads, list):
+        full = {count for count, slides in zip(heads, slides, strict=True) if not slides}
+        if len(full) != 1:
+            raise metadata.error("attention.head_count_kv", heads, "the same in all layers of full attention")
+        found["num_global_key_value_heads"] = full.pop()
+    own_v = [i for i in range(first_sharing) if not slides[i] and not metadata.has(f"blk.{i}.attn_v.weight")]
+    if own_v:
+        found["attention_k_eq_v"] = True
+    if isinstance(inner, list):  # the layers that share keys may have MLPs of twice the size
+        found |= {"intermediate_size": inner[0], "use_double_wide_mlp": True}
+        if inner != [inner[0] * (1 if i < first_sharing else 2) for i in range(num_layers)]:
+            raise metadata.error("feed_forward_length", inner, "the same, and twice as much in layers that share keys")
+    if metadata.has("per_layer_token_embd.weight"):
+        found["vocab_size_per_layer_input"] = metadata.file.tensors["per_layer_token_embd.weight"].shape[0]
+    if metadata.get("expert_count", 0):
+        found |= {
+            "enable_moe_block": True,
+            "num_experts": metadata.integer("expert_count"),
+            "top_k_experts": metadata.integer("expert_used_count"),
+            "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        }
+    return found
+
+
+def _rotated_share(metadata: Metadata, head_dim: int) -> float:
+    """The share of a head that is rotated: the other frequencies are divided by a number that makes nothing of them."""
+    if not metadata.has(FACTORS):
+        return 1.0
+    factors = numbers_of(metadata, FACTORS)
+    rotated = factors.count(1.0)
+    rest = factors[rotated:]
+    if 2 * len(factors) != head_dim or factors[:rotated] != [1.0] * rotated or min(rest, default=UNROTATED) < UNROTATED:
+        raise ModelError(f"{metadata.file.path}: {FACTORS} is {factors}; it must be 1 for all pairs that are rotated")
+    return share_of(2 * rotated, head_dim)
+
+
+def _lfm2_moe(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    _scores(metadata, SIGMOID)
+    found = _lfm2(metadata, config)
+    del found["block_auto_adjust_ff_dim"]
+    return found
+
+
+def _qwen35_turns(metadata: Metadata) -> dict[str, Turns]:
     """The heads of values, alone and after q and k."""
     keys, num_heads = metadata.integer("ssm.group_count"), metadata.integer("ssm.time_step_rank")
     size = metadata.integer("ssm.inner_size") // num_heads
-    after = Tiles(keys, size, 2 * keys * metadata.integer("ssm.state_size"))
-    by_head = dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), Tiles(keys, 1))
-    return by_head | {"attn_gate": Tiles(keys, size), "attn_qkv": after, "ssm_conv1d": after}
+    after = Turns(keys, size, 2 * keys * metadata.integer("ssm.state_size"))
+    by_head = dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"), Turns(keys, 1))
+    return by_head | {"attn_gate": Turns(keys, size), "attn_qkv": after, "ssm_conv1d": after}
 
 
 def _gpt_oss(_: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -418,19 +301,27 @@ def _lfm2(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 LLAMA = Architecture(name="LlamaForCausalLM", model_type="llama", layer=LAYER, more=_llama, pairs=True)
+LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 MIXTRAL = Architecture(
     name="MixtralForCausalLM",
     model_type="mixtral",
     layer=ATTENTION | MIXTRAL_EXPERTS,
-    keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    keys=LOCAL_EXPERTS,
     pairs=True,
 )
+QWEN_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+QWEN_SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 SCALES = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+LFM2_ENDS: Names = {"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"}
 WINDOW = {"attention.sliding_window": "sliding_window"}
 COHERE = {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
 ARCHITECTURES = {
@@ -441,11 +332,7 @@ ARCHITECTURES = {
         name="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
         layer=LAYER | EXPERTS,
-        keys={
-            "expert_count": "num_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-        },
+        keys=QWEN_EXPERTS,
         fixed={"norm_topk_prob": True},
         more=_qwen3_moe,
     ),
@@ -505,7 +392,30 @@ ARCHITECTURES = {
         more=_starcoder2,
     ),
     "granite": Architecture(
-        name="GraniteForCausalLM", model_type="granite", layer=LAYER, keys=SCALES, more=_llama, pairs=True
+        name="GraniteForCausalLM", model_type="granite", layer=LAYER, keys=SCALES, more=_granite, pairs=True
+    ),
+    "granitemoe": Architecture(
+        name="GraniteMoeForCausalLM",
+        model_type="granitemoe",
+        layer=ATTENTION | GRANITE_EXPERTS,
+        keys=SCALES | LOCAL_EXPERTS | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+        more=_attention_bias,
+        pairs=True,
+    ),
+    "granitehybrid": Architecture(
+        name="GraniteMoeHybridForCausalLM",
+        model_type="granitemoehybrid",
+        layer=ATTENTION
+        | GRANITE_EXPERTS
+        | STATE_SPACE
+        | {
+            "ffn_gate": "shared_mlp.gate_proj",
+            "ffn_up": "shared_mlp.up_proj",
+            "ffn_down": "shared_mlp.down_proj",
+        },
+        keys=SCALES,
+        more=_granite_hybrid,
+        pairs=True,
     ),
     "olmo2": Architecture(
         name="Olmo2ForCausalLM",
@@ -545,11 +455,34 @@ ARCHITECTURES = {
     "qwen35": Architecture(
         name="Qwen3_5ForCausalLM",
         model_type="qwen3_5_text",
-        layer=LAYER | GATED_DELTA | {"post_attention_norm": "post_attention_layernorm"},
+        layer=LAYER | GATED_DELTA,
         more=_qwen35,
         norms_plus_one=True,
-        tiles=_qwen35_tiles,
-        column_tiles={"ssm_out": "attn_gate"},
+        turns=_qwen35_turns,
+        column_turns={"ssm_out": "attn_gate"},
+    ),
+    "qwen35moe": Architecture(
+        name="Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        layer=LAYER | GATED_DELTA | EXPERTS | SHARED_EXPERT,
+        keys=QWEN_EXPERTS | QWEN_SHARED,
+        more=_qwen35_moe,
+        norms_plus_one=True,
+        turns=_qwen35_turns,
+        column_turns={"ssm_out": "attn_gate"},
+    ),
+    "qwen3next": Architecture(  # once its projections are apart it is a Qwen3.5
+        name="Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        layer=LAYER
+        | GATED_DELTA
+        | EXPERTS
+        | SHARED_EXPERT
+        | {"ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")},
+        keys=QWEN_EXPERTS | QWEN_SHARED,
+        more=_qwen35_moe,
+        norms_plus_one=True,
+        turns=_qwen3_next_turns,
     ),
     "gpt-oss": Architecture(
         name="GptOssForCausalLM",
@@ -561,20 +494,50 @@ ARCHITECTURES = {
             "post_attention_norm": "post_attention_layernorm",
             "attn_sinks.weight": "self_attn.sinks",
         },
-        keys=WINDOW
-        | {
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "intermediate_size",
-        },
+        keys=WINDOW | LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
         more=_gpt_oss,
     ),
     "lfm2": Architecture(
         name="Lfm2ForCausalLM",
         model_type="lfm2",
         layer=SHORT_CONVOLUTION,
-        ends={"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm", "output": "lm_head"},
+        ends=LFM2_ENDS,
         more=_lfm2,
+    ),
+    "lfm2moe": Architecture(
+        name="Lfm2MoeForCausalLM",
+        model_type="lfm2_moe",
+        layer=SHORT_CONVOLUTION | SHORT_CONVOLUTION_EXPERTS,
+        ends=LFM2_ENDS,
+        keys=QWEN_EXPERTS
+        | {"leading_dense_block_count": "num_dense_layers", "expert_weights_scale": "routed_scaling_factor"},
+        more=_lfm2_moe,
+    ),
+    "deepseek2": Architecture(
+        name="DeepseekV2ForCausalLM",
+        model_type="deepseek_v2",
+        layer=LAYER | EXPERTS | LATENT,
+        keys={
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+        },
+        more=_latent,
+    ),
+    "gemma4": Architecture(
+        name="Gemma4ForCausalLM",
+        model_type="gemma4_text",
+        layer=LAYER | GEMMA_NORMS | GEMMA4,
+        ends=ENDS
+        | {
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        keys=WINDOW | {"final_logit_softcapping": "final_logit_softcapping"},
+        more=_gemma4,
     ),
     "seed_oss": Architecture(
         name="SeedOssForCausalLM",

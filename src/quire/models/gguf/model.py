@@ -9,17 +9,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.models.gguf.architectures import Place, architecture_of
+from quire.models.gguf.architecture import Place
+from quire.models.gguf.architectures import architecture_of
 from quire.models.gguf.file import GgufFile, TensorInfo
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.vocabulary import Vocabulary
 from quire.models.template import default_template
 from quire.models.text_part import TextPart
-from quire.ops.gguf_blocks import FLOATS, MXFP4
+from quire.ops.gguf_blocks import FLOATS, MXFP4, weight_of
 
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 NO_VOCABULARY = ("no_vocab", "none")  # converters' words for it
@@ -57,7 +59,7 @@ class GgufModel:
         kinds = {
             name.removesuffix(".weight"): self.file.tensors[place.tensor].kind
             for name, place in self._places.items()
-            if self.file.tensors[place.tensor].kind not in FLOATS
+            if _stays_quantised(self.file, place)
         }
         config["dtype"] = _quantised_dtype(kinds) if kinds else _usual_dtype(self.file.tensors)
         if kinds:
@@ -65,10 +67,10 @@ class GgufModel:
                 "quant_method": "gguf",
                 "description": _described(self.file.tensors),
                 "kinds": kinds,
-                "column_tiles": {
-                    name.removesuffix(".weight"): place.column_tiles
+                "column_turns": {
+                    name.removesuffix(".weight"): place.column_turns
                     for name, place in self._places.items()
-                    if place.column_tiles is not None
+                    if place.column_turns is not None
                 },
             }
         return config
@@ -115,7 +117,7 @@ class GgufTensors:
         self.path, self._file = file.path, file
         self._places = {}
         for name, place in places.items():
-            quantised = file.tensors[place.tensor].kind not in FLOATS
+            quantised = _stays_quantised(file, place)
             self._places[f"{name.removesuffix('weight')}blocks" if quantised else name] = place
 
     @property
@@ -126,6 +128,8 @@ class GgufTensors:
     def __getitem__(self, name: str) -> Tensor:
         """A tensor's numbers, or a quantised one's blocks: uint8 [out, bytes of a row]."""
         place = self._places[name]
+        if place.values is not None:
+            return self._latent(place.tensor, place.values)
         info, rows = self._file.tensors[place.tensor], self._file.blocks(place.tensor)
         shape = info.shape
         if place.entry is not None:
@@ -138,11 +142,45 @@ class GgufTensors:
             rows = rows.float() - 1.0
         if place.log:
             rows = (-rows.float()).log()
-        if place.tiles is not None:
-            rows = rows[place.tiles.order(len(rows))]
-        if place.column_tiles is not None and info.kind in FLOATS:
-            rows = rows[:, place.column_tiles.order(rows.shape[1])]
+        if place.flat:
+            rows = rows.flatten()
+        if place.turns is not None:
+            rows = rows[place.turns.order(len(rows))]
+        if place.part is not None:
+            rows = _part(rows, *place.part)
+        if place.column_turns is not None and info.kind in FLOATS:
+            rows = rows[:, place.column_turns.order(rows.shape[1])]
         return rows.T if place.transposed and info.kind in FLOATS else rows
+
+    def _latent(self, keys: str, values: str) -> Tensor:
+        """What makes keys and values of a latent, by head: [heads * (Dk + Dv), latent]."""
+        if values not in self._file.tensors:
+            raise ModelError(f"{self.path} has {keys}, and no {values}")
+        k, v = self._numbers(keys), self._numbers(values)  # [heads, latent, Dk], [heads, Dv, latent]
+        if k.dim() != 3 or v.dim() != 3 or (k.shape[0], k.shape[1]) != (v.shape[0], v.shape[2]):
+            raise ModelError(
+                f"{self.path}: {keys} is {list(k.shape)} and {values} {list(v.shape)}; they must be "
+                "[heads, latent, Dk] and [heads, Dv, latent]"
+            )
+        return torch.cat([k.transpose(1, 2), v], 1).flatten(0, 1)
+
+    def _numbers(self, name: str) -> Tensor:
+        """What a tensor means, in fp32."""
+        info, rows = self._file.tensors[name], self._file.blocks(name)
+        found = weight_of(info.kind, rows, info.shape[-1], torch.float32)
+        weight = found if isinstance(found, Tensor) else found.rows(torch.arange(found.out_size)).dequantised()
+        return weight.view(info.shape).float()
+
+
+def _stays_quantised(file: GgufFile, place: Place) -> bool:
+    return file.tensors[place.tensor].kind not in FLOATS and place.values is None
+
+
+def _part(rows: Tensor, number: int, count: int) -> Tensor:
+    """One of so many equal parts of the rows."""
+    if len(rows) % count:
+        raise ModelError(f"{len(rows)} rows have no {count} equal parts")
+    return rows.chunk(count)[number]
 
 
 def _halves(

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from quire.errors import QuireError, Unsupported
-from quire.models.gguf.architectures import Tiles
+from quire.models.gguf.architecture import Turns
 from quire.models.quantisation.module import Form, Module
 from quire.ops.gguf_blocks import MXFP4, SIZES, weight_of
 from quire.ops.narrow import NarrowWeight
@@ -23,7 +23,7 @@ class BlocksForm:
     """A linear whose rows are blocks."""
 
     kind: str
-    column_tiles: Tiles | None = None  # the order of its columns
+    column_turns: Turns | None = None  # the order of its columns
 
     needs = (KIND,)
     takes = ()
@@ -50,11 +50,11 @@ class BlocksForm:
             )
         try:
             weight = cast(QuantisedWeight | NarrowWeight, weight_of(self.kind, blocks, module.in_size, dtype))
-            if self.column_tiles is None:
+            if self.column_turns is None:
                 return weight
             if isinstance(weight, NarrowWeight):
                 raise Unsupported(f"{self.kind} has no order of inputs, which this architecture needs here")
-            return replace(weight, order=self.column_tiles.order(module.in_size).argsort())
+            return replace(weight, order=self.column_turns.order(module.in_size).argsort())
         except QuireError as error:
             raise module.error(KIND, f"cannot be read: {error}") from error
 
@@ -65,16 +65,16 @@ class Gguf:
 
     description: str
     kinds: Mapping[str, str]  # by the names of modules
-    column_tiles: Mapping[str, Tiles]
+    column_turns: Mapping[str, Turns]
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Gguf:
         """As `GgufModel.config` says it."""
-        return cls(str(raw["description"]), raw["kinds"], raw["column_tiles"])
+        return cls(str(raw["description"]), raw["kinds"], raw["column_turns"])
 
     def form(self, name: str) -> Form | None:
         """How the tensor of that name is stored if it is quantised."""
-        return BlocksForm(self.kinds[name], self.column_tiles.get(name)) if name in self.kinds else None
+        return BlocksForm(self.kinds[name], self.column_turns.get(name)) if name in self.kinds else None
 
     def excludes(self, name: str) -> bool:
         """Whether it is numbers."""
