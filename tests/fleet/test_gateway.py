@@ -86,10 +86,18 @@ CONTINUED = {
     "characters": (COMPLETIONS, {"prompt": "x", "regex": "(🙂|漢|字){12}", "stop": "字漢🙂"}),
     "chat": (CHAT, {"messages": [{"role": "user", "content": "a list"}], "n": 2, "logprobs": True}),
     "penalties": (CHAT, {"messages": [{"role": "user", "content": "a list"}], "frequency_penalty": 1.0}),
-    "constraints": (COMPLETIONS, {
-        "prompt": "def f(x):\n", "logit_bias": {"300": 5.0, "301": 5.0, "12": -100}, "bad_words": ["return", " x"],
-        "allowed_token_ids": list(range(10, 400)), "min_p": 0.01, "truncate_prompt_tokens": 3, "prompt_logprobs": 1,
-    }),
+    "constraints": (
+        COMPLETIONS,
+        {
+            "prompt": "def f(x):\n",
+            "logit_bias": {"300": 5.0, "301": 5.0, "12": -100},
+            "bad_words": ["return", " x"],
+            "allowed_token_ids": list(range(10, 400)),
+            "min_p": 0.01,
+            "truncate_prompt_tokens": 3,
+            "prompt_logprobs": 1,
+        },
+    ),
 }
 
 

@@ -10,6 +10,7 @@ import logging
 import re
 import tempfile
 import warnings
+from collections.abc import Iterable
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -233,13 +234,7 @@ own](quantisation.md).
 | repository | computed by | quantised weights |
 |---|---|---|
 {repositories}
-
-Refused:
-
-| repository | because |
-|---|---|
 {refused_repositories}
-
 ## Types of models
 
 Below are the {count} types of causal language models of transformers {release}, each tried likewise with its default
@@ -284,11 +279,15 @@ def document(found: Sweep) -> str:
         apart_names=names(apart),
         whole_names=", ".join(f"{row.name} ({row.how})" for row in wholes),
         repositories="\n".join(f"| {one.name} | {one.how} | {one.forms} |" for one in served),
-        refused_repositories="\n".join(
-            f"| {one.name} | {_cell(one.reason)} |" for one in found.repositories if one.how == "refused"
-        ),
+        refused_repositories=_refused(found.repositories),
         reasons="\n".join(f"| {row.name} | {_cell(row.reason)} |" for row in found.types if row.how == "refused"),
     )
+
+
+def _refused(repositories: Iterable[Repository]) -> str:
+    """A table of those that are refused, where there are any."""
+    rows = [f"| {one.name} | {_cell(one.reason)} |" for one in repositories if one.how == "refused"]
+    return "\n".join(["", "Refused:", "", "| repository | because |", "|---|---|", *rows, ""]) if rows else ""
 
 
 def _cell(reason: str) -> str:

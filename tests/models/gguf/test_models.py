@@ -11,8 +11,10 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from quire.errors import ModelError
+from quire.models.gguf.file import GgufFile
 from tests.models.checkpoints import engine, probed_logits, save
-from tests.models.gguf.writer import write_gguf
+from tests.models.gguf.hostile import read
+from tests.models.gguf.writer import ARCHITECTURES, write_gguf
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -161,6 +163,24 @@ def test_mxfp4_where_columns_are_in_another_order(tmp_path: Path) -> None:
     write_gguf(tmp_path, tmp_path / "model.gguf", "Qwen3_5", lambda name: Kind.MXFP4 if "ssm_out" in name else Kind.F32)
     with pytest.raises(ModelError, match=r"linear_attn\.out_proj\.blocks cannot be read: MXFP4 has no order of inputs"):
         engine(tmp_path / "model.gguf", max_model_len=64)
+
+
+HOSTILE: list[Any] = [0, 2**31, "x", True, -1.5, float("nan"), [1, 2, 3], ["a"], []]
+
+
+@pytest.mark.parametrize("name", ["granitehybrid", "deepseek2, one projection of q, yarn", "gemma4, shared keys"])
+def test_metadata_of_another_value_or_type(tmp_path: Path, name: str) -> None:
+    """Of each key in turn: the file is read, or refused by a sentence."""
+    kind, changes = MODELS[name]
+    save(tmp_path, kind, **changes)
+    path, architecture, refused = tmp_path / "model.gguf", ARCHITECTURES[kind], 0
+    write_gguf(tmp_path, path, kind)
+    keys = [key.partition(".")[2] for key in GgufFile(path).metadata if key.startswith(f"{architecture}.")]
+    for i, key in enumerate(keys):
+        for value in HOSTILE[i % 2 :: 2]:
+            write_gguf(tmp_path, path, kind, **{key: value})
+            refused += read(path) is not None
+    assert refused > 3 * len(keys)
 
 
 def divergence(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -301,9 +301,7 @@ def _tensors(
             yield f"rope_factors_{side}.weight", torch.tensor(rope[f"{side}_factor"])
 
 
-def _in_parts(
-    kind: str, name: str, tensor: torch.Tensor, config: Mapping[str, Any]
-) -> list[tuple[str, torch.Tensor]]:
+def _in_parts(kind: str, name: str, tensor: torch.Tensor, config: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
     """What the converter takes apart; none: nothing of this tensor."""
     base, _, last = name.rpartition(".experts.")
     if kind in ("Qwen3_5Moe", "Qwen3Next") and last == "gate_up_proj":
@@ -314,7 +312,10 @@ def _in_parts(
     base = name.rpartition(".input_linear.")[0]
     if kind in GRANITES and base:
         gate, up = tensor.chunk(2, -2)
-        at, end = name.split(".")[2], "exps" if "block_sparse" in name else "shexp" if config["num_local_experts"] else ""
+        at, end = (
+            name.split(".")[2],
+            "exps" if "block_sparse" in name else "shexp" if config["num_local_experts"] else "",
+        )
         end = f"_{end}" if end else ""
         return [(f"blk.{at}.ffn_gate{end}.weight", gate), (f"blk.{at}.ffn_up{end}.weight", up)]
     if kind == "GraniteMoeHybrid" and "shared_mlp.output_linear" in name and not config["num_local_experts"]:
@@ -366,7 +367,9 @@ def _changed(kind: str, name: str, tensor: torch.Tensor, config: Mapping[str, An
     if kind == "GraniteMoeHybrid" and ".mamba." in name and tensor.dim() == 1:
         if name.endswith("norm.weight"):
             return tensor.view(config["mamba_n_groups"], -1)
-        return (-tensor.exp() if name.endswith("A_log") else tensor)[:, None] if name.endswith(("A_log", "D")) else tensor
+        return (
+            (-tensor.exp() if name.endswith("A_log") else tensor)[:, None] if name.endswith(("A_log", "D")) else tensor
+        )
     if name.endswith("conv.conv.weight"):
         return tensor.squeeze(1)
     if kind == "GPT2" and re.search(r"c_(attn|proj|fc)\.weight", name):

@@ -16,7 +16,7 @@ from quire.models.families import llama
 from quire.models.families.glm4_moe import EXPERTS, first_dense, sigmoid_experts
 from quire.models.families.llama import read_sizes, whole_rope
 from quire.models.hf_config import ConfigReader
-from quire.models.rope import rope_type, yarn_magnitude
+from quire.models.rope import check_rope, rope_type, yarn_magnitude
 from quire.models.weights import Sources
 
 V3 = "DeepseekV3ForCausalLM"
@@ -62,6 +62,7 @@ def _attention(config: ConfigReader, num_heads: int, interleaved: bool) -> Laten
     if not interleaved:
         raise ModelError("config.json: rope_interleave is False; family 'deepseek' serves True only")
     rope = whole_rope(config)
+    check_rope(rope)
     plain_dim, rope_dim = config.integer("qk_nope_head_dim", 128), config.integer("qk_rope_head_dim", 64)
     scale = (plain_dim + rope_dim) ** -0.5
     if rope_type(rope) != "default" and rope.get("mscale_all_dim"):

@@ -18,7 +18,7 @@ LAYER = MIXER | {
     "mlp_in": ("shared_mlp.input_linear",),
     "mlp_out": ("shared_mlp.output_linear",),
 }
-EXPERTS = {
+EXPERTS: dict[str, tuple[str, ...]] = {
     "router": ("block_sparse_moe.router.layer",),
     # One tensor has those of all experts.
     "experts.mlp_in.weight": ("block_sparse_moe.input_linear.weight[{}]",),
@@ -27,7 +27,7 @@ EXPERTS = {
     "shared.mlp_out": ("shared_mlp.output_linear",),
 }
 SHARED_APART = ("shared_mlp.gate_proj", "shared_mlp.up_proj")
-APART = {  # in GGUF files
+APART: dict[str, tuple[str, ...]] = {  # in GGUF files
     "router": ("block_sparse_moe.router.layer",),
     "experts.mlp_in": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
     "experts.mlp_out": ("block_sparse_moe.experts.{}.w2",),

@@ -24,6 +24,28 @@ IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 NOT_NEEDED = {FACTORS, LONG, SHORT}  # among the weights: the configuration has them
+SIZES = (  # that some tensor has
+    "attention.head_count",
+    "attention.key_length",
+    "attention.key_length_mla",
+    "attention.key_length_swa",
+    "attention.kv_lora_rank",
+    "attention.q_lora_rank",
+    "attention.value_length_mla",
+    "embedding_length",
+    "embedding_length_per_layer_input",
+    "expert_count",
+    "expert_feed_forward_length",
+    "expert_shared_count",
+    "expert_shared_feed_forward_length",
+    "rope.dimension_count",
+    "shortconv.l_cache",
+    "ssm.conv_kernel",
+    "ssm.group_count",
+    "ssm.inner_size",
+    "ssm.state_size",
+    "ssm.time_step_rank",
+)
 KEYS_OF_LATENT, VALUES_OF_LATENT = "attn_k_b", "attn_v_b"
 VECTORS = ("ssm_a", "ssm_d", "ssm_norm")  # that some writers give further dimensions
 
@@ -196,20 +218,8 @@ def _check_sizes(metadata: Metadata) -> None:
     """Raise ModelError for a size that no tensor has, before anything of that size is made."""
     tensors = metadata.file.tensors
     largest = max(max(info.shape) for info in tensors.values())
-    for key, most in (
-        ("block_count", len(tensors)),
-        ("attention.head_count", largest),
-        ("attention.key_length", largest),
-        ("embedding_length", largest),
-        ("expert_count", largest),
-        ("expert_feed_forward_length", largest),
-        *(
-            (f"ssm.{key}", largest)
-            for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
-        ),
-        ("shortconv.l_cache", largest),
-        ("context_length", LONGEST),
-    ):
+    bounds = {"block_count": len(tensors), "context_length": LONGEST} | dict.fromkeys(SIZES, largest)
+    for key, most in bounds.items():
         value = metadata.file.metadata.get(f"{metadata.architecture}.{key}")
         if isinstance(value, int) and value > most:
             raise metadata.error(key, value, f"at most {most}")

@@ -142,7 +142,7 @@ def _granite(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
         metadata.get(f"ssm.{key}")
     for key in ("expert_count", "expert_used_count"):
-        if count := metadata.get(key, 0):
+        if count := metadata.count(key):
             raise metadata.error(key, count, "0 with this architecture")
     metadata.get("expert_shared_feed_forward_length")  # the same again
     return _llama(metadata, config)
@@ -159,8 +159,8 @@ def _granite_hybrid(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, 
     has_rope = metadata.get("rope.scaling.finetuned", True)
     return _attention_bias(metadata, config) | {
         "layer_types": ["attention" if count else "mamba" for count in counts],
-        "num_local_experts": metadata.get("expert_count", 0),
-        "num_experts_per_tok": metadata.get("expert_used_count", 0),
+        "num_local_experts": metadata.count("expert_count"),
+        "num_experts_per_tok": metadata.count("expert_used_count"),
         "shared_intermediate_size": shared,
         "position_embedding_type": "rope" if has_rope else "nope",
         "mamba_n_heads": metadata.integer("ssm.time_step_rank"),
@@ -192,10 +192,10 @@ def _latent(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "qk_rope_head_dim": rope_dim,
         "qk_nope_head_dim": key - rope_dim,
         "v_head_dim": value,
-        "first_k_dense_replace": metadata.get("leading_dense_block_count", 0),
+        "first_k_dense_replace": metadata.count("leading_dense_block_count"),
         "norm_topk_prob": metadata.get("expert_weights_norm", False),
-        "n_group": metadata.get("expert_group_count", 1),
-        "topk_group": metadata.get("expert_group_used_count", 1),
+        "n_group": metadata.integer("expert_group_count", 1),
+        "topk_group": metadata.integer("expert_group_used_count", 1),
     }
     if metadata.get("expert_gating_func", SOFTMAX) == SIGMOID:
         return found | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
@@ -225,26 +225,26 @@ def _gemma4(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
                 "partial_rotary_factor": _rotated_share(metadata, full_dim),
             },
         },
-        "num_kv_shared_layers": metadata.get("attention.shared_kv_layers", 0),
-        "hidden_size_per_layer_input": metadata.get("embedding_length_per_layer_input", 0),
+        "num_kv_shared_layers": metadata.count("attention.shared_kv_layers"),
+        "hidden_size_per_layer_input": metadata.count("embedding_length_per_layer_input"),
     }
     heads, inner = metadata.get("attention.head_count_kv"), config["intermediate_size"]
-    first_sharing = num_layers - found["num_kv_shared_layers"]
+    first_sharing = max(0, num_layers - found["num_kv_shared_layers"])
     if isinstance(heads, list):
-        full = {count for count, slides in zip(heads, slides, strict=True) if not slides}
-        if len(full) != 1:
+        full = {count for count, one in zip(heads, slides, strict=False) if not one}
+        if len(heads) != num_layers or len(full) != 1:
             raise metadata.error("attention.head_count_kv", heads, "the same in all layers of full attention")
         found["num_global_key_value_heads"] = full.pop()
     own_v = [i for i in range(first_sharing) if not slides[i] and not metadata.has(f"blk.{i}.attn_v.weight")]
     if own_v:
         found["attention_k_eq_v"] = True
     if isinstance(inner, list):  # the layers that share keys may have MLPs of twice the size
-        found |= {"intermediate_size": inner[0], "use_double_wide_mlp": True}
-        if inner != [inner[0] * (1 if i < first_sharing else 2) for i in range(num_layers)]:
+        if inner != [inner[0] * (1 if i < first_sharing else 2) for i in range(num_layers) if inner]:
             raise metadata.error("feed_forward_length", inner, "the same, and twice as much in layers that share keys")
+        found |= {"intermediate_size": inner[0], "use_double_wide_mlp": True}
     if metadata.has("per_layer_token_embd.weight"):
         found["vocab_size_per_layer_input"] = metadata.file.tensors["per_layer_token_embd.weight"].shape[0]
-    if metadata.get("expert_count", 0):
+    if metadata.count("expert_count"):
         found |= {
             "enable_moe_block": True,
             "num_experts": metadata.integer("expert_count"),

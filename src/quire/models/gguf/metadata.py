@@ -44,6 +44,13 @@ class Metadata:
             raise self.error(key, value, "a positive integer")
         return value
 
+    def count(self, key: str, default: int = 0) -> int:
+        """An integer that is not negative. Raises ModelError for something else."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(key, value, "an integer that is not negative")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         """A number. Raises ModelError where it is missing without a default, or something else."""
         value = self.get(key, default)
