@@ -1,4 +1,4 @@
-"""What importing torch and all that is built on it costs, cut."""
+"""What it costs to import torch and all that is built on it, and to read a model's weights, cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def uncollected() -> Iterator[None]:
     """Without Python's garbage collector, if it is on.
 
     An import makes hundreds of thousands of objects and no garbage. Looking through them again and again takes a tenth
-    of the time.
+    of the time, and a fourth of that of reading a model of a billion quantised weights.
     """
     if not gc.isenabled():
         yield

@@ -29,6 +29,7 @@ from quire.engine.beam_driver import BeamDriver
 from quire.engine.engine import Engine, build_engine
 from quire.engine.interrupts import deferred_interrupts
 from quire.errors import ConfigError, QuireError, RequestError, Unsupported
+from quire.importing import uncollected
 from quire.loglikelihood import (
     LoglikelihoodOutput,
     check_pair,
@@ -64,6 +65,7 @@ class LLM:
     Unsupported where the device or the attention backend is not to be had.
     """
 
+    @uncollected()
     def __init__(
         self, model: str | None = None, *, lora: Mapping[str, str | Path] | None = None, **options: Any
     ) -> None:

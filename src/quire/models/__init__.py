@@ -7,6 +7,7 @@ transformers' modelling code with Quire's attention in it, if a trial shows that
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -231,6 +232,8 @@ def load_model(where: Where, config: EngineConfig, backend: Backend) -> Model:
         return _adapted(choice, files, config, backend, quantisation)
     raw, part, family, decoder, _ = choice
     max_model_len = _max_model_len(config, files.path, decoder.max_position_embeddings, longest_sequence(decoder))
+    for path in files.weight_files(part):
+        _read_ahead(path)
     checkpoint = files.tensors(part)
     sources = family.weight_sources(decoder, checkpoint.names)
     weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device, quantisation)
@@ -245,6 +248,13 @@ def load_model(where: Where, config: EngineConfig, backend: Backend) -> Model:
         model.loras = Loras(targets, limits, model.dtype, model.device)
         model.loras.part = part
     return model
+
+
+def _read_ahead(path: Path) -> None:
+    """Let the system read a file while what was read before is packed."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def _shown(weights: Weights, files: Files, part: TextPart | None) -> AbstractContextManager[Callable[[], None]]:

@@ -13,7 +13,8 @@ that are powers of two, which is MXFP4 of the OCP Microscaling Formats 1.0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -69,11 +70,11 @@ class NarrowWeight:
             if tensor.dtype is not dtype:
                 raise BadDtype(f"{name} is {tensor.dtype}; expected {dtype}")
         if self.format.bits == 8:
-            wrong, what = self.codes & 0x7F == 0x7F, "NaN"
+            sizes, wrong, what = self.codes & 0x7F, 0x7F, "NaN"
         else:
-            wrong, what = self.codes >= 16, "more than 4 bits"
-        if wrong.any():
-            place = wrong.nonzero()[0].tolist()
+            sizes, wrong, what = self.codes, 16, "more than 4 bits"
+        if int(sizes.max()) >= wrong:
+            place = (sizes >= wrong).nonzero()[0].tolist()
             raise BadValue(f"codes holds {what} at {place}; all numbers must be {self.format.name}")
         unfit = ~self.scales.isfinite()
         if self.format.bits == 4:
@@ -113,11 +114,17 @@ class NarrowWeight:
         index: Tensor,  # int64 [N]
     ) -> NarrowWeight:
         """These outputs, in this order, in memory of their own."""
-        return replace(self, codes=self.codes[index], scales=self.scales[index])
+        return self.derived(self.codes[index], self.scales[index])
 
     def to(self, device: str) -> NarrowWeight:
         """The same on that device."""
-        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device))
+        return self.derived(self.codes.to(device), self.scales.to(device))
+
+    def derived(self, codes: Tensor, scales: Tensor) -> NarrowWeight:
+        """The same with these, made of its own or of those of such weights: they are not checked again."""
+        made: NarrowWeight = copy(self)
+        vars(made).update(codes=codes, scales=scales)
+        return made
 
     def dequantised(self) -> Tensor:
         """The weight's numbers: fp32 [out, in]. Each is rounded once, from the exact product."""

@@ -27,8 +27,8 @@ A group of x that holds an infinite or NaN number makes every result of its row 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from copy import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -213,7 +213,13 @@ class QuantisedWeight:
     def to(self, device: str) -> QuantisedWeight:
         """The same on that device."""
         order = None if self.order is None else self.order.to(device)
-        return replace(self._with_parts(lambda part: part.to(device)), order=order)
+        return self._with_parts(lambda part: part.to(device)).derived(order=order)
+
+    def derived(self, **changes: Tensor | None) -> QuantisedWeight:
+        """The same with other tensors, made of its own or of those of such weights: they are not checked again."""
+        made: QuantisedWeight = copy(self)
+        vars(made).update(changes)
+        return made
 
     def dequantised(self) -> Tensor:
         """The weight's numbers: fp32 [out, in]. Each is rounded once, from the exact one."""
@@ -243,8 +249,7 @@ class QuantisedWeight:
 
     def _with_parts(self, made: Callable[[Tensor], Tensor]) -> QuantisedWeight:
         parts = {name: getattr(self, name) for name in PARTS}
-        changed: dict[str, Any] = {name: made(part) for name, part in parts.items() if part is not None}
-        return replace(self, **changed)
+        return self.derived(**{name: made(part) for name, part in parts.items() if part is not None})
 
 
 def number_bytes(out_size: int, in_size: int, bits: int, group_size: int, has_zeros: bool) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -59,11 +59,11 @@ def stacked(parts: Sequence[LinearWeight]) -> QuantisedWeight | NarrowWeight | S
     zeros = None
     if any(part.zeros is not None for part in whole):
         zeros = torch.cat([_zeros(part) for part in whole])
-    made: dict[str, Any] = {"values": values, "zeros": zeros}
+    made: dict[str, Tensor | None] = {"values": values, "zeros": zeros}
     for name in PARTS:
         if name not in made and getattr(first, name) is not None:
             made[name] = torch.cat([getattr(part, name) for part in whole])
-    return replace(first, **made)
+    return first.derived(**made)
 
 
 def _narrow(parts: Sequence[NarrowWeight]) -> NarrowWeight:
@@ -72,7 +72,7 @@ def _narrow(parts: Sequence[NarrowWeight]) -> NarrowWeight:
         return parts[0]
     codes = mapped((sum(part.out_size for part in parts), parts[0].in_size), torch.uint8)
     torch.cat([part.codes for part in parts], out=codes)
-    return NarrowWeight(codes, torch.cat([part.scales for part in parts]), parts[0].format, parts[0].dtype)
+    return parts[0].derived(codes, torch.cat([part.scales for part in parts]))
 
 
 def _agree(a: QuantisedWeight, b: QuantisedWeight) -> bool:
