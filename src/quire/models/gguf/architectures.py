@@ -235,8 +235,7 @@ def _gemma4(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         if len(heads) != num_layers or len(full) != 1:
             raise metadata.error("attention.head_count_kv", heads, "the same in all layers of full attention")
         found["num_global_key_value_heads"] = full.pop()
-    own_v = [i for i in range(first_sharing) if not slides[i] and not metadata.has(f"blk.{i}.attn_v.weight")]
-    if own_v:
+    if any(not slides[i] and not metadata.has(f"blk.{i}.attn_v.weight") for i in range(first_sharing)):
         found["attention_k_eq_v"] = True
     if isinstance(inner, list):  # the layers that share keys may have MLPs of twice the size
         if inner != [inner[0] * (1 if i < first_sharing else 2) for i in range(num_layers) if inner]:
