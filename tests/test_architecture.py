@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "prompts": {"errors", "request", "engine", "text", "embedding", "sandbox", "chat"},
     "llm": {
         *("errors", "request", "config", "ops", "batch", "cache", "models", "engine", "text", "progress"),
-        *("embedding", "loglikelihood", "chat", "prompts"),
+        *("embedding", "importing", "loglikelihood", "chat", "prompts"),
     },
 }
 FACES = {"cli", "fleet", "ray", "server", "__init__", "__main__"}  # may import everything

@@ -29,7 +29,6 @@ from quire.config import parse_loras
 from quire.engine.cost import DEVICES, CostModel, cost_of
 from quire.engine.pace import LONGEST_STEP, Pace
 from quire.errors import ConfigError
-from quire.fleet.replica import Replica
 from quire.llm import LLM
 from quire.models.files import GENERATION
 from quire.sandbox.chat_template import ChatTemplate
@@ -48,7 +47,8 @@ from quire.server.watch.inspector import Inspector
 from quire.server.watch.metrics import Metrics
 from quire.server.watch.statistics import Statistics
 
-if TYPE_CHECKING:  # its packages are an extra
+if TYPE_CHECKING:  # what is imported where it is asked for
+    from quire.fleet.replica import Replica
     from quire.server.watch.kv_events import KVEventPublisher
     from quire.server.watch.traces import Traces
 
@@ -196,7 +196,11 @@ def _loaded(options: Mapping[str, Any], config: ServerConfig) -> Parts:
         loras=loras,
     )
     service = Service(model, worker, config, traces)
-    replica = Replica(llm, worker, service, metrics, config.fleet_secret) if config.fleet_secret else None
+    replica = None
+    if config.fleet_secret:
+        from quire.fleet.replica import Replica  # its packages take some time to import
+
+        replica = Replica(llm, worker, service, metrics, config.fleet_secret)
     statistics = Statistics(llm.engine, metrics) if config.log_stats else None
     return Parts(llm, worker, service, metrics, watched, replica, config.allow_lora_loading, statistics)
 
