@@ -74,6 +74,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek2": ("DeepseekV2", {}),
     "deepseek2, one projection of q, yarn": ("DeepseekV2", {"q_lora_rank": None, "rope_parameters": MLA_YARN}),
     "deepseek2, V3": ("DeepseekV3", {"n_group": 2, "topk_group": 1}),
+    "glm4moe": ("Glm4Moe", {}),
+    "ernie4_5-moe": ("Ernie4_5_Moe", {}),
     "gemma4": ("Gemma4", {"num_kv_shared_layers": 0}),
     "gemma4, shared keys": ("Gemma4", {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
     "gemma4, experts": ("Gemma4", {

@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "Qwen3_5": "qwen35", "Lfm2": "lfm2", "GptOss": "gpt-oss", "Qwen3_5Moe": "qwen35moe", "Qwen3Next": "qwen3next",
     "Lfm2Moe": "lfm2moe", "GraniteMoe": "granitemoe", "GraniteMoeShared": "granitemoe",
     "GraniteMoeHybrid": "granitehybrid", "DeepseekV2": "deepseek2", "DeepseekV3": "deepseek2", "Gemma4": "gemma4",
+    "Glm4Moe": "glm4moe", "Ernie4_5_Moe": "ernie4_5-moe",
 }  # fmt: skip
 GRANITES = ("Granite", "GraniteMoe", "GraniteMoeShared", "GraniteMoeHybrid")
 PAIRS = ("Llama", "Mistral", "Mixtral", "SmolLM3", *GRANITES)  # whose q and k are turned in pairs of neighbours
@@ -217,6 +218,17 @@ def _metadata(kind: str, config: Mapping[str, Any], weights: Mapping[str, torch.
         found |= {"leading_dense_block_count": config["num_dense_layers"], "expert_gating_func": 2}
     if kind in ("DeepseekV2", "DeepseekV3"):
         found |= _latent(kind, config, rope)
+    if kind == "Glm4Moe":
+        found |= _routed(config) | {"expert_gating_func": 2}
+        found["rope.dimension_count"] = int(config["head_dim"] * rope.get("partial_rotary_factor", 0.5))
+    if kind == "Ernie4_5_Moe":
+        found |= {
+            "expert_count": config["moe_num_experts"], "expert_used_count": config["moe_k"],
+            "interleave_moe_layer_step": config["moe_layer_interval"],
+            "leading_dense_block_count": config["moe_layer_start_index"],
+            "expert_shared_count": config["moe_num_shared_experts"],
+            "expert_shared_feed_forward_length": inner // config["num_key_value_heads"],
+        }  # fmt: skip
     if kind == "Gemma4":
         found |= _gemma4(config)
     if kind not in ("GptOss", *GRANITES):
@@ -231,16 +243,21 @@ def _latent(kind: str, config: Mapping[str, Any], rope: Mapping[str, Any]) -> di
         "attention.kv_lora_rank": latent, "attention.q_lora_rank": config["q_lora_rank"],
         "attention.key_length": latent + rope_dim, "attention.value_length": latent,
         "attention.key_length_mla": config["qk_nope_head_dim"] + rope_dim,
-        "attention.value_length_mla": config["v_head_dim"], "expert_count": config["n_routed_experts"],
-        "leading_dense_block_count": config["first_k_dense_replace"], "expert_shared_count": config["n_shared_experts"],
-        "expert_weights_scale": float(config["routed_scaling_factor"]), "expert_group_count": config["n_group"],
-        "expert_group_used_count": config["topk_group"], "expert_gating_func": 2 if kind == "DeepseekV3" else 1,
-    }  # fmt: skip
-    if config.get("norm_topk_prob"):
-        found["expert_weights_norm"] = True
+        "attention.value_length_mla": config["v_head_dim"], "expert_gating_func": 2 if kind == "DeepseekV3" else 1,
+    } | _routed(config)  # fmt: skip
     if rope.get("mscale_all_dim"):
         found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     return found
+
+
+def _routed(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "expert_count": config["n_routed_experts"], "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_shared_count": config["n_shared_experts"], "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": config.get("norm_topk_prob") or None,
+    }  # fmt: skip
 
 
 def _gemma4(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from quire.models.gguf.architecture import FACTORS, Architecture, Turns, numbers
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.names import (
     ATTENTION,
+    CORRECTED_EXPERTS,
     ENDS,
     EXPERTS,
     GATED_DELTA,
@@ -192,15 +193,35 @@ def _latent(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "qk_rope_head_dim": rope_dim,
         "qk_nope_head_dim": key - rope_dim,
         "v_head_dim": value,
-        "first_k_dense_replace": metadata.count("leading_dense_block_count"),
-        "norm_topk_prob": metadata.get("expert_weights_norm", False),
-        "n_group": metadata.integer("expert_group_count", 1),
-        "topk_group": metadata.integer("expert_group_used_count", 1),
+        **_groups(metadata),
     }
     if metadata.get("expert_gating_func", SOFTMAX) == SIGMOID:
         return found | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     _scores(metadata, SOFTMAX)
     return found | {"topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
+
+
+def _groups(metadata: Metadata) -> dict[str, Any]:
+    """Which layers have experts, and how these are chosen."""
+    return {
+        "first_k_dense_replace": metadata.count("leading_dense_block_count"),
+        "norm_topk_prob": metadata.get("expert_weights_norm", False),
+        "n_group": metadata.integer("expert_group_count", 1),
+        "topk_group": metadata.integer("expert_group_used_count", 1),
+    }
+
+
+def _glm4_moe(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    _scores(metadata, SIGMOID)
+    metadata.get("rope.dimension_sections")  # of pictures: text has one position in all of them
+    has_norms = metadata.has("blk.0.attn_q_norm.weight")
+    return _attention_bias(metadata, config) | _groups(metadata) | {"use_qk_norm": has_norms}
+
+
+def _ernie_moe(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    _scores(metadata, SOFTMAX)
+    metadata.get("expert_shared_feed_forward_length")  # their tensors say it
+    return _ernie(metadata, config)
 
 
 def _gemma4(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,6 +333,13 @@ QWEN_EXPERTS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+}
+ROUTED_EXPERTS = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
 }
 QWEN_SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 SCALES = {
@@ -515,15 +543,30 @@ ARCHITECTURES = {
     "deepseek2": Architecture(
         name="DeepseekV2ForCausalLM",
         model_type="deepseek_v2",
-        layer=LAYER | EXPERTS | LATENT,
-        keys={
-            "expert_count": "n_routed_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_count": "n_shared_experts",
-            "expert_weights_scale": "routed_scaling_factor",
-        },
+        layer=LAYER | CORRECTED_EXPERTS | LATENT,
+        keys=ROUTED_EXPERTS,
         more=_latent,
+    ),
+    "glm4moe": Architecture(
+        name="Glm4MoeForCausalLM",
+        model_type="glm4_moe",
+        layer=LAYER | CORRECTED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"},
+        keys=ROUTED_EXPERTS,
+        more=_glm4_moe,
+    ),
+    "ernie4_5-moe": Architecture(
+        name="Ernie4_5_MoeForCausalLM",
+        model_type="ernie4_5_moe",
+        layer=LAYER | CORRECTED_EXPERTS | {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        keys={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "moe_num_shared_experts",
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+        more=_ernie_moe,
     ),
     "gemma4": Architecture(
         name="Gemma4ForCausalLM",

@@ -39,6 +39,12 @@ SHARED_EXPERT: Names = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+CORRECTED_EXPERTS: Names = EXPERTS | {  # with some that see all rows
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 MIXTRAL_EXPERTS: Names = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -89,10 +95,6 @@ LATENT: Names = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
     "attn_k_b": "self_attn.kv_b_proj",  # with what makes the values
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 GEMMA4: Names = {
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
