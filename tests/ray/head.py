@@ -39,6 +39,7 @@ START_LIMIT = 200.0  # s until the fleet is there, or a new head has made it who
 ANSWER_LIMIT = 60.0  # s after which a client counts as forgotten
 RECONNECT = 600  # s for which the node waits for a head, as in the manifests
 OPTIONS = {"replicas": "2", "num_cpus": "0.5", "num-blocks": "512", "max-num-seqs": "8"}
+GIVEN: set[int] = set()  # ports
 DEPLOY = """
 import json, sys
 import ray
@@ -179,8 +180,13 @@ def kill(pid: int) -> None:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    """A port that nothing listens at, and that was not given before: the system may offer the same again."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = int(free.getsockname()[1])
+        if port not in GIVEN:
+            GIVEN.add(port)
+            return port
 
 
 class Load:
