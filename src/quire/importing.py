@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def uncollected() -> Iterator[None]:
     """Without Python's garbage collector, if it is on.
 
-    An import makes hundreds of thousands of objects and no garbage. Looking through them again and again takes a tenth
-    of the time, and a fourth of that of reading a model of a billion quantised weights.
+    An import makes hundreds of thousands of objects and no garbage, and reading a model hardly any. Looking through all
+    objects again and again takes a tenth of an import's time.
     """
     if not gc.isenabled():
         yield

@@ -562,3 +562,13 @@ def test_a_full_shape_runs_2k_of_context(smol135: tuple[Path, Any]) -> None:
         assert reported[token].logprob == pytest.approx(expected[token].item(), abs=2e-3)
         best, second = expected.topk(2).values
         assert token == expected.argmax() or best - second < 1e-3
+
+
+def test_an_index_that_names_a_file_that_is_not_there(tmp_path: Path) -> None:
+    save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    files = dict.fromkeys(weights, "a.safetensors") | {"lm_head.weight": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ModelError, match=r"b\.safetensors cannot be read as weights"):
+        engine(tmp_path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -232,9 +232,9 @@ def load_model(where: Where, config: EngineConfig, backend: Backend) -> Model:
         return _adapted(choice, files, config, backend, quantisation)
     raw, part, family, decoder, _ = choice
     max_model_len = _max_model_len(config, files.path, decoder.max_position_embeddings, longest_sequence(decoder))
+    checkpoint = files.tensors(part)
     for path in files.weight_files(part):
         _read_ahead(path)
-    checkpoint = files.tensors(part)
     sources = family.weight_sources(decoder, checkpoint.names)
     weights = Weights(checkpoint, sources, decoder, _dtype(config.dtype, raw), config.device, quantisation)
     eos_token_ids = _eos_token_ids(raw, files, decoder.vocab_size)
@@ -251,9 +251,9 @@ def load_model(where: Where, config: EngineConfig, backend: Backend) -> Model:
 
 
 def _read_ahead(path: Path) -> None:
-    """Let the system read a file while what was read before is packed."""
+    """Let the system read a file while what was read before is packed, where it takes such advice."""
     if hasattr(os, "posix_fadvise"):
-        with path.open("rb") as file:
+        with suppress(OSError), path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 

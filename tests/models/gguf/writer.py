@@ -378,7 +378,7 @@ def _changed(kind: str, name: str, tensor: torch.Tensor, config: Mapping[str, An
     if kind in ("Gemma2", "Gemma3") and name.endswith("norm.weight"):
         return tensor.float() + 1
     if kind in DELTAS and (".linear_attn." in name or name.endswith("norm.weight")):
-        return _delta(name, tensor, config, is_tiled=kind != "Qwen3Next")
+        return _delta(name, tensor, config, 1 if kind == "Qwen3Next" else config["linear_num_key_heads"])
     if kind == "GraniteMoeHybrid" and name.endswith("conv1d.weight"):
         return tensor.squeeze(1)
     if kind == "GraniteMoeHybrid" and ".mamba." in name and tensor.dim() == 1:
@@ -394,9 +394,12 @@ def _changed(kind: str, name: str, tensor: torch.Tensor, config: Mapping[str, An
     return tensor
 
 
-def _delta(name: str, tensor: torch.Tensor, config: Mapping[str, Any], is_tiled: bool) -> torch.Tensor:
-    """A norm, or a tensor of the gated delta rule: heads of values by their place among those with the same keys."""
-    keys, size = config["linear_num_key_heads"] if is_tiled else 1, config["linear_value_head_dim"]
+def _delta(name: str, tensor: torch.Tensor, config: Mapping[str, Any], keys: int) -> torch.Tensor:
+    """A norm, or a tensor of the gated delta rule: heads of values by their place among those with the same keys.
+
+    keys: heads of keys; 1 leaves the heads of values where they are.
+    """
+    size = config["linear_value_head_dim"]
 
     def tiled(rows: torch.Tensor, size: int) -> torch.Tensor:
         return rows.reshape(keys, -1, size, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)

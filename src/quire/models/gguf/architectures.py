@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -228,7 +229,9 @@ def _gemma4(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     num_layers, full_dim = config["num_hidden_layers"], config["head_dim"]
     slides = metadata.get("attention.sliding_window_pattern")
     if not isinstance(slides, list) or len(slides) != num_layers:
-        raise metadata.error("attention.sliding_window_pattern", slides, f"an array with both kinds of {num_layers}")
+        raise metadata.error(
+            "attention.sliding_window_pattern", slides, f"an array with both kinds of {num_layers} layers"
+        )
     dim = metadata.integer("attention.key_length_swa", full_dim)
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         if metadata.integer(key, dim) != dim:
@@ -282,7 +285,10 @@ def _rotated_share(metadata: Metadata, head_dim: int) -> float:
     rotated = factors.count(1.0)
     rest = factors[rotated:]
     if 2 * len(factors) != head_dim or factors[:rotated] != [1.0] * rotated or min(rest, default=UNROTATED) < UNROTATED:
-        raise ModelError(f"{metadata.file.path}: {FACTORS} is {factors}; it must be 1 for all pairs that are rotated")
+        raise ModelError(
+            f"{metadata.file.path}: {FACTORS} has {len(factors)} numbers, {rotated} of which are 1; it must have "
+            f"{head_dim // 2}: 1 for each pair that is rotated, and then {UNROTATED:g}"
+        )
     return share_of(2 * rotated, head_dim)
 
 
@@ -341,7 +347,16 @@ ROUTED_EXPERTS = {
     "expert_shared_count": "n_shared_experts",
     "expert_weights_scale": "routed_scaling_factor",
 }
-QWEN_SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+QWEN35_MOE = Architecture(
+    name="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    layer=LAYER | GATED_DELTA | EXPERTS | SHARED_EXPERT,
+    keys=QWEN_EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    more=_qwen35_moe,
+    norms_plus_one=True,
+    turns=_qwen35_turns,
+    column_turns={"ssm_out": "attn_gate"},
+)
 SCALES = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -488,28 +503,12 @@ ARCHITECTURES = {
         turns=_qwen35_turns,
         column_turns={"ssm_out": "attn_gate"},
     ),
-    "qwen35moe": Architecture(
-        name="Qwen3_5MoeForCausalLM",
-        model_type="qwen3_5_moe_text",
-        layer=LAYER | GATED_DELTA | EXPERTS | SHARED_EXPERT,
-        keys=QWEN_EXPERTS | QWEN_SHARED,
-        more=_qwen35_moe,
-        norms_plus_one=True,
-        turns=_qwen35_turns,
-        column_turns={"ssm_out": "attn_gate"},
-    ),
-    "qwen3next": Architecture(  # once its projections are apart it is a Qwen3.5
-        name="Qwen3_5MoeForCausalLM",
-        model_type="qwen3_5_moe_text",
-        layer=LAYER
-        | GATED_DELTA
-        | EXPERTS
-        | SHARED_EXPERT
-        | {"ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")},
-        keys=QWEN_EXPERTS | QWEN_SHARED,
-        more=_qwen35_moe,
-        norms_plus_one=True,
+    "qwen35moe": QWEN35_MOE,
+    "qwen3next": replace(  # once its projections are apart it is a Qwen3.5
+        QWEN35_MOE,
+        layer=QWEN35_MOE.layer | {"ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")},
         turns=_qwen3_next_turns,
+        column_turns={},
     ),
     "gpt-oss": Architecture(
         name="GptOssForCausalLM",
