@@ -130,12 +130,12 @@ template <class K>
 struct LinearWorkerOf {
     using Worker = LinearVectors<K>;
 };
-template <int BITS, int SUB>
-struct LinearWorkerOf<Integers<BITS, SUB>> {
+template <int BITS, int SUB, bool BLOCKS>
+struct LinearWorkerOf<Integers<BITS, SUB, BLOCKS>> {
 #ifdef QUIRE_TILES
-    using Worker = LinearIntegerTiles<Integers<BITS, SUB>>;
+    using Worker = LinearIntegerTiles<Integers<BITS, SUB, BLOCKS>>;
 #else
-    using Worker = LinearIntegers<Integers<BITS, SUB>>;
+    using Worker = LinearIntegers<Integers<BITS, SUB, BLOCKS>>;
 #endif
 };
 #ifdef QUIRE_TILES

@@ -216,7 +216,7 @@ struct LinearIntegerTiles {
                             (bool)p.minimums};
         QUIRE_UNROLL for (int j = 0; j < 2; j++) {
             const char* const scales = part.scales(segment) + j * part.other;
-            if (S == Scales::OF_GROUPS) found.scales[j] = scales_of<K>(p, scales, segment);
+            if (S == Scales::OF_GROUPS) found.scales[j] = scales_of<K>(scales, segment);
             if (p.minimums || (BITS == 8 && p.zeros)) found.offsets[j] = offsets_of<K>(p, scales, segment);
             else found.offsets[j] = splat(128.0f);
             if (K::SUB == 32)

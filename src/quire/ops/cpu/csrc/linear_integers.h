@@ -25,10 +25,12 @@ namespace {
 
 constexpr int64_t ACTIVATION_GROUP = 128;  // inputs of x that share a scale at most, unless a whole row does
 
-// N bits; inputs that share a sub-scale: 16 or 32, 0: there are none. A unit is inputs whose values are whole lines.
-template <int N, int INPUTS_OF_SUB = 0>
+// N bits; inputs that share a sub-scale: 16 or 32, 0: there are none; whether each 32 inputs have a scale in fp16. A unit is inputs
+// whose values are whole lines.
+template <int N, int INPUTS_OF_SUB = 0, bool IN_BLOCKS = false>
 struct Integers {
     static constexpr int BITS = N, SUB = INPUTS_OF_SUB;
+    static constexpr bool BLOCKS = IN_BLOCKS;
     static constexpr bool TILED = false;
     static constexpr int UPPER = N == 8 ? 0 : N - 4;  // bits that have a line of their own
     static constexpr int QUADS = N == 8 ? 1 : UPPER ? 8 / UPPER : 2;  // of a unit: four inputs each
@@ -36,8 +38,10 @@ struct Integers {
     static constexpr int SUMS = SUB == 0 ? 1 : SUB == 16 ? 8 : 2;  // lanes that a row of x has of each segment
     static constexpr int SUB_LINES = SUB ? 2 : 0;  // of a segment
 };
-template <int N, int SUB>
-constexpr bool INTEGERS<Integers<N, SUB>> = true;
+template <int N, int SUB, bool BLOCKS>
+constexpr bool INTEGERS<Integers<N, SUB, BLOCKS>> = true;
+
+constexpr int64_t BLOCK = 32;  // inputs that share a scale in fp16 where there are no sub-scales
 
 // Whether a row of x and an output have one scale each, and there is nothing else to be rounded until the end.
 inline bool by_row(const LinearParams& p) { return p.scales && !p.zeros && p.activation_group >= p.in_size; }
@@ -45,10 +49,17 @@ inline bool by_row(const LinearParams& p) { return p.scales && !p.zeros && p.act
 // The kind of a quantised weight.
 template <class F>
 static void with_integers(const LinearParams& p, const F& f) {
-    if (p.bits == 4) p.sub ? f.template operator()<Integers<4, 32>>() : f.template operator()<Integers<4>>();
-    else if (p.bits == 5) p.sub ? f.template operator()<Integers<5, 32>>() : f.template operator()<Integers<5>>();
-    else if (p.bits == 6) f.template operator()<Integers<6, 16>>();
-    else f.template operator()<Integers<8>>();
+    if (p.sub) {
+        if (p.bits == 4) f.template operator()<Integers<4, 32>>();
+        else if (p.bits == 5) f.template operator()<Integers<5, 32>>();
+        else f.template operator()<Integers<6, 16>>();
+    } else if (p.halves) {
+        if (p.bits == 4) f.template operator()<Integers<4, 0, true>>();
+        else if (p.bits == 5) f.template operator()<Integers<5, 0, true>>();
+        else f.template operator()<Integers<8, 0, true>>();
+    } else {
+        p.bits == 4 ? f.template operator()<Integers<4>>() : f.template operator()<Integers<8>>();
+    }
 }
 
 // How the inputs of a weight are divided: into those whose products make one sum. The last segment may have fewer.
@@ -101,13 +112,13 @@ struct Lines {
 
 // Of a segment, with its lines of scales: W scales, and W zeros or minimums.
 template <class K>
-QUIRE_INLINE V scales_of(const LinearParams& p, const char* lines, int64_t segment) {
-    if (!p.halves) return load((const float*)lines);
+QUIRE_INLINE V scales_of(const char* lines, int64_t segment) {
+    if constexpr (!K::SUB && !K::BLOCKS) return load((const float*)lines);
     return widen_fp16((const uint16_t*)lines + (K::SUB ? 0 : (segment & 1) * W));
 }
 template <class K>
 QUIRE_INLINE V offsets_of(const LinearParams& p, const char* lines, int64_t segment) {
-    if (!p.halves) return load((const float*)lines + (p.scales ? 0 : W));
+    if constexpr (!K::SUB && !K::BLOCKS) return load((const float*)lines + (p.scales ? 0 : W));
     return widen_fp16((const uint16_t*)lines + (K::SUB ? W : 2 * W + (segment & 1) * W));
 }
 
@@ -269,10 +280,52 @@ class IntegerVectors {
         // Sums of a sub-scale and sums of all of them are more than there are registers.
         constexpr int AT_ONCE = K::SUB && R * COLUMNS > 8 ? COLUMNS / 2 : COLUMNS;
         for (int64_t s = begin; s < end; s++) {
-            add_segment<R, N < AT_ONCE ? N : AT_ONCE>(item, row, 0, s, lines, fetch);
+            if constexpr (K::BLOCKS) add_block<R, N>(item, row, s, lines, fetch);
+            else add_segment<R, N < AT_ONCE ? N : AT_ONCE>(item, row, 0, s, lines, fetch);
             if constexpr (N > AT_ONCE) add_segment<R, N - AT_ONCE>(item, row, AT_ONCE, s, lines, idle);
             // In the order of memory: the hardware's own fetching is lost where it is left.
             for (int64_t line = lines.at(s) + lines.each; line < lines.at(s + 1); line++) fetch(line);
+        }
+    }
+
+    // The same of one block, whose few products are followed by as little as can be.
+    template <int R, int N, class F>
+    QUIRE_INLINE_MEMBER void add_block(const LinearItem& item, int row, int64_t s, const Lines<K>& lines, const F& fetch) {
+        constexpr int UNITS = BLOCK / K::INPUTS;
+        const LinearCall& call = *item.call;
+        const Segments<K>& segments = lines.segments;
+        const bool minimums = call.params->minimums;
+        const float* const x = call.x + (item.first_row + row) * call.x_stride;
+        const float* const x_scales = segments.scales((float*)x) + s;
+        const int32_t* const x_sums = segments.sums((float*)x) + s;
+        float* const to = sums + row * PANEL;
+        const int64_t line = lines.at(s);
+        const char *const weight = item.weight + line * LINE, *const scales = item.weight + lines.scales_at(s) * LINE;
+        I sum[R][N];
+        QUIRE_UNROLL for (int i = 0; i < R; i++) {
+            const int32_t taken = minimums ? 0 : x_sums[i * call.x_stride] << (K::BITS - 1);
+            QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = I{} - taken;
+        }
+        QUIRE_UNROLL for (int unit = 0; unit < UNITS; unit++) {
+            add_unit<R, N>(sum, x + s * (BLOCK / 4) + unit * K::QUADS, call.x_stride, weight + unit * K::LINES * LINE, item.stride);
+            QUIRE_UNROLL for (int l = 0; l < K::LINES; l++) fetch(line + unit * K::LINES + l);
+        }
+        QUIRE_UNROLL for (int j = 0; j < N; j++) {
+            const V scale = scales_of<K>(scales + j * item.stride, s);
+            QUIRE_UNROLL for (int i = 0; i < R; i++) {
+                float* const at = to + i * PANEL + j * W;
+                const V x_scale = splat(x_scales[i * call.x_stride]);
+                store(at, fma(__builtin_convertvector(sum[i][j], V), x_scale * scale, load(at)));
+            }
+        }
+        if (!minimums) return;
+        QUIRE_UNROLL for (int j = 0; j < N; j++) {
+            const V minimum = offsets_of<K>(*call.params, scales + j * item.stride, s);
+            QUIRE_UNROLL for (int i = 0; i < R; i++) {
+                float* const at = to + i * PANEL + j * W;
+                const V low = splat((float)x_sums[i * call.x_stride]), x_scale = splat(x_scales[i * call.x_stride]);
+                store(at, fma(low, x_scale * minimum, load(at)));
+            }
         }
     }
 
@@ -325,7 +378,7 @@ class IntegerVectors {
         const char* const scales = strip + lines.scales_at(s) * LINE;
         QUIRE_UNROLL for (int j = 0; j < N; j++) {
             V of_group = {}, offset = {};
-            if (!by_output) of_group = scales_of<K>(p, scales + j * item.stride, s);
+            if (!by_output) of_group = scales_of<K>(scales + j * item.stride, s);
             if (zeros || minimums) offset = offsets_of<K>(p, scales + j * item.stride, s);
             U sub_minimums = {};
             if constexpr (K::SUB == 32) sub_minimums = (U)load((const float*)(sub_lines + LINE + j * item.stride));
@@ -501,7 +554,7 @@ static void unpack_row(const LinearParams& p, int64_t row, typename E::T* to) {
     const int64_t i = row % W;
     for (int64_t s = 0; s < lines.segments.count; s++) {
         const char *const at = strip + lines.at(s) * LINE, *const scales = strip + lines.scales_at(s) * LINE;
-        const float scale = p.scales ? p.scales[row] : scales_of<K>(p, scales, s)[i];
+        const float scale = p.scales ? p.scales[row] : scales_of<K>(scales, s)[i];
         const float offset = p.zeros || p.minimums ? offsets_of<K>(p, scales, s)[i] : (float)(1 << (K::BITS - 1));
         for (int64_t k = 0; k < lines.segments.inputs(s); k++) {
             float of_value = scale, minimum = p.minimums ? offset : 0.0f;
