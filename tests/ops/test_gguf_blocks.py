@@ -11,10 +11,10 @@ from torch import Tensor
 
 from quire.errors import BadDtype, BadShape, BadValue, Unsupported
 from quire.ops.cpu import native
-from quire.ops.gguf_blocks import FLOATS, FORMATS, row_bytes, weight_of
+from quire.ops.cpu.linear import Packer
+from quire.ops.gguf_blocks import FLOATS, FORMATS, BlockWeight, row_bytes, weight_of
 from quire.ops.linear import Linears
 from quire.ops.narrow import NarrowWeight
-from quire.ops.quantised import QuantisedWeight
 
 HALVES = {  # where blocks of each kind have fp16 numbers
     "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2),
@@ -48,9 +48,35 @@ def test_numbers_are_those_of_the_format(kind, reader, monkeypatch):
         blocks = torch.cat([torch.full((rows, apart), 255, dtype=torch.uint8), blocks], 1)[:, apart:]
         weight = weight_of(kind, blocks, in_size, torch.float32)
         expected = quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
-        assert isinstance(weight, QuantisedWeight)
+        assert isinstance(weight, BlockWeight)
         assert torch.equal(weight.dequantised(), torch.from_numpy(expected))
-        assert weight.nbytes <= blocks.numel() * 1.03
+        assert weight.nbytes == blocks.numel()
+        some = torch.tensor([rows - 1, 0, rows // 2, 0])
+        assert torch.equal(weight.rows(some).dequantised(), torch.from_numpy(expected)[some])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_blocks_are_packed_as_their_integers_are(kind):
+    """Straight from several parts, whose rows lie apart and do not fill strips, and by way of a byte a number."""
+    if reason := native.unavailable():
+        pytest.skip(reason)
+    packer = Packer()
+    order = torch.randperm(768, generator=torch.Generator().manual_seed(0))
+    for sizes, apart in (((1,), 0), ((16,), 0), ((37,), 3), ((5, 16, 30), 3)):
+        whole = random_blocks(kind, sum(sizes), 768, seed=sizes[0])
+        parts = [
+            torch.cat([torch.full((len(p), apart), 255, dtype=torch.uint8), p], 1)[:, apart:]
+            for p in whole.split(sizes)
+        ]
+        weight = BlockWeight(kind, tuple(parts), 768, torch.float32, order)
+        straight, by_integers = packer(weight), packer(weight.whole())
+        assert torch.equal(straight.packed, by_integers.packed)
+        some = torch.randint(sum(sizes), (9,))
+        assert torch.equal(straight.weight_rows(some), weight.rows(some).dequantised())
+        joined = BlockWeight(kind, tuple(parts[:1]), 768, torch.float32).with_outputs(
+            [BlockWeight(kind, (part,), 768, torch.float32) for part in parts[1:]]
+        )
+        assert torch.equal(packer(joined).packed, straight.packed)
 
 
 def test_numbers_of_mxfp4():
@@ -95,6 +121,8 @@ def test_what_is_refused():
         weight_of("Q8_0", torch.zeros(2, 67, dtype=torch.uint8), 64, torch.float32)
     with pytest.raises(BadDtype, match=r"expected torch\.uint8"):
         weight_of("Q8_0", torch.zeros(2, 68), 64, torch.float32)
+    with pytest.raises(BadShape, match="bytes of a row must be next to each other"):
+        weight_of("Q8_0", torch.zeros(68, 2, dtype=torch.uint8).T, 64, torch.float32)
     blocks = random_blocks("Q8_0", 2, 64)
     blocks[1, 34:36] = torch.tensor([0, 0x7C], dtype=torch.uint8)
     with pytest.raises(BadValue, match=r"scales holds inf at \[1, 1\]"):

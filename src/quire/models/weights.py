@@ -26,6 +26,7 @@ from quire.models.quantisation.module import Form, Module, Scheme, Tensors, form
 from quire.models.quantisation.policy import Quantisation, Rounding, dequantised_into
 from quire.models.quantisation.stacking import StackedWeight, Weight, stacked
 from quire.models.text_part import TextPart
+from quire.ops.gguf_blocks import BlockWeight
 from quire.ops.linear import LinearWeight
 from quire.ops.memory import mapped
 from quire.ops.narrow import NarrowWeight
@@ -345,7 +346,7 @@ class Weights(Mapping[str, Weight]):
                 found.append(home)
         return stacked(found)
 
-    def _read(self, name: str, part: str, rows: int, columns: int) -> QuantisedWeight | NarrowWeight:
+    def _read(self, name: str, part: str, rows: int, columns: int) -> QuantisedWeight | BlockWeight | NarrowWeight:
         """A quantised part of a weight, its rows in our order."""
         weight = self._forms[part].read(Module(self._checkpoint, _module(part), rows, columns), self._dtype)
         order = self._row_order(name, part, rows)

@@ -2,21 +2,20 @@
 
 A row is blocks of 32 or 256 inputs, each with its integers and their scales; the formats are llama.cpp's
 (ggml/src/ggml-common.h). Integers, scales, minimums and sub-scales become those of a `QuantisedWeight`, and MXFP4's
-codes and exponents those of a `NarrowWeight`: nothing is rounded. The native library reads blocks of integers where
-there is one (csrc/blocks.cpp), torch's operators elsewhere.
+codes and exponents those of a `NarrowWeight`: nothing is rounded. Where a weight is packed, blocks of integers stay as
+they are until then: one by one, their integers would take twice the memory. The native library reads blocks where there
+is one (csrc/blocks.cpp), torch's operators elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from quire.errors import BadDtype, BadShape, Unsupported
-from quire.ops.cpu import native
-from quire.ops.linear import LinearWeight
+from quire.errors import BadDtype, BadShape, BadValue, Unsupported
 from quire.ops.memory import mapped
 from quire.ops.narrow import E2M1, NarrowWeight, powers_of_two
 from quire.ops.quantised import ACTIVATION_GROUP, BLOCK, SUB_SIZES, SUPER_BLOCK, QuantisedWeight
@@ -44,7 +43,7 @@ class Format:
     nbytes: int
     bits: int
     read: Callable[[Tensor], Parts]  # of uint8 [N, nbytes]
-    has_minimums: bool = False
+    floats: tuple[int, ...] = (0,)  # where a scale, and a minimum if there is one, stand
 
     def room(self, count: int) -> Parts:
         """Memory for the parts of so many blocks."""
@@ -56,10 +55,92 @@ class Format:
         return Parts(
             mapped((count, self.inputs), torch.uint8),
             torch.empty(count, 1, dtype=torch.float16),
-            torch.empty(count, 1, dtype=torch.float16) if self.has_minimums else None,
+            torch.empty(count, 1, dtype=torch.float16) if len(self.floats) > 1 else None,
             sub_scales() if subs else None,
-            sub_scales() if subs and self.has_minimums else None,
+            sub_scales() if subs and len(self.floats) > 1 else None,
         )
+
+
+@dataclass(frozen=True, eq=False)  # tensors do not compare as a whole
+class BlockWeight:
+    """A weight of integers, as rows of blocks of a kind of FORMATS. Validated on construction.
+
+    Raises Unsupported, BadShape, BadDtype or BadValue, naming the field.
+    """
+
+    kind: str
+    blocks: tuple[Tensor, ...]  # uint8 [rows, bytes of a row] each, on the CPU: outputs, one part after the other
+    in_size: int
+    dtype: torch.dtype  # of x, and of the product
+    order: Tensor | None = None  # int64 [in]: input i of the blocks belongs to x[:, order[i]]; None: to x[:, i]
+
+    def __post_init__(self) -> None:
+        for blocks in self.blocks:
+            _check_blocks(self.kind, blocks, self.in_size)
+            form = FORMATS[self.kind]
+            each = blocks.unflatten(1, (-1, form.nbytes))
+            for at in form.floats:
+                unfit = each[:, :, at + 1] & 0x7C == 0x7C  # fp16's largest exponent: infinite or NaN
+                if unfit.any():
+                    row, block = unfit.nonzero()[0].tolist()
+                    found = float(_half(each[row, block : block + 1, at : at + 2]))
+                    raise BadValue(f"scales holds {found} at {[row, block]}; all must be finite")
+
+    @property
+    def out_size(self) -> int:
+        """Outputs."""
+        return sum(map(len, self.blocks))
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it lies on the CPU."""
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return torch.device("cpu")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its blocks."""
+        return sum(blocks.nbytes for blocks in self.blocks)
+
+    @property
+    def addresses(self) -> Tensor:
+        """Where each row begins: int64 [out]."""
+        each = ((blocks.data_ptr(), torch.arange(len(blocks)) * blocks.stride(0)) for blocks in self.blocks)
+        return torch.cat([offsets + start for start, offsets in each])
+
+    def rows(
+        self,
+        index: Tensor,  # int64 [N]
+    ) -> QuantisedWeight:
+        """These outputs, in this order, one integer a byte."""
+        starts = torch.tensor([len(blocks) for blocks in self.blocks]).cumsum(0)
+        if len(self.blocks) == 1:
+            return _quantised(self, self.blocks[0][index])
+        part = torch.bucketize(index, starts, right=True)
+        chosen = torch.empty(len(index), self.blocks[0].shape[1], dtype=torch.uint8)
+        for i, blocks in enumerate(self.blocks):
+            chosen[part == i] = blocks[index[part == i] - (starts[i] - len(blocks))]
+        return _quantised(self, chosen)
+
+    def whole(self) -> QuantisedWeight:
+        """All outputs, one integer a byte."""
+        return _quantised(self, self.blocks[0] if len(self.blocks) == 1 else torch.cat(self.blocks))
+
+    def dequantised(self) -> Tensor:
+        """The weight's numbers: fp32 [out, in]. Each is rounded once, from the exact one."""
+        return self.whole().dequantised()
+
+    def to(self, device: str) -> BlockWeight | QuantisedWeight:
+        """The same on that device: blocks on the CPU only."""
+        return self if device == "cpu" else self.whole().to(device)
+
+    def with_outputs(self, others: Sequence[BlockWeight]) -> BlockWeight:
+        """The same, and after its outputs those of others of its kind, sizes and order."""
+        return replace(self, blocks=sum((other.blocks for other in others), self.blocks))
 
 
 def weight_of(
@@ -67,36 +148,53 @@ def weight_of(
     blocks: Tensor,  # uint8 [out, bytes of a row]
     in_size: int,
     dtype: torch.dtype,  # of x, and of a weight that is not quantised
-) -> LinearWeight:
+) -> Tensor | BlockWeight | NarrowWeight:
     """The weight [out, in], on the CPU.
 
     Raises Unsupported for a kind that is not served, BadShape where rows have another number of bytes, and what
-    QuantisedWeight and NarrowWeight raise.
+    BlockWeight and NarrowWeight raise.
     """
+    if kind in FORMATS:
+        return BlockWeight(kind, (blocks,), in_size, dtype)
+    _check_blocks(kind, blocks, in_size)
+    if kind in FLOATS:
+        return _numbers(blocks, FLOATS[kind]).to(dtype)
+    return _mxfp4(blocks, in_size, dtype)
+
+
+def _check_blocks(kind: str, blocks: Tensor, in_size: int) -> None:
     if blocks.dtype is not torch.uint8:
         raise BadDtype(f"blocks is {blocks.dtype}; expected torch.uint8")
     expected = row_bytes(kind, in_size)
-    if blocks.dim() != 2 or blocks.shape[1] != expected:
+    if blocks.dim() != 2 or blocks.shape[1] != expected or blocks.numel() == 0:
         raise BadShape(
             f"blocks has shape {tuple(blocks.shape)}; {in_size} inputs of {kind} are [out, {expected}] bytes"
         )
-    if kind in FLOATS:
-        return _numbers(blocks, FLOATS[kind]).to(dtype)
-    if kind == MXFP4:
-        return _mxfp4(blocks, in_size, dtype)
-    form = FORMATS[kind]
-    parts = (_read_by_torch if native.unavailable() else _read_natively)(kind, blocks)
+    if blocks.stride(1) != 1:
+        raise BadShape(f"blocks has strides {blocks.stride()}; the bytes of a row must be next to each other")
+
+
+def _quantised(
+    weight: BlockWeight,
+    blocks: Tensor,  # uint8 [N, bytes of a row]
+) -> QuantisedWeight:
+    """Rows of it."""
+    from quire.ops.cpu import native  # whose package needs this module first
+
+    form = FORMATS[weight.kind]
+    parts = (_read_by_torch if native.unavailable() else _read_natively)(weight.kind, blocks)
 
     def by_row(part: Tensor | None) -> Tensor | None:
         return None if part is None else part.view(len(blocks), -1)
 
     return QuantisedWeight(
-        parts.values.view(len(blocks), in_size),
+        parts.values.view(len(blocks), weight.in_size),
         parts.scales.view(len(blocks), -1),
         None,
         form.bits,
         form.inputs,
-        dtype,
+        weight.dtype,
+        order=weight.order,
         activation_group=BLOCK if form.inputs == BLOCK else ACTIVATION_GROUP,
         minimums=by_row(parts.minimums),
         sub_scales=by_row(parts.sub_scales),
@@ -105,9 +203,9 @@ def weight_of(
 
 
 def _read_natively(kind: str, blocks: Tensor) -> Parts:
+    from quire.ops.cpu import native
+
     form, library = FORMATS[kind], native.default()
-    if blocks.stride(1) != 1:
-        blocks = blocks.contiguous()
     count = blocks.shape[1] // form.nbytes  # of a row
     parts = form.room(len(blocks) * count)
     places = (None if part is None else part.data_ptr() for part in vars(parts).values())
@@ -219,12 +317,12 @@ def _q6_k(blocks: Tensor) -> Parts:
 FORMATS = {  # in the order of csrc/blocks.cpp
     "Q8_0": Format(BLOCK, 34, 8, _q8_0),
     "Q4_0": Format(BLOCK, 18, 4, _q4_0),
-    "Q4_1": Format(BLOCK, 20, 4, _q4_1, has_minimums=True),
+    "Q4_1": Format(BLOCK, 20, 4, _q4_1, (0, 2)),
     "Q5_0": Format(BLOCK, 22, 5, _q5_0),
-    "Q5_1": Format(BLOCK, 24, 5, _q5_1, has_minimums=True),
-    "Q4_K": Format(SUPER_BLOCK, 144, 4, _q4_k, has_minimums=True),
-    "Q5_K": Format(SUPER_BLOCK, 176, 5, _q5_k, has_minimums=True),
-    "Q6_K": Format(SUPER_BLOCK, 210, 6, _q6_k),
+    "Q5_1": Format(BLOCK, 24, 5, _q5_1, (0, 2)),
+    "Q4_K": Format(SUPER_BLOCK, 144, 4, _q4_k, (0, 2)),
+    "Q5_K": Format(SUPER_BLOCK, 176, 5, _q5_k, (0, 2)),
+    "Q6_K": Format(SUPER_BLOCK, 210, 6, _q6_k, (208,)),
 }
 SIZES = {kind: (1, dtype.itemsize) for kind, dtype in FLOATS.items()}  # inputs and bytes of a block
 SIZES |= {kind: (form.inputs, form.nbytes) for kind, form in FORMATS.items()} | {MXFP4: (E2M1.group_size, 17)}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.ops.gguf_blocks import BlockWeight
 from quire.ops.lora import LoraTable, PlainLoraTable
 from quire.ops.narrow import NarrowLinear, NarrowWeight
 from quire.ops.quantised import QuantisedEmbedding, QuantisedLinear, QuantisedWeight
@@ -23,7 +24,7 @@ from quire.ops.quantised import QuantisedEmbedding, QuantisedLinear, QuantisedWe
 PROBED_ROWS = (2, 3, 16, 17, 64, 512)
 PROBE_NUMBERS = 2**24  # of an output: the probe of a large vocabulary has fewer rows
 
-LinearWeight: TypeAlias = Tensor | QuantisedWeight | NarrowWeight  # [out, in]
+LinearWeight: TypeAlias = Tensor | QuantisedWeight | BlockWeight | NarrowWeight  # [out, in]
 
 
 class Linear(Protocol):
@@ -152,6 +153,8 @@ class Linears:
         bias: Tensor | None = None,  # [out]
     ) -> Linear:
         """The linear of that weight."""
+        if isinstance(weight, BlockWeight):
+            weight = weight.whole()
         if isinstance(weight, QuantisedWeight):
             return QuantisedLinear(weight, bias, weight.dtype)
         if isinstance(weight, NarrowWeight):
@@ -189,6 +192,8 @@ class Linears:
         bias: Tensor | None = None,  # [V]
     ) -> Linear:
         """The linear that makes logits: in fp32 where the product has them so, rounded to its dtype elsewhere."""
+        if isinstance(weight, BlockWeight):
+            weight = weight.whole()
         if isinstance(weight, QuantisedWeight):
             return QuantisedLinear(weight, bias, torch.float32)
         if isinstance(weight, NarrowWeight) and weight.is_cpu:
@@ -200,6 +205,8 @@ class Linears:
         weight: LinearWeight,  # [V, H]
     ) -> Embedding:
         """The embedding of a weight that nothing is multiplied with."""
+        if isinstance(weight, BlockWeight):
+            weight = weight.whole()
         if isinstance(weight, QuantisedWeight):
             return QuantisedEmbedding(weight)
         if isinstance(weight, NarrowWeight):

@@ -21,6 +21,7 @@ from quire.models.adapter.lora import CurrentLora
 from quire.models.lora.slots import LoraTables
 from quire.models.quantisation.policy import Quantisation
 from quire.ops import Backend
+from quire.ops.gguf_blocks import BlockWeight
 from quire.ops.linear import Embedding, Linear, Linears, LinearWeight, PlainEmbedding
 from quire.ops.lora import LoraTable
 from quire.ops.narrow import NarrowWeight
@@ -42,7 +43,7 @@ ROUTERS = ("gate", "router", "shared_expert_gate")  # linears that choose expert
 class Unread(nn.Module):
     """A linear of a checkpoint that has its weight quantised, which transformers does not read."""
 
-    def __init__(self, theirs: Any, read: Callable[[], QuantisedWeight | NarrowWeight]) -> None:
+    def __init__(self, theirs: Any, read: Callable[[], QuantisedWeight | BlockWeight | NarrowWeight]) -> None:
         """theirs: the nn.Linear or Conv1D that it stands for."""
         super().__init__()
         self.read = read

@@ -168,7 +168,7 @@ class GgufTensors:
         """What a tensor means, in fp32."""
         info, rows = self._file.tensors[name], self._file.blocks(name)
         found = weight_of(info.kind, rows, info.shape[-1], torch.float32)
-        weight = found if isinstance(found, Tensor) else found.rows(torch.arange(found.out_size)).dequantised()
+        weight = found if isinstance(found, Tensor) else found.dequantised()
         return weight.view(info.shape).float()
 
 

@@ -11,9 +11,8 @@ import torch
 from quire.errors import QuireError, Unsupported
 from quire.models.gguf.architecture import Turns
 from quire.models.quantisation.module import Form, Module
-from quire.ops.gguf_blocks import MXFP4, SIZES, weight_of
+from quire.ops.gguf_blocks import MXFP4, SIZES, BlockWeight, weight_of
 from quire.ops.narrow import NarrowWeight
-from quire.ops.quantised import QuantisedWeight
 
 KIND = "blocks"  # of a quantised tensor in our names, which else is a "weight"
 
@@ -38,7 +37,7 @@ class BlocksForm:
         numbers, size = SIZES[self.kind]
         return out_size * in_size // numbers * size
 
-    def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight | NarrowWeight:
+    def read(self, module: Module, dtype: torch.dtype) -> BlockWeight | NarrowWeight:
         """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
         numbers, size = SIZES[self.kind]
         blocks = module.tensors[f"{module.name}.{KIND}"]
@@ -49,7 +48,7 @@ class BlocksForm:
                 f"are [{len(blocks)}, {inputs}] numbers; the metadata ask for [{module.out_size}, {module.in_size}]",
             )
         try:
-            weight = cast(QuantisedWeight | NarrowWeight, weight_of(self.kind, blocks, module.in_size, dtype))
+            weight = cast(BlockWeight | NarrowWeight, weight_of(self.kind, blocks, module.in_size, dtype))
             if self.column_turns is None:
                 return weight
             if isinstance(weight, NarrowWeight):

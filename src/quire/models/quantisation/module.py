@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError, QuireError
+from quire.ops.gguf_blocks import BlockWeight
 from quire.ops.memory import mapped
 from quire.ops.narrow import NarrowWeight
 from quire.ops.quantised import ACTIVATION_GROUP, GROUPS, QuantisedWeight, number_bytes
@@ -159,7 +160,7 @@ class Form(Protocol):
     def nbytes(self, out_size: int, in_size: int) -> int:
         """Bytes that such a weight takes, once it was read."""
 
-    def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight | NarrowWeight:
+    def read(self, module: Module, dtype: torch.dtype) -> QuantisedWeight | BlockWeight | NarrowWeight:
         """The weight; dtype: of x. Raises ModelError, with the tensor's name, for what the format does not allow."""
 
 

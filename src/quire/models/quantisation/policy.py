@@ -20,6 +20,8 @@ from quire.models.quantisation.gptq import Gptq
 from quire.models.quantisation.module import WHOLE, Scheme
 from quire.models.quantisation.mxfp4 import Mxfp4
 from quire.models.quantisation.reader import unserved
+from quire.ops.gguf_blocks import BlockWeight
+from quire.ops.linear import LinearWeight
 from quire.ops.memory import mapped
 from quire.ops.narrow import NarrowWeight
 from quire.ops.quantised import GROUPS, QuantisedWeight, quantised
@@ -129,7 +131,7 @@ class Quantisation:
         dtype: torch.dtype,  # of x
         name: str,
         is_head: bool,
-    ) -> Tensor | QuantisedWeight:
+    ) -> LinearWeight:
         """A linear's weight as it is to be multiplied, itself where nothing is asked of it.
 
         Raises ModelError, with its name, where it is to be rounded and is not finite.
@@ -137,7 +139,7 @@ class Quantisation:
         rounding = self.head if is_head else self.linears
         return weight if rounding is None else self.multiplied(rounding.of(weight, dtype, name))
 
-    def multiplied(self, weight: QuantisedWeight) -> Tensor | QuantisedWeight:
+    def multiplied(self, weight: QuantisedWeight | BlockWeight) -> LinearWeight:
         """Integers as they are to be multiplied: themselves, or in memory of their own the numbers that they mean."""
         if self.rounds_activations:
             return weight
@@ -153,7 +155,7 @@ class Quantisation:
 
 def dequantised_into(
     home: Tensor,  # [out, in]
-    weight: QuantisedWeight | NarrowWeight,
+    weight: QuantisedWeight | BlockWeight | NarrowWeight,
 ) -> None:
     """Put the weight's numbers there, some rows at a time."""
     step = max(1, CHUNK // weight.in_size)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
+from quire.ops.gguf_blocks import BlockWeight
 from quire.ops.linear import LinearWeight
 from quire.ops.memory import mapped
 from quire.ops.narrow import NarrowWeight
@@ -43,15 +44,19 @@ def matrix(weight: Weight) -> LinearWeight:
     return weight
 
 
-def stacked(parts: Sequence[LinearWeight]) -> QuantisedWeight | NarrowWeight | StackedWeight:
+def stacked(parts: Sequence[LinearWeight]) -> LinearWeight | StackedWeight:
     """The outputs of all parts, one part after the other; some of these are quantised."""
+    if len(parts) == 1:
+        return parts[0]
+    blocks = [part for part in parts if isinstance(part, BlockWeight)]
+    if blocks:
+        alike = len(blocks) == len(parts) and all(_agree(blocks[0], part) for part in blocks)
+        return blocks[0].with_outputs(blocks[1:]) if alike else StackedWeight(tuple(parts))
     narrow = [part for part in parts if isinstance(part, NarrowWeight)]
     if narrow:
         return _narrow(narrow) if len(narrow) == len(parts) else StackedWeight(tuple(parts))
     whole = [part for part in parts if isinstance(part, QuantisedWeight)]
     first = whole[0]
-    if len(whole) == 1 == len(parts):
-        return first
     if len(whole) < len(parts) or not all(_agree(first, part) for part in whole):
         return StackedWeight(tuple(parts))
     values = mapped((sum(part.out_size for part in whole), first.in_size), torch.uint8)
@@ -68,14 +73,12 @@ def stacked(parts: Sequence[LinearWeight]) -> QuantisedWeight | NarrowWeight | S
 
 def _narrow(parts: Sequence[NarrowWeight]) -> NarrowWeight:
     """The same of a format's weights."""
-    if len(parts) == 1:
-        return parts[0]
     codes = mapped((sum(part.out_size for part in parts), parts[0].in_size), torch.uint8)
     torch.cat([part.codes for part in parts], out=codes)
     return parts[0].derived(codes, torch.cat([part.scales for part in parts]))
 
 
-def _agree(a: QuantisedWeight, b: QuantisedWeight) -> bool:
+def _agree(a: QuantisedWeight | BlockWeight, b: QuantisedWeight | BlockWeight) -> bool:
     if _kind(a) != _kind(b):
         return False
     if a.order is None or b.order is None:
@@ -83,8 +86,10 @@ def _agree(a: QuantisedWeight, b: QuantisedWeight) -> bool:
     return torch.equal(a.order, b.order)
 
 
-def _kind(weight: QuantisedWeight) -> tuple[object, ...]:
+def _kind(weight: QuantisedWeight | BlockWeight) -> tuple[object, ...]:
     """What parts of one weight have in common."""
+    if isinstance(weight, BlockWeight):
+        return (weight.kind,)
     has_minimums, dtype = weight.minimums is not None, weight.scales.dtype
     return weight.bits, weight.group_size, weight.activation_group, weight.sub_size, has_minimums, dtype
 
@@ -100,4 +105,6 @@ def _described(part: LinearWeight) -> str:
     if isinstance(part, NarrowWeight):
         return part.format.name
     order = "" if part.order is None else ", in an order of their own"
+    if isinstance(part, BlockWeight):
+        return f"{part.kind}{order}"
     return f"int{part.bits} in groups of {part.group_size} of {part.in_size} inputs{order}"

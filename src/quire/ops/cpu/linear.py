@@ -18,6 +18,7 @@ from quire.errors import BadShape, BadValue, Unsupported
 from quire.ops import checks
 from quire.ops.cpu import native
 from quire.ops.cpu.lora import LoraMemory, PackedLoraTable
+from quire.ops.gguf_blocks import FORMATS, BlockWeight
 from quire.ops.linear import Embedding, Linear, Linears, LinearWeight
 from quire.ops.lora import LoraTable
 from quire.ops.memory import in_huge_pages
@@ -186,7 +187,7 @@ class PackedLinears(Linears):
         weight: LinearWeight,  # [V, H]
     ) -> Embedding:
         """The embedding of a weight that nothing is multiplied with; a quantised one stays packed."""
-        if isinstance(weight, QuantisedWeight) and self._serves(weight):
+        if isinstance(weight, QuantisedWeight | BlockWeight) and self._serves(weight):
             return PackedEmbedding(self._pack(weight))
         return super().embedding(weight)
 
@@ -228,22 +229,25 @@ class Packer:
         dtype = weight.dtype
         if dtype not in native.DTYPES or out_dtype not in (None, dtype, torch.float32):
             raise Unsupported(f"weight is {dtype} and out_dtype {out_dtype}; the kernel takes {list(native.DTYPES)}")
-        values = _values(weight)
-        if values.dim() != 2 or values.numel() == 0 or (bias is not None and bias.shape != values.shape[:1]):
+        out_size, in_size = _sizes(weight)
+        if out_size * in_size == 0 or (bias is not None and bias.shape != (out_size,)):
             shown = None if bias is None else tuple(bias.shape)
-            raise BadShape(f"weight has shape {tuple(values.shape)} and bias {shown}; expected [out, in] and [out]")
-        if values.shape[1] > checks.INT32_MAX:
-            raise BadShape(f"weight has shape {tuple(values.shape)}; its inputs are numbered in an int32")
-        _check_host("weight", values)
-        if bias is not None:
-            _check_host("bias", bias)
-        integers = PackedIntegers.of(weight, self._kept) if isinstance(weight, QuantisedWeight) else None
+            raise BadShape(f"weight has shape {(out_size, in_size)} and bias {shown}; expected [out, in] and [out]")
+        if in_size > checks.INT32_MAX:
+            raise BadShape(f"weight has shape {(out_size, in_size)}; its inputs are numbered in an int32")
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None:
+                _check_host(name, tensor)
+        sample = weight.rows(torch.zeros(1, dtype=torch.int64)) if isinstance(weight, BlockWeight) else weight
+        integers = PackedIntegers.of(sample, self._kept) if isinstance(sample, QuantisedWeight) else None
         narrow = weight.format if isinstance(weight, NarrowWeight) else None
-        out_size, in_size = values.shape
         params = _params(out_size, in_size, dtype, integers, narrow)
         packed = self._take(self._library("packed_bytes", byref(params)))
         if isinstance(weight, QuantisedWeight):
             self._pack_values(params, weight, packed)
+        elif isinstance(weight, BlockWeight):
+            kind, rows = list(FORMATS).index(weight.kind), weight.addresses
+            self._library("pack_blocks", byref(params), kind, rows.data_ptr(), packed.data_ptr())
         elif isinstance(weight, NarrowWeight):
             codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
             self._library("pack_narrow", byref(params), codes.data_ptr(), scales.data_ptr(), packed.data_ptr())
@@ -286,11 +290,13 @@ class Packer:
         return taken
 
 
-def _values(weight: LinearWeight) -> Tensor:
-    """Its numbers, integers or codes: [out, in]."""
-    if isinstance(weight, Tensor):
-        return weight
-    return weight.values if isinstance(weight, QuantisedWeight) else weight.codes
+def _sizes(weight: LinearWeight) -> tuple[int, int]:
+    """Outputs and inputs."""
+    if not isinstance(weight, Tensor):
+        return weight.out_size, weight.in_size
+    if weight.dim() != 2:
+        raise BadShape(f"weight has shape {tuple(weight.shape)}; expected [out, in]")
+    return weight.shape[0], weight.shape[1]
 
 
 def _params(
@@ -313,6 +319,6 @@ def _params(
     return params
 
 
-def _check_host(name: str, x: Tensor) -> None:
+def _check_host(name: str, x: LinearWeight) -> None:
     if not x.is_cpu:
         raise BadValue(f"{name} is on {x.device}; the kernels read memory of the CPU")

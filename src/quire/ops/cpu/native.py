@@ -349,6 +349,7 @@ KERNELS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "copy_size": (_L, (POINTER(LinearParams), _L, _L)),
     "pack": (None, (POINTER(LinearParams), _P, _L, _P)),
     "pack_values": (None, (POINTER(LinearParams), POINTER(IntegerParts), _P)),
+    "pack_blocks": (None, (POINTER(LinearParams), _I, _P, _P)),
     "pack_narrow": (None, (POINTER(LinearParams), _P, _P, _P)),
     "unpack": (_L, (POINTER(LinearParams), _P, _L, _P)),
     "lora_bytes": (_L, (_L, _L, _I)),

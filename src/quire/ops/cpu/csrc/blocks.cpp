@@ -8,18 +8,14 @@
 
 namespace {
 
-// Where parts go: those of all blocks, or of one. Null: there are none.
-struct Places {
-    uint8_t* values;
-    uint16_t* scales;
-    uint16_t* minimums;
-    int8_t* sub_scales;
-    int8_t* sub_minimums;
-};
-
 template <class T>
 T* at(T* first, int64_t n) {
     return first ? first + n : first;
+}
+
+// The parts of the blocks from the n-th on.
+BlockParts parts_at(const BlockParts& to, int64_t n, int inputs, int subs) {
+    return {to.values + n * inputs, to.scales + n, at(to.minimums, n), at(to.sub_scales, n * subs), at(to.sub_minimums, n * subs)};
 }
 
 uint16_t half(const uint8_t* from) {
@@ -45,7 +41,7 @@ void fifth_bits(const uint8_t* from, uint8_t* to) {
 template <bool HAS_MINIMUM, bool HAS_FIFTH>
 struct Small {
     static constexpr int INPUTS = 32, SUBS = 0, BYTES = 18 + 2 * HAS_MINIMUM + 4 * HAS_FIFTH;
-    static void read(const uint8_t* from, const Places& to) {
+    static void read(const uint8_t* from, const BlockParts& to) {
         *to.scales = half(from), from += 2;
         if constexpr (HAS_MINIMUM) *to.minimums = half(from), from += 2;
         halves<16>(from + 4 * HAS_FIFTH, to.values);
@@ -55,7 +51,7 @@ struct Small {
 
 struct Q8_0 {
     static constexpr int INPUTS = 32, SUBS = 0, BYTES = 34;
-    static void read(const uint8_t* from, const Places& to) {
+    static void read(const uint8_t* from, const BlockParts& to) {
         *to.scales = half(from);
         for (int i = 0; i < INPUTS; i++) to.values[i] = from[2 + i] ^ 128;
     }
@@ -66,7 +62,7 @@ struct Q8_0 {
 template <bool HAS_FIFTH>
 struct Large {
     static constexpr int INPUTS = 256, SUBS = 8, BYTES = 144 + 32 * HAS_FIFTH;
-    static void read(const uint8_t* from, const Places& to) {
+    static void read(const uint8_t* from, const BlockParts& to) {
         *to.scales = half(from);
         *to.minimums = half(from + 2) ^ 0x8000;  // it is subtracted
         const uint8_t *scales = from + 4, *minimums = from + 8, *low = from + 12;
@@ -84,7 +80,7 @@ struct Large {
 // Of 128 inputs there are 64 bytes of lower bits, 64 inputs in the lower halves, and 32 bytes of upper ones.
 struct Q6_K {
     static constexpr int INPUTS = 256, SUBS = 16, BYTES = 210;
-    static void read(const uint8_t* from, const Places& to) {
+    static void read(const uint8_t* from, const BlockParts& to) {
         for (int part = 0; part < 2; part++) {
             uint8_t* values = to.values + 128 * part;
             halves<64>(from + 64 * part, values);
@@ -96,27 +92,37 @@ struct Q6_K {
 };
 
 template <class Format>
-void read(ParallelFor parallel_for, const uint8_t* blocks, int64_t stride, int64_t rows, int64_t in_size, const Places& to) {
-    const int64_t count = in_size / Format::INPUTS;
-    parallel(parallel_for, rows, rows_a_thread(in_size), [&](int64_t row) {
-        for (int64_t b = 0, n = row * count; b < count; b++, n++)
-            Format::read(
-                blocks + row * stride + b * Format::BYTES,
-                {to.values + n * Format::INPUTS, to.scales + n, at(to.minimums, n), at(to.sub_scales, n * Format::SUBS),
-                 at(to.sub_minimums, n * Format::SUBS)});
-    });
+void read_row(const uint8_t* blocks, int64_t in_size, const BlockParts& to) {
+    for (int64_t n = 0; n < in_size / Format::INPUTS; n++)
+        Format::read(blocks + n * Format::BYTES, parts_at(to, n, Format::INPUTS, Format::SUBS));
 }
 
-using Read = void (*)(ParallelFor, const uint8_t*, int64_t, int64_t, int64_t, const Places&);
+struct Reader {
+    void (*read_row)(const uint8_t*, int64_t, const BlockParts&);
+    int inputs, subs;  // of a block
+};
+
+template <class Format>
+constexpr Reader READER = {read_row<Format>, Format::INPUTS, Format::SUBS};
+
+// In the order of FORMATS of quire/ops/gguf_blocks.py.
+constexpr Reader READERS[] = {
+    READER<Q8_0>, READER<Small<false, false>>, READER<Small<true, false>>, READER<Small<false, true>>, READER<Small<true, true>>,
+    READER<Large<false>>, READER<Large<true>>, READER<Q6_K>};
 
 }  // namespace
 
-// Rows of blocks, `stride` bytes apart. kind: the place in FORMATS of quire/ops/gguf_blocks.py.
+void quire_read_row(int32_t kind, const uint8_t* blocks, int64_t in_size, const BlockParts& to) {
+    READERS[kind].read_row(blocks, in_size, to);
+}
+
+// Rows of blocks, `stride` bytes apart.
 extern "C" QUIRE_EXPORT void quire_read_blocks(
     ParallelFor parallel_for, int32_t kind, const uint8_t* blocks, int64_t stride, int64_t rows, int64_t in_size,
     uint8_t* values, uint16_t* scales, uint16_t* minimums, int8_t* sub_scales, int8_t* sub_minimums) {
-    static constexpr Read READ[] = {
-        read<Q8_0>, read<Small<false, false>>, read<Small<true, false>>, read<Small<false, true>>, read<Small<true, true>>,
-        read<Large<false>>, read<Large<true>>, read<Q6_K>};
-    READ[kind](parallel_for, blocks, stride, rows, in_size, {values, scales, minimums, sub_scales, sub_minimums});
+    const Reader& reader = READERS[kind];
+    const BlockParts all = {values, scales, minimums, sub_scales, sub_minimums};
+    parallel(parallel_for, rows, rows_a_thread(in_size), [&](int64_t row) {
+        reader.read_row(blocks + row * stride, in_size, parts_at(all, row * (in_size / reader.inputs), reader.inputs, reader.subs));
+    });
 }

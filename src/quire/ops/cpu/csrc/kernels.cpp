@@ -210,6 +210,11 @@ ENTRY(pack_values)(ParallelFor parallel_for, const LinearParams* p, const Intege
     with_integers(*p, [&]<class K>() { pack_values<K>(parallel_for, *p, *parts, packed); });
 }
 
+// The same of GGUF's blocks of a kind. rows: where each of the weight's begins.
+ENTRY(pack_blocks)(ParallelFor parallel_for, const LinearParams* p, int32_t kind, const uint8_t* const* rows, char* packed) {
+    with_integers(*p, [&]<class K>() { pack_blocks<K>(parallel_for, *p, kind, rows, packed); });
+}
+
 // The same of narrow numbers. codes: [out, in], one a byte. scales: [out, groups].
 ENTRY(pack_narrow)(ParallelFor parallel_for, const LinearParams* p, const uint8_t* codes, const float* scales, char* packed) {
     with_kind(p->dtype, [&]<class F>() {

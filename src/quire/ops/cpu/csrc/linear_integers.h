@@ -21,6 +21,8 @@
 #include "linear_vectors.h"
 #include "rounding.h"
 
+#include <memory>
+
 namespace {
 
 constexpr int64_t ACTIVATION_GROUP = 128;  // inputs of x that share a scale at most, unless a whole row does
@@ -30,7 +32,7 @@ constexpr int64_t ACTIVATION_GROUP = 128;  // inputs of x that share a scale at 
 template <int N, int INPUTS_OF_SUB = 0, bool IN_BLOCKS = false>
 struct Integers {
     static constexpr int BITS = N, SUB = INPUTS_OF_SUB;
-    static constexpr bool BLOCKS = IN_BLOCKS;
+    static constexpr bool BLOCKS = IN_BLOCKS, HALVES = BLOCKS || SUB;  // scales are fp16
     static constexpr bool TILED = false;
     static constexpr int UPPER = N == 8 ? 0 : N - 4;  // bits that have a line of their own
     static constexpr int QUADS = N == 8 ? 1 : UPPER ? 8 / UPPER : 2;  // of a unit: four inputs each
@@ -95,8 +97,8 @@ struct Lines {
     int64_t each;    // lines of a segment without these
     int64_t all;     // of the strip
     explicit Lines(const LinearParams& p)
-        : segments(p), shift(p.halves ? 1 : 0),
-          scales(p.halves ? (!K::SUB && p.minimums ? 2 : 1) : (p.scales ? 0 : 1) + (p.zeros ? 1 : 0)),
+        : segments(p), shift(K::HALVES ? 1 : 0),
+          scales(K::HALVES ? (!K::SUB && p.minimums ? 2 : 1) : (p.scales ? 0 : 1) + (p.zeros ? 1 : 0)),
           each(segments.size / K::INPUTS * K::LINES + K::SUB_LINES),
           all(at(segments.count) - each + values(segments.count - 1) + K::SUB_LINES) {}
 
@@ -113,12 +115,12 @@ struct Lines {
 // Of a segment, with its lines of scales: W scales, and W zeros or minimums.
 template <class K>
 QUIRE_INLINE V scales_of(const char* lines, int64_t segment) {
-    if constexpr (!K::SUB && !K::BLOCKS) return load((const float*)lines);
+    if constexpr (!K::HALVES) return load((const float*)lines);
     return widen_fp16((const uint16_t*)lines + (K::SUB ? 0 : (segment & 1) * W));
 }
 template <class K>
 QUIRE_INLINE V offsets_of(const LinearParams& p, const char* lines, int64_t segment) {
-    if constexpr (!K::SUB && !K::BLOCKS) return load((const float*)lines + (p.scales ? 0 : W));
+    if constexpr (!K::HALVES) return load((const float*)lines + (p.scales ? 0 : W));
     return widen_fp16((const uint16_t*)lines + (K::SUB ? W : 2 * W + (segment & 1) * W));
 }
 
@@ -497,40 +499,79 @@ static void put_values(const uint8_t* values, int64_t count, int64_t i, char* li
     }
 }
 
+// One strip, of `rows` rows, all of whose parts begin at their first one.
 template <class K>
-static void pack_values(ParallelFor parallel_for, const LinearParams& p, const IntegerParts& parts, char* packed) {
-    const Lines<K> lines(p);
+static void pack_integers(const LinearParams& p, const Lines<K>& lines, const IntegerParts& parts, int64_t rows, char* to) {
     const Segments<K>& segments = lines.segments;
     const int64_t groups = (p.in_size + p.group - 1) / p.group;
     constexpr int LINE = Lines<K>::BYTES;
-    parallel(parallel_for, (p.out_size + W - 1) / W, 1, [&](int64_t strip) {
-        char* to = packed + strip * lines.all * LINE;
-        memset(to, 0, (size_t)(lines.all * LINE));
-        for (int64_t i = 0; i < W && strip * W + i < p.out_size; i++) {
-            const int64_t row = strip * W + i;
-            for (int64_t s = 0; s < segments.count; s++) {
-                char* const at = to + lines.at(s) * LINE;
-                const int64_t first = s * segments.size;
-                put_values<K>(parts.values + row * p.in_size + first, segments.inputs(s), i, at + K::SUB_LINES * LINE);
-                const int64_t group = row * groups + first / p.group;
-                char* const scales = to + lines.scales_at(s) * LINE;
-                if (p.halves) {
-                    uint16_t* const halves = (uint16_t*)scales + (K::SUB ? 0 : (s & 1) * W) + i;
-                    halves[0] = ((const uint16_t*)parts.scales)[group];
-                    if (p.minimums) halves[K::SUB ? W : 2 * W] = parts.minimums[group];
-                } else {
-                    if (!p.scales) ((float*)scales)[i] = ((const float*)parts.scales)[group];
-                    if (p.zeros) ((float*)scales)[(p.scales ? 0 : W) + i] = parts.zeros[group];
-                }
-                if constexpr (K::SUB) {
-                    char* const subs = at + i * 4;
-                    const int64_t from = (row * p.in_size + first) / K::SUB;
-                    memcpy(subs, parts.sub_scales + from, 4);
-                    memcpy(subs + LINE, K::SUB == 16 ? parts.sub_scales + from + 4 : parts.sub_minimums + from, 4);
-                }
+    memset(to, 0, (size_t)(lines.all * LINE));
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t s = 0; s < segments.count; s++) {
+            char* const at = to + lines.at(s) * LINE;
+            const int64_t first = s * segments.size;
+            put_values<K>(parts.values + i * p.in_size + first, segments.inputs(s), i, at + K::SUB_LINES * LINE);
+            const int64_t group = i * groups + first / p.group;
+            char* const scales = to + lines.scales_at(s) * LINE;
+            if constexpr (K::HALVES) {
+                uint16_t* const halves = (uint16_t*)scales + (K::SUB ? 0 : (s & 1) * W) + i;
+                halves[0] = ((const uint16_t*)parts.scales)[group];
+                if (p.minimums) halves[K::SUB ? W : 2 * W] = parts.minimums[group];
+            } else {
+                if (!p.scales) ((float*)scales)[i] = ((const float*)parts.scales)[group];
+                if (p.zeros) ((float*)scales)[(p.scales ? 0 : W) + i] = parts.zeros[group];
+            }
+            if constexpr (K::SUB) {
+                char* const subs = at + i * 4;
+                const int64_t from = (i * p.in_size + first) / K::SUB;
+                memcpy(subs, parts.sub_scales + from, 4);
+                memcpy(subs + LINE, K::SUB == 16 ? parts.sub_scales + from + 4 : parts.sub_minimums + from, 4);
             }
         }
+    }
+}
+
+// Call f(strip, rows, its packed memory) for all strips.
+template <class K, class F>
+static void for_strips(ParallelFor parallel_for, const LinearParams& p, const Lines<K>& lines, char* packed, const F& f) {
+    parallel(parallel_for, (p.out_size + W - 1) / W, 1, [&](int64_t strip) {
+        const int64_t left = p.out_size - strip * W;
+        f(strip, left < W ? left : W, packed + strip * lines.all * Lines<K>::BYTES);
     });
+}
+
+template <class K>
+static void pack_values(ParallelFor parallel_for, const LinearParams& p, const IntegerParts& parts, char* packed) {
+    const Lines<K> lines(p);
+    const int64_t groups = (p.in_size + p.group - 1) / p.group, scale_bytes = K::HALVES ? 2 : 4;
+    for_strips<K>(parallel_for, p, lines, packed, [&](int64_t strip, int64_t rows, char* to) {
+        const int64_t row = strip * W, group = row * groups, sub = K::SUB ? row * (p.in_size / K::SUB) : 0;
+        const auto from = [](auto* first, int64_t n) { return first ? first + n : first; };
+        const IntegerParts own = {parts.values + row * p.in_size, (const char*)parts.scales + group * scale_bytes,
+                                  from(parts.zeros, group), from(parts.minimums, group), from(parts.sub_scales, sub),
+                                  from(parts.sub_minimums, sub)};
+        pack_integers<K>(p, lines, own, rows, to);
+    });
+}
+
+// The same of GGUF's blocks. rows: where each of the weight's begins. Only a strip's values are held at a time.
+template <class K>
+static void pack_blocks(ParallelFor parallel_for, const LinearParams& p, int32_t kind, const uint8_t* const* rows, char* packed) {
+    if constexpr (K::HALVES) {
+        const Lines<K> lines(p);
+        const int64_t groups = p.in_size / p.group, subs = K::SUB ? p.in_size / K::SUB : 0;
+        for_strips<K>(parallel_for, p, lines, packed, [&](int64_t strip, int64_t count, char* to) {
+            const std::unique_ptr<uint8_t[]> values(new uint8_t[W * p.in_size]);
+            const std::unique_ptr<uint16_t[]> scales(new uint16_t[W * groups]), minimums(new uint16_t[W * groups]);
+            const std::unique_ptr<int8_t[]> sub_scales(new int8_t[W * subs]), sub_minimums(new int8_t[W * subs]);
+            for (int64_t i = 0; i < count; i++) {
+                const BlockParts at = {values.get() + i * p.in_size, scales.get() + i * groups, minimums.get() + i * groups,
+                                       sub_scales.get() + i * subs, sub_minimums.get() + i * subs};
+                quire_read_row(kind, rows[strip * W + i], p.in_size, at);
+            }
+            pack_integers<K>(p, lines, {values.get(), scales.get(), nullptr, minimums.get(), sub_scales.get(), sub_minimums.get()}, count, to);
+        });
+    }
 }
 
 // The value of an input, of a segment's lines.

@@ -88,6 +88,17 @@ struct LinearParams {
     const int64_t* order;  // [in]: the input that each of the weight's belongs to; null: its own
 };
 
+// Where the parts of GGUF's blocks go, those of a block next to each other. Null: there are none.
+struct BlockParts {
+    uint8_t* values;
+    uint16_t* scales;
+    uint16_t* minimums;
+    int8_t* sub_scales;
+    int8_t* sub_minimums;
+};
+
+void quire_read_row(int32_t kind, const uint8_t* blocks, int64_t in_size, const BlockParts& to);  // in blocks.cpp
+
 // -------------------------------------------------------------------------- layers that keep a state, see recurrent.h
 
 struct RecurrentSizes {
