@@ -337,7 +337,8 @@ class IntegerVectors {
         const LinearCall& call = *item.call;
         const LinearParams& p = *call.params;
         const Segments<K>& segments = lines.segments;
-        const bool zeros = p.zeros, minimums = p.minimums, by_output = p.scales, as_integers = by_row(p);
+        constexpr bool minimums = K::SUB == 32;
+        const bool zeros = !K::SUB && p.zeros, by_output = !K::SUB && p.scales, as_integers = !K::SUB && by_row(p);
         float* const x = (float*)call.x + (item.first_row + row) * call.x_stride;
         float* const to = sums + row * PANEL + first * W;
         const int64_t line = lines.at(s);
@@ -351,7 +352,7 @@ class IntegerVectors {
         if constexpr (K::SUB) {
             QUIRE_UNROLL for (int i = 0; i < R; i++) QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = I{};
             constexpr int UNITS = K::SUB / K::INPUTS, SUBS = ACTIVATION_GROUP / K::SUB;
-            for (int sub = 0; sub < SUBS; sub++) {
+            const auto add_sub = [&](int sub) __attribute__((always_inline)) {
                 I part[R][N];
                 QUIRE_UNROLL for (int i = 0; i < R; i++) {
                     const int32_t taken = K::BITS == 6 ? sums_of(i)[sub] << 5 : 0;
@@ -365,10 +366,16 @@ class IntegerVectors {
                     const I scale = sub_scale_of(sub_lines + sub / 4 * LINE + j * item.stride, sub % 4);
                     QUIRE_UNROLL for (int i = 0; i < R; i++) sum[i][j] = sum[i][j] + part[i][j] * scale;
                 }
+            };
+            // Of one row, the memory's rate needs all of it unrolled; of more, registers would not suffice.
+            if constexpr (R == 1) {
+                QUIRE_UNROLL for (int sub = 0; sub < SUBS; sub++) add_sub(sub);
+            } else {
+                for (int sub = 0; sub < SUBS; sub++) add_sub(sub);
             }
         } else {
             QUIRE_UNROLL for (int i = 0; i < R; i++) {
-                const int32_t taken = zeros || minimums ? 0 : *sums_of(i) << (K::BITS - 1);
+                const int32_t taken = zeros ? 0 : *sums_of(i) << (K::BITS - 1);
                 QUIRE_UNROLL for (int j = 0; j < N; j++) sum[i][j] = I{} - taken;
             }
             const int64_t units = lines.units(s);
@@ -393,7 +400,7 @@ class IntegerVectors {
                 const V scale = splat(segments.scales(x + i * call.x_stride)[s]);
                 V total = __builtin_convertvector(sum[i][j], V), low = {};
                 if constexpr (K::SUB == 32) low = __builtin_convertvector(low_sums(sums_of(i), sub_minimums), V);
-                else if (zeros || minimums) low = splat((float)*sums_of(i));
+                else if (zeros) low = splat((float)*sums_of(i));
                 if (zeros) total = total - offset * low;  // exact: whole numbers
                 V result = fma(total, by_output ? scale : scale * of_group, load(at));
                 if (minimums) result = fma(low, scale * offset, result);
