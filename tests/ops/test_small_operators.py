@@ -15,7 +15,7 @@ from torch import Tensor
 from quire import ops
 from quire.errors import BadDtype, BadShape, BadValue, QuireError
 from quire.ops.activation import Activation
-from quire.ops.experts import Choice
+from quire.ops.choice import Choice
 from tests.marks import spread
 from tests.ops.dense import check_close
 

@@ -33,7 +33,8 @@ from quire.models.model import Model
 from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig
 from quire.ops import AttentionPlan, AttentionSpec, Backend
 from quire.ops.activation import Activation
-from quire.ops.experts import Choice, ExpertLayer
+from quire.ops.choice import Choice
+from quire.ops.experts import ExpertLayer
 from quire.ops.linear import Linear, Linears
 from quire.ops.quantised import QuantisedWeight
 from quire.ops.recurrent import PIECE, RecurrentCache, RecurrentPlan, RecurrentSpec

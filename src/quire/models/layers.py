@@ -19,7 +19,8 @@ from quire.models.lora.slots import LoraTables
 from quire.models.quantisation.stacking import StackedWeight, Weight, matrix, tensor
 from quire.models.state_config import ConvolutionConfig, GatedDeltaConfig, StateConfig, StateSpaceConfig
 from quire.ops.activation import Activation
-from quire.ops.experts import Choice, ExpertLayer
+from quire.ops.choice import Choice
+from quire.ops.experts import ExpertLayer
 from quire.ops.linear import Linear, Linears
 from quire.ops.program import (
     Activate,

@@ -16,7 +16,8 @@ from torch.compiler import is_compiling
 from quire.errors import BadValue, Unsupported
 from quire.ops import metadata, validate, validate_small
 from quire.ops.activation import Activation
-from quire.ops.experts import Choice, ExpertLayer, chosen_experts, weighted_experts
+from quire.ops.choice import Choice, chosen_experts
+from quire.ops.experts import ExpertLayer, weighted_experts
 from quire.ops.linear import Linears
 from quire.ops.plan import AttentionPlan
 from quire.ops.program import Executor, Program

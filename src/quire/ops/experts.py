@@ -11,38 +11,8 @@ from torch import Tensor
 
 from quire.errors import BadShape, BadValue
 from quire.ops.activation import Activation
+from quire.ops.choice import Choice
 from quire.ops.linear import Linear
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Choice:
-    """How a row's experts, and their shares, follow from the router's logits. Raises BadValue for what cannot be.
-
-    A row's scores are the softmax of its logits, or the sigmoid of each. It prefers the experts with the largest scores
-    plus bias; with groups, among those of the groups whose best scores plus bias have the largest sum.
-    """
-
-    num_chosen: int  # k
-    renormalised: bool  # a row's shares are its experts' scores over their sum, not the scores
-    epsilon: float = 0.0  # added to that sum
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    bias: Tensor | None = None  # fp32 [E]
-    groups: int = 1  # of neighbouring experts, as many in each
-    groups_chosen: int = 1
-    group_best: int = 2  # scores of each group that count for it
-    factor: float = 1.0  # multiplies the shares
-    scales: Tensor | None = None  # fp32 [E]: multiply the experts' shares
-
-    def __post_init__(self) -> None:
-        if self.num_chosen < 1:
-            raise BadValue(f"{self.num_chosen} experts are to be chosen; it must be at least 1")
-        if not 1 <= self.groups_chosen <= self.groups:
-            raise BadValue(f"{self.groups_chosen} groups of experts of {self.groups} are to be chosen")
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the experts with the largest logits are chosen, and their shares are those of the softmax."""
-        return self.scores == "softmax" and self.bias is None and self.groups == 1
 
 
 @dataclass(frozen=True)
@@ -102,41 +72,3 @@ def weighted_experts(
     for rank in range(num_chosen):
         total += by_choice[:, rank] * shares[:, rank, None]
     return total.to(x.dtype)
-
-
-def chosen_experts(
-    logits: Tensor,  # fp32 [T, E]
-    choice: Choice,
-    top_k_softmax: Callable[[Tensor, int], tuple[Tensor, Tensor]],
-    top_k: Callable[[Tensor, int], Tensor],
-) -> tuple[Tensor, Tensor]:
-    """`Backend.choose` out of a backend's other operators."""
-    if choice.is_plain:
-        chosen, shares = top_k_softmax(logits, choice.num_chosen)
-    else:
-        scores = logits.softmax(-1) if choice.scores == "softmax" else logits.sigmoid()
-        preferred = scores if choice.bias is None else scores + choice.bias
-        if choice.groups > 1:
-            preferred = _within_groups(preferred, choice, top_k)
-        chosen = top_k(preferred, choice.num_chosen)
-        shares = scores.gather(1, chosen)
-    if choice.renormalised:
-        total = torch.zeros_like(shares[:, 0])
-        for rank in range(choice.num_chosen):  # one after the other: a sum's order is the framework's matter
-            total += shares[:, rank]
-        total += choice.epsilon
-        shares = shares / total[:, None]
-    shares = shares * choice.factor
-    return chosen, shares if choice.scales is None else shares * choice.scales[chosen]
-
-
-def _within_groups(
-    preferred: Tensor,  # fp32 [T, E]
-    choice: Choice,
-    top_k: Callable[[Tensor, int], Tensor],
-) -> Tensor:
-    """The same with -inf for experts of other groups than the chosen ones."""
-    grouped = preferred.view(len(preferred), choice.groups, -1)
-    best = grouped.topk(min(choice.group_best, grouped.shape[2]), -1).values.sum(-1)  # [T, groups]
-    others = torch.ones_like(best, dtype=torch.bool).scatter_(1, top_k(best, choice.groups_chosen), False)
-    return grouped.masked_fill(others[:, :, None], -torch.inf).view_as(preferred)

@@ -78,7 +78,7 @@ class BlockWeight:
         for blocks in self.blocks:
             _check_blocks(self.kind, blocks, self.in_size)
             form = FORMATS[self.kind]
-            each = blocks.unflatten(1, (-1, form.nbytes))
+            each = blocks.view(len(blocks), -1, form.nbytes)
             for at in form.floats:
                 unfit = each[:, :, at + 1] & 0x7C == 0x7C  # fp16's largest exponent: infinite or NaN
                 if unfit.any():

@@ -22,12 +22,12 @@ from quire.errors import Unsupported
 from quire.ops import overlap, validate_small
 from quire.ops.activation import Activation
 from quire.ops.backend import Backend, Scores
+from quire.ops.choice import Choice
 from quire.ops.cpu import fetching, native, recurrent
 from quire.ops.cpu.executor import NativeExecutor
 from quire.ops.cpu.linear import PackedLinears
 from quire.ops.cpu.worklist import CpuPlan
 from quire.ops.eager import EagerExecutor
-from quire.ops.experts import Choice
 from quire.ops.linear import Linears
 from quire.ops.program import Executor, Program
 from quire.ops.recurrent import RecurrentCache, RecurrentSpec

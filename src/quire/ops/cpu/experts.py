@@ -11,9 +11,10 @@ from torch import Tensor
 
 from quire.errors import BadShape, Unsupported
 from quire.ops.activation import Activation
+from quire.ops.choice import Choice
 from quire.ops.cpu import native
 from quire.ops.cpu.linear import PackedLinear
-from quire.ops.experts import Choice, ExpertLayer
+from quire.ops.experts import ExpertLayer
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import torch
 
 from quire.errors import Unsupported
 from quire.ops.activation import FUNCTIONS, Activation
+from quire.ops.choice import Choice
 from quire.ops.cpu import fetching
-from quire.ops.experts import Choice
 
 ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "amx_emulated")  # the best first; the last one is for tests
 # What machine.cpp says of AMX, by number.
