@@ -18,6 +18,7 @@ from quire.cli.convert import convert
 from quire.cli.fleet import fleet
 from quire.cli.generate import generate
 from quire.cli.info import info
+from quire.cli.interrupts import said_interrupts
 from quire.cli.models import models
 from quire.cli.options import fail
 from quire.cli.serve import serve
@@ -38,9 +39,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Paged attention for Python: serve language models.",
 )
-app.command()(generate)
-app.command(cls=PastedFlags)(serve)
-app.command(cls=TakesFile)(fleet)
+app.command(short_help="Continue texts.")(generate)
+app.command(cls=PastedFlags, short_help="Serve a model over HTTP as OpenAI does.")(serve)
+app.command(cls=TakesFile, short_help="Serve a fleet's replicas under one address.")(fleet)
 
 
 def _show_version(asked: bool) -> None:
@@ -58,7 +59,9 @@ def root(
     """Paged attention for Python: serve language models."""
 
 
-@app.command(context_settings=ALL_ARGUMENTS, add_help_option=False)
+@app.command(
+    context_settings=ALL_ARGUMENTS, add_help_option=False, short_help="Measure speed and memory on this machine."
+)
 def bench(context: typer.Context) -> None:
     """Measure speed, start-up and memory on this machine."""
     if find_spec(MEASURING) is None:
@@ -69,12 +72,13 @@ def bench(context: typer.Context) -> None:
     import_module(f"{MEASURING}.cli").app(context.args, prog_name="quire bench")
 
 
-app.command()(simulate)
-app.command()(convert)
-app.command()(models)
-app.command()(info)
+app.command(short_help="What the scheduler would do with a load.")(simulate)
+app.command(short_help="Write a model with its weights rounded.")(convert)
+app.command(short_help="List published models, and how they are served.")(models)
+app.command(short_help="What this machine has, or what a model needs.")(info)
 
 
 def main() -> None:
     """Entry point of the `quire` command."""
-    app()
+    with said_interrupts():
+        app()

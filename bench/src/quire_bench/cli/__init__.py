@@ -5,6 +5,8 @@ What a command measures with is imported inside it, so that `quire bench --help`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import typer
 
 from quire_bench.cli.attention import attention
@@ -51,9 +53,19 @@ COMMANDS = (
 )
 OPTIONS_OF_ITS_OWN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
+
+def _whole(command: Callable[..., None]) -> str:
+    """What a command does, for the list of all: by default it would be cut off at the line's end."""
+    return " ".join((command.__doc__ or "").partition("\n\n")[0].split())
+
+
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Measure speed, start-up and memory on this machine."
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # its tables cut long names off
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Measure speed, start-up and memory on this machine.",
 )
 for command in COMMANDS:
-    app.command()(command)
-app.command(context_settings=OPTIONS_OF_ITS_OWN, add_help_option=False)(gpu)
+    app.command(short_help=_whole(command))(command)
+app.command(context_settings=OPTIONS_OF_ITS_OWN, add_help_option=False, short_help=_whole(gpu))(gpu)
