@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from quire import __version__
+from quire.cli.chat import chat
 from quire.cli.config_file import TakesFile
 from quire.cli.convert import convert
 from quire.cli.fleet import fleet
@@ -39,6 +40,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Paged attention for Python: serve language models.",
 )
+app.command(short_help="Talk to a model in the terminal.")(chat)
+app.command("run", short_help="The same as chat.")(chat)
 app.command(short_help="Continue texts.")(generate)
 app.command(cls=PastedFlags, short_help="Serve a model over HTTP as OpenAI does.")(serve)
 app.command(cls=TakesFile, short_help="Serve a fleet's replicas under one address.")(fleet)

@@ -79,6 +79,23 @@ def row(name: str, value: str) -> None:
     print(f"{name:18s} {value}")
 
 
+def taken_model(context: typer.Context, argument: str | None, option: str | None) -> str | None:
+    """The model that a command was given, as an argument or as --model."""
+    if argument is None:
+        return option
+    source = context.get_parameter_source("model")
+    if source is not None and source.name == "COMMANDLINE":
+        fail(f"the model is given twice, as {argument!r} and as --model {option!r}; give one of them")
+    return argument
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """The models of the hub's cache whose names begin so, for the shell."""
+    from quire.models.cached import cached_names
+
+    return [name for name in cached_names() if name.startswith(incomplete)]
+
+
 def fail(reason: object) -> NoReturn:
     """Say what is wrong and end with status 1."""
     print(f"error: {reason}", file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from quire.cli.config_file import read_config_file
-from quire.cli.options import ENGINE, fail, taken, with_options
+from quire.cli.options import ENGINE, complete_model, fail, taken, taken_model, with_options
 from quire.errors import QuireError
 from quire.importing import uncollected
 from quire.server.server_config import ServerConfig
@@ -20,7 +20,9 @@ from quire.server.server_config import ServerConfig
 @with_options(ServerConfig, *ENGINE)
 def serve(
     context: typer.Context,
-    model_name: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")] = None,
+    model_name: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", autocompletion=complete_model)
+    ] = None,
     _config: Annotated[
         Path | None,
         typer.Option("--config", help="YAML: these options by name.", is_eager=True, callback=read_config_file),
@@ -29,11 +31,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP as OpenAI does, with a window into its KV cache at /inspector."""
     began = time.monotonic()
-    if model_name is not None:
-        source = context.get_parameter_source("model")
-        if source is not None and source.name == "COMMANDLINE":
-            fail(f"the model is given twice, as {model_name!r} and as --model {options['model']!r}; give one of them")
-        options["model"] = model_name
+    options["model"] = taken_model(context, model_name, options["model"])
     try:
         from quire.server.signals import obey_as_first_process
 

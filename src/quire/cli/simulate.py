@@ -27,7 +27,9 @@ SCHEDULING = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "schedu
 @with_options(*ENGINE, only=SCHEDULING)
 def simulate(
     blocks: Annotated[int, typer.Option(help="KV blocks in the pool.")],
-    trace: Annotated[Path | None, typer.Option(help="CSV: arrival, prompt_tokens, new_tokens and, if given, prefix_id, ...")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="CSV: arrival, prompt_tokens, new_tokens and, if given, prefix_id, ...")
+    ] = None,
     workload: Annotated[str | None, typer.Option(help=f"{', '.join(WORKLOADS)}; all arrive at once.")] = None,
     requests: Annotated[int | None, typer.Option(help="That many requests of one size.")] = None,
     prompt_tokens: Annotated[

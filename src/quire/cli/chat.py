@@ -1,0 +1,120 @@
+"""quire chat: talk to a model in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quire.cli.options import ENGINE, complete_model, fail, taken_model, with_options
+from quire.config import parse_loras
+from quire.errors import QuireError
+
+if TYPE_CHECKING:
+    from quire.terminal.partner import Partner
+
+# Of many requests at a time: here there is one, in steps short enough that Ctrl-C is soon heard.
+OF_MANY = ("max_num_seqs", "max_num_batched_tokens", "scheduling_policy", "enable_lora", "max_loras")
+ONE = {"max_num_seqs": 1, "max_num_batched_tokens": 512}
+
+
+@with_options(*ENGINE, without=OF_MANY)
+def chat(
+    context: typer.Context,
+    model_name: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", autocompletion=complete_model)
+    ] = None,
+    message: Annotated[
+        str | None, typer.Argument(metavar="MESSAGE", help="Answer this alone, and end. - reads it from stdin.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Talk to the OpenAI-compatible server there, and load no model here.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key of that server. Better kept in the environment.", envvar="QUIRE_API_KEY")
+    ] = None,
+    system: Annotated[str, typer.Option(help="What the model is told first.")] = "",
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of an answer at most. Default: the model's own, else what fits.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the most probable token each time. Default: the model's own, else 1.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja file of a chat template, instead of the model's own.")
+    ] = None,
+    lora: Annotated[str | None, typer.Option(help="NAME=PATH of a LoRA adapter that answers.")] = None,
+    markdown: Annotated[bool, typer.Option(help="Render the markdown of answers, where the terminal can.")] = True,
+    **options: Any,
+) -> None:
+    """Talk to a model in the terminal. Ctrl-C stops an answer; /help lists the commands."""
+    options["model"] = taken_model(context, model_name, options["model"])
+    asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+    sampling = {name: value for name, value in asked.items() if value is not None}
+    try:
+        text = _message(message)
+        if url is None:
+            partner = _own_model(options, chat_template, sampling, lora)
+        else:
+            partner = _served_model(context, url, api_key, options, sampling)
+    except QuireError as error:
+        fail(error)
+    from rich.console import Console
+
+    from quire.terminal.chat import Chat
+
+    conversation = Chat(partner, Console(), Console(stderr=True), markdown, system)
+    try:
+        if text is not None:
+            conversation.answer(text)
+            return
+        conversation.note(f"{partner.name}. {_hint(partner)}")
+        conversation.run()
+    except QuireError as error:
+        fail(error)
+    finally:
+        partner.close()
+
+
+def _message(given: str | None) -> str | None:
+    """The one message that is to be answered; None: they are typed."""
+    if given not in (None, "-") or (given is None and sys.stdin.isatty()):
+        return given
+    text = sys.stdin.read()
+    if not text.strip():
+        fail('no message; give one, as in: quire chat MODEL "What is paged attention?"')
+    return text
+
+
+def _hint(partner: Partner) -> str:
+    if not partner.has_template:
+        return (
+            "It has no chat template, so each text is continued as it stands, without what was said before; "
+            "--chat-template FILE gives it one. /help lists the commands."
+        )
+    return "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends."
+
+
+def _own_model(options: dict[str, Any], template: Path | None, sampling: dict[str, Any], lora: str | None) -> Partner:
+    from quire import LLM, SamplingParams
+    from quire.terminal.partner import OwnModel
+
+    SamplingParams(**sampling)  # before a model is loaded for nothing
+    loras = parse_loras([] if lora is None else [lora])
+    llm = LLM(lora=loras, **ONE, **options)
+    return OwnModel(llm, template, sampling, next(iter(loras), None))
+
+
+def _served_model(
+    context: typer.Context, url: str, key: str | None, options: dict[str, Any], sampling: dict[str, Any]
+) -> Partner:
+    from quire.terminal.client import Client
+    from quire.terminal.partner import ServedModel
+
+    for name in (*options, "chat_template", "lora"):
+        source = context.get_parameter_source(name)
+        if name != "model" and source is not None and source.name == "COMMANDLINE":
+            fail(f"--{name.replace('_', '-')} is for a model that is loaded here; the one at {url} has its own")
+    return ServedModel(Client(url, key), options["model"], sampling)

@@ -1,0 +1,144 @@
+"""A client of a server's routes. Whatever goes wrong on the way is a sentence."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from quire.errors import ConfigError, QuireError
+
+CONNECT = 10.0  # seconds for a connection, and for an answer that comes at once
+ANSWER = 600.0  # seconds of silence in a stream; a long prompt takes its time
+SHOWN = 300  # characters of an error page
+
+
+class Refused(QuireError):
+    """A server answered with an error."""
+
+    def __init__(self, message: str, status: int, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code  # as OpenAI names it
+
+
+class Client:
+    """Asks one server, one request at a time."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        """url: of the server, with or without /v1. key: sent as a bearer token. Raises ConfigError for what is no URL."""
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            self._host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"url is {url!r}: {error}") from error
+        if parts.scheme not in ("http", "https") or not self._host:
+            raise ConfigError(f"url is {url!r}; it must be as in http://127.0.0.1:8000")
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ConfigError("the API key has characters that no HTTP header can carry; use printable ASCII")
+        self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._port = port
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._connection: HTTPConnection | None = None  # of the stream that is being read
+        self.is_stopped = False  # by `stop`
+
+    def get(self, path: str) -> str:
+        """What a route answers. Raises QuireError where there is no server, and Refused for an error."""
+        connection, answer = self._ask("GET", path, None, CONNECT)
+        try:
+            return answer.read().decode("utf-8", "replace")
+        except (OSError, HTTPException) as error:
+            raise QuireError(f"the server at {self.url} ended while it answered {path} ({_name(error)})") from error
+        finally:
+            connection.close()
+
+    def get_json(self, path: str) -> Any:
+        """What a route answers, which is JSON. Raises QuireError where it is not, and as `get` does."""
+        text = self.get(path)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise QuireError(f"{self.url}{path} does not answer JSON; is it an OpenAI-compatible server?") from error
+
+    def events(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[str]:
+        """The data of server-sent events, as they come. body: it is posted.
+
+        Ends early after `stop`. Raises what `get` raises, and QuireError where the server ends in the middle of a line.
+        """
+        self.is_stopped = False  # by `stop`
+        text = None if body is None else json.dumps(body)
+        connection, answer = self._ask("GET" if body is None else "POST", path, text, ANSWER)
+        self._connection = connection
+        try:
+            for line in answer:
+                if self.is_stopped:
+                    return
+                if line.startswith(b"data:"):
+                    yield line[5:].strip().decode("utf-8", "replace")
+        except (OSError, HTTPException) as error:
+            if not self.is_stopped:
+                raise QuireError(f"the server at {self.url} ended in the middle of an answer ({_name(error)})") from error
+        finally:
+            self._connection = None
+            connection.close()
+
+    def stop(self) -> None:
+        """End the stream that is being read. A handler of signals may call it, or another thread."""
+        self.is_stopped = True
+        connection = self._connection
+        if connection is not None and connection.sock is not None:
+            try:
+                connection.sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return  # it has ended by itself
+
+    def _ask(
+        self, method: str, path: str, body: str | None, seconds: float
+    ) -> tuple[HTTPConnection, HTTPResponse]:
+        connection = self._kind(self._host or "", self._port, timeout=CONNECT)
+        try:
+            connection.connect()
+            connection.sock.settimeout(seconds)
+            connection.request(method, self._path + path, body, self._headers)
+            answer = connection.getresponse()
+            if answer.status != HTTPStatus.OK:
+                raise self._refused(path, answer)
+        except (OSError, HTTPException) as error:
+            connection.close()
+            raise QuireError(f"no server answers at {self.url} ({_name(error)}); quire serve starts one") from error
+        except BaseException:
+            connection.close()
+            raise
+        return connection, answer
+
+    def _refused(self, path: str, answer: HTTPResponse) -> Refused:
+        text = answer.read().decode("utf-8", "replace")
+        message, code = text.strip()[:SHOWN], None
+        try:
+            error = json.loads(text)["error"]
+            message, code = (error, None) if isinstance(error, str) else (str(error["message"]), error.get("code"))
+        except (ValueError, KeyError, TypeError):
+            if message.startswith("<"):  # a page for people
+                message = ""
+        if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN) and code != "host_not_allowed":
+            return Refused(
+                f"the server at {self.url} wants a key: give --api-key KEY, or set QUIRE_API_KEY (HTTP status "
+                f"{answer.status}{f', {message}' if message else ''})",
+                answer.status,
+                code,
+            )
+        said = message or answer.reason
+        return Refused(f"the server at {self.url} answers {path} with HTTP status {answer.status}: {said}",
+                       answer.status, code)
+
+
+def _name(error: Exception) -> str:
+    """Why, in few words."""
+    text = getattr(error, "strerror", None) or str(error)
+    return text or type(error).__name__

@@ -1,0 +1,173 @@
+"""How an answer is shown while it grows: as text, or as rendered markdown where there is a terminal that can show it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.markdown import Markdown
+
+SHORTEST = 0.08  # seconds from one picture of an answer to the next
+SHARE = 10  # a picture may take one part in so many of the time: the model may need the same processor
+CODE = "ansi_dark"  # the terminal's own colours, so that they suit its ground
+DIM = "dim"
+
+
+class Display(Protocol):
+    """Shows one answer."""
+
+    def think(self, text: str) -> None:
+        """Add to the model's thoughts."""
+
+    def say(self, text: str) -> None:
+        """Add to the answer."""
+
+
+@contextmanager
+def shown(console: Console, markdown: bool, fence: str = "") -> Iterator[Display]:
+    """Show an answer; at the end of the block it is complete.
+
+    markdown: render it, if the terminal can show that. fence: what stands before it, such as the beginning of code.
+    """
+    if not markdown or not console.is_terminal or console.is_dumb_terminal:
+        plain = PlainDisplay(console.is_terminal)
+        try:
+            yield plain
+        finally:
+            plain.end()
+        return
+    display = MarkdownDisplay(console)
+    if fence:
+        display.say(fence)
+    try:
+        yield display
+    finally:
+        display.end()
+
+
+class PlainDisplay:
+    """Writes an answer as it comes. Thoughts only where somebody looks."""
+
+    def __init__(self, shows_thoughts: bool) -> None:
+        self._shows_thoughts = shows_thoughts
+        self._is_thinking = False
+        self._line_is_open = False
+
+    def think(self, text: str) -> None:
+        """Add to the model's thoughts."""
+        if self._shows_thoughts:
+            self._write(text if self._is_thinking else f"Thinking: {text}")
+            self._is_thinking = True
+
+    def say(self, text: str) -> None:
+        """Add to the answer."""
+        if self._is_thinking:
+            self._is_thinking = False
+            self._write("\n\n")
+        self._write(text)
+
+    def end(self) -> None:
+        """End its last line."""
+        if self._line_is_open:
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        self._line_is_open = not text.endswith("\n") if text else self._line_is_open
+
+
+class MarkdownDisplay:
+    """Renders an answer's markdown.
+
+    What is complete, block by block, is printed and stays; the last block is drawn again and again while it grows. Of a
+    block that is higher than the terminal, that is its end.
+    """
+
+    def __init__(self, console: Console) -> None:
+        from rich.live import Live
+
+        self._console = console
+        self._text = ""  # of the answer, as far as it has not been printed
+        self._is_thinking = False
+        self._next = 0.0  # when the next picture may be drawn, of time.monotonic()
+        self._live: Live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
+        self._live.start()
+
+    def think(self, text: str) -> None:
+        """Add to the model's thoughts."""
+        if not self._is_thinking:
+            self._live.update("", refresh=True)
+            self._live.stop()
+            self._is_thinking = True
+        self._console.print(text, style=DIM, end="", markup=False, highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """Add to the answer."""
+        if self._is_thinking:
+            self._is_thinking = False
+            self._console.print("\n")
+            self._live.start()
+        self._text += text
+        now = time.monotonic()
+        if now >= self._next:
+            self._draw()
+            took = time.monotonic() - now
+            self._next = now + max(SHORTEST, SHARE * took)
+
+    def end(self) -> None:
+        """Print what is left."""
+        if self._is_thinking:
+            self._console.print()
+            return
+        self._live.update("", refresh=True)
+        self._live.stop()
+        if self._text.strip():
+            self._console.print(_rendered(self._text))
+        self._text = ""
+
+    def _draw(self) -> None:
+        from rich.text import Text
+
+        complete = self._complete()
+        if complete:
+            self._live.update("")
+            self._console.print(_rendered(self._text[:complete]))
+            self._console.print()
+            self._text = self._text[complete:]
+        lines = self._console.render_lines(_rendered(self._text), pad=False)
+        last = lines[-max(1, self._console.height - 2) :]
+        picture = Text("\n", end="").join(
+            Text.assemble(*((segment.text, segment.style or "") for segment in line), end="") for line in last
+        )
+        self._live.update(picture, refresh=True)
+
+    def _complete(self) -> int:
+        """Characters of the blocks that can no longer change: all but the last one."""
+        from rich.markdown import Markdown
+
+        starts = [token.map[0] for token in Markdown(self._text).parsed if token.level == 0 and token.map]
+        if not starts or starts[-1] == 0:
+            return 0
+        return sum(map(len, self._text.splitlines(keepends=True)[: starts[-1]]))
+
+
+def _rendered(text: str) -> Markdown:
+    """Markdown as rich renders it, but for code, which has no space around it that would be copied with it."""
+    from rich.markdown import CodeBlock, Markdown
+    from rich.syntax import Syntax
+
+    class Code(CodeBlock):
+        def __rich_console__(self, _: object, __: object) -> Iterator[Syntax]:
+            yield Syntax(str(self.text).rstrip(), self.lexer_name, theme=CODE, word_wrap=True)
+
+    class Rendered(Markdown):
+        elements = Markdown.elements | {"fence": Code, "code_block": Code}
+
+    return Rendered(text)

@@ -1,0 +1,278 @@
+"""Whom one chats with: a model on an engine of this process, or one that a server has."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from quire.errors import QuireError
+from quire.terminal.client import Client, Refused
+
+if TYPE_CHECKING:
+    from quire.llm import LLM
+    from quire.server.tools.parser import AnswerParser
+
+Message = dict[str, str]  # with a role and a content
+EMBEDDED_NAME = "quire-embedded"  # what servers call the model that comes with Quire
+LEAST_ROOM = 256  # tokens that an answer should have room for, or a quarter of the longest sequence
+TOO_LONG = "context_length_exceeded"  # an error's code
+
+
+class TooLong(QuireError):
+    """A conversation is too long for the model."""
+
+
+class Piece(NamedTuple):
+    """A part of an answer."""
+
+    text: str
+    is_thought: bool = False
+
+
+@dataclass
+class Usage:
+    """What an answer cost."""
+
+    began: float  # s of time.monotonic()
+    first: float | None = None  # when its first token came
+    ended: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these, tokens that the prefix cache had
+    new_tokens: int = 0
+    finish_reason: str | None = None
+
+    def see(self) -> None:
+        """Something came."""
+        self.ended = time.monotonic()
+        self.first = self.ended if self.first is None else self.first
+
+    def __str__(self) -> str:
+        parts = [f"{self.prompt_tokens:,} prompt tokens ({self.cached_tokens:,} from the prefix cache)"]
+        if self.first is not None and self.ended is not None:
+            parts.append(f"the first new token after {self.first - self.began:.2f} s")
+            seconds = self.ended - self.first
+            speed = f", {(self.new_tokens - 1) / seconds:,.1f} a second" if self.new_tokens > 1 and seconds > 0 else ""
+            parts.append(f"{self.new_tokens:,} new tokens{speed}")
+        return "; ".join(parts)
+
+
+class Partner(Protocol):
+    """Answers conversations, one at a time."""
+
+    name: str
+    writes_code: bool  # answers are Python, not markdown
+    has_template: bool  # else a text is continued as it stands
+    usage: Usage | None  # of the last answer
+
+    def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
+        """What comes next, piece by piece. Raises QuireError; TooLong where it does not fit."""
+
+    def stop(self) -> None:
+        """Let the answer end here. A handler of signals may call it."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+class OwnModel:
+    """A model on an engine of this process."""
+
+    def __init__(self, llm: LLM, template: Path | None, sampling: Mapping[str, Any], lora: str | None = None) -> None:
+        """template: a file with a chat template, instead of the model's own. sampling: of SamplingParams.
+
+        Raises QuireError for a template that is none, and for a model without a tokenizer.
+        """
+        from quire.request import SamplingParams
+        from quire.sandbox.chat_template import ChatTemplate
+        from quire.server.tools.dialect import Dialect
+
+        self._llm = llm
+        self._lora = lora
+        self._tokenizer = llm.get_tokenizer()
+        self._template = ChatTemplate.find(llm.text_files, template)
+        self._dialect = Dialect.find(None if self._template is None else self._template.source, None, None)
+        own = {"max_tokens": None} | dict(llm.default_sampling) | dict(sampling)
+        if self._dialect.thoughts is not None:
+            own["skip_special_tokens"] = False  # they may be what thoughts begin and end with
+        self._sampling = SamplingParams(**own)
+        self._is_stopped = False
+        self.name = llm.config.model or "the model that comes with Quire"
+        self.writes_code = llm.config.model is None
+        self.has_template = self._template is not None
+        self.usage: Usage | None = None
+        if self._template is not None:  # its process takes seconds to start, in which the user types
+            threading.Thread(target=_started, args=(self._template.start,), daemon=True).start()
+
+    def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
+        """What comes next. Without a template the last message is continued, as it stands."""
+        self._is_stopped = False
+        usage = self.usage = Usage(time.monotonic())
+        if self._template is None:
+            text = messages[-1]["content"]
+            tokens = self._tokenizer.encode(text)
+        else:
+            text = self._template.render(messages)
+            tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        self._check_room(len(tokens), len(messages))
+        usage.prompt_tokens = len(tokens)
+        parser = self._parser(text)
+        shown = 0
+        for output in self._llm.stream(tokens, self._sampling, lora=self._lora):
+            sample = output.outputs[0]
+            if len(sample.token_ids) > usage.new_tokens:
+                usage.see()
+            usage.new_tokens = len(sample.token_ids)
+            usage.cached_tokens = output.num_cached_tokens or 0
+            usage.finish_reason = None if sample.finish_reason is None else str(sample.finish_reason)
+            if sample.error is not None:
+                raise QuireError(sample.error)
+            new, shown = sample.text[shown:], len(sample.text)
+            yield from _pieces(new, parser)
+            if self._is_stopped:
+                return
+        if parser is not None:
+            yield from _read(parser.finish())
+
+    def stop(self) -> None:
+        """Let the answer end after the present step."""
+        self._is_stopped = True
+
+    def close(self) -> None:
+        """Free the model, and end the process that renders."""
+        if self._template is not None:
+            self._template.close()
+        self._llm.close()
+
+    def _check_room(self, num_tokens: int, num_messages: int) -> None:
+        longest = self._llm.engine.scheduler.max_model_len
+        room = min(LEAST_ROOM, longest // 4) if num_messages > 1 else 1
+        if num_tokens + room > longest:
+            raise TooLong(
+                f"the conversation has {num_tokens:,} tokens, and this model takes {longest:,} with its answer"
+            )
+
+    def _parser(self, prompt: str) -> AnswerParser | None:
+        """What tells thoughts from what is said, for a model that thinks."""
+        if self._dialect.thoughts is None or self._template is None:
+            return None
+        special = self._tokenizer.special_tokens
+        hidden = tuple(text for text, token in self._tokenizer.added_tokens.items() if token in special and text)
+        begins = self._dialect.begins(prompt, None)
+        return self._dialect.parser({}, hidden, may_call=False, begins=begins)
+
+
+class ServedModel:
+    """A model that an OpenAI-compatible server has."""
+
+    def __init__(self, client: Client, model: str | None, sampling: Mapping[str, Any]) -> None:
+        """model: as the server names it; None: the first one. Raises QuireError where there is no such server."""
+        listed = client.get_json("/v1/models")
+        try:
+            names = [str(one["id"]) for one in listed["data"]]
+        except (KeyError, TypeError) as error:
+            raise QuireError(f"{client.url}/v1/models lists no models; is it an OpenAI-compatible server?") from error
+        if not names:
+            raise QuireError(f"the server at {client.url} has no model")
+        if model is not None and model not in names:
+            raise QuireError(f"the server at {client.url} has no model {model!r}; it has {', '.join(names[:8])}")
+        self._client = client
+        self._sampling = dict(sampling)
+        self.name = model or names[0]
+        self.writes_code = self.name == EMBEDDED_NAME
+        self.has_template = True  # else the server says so
+        self.usage: Usage | None = None
+
+    def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
+        """What comes next."""
+        usage = self.usage = Usage(time.monotonic())
+        body = {
+            "model": self.name,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._sampling,
+        }
+        is_whole = False
+        try:
+            for data in self._client.events("/v1/chat/completions", body):
+                if data == "[DONE]":
+                    is_whole = True
+                    continue
+                event = _event(data, self._client.url)
+                _count(usage, event)
+                for piece in _said(event):
+                    usage.see()
+                    yield piece
+                is_whole |= usage.finish_reason is not None
+        except Refused as error:
+            if error.code == TOO_LONG:
+                raise TooLong(str(error)) from error
+            raise
+        if not is_whole and not self._client.is_stopped:
+            raise QuireError(f"the server at {self._client.url} ended in the middle of an answer")
+
+    def stop(self) -> None:
+        """Hang up, at which the server ends the answer."""
+        self._client.stop()
+
+    def close(self) -> None:
+        """There is nothing to free."""
+
+
+def _started(start: Any) -> None:
+    with contextlib.suppress(QuireError, RuntimeError, OSError):  # the first rendering says why
+        start()
+
+
+def _pieces(text: str, parser: AnswerParser | None) -> Iterator[Piece]:
+    if not text:
+        return
+    if parser is None:
+        yield Piece(text)
+    else:
+        yield from _read(parser.feed(text))
+
+
+def _read(pieces: Sequence[Any]) -> Iterator[Piece]:
+    from quire.server.tools.parser import Kind
+
+    for piece in pieces:
+        yield Piece(piece.text, piece.kind is Kind.REASONING)
+
+
+def _event(data: str, url: str) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError as error:
+        raise QuireError(f"the server at {url} sends an event that is no JSON: {data[:80]!r}") from error
+    if not isinstance(event, dict):
+        raise QuireError(f"the server at {url} sends an event that is no object: {data[:80]!r}")
+    if error := event.get("error"):
+        raise QuireError(f"the server says: {error.get('message', error) if isinstance(error, dict) else error}")
+    return event
+
+
+def _said(event: Mapping[str, Any]) -> Iterator[Piece]:
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta") or {}
+        if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+            yield Piece(thought, is_thought=True)
+        if text := delta.get("content"):
+            yield Piece(text)
+
+
+def _count(usage: Usage, event: Mapping[str, Any]) -> None:
+    for choice in event.get("choices") or ():
+        usage.finish_reason = choice.get("finish_reason") or usage.finish_reason
+    if counted := event.get("usage"):
+        usage.prompt_tokens = counted.get("prompt_tokens") or 0
+        usage.new_tokens = counted.get("completion_tokens") or 0
+        usage.cached_tokens = (counted.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+

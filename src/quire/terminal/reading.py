@@ -1,0 +1,58 @@
+"""What a user types: a line, or several between triple quotes, or as many as are pasted at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+PROMPT, MORE = ">>> ", "... "
+QUOTES = '"""'
+PASTED = 0.02  # seconds in which the next line of a paste is there
+
+
+class Reader:
+    """Reads messages from the terminal, with line editing and history where Python has readline."""
+
+    def __init__(self, commands: Sequence[str]) -> None:
+        """commands: words that the tab key completes at the beginning of a line."""
+        self._commands = tuple(commands)
+        try:
+            import readline
+        except ImportError:  # as on Windows
+            return
+        readline.set_completer_delims("")
+        readline.set_completer(self._completed)
+        is_libedit = "libedit" in (readline.__doc__ or "")
+        readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+
+    def read(self) -> str:
+        """A message. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
+        line = input(PROMPT)
+        if line.lstrip().startswith(QUOTES):
+            return self._quoted(line.lstrip().removeprefix(QUOTES))
+        lines = [line]
+        while not line.startswith("/") and _is_waiting():
+            lines.append(input())
+        return "\n".join(lines)
+
+    def _quoted(self, line: str) -> str:
+        lines = []
+        while QUOTES not in line:
+            lines.append(line)
+            line = input(MORE)
+        lines.append(line.partition(QUOTES)[0])
+        return "\n".join(lines).strip("\n")
+
+    def _completed(self, text: str, number: int) -> str | None:
+        """The commands that begin so, one by one, as readline asks for them."""
+        found = [command for command in self._commands if text.startswith("/") and command.startswith(text)]
+        return found[number] if number < len(found) else None
+
+
+def _is_waiting() -> bool:
+    """Whether more was typed already than the lines that were read."""
+    if sys.platform == "win32":
+        return False
+    import select
+
+    return bool(select.select([sys.stdin], [], [], PASTED)[0])
